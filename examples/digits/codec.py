@@ -1,0 +1,33 @@
+"""Pixels in, digit out: the same decoding in training and in the service."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.spec.errors import InvalidPayload
+
+
+class DigitsCodec:
+    """An instance is an 8×8 list of grey values from 0 to 16; a prediction its digit and probability."""
+
+    def decode(self, instances: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
+        try:
+            pixels = np.asarray(instances, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise InvalidPayload("instances: each must be an 8×8 list of numbers") from error
+        if pixels.ndim != 3 or pixels.shape[1:] != (8, 8):
+            raise InvalidPayload(f"instances: each must be an 8×8 list of numbers, found shape {pixels.shape[1:]}")
+        if not ((pixels >= 0) & (pixels <= 16)).all():
+            raise InvalidPayload("instances: grey values must lie between 0 and 16")
+        return {"image": (pixels / 16)[:, None]}
+
+    def encode(self, outputs: dict[str, np.ndarray[Any, Any]]) -> list[dict[str, Any]]:
+        scores = np.exp(outputs["logits"] - outputs["logits"].max(axis=1, keepdims=True))
+        probabilities = scores / scores.sum(axis=1, keepdims=True)
+        return [
+            {"digit": int(row.argmax()), "probability": float(row.max()), "probabilities": row.tolist()}
+            for row in probabilities
+        ]

@@ -1,0 +1,1 @@
+"""Contracts shared by every stage; imports none of ours and stays importable without torch."""

@@ -1,0 +1,74 @@
+"""The errors a user can mend, and how one travels from a step's process to the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+
+class PipelineError(Exception):
+    """A mistake the reader can mend: its message says what, where and how. Printed as one line."""
+
+    exit_code = 2
+
+
+class ConfigError(PipelineError):
+    """`pipe.yaml`, an override, or the task and codec it names are wrong."""
+
+
+class DataError(PipelineError):
+    """The data, or what the model makes of it, cannot be trained or judged on."""
+
+
+class ResourceError(PipelineError):
+    """The machine lacks something: disk, a free port, the lock of the runs directory."""
+
+
+class BundleError(PipelineError):
+    """A bundle that is damaged, tampered with or incomplete; it must not be served."""
+
+
+class InvalidPayload(PipelineError):
+    """A prediction request that cannot be understood; codecs raise it, the service answers 400."""
+
+
+class StageError(PipelineError):
+    """A step failed for a reason that is not the user's input."""
+
+    exit_code = 1
+
+
+class GateError(PipelineError):
+    """The candidate was judged and rejected."""
+
+    exit_code = 3
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        PipelineError, ConfigError, DataError, ResourceError, BundleError, InvalidPayload, StageError, GateError,
+    )
+}  # fmt: skip
+
+
+def write_error(error: PipelineError, directory: Path) -> None:
+    """Leave the error where the runner finds it; of several ranks that fail, the first one is kept."""
+    directory.mkdir(parents=True, exist_ok=True)
+    body = json.dumps({"kind": type(error).__name__, "message": str(error)})
+    own = directory / f".error-{os.getpid()}"
+    own.write_text(body)
+    with contextlib.suppress(FileExistsError):  # link() is atomic and never replaces: first one wins
+        os.link(own, directory / "error.json")
+    own.unlink()
+
+
+def read_error(directory: Path) -> PipelineError | None:
+    """The error a step left behind, if it left one."""
+    path = directory / "error.json"
+    if not path.exists():
+        return None
+    body = json.loads(path.read_text())
+    return _KINDS.get(body["kind"], PipelineError)(body["message"])

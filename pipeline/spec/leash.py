@@ -1,0 +1,27 @@
+"""A process that ends when the `pipe` command that started it is gone, even by `kill -9`.
+
+The runner gives a step one end of a pipe as standard input and holds the other; torchrun hands it on
+to its workers. When the runner dies the kernel closes its end and every process reads end-of-file.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+
+VARIABLE = "PIPE_LEASH"
+EXIT_CODE = 143  # what a shell reports for SIGTERM
+
+
+def hold(env: Mapping[str, str] | None = None) -> None:
+    """Watch standard input in the background, but only when the runner asked for it."""
+    env = os.environ if env is None else env
+    if env.get(VARIABLE) == "1":
+        threading.Thread(target=_wait_and_exit, name="leash", daemon=True).start()
+
+
+def _wait_and_exit() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(EXIT_CODE)  # no clean-up: half-written outputs live under names nobody reads

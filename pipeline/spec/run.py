@@ -1,0 +1,95 @@
+"""One run directory: all its paths, its configuration and the record of each step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pipeline.spec.bundle import Bundle, open_bundle
+from pipeline.spec.config import Config, parse_config
+from pipeline.spec.errors import PipelineError
+from pipeline.spec.signature import Frozen
+
+STEPS = ("prepare", "train", "evaluate", "export", "package", "deploy")
+
+
+class StepRecord(Frozen):
+    """What is known of one step of one run; `done` is the only status whose outputs may be reused."""
+
+    step: str
+    status: Literal["running", "done", "failed", "rejected", "interrupted"]
+    key: str
+    parts: Mapping[str, str]  # the named parts the key is made of
+    argv: tuple[str, ...] = ()
+    started: str = ""
+    seconds: float = 0.0
+    outputs: Mapping[str, str] = {}  # relative path → SHA-256
+    digest: str = ""  # of outputs
+    reused_from: str = ""  # run whose files these are
+    reason: str = ""  # why it ran, was reused or failed
+
+
+class RunFile(Frozen):
+    """`run.json`."""
+
+    schema_version: int = 1
+    id: str
+    created: str
+    parent: str = ""
+    wanted: tuple[str, ...]
+    config: Mapping[str, object]
+    environment: Mapping[str, str]
+    steps: Mapping[str, StepRecord] = {}
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    def output(self, step: str) -> Path:
+        """Where a step's complete output stands."""
+        return self.path / step
+
+    def partial(self, step: str) -> Path:
+        """Where a step writes until it is complete."""
+        return self.path / f"{step}.partial"
+
+    def log(self, step: str) -> Path:
+        return self.path / "logs" / f"{step}.log"
+
+    @property
+    def bundle_path(self) -> Path:
+        return self.output("export") / "bundle"
+
+    def bundle(self) -> Bundle:
+        return open_bundle(self.bundle_path)
+
+    @property
+    def runs(self) -> Path:
+        return self.path.parent
+
+    def read(self) -> RunFile:
+        path = self.path / "run.json"
+        try:
+            return RunFile.model_validate_json(path.read_text())
+        except FileNotFoundError:
+            raise PipelineError(f"{self.path}: not a run directory (no run.json)") from None
+        except ValueError as error:
+            raise PipelineError(f"{path}: damaged: {str(error).splitlines()[0]}") from error
+
+    @cached_property
+    def config(self) -> Config:
+        return parse_config(self.read().config, source=str(self.path / "run.json"))
+
+    def verdict(self) -> dict[str, object]:
+        """The verdict of a complete evaluation."""
+        body: dict[str, object] = json.loads((self.output("evaluate") / "verdict.json").read_text())
+        return body

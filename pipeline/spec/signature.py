@@ -1,0 +1,72 @@
+"""What a model eats and answers: names, types, shapes and limits, in the words of the Open Inference Protocol."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+NUMPY_TYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BYTES": np.object_,
+}
+Datatype = Literal[
+    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES"
+]  # fmt: skip
+
+
+def datatype_of(array: np.ndarray[Any, Any]) -> str:
+    """The protocol's name of an array's type."""
+    for name, kind in NUMPY_TYPES.items():
+        if array.dtype == np.dtype(kind):
+            return name
+    raise ValueError(f"no protocol datatype for numpy {array.dtype}")
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorSpec(Frozen):
+    """One input or output; a string in the shape is a named dynamic axis."""
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int | str, ...]
+
+    @property
+    def protocol_shape(self) -> list[int]:
+        """As the protocol's metadata says it: -1 for a dynamic axis."""
+        return [axis if isinstance(axis, int) else -1 for axis in self.shape]
+
+
+class Limits(Frozen):
+    max_batch_size: int
+    max_body_bytes: int
+
+
+class Runtime(Frozen):
+    """How the service should run the model unless told otherwise at its start."""
+
+    provider: Literal["auto", "cpu", "cuda"]
+    threads: int
+
+
+class Signature(Frozen):
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    codec: str  # class name in the bundle's codec.py
+    limits: Limits
+    runtime: Runtime

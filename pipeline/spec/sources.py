@@ -1,0 +1,127 @@
+"""Which source files a step's result depends on: the transitive closure of local imports."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.spec.digest import digest_file, digest_mapping
+from pipeline.spec.errors import ConfigError
+
+HOUSE = Path(__file__).resolve().parents[2]  # the folder our packages stand in
+PACKAGES = ("pipeline", "train", "evaluate", "export", "serve", "k8s")
+
+
+def house_sources(package: str) -> dict[str, str]:
+    """Digests of the files of ours that a package reaches by imports, by path."""
+    start = HOUSE / Path(*package.split("."))
+    entry = sorted(start.glob("*.py")) if start.is_dir() else [start.with_suffix(".py")]
+    return _digests(HOUSE, _closure(entry, HOUSE, only=PACKAGES))
+
+
+def project_sources(root: Path, *references: str) -> dict[str, str]:
+    """Digests of the user's files that a task or codec reaches by imports, by path below the project."""
+    entry = []
+    for reference in references:
+        file, _, name = reference.partition(":")
+        path = (root / file).resolve()
+        if not path.is_file():
+            raise ConfigError(f"{reference}: no file {file} in {root}")
+        if name not in _top_level_names(path):
+            raise ConfigError(f"{reference}: {file} has no class {name}")
+        entry.append(path)
+    return _digests(root.resolve(), _closure(entry, root.resolve(), only=None))
+
+
+def code_digest(root: Path, *references: str) -> str:
+    """One digest of the user's code: the first link of the chain."""
+    return digest_mapping(project_sources(root, *references))
+
+
+def _digests(base: Path, paths: set[Path]) -> dict[str, str]:
+    return {path.relative_to(base).as_posix(): digest_file(path) for path in sorted(paths)}
+
+
+def _closure(entry: list[Path], base: Path, only: tuple[str, ...] | None) -> set[Path]:
+    found: set[Path] = set()
+    waiting = list(entry)
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for module in _imported(path, base):
+            if only is not None and module.partition(".")[0] not in only:
+                continue
+            waiting.extend(_files_of(module, base, path))
+    return found
+
+
+def _imported(path: Path, base: Path) -> Iterator[str]:
+    """Every module name a file imports, anywhere in it; `from a import b` may mean the module a.b."""
+    package = path.parent.relative_to(base).parts
+    for node in ast.walk(_parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            if module:
+                yield module
+            yield from (f"{module}.{alias.name}".lstrip(".") for alias in node.names)
+
+
+def _files_of(module: str, base: Path, importer: Path) -> Iterator[Path]:
+    """Files below `base` that importing a dotted name runs: each package's __init__ and the module."""
+    parts = module.split(".")
+    places = [base] if importer.parent == base else [base, importer.parent]
+    for place in places:
+        files = list(_walk(place, parts))
+        if files:
+            _refuse_shadowed(parts[0], place, importer)
+            yield from files
+            return
+
+
+def _walk(place: Path, parts: list[str]) -> Iterator[Path]:
+    for depth in range(1, len(parts) + 1):
+        path = place.joinpath(*parts[:depth])
+        for file in (path / "__init__.py", path.with_suffix(".py")):
+            if file.is_file():
+                yield file
+
+
+def _refuse_shadowed(name: str, place: Path, importer: Path) -> None:
+    """A local module that Python would not import, because an installed one has its name, is a trap."""
+    if place == HOUSE:
+        return
+    taken = name in sys.stdlib_module_names or name in PACKAGES
+    if not taken and name not in sys.modules:
+        spec = importlib.util.find_spec(name)
+        taken = spec is not None and spec.origin is not None and not Path(spec.origin).is_relative_to(place)
+    if taken:
+        raise ConfigError(
+            f"{importer.name} imports `{name}`, a name already taken outside the project; rename your {name}.py"
+        )
+
+
+def _top_level_names(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(_parse(path)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def _parse(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        raise ConfigError(f"{path.name}, line {error.lineno}: {error.msg}") from error
