@@ -22,7 +22,8 @@ class Samples:
         self.split = split
         self._items: Any = source
         self._columns = _as_columns(split, source) if isinstance(source, Mapping) else None
-        self._count = len(next(iter(self._columns.values()))) if self._columns else len(self._items)
+        first: Any = next(iter(self._columns.values())) if self._columns else source
+        self._count = len(first)
         if self._count == 0:
             raise DataError(f"data({split!r}): the split is empty")
 
