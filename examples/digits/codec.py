@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from pipeline.spec.errors import InvalidPayload
 class DigitsCodec:
     """An instance is an 8×8 list of grey values from 0 to 16; a prediction its digit and probability."""
 
-    def decode(self, instances: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
+    def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:
         try:
             pixels = np.asarray(instances, dtype=np.float32)
         except (TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
 class Codec(Protocol):
     """Between what a client sends and what the model eats; training uses the same code."""
 
-    def decode(self, instances: Sequence[Any]) -> Arrays:
+    def decode(self, instances: Any) -> Arrays:
         """Instances → one array for each model input; raise `InvalidPayload` to refuse them."""
 
     def encode(self, outputs: Arrays) -> Sequence[Any]:
