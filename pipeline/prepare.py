@@ -74,7 +74,7 @@ def _judge(pairs: list[dict[str, Any]], leaks: str, listing: Path) -> None:
     a, b = pairs[0]["a"], pairs[0]["b"]
     text = (
         f"{len(pairs)} samples stand in more than one split, as {b['split']}[{b['index']}] = "
-        f"{a['split']}[{a['index']}]; all are listed in {listing.name}. "
+        f"{a['split']}[{a['index']}]; all are listed in {listing.parent.name}/{listing.name}. "
         "Remove them, or set prepare.leaks=warn to accept a test that is not fair"
     )
     if leaks == "error":

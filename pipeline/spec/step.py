@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeline.spec import leash
-from pipeline.spec.errors import PipelineError, write_error
+from pipeline.spec.errors import PipelineError, ResourceError, StageError, write_error
+from pipeline.spec.rank import Rank
 from pipeline.spec.run import Run
 
 
@@ -27,4 +30,20 @@ def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) 
         write_error(error, run.partial(name))
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        write_error(_unexpected(error, root), run.partial(name))
+        return StageError.exit_code
     return 0
+
+
+def _unexpected(error: Exception, root: Path) -> PipelineError:
+    """What the terminal says of a bug; the traceback is in the log."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return ResourceError("disk full; free some space, then `pipe run --resume`")
+    rank = f"rank {Rank.from_env().rank}: " if Rank.from_env().world_size > 1 else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(root)]
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    text = " ".join(str(error).split())
+    return StageError(f"{rank}{type(error).__name__}: {text[:400]}{place}")

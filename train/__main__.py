@@ -1,0 +1,109 @@
+"""The train step: `torchrun … -m train RUN`, on every process."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.spec.data import Samples, check_columns, open_split
+from pipeline.spec.errors import ConfigError, DataError
+from pipeline.spec.files import write_json
+from pipeline.spec.fingerprint import fingerprint
+from pipeline.spec.rank import Rank
+from pipeline.spec.run import Run
+from pipeline.spec.step import run_step
+from pipeline.spec.task import load_task
+from pipeline.spec.weights import save_weights
+from train.checkpoint import CheckpointStore, Progress
+from train.group import Group, join
+from train.journal import Journal
+from train.trainer import Trainer
+
+
+def train(run: Run, root: Path) -> None:
+    config = run.config.train
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    with join(config, Rank.from_env()) as group:
+        task = load_task(run.config.task, root)
+        splits = [open_split(task, name) for name in ("train", "validation")]
+        for samples in splits:
+            check_columns(task, samples)
+            if len(samples) < group.size:
+                raise DataError(
+                    f"data({samples.split!r}): {len(samples)} samples for {group.size} processes; lower train.processes"
+                )
+        if group.rank.first:
+            _check_unchanged(run, splits)
+        trainer = Trainer(task, run.config, group, *splits)
+        _fit(trainer, run, group)
+
+
+def _fit(trainer: Trainer, run: Run, group: Group) -> None:
+    config, directory = run.config.train, run.partial("train")
+    if trainer.order.smallest_batch < group.size:
+        raise ConfigError(f"train.batch_size={config.batch_size} leaves some of {group.size} processes without work")
+    identity = {"samples": trainer.order.samples, "batch_size": config.batch_size, "seed": config.seed}
+    store = CheckpointStore(directory / "checkpoints", config.keep_checkpoints, identity)
+    progress = _resume(trainer, store, group)
+    journal = Journal(directory, progress.step) if group.rank.first else None
+    started = time.perf_counter()
+    first_step = progress.step
+    try:
+        progress = trainer.fit(progress, store, journal)
+    finally:
+        if journal:
+            journal.close()
+    if group.rank.first:
+        save_weights(store.load(progress.best_step).weights, directory / "model.safetensors")
+        seconds = time.perf_counter() - started
+        write_json(directory / "summary.json", _summary(trainer, group, progress, progress.step - first_step, seconds))
+
+
+def _summary(trainer: Trainer, group: Group, progress: Progress, steps: int, seconds: float) -> dict[str, Any]:
+    """`seconds` and the speed are of this process's own steps, not of those before a resume."""
+    return {
+        "steps": progress.step,
+        "epochs": progress.step // trainer.order.steps_per_epoch,
+        "best_step": progress.best_step,
+        "best_validation": dict(progress.best_validation),
+        "stopped_early": progress.step < trainer.total_steps,
+        "world_size": group.size,
+        "precision": trainer.config.precision,
+        "device": group.device.type,
+        "seconds": seconds,
+        "samples_per_second": steps / trainer.order.steps_per_epoch * trainer.order.samples / seconds,
+    }
+
+
+def _resume(trainer: Trainer, store: CheckpointStore, group: Group) -> Progress:
+    """Everybody continues from the checkpoint the first process found to be whole."""
+    newest = store.newest() if group.rank.first else None
+    step = group.share(newest.progress.step if newest else 0)
+    if step == 0:
+        return Progress()
+    state = newest or store.load(step)
+    trainer.restore(state)
+    if group.rank.first:
+        print(f"resumed from the checkpoint of step {step} of {trainer.total_steps}", flush=True)
+    return state.progress
+
+
+def _check_unchanged(run: Run, splits: list[Samples]) -> None:
+    """The data is still what `prepare` saw; looked at where that is cheap, in memory."""
+    report = json.loads((run.output("prepare") / "data.json").read_text())
+    for samples in splits:
+        expected = report["splits"][samples.split]["fingerprint"]
+        if samples.in_memory and fingerprint(samples) != expected:
+            raise DataError(
+                f"data({samples.split!r}): differs from what prepare saw; data() must give the same samples every time"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(run_step("train", train, sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""Checkpoints: complete and verified, or absent. Written aside, synced, renamed; a damaged one is passed over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.spec.digest import digest_file
+from pipeline.spec.errors import ResourceError, StageError
+from pipeline.spec.files import sync_directory, sync_tree, write_json
+from pipeline.spec.weights import save_weights
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come, and how good it was."""
+
+    step: int = 0
+    best_step: int = 0
+    best_loss: float | None = None
+    best_validation: Mapping[str, float] = field(default_factory=dict)
+    stale_epochs: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that is not a pure function of (seed, step)."""
+
+    progress: Progress
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    scaler: Mapping[str, Any]
+
+
+class CheckpointStore:
+    """A directory of `step-00000100/{state.safetensors, meta.json}`."""
+
+    def __init__(self, directory: Path, keep: int, identity: Mapping[str, Any]) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._identity = dict(identity)  # what the order of samples depends on: it must not change under a checkpoint
+
+    def save(self, state: State) -> None:
+        step = state.progress.step
+        aside = self._directory / f".step-{step:08d}"
+        try:
+            self._write(state, aside)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+                raise ResourceError(self._disk_full(step)) from error
+            raise
+        self._prune(state.progress)
+
+    def newest(self) -> State | None:
+        """The newest checkpoint that is whole, with its best one whole too."""
+        for step in reversed(self.steps()):
+            try:
+                state = self.load(step)
+                if state.progress.best_step not in (0, step):
+                    self.load(state.progress.best_step)
+            except StageError as error:
+                print(f"warning: {error}; skipped", file=sys.stderr)
+            else:
+                return state
+        return None
+
+    def load(self, step: int) -> State:
+        directory = self._path(step)
+        try:
+            meta = json.loads((directory / "meta.json").read_text())
+            if digest_file(directory / "state.safetensors") != meta["sha256"]:
+                raise StageError(f"checkpoint {directory.name} is damaged: its digest does not match")
+            tensors = load_file(directory / "state.safetensors")
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise StageError(f"checkpoint {directory.name} is damaged: {error}") from error
+        if meta["identity"] != self._identity:
+            raise StageError(f"checkpoint {directory.name} belongs to other data or another batch order")
+        return State(
+            progress=Progress(**meta["progress"]),
+            weights=_below("weights.", tensors),
+            optimizer=_unflatten(_below("optimizer.", tensors), meta["param_groups"]),
+            scaler=meta["scaler"],
+        )
+
+    def steps(self) -> list[int]:
+        return sorted(int(path.name[5:]) for path in self._directory.glob("step-*"))
+
+    def _write(self, state: State, aside: Path) -> None:
+        shutil.rmtree(aside, ignore_errors=True)  # left by a crash
+        aside.mkdir(parents=True)
+        tensors = {f"weights.{name}": tensor for name, tensor in state.weights.items()}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in _flatten(state.optimizer).items()}
+        save_weights(tensors, aside / "state.safetensors")
+        meta = {
+            "progress": asdict(state.progress),
+            "scaler": dict(state.scaler),
+            "param_groups": state.optimizer["param_groups"],
+            "identity": self._identity,
+            "sha256": digest_file(aside / "state.safetensors"),
+        }
+        write_json(aside / "meta.json", meta)
+        sync_tree(aside)
+        target = self._path(state.progress.step)
+        shutil.rmtree(target, ignore_errors=True)  # a damaged one that was passed over
+        aside.rename(target)
+        sync_directory(self._directory)
+
+    def _prune(self, progress: Progress) -> None:
+        """Keep the newest few, and the best each of them refers to."""
+        kept = set(self.steps()[-self._keep :]) | {progress.best_step}
+        for step in list(kept):
+            meta = self._path(step) / "meta.json"
+            if meta.exists():
+                kept.add(json.loads(meta.read_text())["progress"]["best_step"])
+        for step in set(self.steps()) - kept:
+            shutil.rmtree(self._path(step))
+
+    def _path(self, step: int) -> Path:
+        return self._directory / f"step-{step:08d}"
+
+    def _disk_full(self, step: int) -> str:
+        kept = f"the last good one is step {self.steps()[-1]}" if self.steps() else "there is no earlier one"
+        return (
+            f"disk full while writing the checkpoint of step {step}; {kept}. "
+            "Free some space, then `pipe run --resume`"
+        )  # fmt: skip
+
+
+def _flatten(optimizer: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {f"{i}.{name}": tensor for i, entry in optimizer["state"].items() for name, tensor in entry.items()}
+
+
+def _unflatten(tensors: Mapping[str, Tensor], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = tensor
+    return {"state": state, "param_groups": param_groups}
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}

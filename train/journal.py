@@ -1,0 +1,47 @@
+"""What training tells while it runs: `metrics.jsonl`, TensorBoard, and a line per epoch on standard output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard.writer import SummaryWriter
+
+
+class Journal:
+    """Written by the first process alone."""
+
+    def __init__(self, directory: Path, resumed_step: int) -> None:
+        path = directory / "metrics.jsonl"
+        _forget_after(path, resumed_step)
+        self._file = path.open("a")
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_step + 1)
+
+    def record(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        """One line: `step` steps are complete. Nested values become grouped TensorBoard scalars."""
+        self._file.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            group = value if isinstance(value, Mapping) else {"": value}
+            for inner, number in group.items():
+                self._board.add_scalar(f"{'train' if not inner else name}/{inner or name}", number, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop lines of steps that will be done again, so that each step has one line whatever was killed."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except ValueError:
+            break  # the half line a kill left behind
+    path.write_text("".join(kept))

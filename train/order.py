@@ -1,0 +1,44 @@
+"""Which samples form each global batch: a pure function of (seed, epoch, step), never of the world size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Every epoch is one permutation, cut into batches that differ in size by one at most: no ragged tail."""
+
+    samples: int
+    batch_size: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    @property
+    def smallest_batch(self) -> int:
+        return self.samples // self.steps_per_epoch
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def batch(self, step: int) -> Indices:
+        """Sample indices of one global step, counted from 0 over all epochs."""
+        epoch, offset = divmod(step, self.steps_per_epoch)
+        start = self.samples * offset // self.steps_per_epoch
+        stop = self.samples * (offset + 1) // self.steps_per_epoch
+        return _permutation(self.samples, self.seed, epoch)[start:stop]
+
+
+@lru_cache(maxsize=2)
+def _permutation(samples: int, seed: int, epoch: int) -> Indices:
+    # Philox is specified to the bit, so the order is the same on every platform.
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(samples)

@@ -1,0 +1,40 @@
+"""Mixed precision: which type the forward pass runs in, and gradient scaling where fp16 needs it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    def __init__(self, kind: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
+        self.kind = kind
+        self._device = device.type
+        # A scaler that is not enabled hands everything through, so there is one path for all types.
+        self.scaler = torch.amp.GradScaler(self._device, enabled=kind == "fp16")
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.kind == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self._device, dtype=_TYPES[self.kind])
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(self.scaler.scale(loss))
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Apply the gradients, or, in fp16 after an overflow, skip them and lower the scale."""
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    @property
+    def forgives_overflow(self) -> bool:
+        return self.scaler.is_enabled()
