@@ -109,9 +109,10 @@ def torch_outputs(task: Task, model: nn.Module, samples: Samples, size: int) -> 
 
 
 def onnx_outputs(task: Task, session: onnxruntime.InferenceSession, samples: Samples, size: int) -> Arrays:
-    parts = []
-    for batch in samples.batches(range(len(samples)), size):
-        parts.append(run(session, {name: batch[name].numpy() for name in task.inputs}))
+    parts = [
+        run(session, {name: batch[name].numpy() for name in task.inputs})
+        for batch in samples.batches(range(len(samples)), size)
+    ]
     return {name: np.concatenate([part[name] for part in parts]) for name in task.outputs}
 
 
@@ -121,7 +122,9 @@ def run(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray[A
 
 
 def named_arrays(task: Task, outputs: Any) -> Arrays:
-    return {name: tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy() for name, tensor in named(task, outputs).items()}  # fmt: skip  # noqa: E501
+    """numpy has no bfloat16; everything else keeps its type."""
+    tensors = named(task, outputs).items()
+    return {name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for name, tensor in tensors}
 
 
 def _flips(task: Task, reference: Arrays, found: Arrays, count: int) -> np.ndarray[Any, Any]:

@@ -41,7 +41,6 @@ class Window:
 class Trainer:
     def __init__(self, task: Task, config: Config, group: Group, train: Samples, validation: Samples) -> None:
         self._task, self._group, self.config = task, group, config.train
-        self._validation_batch = config.evaluate.batch_size
         self._train, self._validation = train, validation
         self.order = Order(len(train), self.config.batch_size, self.config.seed)
         self.total_steps = self.config.epochs * self.order.steps_per_epoch
@@ -159,7 +158,7 @@ class Trainer:
 
     def _end_epoch(self, progress: Progress, journal: Journal | None) -> Progress:
         epoch = self.order.epoch_of(progress.step - 1)
-        found = validate(self._task, self.model, self._validation, self._group, self._precision, self._validation_batch)
+        found = validate(self._task, self.model, self._validation, self._group, self._precision, self.config.batch_size)
         if journal:
             journal.record(progress.step, epoch, {"validation": found})
             numbers = ", ".join(f"{name} {value:.4f}" for name, value in found.items())

@@ -1,0 +1,95 @@
+"""The six steps as data: what each reads, which settings and packages its result depends on, how it is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.spec.config import Config
+from pipeline.spec.run import STEPS
+
+
+@dataclass(frozen=True)
+class StepKind:
+    name: str
+    module: str  # what `python -m` runs; its imports are part of the key
+    settings: tuple[str, ...]  # sections or single keys of the configuration
+    inputs: tuple[str, ...] = ()  # files of earlier steps
+    packages: tuple[str, ...] = ()  # distributions whose version matters
+    user_code: bool = True
+    cached: bool = True
+    also: tuple[str, ...] = ()  # further packages of ours whose source ends up in the output
+
+    @property
+    def upstream(self) -> set[str]:
+        return {path.partition("/")[0] for path in self.inputs}
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        StepKind("prepare", "pipeline.prepare", ("task", "codec", "prepare"), packages=("torch", "numpy")),
+        StepKind(
+            "train",
+            "train",
+            ("task", "train"),
+            inputs=("prepare/data.json",),
+            packages=("torch", "numpy", "safetensors"),
+        ),
+        StepKind(
+            "evaluate",
+            "evaluate",
+            ("task", "evaluate", "train.device"),
+            inputs=("prepare/data.json", "train/model.safetensors"),
+            packages=("torch", "numpy"),
+        ),
+        StepKind(
+            "export",
+            "export",
+            ("name", "task", "codec", "export", "serve"),
+            inputs=("prepare/data.json", "train/model.safetensors", "evaluate/verdict.json"),
+            packages=("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy"),
+        ),
+        StepKind(
+            "package",
+            "pipeline.package",
+            ("name", "package", "deploy.target"),
+            inputs=("export/bundle/manifest.json",),
+            packages=("kserve", "onnxruntime-gpu", "onnxruntime", "numpy", "pydantic"),
+            user_code=False,
+            also=("serve",),
+        ),
+        StepKind(
+            "deploy",
+            "pipeline.deploy",
+            ("name", "deploy"),
+            inputs=("export/bundle/manifest.json", "package/image.json"),
+            user_code=False,
+            cached=False,  # what is live may have changed: it always looks
+        ),
+    )
+}
+assert tuple(KINDS) == STEPS
+
+
+def argv_of(step: str, config: Config, run_directory: str, gpus: int) -> tuple[str, ...]:
+    """The command of a step: the same here and in a pod."""
+    module = ("-m", KINDS[step].module, run_directory)
+    processes = {"train": processes_per_node(config, gpus), "evaluate": config.evaluate.processes}.get(step, 1)
+    if step == "train" and config.train.nodes > 1:
+        meeting: tuple[str, ...] = (
+            f"--nnodes={config.train.nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={config.train.rendezvous}",
+        )
+    else:
+        meeting = ("--standalone", "--nnodes=1")
+    if step == "train" or processes > 1:
+        return ("python", "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={processes}", *module)
+    return ("python", *module)
+
+
+def processes_per_node(config: Config, gpus: int) -> int:
+    """As configured; else one a GPU, or two on CPU so that the distributed road is the one always taken."""
+    if config.train.processes:
+        return config.train.processes
+    return gpus if gpus and config.train.device != "cpu" else 2
