@@ -1,0 +1,81 @@
+"""Per-sample results of one predictor on one batch, checked as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline.spec.data import forward
+from pipeline.spec.errors import DataError
+from pipeline.spec.task import Classifier, Task
+
+if TYPE_CHECKING:
+    from pipeline.spec.task import Batch, Outputs, Predictor
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Columns: TypeAlias = dict[str, Array]  # one value per sample under each name
+
+PREDICTED = "predicted"  # the column of class indices, beside one column for each metric
+
+
+def candidate_predictor(model: nn.Module, task: Task, device: torch.device) -> Predictor:
+    """The model on its device; its answers come back to the CPU, where every predictor is measured alike."""
+
+    def predict(batch: Batch) -> Outputs:
+        outputs = forward(model, task, {name: batch[name].to(device) for name in task.inputs})
+        if isinstance(outputs, Tensor):
+            return outputs.cpu()
+        return {name: tensor.cpu() for name, tensor in outputs.items()}
+
+    return predict
+
+
+@torch.inference_mode()
+def measure(task: Task, predict: Predictor, batch: Batch) -> Columns:
+    """Every metric of the task for each sample and, for a classifier, the predicted class."""
+    count, outputs = count_of(batch), predict(batch)
+    values = task.metrics(outputs, batch)
+    if not isinstance(values, Mapping) or not values:
+        raise DataError("metrics(): must return a mapping of metric names to one value per sample")
+    found = {name: _per_sample(name, value, count) for name, value in values.items()}
+    if isinstance(task, Classifier):
+        if PREDICTED in found:
+            raise DataError(f"metrics(): a classifier's metric cannot be called {PREDICTED!r}; give it another name")
+        found[PREDICTED] = classes_of(task, "predicted", task.predicted(outputs), count)
+    return found
+
+
+def classes_of(task: Classifier, method: str, value: Tensor, count: int) -> Array:
+    """What predicted() or actual() returned, as class indices of these samples."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != (count,) or value.is_floating_point():
+        found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"{method}(): must be one whole number per sample, shape ({count},), found {found}")
+    classes = value.detach().cpu().to(torch.int64).numpy()
+    if ((classes < 0) | (classes >= len(task.classes))).any():
+        raise DataError(f"{method}(): a class index lies outside the {len(task.classes)} classes of the task")
+    return classes
+
+
+def count_of(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
+def join(parts: list[Columns]) -> Columns:
+    """Consecutive parts as one; a column is there in every part or in none. Parts without samples are left out."""
+    filled = [part for part in parts if part]
+    names = list(filled[0]) if filled else []
+    for part in filled:
+        if differing := sorted(set(names) ^ set(part)):
+            raise DataError(f"metrics(): {', '.join(differing)} is returned for some batches and not for others")
+    return {name: np.concatenate([part[name] for part in filled]) for name in names}
+
+
+def _per_sample(name: str, value: object, count: int) -> Array:
+    if not isinstance(value, Tensor) or tuple(value.shape) != (count,):
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"metrics(): {name} must be a tensor of one value per sample, shape ({count},), found {found}")
+    return value.detach().cpu().to(torch.float64).numpy()

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from evaluate.evaluation import evaluate
+from pipeline.spec.digest import digest_file
+from pipeline.spec.errors import BundleError, GateError
+from pipeline.spec.run import Run
+
+if TYPE_CHECKING:
+    from tests.evaluate.conftest import Project
+
+
+def baseline_of(run: Run) -> object:
+    return json.loads((run.partial("evaluate") / "verdict.json").read_text())["baseline"]
+
+
+def test_the_champion_is_the_baseline_even_where_the_task_has_its_own(with_baseline: Project) -> None:
+    bundle = with_baseline.crown("wrong")
+    run = with_baseline.run("right")
+    evaluate(run, with_baseline.root)
+    assert baseline_of(run) == {"kind": "champion", "bundle": digest_file(bundle / "manifest.json")}
+    assert json.loads((run.partial("evaluate") / "metrics.json").read_text())["baseline"] == {"accuracy": 0.0}
+
+
+def test_a_candidate_worse_than_the_champion_is_rejected(project: Project) -> None:
+    project.crown("right")
+    with pytest.raises(GateError, match="misses"):
+        evaluate(project.run("wrong"), project.root)
+
+
+def test_a_champion_is_not_judged_against_itself(project: Project) -> None:
+    run = project.run("right")
+    project.crown("right", checkpoint=digest_file(run.output("train") / "model.safetensors"))
+    evaluate(run, project.root)
+    assert baseline_of(run) is None
+
+
+def test_a_champion_whose_bundle_is_gone_is_named_with_its_mend(project: Project) -> None:
+    shutil.rmtree(project.crown("right"))
+    with pytest.raises(BundleError, match=r"champion \w{12}: .*old/export/bundle: not a bundle.*`pipe promote`"):
+        evaluate(project.run("right"), project.root)
+
+
+def test_a_champion_that_was_tampered_with_is_refused(project: Project) -> None:
+    bundle = project.crown("right")
+    (bundle / "card.md").write_text("# better\n")
+    with pytest.raises(BundleError, match="content changed since export"):
+        evaluate(project.run("right"), project.root)
+
+
+def test_a_champion_that_was_exchanged_for_another_valid_bundle_is_refused(project: Project) -> None:
+    bundle = project.crown("right")
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (bundle / "manifest.json").write_text(json.dumps(manifest | {"verdict": "forced"}))
+    with pytest.raises(BundleError, match="holds another bundle"):
+        evaluate(project.run("right"), project.root)
+
+
+def test_a_champion_of_another_kind_of_data_is_refused(project: Project) -> None:
+    project.crown("right", inputs="picture")
+    with pytest.raises(BundleError, match="does not take this task's data: no column picture"):
+        evaluate(project.run("right"), project.root)

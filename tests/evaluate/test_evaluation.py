@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from evaluate.evaluation import evaluate
+from pipeline.spec.data import open_split
+from pipeline.spec.errors import ConfigError, DataError, GateError, StageError
+from pipeline.spec.files import write_json
+from pipeline.spec.fingerprint import fingerprint
+from pipeline.spec.run import Run
+from pipeline.spec.task import load_task
+
+if TYPE_CHECKING:
+    from tests.evaluate.conftest import Project
+
+
+def written(run: Run, name: str) -> Any:
+    return json.loads((run.partial("evaluate") / name).read_text())
+
+
+def test_a_candidate_as_good_as_the_tasks_baseline_passes(with_baseline: Project) -> None:
+    run = with_baseline.run("right")
+    evaluate(run, with_baseline.root)
+    verdict = written(run, "verdict.json")
+    assert (verdict["verdict"], verdict["baseline"]) == ("pass", {"kind": "task", "bundle": None})
+    assert verdict["difference"] == {"estimate": 0, "low": 0, "high": 0}
+    assert verdict["mcnemar"] == {"p_value": 1, "only_candidate": 0, "only_baseline": 0}
+
+
+def test_a_rejected_candidate_stops_the_road_with_everything_written(with_baseline: Project) -> None:
+    run = with_baseline.run("wrong", evaluate={"require": {"accuracy": 0.9}})
+    with pytest.raises(GateError, match=r"accuracy 0\.0000 is 0\.9 below the required 0\.9; accuracy may be 1\.0000"):
+        evaluate(run, with_baseline.root)
+    verdict, metrics = written(run, "verdict.json"), written(run, "metrics.json")
+    assert verdict["verdict"] == "fail"
+    assert verdict["mcnemar"]["only_baseline"] == 50
+    assert metrics["candidate"] == {"accuracy": 0.0}
+    assert metrics["baseline"] == {"accuracy": 1.0}
+    assert (run.partial("evaluate") / "predictions.npz").is_file()
+
+
+def test_a_forced_candidate_goes_on(with_baseline: Project) -> None:
+    run = with_baseline.run("wrong", evaluate={"force_reason": "rehearsal"})
+    evaluate(run, with_baseline.root)
+    verdict = written(run, "verdict.json")
+    assert (verdict["verdict"], verdict["forced_reason"]) == ("forced", "rehearsal")
+
+
+def test_without_any_baseline_the_verdict_is_no_baseline(project: Project) -> None:
+    run = project.run("right")
+    evaluate(run, project.root)
+    assert written(run, "verdict.json")["verdict"] == "no-baseline"
+    assert written(run, "metrics.json")["baseline"] is None
+
+
+def test_predictions_metrics_and_confusion_tell_the_same_story(with_baseline: Project) -> None:
+    run = with_baseline.run("first", evaluate={"force_reason": "a constant answer"})
+    evaluate(run, with_baseline.root)
+    metrics = written(run, "metrics.json")
+    with np.load(run.partial("evaluate") / "predictions.npz", allow_pickle=False) as arrays:
+        actual = arrays["actual"]
+        assert arrays["candidate.predicted"].tolist() == [0] * 50
+        assert (arrays["baseline.predicted"] == actual).all()
+        assert arrays["candidate.accuracy"].mean() == metrics["candidate"]["accuracy"]
+    firsts = int((actual == 0).sum())
+    assert metrics["confusion"] == [[firsts, 0], [50 - firsts, 0]]
+    assert metrics["per_class"]["first"]["recall"] == 1
+    assert metrics["per_class"]["second"] == {"samples": 50 - firsts, "precision": 0, "recall": 0, "f1": 0}
+
+
+def test_equal_inputs_give_equal_bytes(with_baseline: Project) -> None:
+    runs = [with_baseline.run("first", name, evaluate={"force_reason": "same"}) for name in ("one", "two")]
+    for run in runs:
+        evaluate(run, with_baseline.root)
+    for name in ("verdict.json", "metrics.json", "predictions.npz"):
+        first, second = ((run.partial("evaluate") / name).read_bytes() for run in runs)
+        assert first == second
+
+
+def test_a_metric_that_is_nan_for_one_sample_fails_and_is_written_as_null(with_baseline: Project) -> None:
+    with_baseline.replace(".float()}", '.float().where(batch["pair"][:, 0] < 1, torch.nan)}')
+    run = with_baseline.run("right")
+    with pytest.raises(GateError, match="accuracy of the candidate is not a finite number"):
+        evaluate(run, with_baseline.root)
+    assert written(run, "metrics.json")["candidate"] == {"accuracy": None}
+    assert written(run, "verdict.json")["difference"] is None
+
+
+def test_the_compared_metric_must_be_one_of_the_tasks(project: Project) -> None:
+    run = project.run("right", evaluate={"metric": "f1"})
+    with pytest.raises(ConfigError, match=r"evaluate\.metric: the task has no metric f1 \(it has accuracy\)"):
+        evaluate(run, project.root)
+
+
+def test_data_that_changed_since_prepare_is_noticed(project: Project) -> None:
+    run = project.run("right")
+    run.output("prepare").mkdir()
+    write_json(run.output("prepare") / "data.json", {"splits": {"test": {"fingerprint": "f" * 64}}})
+    with pytest.raises(DataError, match=r"data\('test'\) changed since prepare"):
+        evaluate(run, project.root)
+
+
+def test_data_that_prepare_saw_is_accepted_and_named(project: Project) -> None:
+    run = project.run("right")
+    expected = fingerprint(open_split(load_task("task.py:Greater", project.root), "test"))
+    run.output("prepare").mkdir()
+    write_json(run.output("prepare") / "data.json", {"splits": {"test": {"fingerprint": expected}}})
+    evaluate(run, project.root)
+    assert written(run, "metrics.json")["test_fingerprint"] == expected
+
+
+def test_missing_weights_are_named(project: Project) -> None:
+    run = project.run("right")
+    (run.output("train") / "model.safetensors").unlink()
+    with pytest.raises(StageError, match="run the train step first"):
+        evaluate(run, project.root)
+
+
+def test_a_task_that_is_no_classifier_is_judged_without_classes(with_baseline: Project) -> None:
+    with_baseline.replace('    classes = ("first", "second")\n', "")
+    run = with_baseline.run("right")
+    evaluate(run, with_baseline.root)
+    metrics = written(run, "metrics.json")
+    assert metrics["classes"] is metrics["per_class"] is metrics["confusion"] is None
+    assert written(run, "verdict.json")["verdict"] == "pass"

@@ -1,0 +1,84 @@
+"""The step as a process: alone, and shared by two under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.spec.data import forward, open_split
+from pipeline.spec.errors import GateError, read_error
+from pipeline.spec.files import write_atomic
+from pipeline.spec.run import Run, RunFile
+from pipeline.spec.task import load_task
+from pipeline.spec.weights import save_weights
+
+HOUSE = Path(__file__).parents[2]
+DIGITS = HOUSE / "examples" / "digits"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits after a few steps of training: better than chance, worse than its baseline."""
+    torch.manual_seed(0)
+    task = load_task("task.py:Digits", DIGITS)
+    model, samples = task.model(), open_split(task, "train")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    for batch in samples.batches(range(512), 64):
+        optimizer.zero_grad()
+        task.loss(forward(model, task, batch), batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    save_weights(model.state_dict(), path)
+    return path
+
+
+def make_run(path: Path, weights: Path, **evaluate: object) -> Run:
+    run = Run(path)
+    run.output("train").mkdir(parents=True)
+    (run.output("train") / "model.safetensors").write_bytes(weights.read_bytes())
+    config = {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:DigitsCodec", "evaluate": evaluate}
+    file = RunFile(id=run.id, created="2026-01-01T00:00:00+00:00", wanted=("evaluate",), config=config, environment={})
+    write_atomic(run.path / "run.json", file.model_dump_json())
+    return run
+
+
+def start(run: Run, *launcher: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, *launcher, "-m", "evaluate", str(run.path), "--root", str(DIGITS)]
+    env = {**os.environ, "PYTHONPATH": str(HOUSE), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_one_process_and_two_measure_every_sample_once_and_exactly_alike(tmp_path: Path, weights: Path) -> None:
+    # 360 samples in batches of 50: eight batches, the last one short.
+    one = make_run(tmp_path / "one", weights, batch_size=50, force_reason="few steps")
+    two = make_run(tmp_path / "two", weights, batch_size=50, force_reason="few steps")
+    for run, launcher in ((one, ()), (two, TORCHRUN)):
+        done = start(run, *launcher)
+        assert done.returncode == 0, done.stderr
+    with (
+        np.load(one.partial("evaluate") / "predictions.npz") as alone,
+        np.load(two.partial("evaluate") / "predictions.npz") as shared,
+    ):
+        assert set(alone.files) == set(shared.files) >= {"actual", "candidate.log_likelihood", "baseline.accuracy"}
+        assert len(alone["actual"]) == 360
+        for name in alone.files:
+            np.testing.assert_array_equal(alone[name], shared[name], err_msg=name)
+    for name in ("metrics.json", "verdict.json"):
+        assert (one.partial("evaluate") / name).read_bytes() == (two.partial("evaluate") / name).read_bytes()
+    assert json.loads((one.partial("evaluate") / "verdict.json").read_text())["verdict"] == "forced"
+
+
+def test_a_rejected_candidate_ends_the_process_with_exit_code_3(tmp_path: Path, weights: Path) -> None:
+    run = make_run(tmp_path / "run", weights, require={"accuracy": 0.999})
+    done = start(run)
+    assert done.returncode == 3, done.stderr
+    assert "below the required 0.999" in done.stderr
+    assert isinstance(read_error(run.partial("evaluate")), GateError)
