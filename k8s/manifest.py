@@ -1,0 +1,60 @@
+"""The manifests that lie beside this module: loaded as they stand, named and labelled for one model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from pipeline.spec.errors import ConfigError
+
+Object: TypeAlias = dict[str, Any]
+
+HTTP_PORT = 8080
+GRPC_PORT = 8081
+BUNDLE_ANNOTATION = "pipe-road/bundle"
+GPU = "nvidia.com/gpu"
+
+_HERE = Path(__file__).resolve().parent
+_IMAGE = re.compile(r"^[a-z0-9][\w.\-/:]*?(?::(?P<tag>\w[\w.\-]{0,127}))?(?P<digest>@sha256:[0-9a-f]{64})?$", re.ASCII)
+
+
+def load(folder: str) -> dict[str, Object]:
+    """The objects of one folder by their kind."""
+    files = sorted((_HERE / folder).glob("*.yaml"))
+    found = [yaml.safe_load(file.read_text()) for file in files if file.name != "kustomization.yaml"]
+    return {item["kind"]: item for item in found}
+
+
+def identity(name: str, component: str) -> dict[str, str]:
+    """The labels that select a model's pods; they never change between versions."""
+    return {"app.kubernetes.io/name": name, "app.kubernetes.io/component": component}
+
+
+def describe(item: Object, name: str, namespace: str, labels: Mapping[str, str], notes: Mapping[str, str]) -> None:
+    """Give an object its name, place, labels and annotations."""
+    metadata = item["metadata"]
+    metadata["name"] = name
+    metadata["namespace"] = namespace
+    metadata["labels"] = {**metadata.get("labels", {}), **labels}
+    if annotations := {**metadata.get("annotations", {}), **notes}:
+        metadata["annotations"] = annotations
+
+
+def check_image(image: str) -> None:
+    """An image must mean one thing for ever: a fixed tag or a digest."""
+    match = _IMAGE.match(image)
+    if match is None:
+        raise ConfigError(f"image {image!r}: not a container image name; write it as name:tag or name@sha256:…")
+    if match["digest"] is None and match["tag"] in (None, "latest"):
+        raise ConfigError(f"image {image!r}: `latest` means another image every day; name a fixed tag or a digest")
+
+
+def ask_for_gpus(pod: Object, container: Object, count: int) -> None:
+    """GPUs are asked for as limits, and their nodes are usually tainted against everything else."""
+    if count:
+        container["resources"].setdefault("limits", {})[GPU] = str(count)
+        pod["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]

@@ -1,0 +1,97 @@
+"""Decides from what the API server shows whether a roll-out is complete, and why it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from k8s.manifest import Object
+
+
+@dataclass(frozen=True)
+class Progress:
+    done: bool
+    text: str
+    failed: bool = False  # waiting longer cannot help
+
+
+def judge(live: Object) -> Progress:
+    """The state of a Deployment or an InferenceService; a status older than the spec counts for nothing."""
+    status = live.get("status", {})
+    if live["kind"] == "InferenceService":
+        # KServe fills observedGeneration only since 0.16.
+        observed = status.get("observedGeneration", live["metadata"].get("generation", 0))
+    else:
+        observed = status.get("observedGeneration", 0)
+    if observed < live["metadata"].get("generation", 0):
+        return Progress(False, "waiting for the controller to see the new version")
+    return _judge_service(status) if live["kind"] == "InferenceService" else _judge_deployment(live, status)
+
+
+def pod_troubles(pods: Iterable[Object]) -> list[str]:
+    """One sentence for each pod that cannot start, with the reason the cluster gives."""
+    return [f"{pod['metadata']['name']}: {trouble}" for pod in pods if (trouble := _trouble(pod))]
+
+
+def _judge_deployment(live: Object, status: Object) -> Progress:
+    conditions = _conditions(status)
+    failure = conditions.get("ReplicaFailure", {})
+    if failure.get("status") == "True":
+        return Progress(False, f"no pod can be made: {failure.get('message', failure.get('reason', 'unknown'))}")
+    progressing = conditions.get("Progressing", {})
+    if progressing.get("reason") == "ProgressDeadlineExceeded":
+        return Progress(False, progressing.get("message", "progress deadline exceeded"), failed=True)
+    wanted = live["spec"].get("replicas", 1)
+    updated, total = status.get("updatedReplicas", 0), status.get("replicas", 0)
+    available = status.get("availableReplicas", 0)
+    if updated < wanted:
+        return Progress(False, f"{updated} of {wanted} replicas updated")
+    if total > updated:
+        return Progress(False, f"{total - updated} old replicas still end")
+    if available < updated:
+        return Progress(False, f"{available} of {updated} updated replicas available")
+    return Progress(True, f"{available} replicas available")
+
+
+def _judge_service(status: Object) -> Progress:
+    conditions = _conditions(status)
+    ready = conditions.get("Ready", {})
+    if ready.get("status") == "True":
+        return Progress(True, "ready")
+    waiting = (item for item in conditions.values() if item.get("status") == "False")
+    texts = [f"{item['type']}: {item.get('message') or item.get('reason') or 'not ready'}" for item in waiting]
+    return Progress(False, "; ".join(sorted(texts)) or "not ready")
+
+
+def _conditions(status: Object) -> dict[str, Object]:
+    return {item["type"]: item for item in status.get("conditions", [])}
+
+
+def _trouble(pod: Object) -> str | None:
+    status = pod.get("status", {})
+    for container in _containers(status):
+        waiting: Any = container.get("state", {}).get("waiting", {})
+        reason = waiting.get("reason")
+        if reason and reason not in ("ContainerCreating", "PodInitializing"):
+            return f"{reason}: {_detail(container, waiting)}"
+    scheduled = _conditions(status).get("PodScheduled", {})
+    if status.get("phase") == "Pending" and scheduled.get("status") == "False":
+        return f"Pending: {scheduled.get('message') or scheduled.get('reason', 'not scheduled')}"
+    if status.get("phase") == "Failed":
+        return f"{status.get('reason', 'Failed')}: {status.get('message', 'the pod failed')}"
+    return None
+
+
+def _containers(status: Object) -> Iterator[Object]:
+    yield from status.get("initContainerStatuses", [])
+    yield from status.get("containerStatuses", [])
+
+
+def _detail(container: Object, waiting: Object) -> str:
+    """For a crash, how the process ended says more than how long the kubelet waits."""
+    ended = container.get("lastState", {}).get("terminated")
+    if not ended:
+        return str(waiting.get("message", "no message"))
+    said = f", {ended['message'].strip()}" if ended.get("message") else ""
+    return f"the container ended with {ended.get('reason', 'an error')}, exit code {ended.get('exitCode')}{said}"
