@@ -1,0 +1,83 @@
+"""From what a client sends to what it gets: codec, signature and session put together, whatever the wire format."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from pipeline.spec.bundle import Bundle
+from pipeline.spec.codec import Codec, load_codec
+from pipeline.spec.errors import InvalidPayload
+from serve.session import Session
+from serve.validate import check_arrays
+
+Array = np.ndarray[Any, Any]
+Timed = Callable[[str], AbstractContextManager[Any]]
+
+log = logging.getLogger(__name__)
+
+
+class Predictor:
+    """Raises InvalidPayload where the client is wrong; anything else that is raised is the service's own fault."""
+
+    def __init__(self, bundle: Bundle, session: Session, timed: Timed = nullcontext) -> None:
+        self.signature = bundle.signature
+        self.session = session
+        self.timed = timed  # `with timed("preprocess" | "predict" | "postprocess")` around each stage
+        with _no_bytecode():
+            self._codec: Codec = load_codec(f"codec.py:{bundle.signature.codec}", bundle.path)
+
+    def predict(self, instances: Any) -> Sequence[Any]:
+        """One prediction for each instance."""
+        with self.timed("preprocess"):
+            arrays = self._decode(instances)
+        outputs = self.run(arrays)
+        with self.timed("postprocess"):
+            predictions = self._codec.encode(outputs)
+            if len(predictions) != len(instances):
+                raise ValueError(f"codec.encode gave {len(predictions)} predictions for {len(instances)} instances")
+            return predictions
+
+    def run(self, arrays: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        """Inference on arrays that were checked already."""
+        with self.timed("predict"):
+            return self.session.run(arrays, outputs)
+
+    def _decode(self, instances: Any) -> Mapping[str, Array]:
+        if not isinstance(instances, list):
+            raise InvalidPayload("instances: must be a list")
+        if not instances:
+            raise InvalidPayload("instances: the list is empty")
+        if len(instances) > (most := self.signature.limits.max_batch_size):
+            raise InvalidPayload(f"instances: {len(instances)} in one request exceed the limit of {most}")
+        try:
+            arrays = self._codec.decode(instances)
+        except InvalidPayload:
+            raise
+        except Exception as error:  # a codec is user code: what it stumbles over is, as far as we can know, the payload
+            log.exception("codec.decode failed")
+            raise InvalidPayload("instances: the model's codec cannot decode them") from error
+        check_arrays(arrays, self.signature)
+        self._check_count(arrays, len(instances))
+        return arrays
+
+    def _check_count(self, arrays: Mapping[str, Array], count: int) -> None:
+        for name, array in arrays.items():
+            if array.shape[:1] != (count,):
+                raise InvalidPayload(f"instances: {count} were decoded to {name!r} of shape {list(array.shape)}")
+
+
+@contextlib.contextmanager
+def _no_bytecode() -> Iterator[None]:
+    """Importing the codec must not leave `__pycache__` in the bundle: no file may be there that is not sealed."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = before

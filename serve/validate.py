@@ -1,0 +1,76 @@
+"""Whether arrays are what the signature promises; every refusal is a sentence that names the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.spec.errors import InvalidPayload
+from pipeline.spec.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
+
+Array = np.ndarray[Any, Any]
+
+
+def check_names(found: Sequence[str], specs: Sequence[TensorSpec]) -> None:
+    """Each input once, none missing, none unknown."""
+    wanted = [spec.name for spec in specs]
+    for name in found:
+        if name not in wanted:
+            raise InvalidPayload(f"inputs: unknown input {name!r}; the model takes {_listed(wanted)}")
+        if found.count(name) > 1:
+            raise InvalidPayload(f"inputs: {name!r} is given {found.count(name)} times")
+    for name in wanted:
+        if name not in found:
+            raise InvalidPayload(f"inputs: {name!r} is missing; the model takes {_listed(wanted)}")
+
+
+def check_outputs(wanted: Sequence[str], specs: Sequence[TensorSpec]) -> None:
+    known = [spec.name for spec in specs]
+    for name in wanted:
+        if name not in known:
+            raise InvalidPayload(f"outputs: unknown output {name!r}; the model gives {_listed(known)}")
+        if wanted.count(name) > 1:
+            raise InvalidPayload(f"outputs: {name!r} is requested {wanted.count(name)} times")
+
+
+def check_shape(shape: Sequence[int], spec: TensorSpec, limits: Limits) -> None:
+    """Rank and fixed axes, and a batch that is neither empty nor too large."""
+    if len(shape) != len(spec.shape) or any(
+        isinstance(said, int) and found != said for found, said in zip(shape, spec.shape, strict=True)
+    ):
+        raise InvalidPayload(f"{spec.name}: shape {list(shape)} does not fit {_shown(spec)}")
+    if spec.shape and isinstance(spec.shape[0], str):
+        if shape[0] == 0:
+            raise InvalidPayload(f"{spec.name}: the batch is empty")
+        if shape[0] > limits.max_batch_size:
+            raise InvalidPayload(f"{spec.name}: a batch of {shape[0]} exceeds the limit of {limits.max_batch_size}")
+
+
+def check_arrays(arrays: Mapping[str, Array], signature: Signature) -> None:
+    """Names, types, shapes, and that axes of one name have one size across all inputs."""
+    check_names(list(arrays), signature.inputs)
+    sizes: dict[str, tuple[int, str]] = {}
+    for spec in signature.inputs:
+        array = arrays[spec.name]
+        if array.dtype != np.dtype(NUMPY_TYPES[spec.datatype]):
+            raise InvalidPayload(f"{spec.name}: type {array.dtype} is not the model's {spec.datatype}")
+        check_shape(array.shape, spec, signature.limits)
+        _note_sizes(sizes, spec, array.shape)
+
+
+def _note_sizes(sizes: dict[str, tuple[int, str]], spec: TensorSpec, shape: Sequence[int]) -> None:
+    for axis, size in zip(spec.shape, shape, strict=True):
+        if isinstance(axis, str):
+            known, first = sizes.setdefault(axis, (size, spec.name))
+            if size != known:
+                raise InvalidPayload(f"{spec.name}: axis {axis!r} is {size}, but {known} in {first!r}")
+
+
+def _shown(spec: TensorSpec) -> str:
+    return f"[{', '.join(str(axis) for axis in spec.shape)}]"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)
