@@ -69,6 +69,7 @@ class Connection:
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
         content_type: str = "application/json",
+        read_seconds: float = _READ_SECONDS,
     ) -> Answer:
         """Any status is an answer; only a server that cannot be reached is an error."""
         import urllib3
@@ -77,14 +78,14 @@ class Connection:
         for setting in self.configuration.auth_settings().values():
             headers[setting["key"]] = setting["value"]
         url = f"{self.server}{path}" + (f"?{urlencode(query)}" if query else "")
-        timeout = urllib3.Timeout(connect=_CONNECT_SECONDS, read=_READ_SECONDS)
+        timeout = urllib3.Timeout(connect=_CONNECT_SECONDS, read=read_seconds)
         try:
             response = self.pool.request(method, url, body=body, headers=headers, timeout=timeout, retries=False)
         except urllib3.exceptions.HTTPError as error:
             raise ResourceError(
                 f"the Kubernetes API server {self.server} (context {self.context}) does not answer: {error}"
             ) from error
-        names = {name.lower(): value for name, value in response.headers.items()}
+        names = {name.lower(): response.headers[name] for name in response.headers}  # repeated ones come joined
         return Answer(response.status, names, response.data)
 
 
@@ -114,9 +115,9 @@ def _load(configuration: Any, context: str) -> str:
     files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     try:
         if any(Path(file).expanduser().is_file() for file in files.split(os.pathsep)):
-            _, current = config.list_kube_config_contexts(config_file=files)
-            config.load_kube_config(files, context or None, configuration, persist_config=False)
-            return context or str(current["name"])
+            name = context or str(config.list_kube_config_contexts(config_file=files)[1]["name"])
+            config.load_kube_config(files, name, configuration, persist_config=False)
+            return name
         if context or "KUBERNETES_SERVICE_HOST" not in os.environ:
             raise ResourceError(f"no kubeconfig at {files}; set KUBECONFIG or log in to a cluster")
         config.load_incluster_config(client_configuration=configuration)

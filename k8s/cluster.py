@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from k8s.api import Answer, Connection, connect, path_of
-from k8s.manifest import Object
+from k8s.manifest import BUNDLE_ANNOTATION, Object
 from k8s.rollout import Progress, judge, pod_troubles
 from pipeline.spec.errors import ResourceError, StageError
 
 Say = Callable[[str], None]
 
 _APPLY = {"fieldManager": "pipe", "force": "true", "fieldValidation": "Strict"}
+_DEPLOYMENT = {"apiVersion": "apps/v1", "kind": "Deployment"}
+_POD = {"apiVersion": "v1", "kind": "Pod"}
 _WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
+_VERSION_SECONDS = 10.0
 _PASSING = (429, 500, 502, 503, 504)  # what an API server answers while it is busy or restarts
 
 
@@ -31,7 +34,7 @@ class Cluster:
     def connect(cls, context: str) -> Cluster:
         """A server that really answers; `context` empty means the current one."""
         connection = connect(context)
-        answer = connection.request("GET", "/version")
+        answer = connection.request("GET", "/version", read_seconds=_VERSION_SECONDS)
         if not answer.ok:
             raise ResourceError(
                 f"the Kubernetes API server {connection.server} (context {connection.context}) "
@@ -82,8 +85,8 @@ class Cluster:
             return answer
         if answer.status == 404 and item["kind"] == "InferenceService":
             raise StageError(
-                f"{_label(item)}: not known to the cluster or its namespace {namespace} is missing "
-                f"({answer.reason}); install KServe, or set deploy.mode=deployment"
+                f"{_label(item)}: the cluster knows no {item['apiVersion']} ({answer.reason}); "
+                "install KServe, or set deploy.mode=deployment"
             )
         raise StageError(f"{_label(item)}: the cluster refused it ({answer.status}): {answer.reason}")
 
@@ -99,23 +102,44 @@ class Cluster:
                 return
             if progress.failed or time.monotonic() >= deadline:
                 raise StageError(
-                    f"{_label(item)} is not ready after {timeout_seconds:g} s: {text}; look closer with "
+                    f"{_label(item)} did not get ready within {timeout_seconds:g} s: {text}; look closer with "
                     f"`kubectl --context {self.context} -n {namespace} describe pods -l {_selector(item)}`"
                 )
             time.sleep(min(self.poll_seconds, max(0.0, deadline - time.monotonic())))
 
     def _look(self, item: Object, namespace: str) -> tuple[Progress, list[str]]:
-        """The state of a workload and of its pods; a server that is busy for a moment is asked again."""
+        """The state of a workload and, until it is rolled out, of its pods."""
+        try:
+            progress = self._progress(item, namespace)
+            return progress, [] if progress.done else self._troubles(item, namespace)
+        except ResourceError as error:  # a restarting API server must not end a roll-out that goes on without it
+            return Progress(False, str(error)), []
+
+    def _progress(self, item: Object, namespace: str) -> Progress:
         answer = self.connection.request("GET", path_of(item, namespace, item["metadata"]["name"]))
         if answer.status in _PASSING:
-            return Progress(False, f"the API server answers {answer.status}"), []
+            return Progress(False, f"the API server answers {answer.status}")
         if not answer.ok:
             raise StageError(f"{_label(item)}: cannot be read ({answer.status}): {answer.reason}")
         progress = judge(answer.json())
-        return progress, [] if progress.done else self._troubles(item, namespace)
+        if progress.done and item["kind"] == "InferenceService":
+            return self._progress_behind(item, namespace) or progress
+        return progress
+
+    def _progress_behind(self, item: Object, namespace: str) -> Progress | None:
+        """KServe calls a service ready while its old pods still answer; the Deployment it made, if any, knows better."""
+        name = f"{item['metadata']['name']}-predictor"
+        answer = self.connection.request("GET", path_of(_DEPLOYMENT, namespace, name))
+        if not answer.ok:
+            return None
+        deployment = answer.json()
+        notes = deployment["spec"]["template"]["metadata"].get("annotations", {})
+        if notes.get(BUNDLE_ANNOTATION) != item["metadata"]["annotations"][BUNDLE_ANNOTATION]:
+            return Progress(False, "KServe has not taken over the new version yet")
+        return judge(deployment)
 
     def _troubles(self, item: Object, namespace: str) -> list[str]:
-        path = path_of({"apiVersion": "v1", "kind": "Pod"}, namespace)
+        path = path_of(_POD, namespace)
         answer = self.connection.request("GET", path, {"labelSelector": _selector(item)})
         return pod_troubles(answer.json()["items"]) if answer.ok else [f"its pods cannot be listed: {answer.reason}"]
 

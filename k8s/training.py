@@ -14,9 +14,10 @@ RENDEZVOUS_PORT = 29400
 
 
 def objects(config: Config, image: str, run_dir: str) -> list[dict[str, Any]]:
-    """In the order they are applied. `run_dir` is the run directory as the pods see it, on the shared volume."""
+    """In the order they are applied. `run_dir` is the run directory in the pods, on the shared volume, seen from /."""
     check_image(image)
-    mount = _mount_of(run_dir)
+    run_dir = _absolute(run_dir)
+    mount = str(PurePosixPath(run_dir).parent)  # the volume holds all runs
     job = job_name(config, run_dir)
     claim = f"{config.name}-runs"
     parts = load("train")
@@ -79,9 +80,10 @@ def _processes(train: Train) -> int:
     return train.processes or (1 if train.device == "cuda" else 2)
 
 
-def _mount_of(run_dir: str) -> str:
-    """The volume holds all runs: it is mounted where the run directory's parent is."""
-    path = PurePosixPath(run_dir)
-    if not path.is_absolute() or str(path.parent) == "/" or ".." in path.parts:
-        raise ConfigError(f"run directory {run_dir!r}: must be an absolute path in the pod, such as /runs/NAME")
-    return str(path.parent)
+def _absolute(run_dir: str) -> str:
+    path = PurePosixPath("/", run_dir)
+    if len(path.parts) < 3 or ".." in path.parts:
+        raise ConfigError(
+            f"run directory {run_dir!r}: must be a path in the pod with a folder above it, as in /runs/NAME"
+        )
+    return str(path)
