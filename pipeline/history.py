@@ -6,10 +6,11 @@ import os
 import platform
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import TypeAlias
 
 from pipeline.spec.config import Config
 from pipeline.spec.digest import digest_file, digest_mapping, digest_tree
@@ -18,6 +19,9 @@ from pipeline.spec.files import write_atomic
 from pipeline.spec.run import Run, RunFile, StepRecord
 
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic")
+
+
+History: TypeAlias = list[tuple[Run, RunFile]]
 
 
 def now() -> str:
@@ -57,6 +61,11 @@ def all_runs(runs: Path) -> list[Run]:
     return [Run(path) for path in sorted(runs.iterdir(), reverse=True) if (path / "run.json").is_file()]
 
 
+def load_history(runs: Path) -> History:
+    """Every run with its records, newest first."""
+    return [(run, run.read()) for run in all_runs(runs)]
+
+
 def find_run(runs: Path, name: str) -> Run:
     """`latest`, an id, or a unique beginning of one; or the path of a run directory."""
     if (Path(name) / "run.json").is_file():
@@ -71,14 +80,6 @@ def find_run(runs: Path, name: str) -> Run:
         known = ", ".join(run.id for run in found[:3])
         raise ConfigError(f"{'no' if not matches else 'more than one'} run {name!r} in {runs} (newest: {known})")
     return matches[0]
-
-
-def records(runs: list[Run], step: str) -> Iterator[tuple[Run, StepRecord]]:
-    """This step's records, newest run first."""
-    for run in runs:
-        record = run.read().steps.get(step)
-        if record:
-            yield run, record
 
 
 def changed_outputs(run: Run, record: StepRecord) -> list[str]:

@@ -51,6 +51,7 @@ class Train(Section):
     processes: Natural = Field(0, description="processes per node; 0 means one a GPU, or 2 on CPU")
     nodes: Positive = Field(1, description="machines that train together")
     rendezvous: str = Field("", description="`host:port` all nodes reach, needed when `nodes` is above 1")
+    image: str = Field("", description="container image of the training pods on a cluster")
     checkpoint_every: Natural = Field(100, description="optimizer steps between checkpoints; 0: only at epoch ends")
     keep_checkpoints: Positive = Field(2, description="newest checkpoints kept, beside the best")
     log_every: Positive = Field(10, description="optimizer steps between two lines of metrics.jsonl")
@@ -114,6 +115,7 @@ class Deploy(Section):
     namespace: str = Field("default", description="Kubernetes namespace")
     context: str = Field("", description="kubeconfig context; empty means the current one")
     image: str = Field("", description="image to run; empty means the one `package` named")
+    render: bool = Field(False, description="only write the Kubernetes manifests; `--render` sets it")
     replicas: Positive = Field(2, description="replicas the autoscaler never goes below")
     max_replicas: Positive = Field(6, description="replicas the autoscaler never goes above")
     cpu: str = Field("500m", description="CPU request of a serving pod")
@@ -149,6 +151,14 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     for override in overrides:
         _apply(values, override)
     return parse_config(values, source=str(path))
+
+
+def override_config(config: Config, overrides: Iterable[str]) -> Config:
+    """A configuration with `key=value` overrides on top."""
+    values = config.model_dump(mode="json")
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values, source="override")
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> Config:

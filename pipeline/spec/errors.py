@@ -12,6 +12,7 @@ class PipelineError(Exception):
     """A mistake the reader can mend: its message says what, where and how. Printed as one line."""
 
     exit_code = 2
+    complete = False  # True: the step's output is whole and is kept, though the road stops
 
 
 class ConfigError(PipelineError):
@@ -44,14 +45,26 @@ class GateError(PipelineError):
     """The candidate was judged and rejected."""
 
     exit_code = 3
+    complete = True
 
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        PipelineError, ConfigError, DataError, ResourceError, BundleError, InvalidPayload, StageError, GateError,
-    )
-}  # fmt: skip
+class ClusterError(StageError):
+    """No cluster took the manifests; they are rendered and can be applied by hand."""
+
+    complete = True
+
+
+class Interrupted(PipelineError):
+    """Ctrl-C, or the terminal went away."""
+
+    exit_code = 130
+
+
+def _kinds(kind: type[PipelineError]) -> dict[str, type[PipelineError]]:
+    found = {kind.__name__: kind}
+    for child in kind.__subclasses__():
+        found |= _kinds(child)
+    return found
 
 
 def write_error(error: PipelineError, directory: Path) -> None:
@@ -71,4 +84,4 @@ def read_error(directory: Path) -> PipelineError | None:
     if not path.exists():
         return None
     body = json.loads(path.read_text())
-    return _KINDS.get(body["kind"], PipelineError)(body["message"])
+    return _kinds(PipelineError).get(body["kind"], PipelineError)(body["message"])

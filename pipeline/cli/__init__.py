@@ -1,0 +1,50 @@
+"""The command line: `pipe`. Commands are thin; what they do stands in the modules they call."""
+
+from __future__ import annotations
+
+import errno
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from pipeline.cli import look, project, road, service
+from pipeline.cli.app import app
+from pipeline.spec.errors import PipelineError
+
+__all__ = ["app", "look", "main", "project", "road", "service"]
+
+_RUN = re.compile(r"latest$|\d{8}-\d{4}|.*/")  # what can follow `--resume` and be a run
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        app(with_defaults(sys.argv[1:]))
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print("error: disk full; free some space, then `pipe run --resume`", file=sys.stderr)
+        sys.exit(PipelineError.exit_code)
+
+
+def with_defaults(argv: Sequence[str]) -> list[str]:
+    """Fill in the value of `--resume` and `--render` when they stand alone: typer has no optional values."""
+    found = []
+    for i, word in enumerate(argv):
+        found.append(word)
+        following = argv[i + 1] if i + 1 < len(argv) else ""
+        if word == "--resume" and not _RUN.match(following):
+            found.append("latest")
+        if word == "--render" and (not following or following.startswith("-") or "=" in following):
+            found.append("default")
+    return found
+
+
+def _leave(signal_number: int, _frame: FrameType | None) -> None:
+    """As Ctrl-C: steps are ended and the run stays resumable."""
+    raise KeyboardInterrupt(signal_number)

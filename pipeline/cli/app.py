@@ -1,0 +1,57 @@
+"""The typer application, its one global option, and how results are printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.project import Project, find_project
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,  # a bug shows its plain traceback
+    help="From a PyTorch model to a judged, verified and served one.",
+)
+
+
+class Output(StrEnum):
+    text = "text"
+    json = "json"
+
+
+OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How results are printed on standard output.")]
+
+
+@app.callback()
+def everywhere(
+    context: typer.Context,
+    folder: Annotated[
+        Path, typer.Option("-C", "--project", help="Project folder; without a pipe.yaml the digits example is used.")
+    ] = Path(),
+) -> None:
+    context.obj = folder
+
+
+def project_of(context: typer.Context) -> Project:
+    return find_project(context.obj)
+
+
+def emit(output: Output, value: Any, text: str) -> None:
+    """The result, for a program or for a person."""
+    print(json.dumps(value, indent=2) if output is Output.json else text)
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Columns as wide as they need to be, headings from the first row."""
+    if not rows:
+        return "nothing yet"
+    names = list(rows[0])
+    lines = [names, *([str(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)  # fmt: skip  # noqa: E501

@@ -1,0 +1,116 @@
+"""Commands that look: status, log, diff, compare, report, verify."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.cli.app import Output, OutputOption, app, emit, project_of, table
+from pipeline.compare import aligned, differences, results
+from pipeline.history import find_run, load_history
+from pipeline.report import write_report
+from pipeline.service import read_live
+from pipeline.spec.errors import ConfigError
+from pipeline.spec.run import STEPS
+
+RunName = Annotated[str, typer.Argument(metavar="[RUN]", help="Run id, its beginning, its path, or `latest`.")]
+
+
+@app.command()
+def status(
+    context: typer.Context,
+    count: Annotated[int, typer.Option("-n", help="How many runs to show.")] = 10,
+    output: OutputOption = Output.text,
+) -> None:
+    """The newest runs and the service that is live."""
+    project = project_of(context)
+    runs = [
+        {"run": run.id, **{step: body.steps[step].status if step in body.steps else "-" for step in STEPS}}
+        for run, body in load_history(project.runs)[:count]
+    ]
+    live = read_live(project.runs)
+    service: dict[str, Any] | None = live.model_dump() | {"alive": live.alive, "url": live.url} if live else None
+    line = "no service is live"
+    if live is not None:
+        state = f"live at {live.url}" if live.alive else f"recorded at {live.url}, but its process {live.pid} is gone; `pipe deploy` starts it"  # fmt: skip  # noqa: E501
+        line = f"service {live.name}: {state} (run {live.run}, bundle {live.bundle[:12]}, since {live.since})"
+    emit(output, {"runs": runs, "service": service}, f"{table(runs)}\n\n{line}")
+
+
+@app.command()
+def log(
+    context: typer.Context,
+    step: Annotated[str, typer.Argument(help="A step, or `service`.")] = "train",
+    run: Annotated[str, typer.Option("--run", help="Run id or `latest`.")] = "latest",
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing what is added.")] = False,
+) -> None:
+    """Print what a step wrote."""
+    found = find_run(project_of(context).runs, run)
+    path = found.log(step)
+    if not path.exists():
+        known = sorted(log.stem for log in path.parent.glob("*.log"))
+        raise ConfigError(f"run {found.id} has no log of {step!r}; it has {', '.join(known) or 'none'}")
+    with path.open(errors="replace") as file:
+        while True:
+            sys.stdout.write(file.read())
+            sys.stdout.flush()
+            if not follow:
+                return
+            time.sleep(0.2)
+
+
+@app.command()
+def diff(context: typer.Context, first: str, second: str = "latest", output: OutputOption = Output.text) -> None:
+    """What differs between two runs: settings, sources, versions, inputs."""
+    runs = project_of(context).runs
+    rows = differences(find_run(runs, first), find_run(runs, second))
+    emit(output, rows, table(rows) if rows else "no difference")
+
+
+@app.command()
+def compare(
+    context: typer.Context,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[RUN…]", help="Runs; without any, the newest.")] = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Results of several runs beside each other."""
+    runs = project_of(context).runs
+    chosen = [find_run(runs, name) for name in names] if names else [run for run, _ in load_history(runs)[:10]]
+    rows = aligned([results(run) for run in chosen])
+    emit(output, rows, table(rows))
+
+
+@app.command()
+def report(
+    context: typer.Context,
+    run: RunName = "latest",
+    file: Annotated[Path | None, typer.Option("--file", help="Where to write it.")] = None,
+) -> None:
+    """Write the run's report, one HTML file that opens offline."""
+    found = find_run(project_of(context).runs, run)
+    target = file or found.path / "report.html"
+    write_report(found, target)
+    print(target)
+
+
+@app.command()
+def verify(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="[RUN|BUNDLE]", help="A run, or a bundle directory.")] = "latest",
+    output: OutputOption = Output.text,
+) -> None:
+    """Check every digest of the chain and ask the golden requests again."""
+    from pipeline.verify import verify_bundle, verify_run  # onnxruntime is slow to load
+
+    bundle = (Path(target) / "manifest.json").is_file()
+    held = []
+    for sentence in verify_bundle(Path(target)) if bundle else verify_run(find_run(project_of(context).runs, target)):
+        held.append(sentence)
+        if output is Output.text:
+            print(sentence)
+    if output is Output.json:
+        emit(output, {"verified": True, "held": held}, "")

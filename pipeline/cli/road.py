@@ -1,0 +1,187 @@
+"""Commands that walk the road: plan, run, deploy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.cli.app import Output, OutputOption, app, emit, project_of, table
+from pipeline.display import Display
+from pipeline.history import all_runs, find_run, load_history
+from pipeline.lock import locked
+from pipeline.plan import choose, with_upstream
+from pipeline.project import Project
+from pipeline.render import render_training
+from pipeline.report import write_report
+from pipeline.runner import Order, Road, latest_unfinished, redeploy, resume_road, run_road
+from pipeline.service import read_live
+from pipeline.spec.errors import ConfigError, Interrupted
+from pipeline.spec.run import STEPS, Run
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="[STEP…] [KEY=VALUE…]", help="`all`, steps, overrides.")]
+From = Annotated[str | None, typer.Option("--from", help="First step; the ones before it must be up to date.")]
+Until = Annotated[str | None, typer.Option("--until", help="Last step.")]
+Force = Annotated[list[str] | None, typer.Option("--force", help="Run this step though nothing changed; or `all`.")]
+Render = Annotated[str | None, typer.Option("--render", metavar="[DIR]", help="Only write Kubernetes manifests.")]
+
+
+@app.command()
+def plan(
+    context: typer.Context,
+    words: Words = None,
+    start: From = None,
+    until: Until = None,
+    force: Force = None,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 4 when something would run.")] = False,
+    output: OutputOption = Output.text,
+) -> None:
+    """Say what would run, and why."""
+    project = project_of(context)
+    names, overrides = split_words(words)
+    order = make_order(names, start, until, force)
+    steps = Road(project, project.config(overrides), order, load_history(project.runs)).preview()
+    rows = [{"step": step.name, "action": step.action, "reason": step.reason} for step in steps]
+    emit(output, [asdict(step) for step in steps], table(rows))
+    if exit_code and any(step.action == "run" and step.name != "deploy" for step in steps):
+        raise typer.Exit(4)
+
+
+@app.command()
+def run(
+    context: typer.Context,
+    words: Words = None,
+    start: From = None,
+    until: Until = None,
+    force: Force = None,
+    resume: Annotated[str | None, typer.Option("--resume", metavar="[RUN]", help="Go on with a stopped run.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="The same as `pipe plan`.")] = False,
+    render: Render = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Walk the road: all of it, or the named steps and what they need."""
+    if dry_run:
+        return plan(context, words, start, until, force, output=output)
+    project = project_of(context)
+    names, overrides = split_words(words)
+    if render is not None:
+        if names == ["train"]:
+            return emit_paths(output, render_training(project, project.config(overrides), render))
+        overrides += ["deploy.target=kubernetes", "deploy.render=true"]
+    display = Display(live=sys.stderr.isatty())
+    if project.embedded:
+        display.say("no pipe.yaml here: this is the digits example; `pipe init my-model` starts your own")
+    with locked(project.runs):
+        if resume is not None:
+            found = _resume(project, resume, names, overrides, display)
+        else:
+            config, order = project.config(overrides), make_order(names, start, until, force)
+            found = _finish(project, lambda: run_road(project, config, order, display))
+    emit_run(output, found)
+    return None
+
+
+@app.command()
+def deploy(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN] [KEY=VALUE…]", help="A run with a bundle, and overrides.")
+    ] = None,
+    render: Render = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Deploy the bundle of a run that is there already."""
+    project = project_of(context)
+    names, overrides = split_words(words)
+    if render is not None:
+        overrides += ["deploy.target=kubernetes", "deploy.render=true"]
+    display = Display(live=sys.stderr.isatty())
+    with locked(project.runs):
+        source = find_run(project.runs, names[0]) if names else newest_bundle(project)
+        found = _finish(project, lambda: redeploy(project, source, overrides, display))
+    if render not in (None, "default"):
+        assert render is not None
+        copy_manifests(found, Path(render))
+    emit_run(output, found)
+
+
+def split_words(words: list[str] | None) -> tuple[list[str], list[str]]:
+    """Names, and `key=value` overrides."""
+    words = words or []
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+
+
+def make_order(names: list[str], start: str | None, until: str | None, force: list[str] | None) -> Order:
+    wanted = choose(names, start, until)
+    forced = frozenset(STEPS if "all" in (force or []) else force or [])
+    if unknown := sorted(forced - set(STEPS)):
+        raise ConfigError(f"--force {unknown[0]}: no such step; there are {', '.join(STEPS)}, and all")
+    walked = with_upstream(wanted)
+    before = frozenset(STEPS[: STEPS.index(start)]) if start else frozenset()
+    return Order(walked, forced, before & set(walked))
+
+
+def newest_bundle(project: Project) -> Run:
+    for run, body in load_history(project.runs):
+        if "export" in body.steps and body.steps["export"].status == "done":
+            return run
+    raise ConfigError(f"no run in {project.runs} has a bundle yet; `pipe run --until export` makes one")
+
+
+def copy_manifests(run: Run, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in sorted((run.output("deploy") / "manifests").glob("*")):
+        (directory / path.name).write_bytes(path.read_bytes())
+
+
+def emit_paths(output: Output, paths: list[Path]) -> None:
+    emit(output, [str(path) for path in paths], "\n".join(map(str, paths)))
+
+
+def emit_run(output: Output, run: Run) -> None:
+    facts = run_facts(run)
+    emit(output, facts, "\n".join(f"{name:8} {value}" for name, value in facts.items() if not isinstance(value, dict)))
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    body = run.read()
+    facts: dict[str, Any] = {"run": run.id, "path": str(run.path)}
+    if (run.output("evaluate") / "verdict.json").exists():
+        verdict = run.verdict()
+        facts["verdict"] = f"{verdict['verdict']}: {verdict['summary']}"
+    live = read_live(run.runs)
+    if "deploy" in body.steps and live is not None:
+        facts["service"] = live.url
+    facts["report"] = str(run.path / "report.html")
+    facts["steps"] = {name: record.status for name, record in body.steps.items()}
+    return facts
+
+
+def _resume(project: Project, name: str, names: list[str], overrides: list[str], display: Display) -> Run:
+    if overrides:
+        raise ConfigError("--resume goes on with the run's own settings; start a new run to change them")
+    found = latest_unfinished(project) if name == "latest" else find_run(project.runs, name)
+    wanted = with_upstream(choose(names, None, None)) if names else found.read().wanted
+    display.say(f"resuming run {found.id}")
+    return _finish(project, lambda: resume_road(project, found, Order(wanted), display), resumed=found)
+
+
+def _finish(project: Project, walk: Callable[[], Run], resumed: Run | None = None) -> Run:
+    """However the walk ends, its run gets a report, and Ctrl-C a line that says how to go on."""
+    before = {run.id for run in all_runs(project.runs)}
+    try:
+        found = walk()
+    except BaseException as error:
+        made = next((run for run in all_runs(project.runs) if run.id not in before), resumed)
+        if made is not None:
+            write_report(made, made.path / "report.html")
+        if isinstance(error, KeyboardInterrupt):
+            hint = f"pipe run --resume {made.id}" if made else "pipe run all"
+            raise Interrupted(f"interrupted; nothing is lost, `{hint}` goes on") from None
+        raise
+    write_report(found, found.path / "report.html")
+    return found

@@ -1,0 +1,95 @@
+"""Commands around the running service: serve, predict, stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.cli.app import Output, OutputOption, app, emit, project_of
+from pipeline.cli.road import newest_bundle
+from pipeline.history import find_run
+from pipeline.lock import locked
+from pipeline.service import Live, end, read_live, request, write_live
+from pipeline.spec.errors import ConfigError, InvalidPayload, StageError
+from pipeline.spec.run import Run
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="[RUN|BUNDLE]", help="Run or bundle; the newest by default.")] = "",
+) -> None:
+    """Serve a bundle in the foreground; further options go to `python -m serve`."""
+    words = list(context.args)
+    if target.startswith("-"):
+        words, target = [target, *words], ""
+    project = project_of(context)
+    if target and (Path(target) / "manifest.json").is_file():
+        path = Path(target)
+    else:
+        run = find_run(project.runs, target) if target else newest_bundle(project)
+        path = run.bundle_path
+    env = {**os.environ, "PYTHONSAFEPATH": "1"}
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "serve", str(path), *words], env)
+
+
+@app.command()
+def predict(
+    context: typer.Context,
+    file: Annotated[
+        Path | None, typer.Argument(help='JSON file with {"instances": [...]} or a list; `-` reads standard input.')
+    ] = None,
+) -> None:
+    """Ask the live service; without a file, the golden example."""
+    project = project_of(context)
+    live = read_live(project.runs)
+    if live is None or not live.alive:
+        raise ConfigError("no service is live here; `pipe deploy` starts one")
+    body = _read_instances(file) if file else _example(Run(project.runs / live.run))
+    answer = _ask(live, body)
+    print(json.dumps(answer, indent=2))
+
+
+@app.command()
+def stop(context: typer.Context, output: OutputOption = Output.text) -> None:
+    """End the live service; it finishes what it accepted."""
+    project = project_of(context)
+    with locked(project.runs):
+        live = read_live(project.runs)
+        ended = live is not None and end(live.pid, live.process_started)
+        write_live(project.runs, None)
+    text = f"ended {live.name} at {live.url} (pid {live.pid})" if live and ended else "no service was running"
+    emit(output, {"ended": ended}, text)
+
+
+def _ask(live: Live, body: dict[str, Any]) -> Any:
+    try:
+        code, headers, answer = request(live.host, live.port, "POST", f"/v1/models/{live.name}:predict", body)
+    except OSError as error:
+        raise StageError(f"{live.url} does not answer ({error}); see `pipe log service --run {live.run}`") from error
+    if code != 200:
+        message = answer.get("error", answer) if isinstance(answer, dict) else answer
+        raise InvalidPayload(f"the service answered {code}: {message}")
+    print(f"bundle {headers.get('x-bundle-digest', '?')[:12]}", file=sys.stderr)
+    return answer
+
+
+def _example(run: Run) -> dict[str, Any]:
+    golden = run.bundle().golden()
+    if not golden.instances:
+        raise ConfigError("the task has no example(); give a file with the instances to ask for")
+    return {"instances": golden.instances[:1]}
+
+
+def _read_instances(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(sys.stdin.read() if str(file) == "-" else file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+    return value if isinstance(value, dict) else {"instances": value}

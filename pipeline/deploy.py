@@ -1,0 +1,182 @@
+"""The deploy step: a proven bundle becomes the service that answers, here or on a cluster."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from k8s.deploy import deploy as deploy_to_cluster
+
+from pipeline.history import now
+from pipeline.service import (
+    Live,
+    any_port,
+    check_golden,
+    end,
+    free_port,
+    port_is_free,
+    process_started,
+    read_live,
+    request,
+    service_environment,
+    spawn,
+    wait_until_ready,
+    write_live,
+)
+from pipeline.spec.bundle import Bundle
+from pipeline.spec.config import Deploy
+from pipeline.spec.errors import StageError
+from pipeline.spec.files import write_json
+from pipeline.spec.registry import CHAMPION, Entry, read_registry, write_registry
+from pipeline.spec.run import Run
+from pipeline.spec.step import run_step
+
+_LATENCY_REQUESTS = 50
+_SWITCH_SECONDS = 10.0
+
+
+def deploy(run: Run, root: Path) -> None:  # noqa: ARG001  # every step is called alike; this one needs no project
+    bundle = run.bundle()
+    record = (_on_cluster if run.config.deploy.target == "kubernetes" else _locally)(run, bundle)
+    write_json(run.partial("deploy") / "deploy.json", record)
+    if record["live"]:
+        promote(run, bundle)
+
+
+def promote(run: Run, bundle: Bundle, reason: str = "deployed") -> None:
+    """What serves is what the next candidate has to beat."""
+    entry = Entry(
+        bundle=bundle.digest,
+        checkpoint=bundle.manifest.ancestors.checkpoint,
+        path=run.bundle_path.relative_to(run.runs).as_posix(),
+    )
+    registry = read_registry(run.runs)
+    current = registry.names.get(CHAMPION)
+    if current is None or current.bundle != entry.bundle:  # the same bundle in a later run changes nothing
+        write_registry(run.runs, registry.assign(CHAMPION, entry, f"{reason} by run {run.id}"))
+
+
+def _on_cluster(run: Run, bundle: Bundle) -> dict[str, Any]:
+    image = run.config.deploy.image or json.loads((run.output("package") / "image.json").read_text())["image"]
+    directory, render = run.partial("deploy") / "manifests", run.config.deploy.render
+    record: dict[str, Any] = deploy_to_cluster(run.config, bundle, image, directory, render, _say)
+    return {**record, "live": not render}
+
+
+def _locally(run: Run, bundle: Bundle) -> dict[str, Any]:
+    live = read_live(run.runs)
+    if live and live.alive and live.bundle == bundle.digest:
+        asked = check_golden(live.host, live.port, bundle)
+        _say(f"already live at {live.url}; golden answers are equal")
+    else:
+        live, asked = _start(run, bundle, live if live and live.alive else None)
+        _say(f"live at {live.url} (gRPC {live.grpc_port}, pid {live.pid})")
+    return {
+        "target": "local",
+        "live": True,
+        "url": live.url,
+        "grpc_port": live.grpc_port,
+        "pid": live.pid,
+        "bundle": bundle.digest,
+        "golden": {"requests": asked},
+        "latency_ms": _latency(live, bundle),
+    }
+
+
+def _start(run: Run, bundle: Bundle, old: Live | None) -> tuple[Live, int]:
+    """Start beside the old service, prove it, let it take the port over, end the old one."""
+    config = run.config.deploy
+    port, grpc_port = choose_ports(config, old)
+    if port != config.port and old is None:
+        _say(f"port {config.port} is taken; using {port}")
+    standby, log = any_port(), run.path / "logs" / "service.log"
+    address = ["--host", config.host, "--port", str(port), "--grpc-port", str(grpc_port), "--standby", str(standby)]
+    process = spawn(["-m", "serve", str(run.bundle_path.resolve()), *address], log, service_environment())
+    started = process_started(process.pid)
+    try:
+        wait_until_ready(process, standby, log, config.timeout_seconds)
+        asked = check_golden("127.0.0.1", standby, bundle)
+        _say(f"{asked} golden requests answered as at export")
+        process.send_signal(signal.SIGUSR1)
+        _wait_for_switch(config.host, port, process.pid, log)
+    except BaseException:
+        end(process.pid, started, grace_seconds=5)
+        raise
+    live = Live(
+        name=bundle.name,
+        run=run.id,
+        bundle=bundle.digest,
+        pid=process.pid,
+        process_started=started,
+        host=config.host,
+        port=port,
+        grpc_port=grpc_port,
+        asked_port=config.port,
+        since=now(),
+        log=str(log),
+    )
+    write_live(run.runs, live)
+    if old is not None:
+        end(old.pid, old.process_started)
+        _say(f"took over from pid {old.pid} (bundle {old.bundle[:12]})")
+    return live, asked
+
+
+def choose_ports(config: Deploy, old: Live | None) -> tuple[int, int]:
+    """The old service's own ports when it was asked for the same one, else the next free pair."""
+    if old is not None and (old.asked_port, old.host) == (config.port, config.host):
+        return old.port, old.grpc_port
+    port = free_port(config.host, config.port)
+    grpc_port = config.grpc_port or free_port(config.host, port + 1)
+    if config.grpc_port and not port_is_free(config.host, config.grpc_port):
+        raise StageError(f"deploy.grpc_port={config.grpc_port} is taken on {config.host}")
+    return port, grpc_port
+
+
+def _wait_for_switch(host: str, port: int, pid: int, log: Path) -> None:
+    """Until the new process has answered on the public port."""
+    deadline = time.monotonic() + _SWITCH_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            _, headers, _ = request(host, port, "GET", "/v2/health/ready", timeout_seconds=2)
+            if headers.get("x-served-by") == str(pid):
+                return
+        except (OSError, http.client.HTTPException):
+            pass  # not listening yet: that is what is waited for
+        time.sleep(0.01)
+    raise StageError(f"the new service did not take over port {port} (log: {log})")
+
+
+def _latency(live: Live, bundle: Bundle) -> Mapping[str, float]:
+    """Of single predictions, one after the other, as a client would see them."""
+    golden = bundle.golden()
+    path, body = f"/v1/models/{bundle.name}:predict", {"instances": golden.instances[:1]}
+    if not golden.instances:
+        tensors = [
+            {"name": spec.name, "datatype": spec.datatype, "shape": list(array.shape), "data": array.ravel().tolist()}
+            for spec in bundle.signature.inputs
+            for array in [golden.inputs[spec.name]]
+        ]
+        path, body = f"/v2/models/{bundle.name}/infer", {"inputs": tensors}
+    times = []
+    for _ in range(_LATENCY_REQUESTS):
+        started = time.perf_counter()
+        request(live.host, live.port, "POST", path, body)
+        times.append(1000 * (time.perf_counter() - started))
+    cuts = statistics.quantiles(times, n=20)
+    return {"p50": statistics.median(times), "p95": cuts[-1], "max": max(times), "requests": len(times)}
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_step("deploy", deploy, sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""What a person sees while the road runs: live bars on a terminal, plain timestamped lines elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from pipeline.spec.errors import PipelineError, StageError
+from pipeline.spec.run import Run
+
+_TAIL_BYTES = 4096
+_TAIL_LINES = 12
+
+
+class Display:
+    """Everything goes to standard error: standard output is for data."""
+
+    def __init__(self, live: bool) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._progress = _bars(self._console) if live else None
+        self._bar: TaskID | None = None
+        self._run: Run | None = None
+        self._step = ""
+        self._began = self._read = 0  # places in the step's log
+        self._noisy = False
+
+    def say(self, text: str) -> None:
+        if self._progress is not None:
+            self._console.print(text, markup=False)
+        else:
+            print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+    def start(self, run: Run, step: str, reason: str) -> None:
+        self._run, self._step = run, step
+        log = run.log(step)
+        self._began = self._read = log.stat().st_size if log.exists() else 0
+        self._noisy = False
+        self.say(f"{step}: {reason}")
+        if self._progress is not None:
+            self._progress.start()
+            self._bar = self._progress.add_task(step, total=None, facts="")
+
+    def tick(self) -> None:
+        """Show what the step wrote since the last look."""
+        assert self._run is not None
+        for line in self._new_lines(self._run.log(self._step)):
+            self._noisy = self._noisy or is_noise(line)
+            if not self._noisy:
+                self.say(f"{self._step} | {line}")
+        if self._progress is not None and self._bar is not None and self._step == "train":
+            facts = last_metrics(self._run.partial("train") / "metrics.jsonl")
+            if facts:
+                self._progress.update(self._bar, facts=describe(facts))
+
+    def end(self, text: str) -> None:
+        self.tick()
+        if self._progress is not None and self._bar is not None:
+            self._progress.remove_task(self._bar)
+            self._progress.stop()
+            self._bar = None
+        self.say(f"{self._step}: {text}")
+
+    def failed(self, error: PipelineError) -> None:
+        """Where to look and how to go on; the error itself is printed once, by the command."""
+        assert self._run is not None
+        log = self._run.log(self._step)
+        if error.exit_code == StageError.exit_code and log.exists():
+            with log.open("rb") as file:
+                file.seek(self._began)
+                text = file.read().decode(errors="replace")
+            for line in tail(text.splitlines()):
+                print(f"    {line}", file=sys.stderr)
+        print(f"log: {log}", file=sys.stderr)
+        if not error.complete:
+            print(f"to go on after mending it: pipe run --resume {self._run.id}", file=sys.stderr)
+
+    def _new_lines(self, log: Path) -> list[str]:
+        if not log.exists():
+            return []
+        with log.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]  # a half line is read again when it is whole
+        self._read += len(whole)
+        return [line for line in whole.decode(errors="replace").splitlines() if line.strip()]
+
+
+def is_noise(line: str) -> bool:
+    """From here on the log is for debugging: tracebacks, the launcher's own lines, the error told elsewhere."""
+    return bool(re.match(r"Traceback \(most recent|\[rank\d+\]:|[EWIF]\d{4} \d\d:|error: ", line))
+
+
+def tail(lines: Sequence[str]) -> list[str]:
+    """The last lines of the step itself, without what torchrun says about its end."""
+    own = list(itertools.takewhile(lambda line: not re.match(r"[EWIF]\d{4} \d\d:", line), lines))
+    return [line for line in own or lines if line.strip()][-_TAIL_LINES:]
+
+
+def last_metrics(path: Path) -> Mapping[str, Any] | None:
+    """The newest training line of a journal that is still being written."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        try:
+            values: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue  # cut by the seek, or still being written
+        if "loss" in values:
+            return values
+    return None
+
+
+def describe(values: Mapping[str, Any]) -> str:
+    return (
+        f"epoch {values['epoch'] + 1}, step {values['step']}, loss {values['loss']:.4f}, "
+        f"{values['samples_per_second']:,.0f} samples/s"
+    )
+
+
+def _bars(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[facts]}"),
+        console=console,
+        transient=True,
+    )

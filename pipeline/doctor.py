@@ -1,0 +1,165 @@
+"""What this machine offers and lacks; each problem with its mend."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+_TIMEOUT_SECONDS = 60
+_GIB = 1 << 30
+
+# Asked in a process of its own: torch takes seconds to load, and a broken one must not take the doctor down.
+_TORCH_QUESTIONS = """
+import json, torch, torch.distributed as dist
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "version": torch.__version__, "built_for": torch.version.cuda, "cuda": cuda,
+    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+    "cudnn": torch.backends.cudnn.version() if cuda else None,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None,
+    "gloo": dist.is_gloo_available(),
+}))
+"""
+_RUNTIME_QUESTIONS = """
+import json, onnxruntime
+print(json.dumps({"version": onnxruntime.__version__, "providers": onnxruntime.get_available_providers()}))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    state: Literal["ok", "warn", "fail"]
+    detail: str
+    mend: str = ""
+
+
+def examine(folder: Path) -> list[Finding]:
+    checks: list[Callable[[], list[Finding]]] = [_python, _torch, _runtime, _builders, _cluster]
+    return [finding for check in checks for finding in check()] + [disk(folder), shared_memory(Path("/dev/shm"))]  # noqa: S108
+
+
+def _python() -> list[Finding]:
+    version = platform.python_version()
+    fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    return [Finding("python", "ok" if fits else "fail", version, "" if fits else "use Python 3.11, 3.12 or 3.13")]
+
+
+def _torch() -> list[Finding]:
+    found = _ask(_TORCH_QUESTIONS)
+    if found is None:
+        return [Finding("torch", "fail", "does not import", "pip install -c constraints.txt '.[train]'")]
+    return judge_torch(found, gpu_present=bool(list(Path("/dev").glob("nvidia[0-9]*"))))
+
+
+def judge_torch(found: Mapping[str, Any], gpu_present: bool) -> list[Finding]:
+    findings = [Finding("torch", "ok", found["version"])]
+    if found["cuda"]:
+        detail = f"{', '.join(found['gpus'])}; CUDA {found['built_for']}, cuDNN {found['cudnn']}, NCCL {found['nccl']}"
+        findings.append(Finding("gpu", "ok", detail))
+    elif gpu_present:
+        built = f"built for CUDA {found['built_for']}" if found["built_for"] else "built without CUDA"
+        findings.append(
+            Finding(
+                "gpu",
+                "fail",
+                f"a GPU is there, but torch ({built}) cannot use it",
+                "install a matching torch or driver",
+            )
+        )
+    else:
+        findings.append(Finding("gpu", "warn", "none; training runs on CPU", "nothing to do, unless you expected one"))
+    if not found["gloo"]:
+        findings.append(Finding("gloo", "fail", "torch has no gloo backend", "install a standard build of torch"))
+    return findings
+
+
+def _runtime() -> list[Finding]:
+    found = _ask(_RUNTIME_QUESTIONS)
+    if found is None:
+        return [Finding("onnxruntime", "fail", "does not import", "pip install -c constraints.txt '.[serve]'")]
+    detail = f"{found['version']}: {', '.join(found['providers'])}"
+    findings = [Finding("onnxruntime", "ok", detail)]
+    try:
+        findings.append(Finding("kserve", "ok", metadata.version("kserve")))
+    except metadata.PackageNotFoundError:
+        findings.append(Finding("kserve", "fail", "not installed", "pip install -c constraints.txt '.[serve]'"))
+    return findings
+
+
+def _builders() -> list[Finding]:
+    """A builder counts when its engine answers, not when its client is installed."""
+    present = [name for name in ("docker", "podman", "buildah") if shutil.which(name)]
+    working = [name for name in present if _answers([name, "info"])]
+    if working:
+        return [Finding("container builder", "ok", ", ".join(working))]
+    if present:
+        detail = f"{', '.join(present)} installed, but no engine answers"
+        return [
+            Finding("container builder", "warn", detail, "start the engine; until then only the build context is made")
+        ]
+    mend = "install docker, podman or buildah; until then only the build context is made"
+    return [Finding("container builder", "warn", "none", mend)]
+
+
+def _cluster() -> list[Finding]:
+    if not shutil.which("kubectl"):
+        return [Finding("kubernetes", "warn", "no kubectl", "install kubectl to look at a cluster; deploying needs only a kubeconfig")]  # fmt: skip  # noqa: E501
+    if not _answers(["kubectl", "version", "--request-timeout=5s"]):
+        return [Finding("kubernetes", "warn", "no cluster answers", "check `kubectl config current-context`")]
+    crds = _lines(["kubectl", "get", "crd", "-o", "name", "--request-timeout=5s"])
+    wanted = {"KServe": "inferenceservices.serving.kserve.io", "JobSet": "jobsets.jobset.x-k8s.io", "Kueue": "localqueues.kueue.x-k8s.io"}  # fmt: skip  # noqa: E501
+    found = [name for name, crd in wanted.items() if any(line.endswith(crd) for line in crds)]
+    return [Finding("kubernetes", "ok", f"reachable; CRDs: {', '.join(found) or 'none of ' + ', '.join(wanted)}")]
+
+
+def disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    detail = f"{free / _GIB:.1f} GiB free at {folder}"
+    return (
+        Finding("disk", "ok", detail) if free > _GIB else Finding("disk", "warn", detail, "`pipe gc` removes old runs")
+    )
+
+
+def shared_memory(place: Path) -> Finding:
+    if not place.is_dir():
+        return Finding("shared memory", "ok", f"no {place} on this system")
+    free = shutil.disk_usage(place).free
+    detail = f"{free / _GIB:.2f} GiB free at {place}"
+    if free > _GIB // 4:
+        return Finding("shared memory", "ok", detail)
+    return Finding("shared memory", "warn", detail, "in a container, start it with a larger --shm-size")
+
+
+def _ask(program: str) -> Any:
+    """The JSON a small program prints, or None when it fails."""
+    lines = _lines([sys.executable, "-c", program])
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return None
+
+
+def _answers(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _lines(command: Sequence[str]) -> list[str]:
+    env = {**os.environ, "PYTHONSAFEPATH": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, env=env, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []

@@ -1,0 +1,42 @@
+"""Gathering the parts of a step's key: the one place that reads sources, versions and the registry for it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+
+from pipeline.history import data_files, installed_versions
+from pipeline.plan import config_parts, input_parts
+from pipeline.project import Project
+from pipeline.spec.config import Config
+from pipeline.spec.digest import digest_file
+from pipeline.spec.registry import read_registry
+from pipeline.spec.sources import HOUSE, house_sources, project_sources
+from pipeline.steps import KINDS
+
+_DOCKERFILE = "k8s/images/serve.Dockerfile"
+
+
+def parts_of(step: str, config: Config, project: Project, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Named parts; `outputs` holds what is known of earlier steps' files."""
+    kind = KINDS[step]
+    parts = config_parts(step, config) | input_parts(step, outputs)
+    parts |= _prefixed(
+        "house", {k: v for module in (kind.module, *kind.also) for k, v in house_sources(module).items()}
+    )
+    parts |= _prefixed("version", installed_versions(kind.packages))
+    parts["version:python"] = ".".join(platform.python_version_tuple()[:2])
+    if kind.user_code:
+        parts |= _prefixed("source", project_sources(project.root, config.task, config.codec))
+    if step == "prepare":
+        parts |= _prefixed("file", data_files(project.root, config.prepare.files))
+    if step == "package":
+        parts[f"house:{_DOCKERFILE}"] = digest_file(HOUSE / _DOCKERFILE)
+    if step == "evaluate":
+        champion = read_registry(project.runs).champion_for(outputs.get("train", {}).get("model.safetensors"))
+        parts["baseline:champion"] = champion.bundle if champion else "the task's own"
+    return parts
+
+
+def _prefixed(prefix: str, parts: Mapping[str, str]) -> dict[str, str]:
+    return {f"{prefix}:{name}": value for name, value in parts.items()}

@@ -1,0 +1,82 @@
+"""Running a step's process on this machine, on a leash, its output going straight to the log file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.spec import leash
+
+_TICK_SECONDS = 0.1
+_GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class LocalLauncher:
+    """The other side of `pipeline.spec.leash`."""
+
+    root: Path
+    tick: Callable[[], None]  # called ten times a second while a step runs
+
+    def launch(self, argv: tuple[str, ...], log: Path, env: Mapping[str, str]) -> int:
+        """Run to the end and return the exit status; on Ctrl-C the step is ended first."""
+        read_end, write_end = os.pipe()
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, *argv[1:]] if argv[0] == "python" else argv,
+                cwd=self.root,
+                env={**os.environ, **env, leash.VARIABLE: "1"},
+                stdin=read_end,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches us alone, and we decide
+            )
+        os.close(read_end)
+        try:
+            return self._wait(process)
+        finally:
+            self._end(process)
+            os.close(write_end)  # whoever of its children is left reads end-of-file and goes
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        while True:
+            try:
+                return process.wait(timeout=_TICK_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.tick()
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def step_environment(processes: int, cores: int) -> dict[str, str]:
+    """What every step gets; threads are shared out so that processes do not fight for cores."""
+    return {
+        "PYTHONSAFEPATH": "1",  # a train.py in the project must not shadow ours
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(max(1, cores // processes)),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # asked for by torch's deterministic algorithms
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """GPUs a step would see, without importing torch."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(list(devices.glob("nvidia[0-9]*")))

@@ -1,0 +1,250 @@
+"""Walking the road: decide each step when its turn comes, reuse or launch it, record what happened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeline.display import Display
+from pipeline.history import (
+    History,
+    changed_outputs,
+    create_run,
+    link_outputs,
+    load_history,
+    now,
+    seal,
+    write_record,
+)
+from pipeline.keys import parts_of
+from pipeline.launch import LocalLauncher, count_gpus, step_environment
+from pipeline.plan import Step, decide
+from pipeline.project import Project
+from pipeline.spec.config import Config, override_config
+from pipeline.spec.errors import (
+    BundleError,
+    ConfigError,
+    GateError,
+    PipelineError,
+    ResourceError,
+    StageError,
+    read_error,
+)
+from pipeline.spec.run import Run, RunFile, StepRecord
+from pipeline.steps import argv_of, processes_per_node
+
+_NO_SPACE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one command asks for."""
+
+    wanted: tuple[str, ...]
+    force: frozenset[str] = frozenset()
+    reuse_only: frozenset[str] = frozenset()  # steps before `--from`: they must not run
+
+
+@dataclass
+class Road:
+    """One walk over the steps; `outputs` grows as they complete."""
+
+    project: Project
+    config: Config
+    order: Order
+    history: History  # whose outputs may be reused, newest first
+    outputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    _checked: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # every byte is hashed once a command
+
+    def decide(self, step: str) -> Step:
+        """With the files known so far."""
+        parts = parts_of(step, self.config, self.project, self.outputs)
+        past = [(run.id, body.steps[step]) for run, body in self.history if step in body.steps]
+        decision = decide(step, parts, past, step in self.order.force, self._damage)
+        if decision.action == "run" and step in self.order.reuse_only:
+            raise ConfigError(f"--from starts after {step}, but {step} has to run: {decision.reason}")
+        return decision
+
+    def record(self, step: Step) -> tuple[Run, StepRecord]:
+        """The run and record a decision reuses."""
+        return next((run, body.steps[step.name]) for run, body in self.history if run.id == step.source)
+
+    def preview(self) -> tuple[Step, ...]:
+        """The plan as it stands: what would run, without running anything."""
+        check_config(self.config)
+        steps = []
+        for name in self.order.wanted:
+            step = self.decide(name)
+            steps.append(step)
+            if step.action == "reuse":
+                self.outputs[name] = dict(self.record(step)[1].outputs)
+        self.outputs.clear()
+        return tuple(steps)
+
+    def _damage(self, run_id: str, record: StepRecord) -> list[str]:
+        place = (run_id, record.step)
+        if place not in self._checked:
+            run = next(run for run, _ in self.history if run.id == run_id)
+            self._checked[place] = changed_outputs(run, record)
+        return self._checked[place]
+
+
+def run_road(project: Project, config: Config, order: Order, display: Display) -> Run:
+    """A new run; the caller holds the lock."""
+    history = load_history(project.runs)
+    if history and _unfinished(history[0][1]):
+        display.say(f"note: run {history[0][0].id} is unfinished; `pipe run --resume` continues it")
+    road = Road(project, config, order, history)
+    road.preview()  # a mistake is found before a run directory is made
+    run = create_run(project.runs, config, order.wanted, parent=history[0][0].id if history else "")
+    _walk(road, run, display)
+    return run
+
+
+def resume_road(project: Project, run: Run, order: Order, display: Display) -> Run:
+    """Go on in the same run directory with the run's own configuration."""
+    road = Road(project, run.config, order, [(run, run.read())])
+    road.preview()
+    _walk(road, run, display)
+    return run
+
+
+def redeploy(project: Project, source: Run, overrides: Sequence[str], display: Display) -> Run:
+    """Deploy a bundle as it was made then, whatever has changed in the project since; a new, linked run."""
+    if strange := [override for override in overrides if not override.startswith("deploy.")]:
+        raise ConfigError(f"{strange[0]}: a deployment changes only deploy.* settings; `pipe run` changes the others")
+    config, body = override_config(source.config, overrides), source.read()
+    kept = [record for record in body.steps.values() if record.step != "deploy" and record.status == "done"]
+    if missing := sorted({"export", "package"} - {record.step for record in kept}):
+        raise ConfigError(
+            f"run {source.id} has no finished {' and no '.join(missing)}; `pipe run --resume` finishes it"
+        )
+    road = Road(project, config, Order(tuple(record.step for record in kept)), [(source, body)])
+    for record in kept:
+        if changed := changed_outputs(source, record):
+            raise BundleError(f"run {source.id}: {record.step}/{changed[0]} changed on disk; it must not be deployed")
+    run = create_run(project.runs, config, (*road.order.wanted, "deploy"), parent=source.id)
+    for record in kept:
+        link_outputs(source, run, record)
+        update = {"reused_from": record.reused_from or source.id, "reason": "deployed again", "seconds": 0.0}
+        road.outputs[record.step] = dict(write_record(run, record.model_copy(update=update)).outputs)
+    _launch(road, run, road.decide("deploy"), display)
+    return run
+
+
+def latest_unfinished(project: Project) -> Run:
+    for run, body in load_history(project.runs):
+        if _unfinished(body):
+            return run
+    raise ConfigError(f"nothing to resume in {project.runs}: every run is complete")
+
+
+def check_config(config: Config) -> None:
+    if config.train.nodes > 1 and not config.train.rendezvous:
+        raise ConfigError(
+            f"train.nodes={config.train.nodes} needs train.rendezvous=HOST:PORT, an address all nodes reach; "
+            "on a cluster, `pipe run train --render DIR` writes the Job"
+        )
+
+
+def _unfinished(body: RunFile) -> bool:
+    states = [body.steps[step].status if step in body.steps else "" for step in body.wanted]
+    return "rejected" not in states and states != ["done"] * len(states)
+
+
+def _walk(road: Road, run: Run, display: Display) -> None:
+    for name in road.order.wanted:
+        step = road.decide(name)
+        if step.action == "reuse":
+            record = _reuse(road, run, step)
+            display.say(f"{name}: reused, {step.reason}")
+        else:
+            record = _launch(road, run, step, display)
+        road.outputs[name] = dict(record.outputs)
+
+
+def _reuse(road: Road, run: Run, step: Step) -> StepRecord:
+    source, record = road.record(step)
+    if source.id == run.id:  # a resumed run: it is there already
+        return record
+    link_outputs(source, run, record)
+    update = {"reused_from": record.reused_from or source.id, "reason": step.reason, "seconds": 0.0}
+    return write_record(run, record.model_copy(update=update))
+
+
+def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
+    _clear(run, step)
+    argv = argv_of(step.name, road.config, _run_argument(road.project, run), count_gpus(os.environ))
+    record = StepRecord(
+        step=step.name,
+        status="running",
+        key=step.key,
+        parts=step.parts,
+        argv=argv,
+        started=now(),
+        reason=step.reason,
+    )
+    write_record(run, record)
+    display.start(run, step.name, step.reason)
+    started = time.monotonic()
+    launcher = LocalLauncher(road.project.root, display.tick)
+    processes = processes_per_node(road.config, count_gpus(os.environ)) if step.name == "train" else 1
+    run.log(step.name).parent.mkdir(exist_ok=True)
+    try:
+        status = launcher.launch(argv, run.log(step.name), step_environment(processes, os.cpu_count() or 1))
+    except BaseException:
+        display.end("interrupted")
+        write_record(run, record.model_copy(update={"status": "interrupted", "seconds": time.monotonic() - started}))
+        raise
+    return _finish(run, record.model_copy(update={"seconds": time.monotonic() - started}), status, display)
+
+
+def _finish(run: Run, record: StepRecord, status: int, display: Display) -> StepRecord:
+    error = _failure(run, record.step, status)
+    if error is None or error.complete:
+        (run.partial(record.step) / "error.json").unlink(missing_ok=True)
+        outputs, digest = seal(run, record.step)
+        update: dict[str, object] = {"outputs": outputs, "digest": digest}
+    else:
+        update = {}
+    if error is None:
+        display.end(f"done in {record.seconds:.1f} s")
+        return write_record(run, record.model_copy(update={**update, "status": "done"}))
+    rejected = isinstance(error, GateError)
+    display.end("rejected" if rejected else "failed")
+    display.failed(error)
+    update |= {"status": "rejected" if rejected else "failed", "reason": str(error)}
+    write_record(run, record.model_copy(update=update))
+    raise error
+
+
+def _failure(run: Run, step: str, status: int) -> PipelineError | None:
+    if status == 0:
+        return None
+    error = read_error(run.partial(step))
+    if error is not None:
+        return type(error)(f"{step}: {error}")
+    if shutil.disk_usage(run.path).free < _NO_SPACE_BYTES:
+        return ResourceError(f"{step}: disk full under {run.path}; free some space, then `pipe run --resume`")
+    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+    return StageError(f"{step}: its process {how} and left no reason")
+
+
+def _clear(run: Run, step: Step) -> None:
+    """Throw away what an earlier attempt left, except checkpoints made under this very key."""
+    partial = run.partial(step.name)
+    (partial / "error.json").unlink(missing_ok=True)
+    earlier = run.read().steps.get(step.name)
+    if step.name == "train" and earlier is not None and earlier.key == step.key and earlier.status != "done":
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _run_argument(project: Project, run: Run) -> str:
+    """Relative to the project where it can be: the same words in a pod that mounts the project elsewhere."""
+    if run.path.is_relative_to(project.root):
+        return run.path.relative_to(project.root).as_posix()
+    return str(run.path)
