@@ -127,7 +127,7 @@ class Cluster:
         return progress
 
     def _progress_behind(self, item: Object, namespace: str) -> Progress | None:
-        """KServe calls a service ready while its old pods still answer; the Deployment it made, if any, knows better."""
+        """KServe calls a service ready while old pods still answer; the Deployment it made, if any, knows better."""
         name = f"{item['metadata']['name']}-predictor"
         answer = self.connection.request("GET", path_of(_DEPLOYMENT, namespace, name))
         if not answer.ok:
