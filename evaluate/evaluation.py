@@ -47,7 +47,7 @@ def evaluate(run: Run, root: Path) -> None:
     # The other processes are done: reading the whole split again keeps nobody waiting.
     test_fingerprint = _checked_fingerprint(run, samples)
     verdict = _judge_and_write(run, _evidence(task, columns, baseline), test_fingerprint, checkpoint)
-    print(verdict.summary, flush=True)
+    print(f"{verdict.verdict}: {verdict.summary}", flush=True)
     if verdict.verdict == "fail":
         raise GateError(rejection(verdict))
 

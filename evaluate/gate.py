@@ -42,7 +42,7 @@ def judge(
     if baseline is not None:
         rules.append(_not_inferior(config, difference))
     kind = _kind(rules, forced=bool(config.force_reason), compared=baseline is not None)
-    return Verdict(kind, tuple(rules), _summary(config, kind, candidate, baseline, difference))
+    return Verdict(kind, tuple(rules), _summary(config, candidate, baseline, difference))
 
 
 def rejection(verdict: Verdict) -> str:
@@ -103,21 +103,17 @@ def _not_inferior(config: Evaluate, difference: Interval | None) -> Rule:
 
 
 def _summary(
-    config: Evaluate,
-    kind: str,
-    candidate: Mapping[str, float],
-    baseline: Mapping[str, float] | None,
-    difference: Interval | None,
+    config: Evaluate, candidate: Mapping[str, float], baseline: Mapping[str, float] | None, difference: Interval | None
 ) -> str:
-    """One sentence with the numbers that decide."""
+    """The numbers that decide, on one line."""
     value = candidate.get(config.metric, math.nan)
-    text = f"{kind}: {config.metric} {value:.4f}"
+    text = f"{config.metric} {value:.4f}"
     if baseline is not None:
         text += f" against the baseline's {baseline.get(config.metric, math.nan):.4f}"
     if difference is not None:
         interval = f"{difference.low:+.4f} to {difference.high:+.4f}"
         text += f", difference {difference.estimate:+.4f} ({config.confidence:.0%} interval {interval})"
-    return text + (f"; forced: {config.force_reason}" if kind == "forced" else "")
+    return text
 
 
 def _fall(low: float) -> str:

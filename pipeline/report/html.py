@@ -1,0 +1,53 @@
+"""HTML by construction: whatever is not already `Html` is escaped, so no name can break the page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+_VOID = {"meta", "link", "br"}
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+Child: TypeAlias = "str | int | float | Iterable[Child] | None"
+
+
+def el(name: str, /, *children: Child, **attributes: object) -> Html:
+    """`el("td", 3, class_="number")`: None children and attributes are left out, iterables laid flat."""
+    pairs = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _VOID:
+        return Html(f"<{name}{pairs}>")
+    return Html(f"<{name}{pairs}>{flat(*children)}</{name}>")
+
+
+def flat(*children: Child) -> Html:
+    return Html("".join(_text(child) for child in children))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = True) -> Html:
+    """The first column names the row; the others are numbers unless said otherwise."""
+    kind = "number" if numbers else None
+    body = [el("tr", el("th", row[0], scope="row"), [el("td", cell, class_=kind) for cell in row[1:]]) for row in rows]
+    first, *others = head
+    heading = el("tr", el("th", first, scope="col"), [el("th", name, scope="col", class_=kind) for name in others])
+    return el("div", el("table", el("thead", heading), el("tbody", body)), class_="scroll")
+
+
+def _text(child: Child) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Html):
+        return child
+    if isinstance(child, str | int | float):
+        return html.escape(str(child))
+    return "".join(_text(inner) for inner in child)

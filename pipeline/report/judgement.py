@@ -1,0 +1,122 @@
+"""The verdict with its interval, the rules it came from, and where a classifier errs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.report.charts import interval_chart
+from pipeline.report.facts import Facts
+from pipeline.report.html import Child, Html, el, table
+from pipeline.report.wording import number, percent, short
+
+_LARGEST_MATRIX = 30  # classes; beyond that only the confusions that happen are listed
+_LISTED = 12
+
+
+def verdict(facts: Facts) -> Child:
+    body = facts.verdict
+    if not body:
+        return None
+    return [_interval(facts), _rules(body.get("rules", [])), _metrics(facts), _mcnemar(body.get("mcnemar"))]
+
+
+def confusion(facts: Facts) -> Child:
+    matrix, classes = facts.metrics.get("confusion"), facts.metrics.get("classes")
+    if not matrix or not classes:
+        return None
+    grid = _matrix(matrix, classes) if len(classes) <= _LARGEST_MATRIX else None
+    return el("div", grid, _most_confused(matrix, classes), class_="split")
+
+
+def per_class(facts: Facts) -> Child:
+    rows = facts.metrics.get("per_class")
+    if not rows:
+        return None
+    names = ("precision", "recall", "f1")
+    body = [(name, number(row.get("samples")), [_bar(row.get(key)) for key in names]) for name, row in rows.items()]
+    return table(["class", "samples", *names], [(name, count, *bars) for name, count, bars in body])
+
+
+def _interval(facts: Facts) -> Child:
+    difference, baseline = facts.verdict.get("difference"), facts.verdict.get("baseline")
+    if not baseline:
+        return el("p", "Nothing to compare with: no champion is registered and the task has no baseline().")
+    who = f"the champion {short(baseline['bundle'])}" if baseline.get("bundle") else "the task's own baseline"
+    if not difference:
+        return el("p", f"No interval: the difference to {who} is not a finite number.", class_="note bad")
+    level = f"{facts.verdict.get('confidence', 0):.0%}"
+    note = (
+        f"Mean difference in {facts.verdict.get('metric')} to {who}, on the same "
+        f"{number(facts.verdict.get('samples'))} samples, with its {level} bootstrap interval. "
+        "The interval must stay clear of the shaded side."
+    )
+    bounds = (difference["low"], difference["estimate"], difference["high"])
+    return [el("p", note, class_="muted"), interval_chart(*bounds, facts.verdict.get("margin", 0.0))]
+
+
+def _rules(rules: list[dict[str, Any]]) -> Html:
+    rows = [
+        (
+            el("span", "✓" if rule["passed"] else "✕", class_="sign good" if rule["passed"] else "sign bad"),
+            rule["rule"],
+            rule["detail"],
+        )
+        for rule in rules
+    ]
+    items = [el("li", sign, el("div", el("b", name), el("span", detail))) for sign, name, detail in rows]
+    return el("ul", items, class_="rules")
+
+
+def _metrics(facts: Facts) -> Html | None:
+    candidate, baseline = facts.metrics.get("candidate"), facts.metrics.get("baseline")
+    if not candidate:
+        return None
+    head = ["metric", "candidate"] + (["baseline"] if baseline else [])
+    rows = [
+        (name, number(value), *([number(baseline.get(name))] if baseline else []))
+        for name, value in sorted(candidate.items())
+    ]
+    return table(head, rows)
+
+
+def _mcnemar(test: dict[str, Any] | None) -> Html | None:
+    if not test:
+        return None
+    text = (
+        f"McNemar's exact test: {test['only_candidate']} samples only the candidate gets right, "
+        f"{test['only_baseline']} only the baseline; p = {number(test['p_value'])}."
+    )
+    return el("p", text, class_="muted")
+
+
+def _matrix(matrix: list[list[int]], classes: list[str]) -> Html:
+    """Right answers and errors have each their own colour and scale, or the errors would not show."""
+    errors = max((n for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j), default=0)
+    head = el("tr", el("th"), [el("th", name, scope="col") for name in classes])
+    rows = []
+    for i, (name, row) in enumerate(zip(classes, matrix, strict=False)):
+        cells = [_cell(n, n / (sum(row) or 1) if i == j else n / (errors or 1), i == j) for j, n in enumerate(row)]
+        rows.append(el("tr", el("th", name, scope="row"), cells))
+    caption = el("caption", "actual class by row, predicted by column")
+    return el("div", el("table", caption, el("thead", head), el("tbody", rows), class_="heat"), class_="scroll")
+
+
+def _cell(count: int, share: float, right: bool) -> Html:
+    strength = f"{(0.12 + 0.88 * share) * 100:.0f}%" if count else "0%"
+    kind = ("right" if right else "wrong") + (" strong" if count and share > 0.55 else "")
+    return el("td", count if count or right else "·", class_=kind, style=f"--strength:{strength}")
+
+
+def _most_confused(matrix: list[list[int]], classes: list[str]) -> Html:
+    pairs = [(n, classes[i], classes[j]) for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j and n]
+    total, wrong = sum(map(sum, matrix)), sum(n for n, _, _ in pairs)
+    summary = f"{number(wrong)} of {number(total)} samples are answered wrongly."
+    pairs.sort(key=lambda pair: -pair[0])
+    rows = [(f"{actual} taken for {predicted}", number(n)) for n, actual, predicted in pairs[:_LISTED]]
+    listing = table(["confusion", "samples"], rows) if rows else None
+    return el("div", el("p", summary), listing)
+
+
+def _bar(value: float | None) -> Html:
+    width = f"{(value or 0) * 100:.1f}%"
+    return el("div", el("span", percent(value)), el("i", style=f"width:{width}"), class_="bar")

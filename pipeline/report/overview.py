@@ -1,0 +1,109 @@
+"""The top of the page: name, verdict, key numbers, and the road with how far the run came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.report.facts import Facts
+from pipeline.report.html import Html, el
+from pipeline.report.wording import MISSING, number, percent, seconds, short, signed
+from pipeline.spec.run import STEPS, StepRecord
+
+_VERDICTS = {
+    "pass": ("good", "Passed"),
+    "fail": ("bad", "Rejected"),
+    "no-baseline": ("warn", "No baseline"),
+    "forced": ("warn", "Forced"),
+}
+_STATUS = {
+    "done": ("good", "✓"),
+    "failed": ("bad", "✕"),
+    "rejected": ("bad", "✕"),
+    "interrupted": ("warn", "‖"),
+    "running": ("live", "•"),
+}
+
+
+def headline(facts: Facts) -> Html:
+    kind, word = _VERDICTS.get(facts.verdict.get("verdict", ""), ("none", "Not judged yet"))
+    return el(
+        "header",
+        el("p", "Run ", el("code", facts.file.id), f" · {_date(facts.file.created)}", class_="eyebrow"),
+        el("div", el("h1", facts.name), el("span", word, class_=f"pill {kind}"), class_="title"),
+        el("p", _lead(facts), class_="lead"),
+        el("div", [_tile(*tile) for tile in _tiles(facts)], class_="tiles"),
+    )
+
+
+def road(facts: Facts) -> Html:
+    return el("ol", [_stop(name, facts.step(name)) for name in STEPS], class_="road", aria_label="the road")
+
+
+def stopped(facts: Facts) -> list[Html]:
+    """Why a run ended early, and what could not be read."""
+    ended = [record for record in facts.file.steps.values() if record.status in ("failed", "rejected", "interrupted")]
+    notes = [el("p", el("b", f"{record.step} {record.status}. "), record.reason, class_="note bad") for record in ended]
+    notes += [
+        el("p", el("b", f"{name} "), "is damaged and left out here.", class_="note bad") for name in facts.damaged
+    ]
+    return notes
+
+
+def _lead(facts: Facts) -> str:
+    if facts.verdict.get("forced_reason"):
+        return f"{facts.verdict.get('summary', '')}. Forced: {facts.verdict['forced_reason']}"
+    return str(facts.verdict.get("summary", "The evaluate step has not finished in this run."))
+
+
+def _tile(name: str, value: str, note: str = "") -> Html:
+    return el("div", el("span", name), el("strong", value), el("small", note) if note else None, class_="tile")
+
+
+def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    yield from _judged(facts)
+    if facts.summary:
+        spent = f"{number(facts.summary.get('steps'))} steps, {number(facts.summary.get('epochs'))} epochs"
+        yield "training", seconds(facts.summary.get("seconds")), spent
+        where = f"{facts.summary.get('world_size', '?')} × {facts.summary.get('device', '?')}"
+        yield "throughput", number(facts.summary.get("samples_per_second")), f"samples/s on {where}"
+    if runs := facts.parity.get("runs"):
+        worst = max(run.get("max_abs_error") or 0.0 for run in runs)
+        yield "ONNX against torch", number(worst), "largest difference"
+    if latency := facts.deploy.get("latency_ms"):
+        yield "latency", f"{number(latency.get('p50'), 3)} ms", f"p95 {number(latency.get('p95'), 3)} ms"
+
+
+def _judged(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    metric = str(facts.verdict.get("metric", ""))
+    value = facts.metrics.get("candidate", {}).get(metric)
+    if not metric:
+        return
+    baseline = (facts.metrics.get("baseline") or {}).get(metric)
+    against = (
+        f"baseline {_score(metric, baseline)}" if baseline is not None else f"{facts.metrics.get('samples')} samples"
+    )
+    yield metric, _score(metric, value), against
+    if difference := facts.verdict.get("difference"):
+        interval = f"{signed(difference['low'])} to {signed(difference['high'])}"
+        yield "against baseline", signed(difference["estimate"]), interval
+
+
+def _score(metric: str, value: float | None) -> str:
+    return percent(value) if "accuracy" in metric else number(value)
+
+
+def _stop(name: str, record: StepRecord | None) -> Html:
+    if record is None:
+        kind, sign, note = "none", "", "not reached"
+    else:
+        kind, sign = _STATUS[record.status]
+        note = f"reused from {short(record.reused_from)}" if record.reused_from else seconds(record.seconds)
+        note = note if record.status == "done" else f"{record.status} · {note}"
+    reason = record.reason if record else None
+    return el(
+        "li", el("i", sign, aria_hidden="true"), el("b", name), el("span", note or MISSING), class_=kind, title=reason
+    )
+
+
+def _date(created: str) -> str:
+    return created.replace("T", " ").removesuffix("+00:00")[:16] + (" UTC" if created.endswith("+00:00") else "")
