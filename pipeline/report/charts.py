@@ -63,7 +63,7 @@ def interval_chart(low: float, estimate: float, high: float, margin: float) -> H
         el("line", x1=_px(bound), x2=_px(bound), y1=26, y2=110, class_="bound"),
         el("line", x1=_px(zero), x2=_px(zero), y1=26, y2=110, class_="zero") if margin else None,
         el("line", x1=_px(a), x2=_px(b), y1=68, y2=68, class_="interval"),
-        [el("line", x1=_px(end), x2=_px(end), y1=56, y2=80, class_="end") for end in (a, b)],
+        [el("line", x1=_px(end), x2=_px(end), y1=56, y2=80, class_="cap") for end in (a, b)],
         el("circle", cx=_px(centre), cy=68, r=8, class_="estimate"),
         _label(centre, 48, signed(estimate), "value"),
         _label(bound, 18, f"margin {signed(-margin)}" if margin else "0", "bound-label"),
@@ -122,7 +122,7 @@ def _mark(x: Axis, at: float, text: str) -> list[Html]:
     shift = -6 if side == "end" else 6
     return [
         el("line", x1=_px(place), x2=_px(place), y1=_TOP, y2=HEIGHT - _BOTTOM, class_="mark"),
-        el("text", text, x=_px(place + shift), y=_TOP + 12, class_="tick", style=f"text-anchor:{side}"),
+        el("text", text, x=_px(place + shift), y=_TOP + 12, class_=f"tick {side}") if text else Html(),
     ]
 
 
@@ -143,11 +143,12 @@ def _path(points: Points, x: Axis, y: Axis, style: str) -> Html:
 
 
 def _running_mean(points: Points) -> Points:
-    keep = 1 - 1 / max(1.0, len(points) / 25)
-    mean, smoothed = points[0][1], []
-    for step, value in points:
-        mean = keep * mean + (1 - keep) * value
-        smoothed.append((step, mean))
+    """Centred, so that it does not lag behind a falling loss."""
+    reach = len(points) // 40
+    smoothed = []
+    for i, (step, _) in enumerate(points):
+        around = [value for _, value in points[max(0, i - reach) : i + reach + 1]]
+        smoothed.append((step, sum(around) / len(around)))
     return smoothed
 
 

@@ -33,6 +33,11 @@ class Facts:
     damaged: tuple[str, ...] = ()
 
     @property
+    def classes(self) -> list[str]:
+        """In the task's order: the files are sorted by name, and "10" would stand before "2"."""
+        return [str(name) for name in self.metrics.get("classes") or self.metrics.get("per_class") or ()]
+
+    @property
     def name(self) -> str:
         return str(self.file.config.get("name", self.file.id))
 

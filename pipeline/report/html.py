@@ -20,14 +20,14 @@ Child: TypeAlias = "str | int | float | Iterable[Child] | None"
 
 def el(name: str, /, *children: Child, **attributes: object) -> Html:
     """`el("td", 3, class_="number")`: None children and attributes are left out, iterables laid flat."""
-    pairs = "".join(
+    written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
     if name in _VOID:
-        return Html(f"<{name}{pairs}>")
-    return Html(f"<{name}{pairs}>{flat(*children)}</{name}>")
+        return Html(f"<{name}{written}>")
+    return Html(f"<{name}{written}>{flat(*children)}</{name}>")
 
 
 def flat(*children: Child) -> Html:
@@ -41,6 +41,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = 
     first, *others = head
     heading = el("tr", el("th", first, scope="col"), [el("th", name, scope="col", class_=kind) for name in others])
     return el("div", el("table", el("thead", heading), el("tbody", body)), class_="scroll")
+
+
+def pairs(rows: Iterable[tuple[str, Child]]) -> Html:
+    """Names with their values; those without a value are left out."""
+    return el("dl", [el("div", el("dt", name), el("dd", value)) for name, value in rows if value])
 
 
 def _text(child: Child) -> str:

@@ -33,8 +33,9 @@ def per_class(facts: Facts) -> Child:
     if not rows:
         return None
     names = ("precision", "recall", "f1")
-    body = [(name, number(row.get("samples")), [_bar(row.get(key)) for key in names]) for name, row in rows.items()]
-    return table(["class", "samples", *names], [(name, count, *bars) for name, count, bars in body])
+    known = [(name, rows[name]) for name in facts.classes if name in rows]
+    body = [(name, number(row.get("samples")), *(_bar(row.get(key)) for key in names)) for name, row in known]
+    return table(["class", "samples", *names], body)
 
 
 def _interval(facts: Facts) -> Child:
@@ -103,7 +104,7 @@ def _matrix(matrix: list[list[int]], classes: list[str]) -> Html:
 
 def _cell(count: int, share: float, right: bool) -> Html:
     strength = f"{(0.12 + 0.88 * share) * 100:.0f}%" if count else "0%"
-    kind = ("right" if right else "wrong") + (" strong" if count and share > 0.55 else "")
+    kind = ("right" if right else "wrong") + ((" strong" if share > 0.55 else " some") if count else "")
     return el("td", count if count or right else "·", class_=kind, style=f"--strength:{strength}")
 
 

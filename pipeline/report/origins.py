@@ -6,8 +6,11 @@ import json
 from dataclasses import dataclass
 
 from pipeline.report.facts import Facts
-from pipeline.report.html import Child, Html, el, table
+from pipeline.report.html import Child, Html, el, pairs, table
 from pipeline.report.wording import number, short
+from pipeline.spec.task import SPLITS
+
+_LISTED = 60  # classes
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,12 @@ def data(facts: Facts) -> Child:
     splits = facts.data.get("splits")
     if not splits:
         return None
+    splits = {name: splits[name] for name in (*SPLITS, *splits) if name in splits}
     rows = [
         (name, number(split.get("samples")), el("code", short(split.get("fingerprint", ""))))
         for name, split in splits.items()
     ]
-    return [table(["split", "samples", "fingerprint"], rows), _balance(splits), _duplicates(facts)]
+    return [table(["split", "samples", "fingerprint"], rows), _balance(facts, splits), _duplicates(facts)]
 
 
 def links(facts: Facts) -> list[Link]:
@@ -67,7 +71,7 @@ def lineage(facts: Facts) -> Html:
 
 
 def environment(facts: Facts) -> Child:
-    return table(["environment", ""], [(name, str(value)) for name, value in sorted(facts.file.environment.items())])
+    return pairs(sorted(facts.file.environment.items()))
 
 
 def config(facts: Facts) -> Child:
@@ -81,12 +85,12 @@ def _node(link: Link) -> Html:
     return el("li", el("b", link.name), codes, class_="bad" if link.broken else "good")
 
 
-def _balance(splits: dict[str, dict[str, dict[str, int]]]) -> Html | None:
+def _balance(facts: Facts, splits: dict[str, dict[str, dict[str, int]]]) -> Html | None:
     classes = next((split["classes"] for split in splits.values() if split.get("classes")), None)
     if not classes:
         return None
     rows = []
-    for name in list(classes)[:60]:
+    for name in (facts.classes or list(classes))[:_LISTED]:
         counts = [(split.get("classes") or {}).get(name, 0) for split in splits.values()]
         rows.append((name, *[number(count) for count in counts]))
     summary = el("summary", f"Class balance ({len(classes)} classes)")

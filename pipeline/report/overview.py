@@ -50,9 +50,9 @@ def stopped(facts: Facts) -> list[Html]:
 
 
 def _lead(facts: Facts) -> str:
-    if facts.verdict.get("forced_reason"):
-        return f"{facts.verdict.get('summary', '')}. Forced: {facts.verdict['forced_reason']}"
-    return str(facts.verdict.get("summary", "The evaluate step has not finished in this run."))
+    summary = str(facts.verdict.get("summary", "the evaluate step has not finished in this run."))
+    forced = f". Forced: {facts.verdict['forced_reason']}" if facts.verdict.get("forced_reason") else ""
+    return summary[:1].upper() + summary[1:] + forced
 
 
 def _tile(name: str, value: str, note: str = "") -> Html:
@@ -64,11 +64,11 @@ def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
     if facts.summary:
         spent = f"{number(facts.summary.get('steps'))} steps, {number(facts.summary.get('epochs'))} epochs"
         yield "training", seconds(facts.summary.get("seconds")), spent
-        where = f"{facts.summary.get('world_size', '?')} × {facts.summary.get('device', '?')}"
+        where = f"{facts.summary.get('world_size', '?')} × {str(facts.summary.get('device', '?')).upper()}"
         yield "throughput", number(facts.summary.get("samples_per_second")), f"samples/s on {where}"
     if runs := facts.parity.get("runs"):
         worst = max(run.get("max_abs_error") or 0.0 for run in runs)
-        yield "ONNX against torch", number(worst), "largest difference"
+        yield "ONNX parity", number(worst), "largest difference"
     if latency := facts.deploy.get("latency_ms"):
         yield "latency", f"{number(latency.get('p50'), 3)} ms", f"p95 {number(latency.get('p95'), 3)} ms"
 

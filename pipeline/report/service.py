@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.report.facts import Facts
-from pipeline.report.html import Child, Html, el, table
+from pipeline.report.html import Child, Html, el, pairs, table
 from pipeline.report.wording import number, seconds, short, size
 
 
@@ -45,18 +45,16 @@ def latency(facts: Facts) -> Child:
         "bundle": short(deploy.get("bundle") or ""),
         "golden requests answered": number(golden) if golden is not None else None,
     }
-    facts_table = table(["service", ""], [(name, value) for name, value in rows.items() if value])
     note = f"Over {number(times.get('requests'))} requests over HTTP, the round trip from the deploying machine."
     timing = el("div", el("p", note, class_="muted"), el("div", bars, class_="times")) if bars else None
-    return el("div", timing, facts_table, class_="split")
+    return el("div", timing, pairs(rows.items()), class_="split")
 
 
 def package(facts: Facts) -> Child:
     if not facts.image:
         return None
     names = {"image": "image", "builder": "builder", "image_digest": "digest", "context": "context", "reason": "note"}
-    rows = [(label, str(facts.image[key])) for key, label in names.items() if facts.image.get(key)]
-    return table(["container", ""], rows)
+    return pairs((label, str(facts.image.get(key) or "")) for key, label in names.items())
 
 
 _QUANTILES = {"p50": "median", "p95": "95 %", "max": "slowest"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pipeline.report.charts import Points, Series, line_chart
 from pipeline.report.facts import Body, Facts
-from pipeline.report.html import Child, Html, el, table
+from pipeline.report.html import Child, Html, el, pairs
 from pipeline.report.wording import number, percent, seconds
 
 
@@ -14,15 +14,15 @@ def curves(facts: Facts) -> Child:
     if not facts.steps and not facts.validations:
         return None
     best = facts.summary.get("best_step")
-    mark = (float(best), f"best at {best}") if best else None
+    best_loss, best_other = ((float(best), f"best at {best}"), (float(best), "")) if best else (None, None)
     losses = [
         Series("training", _points(facts.steps, "loss"), "one", smooth=True),
         Series("validation", _validation(facts, "loss"), "two", dots=True),
     ]
     names = sorted({name for line in facts.validations for name in line["validation"]} - {"loss"})
-    charts: list[Html | None] = [line_chart("Loss", losses, mark)]
+    charts: list[Html | None] = [line_chart("Loss", losses, best_loss)]
     charts += [
-        line_chart(f"Validation {name}", [Series(name, _validation(facts, name), "two", dots=True)], mark)
+        line_chart(f"Validation {name}", [Series(name, _validation(facts, name), "two", dots=True)], best_other)
         for name in names
     ]
     charts += [
@@ -30,7 +30,7 @@ def curves(facts: Facts) -> Child:
         line_chart("Throughput", [Series("samples/s", _points(facts.steps, "samples_per_second"), "one", smooth=True)]),
         line_chart("Gradient norm", [Series("norm", _points(facts.steps, "grad_norm"), "three", smooth=True)]),
     ]
-    return [el("div", charts, class_="charts"), _summary(facts)]
+    return el("div", charts, _summary(facts), class_="charts")
 
 
 def _points(lines: tuple[Body, ...], name: str) -> Points:
@@ -52,7 +52,7 @@ def _summary(facts: Facts) -> Html | None:
     waits = [line["data_wait_share"] for line in facts.steps if _is_number(line.get("data_wait_share"))]
     times = sorted(line["step_seconds"] for line in facts.steps if _is_number(line.get("step_seconds")))
     rows = {
-        "processes": f"{facts.summary.get('world_size', '?')} × {facts.summary.get('device', '?')}",
+        "processes": f"{facts.summary.get('world_size', '?')} × {str(facts.summary.get('device', '?')).upper()}",
         "precision": str(facts.summary.get("precision", "?")),
         "optimizer steps": number(facts.summary.get("steps"))
         + (" (stopped early)" if facts.summary.get("stopped_early") else ""),
@@ -60,7 +60,7 @@ def _summary(facts: Facts) -> Html | None:
         "waiting for data": percent(sum(waits) / len(waits)) if waits else None,
         "best validation": _values(facts.summary.get("best_validation") or {}),
     }
-    return table(["training", ""], [(name, value) for name, value in rows.items() if value])
+    return pairs(rows.items())
 
 
 def _values(values: Mapping[str, float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 MISSING = "–"
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -14,7 +15,7 @@ def number(value: float | None, digits: int = 4) -> str:
     if value == 0 or (float(value).is_integer() and abs(value) < 1e15):
         return f"{int(value):,}"
     if abs(value) < 1e-3:
-        return f"{value:.1e}"
+        return _power_of_ten(value)
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.{digits}f}"
@@ -53,3 +54,8 @@ def size(count: float | None) -> str:
 def short(digest: str) -> str:
     """The first twelve digits of a digest, with or without its algorithm."""
     return digest.rpartition(":")[2][:12]
+
+
+def _power_of_ten(value: float) -> str:
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}×10{str(int(exponent)).translate(_SUPERSCRIPT)}"

@@ -201,7 +201,7 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
 
 def test_the_numbers_that_decide_are_on_the_page(tmp_path: Path) -> None:
     page = report(make_run(tmp_path))
-    for text in ("Passed", "98.9%", "+0.0250", "+0.0083", "4.8e-06", "2,411", "1.84 ms", "360", "p = 0.0117"):
+    for text in ("Passed", "98.9%", "+0.0250", "+0.0083", "4.8×10⁻⁶", "2,411", "1.84 ms", "360", "p = 0.0117"):
         assert text in page
     assert "pipe repro 20260102-030405-abcd" in page
     assert "8 taken for 1" in page
