@@ -1,0 +1,93 @@
+"""A real small bundle, configurations, and a Kubernetes API server to talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from pipeline.spec.bundle import Ancestors, Bundle, open_bundle, write_manifest
+from pipeline.spec.config import Config, parse_config
+from pipeline.spec.digest import digest_file
+from pipeline.spec.files import write_json
+from pipeline.spec.golden import Golden
+from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+
+from .api_server import Answer, ApiServer
+
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def configure() -> Configure:
+    def make(deploy: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Config:
+        body = {"name": "twice", "task": "task.py:T", "codec": "codec.py:C", "deploy": deploy or {}}
+        return parse_config({**body, "train": train or {}}, source="test")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A model that doubles its input."""
+    directory = tmp_path_factory.mktemp("bundle")
+    row = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "twice", row[:1], row[1:])
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), directory / "model.onnx"
+    )
+    specs = {name: TensorSpec(name=name, datatype="FP32", shape=("batch", 2)) for name in ("x", "y")}
+    signature = Signature(
+        inputs=(specs["x"],),
+        outputs=(specs["y"],),
+        codec="C",
+        limits=Limits(max_batch_size=8, max_body_bytes=1024),
+        runtime=Runtime(provider="cpu", threads=1),
+    )
+    write_json(directory / "signature.json", signature.model_dump())
+    x = np.array([[1, 2], [3, 4]], np.float32)
+    Golden({"x": x}, {"y": 2 * x}, x.tolist(), (2 * x).tolist(), rtol=1e-3, atol=1e-4).write(directory)
+    (directory / "codec.py").write_text("class C: ...\n")
+    (directory / "card.md").write_text("# twice\n")
+    digest = digest_file(directory / "model.onnx")
+    write_manifest(directory, "twice", "pass", Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx=digest))
+    return open_bundle(directory)
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    """A running API server that KUBECONFIG leads to."""
+    server = ApiServer()
+    server.write_kubeconfig(tmp_path / "kubeconfig")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+
+
+@pytest.fixture
+def model(bundle: Bundle) -> Callable[[str, Any], Answer]:
+    """What the model's pods answer."""
+
+    def answer(path: str, body: Any) -> Answer:
+        header = {"x-bundle-digest": bundle.digest}
+        if path == "/v1/models/twice:predict":
+            return 200, header, {"predictions": (2 * np.array(body["instances"])).tolist()}
+        if path == "/v2/models/twice/infer":
+            given = body["inputs"][0]
+            doubled = [2 * value for value in given["data"]]
+            outputs = [{"name": "y", "datatype": "FP32", "shape": given["shape"], "data": doubled}]
+            return 200, header, {"model_name": "twice", "outputs": outputs}
+        return 404, header, {"error": f"no {path}"}
+
+    return answer

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k8s.deploy import deploy
+from pipeline.spec.bundle import Bundle
+from pipeline.spec.errors import ConfigError, StageError
+
+from .api_server import Answer, ApiServer
+from .conftest import Configure
+
+Model = Callable[[str, Any], Answer]
+
+
+@pytest.fixture(autouse=True)
+def _ready_at_once(request: pytest.FixtureRequest) -> None:
+    if "api" in request.fixturenames:
+        request.getfixturevalue("api").unready_polls = 0
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_render_only_writes_the_manifests_and_asks_no_cluster(
+    tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    record = deploy(configure(), bundle, "twice:1", tmp_path / "out", True, print)
+    assert record["applied"] == []
+    assert record["manifests"] == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert "kustomization.yaml" in record["manifests"]
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_without_a_cluster_it_fails_and_says_what_is_rendered_and_how_to_apply_it(
+    tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(StageError, match="no cluster to deploy to") as caught:
+        deploy(configure(), bundle, "twice:1", out, False, print)
+    assert f"kubectl apply --server-side -k {out}" in str(caught.value)
+    assert (out / "kustomization.yaml").is_file()
+
+
+@pytest.mark.parametrize("mode", ["deployment", "inferenceservice"])
+def test_a_deployment_is_applied_awaited_and_proven(
+    mode: str, api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    api.service = model
+    api.crds.add("serving.kserve.io/v1beta1")
+    said: list[str] = []
+    record = deploy(configure({"mode": mode}), bundle, "twice:1", tmp_path / "out", False, said.append)
+    assert record["golden"] == {"requests": 2}
+    assert (record["context"], record["bundle"], record["image"]) == ("small", bundle.digest, "twice:1")
+    assert len(record["applied"]) == len(api.objects)
+    assert said[1] == f"deploying to context small, server {api.url}, Kubernetes v1.37.0, namespace default"
+    assert said[-1] == "2 golden requests answered as at export"
+
+
+def test_a_wrong_answer_fails_the_deployment(
+    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    def wrong(path: str, body: Any) -> Answer:
+        status, headers, answer = model(path, body)
+        if "outputs" in answer:
+            answer["outputs"][0]["data"][1] += 1.0
+        return status, headers, answer
+
+    api.service = wrong
+    with pytest.raises(StageError, match=r"/v2/models/twice/infer: y\[1\]: expected 4.0, found 5.0"):
+        deploy(configure(), bundle, "twice:1", tmp_path, False, print)
+
+
+def test_another_bundle_behind_the_service_is_noticed(
+    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    api.service = lambda path, body: (200, {"x-bundle-digest": "0" * 64}, model(path, body)[2])
+    with pytest.raises(StageError, match=f"answered by bundle {'0' * 64}, not {bundle.digest}"):
+        deploy(configure(), bundle, "twice:1", tmp_path, False, print)
+
+
+def test_a_proxy_that_drops_the_header_is_said_aloud(
+    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    api.service = lambda path, body: (200, {}, model(path, body)[2])
+    said: list[str] = []
+    assert deploy(configure(), bundle, "twice:1", tmp_path, False, said.append)["golden"] == {"requests": 2}
+    assert any("without an x-bundle-digest header" in line for line in said)
+
+
+def test_endpoints_that_lag_behind_the_roll_out_are_asked_again(
+    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    answers: list[Model] = [api.service, model, model]
+    api.service = lambda path, body: answers.pop(0)(path, body)
+    assert deploy(configure(), bundle, "twice:1", tmp_path, False, print)["golden"] == {"requests": 2}
+
+
+def test_an_answer_that_is_not_json_is_named(
+    api: ApiServer, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    api.service = lambda path, body: (200, {"x-bundle-digest": bundle.digest}, "<html>")
+    with pytest.raises(StageError, match="not JSON"):
+        deploy(configure(), bundle, "twice:1", tmp_path, False, print)
+
+
+def test_a_moving_image_is_refused_before_anything_is_written(
+    tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    with pytest.raises(ConfigError, match="latest"):
+        deploy(configure(), bundle, "twice:latest", tmp_path / "out", False, print)
+    assert not (tmp_path / "out").exists()

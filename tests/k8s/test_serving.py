@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from k8s import serving
+from k8s.manifest import BUNDLE_ANNOTATION
+from pipeline.spec.bundle import Bundle
+from pipeline.spec.errors import ConfigError
+
+from .conftest import Configure
+from .schemas import validate
+
+IMAGE = "registry.example:5000/twice:1"
+DEPLOYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"replicas": 1, "max_replicas": 1},
+    {"replicas": 3, "max_replicas": 9, "cpu": "2", "memory": "8Gi", "gpus": 2, "namespace": "models"},
+)
+MODES = ("deployment", "inferenceservice")
+
+
+def objects(config: Any, bundle: Bundle) -> dict[str, dict[str, Any]]:
+    return {item["kind"]: item for item in serving.objects(config, bundle, IMAGE)}
+
+
+def pod_of(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Labels and spec of the serving pods."""
+    if "Deployment" in parts:
+        template = parts["Deployment"]["spec"]["template"]
+        return template["metadata"]["labels"], template["spec"]
+    predictor = parts["InferenceService"]["spec"]["predictor"]
+    return predictor["labels"], predictor
+
+
+@pytest.mark.parametrize("deploy", DEPLOYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_object_is_what_the_api_accepts(
+    mode: str, deploy: dict[str, Any], configure: Configure, bundle: Bundle
+) -> None:
+    for item in serving.objects(configure({**deploy, "mode": mode}), bundle, IMAGE):
+        validate(item)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_selector_finds_the_pods(mode: str, configure: Configure, bundle: Bundle) -> None:
+    parts = objects(configure({"mode": mode}), bundle)
+    labels, spec = pod_of(parts)
+    selectors = [
+        parts["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+        parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        spec["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"],
+    ]
+    if mode == "deployment":
+        selectors += [parts["Service"]["spec"]["selector"], parts["Deployment"]["spec"]["selector"]["matchLabels"]]
+    for selector in selectors:
+        assert selector == {"app.kubernetes.io/name": "twice", "app.kubernetes.io/component": "serving"}
+        assert selector.items() <= labels.items()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ports_agree_from_the_network_policy_to_the_container(mode: str, configure: Configure, bundle: Bundle) -> None:
+    parts = objects(configure({"mode": mode}), bundle)
+    ports = {port["name"]: port["containerPort"] for port in pod_of(parts)[1]["containers"][0]["ports"]}
+    assert ports == {"http": 8080, "grpc": 8081}
+    allowed = parts["NetworkPolicy"]["spec"]["ingress"][0]["ports"]
+    assert [port["port"] for port in allowed] == list(ports.values())
+    if mode == "deployment":
+        assert {port["targetPort"]: port["port"] for port in parts["Service"]["spec"]["ports"]} == ports
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_probes_ask_the_protocols_health_endpoints(mode: str, configure: Configure, bundle: Bundle) -> None:
+    container = pod_of(objects(configure({"mode": mode}), bundle))[1]["containers"][0]
+    for probe, path in (("startup", "ready"), ("readiness", "ready"), ("liveness", "live")):
+        assert container[f"{probe}Probe"]["httpGet"] == {"path": f"/v2/health/{path}", "port": "http"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pods_meet_the_restricted_security_standard(mode: str, configure: Configure, bundle: Bundle) -> None:
+    spec = pod_of(objects(configure({"mode": mode}), bundle))[1]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] == 10001
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["containers"][0]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert spec["containers"][0]["volumeMounts"] == [{"name": "tmp", "mountPath": "/tmp"}]
+    assert "emptyDir" in spec["volumes"][0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pod_may_drain_after_it_left_the_endpoints(mode: str, configure: Configure, bundle: Bundle) -> None:
+    spec = pod_of(objects(configure({"mode": mode}), bundle))[1]
+    pause = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert spec["terminationGracePeriodSeconds"] >= pause + 30
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_bundle_is_named_on_the_objects_and_on_the_pods(mode: str, configure: Configure, bundle: Bundle) -> None:
+    parts = objects(configure({"mode": mode}), bundle)
+    owner = parts["Deployment"]["spec"]["template"]["metadata"] if mode == "deployment" else pod_of(parts)[1]
+    assert owner["annotations"] == {BUNDLE_ANNOTATION: bundle.digest}
+    assert all(item["metadata"]["annotations"][BUNDLE_ANNOTATION] == bundle.digest for item in parts.values())
+    assert all(item["metadata"]["labels"]["app.kubernetes.io/version"] == bundle.digest[:12] for item in parts.values())
+
+
+def test_the_autoscaler_owns_the_replicas_of_the_deployment_it_targets(configure: Configure, bundle: Bundle) -> None:
+    parts = objects(configure({"replicas": 3, "max_replicas": 5}), bundle)
+    scaler, deployment = parts["HorizontalPodAutoscaler"]["spec"], parts["Deployment"]
+    assert "replicas" not in deployment["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (3, 5)
+    assert scaler["scaleTargetRef"] == {
+        "apiVersion": deployment["apiVersion"],
+        "kind": "Deployment",
+        "name": deployment["metadata"]["name"],
+    }
+
+
+def test_kserve_gets_the_same_replica_bounds(configure: Configure, bundle: Bundle) -> None:
+    parts = objects(configure({"mode": "inferenceservice", "replicas": 3, "max_replicas": 5}), bundle)
+    predictor = parts["InferenceService"]["spec"]["predictor"]
+    assert (predictor["minReplicas"], predictor["maxReplicas"]) == (3, 5)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_one_pod_at_a_time_may_be_evicted_even_when_it_is_the_only_one(
+    replicas: int, configure: Configure, bundle: Bundle
+) -> None:
+    budget = objects(configure({"replicas": replicas}), bundle)["PodDisruptionBudget"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert "minAvailable" not in budget
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resources_come_from_the_configuration(mode: str, configure: Configure, bundle: Bundle) -> None:
+    deploy = {"mode": mode, "cpu": "2", "memory": "3Gi", "gpus": 1}
+    spec = pod_of(objects(configure(deploy), bundle))[1]
+    assert spec["containers"][0]["resources"] == {
+        "requests": {"cpu": "2", "memory": "3Gi"},
+        "limits": {"memory": "3Gi", "nvidia.com/gpu": "1"},
+    }
+    assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert "tolerations" not in pod_of(objects(configure({"mode": mode}), bundle))[1]
+
+
+def test_pods_may_reach_nothing_but_the_dns(configure: Configure, bundle: Bundle) -> None:
+    policy = objects(configure(), bundle)["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert [port["port"] for rule in policy["egress"] for port in rule["ports"]] == [53, 53]
+
+
+@pytest.mark.parametrize("image", ["twice", "twice:latest", "registry.example:5000/twice", "twice:", "two words:1", ""])
+def test_an_image_that_may_change_is_refused(image: str, configure: Configure, bundle: Bundle) -> None:
+    with pytest.raises(ConfigError, match="image"):
+        serving.objects(configure(), bundle, image)
+
+
+@pytest.mark.parametrize(
+    "image", ["twice:1", "r.example/a/twice@sha256:" + "a" * 64, "r:5000/twice:latest@sha256:" + "0" * 64]
+)
+def test_an_image_that_stays_is_taken(image: str, configure: Configure, bundle: Bundle) -> None:
+    parts = {item["kind"]: item for item in serving.objects(configure(), bundle, image)}
+    assert pod_of(parts)[1]["containers"][0]["image"] == image
+
+
+@pytest.mark.parametrize(
+    ("deploy", "key"),
+    [
+        ({"replicas": 7, "max_replicas": 6}, "max_replicas"),
+        ({"memory": "lots"}, "deploy.memory"),
+        ({"cpu": "-1"}, "deploy.cpu"),
+        ({"namespace": "My_Models"}, "deploy.namespace"),
+    ],
+)
+def test_settings_a_cluster_would_refuse_are_named_before(
+    deploy: dict[str, Any], key: str, configure: Configure, bundle: Bundle
+) -> None:
+    with pytest.raises(ConfigError, match=key):
+        serving.objects(configure(deploy), bundle, IMAGE)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from k8s import training
+from pipeline.spec.errors import ConfigError
+
+from .conftest import Configure
+from .schemas import validate
+
+TRAINS: tuple[dict[str, Any], ...] = (
+    {},
+    {"nodes": 1, "processes": 1},
+    {"nodes": 4, "processes": 8, "device": "cuda"},
+    {"nodes": 2},
+)
+
+
+def objects(config: Any) -> dict[str, dict[str, Any]]:
+    return {item["kind"]: item for item in training.objects(config, "trainer:1", "/runs/first")}
+
+
+def trainer(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    container: dict[str, Any] = parts["Job"]["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+@pytest.mark.parametrize("train", TRAINS)
+def test_every_object_is_what_the_api_accepts(train: dict[str, Any], configure: Configure) -> None:
+    for item in objects(configure(train=train)).values():
+        validate(item)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_the_job_has_one_indexed_pod_a_node(nodes: int, configure: Configure) -> None:
+    spec = objects(configure(train={"nodes": nodes}))["Job"]["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", nodes, nodes)
+
+
+def test_every_pod_runs_the_same_torchrun_and_meets_at_the_first_one(configure: Configure) -> None:
+    parts = objects(configure(train={"nodes": 3, "processes": 4}))
+    job, service = parts["Job"]["metadata"]["name"], parts["Service"]["metadata"]["name"]
+    assert trainer(parts)["command"] + trainer(parts)["args"] == [
+        "python",
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=3",
+        "--nproc-per-node=4",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={job}-0.{service}:29400",
+        f"--rdzv-id={job}",
+        "-m",
+        "train",
+        "/runs/first",
+    ]
+
+
+def test_the_name_of_the_first_pod_resolves_before_torchrun_asks(configure: Configure) -> None:
+    parts = objects(configure(train={"nodes": 3}))
+    pod, service = parts["Job"]["spec"]["template"], parts["Service"]["spec"]
+    host = f"{parts['Job']['metadata']['name']}-0.{parts['Service']['metadata']['name']}"
+    assert pod["spec"]["initContainers"][0]["args"] == [host]
+    assert pod["spec"]["subdomain"] == parts["Service"]["metadata"]["name"]
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"] is True
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    compile(pod["spec"]["initContainers"][0]["command"][2], "waiter", "exec")
+
+
+def test_pods_share_the_claim_that_holds_the_run_directory(configure: Configure) -> None:
+    parts = objects(configure())
+    volumes = {volume["name"]: volume for volume in parts["Job"]["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == parts["PersistentVolumeClaim"]["metadata"]["name"]
+    assert {"name": "runs", "mountPath": "/runs"} in trainer(parts)["volumeMounts"]
+    assert parts["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_the_environment_keeps_a_users_train_py_from_shadowing_ours(configure: Configure) -> None:
+    env = {item["name"]: item.get("value") for item in trainer(objects(configure()))["env"]}
+    assert env["PYTHONSAFEPATH"] == "1"
+    assert "JOB_COMPLETION_INDEX" in env
+
+
+def test_gpus_are_asked_for_one_a_process(configure: Configure) -> None:
+    parts = objects(configure(train={"device": "cuda", "processes": 8}))
+    assert trainer(parts)["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert "limits" not in trainer(objects(configure()))["resources"]
+
+
+def test_pods_meet_the_restricted_security_standard(configure: Configure) -> None:
+    spec = objects(configure())["Job"]["spec"]["template"]["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in [*spec["initContainers"], *spec["containers"]]:
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+def test_each_run_has_a_job_of_its_own_whose_pods_fit_a_host_name(configure: Configure) -> None:
+    config = configure().model_copy(update={"name": "a" * 40})
+    first, second = (training.job_name(config, run) for run in ("/runs/first", "/runs/second"))
+    assert first != second
+    assert len(f"{first}-9999") <= 63
+
+
+def test_a_relative_run_directory_is_seen_from_the_root(configure: Configure) -> None:
+    parts = {item["kind"]: item for item in training.objects(configure(), "trainer:1", "runs/train")}
+    assert trainer(parts)["args"][-1] == "/runs/train"
+
+
+@pytest.mark.parametrize("run_dir", ["", "/", "/first", "/runs/../../etc"])
+def test_a_run_directory_no_volume_can_hold_is_refused(run_dir: str, configure: Configure) -> None:
+    with pytest.raises(ConfigError, match="run directory"):
+        training.objects(configure(), "trainer:1", run_dir)
