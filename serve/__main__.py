@@ -1,0 +1,61 @@
+"""`python -m serve BUNDLE`: verify, load, ask the golden requests, and only then listen."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+from pipeline.spec.bundle import open_bundle
+from pipeline.spec.errors import PipelineError
+from serve.options import Options, parse
+from serve.predictor import Predictor
+from serve.selfcheck import verify
+from serve.session import Session
+from serve.sockets import check_free, reserve
+
+log = logging.getLogger("serve")
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        options = parse(argv)
+        _configure_logging()
+        serve(options)
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def serve(options: Options) -> None:
+    """Ports first, so that one in use is said at once; listening last, so that nothing unproven answers."""
+    share = options.standby is not None  # on stand-by the public port may be our predecessor's
+    public = reserve(options.public, share=share)
+    standby = None if options.standby is None else reserve(options.standby, share=False)
+    if options.grpc is not None:
+        check_free(options.grpc, share=share)
+    bundle = open_bundle(options.bundle)
+    log.info("starting model=%s bundle=%s", options.name or bundle.name, bundle.digest[:12])
+    predictor = Predictor(bundle, Session(bundle, options.provider, options.threads))
+    verify(bundle, predictor)
+    from serve.server import Service  # here, not above: kserve reads sys.argv and takes a second to import
+
+    Service(bundle, predictor, options).run(public, standby)
+
+
+def _configure_logging() -> None:
+    """Plain lines on stderr, in UTC; kserve and uvicorn only when something is wrong."""
+    formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("kserve").addHandler(logging.NullHandler())  # with a handler there, kserve configures none
+    for name in ("kserve", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""One HTTP listening socket served by uvicorn, and its end without a lost request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+from starlette.types import ASGIApp
+
+_KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it
+_NOTICE_SECONDS = 0.2
+_LINGER_SECONDS = 0.3
+
+
+class Listener(uvicorn.Server):
+    def __init__(
+        self, app: ASGIApp, sock: socket.socket, headers: Sequence[tuple[str, str]], grace_seconds: int
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                headers=list(headers),
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=grace_seconds,
+            )
+        )
+        self.socket = sock
+        self.listening = asyncio.Event()
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self.socket])
+
+    def stop(self, *, at_once: bool = False) -> None:
+        self.should_exit = True
+        self.force_exit = self.force_exit or at_once
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The service has signal handlers of its own, for all its listeners together."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # uvicorn sets these at its first tick, which the first request may precede.
+        self.server_state.default_headers = list(self.config.encoded_headers)
+        await super().startup(sockets)
+        self.listening.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn cuts off connections that have not sent their request yet; give those time to."""
+        if not self.force_exit:
+            await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
+            for server in self.servers:
+                server.close()
+            await asyncio.sleep(_LINGER_SECONDS)  # and hear what was accepted
+        await super().shutdown(sockets)

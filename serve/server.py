@@ -1,0 +1,149 @@
+"""The life of the service: listen, take over a port, drain, end. kserve's ModelServer with its edges replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import uvloop
+from kserve import ModelServer
+
+from pipeline.spec.bundle import Bundle
+from pipeline.spec.errors import ResourceError
+from serve import app, rpc
+from serve.listener import Listener
+from serve.metrics import Metrics, stage_timer
+from serve.middleware import Envelope
+from serve.model import OnnxModel, OnnxPlane
+from serve.options import Options
+from serve.predictor import Predictor
+from serve.sockets import Address, prefer
+
+_GRACE_SECONDS = 25  # under the 30 that Kubernetes waits before it kills
+
+log = logging.getLogger(__name__)
+
+
+class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
+    """Where kserve's own start and stop bind every interface and unload models under requests, these do not."""
+
+    def __init__(self, bundle: Bundle, predictor: Predictor, options: Options) -> None:
+        super().__init__(
+            http_port=options.public.port,
+            enable_grpc=options.grpc is not None,
+            enable_latency_logging=False,
+            grace_period=_GRACE_SECONDS,
+        )
+        name = options.name or bundle.name
+        predictor.timed = partial(stage_timer, name)
+        self.options = options
+        self.bundle = bundle
+        self.model = OnnxModel(name, bundle, predictor, workers=max(4, os.cpu_count() or 1))
+        self.dataplane = OnnxPlane(self.registered_models)
+        self.metrics = Metrics()
+        self.metrics.serving(name=name, digest=bundle.digest, provider=predictor.session.provider)
+        self.headers = [("x-bundle-digest", bundle.digest), ("x-served-by", str(os.getpid()))]
+        self._public_wanted, self._stop_wanted = asyncio.Event(), asyncio.Event()
+        self._listeners: list[Listener] = []
+        self._running: set[asyncio.Task[None]] = set()
+
+    def run(self, public: socket.socket, standby: socket.socket | None) -> None:
+        """Serve on sockets that are bound already until a signal ends it."""
+        self.start([self.model], partial(self._live, public, standby))
+
+    def start(self, models: list[Any], life: Callable[[], Any]) -> None:
+        self._register_and_check_atleast_one_model_is_ready(models)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(life())
+
+    async def _live(self, public: socket.socket, standby: socket.socket | None) -> None:
+        self.register_signal_handler()
+        application = app.build(self.dataplane, title=self.model.name, version=self.bundle.digest[:12])
+        limit = self.bundle.signature.limits.max_body_bytes
+        self._envelope = Envelope(application, limit, self.metrics, lambda: self.dataplane.draining)
+        if standby is None:
+            await self._go_public(public, take_over=False)
+        else:
+            await self._listen(standby)
+            log.info("standby url=http://%s:%d %s", *standby.getsockname()[:2], self._identity())
+            await self._first(self._public_wanted, self._stop_wanted)
+            if self._stop_wanted.is_set():
+                public.close()
+            else:
+                await self._go_public(public, take_over=True)
+        await self._stop_wanted.wait()
+        await self._drain()
+
+    async def _go_public(self, public: socket.socket, *, take_over: bool) -> None:
+        if self.options.grpc is not None:
+            self._grpc_server = await self._start_grpc(self.options.grpc)
+        await self._listen(public)
+        if take_over:
+            prefer(public)
+        log.info("ready url=%s grpc=%s %s", self.options.public.url, self.options.grpc or "off", self._identity())
+
+    async def _listen(self, sock: socket.socket) -> None:
+        listener = Listener(self._envelope, sock, self.headers, self.grace_period)
+        task = asyncio.create_task(listener.run_until_stopped())
+        self._running.add(task)
+        await self._first(listener.listening, task)
+        if task.done():
+            await task  # it ended before it listened: its error is ours
+        self._listeners.append(listener)
+
+    async def _start_grpc(self, address: Address) -> Any:
+        server = rpc.build(
+            rpc.Servicer(self.dataplane, self.metrics, self.headers), self.bundle.signature.limits.max_body_bytes
+        )
+        try:
+            server.add_insecure_port(str(address))
+        except RuntimeError as error:
+            raise ResourceError(f"gRPC port {address}: cannot listen; name another with --grpc-port") from error
+        await server.start()
+        return server
+
+    async def _drain(self) -> None:
+        """Unready at once; every request that was accepted is answered; then the listeners are gone."""
+        self.dataplane.draining = True
+        log.info("draining %s", self._identity())
+        for listener in self._listeners:
+            listener.stop()
+        if self._grpc_server is not None:
+            await self._grpc_server.stop(grace=self.grace_period)
+        await asyncio.gather(*self._running)
+        self.model.stop()
+        log.info("stopped %s", self._identity())
+
+    def register_signal_handler(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, self._public_wanted.set)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop, number)
+
+    def stop(self, sig: int) -> None:
+        """The second time, without waiting for anybody."""
+        if self._stop_wanted.is_set():
+            log.warning("signal=%d again: ending at once", sig)
+            for listener in self._listeners:
+                listener.stop(at_once=True)
+            if self._grpc_server is not None:
+                self._running.add(asyncio.ensure_future(self._grpc_server.stop(grace=None)))
+        self._stop_wanted.set()
+
+    @staticmethod
+    async def _first(*waited: asyncio.Event | asyncio.Task[None]) -> None:
+        """Return when one of these has happened; the others go on."""
+        events = [asyncio.create_task(one.wait()) for one in waited if isinstance(one, asyncio.Event)]
+        tasks = [one for one in waited if isinstance(one, asyncio.Task)]
+        await asyncio.wait([*events, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for event in events:
+            event.cancel()
+
+    def _identity(self) -> str:
+        return f"model={self.model.name} bundle={self.bundle.digest[:12]} pid={os.getpid()}"
