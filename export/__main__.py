@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def export(run: Run, root: Path) -> None:
     bundle = run.partial("export") / "bundle"
     shutil.rmtree(bundle, ignore_errors=True)
     bundle.mkdir(parents=True)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of every optional package that is missing
     task = load_task(config.task, root)
     test = open_split(task, "test")
     check_columns(task, test)

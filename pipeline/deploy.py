@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from k8s.deploy import deploy as deploy_to_cluster
-
 from pipeline.history import now
 from pipeline.service import (
     Live,

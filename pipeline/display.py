@@ -19,6 +19,7 @@ from pipeline.spec.run import Run
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
+_LAUNCHER = re.compile(r"[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM")  # how torch's own log lines begin
 
 
 class Display:
@@ -53,8 +54,8 @@ class Display:
         """Show what the step wrote since the last look."""
         assert self._run is not None
         for line in self._new_lines(self._run.log(self._step)):
-            self._noisy = self._noisy or is_noise(line)
-            if not self._noisy:
+            self._noisy = self._noisy or is_end(line)
+            if not self._noisy and not _LAUNCHER.match(line):
                 self.say(f"{self._step} | {line}")
         if self._progress is not None and self._bar is not None and self._step == "train":
             facts = last_metrics(self._run.partial("train") / "metrics.jsonl")
@@ -94,14 +95,14 @@ class Display:
         return [line for line in whole.decode(errors="replace").splitlines() if line.strip()]
 
 
-def is_noise(line: str) -> bool:
-    """From here on the log is for debugging: tracebacks, the launcher's own lines, the error told elsewhere."""
-    return bool(re.match(r"Traceback \(most recent|\[rank\d+\]:|[EWIF]\d{4} \d\d:|error: ", line))
+def is_end(line: str) -> bool:
+    """From here on the log is for debugging: a traceback, or the error that the command tells itself."""
+    return bool(re.match(r"Traceback \(most recent|\[rank\d+\]:|error: ", line))
 
 
 def tail(lines: Sequence[str]) -> list[str]:
     """The last lines of the step itself, without what torchrun says about its end."""
-    own = list(itertools.takewhile(lambda line: not re.match(r"[EWIF]\d{4} \d\d:", line), lines))
+    own = list(itertools.takewhile(lambda line: not _LAUNCHER.match(line), lines))
     return [line for line in own or lines if line.strip()][-_TAIL_LINES:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -106,4 +107,7 @@ def _check_unchanged(run: Run, splits: list[Samples]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_step("train", train, sys.argv[1:]))
+    status = run_step("train", train, sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # see group.py: freeing what gloo holds may never return

@@ -17,6 +17,11 @@ from pipeline.spec.config import Train
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.rank import Rank
 
+# A DistributedDataParallel that outlives its process group deadlocks when it is freed: gloo's destructor joins
+# threads that may wait for the interpreter lock it holds. So wrapped models are never freed, and the process
+# ends by os._exit (in __main__).
+_wrapped: list[nn.Module] = []
+
 
 @dataclass(frozen=True)
 class Group:
@@ -51,7 +56,8 @@ class Group:
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.size == 1:
             return model
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        _wrapped.append(DistributedDataParallel(model, gradient_as_bucket_view=True))
+        return _wrapped[-1]
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Everybody takes the first process's running statistics: those are the ones that get saved."""
@@ -72,10 +78,9 @@ def join(config: Train, rank: Rank) -> Iterator[Group]:
         timeout=timedelta(seconds=config.timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
-    try:
-        yield Group(rank, device)
-    finally:
-        dist.destroy_process_group()
+    yield Group(rank, device)
+    dist.barrier()  # nobody leaves while another still reads from it
+    dist.destroy_process_group()
 
 
 def choose_device(wanted: str, rank: Rank) -> torch.device:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(max_batch_size=16, max_body_bytes=100_000)
 
 # Waits for a file or fails when the instance asks for it, so that a test decides when and where.
-TRICKY = '''
+TRICKY = """
 import time
 from pathlib import Path
 import numpy as np
@@ -50,7 +50,7 @@ class TrickyCodec:
         if self.fail:
             raise RuntimeError("a secret of the server")
         return [int(row.argmax()) for row in outputs["logits"]]
-'''
+"""
 
 
 def _model(path: Path) -> None:
@@ -87,7 +87,9 @@ def _golden(path: Path, instances: list[Any], predictions: Callable[[Any], list[
         inputs={"image": image},
         outputs={"logits": session.run(None, {"image": image})[0]},
         instances=instances,
-        predictions=predictions(session.run(None, {"image": pictures / (1 if isinstance(instances[0], dict) else 16)})[0]),
+        predictions=predictions(
+            session.run(None, {"image": pictures / (1 if isinstance(instances[0], dict) else 16)})[0]
+        ),
         rtol=1e-3,
         atol=1e-4,
     ).write(path)

@@ -1,0 +1,56 @@
+# What people type. PYTHON picks the interpreter: 3.11 to 3.13.
+PYTHON ?= $(shell for v in 3.11 3.12 3.13; do command -v python$$v >/dev/null && python$$v -c '' 2>/dev/null && echo python$$v && break; done || true)
+ifeq ($(strip $(PYTHON)),)
+PYTHON := python3
+endif
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-long lint types unit docs format clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(VENV)/.all  ## install what is needed, then walk the whole road: pipe run all
+	$(BIN)/pipe run all
+
+test: lint types unit  ## every check and test that CI runs
+
+test-long: $(VENV)/.dev  ## the tests that take minutes
+	$(BIN)/python -m pytest -m "long and not gpu"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+	cd examples/digits && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
+	cd examples/starter && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not long and not gpu"
+
+docs: $(VENV)/.dev  ## write docs/config.md anew from the configuration's own fields
+	$(BIN)/python -m pipeline.reference > docs/config.md
+
+format: $(VENV)/.dev  ## let ruff format and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the virtual environment and caches, never runs/
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The project is installed editable: examples and manifests are read from the checkout.
+$(VENV)/.all: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[all]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	touch $@ $(VENV)/.all

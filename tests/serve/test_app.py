@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+
+from pipeline.spec.bundle import Bundle
+from serve.session import Session
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Running
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def image() -> np.ndarray[Any, Any]:
+    return np.random.default_rng(11).random((3, 1, 8, 8)).astype(np.float32)
+
+
+def _infer(image: np.ndarray[Any, Any], **fields: Any) -> dict[str, Any]:
+    tensor = {"name": "image", "shape": list(image.shape), "datatype": "FP32", "data": image.ravel().tolist()}
+    return {"inputs": [tensor], **fields}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/", {"status": "alive"}),
+        ("/v1/models", {"models": ["tiny"]}),
+        ("/v1/models/tiny", {"name": "tiny", "ready": True}),
+        ("/v2/health/live", {"live": True}),
+        ("/v2/health/ready", {"ready": True, "live": True}),
+        ("/v2/models", {"models": ["tiny"]}),
+        ("/v2/models/tiny/ready", {"name": "tiny", "ready": True}),
+    ],
+)
+def test_health_and_lists_answer_as_the_protocols_say(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    response = client.get(path)
+    assert (response.status_code, response.json()) == (200, body)
+
+
+def test_metadata_names_the_tensors_and_how_the_model_runs(client: httpx.Client, bundle: Bundle) -> None:
+    metadata = client.get("/v2/models/tiny").json()
+    assert metadata["platform"] == "onnx_onnxv1"
+    assert metadata["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 1, 8, 8]}]
+    assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, 10]}]
+    assert metadata["properties"] == {
+        "bundle": bundle.digest,
+        "verdict": "pass",
+        "provider": "CPUExecutionProvider",
+        "provider_fallback": "",
+    }
+    assert client.get("/v2").json()["name"] == "pipe"
+
+
+def test_v1_gives_the_golden_predictions_for_the_golden_instances(client: httpx.Client, bundle: Bundle) -> None:
+    golden = bundle.golden()
+    predictions = client.post("/v1/models/tiny:predict", json={"instances": golden.instances}).json()["predictions"]
+    assert [one["digit"] for one in predictions] == [one["digit"] for one in golden.predictions]
+    np.testing.assert_allclose(
+        [one["probabilities"] for one in predictions], [one["probabilities"] for one in golden.predictions], rtol=1e-4
+    )
+
+
+def test_v2_answers_as_onnx_runtime_does(client: httpx.Client, bundle: Bundle, image: np.ndarray[Any, Any]) -> None:
+    body = client.post("/v2/models/tiny/infer", json=_infer(image, id="42")).json()
+    (output,) = body["outputs"]
+    assert (body["id"], body["model_name"]) == ("42", "tiny")
+    assert (output["name"], output["datatype"], output["shape"]) == ("logits", "FP32", [3, 10])
+    wanted = Session(bundle, "cpu", 1).run({"image": image})["logits"]
+    np.testing.assert_array_equal(np.array(output["data"], np.float32).reshape(3, 10), wanted)
+
+
+def test_v2_takes_and_gives_raw_tensors_behind_the_json(
+    client: httpx.Client, bundle: Bundle, image: np.ndarray[Any, Any]
+) -> None:
+    tensor = {"name": "image", "shape": [3, 1, 8, 8], "datatype": "FP32", "parameters": {"binary_data_size": 768}}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    headers = {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"}
+    response = client.post("/v2/models/tiny/infer", content=head + image.tobytes(), headers=headers)
+    length = int(response.headers["inference-header-content-length"])
+    assert json.loads(response.content[:length])["outputs"][0]["parameters"] == {"binary_data_size": 120}
+    wanted = Session(bundle, "cpu", 1).run({"image": image})["logits"]
+    np.testing.assert_array_equal(np.frombuffer(response.content[length:], np.float32).reshape(3, 10), wanted)
+
+
+def test_every_answer_names_the_bundle_and_the_process(
+    client: httpx.Client, server: Running, bundle: Bundle, picture: list[Any]
+) -> None:
+    for response in (
+        client.get("/"),
+        client.get("/nowhere"),
+        client.get("/metrics"),
+        client.post("/v1/models/tiny:predict", json={"instances": [picture]}),
+        client.post("/v1/models/tiny:predict", content=b"{"),
+        client.post("/v1/models/tiny:predict", content=b" " * 100_001),
+    ):
+        assert response.headers["x-bundle-digest"] == bundle.digest
+        assert response.headers["x-served-by"] == str(server.process.pid)
+
+
+def test_metrics_count_requests_by_code_and_time_their_stages(client: httpx.Client, picture: list[Any]) -> None:
+    def value(line: str) -> float:
+        found = [one for one in client.get("/metrics").text.splitlines() if one.startswith(line)]
+        return float(found[0].rpartition(" ")[2]) if found else 0.0
+
+    good, bad = 'pipe_requests_total{code="200",protocol="v1"}', 'pipe_requests_total{code="400",protocol="v1"}'
+    stage = 'request_predict_seconds_count{model_name="tiny"}'
+    before = [value(line) for line in (good, bad, stage)]
+    client.post("/v1/models/tiny:predict", json={"instances": [picture]})
+    client.post("/v1/models/tiny:predict", json={})
+    assert [value(line) for line in (good, bad, stage)] == [before[0] + 1, before[1] + 1, before[2] + 1]
+    assert value("pipe_requests_in_flight") == 0
+    assert value('pipe_request_seconds_count{protocol="v1"}') >= 2
+
+
+def test_openapi_describes_the_two_prediction_routes(client: httpx.Client) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    v1 = paths["/v1/models/{model_name}:predict"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    v2 = paths["/v2/models/{model_name}/infer"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert v1["required"] == ["instances"]
+    assert v2["properties"]["inputs"]["items"]["required"] == ["name", "shape", "datatype"]
+
+
+@pytest.mark.parametrize("path", ["/v2/repository/models/tiny/unload", "/v2/repository/models/tiny/load"])
+def test_no_client_can_unload_the_model(client: httpx.Client, path: str) -> None:
+    assert client.post(path).status_code == 404
+    assert client.get("/v2/health/ready").status_code == 200
+
+
+def test_a_failure_of_ours_is_a_500_that_tells_nothing_and_a_traceback_in_the_log(
+    tricky_server: Running, picture: list[Any]
+) -> None:
+    body = {"instances": [{"image": picture, "fail": "encode"}]}
+    response = httpx.post(f"{tricky_server.url}/v1/models/tiny:predict", json=body, timeout=20)
+    assert response.status_code == 500
+    assert response.json() == {"error": "internal error; the server's log has the details"}
+    assert "x-bundle-digest" in response.headers
+    tricky_server.wait_for("RuntimeError: a secret of the server")
+    assert tricky_server.log.count("Traceback") == 1
+
+
+def test_a_codec_that_stumbles_over_a_payload_is_a_400(tricky_server: Running, picture: list[Any]) -> None:
+    body = {"instances": [{"image": picture, "fail": "decode"}]}
+    response = httpx.post(f"{tricky_server.url}/v1/models/tiny:predict", json=body, timeout=20)
+    assert (response.status_code, response.json()["error"].partition(":")[0]) == (400, "instances")
+    assert "secret" not in response.text

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pipeline.spec.errors import ResourceError
+from serve.sockets import Address, check_free, prefer, reserve
+
+
+@pytest.fixture
+def address(free_ports: Callable[[int], list[int]]) -> Address:
+    return Address("127.0.0.1", free_ports(1)[0])
+
+
+def _accepted(sock: socket.socket) -> int:
+    with contextlib.ExitStack() as stack:
+        for count in range(1000):
+            try:
+                stack.enter_context(sock.accept()[0])
+            except BlockingIOError:
+                return count
+    raise AssertionError("a thousand connections nobody made")
+
+
+@contextlib.contextmanager
+def _connections(address: Address, count: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(socket.create_connection((address.host, address.port), 5))
+        yield
+
+
+def test_a_port_another_program_holds_is_refused_even_for_sharing(address: Address) -> None:
+    with socket.socket() as stranger:
+        stranger.bind((address.host, address.port))
+        stranger.listen()
+        for share in (False, True):
+            with pytest.raises(ResourceError, match=f"port {address}: Address already in use; stop what holds it"):
+                check_free(address, share=share)
+
+
+def test_a_port_of_our_own_is_refused_unless_it_is_to_be_shared(address: Address) -> None:
+    with reserve(address, share=False) as first:
+        first.listen()
+        with pytest.raises(ResourceError, match="already in use"):
+            reserve(address, share=False)
+        reserve(address, share=True).close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems share ports by rules of their own")
+def test_a_successor_gets_every_new_connection_and_the_first_keeps_its_queue(address: Address) -> None:
+    with reserve(address, share=False) as first, reserve(address, share=True) as second:
+        first.listen()
+        with _connections(address, 5):
+            second.listen()
+            prefer(second)
+            with _connections(address, 20):
+                assert (_accepted(first), _accepted(second)) == (5, 20)
+        first.close()
+        with _connections(address, 20):
+            assert _accepted(second) == 20
+
+
+def test_a_host_that_is_not_ours_is_one_clear_sentence() -> None:
+    with pytest.raises(ResourceError, match=r"192\.0\.2\.1:8080"):
+        reserve(Address("192.0.2.1", 8080), share=False)
+
+
+def test_an_ipv6_address_is_written_in_brackets() -> None:
+    assert Address("::1", 8080).url == "http://[::1]:8080"
