@@ -21,6 +21,17 @@ from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
 from .api_server import Answer, ApiServer
 
 Configure = Callable[..., Config]
+CODEC = """
+import numpy as np
+
+
+class C:
+    def decode(self, instances):
+        return {"x": np.asarray(instances, np.float32)}
+
+    def encode(self, outputs):
+        return outputs["y"].tolist()
+"""
 
 
 @pytest.fixture
@@ -52,7 +63,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     write_json(directory / "signature.json", signature.model_dump())
     x = np.array([[1, 2], [3, 4]], np.float32)
     Golden({"x": x}, {"y": 2 * x}, x.tolist(), (2 * x).tolist(), rtol=1e-3, atol=1e-4).write(directory)
-    (directory / "codec.py").write_text("class C: ...\n")
+    (directory / "codec.py").write_text(CODEC)
     (directory / "card.md").write_text("# twice\n")
     digest = digest_file(directory / "model.onnx")
     write_manifest(directory, "twice", "pass", Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx=digest))

@@ -1,6 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +17,7 @@ import pytest
 from k8s.deploy import deploy
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ConfigError, StageError
+from pipeline.spec.sources import HOUSE
 
 from .api_server import Answer, ApiServer
 from .conftest import Configure
@@ -20,6 +29,51 @@ Model = Callable[[str, Any], Answer]
 def _ready_at_once(request: pytest.FixtureRequest) -> None:
     if "api" in request.fixturenames:
         request.getfixturevalue("api").unready_polls = 0
+
+
+@pytest.fixture
+def served(bundle: Bundle) -> Iterator[Model]:
+    """The model behind the service we really ship."""
+    with socket.create_server(("127.0.0.1", 0)) as http, socket.create_server(("127.0.0.1", 0)) as grpc:
+        ports = http.getsockname()[1], grpc.getsockname()[1]
+    argv = [sys.executable, "-m", "serve", str(bundle.path), "--port", str(ports[0]), "--grpc-port", str(ports[1])]
+    env = {**os.environ, "PYTHONPATH": str(HOUSE), "PYTHONSAFEPATH": "1"}
+    process = subprocess.Popen(argv, env=env)
+
+    def ask(path: str, body: Any) -> Answer:
+        url, data = f"http://127.0.0.1:{ports[0]}{path}", None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            headers = {"x-bundle-digest": answer.headers["x-bundle-digest"]}
+            return answer.status, headers, json.load(answer)
+
+    try:
+        _wait_for(lambda: ask("/v2/health/ready", None), process)
+        yield ask
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_for(ask: Callable[[], Answer], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            ask()
+        except urllib.error.URLError:
+            time.sleep(0.05)
+        else:
+            return
+    pytest.fail(f"the service did not get ready (status {process.poll()})")
+
+
+def test_the_service_we_ship_answers_the_golden_requests(
+    api: ApiServer, served: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    api.service = served
+    said: list[str] = []
+    assert deploy(configure(), bundle, "twice:1", tmp_path, False, said.append)["golden"] == {"requests": 2}
+    assert not [line for line in said if "warning" in line]
 
 
 @pytest.mark.usefixtures("no_cluster")
