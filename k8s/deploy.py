@@ -11,7 +11,7 @@ from k8s import render, serving, smoke
 from k8s.cluster import Cluster
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
-from pipeline.spec.errors import ResourceError, StageError
+from pipeline.spec.errors import ClusterError, ResourceError
 
 
 def deploy(
@@ -39,7 +39,7 @@ def deploy(
     try:
         cluster = Cluster.connect(config.deploy.context)
     except ResourceError as error:
-        raise StageError(
+        raise ClusterError(
             f"no cluster to deploy to: {error}. The manifests are in {directory}; apply them with `{command}`"
         ) from error
     say(f"deploying to {cluster.describe()}, namespace {namespace}")

@@ -5,19 +5,15 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import statistics
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from k8s.deploy import deploy as deploy_to_cluster
 from pipeline.history import now
 from pipeline.service import (
     Live,
     any_port,
-    check_golden,
     end,
     free_port,
     port_is_free,
@@ -26,18 +22,17 @@ from pipeline.service import (
     request,
     service_environment,
     spawn,
-    wait_until_ready,
     write_live,
 )
+from pipeline.smoke import check_golden, latency, wait_until_ready
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Deploy
-from pipeline.spec.errors import StageError
+from pipeline.spec.errors import ClusterError, StageError
 from pipeline.spec.files import write_json
 from pipeline.spec.registry import CHAMPION, Entry, read_registry, write_registry
 from pipeline.spec.run import Run
 from pipeline.spec.step import run_step
 
-_LATENCY_REQUESTS = 50
 _SWITCH_SECONDS = 10.0
 
 
@@ -63,9 +58,19 @@ def promote(run: Run, bundle: Bundle, reason: str = "deployed") -> None:
 
 
 def _on_cluster(run: Run, bundle: Bundle) -> dict[str, Any]:
+    from k8s.deploy import deploy as deploy_to_cluster  # the local road does without
+
     image = run.config.deploy.image or json.loads((run.output("package") / "image.json").read_text())["image"]
     directory, render = run.partial("deploy") / "manifests", run.config.deploy.render
-    record: dict[str, Any] = deploy_to_cluster(run.config, bundle, image, directory, render, _say)
+
+    def final(text: str) -> str:
+        """The directory gets its real name when the step is over; that is the one to tell."""
+        return text.replace(str(run.partial("deploy")), str(run.output("deploy")))
+
+    try:
+        record = deploy_to_cluster(run.config, bundle, image, directory, render, lambda text: _say(final(text)))
+    except ClusterError as error:
+        raise ClusterError(final(str(error))) from error
     return {**record, "live": not render}
 
 
@@ -85,7 +90,7 @@ def _locally(run: Run, bundle: Bundle) -> dict[str, Any]:
         "pid": live.pid,
         "bundle": bundle.digest,
         "golden": {"requests": asked},
-        "latency_ms": _latency(live, bundle),
+        "latency_ms": latency(live.host, live.port, bundle),
     }
 
 
@@ -151,26 +156,6 @@ def _wait_for_switch(host: str, port: int, pid: int, log: Path) -> None:
             pass  # not listening yet: that is what is waited for
         time.sleep(0.01)
     raise StageError(f"the new service did not take over port {port} (log: {log})")
-
-
-def _latency(live: Live, bundle: Bundle) -> Mapping[str, float]:
-    """Of single predictions, one after the other, as a client would see them."""
-    golden = bundle.golden()
-    path, body = f"/v1/models/{bundle.name}:predict", {"instances": golden.instances[:1]}
-    if not golden.instances:
-        tensors = [
-            {"name": spec.name, "datatype": spec.datatype, "shape": list(array.shape), "data": array.ravel().tolist()}
-            for spec in bundle.signature.inputs
-            for array in [golden.inputs[spec.name]]
-        ]
-        path, body = f"/v2/models/{bundle.name}/infer", {"inputs": tensors}
-    times = []
-    for _ in range(_LATENCY_REQUESTS):
-        started = time.perf_counter()
-        request(live.host, live.port, "POST", path, body)
-        times.append(1000 * (time.perf_counter() - started))
-    cuts = statistics.quantiles(times, n=20)
-    return {"p50": statistics.median(times), "p95": cuts[-1], "max": max(times), "requests": len(times)}
 
 
 def _say(text: str) -> None:

@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING, Any
 
 from pipeline.spec.errors import PipelineError, StageError
 from pipeline.spec.run import Run
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
@@ -26,8 +26,7 @@ class Display:
     """Everything goes to standard error: standard output is for data."""
 
     def __init__(self, live: bool) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._progress = _bars(self._console) if live else None
+        self._progress = _bars() if live else None
         self._bar: TaskID | None = None
         self._run: Run | None = None
         self._step = ""
@@ -36,7 +35,7 @@ class Display:
 
     def say(self, text: str) -> None:
         if self._progress is not None:
-            self._console.print(text, markup=False)
+            self._progress.console.print(text, markup=False)
         else:
             print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
@@ -130,13 +129,16 @@ def describe(values: Mapping[str, Any]) -> str:
     )
 
 
-def _bars(console: Console) -> Progress:
+def _bars() -> Progress:
+    from rich.console import Console  # only a terminal pays for loading it
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     return Progress(
         SpinnerColumn(),
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
         TextColumn("{task.fields[facts]}"),
-        console=console,
+        console=Console(stderr=True, highlight=False, soft_wrap=True),
         transient=True,
     )

@@ -1,4 +1,4 @@
-"""The local prediction service as a background process: started, looked at, taken over, ended."""
+"""The local prediction service as a background process: its record, its ports, its start and its end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.errors import PipelineError, ResourceError, StageError
+from pipeline.spec.errors import PipelineError, ResourceError
 from pipeline.spec.files import write_json
-from pipeline.spec.golden import difference
-from pipeline.spec.signature import Frozen
+from pipeline.spec.frozen import Frozen
 
-_POLL_SECONDS = 0.05
 _DRAIN_SECONDS = 30.0
 
 
@@ -146,66 +142,10 @@ def request(
         return answer.status, headers, raw.decode(errors="replace")
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path, timeout_seconds: float) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise StageError(f"the service ended at its start: {last_lines(log)} (log: {log})")
-        try:
-            status, _, _ = request("127.0.0.1", port, "GET", "/v2/health/ready", timeout_seconds=5)
-            if status == 200:
-                return
-        except (OSError, http.client.HTTPException):
-            pass  # not listening yet: that is what is waited for
-        time.sleep(_POLL_SECONDS)
-    raise StageError(f"the service was not ready within {timeout_seconds} s (log: {log})")
-
-
-def check_golden(host: str, port: int, bundle: Bundle) -> int:
-    """The golden requests over HTTP, answered as at export. Returns how many were asked."""
-    golden = bundle.golden()
-    asked = 0
-    if golden.instances:
-        body = {"instances": golden.instances}
-        answer = _answer(host, port, f"/v1/models/{bundle.name}:predict", body, bundle.digest)
-        _require(difference(golden.predictions, answer.get("predictions"), golden.rtol, golden.atol, "predictions"))
-        asked += 1
-    tensors = [
-        {"name": spec.name, "datatype": spec.datatype, "shape": list(array.shape), "data": array.ravel().tolist()}
-        for spec in bundle.signature.inputs
-        for array in [golden.inputs[spec.name]]
-    ]
-    answer = _answer(host, port, f"/v2/models/{bundle.name}/infer", {"inputs": tensors}, bundle.digest)
-    found = {output["name"]: output for output in answer.get("outputs", [])}
-    for name, expected in golden.outputs.items():
-        data = found.get(name, {}).get("data")
-        _require(difference(expected.ravel().tolist(), data, golden.rtol, golden.atol, name))
-    return asked + 1
-
-
-def last_lines(log: Path, count: int = 3) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return " / ".join(line.strip() for line in lines[-count:] if line.strip()) or "it left no log"
-
-
 def service_environment() -> dict[str, str]:
     """Our own, less what belongs to the command that starts it."""
     dropped = ("PIPE_LEASH", "OMP_NUM_THREADS")
     return {name: value for name, value in os.environ.items() if name not in dropped} | {"PYTHONSAFEPATH": "1"}
-
-
-def _answer(host: str, port: int, path: str, body: Any, digest: str) -> dict[str, Any]:
-    status, headers, answer = request(host, port, "POST", path, body)
-    if status != 200 or not isinstance(answer, dict):
-        raise StageError(f"golden request {path}: answered {status}: {str(answer)[:200]}")
-    if headers.get("x-bundle-digest") != digest:
-        raise StageError(f"golden request {path}: answered by bundle {headers.get('x-bundle-digest')}, not {digest}")
-    return answer
-
-
-def _require(problem: str | None) -> None:
-    if problem:
-        raise StageError(f"golden request: {problem}")
 
 
 def _process(pid: int, started: float) -> psutil.Process | None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 import uvicorn
 from starlette.types import ASGIApp
 
+from serve.sockets import admit_no_more
+
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it
 _NOTICE_SECONDS = 0.2
 _LINGER_SECONDS = 0.3
@@ -39,9 +41,8 @@ class Listener(uvicorn.Server):
     async def run_until_stopped(self) -> None:
         await self.serve(sockets=[self.socket])
 
-    def stop(self, *, at_once: bool = False) -> None:
+    def stop(self) -> None:
         self.should_exit = True
-        self.force_exit = self.force_exit or at_once
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -56,9 +57,9 @@ class Listener(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn cuts off connections that have not sent their request yet; give those time to."""
-        if not self.force_exit:
-            await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
-            for server in self.servers:
-                server.close()
-            await asyncio.sleep(_LINGER_SECONDS)  # and hear what was accepted
+        admit_no_more(self.socket)
+        await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(_LINGER_SECONDS)  # and hear what was accepted
         await super().shutdown(sockets)

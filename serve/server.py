@@ -127,13 +127,10 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
             loop.add_signal_handler(number, self.stop, number)
 
     def stop(self, sig: int) -> None:
-        """The second time, without waiting for anybody."""
+        """Drain; told twice, end at once: a thread stuck in an inference cannot be waited for."""
         if self._stop_wanted.is_set():
-            log.warning("signal=%d again: ending at once", sig)
-            for listener in self._listeners:
-                listener.stop(at_once=True)
-            if self._grpc_server is not None:
-                self._running.add(asyncio.ensure_future(self._grpc_server.stop(grace=None)))
+            log.warning("signal=%d again, ending at once", sig)
+            os._exit(128 + sig)
         self._stop_wanted.set()
 
     @staticmethod

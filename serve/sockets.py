@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from pipeline.spec.errors import ResourceError
 
-_SO_ATTACH_REUSEPORT_CBPF = 51  # asm-generic/socket.h; Python's socket module has no name for it
-_BPF_RET_K = 0x06
+# asm-generic/socket.h and linux/bpf_common.h; Python's socket module has no names for them.
+_SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 26, 51
+_BPF_LOAD_BYTE, _BPF_JUMP_IF_SET, _BPF_RETURN = 0x30, 0x45, 0x06
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +60,34 @@ def check_free(address: Address, *, share: bool) -> None:
 def prefer(sock: socket.socket) -> None:
     """Send every new connection to this socket, the second that listens on its port; the first keeps what it has.
 
-    Without it the kernel goes on sharing new connections out to the predecessor, and those still in its
-    queue when it closes are reset. When the predecessor is gone the rule names no socket and is void.
+    Without it the kernel goes on sharing new connections out to the predecessor. When that is gone the
+    rule names no socket and is void.
     """
+    _attach(sock, _SO_ATTACH_REUSEPORT_CBPF, (_BPF_RETURN, 0, 0, 1))  # the socket with index 1
+
+
+def admit_no_more(sock: socket.socket) -> None:
+    """Let no new connection into the queue of a listening socket that is about to be closed.
+
+    The kernel resets what is still in the queue at the close, after the client was told it is connected.
+    A client whose first packet is dropped instead repeats it, and is refused or meets the successor.
+    """
+    _attach(
+        sock,
+        _SO_ATTACH_FILTER,
+        (_BPF_LOAD_BYTE, 0, 0, 13),  # the flags of the TCP header
+        (_BPF_JUMP_IF_SET, 0, 1, 0x02),  # SYN
+        (_BPF_RETURN, 0, 0, 0),  # drop
+        (_BPF_RETURN, 0, 0, 0xFFFFFFFF),  # keep all of it
+    )
+
+
+def _attach(sock: socket.socket, option: int, *instructions: tuple[int, int, int, int]) -> None:
+    """A classic BPF program; other systems than Linux have none and live with the small gap it closes."""
     if sys.platform != "linux":
         return
-    code = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RET_K, 0, 0, 1))  # "return 1": the second socket
-    program = struct.pack("HL", 1, ctypes.addressof(code))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in instructions))
     try:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("HL", len(instructions), ctypes.addressof(code)))
     except OSError as error:
-        log.warning("takeover=shared reason=%r", f"this kernel cannot steer connections ({error.strerror})")
+        log.warning("this kernel takes no socket filter (%s): a connection made in this moment may be reset", error)

@@ -16,7 +16,6 @@ from pipeline.history import all_runs, find_run, load_history
 from pipeline.lock import locked
 from pipeline.plan import choose, with_upstream
 from pipeline.project import Project
-from pipeline.render import render_training
 from pipeline.report import write_report
 from pipeline.runner import Order, Road, latest_unfinished, redeploy, resume_road, run_road
 from pipeline.service import read_live
@@ -70,6 +69,8 @@ def run(
     names, overrides = split_words(words)
     if render is not None:
         if names == ["train"]:
+            from pipeline.render import render_training  # other commands do without the manifests
+
             return emit_paths(output, render_training(project, project.config(overrides), render))
         overrides += ["deploy.target=kubernetes", "deploy.render=true"]
     display = Display(live=sys.stderr.isatty())

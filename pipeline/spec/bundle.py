@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from pipeline.spec.digest import digest_bytes, digest_file
 from pipeline.spec.errors import BundleError
 from pipeline.spec.files import write_json
+from pipeline.spec.frozen import Frozen
 from pipeline.spec.golden import Golden
-from pipeline.spec.signature import Frozen, Signature
+from pipeline.spec.signature import Signature
 
 SCHEMA = 1
 REQUIRED = ("model.onnx", "codec.py", "signature.json", "golden.npz", "golden.json", "card.md")

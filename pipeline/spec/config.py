@@ -19,7 +19,8 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    # Built at first use: `pipe --help` validates nothing.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class Prepare(Section):
@@ -129,13 +130,13 @@ class Config(Section):
     name: str = Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", description="model name in URLs and on the cluster")
     task: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$", description="`file.py:Class` of the task")
     codec: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$", description="`file.py:Class` of the codec")
-    prepare: Prepare = Field(Prepare(), description="checks of the data")
-    train: Train = Field(Train(), description="training")
-    evaluate: Evaluate = Field(Evaluate(), description="the gate")
-    export: Export = Field(Export(), description="ONNX and its proof")
-    package: Package = Field(Package(), description="the container")
-    serve: Serve = Field(Serve(), description="the service's limits")
-    deploy: Deploy = Field(Deploy(), description="where it runs")
+    prepare: Prepare = Field(default_factory=Prepare, description="checks of the data")
+    train: Train = Field(default_factory=Train, description="training")
+    evaluate: Evaluate = Field(default_factory=Evaluate, description="the gate")
+    export: Export = Field(default_factory=Export, description="ONNX and its proof")
+    package: Package = Field(default_factory=Package, description="the container")
+    serve: Serve = Field(default_factory=Serve, description="the service's limits")
+    deploy: Deploy = Field(default_factory=Deploy, description="where it runs")
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from pipeline.spec.errors import PipelineError
 from pipeline.spec.files import write_atomic
-from pipeline.spec.signature import Frozen
+from pipeline.spec.frozen import Frozen
 
 CHAMPION = "champion"
 PREVIOUS = "previous"

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pipeline.spec.bundle import Bundle, open_bundle
 from pipeline.spec.config import Config, parse_config
 from pipeline.spec.errors import PipelineError
-from pipeline.spec.signature import Frozen
+from pipeline.spec.frozen import Frozen
+
+if TYPE_CHECKING:
+    from pipeline.spec.bundle import Bundle
 
 STEPS = ("prepare", "train", "evaluate", "export", "package", "deploy")
 
@@ -70,6 +72,8 @@ class Run:
         return self.output("export") / "bundle"
 
     def bundle(self) -> Bundle:
+        from pipeline.spec.bundle import open_bundle  # brings numpy, which most commands do without
+
         return open_bundle(self.bundle_path)
 
     @property

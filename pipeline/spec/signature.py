@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+
+from pipeline.spec.frozen import Frozen
 
 NUMPY_TYPES: dict[str, Any] = {
     "BOOL": np.bool_,
@@ -33,10 +34,6 @@ def datatype_of(array: np.ndarray[Any, Any]) -> str:
         if array.dtype == np.dtype(kind):
             return name
     raise ValueError(f"no protocol datatype for numpy {array.dtype}")
-
-
-class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TensorSpec(Frozen):

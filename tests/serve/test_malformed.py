@@ -69,7 +69,7 @@ CASES: list[tuple[str, bytes, dict[str, str], int, str]] = [
     (V1, b" " * 100_001, JSON, 413, "body"),
     (V1, b"{}", JSON | {"content-length": "-5"}, 400, ""),
     ("/v1/models/other:predict", _v1([PICTURE]), JSON, 404, "other"),
-    ("/v1/models/tiny:explain", _v1([PICTURE]), JSON, 404, "explain"),
+    ("/v1/models/tiny:explain", _v1([PICTURE]), JSON, 405, "explain"),
     ("/v1/models/%00%ff:predict", _v1([PICTURE]), JSON, 404, "odel"),
     ("/v2/models/tiny/versions/1/infer", _v2(_image()), JSON, 404, "versions"),
     ("/v2/models/other/infer", _v2(_image()), JSON, 404, "other"),

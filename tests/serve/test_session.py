@@ -82,9 +82,8 @@ def test_weights_outside_the_bundle_are_never_read(
     model.graph.initializer.append(weight)
     (own_bundle / "model.onnx").write_bytes(model.SerializeToString())
     seal(own_bundle)
-    with pytest.raises(BundleError, match="ONNX Runtime cannot load it") as caught:
+    with pytest.raises(BundleError, match=r"ONNX Runtime cannot load it: .* External data path validation failed"):
         Session(open_bundle(own_bundle), "cpu", 1)
-    print("ESC", caught.value)
 
 
 def test_weights_beside_the_model_are_read(own_bundle: Path, seal: Callable[[Path], str]) -> None:

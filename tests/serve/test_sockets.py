@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipeline.spec.errors import ResourceError
-from serve.sockets import Address, check_free, prefer, reserve
+from serve.sockets import Address, admit_no_more, check_free, prefer, reserve
 
 
 @pytest.fixture
@@ -63,6 +63,17 @@ def test_a_successor_gets_every_new_connection_and_the_first_keeps_its_queue(add
         first.close()
         with _connections(address, 20):
             assert _accepted(second) == 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such filter")
+def test_a_closing_socket_keeps_its_queue_and_admits_nobody_else(address: Address) -> None:
+    with reserve(address, share=False) as sock:
+        sock.listen()
+        with _connections(address, 3):
+            admit_no_more(sock)
+            with pytest.raises(TimeoutError):
+                socket.create_connection((address.host, address.port), 0.1)
+            assert _accepted(sock) == 3
 
 
 def test_a_host_that_is_not_ours_is_one_clear_sentence() -> None:

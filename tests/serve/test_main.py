@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnxruntime
+import pytest
+
+from pipeline.spec.bundle import open_bundle
+from serve.cuda import why_no_cuda
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Launcher
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+
+
+def _imported(modules: str) -> set[str]:
+    """Top-level packages in a fresh interpreter after importing these modules."""
+    code = f"import sys, {modules}; print(' '.join({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def _refusal(bundle: Path, *options: str) -> str:
+    """What a service says that ends with exit code 2 before it listens."""
+    argv = [sys.executable, "-m", "serve", str(bundle), "--grpc-port", "-1", *options]
+    done = subprocess.run(argv, env=ENV, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "ready url" not in done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if not line.startswith("20")]  # the rest are dated log lines
+    assert error.startswith("error: ")
+    return error
+
+
+@pytest.fixture
+def port(free_ports: Callable[[int], list[int]]) -> str:
+    return str(free_ports(1)[0])
+
+
+def test_the_service_needs_neither_torch_nor_onnx() -> None:
+    assert not _imported("serve, serve.__main__, serve.server") & {"torch", "onnx", "train", "evaluate", "export"}
+
+
+def test_a_verifier_can_ask_the_golden_requests_without_kserve() -> None:
+    assert not _imported("serve.selfcheck, serve.session") & {"kserve", "torch", "onnx"}
+
+
+def test_a_tampered_bundle_is_refused_in_one_line(own_bundle: Path, port: str) -> None:
+    model = own_bundle / "model.onnx"
+    content = bytearray(model.read_bytes())
+    content[-20] ^= 1
+    model.write_bytes(content)
+    assert "model.onnx: content changed since export" in _refusal(own_bundle, "--port", port)
+
+
+def test_a_wrong_golden_answer_stops_the_start_though_the_seal_is_right(
+    own_bundle: Path, seal: Callable[[Path], str], port: str
+) -> None:
+    golden = json.loads((own_bundle / "golden.json").read_text())
+    golden["predictions"][0]["digit"] = 99
+    (own_bundle / "golden.json").write_text(json.dumps(golden))
+    seal(own_bundle)
+    assert "golden requests: predictions[0].digit: expected 99" in _refusal(own_bundle, "--port", port)
+
+
+def test_a_port_in_use_is_refused_in_one_line(bundle_path: Path, port: str) -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", int(port)))
+        stranger.listen()
+        assert f"port 127.0.0.1:{port}: Address already in use" in _refusal(bundle_path, "--port", port)
+
+
+def test_a_grpc_port_in_use_is_refused_as_well(
+    bundle_path: Path, port: str, free_ports: Callable[[int], list[int]]
+) -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", int(port)))
+        stranger.listen()
+        options = ("--port", str(free_ports(1)[0]), "--grpc-port", port)
+        assert f"port 127.0.0.1:{port}: Address already in use" in _refusal(bundle_path, *options)
+
+
+def test_what_is_no_bundle_is_refused_in_one_line(tmp_path: Path, port: str) -> None:
+    assert "not a bundle (no manifest.json)" in _refusal(tmp_path, "--port", port)
+
+
+@pytest.mark.skipif(not why_no_cuda(onnxruntime.get_available_providers()), reason="CUDA works here")
+def test_cuda_that_cannot_work_stops_the_start_with_its_reason(bundle_path: Path, port: str) -> None:
+    assert "provider cuda: " in _refusal(bundle_path, "--port", port, "--provider", "cuda")
+
+
+def test_a_service_leaves_no_trace_in_its_bundle(own_bundle: Path, start: Launcher) -> None:
+    digest = open_bundle(own_bundle).digest
+    assert start(own_bundle).stop() == 0
+    assert open_bundle(own_bundle).digest == digest
+
+
+def test_a_service_says_where_it_listens_and_what_it_serves(own_bundle: Path, start: Launcher) -> None:
+    running = start(own_bundle)
+    assert running.stop() == 0
+    short = open_bundle(own_bundle).digest[:12]
+    told = [line.split(" ", 3)[3].split()[0] for line in running.lines]
+    assert told == ["starting", "ready", "draining", "stopped"]
+    assert all(f"bundle={short}" in line for line in running.lines)
+    assert f"url={running.url} grpc=127.0.0.1:{running.grpc_port}" in running.lines[1]

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import http.client
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Launcher, Running
+
+SECONDS = 20
+
+
+class Load:
+    """Clients that ask without pause; what they were told, and everything that went wrong."""
+
+    def __init__(self, port: int, body: dict[str, Any], *, keep_alive: bool) -> None:
+        self.port = port
+        self.body = httpx.Request("POST", "http://x", json=body).read()
+        self.keep_alive = keep_alive
+        self.served_by: list[str] = []
+        self.failures: list[str] = []
+        self.refused = threading.Event()
+        self._stop = threading.Event()
+
+    def answers(self, count: int, by: str = "") -> None:
+        """Return when that many more answers are in, from one process if it is named."""
+        deadline, start = time.monotonic() + SECONDS, len(self.served_by)
+        while sum(not by or pid == by for pid in self.served_by[start:]) < count:
+            assert time.monotonic() < deadline, f"no answers: {self.failures[:3]}"
+            time.sleep(0.005)
+
+    @contextmanager
+    def running(self, clients: int) -> Iterator[Load]:
+        with ThreadPoolExecutor(clients) as pool:
+            done = [pool.submit(self._client) for _ in range(clients)]
+            try:
+                yield self
+            finally:
+                self._stop.set()
+            for one in done:
+                one.result()
+
+    def _client(self) -> None:
+        while not (self._stop.is_set() or self.refused.is_set()):
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+            try:
+                connection.connect()
+            except ConnectionRefusedError:
+                self.refused.set()  # nobody listens any more: nothing was accepted, nothing lost
+                return
+            try:
+                self._ask(connection)
+            except OSError as error:
+                self.failures.append(repr(error))
+            except http.client.HTTPException as error:
+                self.failures.append(repr(error))
+            finally:
+                connection.close()
+
+    def _ask(self, connection: http.client.HTTPConnection) -> None:
+        """Requests on one connection for as long as the service keeps it."""
+        more = True
+        while more:
+            connection.request("POST", "/v1/models/tiny:predict", self.body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            text = response.read()
+            if response.status != 200:
+                self.failures.append(f"{response.status} {text[:200]!r}")
+            self.served_by.append(response.headers["x-served-by"])
+            more = self.keep_alive and not response.will_close and not self._stop.is_set()
+
+
+def _predict(running: Running, instance: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{running.url}/v1/models/tiny:predict", json={"instances": [instance]}, timeout=SECONDS)
+
+
+def _in_flight(running: Running, count: int) -> None:
+    """Return when the service is at work on that many predictions."""
+    with httpx.Client(base_url=running.url, timeout=SECONDS) as client:
+        deadline = time.monotonic() + SECONDS
+        while f"\npipe_requests_in_flight {count}.0\n" not in client.get("/metrics").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def held(tmp_path: Path, picture: list[Any]) -> dict[str, Any]:
+    """An instance whose prediction waits until the test opens its gate."""
+    return {"image": picture, "gate": str(tmp_path / "gate")}
+
+
+def test_a_slow_inference_delays_neither_health_nor_others(
+    tricky_server: Running, held: dict[str, Any], picture: list[Any]
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(_predict, tricky_server, held)
+        try:
+            _in_flight(tricky_server, 1)
+            assert httpx.get(f"{tricky_server.url}/v2/health/live", timeout=SECONDS).status_code == 200
+            assert _predict(tricky_server, {"image": picture}).status_code == 200
+            assert not slow.done()
+        finally:
+            Path(held["gate"]).touch()
+        assert slow.result().status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_on_a_signal_readiness_goes_at_once_and_the_accepted_request_is_answered(
+    start: Launcher, tricky_path: Path, held: dict[str, Any], number: signal.Signals
+) -> None:
+    running = start(tricky_path)
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=running.url, timeout=SECONDS) as client:
+        slow = pool.submit(_predict, running, held)
+        try:
+            _in_flight(running, 1)
+            assert client.get("/v2/health/ready").status_code == 200
+            running.signal(number)
+            running.wait_for("draining")
+            response = client.get("/v2/health/ready")  # on the connection that is open already
+            assert (response.status_code, response.json()["ready"]) == (503, False)
+            assert response.headers["connection"] == "close"
+            assert not slow.done()
+        finally:
+            Path(held["gate"]).touch()
+        assert slow.result().status_code == 200
+    assert running.process.wait(SECONDS) == 0
+
+
+def test_told_twice_to_end_the_service_does_not_wait(start: Launcher, tricky_path: Path, held: dict[str, Any]) -> None:
+    running = start(tricky_path)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(_predict, running, held)
+        _in_flight(running, 1)
+        running.signal(signal.SIGTERM)
+        running.wait_for("draining")
+        running.signal(signal.SIGTERM)
+        assert running.process.wait(SECONDS) == 128 + signal.SIGTERM
+        with pytest.raises(httpx.TransportError):
+            slow.result()
+
+
+def test_ended_under_load_no_accepted_request_is_lost(start: Launcher, tricky_path: Path, picture: list[Any]) -> None:
+    running = start(tricky_path)
+    load = Load(running.port, {"instances": [{"image": picture}]}, keep_alive=True)
+    with load.running(clients=8):
+        load.answers(200)
+        running.signal(signal.SIGTERM)
+        assert load.refused.wait(SECONDS)
+    assert load.failures == []
+    assert running.process.wait(SECONDS) == 0
+
+
+def test_a_successor_takes_over_the_port_under_load_without_a_gap(
+    start: Launcher, tricky_path: Path, picture: list[Any]
+) -> None:
+    old = start(tricky_path)
+    load = Load(old.port, {"instances": [{"image": picture}]}, keep_alive=False)
+    with load.running(clients=4):
+        load.answers(50)
+        new = start(tricky_path, port=old.port, grpc_port=old.grpc_port, standby=True)
+        pid = str(new.process.pid)
+        standby = httpx.get(f"http://127.0.0.1:{new.standby_port}/v2/health/ready", timeout=SECONDS)
+        assert (standby.status_code, standby.headers["x-served-by"]) == (200, pid)
+        load.answers(20, by=str(old.process.pid))
+        assert pid not in load.served_by
+
+        new.signal(signal.SIGUSR1)
+        new.wait_for("ready url=")
+        load.answers(50, by=pid)
+        assert old.stop() == 0
+        load.answers(50, by=pid)
+    assert load.failures == []
+    assert not load.refused.is_set()
+    assert httpx.get(f"http://127.0.0.1:{new.standby_port}/", timeout=SECONDS).headers["x-served-by"] == pid
+
+
+def test_a_standby_that_is_never_called_ends_without_having_served(start: Launcher, tricky_path: Path) -> None:
+    running = start(tricky_path, standby=True)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", running.port), SECONDS)
+    assert running.stop() == 0
+
+
+def test_a_standby_for_a_strangers_port_is_refused_at_once(
+    start: Launcher, tricky_path: Path, free_ports: Callable[[int], list[int]]
+) -> None:
+    (port,) = free_ports(1)
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", port))
+        stranger.listen()
+        running = start(tricky_path, port=port, standby=True, ready=False)
+        assert running.process.wait(SECONDS) == 2
+    running.wait_for(f"error: port 127.0.0.1:{port}: Address already in use")
