@@ -50,10 +50,9 @@ class Envelope:
 
         try:
             body = await self._read(scope, receive)
-            if body is None:
-                await self._refuse(receive, watched)
-            else:
-                await self.app(scope, _replay(body, receive), watched)
+            await self.app(scope, _replay(body, receive), watched)
+        except _TooLarge as error:
+            await self._refuse(receive, watched, more=error.more)
         except _Gone:
             return
         except Exception:
@@ -61,11 +60,11 @@ class Envelope:
             if not started:
                 await _send_error(watched, HTTPStatus.INTERNAL_SERVER_ERROR, INTERNAL)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None as soon as it is known to be too large."""
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body, refused as soon as it is known to be too large."""
         said = dict(scope["headers"]).get(b"content-length", b"0")
-        if said.isdigit() and int(said) > self.max_body_bytes:
-            return None
+        if int(said) > self.max_body_bytes:  # uvicorn has refused what is no number
+            raise _TooLarge(more=True)
         chunks, size, more = [], 0, True
         while more:
             message = await receive()
@@ -73,22 +72,30 @@ class Envelope:
                 raise _Gone
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
-            if size > self.max_body_bytes:
-                return None
             more = message.get("more_body", False)
+            if size > self.max_body_bytes:
+                raise _TooLarge(more=more)
         return b"".join(chunks)
 
-    async def _refuse(self, receive: Receive, send: Send) -> None:
+    async def _refuse(self, receive: Receive, send: Send, *, more: bool) -> None:
         """413, then read on for a moment: closing on unread bytes would reset the connection and lose the answer."""
         text = f"body: larger than the limit of {self.max_body_bytes} bytes"
         await _send_error(send, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text, close=True, more=True)
         try:
             async with asyncio.timeout(_LINGER_SECONDS):
-                while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
-                    pass
+                while more:
+                    more = (await receive()).get("more_body", False)
         except TimeoutError:
-            log.info("a client went on sending a body that was refused; the connection is closed")
+            log.info("a client did not stop sending a body that was refused; closing its connection")
         await send({"type": "http.response.body", "body": b""})
+
+
+class _TooLarge(Exception):
+    """The body exceeds its limit; `more` of it is still to come."""
+
+    def __init__(self, *, more: bool) -> None:
+        super().__init__()
+        self.more = more
 
 
 class _Gone(Exception):

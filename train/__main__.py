@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.spec.data import Samples, check_columns, open_split
-from pipeline.spec.errors import ConfigError, DataError
+from pipeline.spec.errors import ConfigError, DataError, StageError
 from pipeline.spec.files import write_json
 from pipeline.spec.fingerprint import fingerprint
 from pipeline.spec.rank import Rank
@@ -21,7 +21,7 @@ from pipeline.spec.step import run_step
 from pipeline.spec.task import load_task
 from pipeline.spec.weights import save_weights
 from train.checkpoint import CheckpointStore, Progress
-from train.group import Group, join
+from train.group import Group, join, lost_contact
 from train.journal import Journal
 from train.trainer import Trainer
 
@@ -42,7 +42,15 @@ def train(run: Run, root: Path) -> None:
         if group.rank.first:
             _check_unchanged(run, splits)
         trainer = Trainer(task, run.config, group, *splits)
-        _fit(trainer, run, group)
+        try:
+            _fit(trainer, run, group)
+        except Exception as error:
+            if not lost_contact(error):
+                raise
+            raise StageError(
+                f"rank {group.rank.rank} lost contact with another process, which was killed, failed or hangs; "
+                "the log tells which"
+            ) from error
 
 
 def _fit(trainer: Trainer, run: Run, group: Group) -> None:

@@ -83,6 +83,11 @@ def join(config: Train, rank: Rank) -> Iterator[Group]:
     dist.destroy_process_group()
 
 
+def lost_contact(error: Exception) -> bool:
+    """Whether another process ended or hangs, as the collectives' backends tell it."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
 def choose_device(wanted: str, rank: Rank) -> torch.device:
     """`auto` takes a GPU where torch sees one; asking for `cuda` never falls back silently."""
     if wanted == "cuda" and not torch.cuda.is_available():

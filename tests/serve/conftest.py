@@ -28,6 +28,7 @@ from pipeline.spec.golden import Golden
 from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
 
 ROOT = Path(__file__).resolve().parents[2]
+TOO_BRIGHT = 100  # a value from which on the model itself fails
 LIMITS = Limits(max_batch_size=16, max_body_bytes=100_000)
 
 # Waits for a file or fails when the instance asks for it, so that a test decides when and where.
@@ -54,17 +55,22 @@ class TrickyCodec:
 
 
 def _model(path: Path) -> None:
-    """logits = flatten(image) @ weight, with weights nobody would guess."""
+    """logits = flatten(image) @ weight, with weights nobody would guess; fails on a value beyond TOO_BRIGHT."""
     weight = np.random.default_rng(7).normal(size=(64, 10)).astype(np.float32)
+    zeros = np.zeros(TOO_BRIGHT, np.float32)
     graph = helper.make_graph(
         [
             helper.make_node("Flatten", ["image"], ["flat"]),
-            helper.make_node("MatMul", ["flat", "weight"], ["logits"]),
+            helper.make_node("MatMul", ["flat", "weight"], ["product"]),
+            helper.make_node("ReduceMax", ["flat"], ["brightest"], keepdims=0),
+            helper.make_node("Cast", ["brightest"], ["index"], to=TensorProto.INT64),
+            helper.make_node("Gather", ["zeros", "index"], ["zero"]),
+            helper.make_node("Add", ["product", "zero"], ["logits"]),
         ],
         "tiny",
         [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 1, 8, 8])],
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 10])],
-        [numpy_helper.from_array(weight, "weight")],
+        [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(zeros, "zeros")],
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
 

@@ -149,6 +149,15 @@ def test_a_failure_of_ours_is_a_500_that_tells_nothing_and_a_traceback_in_the_lo
     assert tricky_server.log.count("Traceback") == 1
 
 
+def test_a_model_that_fails_is_a_500_that_tells_nothing(server: Running, image: np.ndarray[Any, Any]) -> None:
+    response = httpx.post(f"{server.url}/v2/models/tiny/infer", json=_infer(image + 1000), timeout=20)
+    assert (response.status_code, response.json()) == (
+        500,
+        {"error": "internal error; the server's log has the details"},
+    )
+    server.wait_for("indices element out of data bounds")
+
+
 def test_a_codec_that_stumbles_over_a_payload_is_a_400(tricky_server: Running, picture: list[Any]) -> None:
     body = {"instances": [{"image": picture, "fail": "decode"}]}
     response = httpx.post(f"{tricky_server.url}/v1/models/tiny:predict", json=body, timeout=20)

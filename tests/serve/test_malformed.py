@@ -99,7 +99,6 @@ CASES: list[tuple[str, bytes, dict[str, str], int, str]] = [
     (V2, _v2(_image(data=[None] * 64)), JSON, 400, "image"),
     (V2, _v2(_image(data=[True] * 64)), JSON, 400, "image"),
     (V2, _v2(_image(data=[1e300] * 64)), JSON, 400, "image"),
-    (V2, _v2(_image(data=[2**70] * 64)), JSON, 200, ""),  # no double is lost: floats may be large
     (V2, _v2(_image(data=None)), JSON, 400, "data"),
     (V2, _v2(_image(data={"0": 1})), JSON, 400, "inputs.0.data"),
     (V2, _v2(_image(extra=1)), JSON, 400, "extra"),
@@ -137,9 +136,8 @@ def test_a_malformed_request_is_refused_with_a_sentence_that_names_the_field(
 ) -> None:
     found, answer = _post(server, path, body, headers)
     assert found == status, answer
-    if status != 200:
-        assert named in answer["error"]
-        assert "Traceback" not in answer["error"]
+    assert named in answer["error"]
+    assert "Traceback" not in answer["error"]
 
 
 def test_after_all_of_them_the_golden_request_still_gets_its_golden_answer(server: Running, bundle: Bundle) -> None:

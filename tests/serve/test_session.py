@@ -78,8 +78,7 @@ def test_weights_outside_the_bundle_are_never_read(
     place = weight.external_data.add()
     place.key, place.value = "location", str(outside) if absolute else "../outside.bin"
     model = onnx.load(str(own_bundle / "model.onnx"))
-    del model.graph.initializer[:]
-    model.graph.initializer.append(weight)
+    model.graph.initializer[0].CopyFrom(weight)
     (own_bundle / "model.onnx").write_bytes(model.SerializeToString())
     seal(own_bundle)
     with pytest.raises(BundleError, match=r"ONNX Runtime cannot load it: .* External data path validation failed"):
