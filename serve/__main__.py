@@ -42,7 +42,8 @@ def serve(options: Options) -> None:
     verify(bundle, predictor)
     from serve.server import Service  # here, not above: kserve reads sys.argv and takes a second to import
 
-    Service(bundle, predictor, options).run(public, standby)
+    service = Service(bundle, predictor, options, public, standby)
+    service.start([service.model])
 
 
 def _configure_logging() -> None:

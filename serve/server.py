@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,15 @@ log = logging.getLogger(__name__)
 class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
     """Where kserve's own start and stop bind every interface and unload models under requests, these do not."""
 
-    def __init__(self, bundle: Bundle, predictor: Predictor, options: Options) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        predictor: Predictor,
+        options: Options,
+        public: socket.socket,
+        standby: socket.socket | None,
+    ) -> None:
+        """The sockets are bound already and not listening yet."""
         super().__init__(
             http_port=options.public.port,
             enable_grpc=options.grpc is not None,
@@ -48,44 +55,40 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self.dataplane = OnnxPlane(self.registered_models)
         self.metrics = Metrics()
         self.metrics.serving(name=name, digest=bundle.digest, provider=predictor.session.provider)
+        application = app.build(self.dataplane, title=name, version=bundle.digest[:12])
+        limit = bundle.signature.limits.max_body_bytes
+        self._envelope = Envelope(application, limit, self.metrics, lambda: self.dataplane.draining)
+        self._public, self._standby = public, standby
         self.headers = [("x-bundle-digest", bundle.digest), ("x-served-by", str(os.getpid()))]
         self._public_wanted, self._stop_wanted = asyncio.Event(), asyncio.Event()
         self._listeners: list[Listener] = []
         self._running: set[asyncio.Task[None]] = set()
 
-    def run(self, public: socket.socket, standby: socket.socket | None) -> None:
-        """Serve on sockets that are bound already until a signal ends it."""
-        self.start([self.model], partial(self._live, public, standby))
-
-    def start(self, models: list[Any], life: Callable[[], Any]) -> None:
+    def start(self, models: list[Any]) -> None:
+        """Serve until a signal ends it."""
         self._register_and_check_atleast_one_model_is_ready(models)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(life())
+            runner.run(self._serve())
 
-    async def _live(self, public: socket.socket, standby: socket.socket | None) -> None:
+    async def _serve(self) -> None:
         self.register_signal_handler()
-        application = app.build(self.dataplane, title=self.model.name, version=self.bundle.digest[:12])
-        limit = self.bundle.signature.limits.max_body_bytes
-        self._envelope = Envelope(application, limit, self.metrics, lambda: self.dataplane.draining)
-        if standby is None:
-            await self._go_public(public, take_over=False)
-        else:
-            await self._listen(standby)
-            log.info("standby url=http://%s:%d %s", *standby.getsockname()[:2], self._identity())
+        if self._standby is not None:
+            await self._listen(self._standby)
+            log.info("standby url=http://%s:%d %s", *self._standby.getsockname()[:2], self._identity())
             await self._first(self._public_wanted, self._stop_wanted)
-            if self._stop_wanted.is_set():
-                public.close()
-            else:
-                await self._go_public(public, take_over=True)
+        if self._stop_wanted.is_set():
+            self._public.close()
+        else:
+            await self._go_public(take_over=self._standby is not None)
         await self._stop_wanted.wait()
         await self._drain()
 
-    async def _go_public(self, public: socket.socket, *, take_over: bool) -> None:
+    async def _go_public(self, *, take_over: bool) -> None:
         if self.options.grpc is not None:
             self._grpc_server = await self._start_grpc(self.options.grpc)
-        await self._listen(public)
+        await self._listen(self._public)
         if take_over:
-            prefer(public)
+            prefer(self._public)
         log.info("ready url=%s grpc=%s %s", self.options.public.url, self.options.grpc or "off", self._identity())
 
     async def _listen(self, sock: socket.socket) -> None:

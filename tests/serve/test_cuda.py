@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import logging
+
+import onnxruntime
+import pytest
+
+from pipeline.spec.bundle import Bundle
+from serve.cuda import why_no_cuda
+from serve.session import CPU, Session
+
+NO_CUDA = why_no_cuda(onnxruntime.get_available_providers())
+
+
+def test_an_onnxruntime_without_the_provider_is_named_as_the_reason() -> None:
+    assert "onnxruntime-gpu has" in why_no_cuda([CPU])
+
+
+@pytest.mark.skipif(not NO_CUDA, reason="CUDA works here")
+def test_a_session_that_falls_back_says_why_in_its_log_and_to_whoever_asks(
+    bundle: Bundle, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="serve"):
+        session = Session(bundle, "auto", 1)
+    assert (session.provider, session.fallback) == (CPU, NO_CUDA)
+    assert NO_CUDA in caplog.text
+    assert capfd.readouterr().out == ""  # ONNX Runtime itself was never asked for what it cannot do
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA)
+def test_where_cuda_works_auto_runs_on_it(bundle: Bundle) -> None:
+    assert (Session(bundle, "auto", 1).provider, NO_CUDA) == ("CUDAExecutionProvider", "")
