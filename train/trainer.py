@@ -194,7 +194,7 @@ def judge_epoch(progress: Progress, validation: dict[str, float]) -> Progress:
 def not_finite(what: str, step: int, ranks: list[int]) -> str:
     places = "rank " + ", ".join(map(str, ranks))
     return (
-        f"the {what} is not finite at step {step} on {places}; the last good checkpoint is kept. "
+        f"the {what} is not finite at step {step} on {places}; checkpoints made so far are kept. "
         "Lower train.lr, set train.clip_norm, or look at the data of that step"
     )
 
