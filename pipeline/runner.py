@@ -176,7 +176,7 @@ def _reuse(road: Road, run: Run, step: Step) -> StepRecord:
 
 
 def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
-    _clear(run, step)
+    _clear(run, step, display)
     argv = argv_of(step.name, road.config, _run_argument(road.project, run), count_gpus(os.environ))
     record = StepRecord(
         step=step.name,
@@ -233,13 +233,15 @@ def _failure(run: Run, step: str, status: int) -> PipelineError | None:
     return StageError(f"{step}: its process {how} and left no reason")
 
 
-def _clear(run: Run, step: Step) -> None:
+def _clear(run: Run, step: Step, display: Display) -> None:
     """Throw away what an earlier attempt left, except checkpoints made under this very key."""
     partial = run.partial(step.name)
     (partial / "error.json").unlink(missing_ok=True)
     earlier = run.read().steps.get(step.name)
     if step.name == "train" and earlier is not None and earlier.key == step.key and earlier.status != "done":
         return
+    if (partial / "checkpoints").is_dir():
+        display.say(f"{step.name}: starting over, its checkpoints were made under other settings or sources")
     shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -26,9 +26,14 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        mends = {
+            errno.ENOSPC: "disk full; free some space, then `pipe run --resume`",
+            errno.EACCES: f"{error.filename}: permission denied",
+            errno.EROFS: f"{error.filename}: the file system is read-only",
+        }
+        if error.errno not in mends:
             raise
-        print("error: disk full; free some space, then `pipe run --resume`", file=sys.stderr)
+        print(f"error: {mends[error.errno]}", file=sys.stderr)
         sys.exit(PipelineError.exit_code)
 
 
