@@ -17,6 +17,9 @@ from serve.middleware import INTERNAL
 from serve.model import Call, OnnxPlane
 
 
+_CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of any body unless told otherwise: read as JSON
+
+
 class Endpoints:
     def __init__(self, plane: OnnxPlane) -> None:
         self.plane = plane
@@ -99,7 +102,7 @@ def _check_content(request: Request, *accepted: str) -> None:
         raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"content-encoding: {coding!r} is not supported")
     kind, _, parameters = request.headers.get("content-type", accepted[0]).partition(";")
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if kind.strip().lower() not in accepted or charset not in ("", "utf-8"):
+    if kind.strip().lower() not in (*accepted, _CURL) or charset not in ("", "utf-8"):
         found = request.headers["content-type"]
         raise HTTPException(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"content-type: {found!r} given, send {' or '.join(accepted)}"

@@ -163,3 +163,10 @@ def test_a_codec_that_stumbles_over_a_payload_is_a_400(tricky_server: Running, p
     response = httpx.post(f"{tricky_server.url}/v1/models/tiny:predict", json=body, timeout=20)
     assert (response.status_code, response.json()["error"].partition(":")[0]) == (400, "instances")
     assert "secret" not in response.text
+
+
+def test_what_curl_calls_a_form_is_read_as_json(client: httpx.Client) -> None:
+    body = json.dumps({"instances": [[[0.0] * 8] * 8]})
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    assert client.post("/v1/models/tiny:predict", content=body, headers=headers).status_code == 200
+    assert client.post("/v1/models/tiny:predict", content="a=b", headers=headers).status_code == 400
