@@ -16,7 +16,6 @@ from serve import openapi, v1, v2
 from serve.middleware import INTERNAL
 from serve.model import Call, OnnxPlane
 
-
 _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of any body unless told otherwise: read as JSON
 
 
