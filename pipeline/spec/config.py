@@ -8,19 +8,29 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from pipeline.spec.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]  # what every generator takes
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class Section(BaseModel):
     # Built at first use: `pipe --help` validates nothing.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python, and so pydantic, takes true for 1: `epochs: yes` would train one epoch."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise PydanticCustomError("truth", "input should not be true or false")
+        return value
 
 
 class Prepare(Section):
@@ -46,7 +56,7 @@ class Train(Section):
     clip_norm: float = Field(1.0, ge=0, description="largest gradient norm; 0 switches clipping off")
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="autocast type; fp16 scales its gradients")
     patience: Natural = Field(0, description="epochs without a better validation loss before stopping; 0 never stops")
-    seed: Natural = Field(0, description="seed of weights, data order and augmentation")
+    seed: Seed = Field(0, description="seed of weights, data order and augmentation")
     deterministic: bool = Field(True, description="ask torch for deterministic algorithms")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes GPUs when torch sees them")
     processes: Natural = Field(0, description="processes per node; 0 means one a GPU, or 2 on CPU")
@@ -70,7 +80,7 @@ class Evaluate(Section):
     force_reason: str = Field("", description="pass a failing candidate, with this reason on record for ever")
     batch_size: Positive = Field(256, description="samples per forward pass")
     processes: Positive = Field(1, description="processes that share the test set")
-    seed: Natural = Field(0, description="seed of the bootstrap")
+    seed: Seed = Field(0, description="seed of the bootstrap")
 
 
 class Export(Section):
@@ -197,15 +207,11 @@ def _sentence(item: dict[str, Any]) -> str:
 
 
 def _nearest(location: tuple[str | int, ...]) -> str:
-    """The known key that looks most like the unknown one, searched in its section first."""
+    """The same key in another section, or else the key of this one that looks most like it."""
     *sections, last = (str(part) for part in location)
     model: Any = Config
     for name in sections:
         model = model.model_fields[name].annotation
-    known = {".".join([*sections, name]): name for name in model.model_fields}
-    near = difflib.get_close_matches(last, known.values(), n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean `{'.'.join([*sections, near[0]])}`?"
     elsewhere = [
         f"{section}.{name}"
         for section, field in Config.model_fields.items()
@@ -215,4 +221,7 @@ def _nearest(location: tuple[str | int, ...]) -> str:
     ]
     if elsewhere:
         return f"; did you mean `{elsewhere[0]}`?"
+    near = difflib.get_close_matches(last, list(model.model_fields), n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean `{'.'.join([*sections, near[0]])}`?"
     return f"; known keys here: {', '.join(model.model_fields)}"

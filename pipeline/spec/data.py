@@ -23,7 +23,13 @@ class Samples:
         self._items: Any = source
         self._columns = _as_columns(split, source) if isinstance(source, Mapping) else None
         first: Any = next(iter(self._columns.values())) if self._columns else source
-        self._count = len(first)
+        try:
+            self._count = len(first)
+        except TypeError as error:
+            raise DataError(
+                f"data({split!r}): must return columns of equal length, or a map-style data set with a length; "
+                f"found {type(source).__name__}"
+            ) from error
         if self._count == 0:
             raise DataError(f"data({split!r}): the split is empty")
 
@@ -42,6 +48,9 @@ class Samples:
         batch = default_collate([self._items[i] for i in indices])
         if not isinstance(batch, dict):
             raise DataError(f"data({self.split!r}): an item must be a mapping of column names to values")
+        for name, column in batch.items():
+            if not isinstance(column, Tensor):
+                raise DataError(f"data({self.split!r}): column `{name}` must hold numbers or tensors")
         return batch
 
     def batches(self, indices: range, size: int) -> Iterator[dict[str, Tensor]]:
@@ -74,7 +83,9 @@ def named(task: Task, returned: Any) -> dict[str, Tensor]:
     names = list(task.outputs)
     if isinstance(returned, Tensor):
         returned = (returned,)
-    values = [returned.get(name) for name in names] if isinstance(returned, Mapping) else list(returned)
+    if isinstance(returned, Mapping):
+        returned = [returned.get(name) for name in names]
+    values = list(returned) if isinstance(returned, list | tuple) else []
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not len(values) == len(tensors) == len(names):
         raise DataError(f"the model must return the tensors named in `outputs` ({', '.join(names)})")
@@ -87,7 +98,7 @@ def bare(task: Task, outputs: Mapping[str, Tensor]) -> Outputs:
 
 
 def _as_columns(split: str, source: Mapping[str, Any]) -> dict[str, Tensor]:
-    columns = {name: torch.as_tensor(value) for name, value in source.items()}
+    columns = {name: _as_column(split, name, value) for name, value in source.items()}
     if not columns:
         raise DataError(f"data({split!r}): has no columns")
     lengths = {name: len(column) for name, column in columns.items()}
@@ -95,3 +106,13 @@ def _as_columns(split: str, source: Mapping[str, Any]) -> dict[str, Tensor]:
         sizes = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise DataError(f"data({split!r}): columns differ in length ({sizes})")
     return columns
+
+
+def _as_column(split: str, name: str, value: Any) -> Tensor:
+    try:
+        column = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"data({split!r}): column `{name}` is no array of numbers: {error}") from error
+    if column.ndim == 0:
+        raise DataError(f"data({split!r}): column `{name}` is a single number, not one value per sample")
+    return column

@@ -31,7 +31,7 @@ def _load(path: Path, root: Path) -> Any:
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    if loaded is not None or name in sys.stdlib_module_names:
+    if loaded is not None or _taken(name, path):
         name = f"_{name}_{digest_bytes(str(path).encode())[:12]}"  # the plain name belongs to somebody else
         if name in sys.modules:
             return sys.modules[name]
@@ -41,7 +41,14 @@ def _load(path: Path, root: Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a main guard must not end the step as if it were done
         del sys.modules[name]
-        raise ConfigError(f"{path.name}: import failed: {type(error).__name__}: {error}") from error
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{path.name}: import failed: {type(error).__name__}: {text}") from error
     return module
+
+
+def _taken(name: str, path: Path) -> bool:
+    """Whether `import name` means something else than this file, though nobody imported it yet."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin != str(path)

@@ -77,10 +77,16 @@ def load_task(reference: str, root: Path) -> Task:
         if not callable(getattr(task, method, None)):
             raise ConfigError(f"{reference}: has no method {signature}; every task needs it")
     for attribute in ("inputs", "outputs"):
-        names = getattr(task, attribute, None)
-        if isinstance(names, str) or not names or not all(isinstance(name, str) and name for name in names):
+        if not _are_names(getattr(task, attribute, None)):
             raise ConfigError(f'{reference}: set `{attribute} = ("name", ...)`, the names of the model\'s {attribute}')
     return task
+
+
+def _are_names(value: object) -> bool:
+    """At least one, each a word of its own."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(name, str) and name for name in value) and len(set(value)) == len(value)
 
 
 _METHODS = {

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.spec.config import Config, load_config, override_config, parse_config
+from pipeline.spec.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:DigitsCodec"}
+
+
+def config(**sections: Any) -> Config:
+    return parse_config({**MINIMAL, **sections}, source="pipe.yaml")
+
+
+def refusal(**sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(**sections)
+    return str(caught.value)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "pipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_an_unknown_section_suggests_the_nearest_one() -> None:
+    assert "unknown key `trian`; did you mean `train`?" in refusal(trian={"epochs": 1})
+
+
+def test_an_unknown_key_suggests_the_nearest_of_its_section() -> None:
+    assert "unknown key `train.epoch`; did you mean `train.epochs`?" in refusal(train={"epoch": 1})
+
+
+def test_a_key_of_another_section_is_found_there() -> None:
+    assert "did you mean `deploy.replicas`?" in refusal(train={"replicas": 3})
+
+
+def test_a_key_like_no_other_lists_those_that_are_known() -> None:
+    assert "known keys here: leaks, files" in refusal(prepare={"qqqqqqqq": 1})
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match="`task` is missing"):
+        parse_config({"name": "x", "codec": "codec.py:C"}, source="pipe.yaml")
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    text = refusal(train={"epochs": 0, "lr": -1})
+    assert "`train.epochs`" in text
+    assert "`train.lr`" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("train", "epochs", "many"),
+        ("train", "epochs", 2.5),
+        ("train", "epochs", 0),
+        ("train", "epochs", [3]),
+        ("train", "optimizer", "adam"),
+        ("train", "seed", -1),
+        ("train", "seed", 2**64),
+        ("train", "warmup", 1.5),
+        ("evaluate", "confidence", 1.0),
+        ("evaluate", "require", {"accuracy": "high"}),
+        ("export", "batch_sizes", []),
+        ("export", "batch_sizes", [0]),
+        ("deploy", "port", 65536),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_full_name_of_its_key(section: str, key: str, value: Any) -> None:
+    assert f"`{section}.{key}" in refusal(**{section: {key: value}})
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("key", ["epochs", "lr", "seed"])
+def test_yes_or_no_is_not_taken_for_a_number(key: str, value: bool) -> None:
+    assert f"`train.{key}`" in refusal(train={key: value})
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", ".nan", "-.inf"])
+@pytest.mark.parametrize("key", ["train.lr", "evaluate.margin", "evaluate.require.accuracy", "export.rtol"])
+def test_a_number_that_is_not_finite_is_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{key}`"):
+        override_config(config(), [f"{key}={value}"])
+
+
+def test_a_section_that_is_not_a_mapping_is_refused() -> None:
+    assert "`train`" in refusal(train=3)
+
+
+@pytest.mark.parametrize("name", ["Digits", "-digits", "digits-", "dig its", "d" * 41, ""])
+def test_a_name_that_no_cluster_takes_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="`name`"):
+        parse_config({**MINIMAL, "name": name}, source="pipe.yaml")
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    assert len(refusal(train={"epochs": "x" * 5000})) < 300
+
+
+def test_overrides_win_over_the_file_and_leave_the_rest(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\ntask: t.py:T\ncodec: c.py:C\ntrain: {epochs: 3, seed: 7}\n")
+    found = load_config(path, ["train.epochs=9", "evaluate.require.accuracy=0.5"])
+    assert (found.train.epochs, found.train.seed, found.evaluate.require) == (9, 7, {"accuracy": 0.5})
+
+
+def test_exponents_without_a_dot_are_numbers_though_yaml_reads_them_as_text() -> None:
+    assert override_config(config(), ["train.lr=1e-3"]).train.lr == 1e-3
+    assert config(train={"lr": "2e-4"}).train.lr == 2e-4
+
+
+def test_an_override_may_hold_a_list_or_an_equals_sign() -> None:
+    found = override_config(config(), ["export.batch_sizes=[1, 4]", "evaluate.force_reason=a=b"])
+    assert found.export.batch_sizes == (1, 4)
+    assert found.evaluate.force_reason == "a=b"
+
+
+def test_an_override_without_a_value_empties_the_text() -> None:
+    forced = config(evaluate={"force_reason": "demo"})
+    assert override_config(forced, ["evaluate.force_reason="]).evaluate.force_reason == ""
+
+
+@pytest.mark.parametrize("override", ["train.epochs", "=3", "train.lr.deep=1", "train.lr=[1"])
+def test_an_override_that_makes_no_sense_is_quoted(override: str) -> None:
+    with pytest.raises(ConfigError, match="override") as caught:
+        override_config(config(), [override])
+    assert override in str(caught.value)
+
+
+def test_an_override_of_an_unknown_key_suggests_too() -> None:
+    with pytest.raises(ConfigError, match="did you mean `train.epochs`"):
+        override_config(config(), ["train.epcohs=1"])
+
+
+def test_overriding_leaves_the_original_as_it_was() -> None:
+    before = config()
+    override_config(before, ["train.epochs=77"])
+    assert before == config()
+
+
+def test_a_configuration_survives_its_own_dump() -> None:
+    found = config(train={"lr": 0.3}, export={"batch_sizes": [5]}, evaluate={"require": {"accuracy": 0.9}})
+    assert parse_config(found.model_dump(mode="json"), source="run.json") == found
+
+
+def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pipe init"):
+        load_config(tmp_path / "pipe.yaml")
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "just words"])
+def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        load_config(write(tmp_path, text))
+
+
+def test_broken_yaml_is_refused_on_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not valid YAML") as caught:
+        load_config(write(tmp_path, "train: {epochs: [1\nname: x"))
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.yaml"
+    path.write_bytes(b"name: \xff\xfe\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(path)
