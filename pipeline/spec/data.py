@@ -45,7 +45,7 @@ class Samples:
         if self._columns is not None:
             index = torch.as_tensor(indices)
             return {name: column[index] for name, column in self._columns.items()}
-        batch = default_collate([self._items[i] for i in indices])
+        batch = default_collate([self._items[int(i)] for i in indices])
         if not isinstance(batch, dict):
             raise DataError(f"data({self.split!r}): an item must be a mapping of column names to values")
         for name, column in batch.items():
