@@ -53,4 +53,4 @@ class Task:
 
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:
-        return load_wine().data[[0, 60, 150]].tolist()
+        return [row.tolist() for row in load_wine().data[[0, 60, 150]]]
