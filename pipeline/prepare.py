@@ -72,9 +72,10 @@ def _balance(task: Task, samples: Samples) -> dict[str, int] | None:
 
 def _judge(pairs: list[dict[str, Any]], leaks: str, listing: Path) -> None:
     a, b = pairs[0]["a"], pairs[0]["b"]
+    listed = "all are" if len(pairs) <= _LISTED else f"the first {_LISTED} are"
     text = (
         f"{len(pairs)} samples stand in more than one split, as {b['split']}[{b['index']}] = "
-        f"{a['split']}[{a['index']}]; all are listed in {listing.parent.name}/{listing.name}. "
+        f"{a['split']}[{a['index']}]; {listed} listed in {listing.parent.name}/{listing.name}. "
         "Remove them, or set prepare.leaks=warn to accept a test that is not fair"
     )
     if leaks == "error":

@@ -117,13 +117,17 @@ class CheckpointStore:
         sync_directory(self._directory)
 
     def _prune(self, progress: Progress) -> None:
-        """Keep the newest few, and the best each of them refers to."""
-        kept = set(self.steps()[-self._keep :]) | {progress.best_step}
-        for step in list(kept):
+        """Keep the newest few, and the best each of them refers to.
+
+        Later steps than the one just saved were passed over at the start; they must not count as the newest.
+        """
+        past = [step for step in self.steps() if step <= progress.step]
+        kept = {*past[-self._keep :], progress.best_step}
+        for step in sorted(kept):
             meta = self._path(step) / "meta.json"
             if meta.exists():
                 kept.add(json.loads(meta.read_text())["progress"]["best_step"])
-        for step in set(self.steps()) - kept:
+        for step in set(past) - kept:
             shutil.rmtree(self._path(step))
 
     def _path(self, step: int) -> Path:

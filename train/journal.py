@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from pipeline.spec.files import write_atomic
+
 
 class Journal:
     """Written by the first process alone."""
@@ -44,4 +46,4 @@ def _forget_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             break  # the half line a kill left behind
-    path.write_text("".join(kept))
+    write_atomic(path, "".join(kept))

@@ -36,6 +36,7 @@ class Window:
     steps: int = 0
     waited: float = 0.0
     started: float = 0.0
+    broken: int | None = None  # first step whose loss was not finite here
 
 
 class Trainer:
@@ -89,6 +90,8 @@ class Trainer:
                 self._precision.backward(loss * (len(indices) * self._group.size / global_size))
             loss_sum += float(loss.detach()) * len(indices)
         norm = self._update(step, loss_sum)
+        if self._window.broken is None and not math.isfinite(loss_sum):
+            self._window.broken = step
         self._window.loss += loss_sum
         self._window.samples += global_size
         self._window.steps += 1
@@ -139,10 +142,11 @@ class Trainer:
         window, now = self._window, time.perf_counter()
         seconds = max(now - window.started, 1e-9)
         # A loss can be infinite while its gradient is not, so the sums are looked at too.
-        finite, loss = self._group.total([math.isfinite(window.loss), window.loss])
-        if finite != self._group.size:
-            bad = [rank for rank, fine in enumerate(self._group.gather(math.isfinite(window.loss))) if not fine]
-            raise DataError(not_finite("loss", step - 1, bad))
+        broken, loss = self._group.total([window.broken is not None, window.loss])
+        if broken:
+            steps = self._group.gather(window.broken)
+            first = min(found for found in steps if found is not None)
+            raise DataError(not_finite("loss", first, [rank for rank, found in enumerate(steps) if found == first]))
         if journal:
             values = {
                 "loss": loss / window.samples,

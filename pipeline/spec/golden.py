@@ -64,5 +64,6 @@ def difference(expected: Any, found: Any, rtol: float, atol: float, place: str =
     elif isinstance(expected, dict) and isinstance(found, dict) and expected.keys() == found.keys():
         pairs = [(expected[key], found[key], f"{place}.{key}".lstrip(".")) for key in expected]
     else:
-        return None if expected == found else f"{place or 'answer'}: expected {expected!r}, found {found!r}"
+        same = expected == found and isinstance(expected, bool) == isinstance(found, bool)  # Python's True equals 1
+        return None if same else f"{place or 'answer'}: expected {expected!r}, found {found!r}"
     return next((text for a, b, where in pairs if (text := difference(a, b, rtol, atol, where))), None)

@@ -19,7 +19,7 @@ def house_sources(package: str) -> dict[str, str]:
     """Digests of the files of ours that a package reaches by imports, by path."""
     start = HOUSE / Path(*package.split("."))
     entry = sorted(start.glob("*.py")) if start.is_dir() else [start.with_suffix(".py")]
-    return _digests(HOUSE, _closure(entry, HOUSE, only=PACKAGES))
+    return _digests(HOUSE, _closure(entry, HOUSE, [HOUSE], only=PACKAGES))
 
 
 def project_sources(root: Path, *references: str) -> dict[str, str]:
@@ -30,10 +30,15 @@ def project_sources(root: Path, *references: str) -> dict[str, str]:
         path = (root / file).resolve()
         if not path.is_file():
             raise ConfigError(f"{reference}: no file {file} in {root}")
+        if not path.is_relative_to(root.resolve()):
+            raise ConfigError(f"{reference}: {file} lies outside the project {root}; move it there")
         if name not in _top_level_names(path):
             raise ConfigError(f"{reference}: {file} has no class {name}")
         entry.append(path)
-    return _digests(root.resolve(), _closure(entry, root.resolve(), only=None))
+    base = root.resolve()
+    # The folders that pipeline.spec.plugin puts on the path, in its order.
+    folders = list(dict.fromkeys([base, *(path.parent for path in entry)]))
+    return _digests(base, _closure(entry, base, folders, only=None))
 
 
 def code_digest(root: Path, *references: str) -> str:
@@ -45,7 +50,7 @@ def _digests(base: Path, paths: set[Path]) -> dict[str, str]:
     return {path.relative_to(base).as_posix(): digest_file(path) for path in sorted(paths)}
 
 
-def _closure(entry: list[Path], base: Path, only: tuple[str, ...] | None) -> set[Path]:
+def _closure(entry: list[Path], base: Path, folders: list[Path], only: tuple[str, ...] | None) -> set[Path]:
     found: set[Path] = set()
     waiting = list(entry)
     while waiting:
@@ -56,7 +61,7 @@ def _closure(entry: list[Path], base: Path, only: tuple[str, ...] | None) -> set
         for module in _imported(path, base):
             if only is not None and module.partition(".")[0] not in only:
                 continue
-            waiting.extend(_files_of(module, base, path))
+            waiting.extend(_files_of(module, folders, path))
     return found
 
 
@@ -74,14 +79,14 @@ def _imported(path: Path, base: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}".lstrip(".") for alias in node.names)
 
 
-def _files_of(module: str, base: Path, importer: Path) -> Iterator[Path]:
-    """Files below `base` that importing a dotted name runs: each package's __init__ and the module."""
+def _files_of(module: str, folders: list[Path], importer: Path) -> Iterator[Path]:
+    """Files that importing a dotted name runs, in the first folder that has it: every __init__ and the module."""
     parts = module.split(".")
-    places = [base] if importer.parent == base else [base, importer.parent]
-    for place in places:
+    for place in folders:
         files = list(_walk(place, parts))
         if files:
-            _refuse_shadowed(parts[0], place, importer)
+            if place != HOUSE:
+                _refuse_shadowed(parts[0], files[0], importer)
             yield from files
             return
 
@@ -94,18 +99,25 @@ def _walk(place: Path, parts: list[str]) -> Iterator[Path]:
                 yield file
 
 
-def _refuse_shadowed(name: str, place: Path, importer: Path) -> None:
+def _refuse_shadowed(name: str, file: Path, importer: Path) -> None:
     """A local module that Python would not import, because an installed one has its name, is a trap."""
-    if place == HOUSE:
-        return
     taken = name in sys.stdlib_module_names or name in PACKAGES
-    if not taken and name not in sys.modules:
-        spec = importlib.util.find_spec(name)
-        taken = spec is not None and spec.origin is not None and not Path(spec.origin).is_relative_to(place)
+    if not taken and (origin := _installed(name)):
+        taken = Path(origin).resolve() != file
     if taken:
         raise ConfigError(
             f"{importer.name} imports `{name}`, a name already taken outside the project; rename your {name}.py"
         )
+
+
+def _installed(name: str) -> str | None:
+    """The file an import would run; of modules loaded already, only those that belong to Python's installation."""
+    loaded = sys.modules.get(name)
+    if loaded is None:
+        spec = importlib.util.find_spec(name)
+        return spec.origin if spec else None
+    origin = getattr(loaded, "__file__", None)
+    return origin if origin and Path(origin).is_relative_to(sys.prefix) else None
 
 
 def _top_level_names(path: Path) -> set[str]:
@@ -125,3 +137,5 @@ def _parse(path: Path) -> ast.Module:
         return ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         raise ConfigError(f"{path.name}, line {error.lineno}: {error.msg}") from error
+    except ValueError as error:  # what Python 3.11 says to a null byte
+        raise ConfigError(f"{path.name}: not Python source: {error}") from error

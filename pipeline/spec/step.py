@@ -32,8 +32,9 @@ def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) 
         return error.exit_code
     except Exception as error:
         traceback.print_exc()
-        write_error(_unexpected(error, root), run.partial(name))
-        return StageError.exit_code
+        told = _unexpected(error, root)
+        write_error(told, run.partial(name))
+        return told.exit_code
     return 0
 
 

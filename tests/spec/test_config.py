@@ -133,7 +133,7 @@ def test_an_override_that_makes_no_sense_is_quoted(override: str) -> None:
 
 
 def test_an_override_of_an_unknown_key_suggests_too() -> None:
-    with pytest.raises(ConfigError, match="did you mean `train.epochs`"):
+    with pytest.raises(ConfigError, match=r"did you mean `train\.epochs`"):
         override_config(config(), ["train.epcohs=1"])
 
 

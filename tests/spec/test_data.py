@@ -54,7 +54,7 @@ def test_columns_are_read_at_any_indices_in_the_order_asked() -> None:
 
 
 def test_a_data_set_gives_the_batches_that_columns_give() -> None:
-    columns = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "label": np.arange(4)}
+    columns: dict[str, Any] = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "label": np.arange(4)}
     items = Items(*({name: column[i] for name, column in columns.items()} for i in range(4)))
     left, right = Samples("test", columns), Samples("test", items)
     assert not right.in_memory

@@ -53,8 +53,17 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(
 def test_content_is_synced_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: calls.append("fsync") or fsync(handle))
-    monkeypatch.setattr(os, "replace", lambda a, b: calls.append("replace") or replace(a, b))
+
+    def note_fsync(handle: int) -> None:
+        calls.append("fsync")
+        fsync(handle)
+
+    def note_replace(source: str, target: Path) -> None:
+        calls.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
     write_atomic(tmp_path / "file", "x")
     assert calls == ["fsync", "replace", "fsync"]  # the last one is the directory's
 
@@ -94,6 +103,11 @@ def test_syncing_a_tree_reaches_every_file_and_directory(tmp_path: Path, monkeyp
     (tmp_path / "top").write_text("x")
     synced: set[int] = set()
     fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.add(os.fstat(handle).st_ino) or fsync(handle))
+
+    def note(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
     sync_tree(tmp_path)
     assert synced == {path.stat().st_ino for path in (tmp_path, *tmp_path.rglob("*"))}

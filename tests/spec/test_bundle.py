@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.spec.bundle import REQUIRED, open_bundle
+from pipeline.spec.digest import digest_file
+from pipeline.spec.errors import BundleError
+
+from .conftest import SIGNATURE, seal
+
+NAMES = [*REQUIRED, "weights/part.bin"]
+
+
+def edit(bundle: Path, change: dict[str, Any]) -> None:
+    path = bundle / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+
+def entries(bundle: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((bundle / "manifest.json").read_text())["files"]
+    return found
+
+
+def refusal(bundle: Path) -> str:
+    with pytest.raises(BundleError) as caught:
+        open_bundle(bundle)
+    return str(caught.value)
+
+
+def test_a_sealed_bundle_opens_and_is_known_by_the_digest_of_its_manifest(bundle: Path) -> None:
+    found = open_bundle(bundle)
+    assert found.digest == digest_file(bundle / "manifest.json") == seal(bundle)
+    assert (found.name, found.model, found.signature) == ("pairs", bundle / "model.onnx", SIGNATURE)
+    assert set(entries(bundle)) == set(NAMES)
+
+
+def test_golden_requests_are_read_back_as_they_were_written(bundle: Path) -> None:
+    golden = open_bundle(bundle).golden()
+    assert golden.inputs["pair"].tolist() == np.ones((2, 2)).tolist()
+    assert golden.outputs["score"].dtype == np.float32
+    assert (golden.instances, golden.predictions) == ([[1, 2]], [{"score": 0.5}])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_flipped_bit_in_any_file_is_refused_by_name(bundle: Path, name: str) -> None:
+    raw = bytearray((bundle / name).read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (bundle / name).write_bytes(raw)
+    assert f"{name}: content changed since export" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_file_is_named(bundle: Path, name: str) -> None:
+    (bundle / name).unlink()
+    assert f"missing {name}" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_manifest_cannot_leave_out_what_every_bundle_has(bundle: Path, name: str) -> None:
+    edit(bundle, {"files": {path: entry for path, entry in entries(bundle).items() if path != name}})
+    assert f"not in the manifest: {name}" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", ["extra.py", "weights/extra.bin", ".hidden", "weights/manifest.json"])
+def test_a_file_that_the_manifest_does_not_name_is_refused(bundle: Path, name: str) -> None:
+    (bundle / name).write_text("{}")
+    assert f"not in the manifest: {name}" in refusal(bundle)
+
+
+def test_a_symbolic_link_is_refused_though_its_content_is_right(bundle: Path) -> None:
+    (bundle / "codec.py").rename(bundle.parent / "codec.py")
+    (bundle / "codec.py").symlink_to(bundle.parent / "codec.py")
+    assert "symbolic link" in refusal(bundle)
+
+
+def test_a_linked_directory_is_refused(bundle: Path) -> None:
+    (bundle / "weights").rename(bundle.parent / "weights")
+    (bundle / "weights").symlink_to(bundle.parent / "weights")
+    assert "symbolic link" in refusal(bundle)
+
+
+def test_what_is_neither_file_nor_directory_is_refused(bundle: Path) -> None:
+    os.mkfifo(bundle / "pipe")
+    assert "not a plain file" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", ["../outside", "weights/../../outside", "/etc/hostname", "./codec.py", "weights"])
+def test_a_manifest_cannot_name_what_is_no_file_below_the_bundle(bundle: Path, name: str) -> None:
+    (bundle.parent / "outside").write_text("secret")
+    edit(bundle, {"files": {**entries(bundle), name: {"sha256": "0" * 64, "bytes": 6}}})
+    assert f"missing {name}" in refusal(bundle)
+
+
+def test_an_absolute_name_is_refused_though_the_file_and_digest_are_right(bundle: Path) -> None:
+    outside = bundle.parent / "outside"
+    outside.write_text("secret")
+    edit(bundle, {"files": {**entries(bundle), str(outside): {"sha256": digest_file(outside), "bytes": 6}}})
+    assert f"missing {outside}" in refusal(bundle)
+
+
+def test_a_lineage_with_another_model_is_refused(bundle: Path) -> None:
+    ancestors = json.loads((bundle / "manifest.json").read_text())["ancestors"]
+    edit(bundle, {"ancestors": {**ancestors, "onnx": "0" * 64}})
+    assert "lineage names another model.onnx" in refusal(bundle)
+
+
+def test_an_edited_lineage_is_another_bundle(bundle: Path) -> None:
+    before = open_bundle(bundle).digest
+    ancestors = json.loads((bundle / "manifest.json").read_text())["ancestors"]
+    edit(bundle, {"ancestors": {**ancestors, "data": "another"}})
+    assert open_bundle(bundle).digest != before
+
+
+def test_a_bundle_of_another_schema_says_what_to_do(bundle: Path) -> None:
+    edit(bundle, {"schema_version": 2})
+    assert "schema 2, this version reads 1; export again" in refusal(bundle)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": 1}', "\ufeff{}"])
+def test_a_manifest_that_makes_no_sense_is_refused(bundle: Path, text: str) -> None:
+    (bundle / "manifest.json").write_text(text)
+    assert "not a valid manifest" in refusal(bundle)
+
+
+def test_an_unknown_field_of_the_manifest_is_refused(bundle: Path) -> None:
+    edit(bundle, {"surprise": 1})
+    assert "not a valid manifest" in refusal(bundle)
+
+
+def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
+    assert "not a bundle" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"inputs": []}'])
+def test_a_sealed_signature_that_makes_no_sense_is_refused(bundle: Path, text: str) -> None:
+    (bundle / "signature.json").write_text(text)
+    seal(bundle)
+    assert "not a valid signature" in refusal(bundle)

@@ -1,0 +1,85 @@
+"""The train step as `pipe` starts it: real processes that meet, share the work, fail and resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.spec.errors import DataError
+from train.order import Order
+
+from .conftest import Project, equal, failure, journal, weights
+
+
+def test_two_processes_train_the_weights_that_one_does(project: Project) -> None:
+    """Batches of 7 or 8 cut for two processes and three micro-batches each: nothing divides."""
+    one, two = project.run("one", accumulate=3), project.run("two", accumulate=3)
+    for run, processes in ((one, 1), (two, 2)):
+        done = project.train(run, processes)
+        assert done.returncode == 0, done.stderr
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], tensor, rtol=1e-5, atol=1e-6)
+    for left, right in zip(journal(one), journal(two), strict=True):
+        kind = "validation" if "validation" in left else "loss"  # 11 samples are shared as 5 and 6
+        assert right[kind] == pytest.approx(left[kind], rel=1e-5)
+    assert json.loads((two.partial("train") / "summary.json").read_text())["world_size"] == 2
+
+
+def test_a_run_that_was_cut_ends_with_the_weights_of_the_uninterrupted_one_bit_for_bit(project: Project) -> None:
+    """Cut in the middle of an epoch, with a newer checkpoint that is damaged; dropout and AdamW have a state each."""
+    project.replace("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.2)")
+    whole, cut = (project.run(name, checkpoint_every=7, keep_checkpoints=9) for name in ("whole", "cut"))
+    assert project.train(whole).returncode == 0
+    shutil.copytree(whole.partial("train"), cut.partial("train"))
+    (cut.partial("train") / "model.safetensors").unlink()
+    checkpoints = cut.partial("train") / "checkpoints"
+    for later in ("step-00000014", "step-00000015"):
+        shutil.rmtree(checkpoints / later)
+    damaged = checkpoints / "step-00000010" / "state.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    done = project.train(cut)
+    assert "warning: checkpoint step-00000010 is damaged" in done.stderr
+    assert "resumed from the checkpoint of step 7 of 15" in done.stdout
+    assert equal(weights(cut), weights(whole))
+    assert [line["step"] for line in journal(cut)] == [line["step"] for line in journal(whole)]
+
+
+def test_a_loss_that_breaks_on_one_rank_alone_stops_both_and_keeps_the_checkpoint(project: Project) -> None:
+    project.replace(
+        'batch["target"])\n',
+        'batch["target"]) + (float("nan") if torch.is_grad_enabled() and (batch["index"] == 5).any() else 0.0)\n',
+    )
+    run = project.run(epochs=1, checkpoint_every=1)
+    order = Order(37, 8, 0)
+    step = next(i for i in range(5) if 5 in order.batch(i))
+    rank = int(np.flatnonzero(order.batch(step) == 5)[0] >= len(order.batch(step)) // 2)
+    started = time.monotonic()
+    done = project.train(run, processes=2)
+    assert done.returncode != 0
+    assert time.monotonic() - started < 20
+    assert isinstance(failure(run), DataError)
+    assert f"the loss is not finite at step {step} on rank {rank};" in str(failure(run))
+    kept = sorted(path.name for path in (run.partial("train") / "checkpoints").glob("step-*"))
+    assert kept == [f"step-{number:08d}" for number in range(1, step + 1)][-2:]
+
+
+def test_a_bug_on_the_second_rank_is_told_with_its_line_and_not_as_a_lost_neighbour(project: Project) -> None:
+    project.replace(
+        "    def loss(self, outputs, batch):\n",
+        '    def loss(self, outputs, batch):\n        import os\n        assert os.environ["RANK"] == "0", "mine"\n',
+    )
+    run = project.run(epochs=1)
+    assert project.train(run, processes=2).returncode != 0
+    assert str(failure(run)).startswith("rank 1: AssertionError: mine (task.py, line")
+
+
+def test_data_that_changed_since_prepare_are_refused(project: Project) -> None:
+    run = project.run()
+    project.replace("default_rng(len(split))", "default_rng(1 + len(split))")
+    assert project.train(run).returncode == 2
+    assert "differs from what prepare saw" in str(failure(run))
