@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeline.spec.config import Config
 from pipeline.spec.data import Samples
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.golden import Golden
-from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec, datatype_of
+from pipeline.spec.signature import NUMPY_TYPES, Limits, Runtime, Signature, TensorSpec
 from pipeline.spec.sources import project_sources
 from pipeline.spec.task import HasExample, Task
 
@@ -62,6 +63,8 @@ def _golden(
         arrays = codec.decode(instances)
         check_decoded(arrays, signature.inputs, len(instances))
         predictions = list(codec.encode(run(session, arrays)))
+        if len(predictions) != len(instances):
+            raise ConfigError(f"codec: encode() gives {len(predictions)} predictions for {len(instances)} instances")
     return Golden(
         inputs=inputs,
         outputs=run(session, inputs),
@@ -74,12 +77,14 @@ def _golden(
 
 def check_decoded(arrays: Any, specs: tuple[TensorSpec, ...], count: int) -> None:
     """What the codec makes of the example is what the model takes."""
+    if not isinstance(arrays, Mapping):
+        raise ConfigError(f"codec: decode() gives {type(arrays).__name__}, not a mapping of input names to arrays")
     for spec in specs:
         array = arrays.get(spec.name)
         if not isinstance(array, np.ndarray):
             raise ConfigError(f"codec: decode() gives no array `{spec.name}`, which the model takes")
-        if datatype_of(array) != spec.datatype:
-            raise ConfigError(f"codec: decode() gives `{spec.name}` as {datatype_of(array)}, the model takes {spec.datatype}")  # fmt: skip  # noqa: E501
+        if array.dtype != NUMPY_TYPES[spec.datatype]:
+            raise ConfigError(f"codec: decode() gives `{spec.name}` as {array.dtype}, the model takes {spec.datatype}")
         fits = len(array.shape) == len(spec.shape) and array.shape[0] == count and all(
             isinstance(want, str) or want == have for want, have in zip(spec.shape, array.shape, strict=True)
         )  # fmt: skip

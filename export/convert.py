@@ -95,19 +95,27 @@ def _spec(value: Any) -> TensorSpec:
 def _strip(path: Path) -> None:
     """Drop source paths and stack traces: they say where it was made and make equal models differ."""
     model = onnx.load(path, load_external_data=False)
-    graphs = [model.graph, *model.functions]
-    for graph in graphs:
-        graph.doc_string = ""
-        del graph.metadata_props[:]
-        for node in graph.node:
-            node.doc_string = ""
-            del node.metadata_props[:]
-    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info, *model.graph.initializer):
-        value.doc_string = ""
-        del value.metadata_props[:]
-    del model.metadata_props[:]
     model.doc_string = ""
+    del model.metadata_props[:]
+    for function in model.functions:
+        _strip_graph(function)
+    _strip_graph(model.graph)
     path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def _strip_graph(graph: onnx.GraphProto | onnx.FunctionProto) -> None:
+    """Branches of an `If` and bodies of a `Loop` are graphs inside a node."""
+    values = [*graph.value_info]
+    if isinstance(graph, onnx.GraphProto):
+        values += [*graph.input, *graph.output, *graph.initializer]
+    for part in (graph, *graph.node, *values):
+        part.doc_string = ""
+        del part.metadata_props[:]
+    for node in graph.node:
+        for attribute in node.attribute:
+            attribute.doc_string = ""
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                _strip_graph(inner)
 
 
 def _first_cause(error: BaseException) -> str:

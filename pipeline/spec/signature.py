@@ -28,14 +28,6 @@ Datatype = Literal[
 ]  # fmt: skip
 
 
-def datatype_of(array: np.ndarray[Any, Any]) -> str:
-    """The protocol's name of an array's type."""
-    for name, kind in NUMPY_TYPES.items():
-        if array.dtype == np.dtype(kind):
-            return name
-    raise ValueError(f"no protocol datatype for numpy {array.dtype}")
-
-
 class TensorSpec(Frozen):
     """One input or output; a string in the shape is a named dynamic axis."""
 

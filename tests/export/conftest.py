@@ -1,0 +1,89 @@
+"""Models of every shape the road takes, each with the data it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from export.convert import convert
+from pipeline.spec.config import Export
+from pipeline.spec.data import Samples, open_split
+from pipeline.spec.task import Task
+
+COUNT = 23  # no batch size divides it
+
+
+@dataclass
+class Small:
+    """A task around any model."""
+
+    net: nn.Module
+    columns: dict[str, np.ndarray[Any, Any]]
+    inputs: tuple[str, ...] = ("x",)
+    outputs: tuple[str, ...] = ("y",)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def model(self) -> nn.Module:
+        return self.net
+
+    def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
+        return self.columns
+
+    def loss(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+        return torch.zeros(())
+
+    def metrics(self, outputs: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"ones": torch.ones(COUNT)}
+
+
+@dataclass
+class Classes(Small):
+    classes: tuple[str, ...] = ("a", "b", "c")
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(dim=1)
+
+    def actual(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["label"]
+
+
+def pairs() -> dict[str, np.ndarray[Any, Any]]:
+    return {"x": np.random.default_rng(0).normal(size=(COUNT, 4)).astype(np.float32), "label": np.arange(COUNT) % 3}
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 3))
+
+
+@dataclass(frozen=True)
+class Exported:
+    task: Task
+    model: nn.Module
+    test: Samples
+    path: Path
+    config: Export
+
+
+Exporter = Callable[..., Exported]
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Exporter:
+    """Convert a task's model; keywords are settings of the export."""
+
+    def make(task: Any, name: str = "bundle", **settings: Any) -> Exported:
+        config = Export(**settings)
+        model, test, path = task.model().eval(), open_split(task, "test"), tmp_path / name / "model.onnx"
+        path.parent.mkdir()
+        convert(model, task, test.batch(range(3)), config, path)
+        return Exported(task, model, test, path, config)
+
+    return make

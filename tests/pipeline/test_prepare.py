@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.prepare import find_duplicates, prepare
+from pipeline.spec.errors import DataError
+from pipeline.spec.run import Run, RunFile
+from pipeline.spec.step import run_step
+
+TASK = """
+import numpy as np
+import torch
+
+
+class Prepared:
+    inputs = ("x",)
+    outputs = ("y",)
+    classes = ("cat", "dog", "owl")
+
+    def model(self): ...
+    def loss(self, outputs, batch): ...
+    def metrics(self, outputs, batch): ...
+    def predicted(self, outputs): ...
+
+    def actual(self, batch):
+        return batch["label"]
+
+    def data(self, split):
+        start = {"train": 0, "validation": 10, "test": 20}[split]
+        x = np.arange(start, start + 6, dtype=np.float32)[:, None]
+        label = np.array([0, 1, 1, 0, 1, 0])
+        return {"x": x, "label": label}
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """A project folder; what is imported from it is forgotten afterwards."""
+    (tmp_path / "prepared_task.py").write_text(TASK)
+    modules, path = set(sys.modules), list(sys.path)
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def edit(root: Path, old: str, new: str) -> None:
+    path = root / "prepared_task.py"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def new_run(root: Path, **sections: Any) -> Run:
+    run = Run(root / "run")
+    run.partial("prepare").mkdir(parents=True)
+    config = {"name": "x", "task": "prepared_task.py:Prepared", "codec": "codec.py:C", **sections}
+    file = RunFile(id="run", created="2026-01-01", wanted=("prepare",), config=config, environment={})
+    (run.path / "run.json").write_text(file.model_dump_json())
+    return run
+
+
+def report(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run.partial("prepare") / "data.json").read_text())
+    return found
+
+
+def place(split: str, index: int) -> dict[str, Any]:
+    return {"split": split, "index": index}
+
+
+def test_every_split_is_counted_fingerprinted_and_balanced(root: Path) -> None:
+    run = new_run(root)
+    prepare(run, root)
+    splits = report(run)["splits"]
+    assert {name: facts["samples"] for name, facts in splits.items()} == {"train": 6, "validation": 6, "test": 6}
+    assert len({facts["fingerprint"] for facts in splits.values()}) == 3
+    assert splits["train"]["classes"] == {"cat": 3, "dog": 3, "owl": 0}
+    assert report(run)["duplicates"] == []
+
+
+def test_a_task_without_classes_has_no_balance(root: Path) -> None:
+    edit(root, '    classes = ("cat", "dog", "owl")\n', "")
+    run = new_run(root)
+    prepare(run, root)
+    assert report(run)["splits"]["test"]["classes"] is None
+
+
+def test_a_sample_in_two_splits_stops_the_road_and_both_places_are_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(root, '"test": 20', '"test": 15')  # the last of validation is the first of test
+    run = new_run(root)
+    assert run_step("prepare", prepare, [str(run.path), "--root", str(root)]) == DataError.exit_code == 2
+    told = capsys.readouterr()
+    assert "test[0] = validation[5]" in told.err
+    assert "duplicate: test[0] = validation[5]" in told.out
+    assert report(run)["duplicates"] == [{"a": place("validation", 5), "b": place("test", 0)}]
+
+
+def test_a_leak_may_be_accepted_aloud(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(root, '"test": 20', '"test": 12')
+    run = new_run(root, prepare={"leaks": "warn"})
+    prepare(run, root)
+    assert "warning: 4 samples stand in more than one split" in capsys.readouterr().err
+    assert report(run)["duplicate_count"] == 4
+
+
+def test_a_leak_counts_though_its_label_differs(root: Path) -> None:
+    edit(root, '"test": 20', '"test": 10')
+    edit(root, "        return {", '        label = label + (split == "test")\n        return {')
+    with pytest.raises(DataError, match="6 samples stand in more than one split"):
+        prepare(new_run(root), root)
+
+
+def test_of_very_many_duplicates_the_first_are_listed_and_all_are_counted(root: Path) -> None:
+    edit(root, '"test": 20', '"test": 10')
+    edit(root, "start + 6, dtype=np.float32)[:, None]", "start + 150, dtype=np.float32)[:, None] * (split != 'train')")
+    edit(root, "np.array([0, 1, 1, 0, 1, 0])", "np.zeros(150, int)")
+    run = new_run(root)
+    with pytest.raises(DataError, match=r"150 samples stand .*; the first 100 are listed in"):
+        prepare(run, root)
+    assert (report(run)["duplicate_count"], len(report(run)["duplicates"])) == (150, 100)
+
+
+def test_a_sample_twice_in_one_split_is_no_leak() -> None:
+    assert find_duplicates({"train": ["a", "a", "b"], "test": ["c"]}) == []
+
+
+def test_every_later_place_is_paired_with_the_first() -> None:
+    assert find_duplicates({"train": ["a", "a"], "validation": ["b", "a"], "test": ["a", "b"]}) == [
+        {"a": place("train", 0), "b": place("validation", 1)},
+        {"a": place("train", 0), "b": place("test", 0)},
+        {"a": place("validation", 0), "b": place("test", 1)},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("start + 6, dtype=np.float32)[:, None]", "start, dtype=np.float32)[:, None]", "differ in length"),
+        ("        return {", "        x, label = x[:0], label[:0]\n        return {", "the split is empty"),
+        ("[0, 1, 1, 0, 1, 0]", "[0, 1, 1, 0, 1, 3]", "label 3 is outside the 3 classes"),
+        ("[0, 1, 1, 0, 1, 0]", "[0, 1, 1, 0, 1, -1]", "label -1 is outside the 3 classes"),
+        ('{"x": x', '{"picture": x', "no column x, which the task names as an input"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_are_refused_by_split(root: Path, old: str, new: str, message: str) -> None:
+    edit(root, old, new)
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(new_run(root), root)
+    assert "data('train')" in str(caught.value)
