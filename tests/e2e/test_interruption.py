@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+
+from pipeline.spec.run import Run
+
+from .walker import PIPE, Walker, processes_of, wait_for, workers_of
+
+HELD_AFTER = 57  # checkpoints at 50 (an epoch's end) and before are there, 60 is not
+TRAIN = ("run", "train", "--force", "train")
+
+
+@pytest.fixture
+def expected(road: Walker) -> bytes:
+    """The weights of a training that nobody disturbed."""
+    return road.weights
+
+
+def until_held(walker: Walker) -> Run:
+    """Wait until training has written the last checkpoint before it is held."""
+    known = walker.latest.id
+    wait_for(lambda: walker.latest.id != known)
+    wait_for((walker.checkpoints / "step-00000050" / "meta.json").exists)
+    return walker.latest
+
+
+def test_a_killed_worker_costs_nothing(copied: Walker, expected: bytes) -> None:
+    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+        run = until_held(copied)
+        victim = workers_of(run)[-1]
+        victim.kill()
+        _, said = pipe.communicate(timeout=60)
+    assert pipe.returncode == 1, said
+    assert f"to go on after mending it: pipe run --resume {run.id}" in said
+    assert processes_of(run) == []
+    said = copied.pipe("run", "--resume").stderr
+    assert "resumed from the checkpoint of step 50 of 120" in said
+    assert copied.latest.id == run.id, "a resumed run goes on in its own directory"
+    assert copied.weights == expected
+
+
+def test_a_killed_pipe_takes_its_processes_along_and_a_damaged_checkpoint_is_passed_over(
+    copied: Walker, expected: bytes
+) -> None:
+    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+        run = until_held(copied)
+        assert len(processes_of(run)) == 3, "torchrun and two workers"
+        pipe.kill()
+        wait_for(lambda: not processes_of(run), seconds=20)
+    newest = copied.checkpoints / "step-00000050" / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"\xff")
+    copied.pipe("run", "--resume")
+    log = run.log("train").read_text()
+    assert "warning: checkpoint step-00000050 is damaged: its digest does not match; skipped" in log
+    assert "resumed from the checkpoint of step 40 of 120" in log
+    assert copied.weights == expected
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_leaves_no_process_and_says_how_to_go_on(
+    copied: Walker, expected: bytes, sent: signal.Signals
+) -> None:
+    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+        run = until_held(copied)
+        pipe.send_signal(sent)
+        _, said = pipe.communicate(timeout=30)
+    assert pipe.returncode == 130, said
+    assert said.splitlines()[-1] == f"error: interrupted; nothing is lost, `pipe run --resume {run.id}` goes on"
+    assert "Traceback" not in said
+    assert processes_of(run) == []
+    if sent is signal.SIGINT:
+        copied.pipe("run", "--resume", run.id)
+        assert copied.weights == expected
+
+
+def test_a_second_run_at_once_is_told_who_works_here(copied: Walker) -> None:
+    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+        until_held(copied)
+        said = copied.pipe("run", "all", expect=2).stderr
+        assert f"(pid {pipe.pid} on " in said
+        assert len(said.splitlines()) == 1
+        copied.pipe("status")  # looking is allowed at any time
+        assert "train" in copied.plan()
+
+
+def test_a_new_run_says_that_another_is_unfinished(copied: Walker) -> None:
+    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+        run = until_held(copied)
+        pipe.send_signal(signal.SIGINT)
+        pipe.communicate(timeout=30)
+    said = copied.pipe("run", "prepare").stderr
+    assert f"note: run {run.id} is unfinished; `pipe run --resume` continues it" in said
+
+
+def test_interrupting_a_command_that_only_looks_ends_it_as_quietly(road: Walker) -> None:
+    follow = psutil.Popen([*PIPE, "log", "train", "-f"], cwd=road.folder, stdout=-1, stderr=-1, text=True)
+    try:
+        assert follow.stdout.readline()
+        follow.send_signal(signal.SIGINT)
+        _, said = follow.communicate(timeout=10)
+    finally:
+        if follow.poll() is None:
+            follow.kill()
+    assert (follow.returncode, "Traceback" in said) == (130, False)

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.history import all_runs
+from pipeline.spec.run import STEPS, Run
+
+from .walker import PIPE, Walker, environment
+
+
+@pytest.fixture
+def first(road: Walker) -> Run:
+    """The run that walked the whole road."""
+    return all_runs(road.runs)[-1]
+
+
+def test_every_step_is_done_and_nothing_half_written_is_left(first: Run) -> None:
+    assert {name: record.status for name, record in first.read().steps.items()} == dict.fromkeys(STEPS, "done")
+    assert list(first.path.glob("*.partial")) == []
+    assert (first.path / "report.html").is_file()
+
+
+def test_the_chain_of_digests_holds(road: Walker, first: Run) -> None:
+    held = road.pipe("verify", first.id).stdout
+    assert "the verdict is about this checkpoint" in held
+    assert "the bundle descends from this data, this checkpoint and this verdict" in held
+    assert "golden requests are answered as at export" in held
+    assert road.pipe("verify", str(first.bundle_path)).stdout.startswith(f"bundle {first.bundle().digest[:12]}")
+
+
+def test_the_service_answers_through_the_codec(road: Walker, first: Run) -> None:
+    status, headers, answer = road.ask("/v1/models/sides:predict", {"instances": [[0.0, -0.9], [0.0, 0.9]]})
+    assert (status, [row["side"] for row in answer["predictions"]]) == (200, [0, 1])
+    assert headers["x-bundle-digest"] == first.bundle().digest
+
+
+def test_the_service_answers_on_raw_tensors(road: Walker, first: Run) -> None:
+    tensor = {"name": "place", "datatype": "FP32", "shape": [1, 2], "data": [0.0, 0.9]}
+    status, headers, answer = road.ask("/v2/models/sides/infer", {"inputs": [tensor]})
+    assert (status, answer["outputs"][0]["shape"]) == (200, [1, 2])
+    assert headers["x-bundle-digest"] == first.bundle().digest
+
+
+def test_predict_asks_the_live_service(road: Walker, tmp_path: Path) -> None:
+    question = tmp_path / "question.json"
+    question.write_text("[[0.0, 0.9]]")
+    assert json.loads(road.pipe("predict", str(question)).stdout)["predictions"][0]["side"] == 1
+    assert len(json.loads(road.pipe("predict").stdout)["predictions"]) == 1
+    question.write_text("[[0.0]]")
+    assert "must be a list of 2 numbers" in road.pipe("predict", str(question), expect=2).stderr
+
+
+def test_an_unchanged_rerun_reuses_all_but_deploy_says_why_and_takes_under_a_second(road: Walker, first: Run) -> None:
+    own = []
+    for _ in range(3):
+        started = time.monotonic()
+        said = road.pipe("run", "all").stderr
+        own.append(time.monotonic() - started - road.latest.read().steps["deploy"].seconds)
+    assert f"export: reused, unchanged since {first.id}" in said
+    steps = road.latest.read().steps
+    assert {name for name, record in steps.items() if record.reused_from == first.id} == set(STEPS) - {"deploy"}
+    assert steps["train"].digest == first.read().steps["train"].digest
+    assert min(own) < 1.0
+
+
+def test_a_pipe_behind_the_command_ends_with_it_though_the_service_lives_on(road: Walker) -> None:
+    """The service must not have inherited the writing end; nor does it mind that its starter is gone."""
+    command = " ".join([*PIPE, "run", "all", "2>&1", "|", "cat"])
+    done = subprocess.run(["sh", "-c", command], cwd=road.folder, env=environment({}), capture_output=True, timeout=60)
+    assert b"already live" in done.stdout
+    assert road.ask("/v2/health/ready")[0] == 200
+
+
+def test_a_module_the_task_imports_reruns_what_depends_on_it(copied: Walker) -> None:
+    copied.replace("points.py", '"train": 240', '"train": 216')
+    plan = copied.plan()
+    assert plan["train"][0] == plan["prepare"][0] == "run"
+    assert "points.py changed" in plan["train"][1] or plan["train"][1] == "after prepare"
+    assert plan["prepare"][1] == "points.py changed"
+    before = copied.latest
+    copied.pipe("run", "--until", "train")
+    assert copied.latest.read().steps["train"].reason.startswith("points.py changed")
+    rows = json.loads(copied.pipe("diff", before.id, "-o", "json").stdout)
+    assert {"step": "train", "part": "source:points.py"}.items() <= next(
+        row for row in rows if row["step"] == "train" and row["part"].startswith("source")
+    ).items()
+
+
+def test_a_file_nobody_imports_reruns_nothing(copied: Walker) -> None:
+    (copied.folder / "README.md").write_text("Another text.\n")
+    assert [name for name, (action, _) in copied.plan().items() if action == "run"] == ["deploy"]
+
+
+def test_a_changed_setting_is_named_with_both_its_values(copied: Walker) -> None:
+    assert copied.plan("train.lr=0.05")["train"] == ("run", "train.lr 0.02 → 0.05")
+
+
+def test_a_flipped_byte_in_an_output_reruns_its_step_to_the_same_bytes(copied: Walker) -> None:
+    before = copied.latest
+    path = before.output("prepare") / "data.json"
+    good = path.read_bytes()
+    path.write_bytes(good.replace(b"0", b"1", 1))
+    assert copied.plan()["prepare"] == ("run", f"the output prepare/data.json of run {before.id} changed on disk")
+    copied.pipe("run", "--until", "train")
+    assert (copied.latest.output("prepare") / "data.json").read_bytes() == good
+    assert copied.latest.read().steps["train"].reused_from, "the same input again: train need not run"
+
+
+def test_a_deleted_output_reruns_its_step(copied: Walker) -> None:
+    shutil.rmtree(copied.latest.output("export") / "bundle")
+    action, reason = copied.plan()["export"]
+    assert action == "run"
+    assert "changed on disk" in reason
+
+
+def test_a_step_asked_for_from_the_middle_needs_those_before_it_up_to_date(copied: Walker) -> None:
+    assert copied.plan("--from", "export")["export"][0] == "reuse"
+    assert "--from starts after train" in copied.pipe("plan", "--from", "export", "train.lr=1", expect=2).stderr
+
+
+def test_a_run_done_again_from_nothing_comes_to_the_same_bits(copied: Walker) -> None:
+    found = json.loads(copied.pipe("repro", "-o", "json").stdout)
+    assert {row["file"]: row["equal"] for row in found["files"]} == {
+        "train/model.safetensors": True,
+        "evaluate/verdict.json": True,
+        "export/bundle/model.onnx": True,
+    }
