@@ -14,7 +14,7 @@ import torch
 
 from export.bundle import fill
 from export.card import card
-from export.convert import check_external_data, convert
+from export.convert import check_external_data, convert, tensor_specs
 from export.parity import require_equal, verify
 from pipeline.spec.bundle import Ancestors, open_bundle, write_manifest
 from pipeline.spec.data import check_columns, open_split
@@ -44,6 +44,7 @@ def export(run: Run, root: Path) -> None:
     convert(model, task, test.batch([i % len(test) for i in range(3)]), config.export, bundle / "model.onnx")
     onnx.checker.check_model(bundle / "model.onnx", full_check=True)
     check_external_data(bundle / "model.onnx")
+    tensor_specs(bundle / "model.onnx")  # a fixed batch axis is told here, before other batch sizes fail on it
     comparisons = verify(task, model, test, bundle / "model.onnx", config.export)
     write_json(run.partial("export") / "parity.json", _parity(run, comparisons, len(test), bundle / "model.onnx"))
     require_equal(comparisons, config.export)

@@ -68,6 +68,14 @@ NOISY = """class Noisy(nn.Linear):
 """
 
 
+FIXED = """class Fixed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.reshape(3, 3))
+
+
+"""
+
+
 @pytest.fixture(autouse=True)
 def forget_the_project(tmp_path: Path) -> Iterator[None]:
     """What is imported from the project is gone afterwards."""
@@ -189,3 +197,12 @@ def test_a_model_that_answers_by_chance_is_refused_and_the_evidence_is_kept(root
     assert "the ONNX file is not the model" in refusal(run, root, StageError)
     evidence = json.loads((run.partial("export") / "parity.json").read_text())
     assert all(one["beyond_tolerance"] for one in evidence["runs"])
+
+
+def test_a_model_that_names_its_batch_size_is_told_where_to_look(root: Path) -> None:
+    edit(root / "sums_task.py", "class Sums:", FIXED + "class Sums:")
+    edit(root / "sums_task.py", "return nn.Linear(3, 1)", "return Fixed(3, 1)")
+    text = refusal(judged(root, export={"batch_sizes": [3]}), root, StageError)
+    assert "the batch axis of" in text
+    assert "look in the model for a reshape that names the batch size" in text
+    assert "the batch axis of" in refusal(judged(root), root, StageError)
