@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.display import Display, describe, is_end, last_metrics, tail
+from pipeline.spec.errors import ConfigError, GateError, StageError
+from pipeline.spec.run import Run
+
+LINE = {"step": 20, "epoch": 1, "loss": 0.5, "samples_per_second": 12345.6}
+NOISE = "W0102 03:04:05.678 12 torch/distributed/run.py:1] one thing"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "20260101-000000-aaaa")
+    run.log("train").parent.mkdir(parents=True)
+    return run
+
+
+@pytest.fixture
+def display(run: Run, capsys: pytest.CaptureFixture[str]) -> Display:
+    display = Display(live=False)
+    display.start(run, "train", "never run")
+    capsys.readouterr()
+    return display
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Lines on standard error without their times; standard output is for data."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines: list[str] = captured.err.splitlines()
+    return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines]
+
+
+def test_plain_lines_bear_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    Display(live=False).say("hello")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d hello\n", capsys.readouterr().err)
+
+
+def test_what_a_step_writes_is_shown_under_its_name(
+    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.log("train").write_text("epoch 1\nhalf a li")
+    display.tick()
+    assert told(capsys) == ["train | epoch 1"]
+    run.log("train").write_text("epoch 1\nhalf a line\n")
+    display.tick()
+    assert told(capsys) == ["train | half a line"]
+
+
+def test_what_an_earlier_attempt_wrote_is_not_shown_again(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.log("train").write_text("long ago\n")
+    display = Display(live=False)
+    display.start(run, "train", "resumed")
+    display.tick()
+    assert told(capsys) == ["train: resumed"]
+
+
+def test_the_launchers_own_words_and_tracebacks_stay_in_the_log(
+    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.log("train").write_text(f"{NOISE}\nepoch 1\nTraceback (most recent call last):\n  File x\nValueError\n")
+    display.tick()
+    assert told(capsys) == ["train | epoch 1"]
+
+
+def test_a_failed_step_shows_its_last_lines_its_log_and_how_to_go_on(
+    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.log("train").write_text("epoch 1\nValueError: no\n")
+    display.failed(StageError("train: no"))
+    assert told(capsys) == [
+        "    epoch 1",
+        "    ValueError: no",
+        f"log: {run.log('train')}",
+        f"to go on after mending it: pipe run --resume {run.id}",
+    ]
+
+
+def test_a_users_mistake_is_told_without_its_log(
+    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.log("train").write_text("epoch 1\n")
+    display.failed(ConfigError("no"))
+    assert "    epoch 1" not in told(capsys)
+
+
+def test_a_rejected_candidate_has_nothing_to_resume(
+    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
+    display.failed(GateError("no"))
+    assert told(capsys) == [f"log: {run.log('train')}"]
+
+
+def test_the_tail_is_what_the_step_said_before_its_launcher_did() -> None:
+    assert tail(["one", "", "two", NOISE, "more noise"]) == ["one", "two"]
+    assert tail([f"line {i}" for i in range(100)]) == [f"line {i}" for i in range(88, 100)]
+    assert tail([NOISE]) == [NOISE], "better than nothing"
+
+
+@pytest.mark.parametrize("line", ["Traceback (most recent call last):", "[rank1]: Traceback", "error: no"])
+def test_where_a_log_turns_to_debugging_is_seen(line: str) -> None:
+    assert is_end(line)
+    assert not is_end(f"epoch 1, {line}")
+
+
+def test_the_newest_whole_training_line_is_found_behind_validation_and_half_lines(tmp_path: Path) -> None:
+    journal = tmp_path / "metrics.jsonl"
+    assert last_metrics(journal) is None
+    older = json.dumps(LINE | {"step": 10, "padding": "x" * 5000})
+    journal.write_text("\n".join([older, json.dumps(LINE), '{"step": 20, "validation": {"accuracy": 1}}', '{"st']))
+    assert last_metrics(journal) == LINE
+    assert describe(LINE) == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
+
+
+def test_a_terminal_gets_bars_and_the_same_words(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(live=True)
+    display.start(run, "train", "never run [red]")
+    display.tick()
+    display.end("done in 1.0 s")
+    said = capsys.readouterr().err
+    assert "train: never run [red]" in said
+    assert "train: done in 1.0 s" in said

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.launch import LocalLauncher, count_gpus, step_environment
+from pipeline.spec.sources import HOUSE
+
+# A step that says its pid and then waits, on its leash, for ever.
+WAITING = (
+    "import os, time; from pipeline.spec import leash; leash.hold(); print(os.getpid(), flush=True); time.sleep(60)"
+)
+RUNNER = """
+import sys
+from pathlib import Path
+from pipeline.launch import LocalLauncher
+log, program = Path(sys.argv[1]), sys.argv[2]
+sys.exit(LocalLauncher(Path.cwd(), lambda: None).launch(("python", "-c", program), log, {}))
+"""
+
+
+def launch(program: str, log: Path, **env: str) -> int:
+    return LocalLauncher(log.parent, lambda: None).launch(("python", "-c", program), log, env)
+
+
+def pid_in(log: Path) -> int:
+    """The pid a waiting step wrote."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if log.exists() and log.read_text().endswith("\n"):
+            return int(log.read_text())
+        time.sleep(0.01)
+    raise AssertionError("the step did not start")
+
+
+def gone(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        process.wait(timeout=20)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_the_exit_status_is_the_steps_own(tmp_path: Path) -> None:
+    assert launch("raise SystemExit(3)", tmp_path / "log") == 3
+    assert launch("pass", tmp_path / "log") == 0
+
+
+def test_a_step_ended_by_a_signal_has_that_signals_negative_status(tmp_path: Path) -> None:
+    assert launch("import os; os.kill(os.getpid(), 9)", tmp_path / "log") == -signal.SIGKILL
+
+
+def test_both_streams_go_to_the_log_after_what_is_there(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("earlier\n")
+    launch("import sys; print('out', flush=True); print('err', file=sys.stderr)", log)
+    assert log.read_text().splitlines() == ["earlier", "out", "err"]
+
+
+def test_a_step_runs_in_the_project_with_its_environment(tmp_path: Path) -> None:
+    launch("import os; print(os.getcwd(), os.environ['WORD'], os.environ['PIPE_LEASH'])", tmp_path / "log", WORD="w")
+    assert (tmp_path / "log").read_text() == f"{tmp_path} w 1\n"
+
+
+def test_ticks_come_while_a_step_runs(tmp_path: Path) -> None:
+    """The step ends only when a tick has come."""
+    came = tmp_path / "came"
+    program = f"import pathlib, time\nwhile not pathlib.Path({str(came)!r}).exists(): time.sleep(0.01)"
+    assert LocalLauncher(tmp_path, came.touch).launch(("python", "-c", program), tmp_path / "log", {}) == 0
+
+
+def test_an_interrupt_ends_the_step_first(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=HOUSE, stderr=subprocess.PIPE)
+    pid = pid_in(log)
+    runner.send_signal(signal.SIGINT)
+    _, said = runner.communicate(timeout=20)
+    assert b"KeyboardInterrupt" in said
+    assert not psutil.pid_exists(pid), "the runner waits for its end"
+
+
+def test_a_step_that_ignores_the_request_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.launch._GRACE_SECONDS", 0.2)
+    log = tmp_path / "log"
+    deaf = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
+
+    def interrupt() -> None:
+        if log.read_text().endswith("\n"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalLauncher(tmp_path, interrupt).launch(("python", "-c", deaf), log, {})
+    assert not psutil.pid_exists(pid_in(log))
+
+
+def test_a_killed_runner_takes_its_step_along(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=HOUSE)
+    pid = pid_in(log)
+    runner.kill()
+    runner.wait(timeout=10)
+    assert gone(pid)
+
+
+def test_cores_are_shared_out_among_processes() -> None:
+    assert step_environment(processes=2, cores=8)["OMP_NUM_THREADS"] == "4"
+    assert step_environment(processes=4, cores=2)["OMP_NUM_THREADS"] == "1"
+    assert step_environment(processes=1, cores=2)["PYTHONSAFEPATH"] == "1"
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("GPU-5a3f", 1)])
+def test_visible_devices_are_counted_as_cuda_does(visible: str, count: int, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == count
+
+
+def test_without_a_choice_every_device_counts(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus({}, tmp_path) == 2
