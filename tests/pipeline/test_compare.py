@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.compare import aligned, differences, outcome_digests, results
+from pipeline.history import write_record
+from pipeline.spec.files import write_json
+from pipeline.spec.run import Run, StepRecord
+
+from .conftest import NewRun
+
+LONG = "a" * 64
+
+
+def trained(run: Run, parts: Mapping[str, str], seconds: float = 2.0) -> Run:
+    outputs = {"model.safetensors": LONG, "metrics.jsonl": "b" * 64}
+    record = StepRecord(step="train", status="done", key="k", parts=parts, outputs=outputs, seconds=seconds)
+    write_record(run, record)
+    return run
+
+
+def test_parts_that_differ_are_told_step_by_step(new_run: NewRun) -> None:
+    first = trained(new_run(), {"config:train.lr": "0.1", "source:task.py": LONG, "version:torch": "2.13.0"})
+    second = trained(new_run(), {"config:train.lr": "0.2", "source:task.py": LONG, "source:new.py": LONG})
+    assert differences(first, second) == [
+        {"step": "train", "part": "config:train.lr", "before": "0.1", "after": "0.2"},
+        {"step": "train", "part": "source:new.py", "before": "absent", "after": "a" * 12},
+        {"step": "train", "part": "version:torch", "before": "2.13.0", "after": "absent"},
+    ]
+    assert differences(first, first) == []
+
+
+def test_a_run_that_came_not_far_has_an_empty_row(new_run: NewRun) -> None:
+    run = new_run()
+    assert results(run) == {"run": run.id, "verdict": "", "bundle": "", "train seconds": ""}
+
+
+def test_a_row_has_the_verdict_and_the_metrics(new_run: NewRun) -> None:
+    run = trained(new_run(), {})
+    run.output("evaluate").mkdir()
+    write_json(run.output("evaluate") / "verdict.json", {"verdict": "pass"})
+    write_json(run.output("evaluate") / "metrics.json", {"candidate": {"accuracy": 0.98765}})
+    assert results(run) == {
+        "run": run.id, "verdict": "pass", "bundle": "", "accuracy": "0.9877", "train seconds": "2.0",
+    }  # fmt: skip
+
+
+def test_rows_get_the_same_columns_in_the_order_they_appear() -> None:
+    assert aligned([{"a": 1}, {"b": 2, "a": 3}]) == [{"a": 1, "b": ""}, {"a": 3, "b": 2}]
+
+
+def test_the_outcome_is_told_by_the_files_that_matter(new_run: NewRun) -> None:
+    assert outcome_digests(trained(new_run(), {})) == {"train/model.safetensors": LONG}
+    assert outcome_digests(new_run()) == {}
