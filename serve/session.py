@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 import onnxruntime
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from pipeline.spec.bundle import Bundle
-from pipeline.spec.errors import BundleError, ResourceError
+from pipeline.spec.errors import BundleError, InvalidPayload, ResourceError
 from pipeline.spec.signature import TensorSpec
 from serve.cuda import why_no_cuda
 
@@ -58,7 +59,12 @@ class Session:
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """The named outputs; all of them, in the signature's order, when none is named."""
         names = list(outputs or self.outputs)
-        return dict(zip(names, self._session.run(names, dict(inputs)), strict=True))
+        try:
+            values = self._session.run(names, dict(inputs))
+        except InvalidArgument as error:  # names, types and shapes were checked, so it is the values: the client's
+            _, _, told = str(error).partition("Status Message: ")
+            raise InvalidPayload(f"inputs: the model cannot compute with these values: {told or 'refused'}") from error
+        return dict(zip(names, values, strict=True))
 
 
 def choose_providers(wanted: Provider, no_cuda: str) -> tuple[list[str], str]:
