@@ -17,7 +17,10 @@ from pipeline.spec.errors import ResourceError
 @contextlib.contextmanager
 def locked(runs: Path) -> Iterator[None]:
     """Held by the kernel as long as this process lives, so a killed owner leaves no stale lock."""
-    runs.mkdir(parents=True, exist_ok=True)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ResourceError(f"{runs}: a file stands where the folder of runs belongs; move it away") from error
     path = runs / ".lock"
     with path.open("a+") as file:
         try:

@@ -15,7 +15,7 @@ from pipeline.spec.errors import PipelineError
 
 __all__ = ["app", "look", "main", "project", "road", "service"]
 
-_RUN = re.compile(r"latest$|\d{8}-\d{4}|.*/")  # what can follow `--resume` and be a run
+_RUN = re.compile(r"latest$|\d|[^=]*/")  # what can follow `--resume` and be a run: no step or key begins so
 
 
 def main() -> None:
