@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import with_defaults
+from pipeline.spec.sources import HOUSE
+
+from .conftest import Pipe
+
+
+def fastest(*command: str, times: int = 10) -> float:
+    """Seconds of the best of several tries: what the program costs, not what else the machine does."""
+    seconds = []
+    for _ in range(times):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, *command], cwd=HOUSE, capture_output=True, check=True, timeout=60)
+        seconds.append(time.perf_counter() - started)
+        if seconds[-1] < 0.3:
+            break
+    return min(seconds)
+
+
+def test_help_comes_in_a_moment() -> None:
+    """0.3 s; on a machine so slow that the interpreter's own libraries take most of it, little more than they do."""
+    libraries = fastest("-c", "import typer, pydantic, yaml, psutil", times=3)
+    assert fastest("-m", "pipeline", "--help") < max(0.3, 2.5 * libraries)
+
+
+def test_the_commands_are_listed(pipe: Pipe) -> None:
+    said = pipe("--help").stdout
+    for command in (
+        "run",
+        "plan",
+        "status",
+        "log",
+        "diff",
+        "compare",
+        "report",
+        "verify",
+        "serve",
+        "predict",
+        "deploy",
+    ):
+        assert f" {command} " in said
+
+
+def test_a_word_that_is_no_command_is_a_usage_error(pipe: Pipe) -> None:
+    assert "No such command 'rum'" in pipe("rum", expect=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["run", "--resume"], ["run", "--resume", "latest"]),
+        (["run", "--resume", "2026"], ["run", "--resume", "2026"]),
+        (["run", "--resume", "runs/20260101-000000-aaaa"], ["run", "--resume", "runs/20260101-000000-aaaa"]),
+        (["run", "--resume", "train"], ["run", "--resume", "latest", "train"]),
+        (["run", "--resume", "package.base=a/b"], ["run", "--resume", "latest", "package.base=a/b"]),
+        (["run", "--resume", "-o", "json"], ["run", "--resume", "latest", "-o", "json"]),
+        (["run", "train", "--render"], ["run", "train", "--render", "default"]),
+        (["run", "--render", "folder"], ["run", "--render", "folder"]),
+        (["run", "--render", "train.image=x"], ["run", "--render", "default", "train.image=x"]),
+        (["deploy", "--render", "-o", "json"], ["deploy", "--render", "default", "-o", "json"]),
+    ],
+)
+def test_an_option_that_stands_alone_gets_its_default(typed: list[str], meant: list[str]) -> None:
+    assert with_defaults(typed) == meant
+
+
+def test_another_folder_can_be_worked_in(pipe: Pipe, starter: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    assert pipe("-C", str(starter), "plan", here=tmp_path / "elsewhere").stdout == pipe("plan").stdout
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_file_in_the_place_of_the_runs_is_named(pipe: Pipe, starter: Path) -> None:
+    (starter / "runs").touch()
+    said = pipe("stop", expect=2).stderr
+    assert said == f"error: {starter / 'runs'}: a file stands where the folder of runs belongs; move it away\n"

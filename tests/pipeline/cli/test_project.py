@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.project import model_name
+from pipeline.history import create_run
+from pipeline.project import find_project
+from pipeline.spec.registry import CHAMPION, Entry, Registry, write_registry
+
+from .conftest import Pipe
+
+
+def test_init_writes_a_project_that_can_be_planned(pipe: Pipe, tmp_path: Path) -> None:
+    pipe("init", "My Model", here=tmp_path)
+    assert "name: my-model" in (tmp_path / "My Model" / "pipe.yaml").read_text()
+    pipe("-C", "My Model", "plan", here=tmp_path)
+
+
+def test_init_leaves_a_folder_with_something_in_it_alone(pipe: Pipe, starter: Path) -> None:
+    before = {path: path.read_bytes() for path in starter.iterdir()}
+    assert "is not empty; give a new folder" in pipe("init", str(starter), expect=2).stderr
+    assert {path: path.read_bytes() for path in starter.iterdir()} == before
+
+
+def test_init_takes_an_empty_folder(pipe: Pipe, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    pipe("init", "new", here=tmp_path)
+    assert (tmp_path / "new" / "task.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("flowers", "flowers"),
+        ("My Model_2", "my-model-2"),
+        ("2nd", "model-2nd"),
+        ("Größe", "gr--e"),
+        ("日本", "model"),
+        ("a" * 39 + "-bcd", "a" * 39),
+    ],
+)
+def test_a_folders_name_becomes_one_that_urls_and_clusters_take(folder: str, name: str) -> None:
+    assert model_name(folder) == name
+
+
+def test_gc_keeps_the_newest_runs_and_the_champion(pipe: Pipe, starter: Path) -> None:
+    project = find_project(starter)
+    runs = sorted(create_run(project.runs, project.config(), ("prepare",), parent="").id for _ in range(4))
+    entry = Entry(bundle="b", checkpoint="c", path=f"{runs[0]}/export/bundle")
+    write_registry(project.runs, Registry().assign(CHAMPION, entry, "deployed"))
+    assert json.loads(pipe("gc", "--keep", "2", "--dry-run", "-o", "json").stdout) == {
+        "removed": [runs[1]], "dry_run": True,
+    }  # fmt: skip
+    assert (project.runs / runs[1]).is_dir()
+    pipe("gc", "--keep", "2")
+    assert sorted(path.name for path in project.runs.glob("2*")) == [runs[0], *runs[2:]]
+    assert pipe("gc", "--keep", "2").stdout == "nothing to remove\n"

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import Pipe
+
+PROJECT = "name: tiny\ntask: task.py:Task\ncodec: codec.py:Codec\n"
+
+
+def complaint(pipe: Pipe, *words: str) -> str:
+    """The one line that a mistake gets, with exit status 2 and nothing on standard output."""
+    done = pipe(*words, expect=2)
+    lines = done.stderr.splitlines()
+    assert done.stdout == ""
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_an_unknown_key_is_answered_with_the_nearest_one(pipe: Pipe, command: str) -> None:
+    assert "unknown key `train.epoch`; did you mean `train.epochs`?" in complaint(pipe, command, "train.epoch=3")
+
+
+def test_an_unknown_section_in_the_file_is_told(pipe: Pipe, starter: Path) -> None:
+    (starter / "pipe.yaml").write_text(PROJECT + "trian: {epochs: 1}\n")
+    assert "unknown key `trian`; did you mean `train`?" in complaint(pipe, "run")
+
+
+def test_a_wrong_type_is_told_with_what_was_found(pipe: Pipe) -> None:
+    assert "`train.epochs`" in (said := complaint(pipe, "run", "train.epochs=many"))
+    assert "(found 'many')" in said
+
+
+def test_yaml_that_does_not_parse_is_told(pipe: Pipe, starter: Path) -> None:
+    (starter / "pipe.yaml").write_text("name: [")
+    assert "pipe.yaml: not valid YAML" in complaint(pipe, "run")
+
+
+def test_a_missing_task_file_is_told(pipe: Pipe, starter: Path) -> None:
+    (starter / "task.py").unlink()
+    assert "task.py:Task: no file task.py in" in complaint(pipe, "run")
+
+
+def test_a_missing_class_is_told(pipe: Pipe) -> None:
+    assert "task.py has no class Other" in complaint(pipe, "run", "task=task.py:Other")
+
+
+def test_a_syntax_error_is_told_with_its_line(pipe: Pipe, starter: Path) -> None:
+    (starter / "task.py").write_text("import torch\n\nclass Task\n")
+    assert "task.py, line 3: expected ':'" in complaint(pipe, "run")
+
+
+def test_a_local_module_that_an_installed_one_hides_is_told(pipe: Pipe, starter: Path) -> None:
+    (starter / "train.py").write_text("x = 1\n")
+    task = starter / "task.py"
+    task.write_text("from train import x\n" + task.read_text())
+    assert "rename your train.py" in complaint(pipe, "run")
+
+
+@pytest.mark.parametrize("words", [("run", "trian"), ("plan", "--from", "trian"), ("run", "--until", "trian")])
+def test_an_unknown_step_is_told_with_the_known_ones(pipe: Pipe, words: tuple[str, ...]) -> None:
+    assert "no step 'trian'; there are prepare, train, evaluate" in complaint(pipe, *words)
+
+
+def test_an_unknown_step_cannot_be_forced(pipe: Pipe) -> None:
+    assert "--force trian: no such step" in complaint(pipe, "run", "--force", "trian")
+
+
+def test_there_is_nothing_to_resume_before_the_first_run(pipe: Pipe) -> None:
+    assert "nothing to resume" in pipe("run", "--resume", expect=2).stderr
+
+
+def test_a_resumed_run_keeps_its_settings(pipe: Pipe) -> None:
+    assert "own settings" in pipe("run", "--resume", "train.lr=1", expect=2).stderr
+
+
+def test_training_on_several_machines_needs_a_meeting_place(pipe: Pipe) -> None:
+    assert "train.nodes=2 needs train.rendezvous=HOST:PORT" in complaint(pipe, "run", "train.nodes=2")
+
+
+def test_a_mistake_leaves_no_run_behind(pipe: Pipe, starter: Path) -> None:
+    complaint(pipe, "run", "task=task.py:Other")
+    assert [path.name for path in (starter / "runs").iterdir()] == [".lock"]
+
+
+def test_a_plan_says_what_would_run_and_changes_nothing(pipe: Pipe, starter: Path) -> None:
+    rows = json.loads(pipe("plan", "-o", "json").stdout)
+    assert [(row["name"], row["action"], row["reason"]) for row in rows[:3]] == [
+        ("prepare", "run", "never run"),
+        ("train", "run", "after prepare"),
+        ("evaluate", "run", "after prepare, train"),
+    ]
+    assert not (starter / "runs").exists()
+    assert pipe("run", "--dry-run").stdout == pipe("plan").stdout
+
+
+def test_a_plan_with_changes_can_be_told_by_its_exit_status(pipe: Pipe) -> None:
+    pipe("plan", "--exit-code", expect=4)
+    pipe("plan", expect=0)
+
+
+def test_naming_a_step_plans_it_with_all_it_reads_from(pipe: Pipe) -> None:
+    assert [row["name"] for row in json.loads(pipe("plan", "evaluate", "-o", "json").stdout)] == [
+        "prepare", "train", "evaluate",
+    ]  # fmt: skip
+
+
+def test_there_is_nothing_to_deploy_before_the_first_bundle(pipe: Pipe) -> None:
+    assert "has a bundle yet" in complaint(pipe, "deploy")
+
+
+def test_the_training_job_is_rendered_without_running_anything(pipe: Pipe, starter: Path) -> None:
+    assert "train.image is empty" in complaint(pipe, "run", "train", "--render")
+    paths = json.loads(pipe("run", "train", "--render", "out", "train.image=registry/tiny:1", "-o", "json").stdout)
+    assert paths
+    assert all((starter / path).is_file() for path in paths)
+    assert "registry/tiny:1" in "".join((starter / path).read_text() for path in paths)

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .conftest import Pipe
+
+
+def test_stopping_where_nothing_runs_is_fine(pipe: Pipe) -> None:
+    assert pipe("stop").stdout == "no service was running\n"
+    assert json.loads(pipe("stop", "-o", "json").stdout) == {"ended": False}
+
+
+def test_nobody_can_be_asked_where_nothing_is_live(pipe: Pipe) -> None:
+    assert "no service is live here" in pipe("predict", expect=2).stderr
+
+
+def test_there_is_nothing_to_serve_before_the_first_bundle(pipe: Pipe) -> None:
+    assert "has a bundle yet" in pipe("serve", expect=2).stderr
+
+
+def test_a_damaged_bundle_is_not_served(pipe: Pipe, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    assert "not a valid manifest" in pipe("serve", str(tmp_path), expect=2).stderr
