@@ -40,7 +40,9 @@ def deploy(run: Run, root: Path) -> None:  # noqa: ARG001  # every step is calle
     bundle = run.bundle()
     record = (_on_cluster if run.config.deploy.target == "kubernetes" else _locally)(run, bundle)
     write_json(run.partial("deploy") / "deploy.json", record)
-    if record["live"]:
+    if record["live"] and bundle.manifest.verdict == "forced":
+        _say("forced past the gate: it serves, but the champion that candidates must beat stays as it was")
+    elif record["live"]:
         promote(run, bundle)
 
 
@@ -76,7 +78,7 @@ def _on_cluster(run: Run, bundle: Bundle) -> dict[str, Any]:
 
 def _locally(run: Run, bundle: Bundle) -> dict[str, Any]:
     live = read_live(run.runs)
-    if live and live.alive and live.bundle == bundle.digest:
+    if live and live.alive and live.bundle == bundle.digest and _is_where_asked(live, run.config.deploy):
         asked = check_golden(live.host, live.port, bundle)
         _say(f"already live at {live.url}; golden answers are equal")
     else:
@@ -92,6 +94,10 @@ def _locally(run: Run, bundle: Bundle) -> dict[str, Any]:
         "golden": {"requests": asked},
         "latency_ms": latency(live.host, live.port, bundle),
     }
+
+
+def _is_where_asked(live: Live, config: Deploy) -> bool:
+    return (live.host, live.asked_port) == (config.host, config.port) and config.grpc_port in (0, live.grpc_port)
 
 
 def _start(run: Run, bundle: Bundle, old: Live | None) -> tuple[Live, int]:
@@ -136,7 +142,7 @@ def _start(run: Run, bundle: Bundle, old: Live | None) -> tuple[Live, int]:
 def choose_ports(config: Deploy, old: Live | None) -> tuple[int, int]:
     """The old service's own ports when it was asked for the same one, else the next free pair."""
     if old is not None and (old.asked_port, old.host) == (config.port, config.host):
-        return old.port, old.grpc_port
+        return old.port, config.grpc_port or old.grpc_port
     port = free_port(config.host, config.port)
     grpc_port = config.grpc_port or free_port(config.host, port + 1)
     if config.grpc_port and not port_is_free(config.host, config.grpc_port):

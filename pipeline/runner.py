@@ -139,10 +139,15 @@ def latest_unfinished(project: Project) -> Run:
     for run, body in load_history(project.runs):
         if _unfinished(body):
             return run
+        if any(record.status == "rejected" for record in body.steps.values()):
+            raise ConfigError(f"run {run.id} was rejected by the gate, not stopped; to resume an older one, name it")
     raise ConfigError(f"nothing to resume in {project.runs}: every run is complete")
 
 
 def check_config(config: Config) -> None:
+    """What one section cannot see of another."""
+    if config.deploy.grpc_port == config.deploy.port:
+        raise ConfigError(f"deploy.grpc_port and deploy.port are both {config.deploy.port}; give each its own")
     if config.train.nodes > 1 and not config.train.rendezvous:
         raise ConfigError(
             f"train.nodes={config.train.nodes} needs train.rendezvous=HOST:PORT, an address all nodes reach; "

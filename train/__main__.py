@@ -24,6 +24,7 @@ from train.checkpoint import CheckpointStore, Progress
 from train.group import Group, join, lost_contact
 from train.journal import Journal
 from train.trainer import Trainer
+from train.validation import check_metrics
 
 
 def train(run: Run, root: Path) -> None:
@@ -41,8 +42,10 @@ def train(run: Run, root: Path) -> None:
                 )
         if group.rank.first:
             _check_unchanged(run, splits)
-        trainer = Trainer(task, run.config, group, *splits)
         try:
+            trainer = Trainer(task, run.config, group, *splits)
+            gate = run.config.evaluate
+            check_metrics(task, trainer.model, splits[1], group.device, {gate.metric, *gate.require})
             _fit(trainer, run, group)
         except Exception as error:
             if not lost_contact(error):

@@ -51,6 +51,27 @@ class Trainer:
         self._optimizer = make_optimizer(self.model, self.config.optimizer, self.config.weight_decay)
         self._wrapped = group.wrap(self.model)
         self._window = Window()
+        self._settle_buckets()
+
+    def _settle_buckets(self) -> None:
+        """One backward pass that counts for nothing, before any weights are restored.
+
+        DistributedDataParallel orders its buckets anew after the first exchange. Done here, always on the same
+        batch, a resumed run sums gradients in the order of the uninterrupted one: with three processes or more
+        the order changes the bits.
+        """
+        if self._wrapped is self.model:
+            return
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        for _ in range(2):  # the new order is made at the second forward pass
+            batch = self._fetch(next(self._micro_batches(0)))
+            with self._precision.autocast():
+                loss = self._task.loss(forward(self._wrapped, self._task, batch), batch)
+            torch.autograd.backward(loss)
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(buffers[name])
+        self._optimizer.zero_grad(set_to_none=True)
 
     def restore(self, state: State) -> None:
         self.model.load_state_dict(dict(state.weights))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from pipeline.spec.data import Samples, forward
-from pipeline.spec.errors import DataError
+from pipeline.spec.errors import ConfigError, DataError
 from pipeline.spec.task import Task
 from train.group import Group
 from train.precision import Precision
@@ -38,4 +39,20 @@ def validate(
     means = {name: total / len(samples) for name, total in zip(sums, totals, strict=True)}
     if not math.isfinite(means["loss"]):
         raise DataError(f"the validation loss is {means['loss']}; lower train.lr or look for bad samples")
-    return means
+    if group.rank.first and (odd := [name for name, mean in means.items() if not math.isfinite(mean)]):
+        print(f"warning: {', '.join(odd)} is not finite on the validation split; the gate will refuse that", flush=True)
+    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+
+
+@torch.no_grad()
+def check_metrics(task: Task, model: nn.Module, samples: Samples, device: torch.device, wanted: Iterable[str]) -> None:
+    """The gate's metrics exist: learned from two samples now, not from a verdict after hours of training."""
+    batch = {name: column.to(device) for name, column in samples.batch([0, len(samples) - 1]).items()}
+    model.eval()
+    known = task.metrics(forward(model, task, batch), batch)
+    model.train()
+    if unknown := sorted(set(wanted) - set(known)):
+        raise ConfigError(
+            f"the gate wants the metric {unknown[0]}, the task has {', '.join(known)}; "
+            "set evaluate.metric and evaluate.require to names from metrics()"
+        )

@@ -22,6 +22,8 @@ class Codec:
             raise InvalidPayload("instances: each must be a list of 13 numbers") from error
         if features.ndim != 2 or features.shape[1] != 13:
             raise InvalidPayload(f"instances: each must be a list of 13 numbers, found shape {features.shape[1:]}")
+        if not np.isfinite(features).all():
+            raise InvalidPayload("instances: every number must be finite")
         return {"features": (features - MEAN) / SCALE}
 
     def encode(self, outputs: dict[str, np.ndarray[Any, Any]]) -> list[Any]:

@@ -50,6 +50,9 @@ def log(
 ) -> None:
     """Print what a step wrote."""
     found = find_run(project_of(context).runs, run)
+    record = found.read().steps.get(step)
+    if record is not None and record.reused_from:  # the log stays with the run that did the work
+        found = find_run(found.runs, record.reused_from)
     path = found.log(step)
     if not path.exists():
         known = sorted(log.stem for log in path.parent.glob("*.log"))
@@ -64,7 +67,12 @@ def log(
 
 
 @app.command()
-def diff(context: typer.Context, first: str, second: str = "latest", output: OutputOption = Output.text) -> None:
+def diff(
+    context: typer.Context,
+    first: Annotated[str, typer.Argument(metavar="RUN", help="The run to start from.")],
+    second: Annotated[str, typer.Argument(metavar="[RUN]", help="The run to compare it with.")] = "latest",
+    output: OutputOption = Output.text,
+) -> None:
     """What differs between two runs: settings, sources, versions, inputs."""
     runs = project_of(context).runs
     rows = differences(find_run(runs, first), find_run(runs, second))

@@ -90,6 +90,8 @@ def repro(
     original = find_run(project.runs, run)
     until = STEPS[: STEPS.index("export") + 1]
     done = tuple(step for step in until if step in original.read().steps)
+    if not outcome_digests(original):
+        raise ConfigError(f"run {original.id} trained nothing, so there is nothing to compare")
     with locked(project.runs):
         again = run_road(project, original.config, Order(done, force=frozenset(done)), Display(sys.stderr.isatty()))
     before, after = outcome_digests(original), outcome_digests(again)

@@ -82,6 +82,7 @@ def run(
         else:
             config, order = project.config(overrides), make_order(names, start, until, force)
             found = _finish(project, lambda: run_road(project, config, order, display))
+    _copy_manifests(found, render)
     emit_run(output, found)
     return None
 
@@ -104,9 +105,7 @@ def deploy(
     with locked(project.runs):
         source = find_run(project.runs, names[0]) if names else newest_bundle(project)
         found = _finish(project, lambda: redeploy(project, source, overrides, display))
-    if render not in (None, "default"):
-        assert render is not None
-        copy_manifests(found, Path(render))
+    _copy_manifests(found, render)
     emit_run(output, found)
 
 
@@ -133,8 +132,13 @@ def newest_bundle(project: Project) -> Run:
     raise ConfigError(f"no run in {project.runs} has a bundle yet; `pipe run --until export` makes one")
 
 
-def copy_manifests(run: Run, directory: Path) -> None:
+def _copy_manifests(run: Run, render: str | None) -> None:
+    """`--render DIR` wants them there too."""
+    if render in (None, "default"):
+        return
+    directory = Path(str(render))
     directory.mkdir(parents=True, exist_ok=True)
+    print(f"manifests are in {directory}; apply them with: kubectl apply --server-side -k {directory}", file=sys.stderr)
     for path in sorted((run.output("deploy") / "manifests").glob("*")):
         (directory / path.name).write_bytes(path.read_bytes())
 
@@ -165,8 +169,9 @@ def run_facts(run: Run) -> dict[str, Any]:
 def _resume(project: Project, name: str, names: list[str], overrides: list[str], display: Display) -> Run:
     if overrides:
         raise ConfigError("--resume goes on with the run's own settings; start a new run to change them")
+    chosen = with_upstream(choose(names, None, None)) if names else ()
     found = latest_unfinished(project) if name == "latest" else find_run(project.runs, name)
-    wanted = with_upstream(choose(names, None, None)) if names else found.read().wanted
+    wanted = chosen or found.read().wanted
     display.say(f"resuming run {found.id}")
     return _finish(project, lambda: resume_road(project, found, Order(wanted), display), resumed=found)
 
@@ -179,10 +184,18 @@ def _finish(project: Project, walk: Callable[[], Run], resumed: Run | None = Non
     except BaseException as error:
         made = next((run for run in all_runs(project.runs) if run.id not in before), resumed)
         if made is not None:
-            write_report(made, made.path / "report.html")
+            _report_failure(made)
         if isinstance(error, KeyboardInterrupt):
             hint = f"pipe run --resume {made.id}" if made else "pipe run all"
             raise Interrupted(f"interrupted; nothing is lost, `{hint}` goes on") from None
         raise
     write_report(found, found.path / "report.html")
     return found
+
+
+def _report_failure(run: Run) -> None:
+    """The report of a run that failed must not hide why it failed."""
+    try:
+        write_report(run, run.path / "report.html")
+    except Exception as problem:
+        print(f"warning: no report: {type(problem).__name__}: {problem}", file=sys.stderr)

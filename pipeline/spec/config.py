@@ -161,7 +161,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{path}: must be a mapping of sections, found {type(values).__name__}")
     for override in overrides:
         _apply(values, override)
-    return parse_config(values, source=str(path))
+    return parse_config(values, source=f"{path} with overrides" if overrides else str(path))
 
 
 def override_config(config: Config, overrides: Iterable[str]) -> Config:
@@ -201,6 +201,9 @@ def _sentence(item: dict[str, Any]) -> str:
         return f"unknown key `{place}`{_nearest(item['loc'])}"
     if item["type"] == "missing":
         return f"`{place}` is missing"
+    if item["type"] == "string_pattern_mismatch":
+        form = "small letters, digits and dashes, 40 at most" if place == "name" else "`file.py:Class`"
+        return f"`{place}`: write it as {form} (found {item['input']!r})"
     found = repr(item["input"])
     message = item["msg"][:1].lower() + item["msg"][1:]
     return f"`{place}`: {message} (found {found if len(found) <= 60 else found[:57] + '...'})"
