@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import signal
 
 import psutil
@@ -40,6 +41,9 @@ def test_a_killed_worker_costs_nothing(copied: Walker, expected: bytes) -> None:
     assert "resumed from the checkpoint of step 50 of 120" in said
     assert copied.latest.id == run.id, "a resumed run goes on in its own directory"
     assert copied.weights == expected
+    lines = [json.loads(line) for line in (run.output("train") / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == list(range(10, 121, 10)), "each line once, though some steps were done twice"
 
 
 def test_a_killed_pipe_takes_its_processes_along_and_a_damaged_checkpoint_is_passed_over(
@@ -74,6 +78,9 @@ def test_an_interrupted_command_leaves_no_process_and_says_how_to_go_on(
     if sent is signal.SIGINT:
         copied.pipe("run", "--resume", run.id)
         assert copied.weights == expected
+    else:
+        said = copied.pipe("run", "prepare").stderr
+        assert f"note: run {run.id} is unfinished; `pipe run --resume` continues it" in said
 
 
 def test_a_second_run_at_once_is_told_who_works_here(copied: Walker) -> None:
@@ -84,15 +91,6 @@ def test_a_second_run_at_once_is_told_who_works_here(copied: Walker) -> None:
         assert len(said.splitlines()) == 1
         copied.pipe("status")  # looking is allowed at any time
         assert "train" in copied.plan()
-
-
-def test_a_new_run_says_that_another_is_unfinished(copied: Walker) -> None:
-    with copied.held(HELD_AFTER, *TRAIN) as pipe:
-        run = until_held(copied)
-        pipe.send_signal(signal.SIGINT)
-        pipe.communicate(timeout=30)
-    said = copied.pipe("run", "prepare").stderr
-    assert f"note: run {run.id} is unfinished; `pipe run --resume` continues it" in said
 
 
 def test_interrupting_a_command_that_only_looks_ends_it_as_quietly(road: Walker) -> None:

@@ -40,6 +40,11 @@ def test_the_service_answers_through_the_codec(road: Walker, first: Run) -> None
     assert headers["x-bundle-digest"] == first.bundle().digest
 
 
+def test_a_bad_request_is_answered_with_a_sentence(road: Walker) -> None:
+    status, _, answer = road.ask("/v1/models/sides:predict", {"instances": [[0.0]]})
+    assert (status, answer["error"]) == (400, "instances: each must be a list of 2 numbers, found shape (1,)")
+
+
 def test_the_service_answers_on_raw_tensors(road: Walker, first: Run) -> None:
     tensor = {"name": "place", "datatype": "FP32", "shape": [1, 2], "data": [0.0, 0.9]}
     status, headers, answer = road.ask("/v2/models/sides/infer", {"inputs": [tensor]})
@@ -124,6 +129,7 @@ def test_a_step_asked_for_from_the_middle_needs_those_before_it_up_to_date(copie
     assert "--from starts after train" in copied.pipe("plan", "--from", "export", "train.lr=1", expect=2).stderr
 
 
+@pytest.mark.long
 def test_a_run_done_again_from_nothing_comes_to_the_same_bits(copied: Walker) -> None:
     found = json.loads(copied.pipe("repro", "-o", "json").stdout)
     assert {row["file"]: row["equal"] for row in found["files"]} == {

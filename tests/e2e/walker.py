@@ -73,13 +73,13 @@ class Walker:
         (self.folder / file).write_text(text.replace(old, new))
 
     def pipe(
-        self, *words: str, expect: int = 0, prefix: tuple[str, ...] = (), **variables: str
+        self, *words: str, expect: int = 0, prefix: tuple[str, ...] = (), env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Type a command and wait for its end."""
         done = subprocess.run(
             [*prefix, *PIPE, *words],
             cwd=self.folder,
-            env=environment(variables),
+            env=environment(env or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -88,6 +88,12 @@ class Walker:
         )
         assert done.returncode == expect, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
+
+    def deploy(
+        self, run: Run, expect: int = 0, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """The bundle of a run, on this walker's own port and not the one the run was made with."""
+        return self.pipe("deploy", run.id, f"deploy.port={self.port}", expect=expect, env=env)
 
     @contextlib.contextmanager
     def held(self, after: int, *words: str) -> Iterator[subprocess.Popen[str]]:

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.history import all_runs
+from pipeline.service import Live, read_live, request
+from pipeline.spec.run import Run
+
+from .walker import Walker, processes_of, wait_for
+
+NO_CLUSTER = {"KUBECONFIG": "/nowhere"}
+QUESTION = {"instances": [[0.0, 0.9]]}
+
+
+@pytest.fixture(scope="module")
+def town(road: Walker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walker]:
+    """Two runs with different bundles, the first of them live."""
+    walker = road.copy(tmp_path_factory.mktemp("town") / "sides")
+    walker.pipe("run", "--until", "package", "train.seed=1", "evaluate.margin=0.5")
+    try:
+        yield walker
+    finally:
+        walker.stop()
+
+
+@pytest.fixture
+def first(town: Walker) -> Run:
+    return all_runs(town.runs)[-1]
+
+
+@pytest.fixture
+def second(town: Walker) -> Run:
+    """The run with another seed, whatever was deployed since."""
+    return next(run for run in reversed(all_runs(town.runs)) if run.config.train.seed == 1)
+
+
+@pytest.fixture
+def live(town: Walker, first: Run) -> Live:
+    """The first run's bundle, answering on the project's own port."""
+    town.deploy(first)
+    found = read_live(town.runs)
+    assert found is not None
+    assert found.port == town.port
+    return found
+
+
+class Client(threading.Thread):
+    """Asks one question after the other, on a connection of its own each, until told to stop."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self._port, self._done = port, threading.Event()
+        self.answers: list[tuple[int, str]] = []  # status, bundle
+        self.errors: list[OSError] = []
+
+    def run(self) -> None:
+        while not self._done.wait(0.005):
+            try:
+                status, headers, _ = request("127.0.0.1", self._port, "POST", "/v1/models/sides:predict", QUESTION)
+            except OSError as error:
+                self.errors.append(error)
+            else:
+                self.answers.append((status, headers["x-bundle-digest"]))
+
+    def __enter__(self) -> Client:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self.join()
+
+
+def test_a_new_bundle_takes_the_port_over_and_no_request_fails(
+    town: Walker, live: Live, first: Run, second: Run
+) -> None:
+    with Client(live.port) as client:
+        said = town.deploy(second).stderr
+    assert f"took over from pid {live.pid} (bundle {live.bundle[:12]})" in said
+    assert client.errors == []
+    assert {status for status, _ in client.answers} == {200}
+    order = list(dict.fromkeys(bundle for _, bundle in client.answers))
+    assert order == [first.bundle().digest, second.bundle().digest], "never back to the old one"
+    assert not live.alive
+    registry = json.loads((town.runs / "registry.json").read_text())["names"]
+    assert registry["champion"]["bundle"] == second.bundle().digest
+    assert registry["previous"]["bundle"] == first.bundle().digest
+
+
+def test_a_bundle_that_fails_leaves_the_old_one_live(town: Walker, live: Live, first: Run, second: Run) -> None:
+    said = town.deploy(second, expect=1, env={"TINY_CODEC": "broken"}).stderr
+    assert "the service ended at its start" in said.splitlines()[-1]
+    assert "this codec is broken here" in said
+    assert read_live(town.runs) == live
+    assert town.ask("/v1/models/sides:predict", QUESTION)[1]["x-bundle-digest"] == first.bundle().digest
+    champion = json.loads((town.runs / "registry.json").read_text())["names"]["champion"]
+    assert champion["bundle"] == first.bundle().digest
+    assert processes_of(town.latest) == [], "the one that failed was ended"
+
+
+def test_stop_ends_the_service_and_status_says_so(town: Walker, live: Live) -> None:
+    assert json.loads(town.pipe("status", "-o", "json").stdout)["service"]["alive"] is True
+    assert f"ended sides at {live.url} (pid {live.pid})" in town.pipe("stop").stdout
+    assert not live.alive
+    assert json.loads(town.pipe("status", "-o", "json").stdout)["service"] is None
+    assert "no service is live" in town.pipe("predict", expect=2).stderr
+
+
+def test_a_service_that_died_is_told_and_started_again(town: Walker, live: Live, first: Run) -> None:
+    service = psutil.Process(live.pid)
+    service.kill()
+    wait_for(lambda: not live.alive, seconds=10)
+    assert "is gone; `pipe deploy` starts it" in town.pipe("status").stdout
+    town.deploy(first)
+    assert town.ask("/v2/health/ready")[0] == 200
+
+
+def test_a_taken_port_is_left_alone_and_the_next_free_one_said_aloud(town: Walker, first: Run) -> None:
+    town.pipe("stop")
+    with socket.socket() as foreigner:
+        foreigner.bind(("127.0.0.1", 0))
+        foreigner.listen()
+        port = foreigner.getsockname()[1]
+        said = town.pipe("deploy", first.id, f"deploy.port={port}").stderr
+    live = read_live(town.runs)
+    assert live is not None
+    assert live.port > port
+    assert f"port {port} is taken; using {live.port}" in said
+    assert town.ask("/v2/health/ready")[0] == 200
+
+
+def test_the_services_log_can_be_read(town: Walker, live: Live) -> None:
+    assert f"bundle={live.bundle[:12]}" in town.pipe("log", "service", "--run", live.run).stdout
+
+
+def test_without_a_cluster_the_manifests_are_there_and_the_exit_status_says_it_is_not_done(town: Walker) -> None:
+    target = ("deploy.target=kubernetes", "deploy.image=registry/sides:1")
+    done = town.pipe("run", "all", *target, expect=1, env=NO_CLUSTER)
+    manifests = town.latest.output("deploy") / "manifests"
+    assert f"kubectl apply --server-side -k {manifests}" in done.stderr.splitlines()[-1]
+    assert (manifests / "kustomization.yaml").is_file()
+    assert "registry/sides:1" in "".join(path.read_text() for path in manifests.iterdir())
+
+
+def test_only_rendering_is_a_success(town: Walker, first: Run, tmp_path: Path) -> None:
+    words = ("deploy", first.id, "deploy.image=registry/sides:1", "--render")
+    town.pipe(*words, env=NO_CLUSTER)
+    rendered = {path.name for path in (town.latest.output("deploy") / "manifests").iterdir()}
+    town.pipe(*words, str(tmp_path / "out"), env=NO_CLUSTER)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == rendered
+    assert "kustomization.yaml" in rendered

@@ -1,0 +1,106 @@
+"""What the documents tell to type is typed, and what they name exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.spec.run import STEPS
+from pipeline.spec.sources import HOUSE
+
+from .walker import PIPE, Walker, environment
+
+DOCUMENTS = [HOUSE / "README.md", *sorted((HOUSE / "docs").glob("*.md")), *sorted(HOUSE.glob("examples/*/README.md"))]
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"# file: (\S+)\n")
+
+
+def blocks(document: Path) -> list[tuple[str, str]]:
+    """Language and text of each fenced block."""
+    return [(language, body) for language, body in _BLOCK.findall(document.read_text())]
+
+
+def commands_in(document: Path) -> Iterator[list[str]]:
+    """Every `pipe …` in a block of shell or in backticks, as words."""
+    text = document.read_text()
+    lines = [line for language, body in blocks(document) if language == "sh" for line in body.splitlines()]
+    for line in [*lines, *re.findall(r"`(pipe [^`]+)`", _BLOCK.sub("", text))]:
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["pipe"]:
+            yield words[1:]
+
+
+@pytest.fixture
+def walker(tmp_path: Path) -> Iterator[Walker]:
+    """An empty folder to follow a document in."""
+    walker = Walker.beside(tmp_path)
+    yield walker
+    Walker(tmp_path / "flowers", walker.port).stop()
+
+
+def test_adding_a_model_works_as_it_is_written(walker: Walker) -> None:
+    """Literally: every block in order, in one folder, save that the port is one that is free here."""
+    folder, said = walker.folder, ""
+    for language, body in blocks(HOUSE / "docs" / "add-a-model.md"):
+        if named := _FILE.match(body):
+            assert language in ("python", "yaml")
+            (folder / named[1]).write_text(body)
+            if named[1] == "pipe.yaml":
+                (folder / named[1]).write_text(f"{body}\ndeploy: {{port: {walker.port}}}\n")
+            continue
+        assert language == "sh"
+        for line in body.splitlines():
+            words = shlex.split(line)
+            if words[0] == "cd":
+                folder = folder / words[1]
+                continue
+            assert words[0] == "pipe"
+            done = subprocess.run([*PIPE, *words[1:]], cwd=folder, env=environment({}), capture_output=True, text=True)
+            assert done.returncode == 0, f"{line}\n{done.stderr}"
+            said += done.stdout
+    assert '"flower": "setosa"' in said
+    assert "ended flowers" in said
+
+
+def known_options(command: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", command, "--help"], env=environment({}), capture_output=True, text=True
+    )
+    return done.returncode, done.stdout
+
+
+def test_every_command_a_document_names_exists_with_its_options() -> None:
+    wrong: list[str] = []
+    helps: dict[str, tuple[int, str]] = {}
+    for document in DOCUMENTS:
+        for words in commands_in(document):
+            rest = words[2:] if words[0] in ("-C", "--project") else words
+            command, *arguments = rest
+            helps[command] = helps.get(command) or known_options(command)
+            status, text = helps[command]
+            options = [word.partition("=")[0] for word in arguments if word.startswith("-")]
+            missing = [option for option in options if not re.search(rf"{re.escape(option)}\b", text)]
+            if status != 0 or missing:
+                wrong.append(f"{document.name}: pipe {' '.join(words)}")
+    assert wrong == []
+    assert {"run", "predict", "stop", "init"} <= helps.keys()
+
+
+def test_every_step_a_document_asks_for_exists() -> None:
+    for document in DOCUMENTS:
+        for command, *arguments in commands_in(document):
+            names = [word for word in arguments if word.isalpha() and word.islower()]
+            if command in ("run", "plan"):
+                assert {name for name in names if name != "all"} <= set(STEPS), document.name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(HOUSE).as_posix())
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text())
+    assert [target for target in targets if not (document.parent / target).exists()] == []
