@@ -58,7 +58,13 @@ class Project:
         """A run that is prepared and waits for training."""
         run = Run(self.root / "runs" / name)
         run.path.mkdir(parents=True)
-        config = {"name": "tiny", "task": "task.py:Tiny", "codec": "codec.py:C", "train": {**DEFAULTS, **train}}
+        config = {
+            "name": "tiny",
+            "task": "task.py:Tiny",
+            "codec": "codec.py:C",
+            "train": {**DEFAULTS, **train},
+            "evaluate": {"metric": "closeness"},
+        }
         file = RunFile(id=name, created="2026-01-01", wanted=("train",), config=config, environment={})
         (run.path / "run.json").write_text(file.model_dump_json())
         run.output("prepare").mkdir()

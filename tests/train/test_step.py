@@ -31,10 +31,10 @@ def test_two_processes_train_the_weights_that_one_does(project: Project) -> None
 
 
 def test_a_run_that_was_cut_ends_with_the_weights_of_the_uninterrupted_one_bit_for_bit(project: Project) -> None:
-    """Cut in the middle of an epoch, with a newer checkpoint that is damaged; dropout and AdamW have a state each."""
+    """Cut in an epoch, with a newer checkpoint that is damaged. Three processes: from there on, order changes a sum."""
     project.replace("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.2)")
     whole, cut = (project.run(name, checkpoint_every=7, keep_checkpoints=9) for name in ("whole", "cut"))
-    assert project.train(whole).returncode == 0
+    assert project.train(whole, processes=3).returncode == 0
     shutil.copytree(whole.partial("train"), cut.partial("train"))
     (cut.partial("train") / "model.safetensors").unlink()
     checkpoints = cut.partial("train") / "checkpoints"
@@ -42,11 +42,29 @@ def test_a_run_that_was_cut_ends_with_the_weights_of_the_uninterrupted_one_bit_f
         shutil.rmtree(checkpoints / later)
     damaged = checkpoints / "step-00000010" / "state.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    done = project.train(cut)
+    done = project.train(cut, processes=3)
     assert "warning: checkpoint step-00000010 is damaged" in done.stderr
     assert "resumed from the checkpoint of step 7 of 15" in done.stdout
     assert equal(weights(cut), weights(whole))
     assert [line["step"] for line in journal(cut)] == [line["step"] for line in journal(whole)]
+
+
+def test_a_metric_the_gate_will_want_is_missed_before_training(project: Project) -> None:
+    run = project.run()
+    project.replace('"closeness"', '"farness"')
+    done = project.train(run)
+    assert done.returncode == 2
+    assert "the gate wants the metric closeness, the task has farness" in str(failure(run))
+    assert not (run.partial("train") / "checkpoints").exists()
+
+
+def test_a_metric_that_is_not_a_number_is_left_to_the_gate(project: Project) -> None:
+    project.replace('-(outputs - batch["target"]).abs()[:, 0]', '(outputs * float("nan"))[:, 0]')
+    run = project.run()
+    done = project.train(run)
+    assert done.returncode == 0, done.stderr
+    assert "warning: closeness is not finite" in done.stdout
+    assert "NaN" not in (run.partial("train") / "metrics.jsonl").read_text()
 
 
 def test_a_loss_that_breaks_on_one_rank_alone_stops_both_and_keeps_the_checkpoint(project: Project) -> None:
