@@ -53,13 +53,8 @@ def write_bundle(directory: Path, verdict: str) -> None:
     opset = [helper.make_opsetid("", 20)]
     onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), directory / "model.onnx")
     spec = {name: TensorSpec(name=name, datatype="FP32", shape=("batch", 2)) for name in ("x", "y")}
-    signature = Signature(
-        inputs=(spec["x"],),
-        outputs=(spec["y"],),
-        codec="C",
-        limits=Limits(max_batch_size=8, max_body_bytes=1024),
-        runtime=Runtime(provider="cpu", threads=1),
-    )
+    limits, runtime = Limits(max_batch_size=8, max_body_bytes=1024), Runtime(provider="cpu", threads=1)
+    signature = Signature(inputs=(spec["x"],), outputs=(spec["y"],), codec="C", limits=limits, runtime=runtime)
     write_json(directory / "signature.json", signature.model_dump())
     x = np.ones((1, 2), np.float32)
     Golden({"x": x}, {"y": 2 * x}, [], [], rtol=1e-3, atol=1e-4).write(directory)
