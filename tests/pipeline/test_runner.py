@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.display import Display
+from pipeline.history import create_run, load_history, seal, write_record
+from pipeline.project import Project
+from pipeline.runner import Order, Road, check_config, latest_unfinished, redeploy, run_road
+from pipeline.spec.config import Config, override_config
+from pipeline.spec.errors import BundleError, ConfigError, StageError
+from pipeline.spec.run import Run, StepRecord
+
+from .conftest import NewRun
+
+QUIET = Display(live=False)
+
+
+def recorded(run: Run, step: str, status: str = "done") -> Run:
+    """A step with one file of output, as if it had run."""
+    run.partial(step).mkdir()
+    (run.partial(step) / "file").write_text(step)
+    outputs, digest = seal(run, step)
+    values = {"step": step, "status": status, "key": "k", "parts": {}, "outputs": outputs, "digest": digest}
+    write_record(run, StepRecord.model_validate(values))
+    return run
+
+
+def test_the_newest_unfinished_run_is_resumed(project: Project, new_run: NewRun) -> None:
+    stopped = recorded(new_run(), "prepare")
+    assert latest_unfinished(project).id == stopped.id
+    recorded(stopped, "train")
+    with pytest.raises(ConfigError, match="every run is complete"):
+        latest_unfinished(project)
+
+
+@pytest.mark.parametrize("status", ["failed", "interrupted", "running"])
+def test_a_run_whose_step_was_cut_short_is_unfinished(project: Project, new_run: NewRun, status: str) -> None:
+    run = recorded(recorded(new_run(), "prepare"), "train", status)
+    assert latest_unfinished(project).id == run.id
+
+
+def test_a_rejected_run_is_not_resumed_behind_the_users_back(project: Project, new_run: NewRun) -> None:
+    run = recorded(new_run(), "train", "rejected")
+    with pytest.raises(ConfigError, match=f"run {run.id} was rejected by the gate"):
+        latest_unfinished(project)
+
+
+def test_several_machines_without_a_meeting_place_are_a_mistake(config: Config) -> None:
+    with pytest.raises(ConfigError, match=r"needs train\.rendezvous=HOST:PORT"):
+        check_config(override_config(config, ["train.nodes=2"]))
+    check_config(override_config(config, ["train.nodes=2", "train.rendezvous='head:29500'"]))
+
+
+def test_a_preview_knows_the_outputs_of_what_is_reused_and_forgets_them_after(
+    project: Project, config: Config, new_run: NewRun
+) -> None:
+    run = recorded(new_run(), "prepare")
+    key = Road(project, config, Order(("prepare",)), []).decide("prepare").key
+    write_record(run, run.read().steps["prepare"].model_copy(update={"key": key}))
+    road = Road(project, config, Order(("prepare", "train")), load_history(project.runs))
+    assert [(step.name, step.action) for step in road.preview()] == [("prepare", "reuse"), ("train", "run")]
+    assert road.outputs == {}
+
+
+def test_a_step_before_the_start_must_not_run(project: Project, config: Config) -> None:
+    order = Order(("prepare", "train"), reuse_only=frozenset({"prepare"}))
+    with pytest.raises(ConfigError, match="--from starts after prepare, but prepare has to run: never run"):
+        Road(project, config, order, []).preview()
+
+
+def test_a_steps_own_words_become_the_error_and_its_record(project: Project, folder: Path, config: Config) -> None:
+    """The task has no data(): the real prepare step says so."""
+    with pytest.raises(ConfigError, match=r"^prepare: task\.py:T: has no method model\(\)"):
+        run_road(project, config, Order(("prepare",)), QUIET)
+    run, body = load_history(project.runs)[0]
+    assert body.steps["prepare"].status == "failed"
+    assert body.steps["prepare"].reason.startswith("prepare: task.py:T")
+    assert not run.output("prepare").exists()
+
+
+def test_a_process_that_leaves_no_reason_is_told_by_its_end(
+    project: Project, folder: Path, config: Config, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "task.py").write_text("import os\n\n\nclass T:\n    os.kill(os.getpid(), 9)\n")
+    with pytest.raises(StageError, match="prepare: its process was killed by signal 9 and left no reason"):
+        run_road(project, config, Order(("prepare",)), QUIET)
+    said = capfd.readouterr().err
+    assert f"pipe run --resume {load_history(project.runs)[0][0].id}" in said
+
+
+def test_only_a_whole_bundle_is_deployed_again(project: Project, config: Config) -> None:
+    run = recorded(create_run(project.runs, config, ("export", "package"), parent=""), "export")
+    with pytest.raises(ConfigError, match=f"run {run.id} has no finished package"):
+        redeploy(project, run, [], QUIET)
+    recorded(run, "package")
+    (run.output("export") / "file").write_text("other")
+    with pytest.raises(BundleError, match="export/file changed on disk; it must not be deployed"):
+        redeploy(project, run, [], QUIET)
+    with pytest.raises(ConfigError, match=r"train\.lr=1: a deployment changes only deploy"):
+        redeploy(project, run, ["train.lr=1"], QUIET)
+    assert len(load_history(project.runs)) == 1
