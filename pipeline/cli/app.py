@@ -16,6 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,  # a bug shows its plain traceback
+    rich_markup_mode=None,  # plain help and one-line usage errors; loading rich would double the time of `--help`
     help="From a PyTorch model to a judged, verified and served one.",
 )
 
