@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -65,18 +66,23 @@ def _closure(entry: list[Path], base: Path, folders: list[Path], only: tuple[str
     return found
 
 
-def _imported(path: Path, base: Path) -> Iterator[str]:
-    """Every module name a file imports, anywhere in it; `from a import b` may mean the module a.b."""
-    package = path.parent.relative_to(base).parts
-    for node in ast.walk(_parse(path)):
+def _imported(path: Path, base: Path) -> tuple[str, ...]:
+    return _imports_in(path.read_bytes(), path.name, path.parent.relative_to(base).parts)
+
+
+@functools.cache  # by content: a plan and its run ask for every file a dozen times
+def _imports_in(source: bytes, file: str, package: tuple[str, ...]) -> tuple[str, ...]:
+    """Every module name a source imports, anywhere in it; `from a import b` may mean the module a.b."""
+    found: list[str] = []
+    for node in ast.walk(_parse(source, file)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*above, *([node.module] if node.module else [])])
-            if module:
-                yield module
-            yield from (f"{module}.{alias.name}".lstrip(".") for alias in node.names)
+            found += [module] if module else []
+            found += [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
+    return tuple(found)
 
 
 def _files_of(module: str, folders: list[Path], importer: Path) -> Iterator[Path]:
@@ -122,7 +128,7 @@ def _installed(name: str) -> str | None:
 
 def _top_level_names(path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(_parse(path)):
+    for node in ast.walk(_parse(path.read_bytes(), path.name)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -132,10 +138,8 @@ def _top_level_names(path: Path) -> set[str]:
     return names
 
 
-def _parse(path: Path) -> ast.Module:
+def _parse(source: bytes, file: str) -> ast.Module:
     try:
-        return ast.parse(path.read_bytes(), filename=str(path))
+        return ast.parse(source)
     except SyntaxError as error:
-        raise ConfigError(f"{path.name}, line {error.lineno}: {error.msg}") from error
-    except ValueError as error:  # what Python 3.11 says to a null byte
-        raise ConfigError(f"{path.name}: not Python source: {error}") from error
+        raise ConfigError(f"{file}, line {error.lineno}: {error.msg}") from error
