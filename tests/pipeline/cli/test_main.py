@@ -28,7 +28,7 @@ def fastest(*command: str, times: int = 10) -> float:
 def test_help_comes_in_a_moment() -> None:
     """0.3 s; on a machine so slow that the interpreter's own libraries take most of it, little more than they do."""
     libraries = fastest("-c", "import typer, pydantic, yaml, psutil", times=3)
-    assert fastest("-m", "pipeline", "--help") < max(0.3, 2.5 * libraries)
+    assert fastest("-m", "pipeline", "--help") < max(0.3, 3 * libraries)
 
 
 def test_the_commands_are_listed(pipe: Pipe) -> None:
