@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-_USERS = (Path(__file__).resolve().parents[1] / "examples", Path(tempfile.gettempdir()).resolve())
+_EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 @pytest.fixture(autouse=True)
-def _no_user_code_stays() -> Iterator[None]:
+def _no_user_code_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Projects name their files alike: a `codec` left in sys.modules would be taken for the next project's."""
+    users = (_EXAMPLES, tmp_path_factory.getbasetemp().resolve())
     path = list(sys.path)
     yield
     sys.path[:] = path
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and any(Path(file).is_relative_to(folder) for folder in _USERS):
+        if file and any(Path(file).is_relative_to(folder) for folder in users):
             del sys.modules[name]
