@@ -12,6 +12,7 @@ from kserve.model import InferenceVerb
 from kserve.protocol.dataplane import DataPlane
 
 from pipeline.spec.bundle import Bundle
+from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import TensorSpec
 from serve.predictor import Predictor
 
@@ -41,7 +42,7 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
         verb: InferenceVerb = InferenceVerb.PREDICT,
     ) -> tuple[Any, dict[str, str]]:
         if verb is not InferenceVerb.PREDICT:
-            raise NotImplementedError("this model predicts and does not explain")
+            raise InvalidPayload("explain: this model predicts and does not explain")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, body.answer, self.predictor), {}
 
