@@ -24,24 +24,21 @@ def differences(first: Run, second: Run) -> list[dict[str, str]]:
 
 
 def results(run: Run) -> dict[str, Any]:
-    """One row of a comparison; what a run has not reached is empty."""
-    row: dict[str, Any] = {"run": run.id, "verdict": "", "bundle": ""}
+    """One row of a comparison; what a run has not reached is None."""
+    row: dict[str, Any] = {"run": run.id, "verdict": None, "bundle": None}
     if (run.output("evaluate") / "verdict.json").exists():
         row["verdict"] = run.verdict()["verdict"]
     if (run.bundle_path / "manifest.json").exists():
         row["bundle"] = run.bundle().digest[:12]
     metrics = run.output("evaluate") / "metrics.json"
     candidate = json.loads(metrics.read_text())["candidate"] if metrics.exists() else {}
-    row |= {name: f"{value:.4f}" for name, value in candidate.items()}
-    record = run.read().steps.get("train")
-    row["train seconds"] = f"{record.seconds:.1f}" if record else ""
-    return row
+    return row | candidate | {"train_seconds": _worked(run)}
 
 
 def aligned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every row with every column, in the order they first appear."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return [{name: row.get(name, "") for name in names} for row in rows]
+    return [{name: row.get(name) for name in names} for row in rows]
 
 
 def outcome_digests(run: Run) -> dict[str, str]:
@@ -53,6 +50,15 @@ def outcome_digests(run: Run) -> dict[str, str]:
         for step, name in files.items()
         if step in steps and name in steps[step].outputs
     }
+
+
+def _worked(run: Run) -> float | None:
+    """How long training took, in the run that did it."""
+    record = run.read().steps.get("train")
+    if record is not None and record.reused_from:
+        origin = Run(run.runs / record.reused_from)
+        record = origin.read().steps.get("train") if (origin.path / "run.json").is_file() else None
+    return round(record.seconds, 1) if record is not None else None
 
 
 def _short(value: str | None) -> str:

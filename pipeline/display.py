@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.spec.errors import PipelineError, StageError
+from pipeline.spec.errors import ConfigError, PipelineError, StageError
 from pipeline.spec.run import Run
 
 if TYPE_CHECKING:
@@ -80,7 +80,11 @@ class Display:
             for line in tail(text.splitlines()):
                 print(f"    {line}", file=sys.stderr)
         print(f"log: {log}", file=sys.stderr)
-        if not error.complete:
+        if error.complete:
+            return
+        if isinstance(error, ConfigError):  # a resumed run keeps its own settings
+            print("to go on after mending it: pipe run all (what is finished is reused)", file=sys.stderr)
+        else:
             print(f"to go on after mending it: pipe run --resume {self._run.id}", file=sys.stderr)
 
     def _new_lines(self, log: Path) -> list[str]:

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+import typer
+
 from pipeline.cli import look, project, road, service
 from pipeline.cli.app import app
-from pipeline.spec.errors import PipelineError
+from pipeline.spec.errors import ConfigError, PipelineError
 
 __all__ = ["app", "look", "main", "project", "road", "service"]
 
@@ -21,7 +23,10 @@ _RUN = re.compile(r"latest$|\d|[^=]*/")  # what can follow `--resume` and be a r
 def main() -> None:
     signal.signal(signal.SIGTERM, _leave)
     try:
-        app(with_defaults(sys.argv[1:]))
+        sys.exit(app(with_defaults(sys.argv[1:]), prog_name="pipe", standalone_mode=False))
+    except typer.TyperException as error:  # a word that is no command, an option without its value
+        print(usage_line(error), file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -35,6 +40,14 @@ def main() -> None:
             raise
         print(f"error: {mends[error.errno]}", file=sys.stderr)
         sys.exit(PipelineError.exit_code)
+
+
+def usage_line(error: typer.TyperException) -> str:
+    """One line, as every other mistake; `pipe` alone has nothing to say but its help."""
+    context: typer.Context | None = getattr(error, "ctx", None)
+    if context is None or error.message == context.get_help():
+        return error.format_message()
+    return f"error: {error.format_message().rstrip('.?')}; see `{context.command_path} --help`"
 
 
 def with_defaults(argv: Sequence[str]) -> list[str]:

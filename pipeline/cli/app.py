@@ -9,10 +9,39 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from pipeline.project import Project, find_project
 
+COMMANDS = [
+    "init",
+    "doctor",
+    "plan",
+    "run",
+    "status",
+    "log",
+    "diff",
+    "compare",
+    "report",
+    "verify",
+    "serve",
+    "predict",
+    "deploy",
+    "stop",
+    "gc",
+    "repro",
+]
+
+
+class _InOrder(TyperGroup):
+    """Help lists commands as one meets them, not as modules happen to be imported."""
+
+    def list_commands(self, context: Any) -> list[str]:
+        return sorted(super().list_commands(context), key=COMMANDS.index)
+
+
 app = typer.Typer(
+    cls=_InOrder,
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,  # a bug shows its plain traceback
@@ -53,6 +82,12 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     if not rows:
         return "nothing yet"
     names = list(rows[0])
-    lines = [names, *([str(row[name]) for name in names] for row in rows)]
+    lines = [names, *([_cell(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)  # fmt: skip  # noqa: E501
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -47,6 +47,7 @@ def log(
     step: Annotated[str, typer.Argument(help="A step, or `service`.")] = "train",
     run: Annotated[str, typer.Option("--run", help="Run id or `latest`.")] = "latest",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on printing what is added.")] = False,
+    output: OutputOption = Output.text,
 ) -> None:
     """Print what a step wrote."""
     found = find_run(project_of(context).runs, run)
@@ -57,12 +58,15 @@ def log(
     if not path.exists():
         known = sorted(log.stem for log in path.parent.glob("*.log"))
         raise ConfigError(f"run {found.id} has no log of {step!r}; it has {', '.join(known) or 'none'}")
+    if output is Output.json:
+        lines = path.read_text(errors="replace").splitlines()
+        return emit(output, {"run": found.id, "step": step, "path": str(path), "lines": lines}, "")
     with path.open(errors="replace") as file:
         while True:
             sys.stdout.write(file.read())
             sys.stdout.flush()
             if not follow:
-                return
+                return None
             time.sleep(0.2)
 
 
@@ -97,12 +101,13 @@ def report(
     context: typer.Context,
     run: RunName = "latest",
     file: Annotated[Path | None, typer.Option("--file", help="Where to write it.")] = None,
+    output: OutputOption = Output.text,
 ) -> None:
     """Write the run's report, one HTML file that opens offline."""
     found = find_run(project_of(context).runs, run)
     target = file or found.path / "report.html"
     write_report(found, target)
-    print(target)
+    emit(output, {"run": found.id, "report": str(target)}, str(target))
 
 
 @app.command()

@@ -27,6 +27,7 @@ from pipeline.spec.run import STEPS
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder to make; its name becomes the model's name.")],
+    output: OutputOption = Output.text,
 ) -> None:
     """Start a project: task.py, codec.py and pipe.yaml, ready to run."""
     if folder.exists() and any(folder.iterdir()):
@@ -39,7 +40,8 @@ def init(
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
     (folder / "pipe.yaml").write_text(text)
-    print(f"{folder}: edit task.py and codec.py; `pipe -C {folder} run all` walks the road as it stands")
+    said = f"{folder}: edit task.py and codec.py; `pipe -C {folder} run all` walks the road as it stands"
+    emit(output, {"folder": str(folder), "name": model_name(name)}, said)
 
 
 def model_name(folder: str) -> str:
@@ -67,6 +69,8 @@ def gc(
 ) -> None:
     """Remove old runs; never one that is live, champion or previous."""
     runs = project_of(context).runs
+    if not runs.is_dir():
+        return emit(output, {"removed": [], "dry_run": dry_run}, "nothing to remove")
     with locked(runs):
         live = read_live(runs)
         needed = {live.run} if live else set()
@@ -77,6 +81,7 @@ def gc(
                 shutil.rmtree(run.path)
     verb = "would remove" if dry_run else "removed"
     emit(output, {"removed": [run.id for run in old], "dry_run": dry_run}, "\n".join(f"{verb} {run.id}" for run in old) or "nothing to remove")  # fmt: skip  # noqa: E501
+    return None
 
 
 @app.command()

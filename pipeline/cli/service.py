@@ -45,6 +45,7 @@ def predict(
     file: Annotated[
         Path | None, typer.Argument(help='JSON file with {"instances": [...]} or a list; `-` reads standard input.')
     ] = None,
+    output: OutputOption = Output.text,
 ) -> None:
     """Ask the live service; without a file, the golden example."""
     project = project_of(context)
@@ -53,19 +54,22 @@ def predict(
         raise ConfigError("no service is live here; `pipe deploy` starts one")
     body = _read_instances(file) if file else _example(Run(project.runs / live.run))
     answer = _ask(live, body)
-    print(json.dumps(answer, indent=2))
+    emit(output, answer, json.dumps(answer, indent=2))
 
 
 @app.command()
 def stop(context: typer.Context, output: OutputOption = Output.text) -> None:
     """End the live service; it finishes what it accepted."""
     project = project_of(context)
+    if read_live(project.runs) is None:
+        return emit(output, {"ended": False}, "no service was running")
     with locked(project.runs):
         live = read_live(project.runs)
         ended = live is not None and end(live.pid, live.process_started)
         write_live(project.runs, None)
     text = f"ended {live.name} at {live.url} (pid {live.pid})" if live and ended else "no service was running"
     emit(output, {"ended": ended}, text)
+    return None
 
 
 def _ask(live: Live, body: dict[str, Any]) -> Any:

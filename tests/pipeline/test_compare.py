@@ -32,7 +32,7 @@ def test_parts_that_differ_are_told_step_by_step(new_run: NewRun) -> None:
 
 def test_a_run_that_came_not_far_has_an_empty_row(new_run: NewRun) -> None:
     run = new_run()
-    assert results(run) == {"run": run.id, "verdict": "", "bundle": "", "train seconds": ""}
+    assert results(run) == {"run": run.id, "verdict": None, "bundle": None, "train_seconds": None}
 
 
 def test_a_row_has_the_verdict_and_the_metrics(new_run: NewRun) -> None:
@@ -41,12 +41,12 @@ def test_a_row_has_the_verdict_and_the_metrics(new_run: NewRun) -> None:
     write_json(run.output("evaluate") / "verdict.json", {"verdict": "pass"})
     write_json(run.output("evaluate") / "metrics.json", {"candidate": {"accuracy": 0.98765}})
     assert results(run) == {
-        "run": run.id, "verdict": "pass", "bundle": "", "accuracy": "0.9877", "train seconds": "2.0",
+        "run": run.id, "verdict": "pass", "bundle": None, "accuracy": 0.98765, "train_seconds": 2.0,
     }  # fmt: skip
 
 
 def test_rows_get_the_same_columns_in_the_order_they_appear() -> None:
-    assert aligned([{"a": 1}, {"b": 2, "a": 3}]) == [{"a": 1, "b": ""}, {"a": 3, "b": 2}]
+    assert aligned([{"a": 1}, {"b": 2, "a": 3}]) == [{"a": 1, "b": None}, {"a": 3, "b": 2}]
 
 
 def test_the_outcome_is_told_by_the_files_that_matter(new_run: NewRun) -> None:

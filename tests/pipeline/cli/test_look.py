@@ -38,6 +38,7 @@ def test_status_shows_the_steps_of_each_run(pipe: Pipe, run: Run) -> None:
 
 def test_a_log_is_printed_as_it_is(pipe: Pipe, run: Run) -> None:
     assert pipe("log").stdout == "epoch 1\n"
+    assert json.loads(pipe("log", "-o", "json").stdout)["lines"] == ["epoch 1"]
     assert f"run {run.id} has no log of 'export'; it has train" in pipe("log", "export", expect=2).stderr
 
 
@@ -53,6 +54,8 @@ def test_a_report_can_be_written_anywhere(pipe: Pipe, run: Run, tmp_path: Path) 
     target = tmp_path / "page.html"
     assert pipe("report", "--file", str(target)).stdout == f"{target}\n"
     assert run.id in target.read_text()
+    said = json.loads(pipe("report", "-o", "json").stdout)
+    assert said == {"run": run.id, "report": str(run.path / "report.html")}
 
 
 def test_looking_for_a_run_that_is_not_there_is_a_mistake(pipe: Pipe) -> None:

@@ -50,7 +50,20 @@ def test_the_commands_are_listed(pipe: Pipe) -> None:
 
 
 def test_a_word_that_is_no_command_is_a_usage_error(pipe: Pipe) -> None:
-    assert "No such command 'rum'" in pipe("rum", expect=2).stderr
+    assert pipe("rum", expect=2).stderr == "error: No such command 'rum'. Did you mean 'run'; see `pipe --help`\n"
+    said = pipe("gc", "--keep", "0", expect=2).stderr
+    assert said.startswith("error: Invalid value for '--keep'") and said.count("\n") == 1
+
+
+def test_the_command_alone_shows_its_help(pipe: Pipe) -> None:
+    assert pipe(expect=2).stderr.startswith("Usage: pipe")
+
+
+def test_commands_that_look_leave_nothing_behind(pipe: Pipe, starter: Path) -> None:
+    before = sorted(starter.iterdir())
+    for command in ("status", "stop", "gc", "plan"):
+        pipe(command)
+    assert sorted(starter.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -80,5 +93,5 @@ def test_another_folder_can_be_worked_in(pipe: Pipe, starter: Path, tmp_path: Pa
 
 def test_a_file_in_the_place_of_the_runs_is_named(pipe: Pipe, starter: Path) -> None:
     (starter / "runs").touch()
-    said = pipe("stop", expect=2).stderr
+    said = pipe("run", expect=2).stderr
     assert said == f"error: {starter / 'runs'}: a file stands where the folder of runs belongs; move it away\n"
