@@ -14,23 +14,9 @@ from typer.core import TyperGroup
 from pipeline.project import Project, find_project
 
 COMMANDS = [
-    "init",
-    "doctor",
-    "plan",
-    "run",
-    "status",
-    "log",
-    "diff",
-    "compare",
-    "report",
-    "verify",
-    "serve",
-    "predict",
-    "deploy",
-    "stop",
-    "gc",
-    "repro",
-]
+    "init", "doctor", "plan", "run", "status", "log", "diff", "compare", "report", "verify", "serve", "predict",
+    "deploy", "stop", "gc", "repro",
+]  # fmt: skip
 
 
 class _InOrder(TyperGroup):
