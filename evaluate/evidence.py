@@ -12,8 +12,8 @@ from evaluate.classes import confusion, per_class
 from evaluate.gate import Verdict
 from evaluate.prediction import PREDICTED, Array, Columns
 from evaluate.statistics import Interval, McNemar, bootstrap_interval, mcnemar
-from pipeline.spec.config import Evaluate
 from pipeline.spec.errors import ConfigError, DataError
+from pipeline.spec.sections import Evaluate
 
 CANDIDATE, BASELINE, ACTUAL = "candidate.", "baseline.", "actual"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from evaluate.statistics import Interval
-from pipeline.spec.config import Evaluate
+from pipeline.spec.sections import Evaluate
 
 Kind: TypeAlias = Literal["pass", "fail", "no-baseline", "forced"]
 

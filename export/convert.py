@@ -12,9 +12,9 @@ import torch
 from onnx.external_data_helper import uses_external_data
 from torch import Tensor, nn
 
-from pipeline.spec.config import Export
 from pipeline.spec.data import named
 from pipeline.spec.errors import StageError
+from pipeline.spec.sections import Export
 from pipeline.spec.signature import TensorSpec
 from pipeline.spec.task import Task
 

@@ -13,9 +13,9 @@ import onnxruntime
 import torch
 from torch import nn
 
-from pipeline.spec.config import Export
 from pipeline.spec.data import Samples, bare, forward, named
 from pipeline.spec.errors import StageError
+from pipeline.spec.sections import Export
 from pipeline.spec.task import Classifier, Task
 
 Arrays = dict[str, np.ndarray[Any, Any]]

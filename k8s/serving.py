@@ -7,8 +7,9 @@ from typing import Any
 
 from k8s.manifest import BUNDLE_ANNOTATION, Object, ask_for_gpus, check_image, describe, identity, load
 from pipeline.spec.bundle import Bundle
-from pipeline.spec.config import Config, Deploy
+from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
+from pipeline.spec.sections import Deploy
 
 _QUANTITY = re.compile(r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")
 

@@ -6,9 +6,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from k8s.manifest import Object, ask_for_gpus, check_image, describe, identity, load
-from pipeline.spec.config import Config, Train
+from pipeline.spec.config import Config
 from pipeline.spec.digest import digest_bytes
 from pipeline.spec.errors import ConfigError
+from pipeline.spec.sections import Train
 
 RENDEZVOUS_PORT = 29400
 

@@ -26,11 +26,11 @@ from pipeline.service import (
 )
 from pipeline.smoke import check_golden, latency, wait_until_ready
 from pipeline.spec.bundle import Bundle
-from pipeline.spec.config import Deploy
 from pipeline.spec.errors import ClusterError, StageError
 from pipeline.spec.files import write_json
 from pipeline.spec.registry import CHAMPION, Entry, read_registry, write_registry
 from pipeline.spec.run import Run
+from pipeline.spec.sections import Deploy
 from pipeline.spec.step import run_step
 
 _SWITCH_SECONDS = 10.0

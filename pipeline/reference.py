@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from pipeline.spec.config import Config, Section
+from pipeline.spec.config import Config
+from pipeline.spec.sections import Section
 
 _HEAD = """# `pipe.yaml`
 

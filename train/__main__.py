@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.spec.data import Samples, check_columns, open_split
-from pipeline.spec.errors import ConfigError, DataError, StageError
+from pipeline.spec.errors import DataError, StageError
 from pipeline.spec.files import write_json
 from pipeline.spec.fingerprint import fingerprint
 from pipeline.spec.rank import Rank
@@ -43,9 +43,11 @@ def train(run: Run, root: Path) -> None:
         if group.rank.first:
             _check_unchanged(run, splits)
         try:
-            trainer = Trainer(task, run.config, group, *splits)
+            batch_size = run.config.train.batch_size
+            assert batch_size != "auto"
+            trainer = Trainer(task, run.config, group, splits[0], splits[1], batch_size)
             gate = run.config.evaluate
-            check_metrics(task, trainer.model, splits[1], group.device, {gate.metric, *gate.require})
+            check_metrics(task, trainer.strategy, splits[1], group, {gate.metric, *gate.require})
             _fit(trainer, run, group)
         except Exception as error:
             if not lost_contact(error):
@@ -58,9 +60,7 @@ def train(run: Run, root: Path) -> None:
 
 def _fit(trainer: Trainer, run: Run, group: Group) -> None:
     config, directory = run.config.train, run.partial("train")
-    if trainer.order.smallest_batch < group.size:
-        raise ConfigError(f"train.batch_size={config.batch_size} leaves some of {group.size} processes without work")
-    identity = {"samples": trainer.order.samples, "batch_size": config.batch_size, "seed": config.seed}
+    identity = {"samples": trainer.order.samples, "batch_size": trainer.order.batch_size, "seed": config.seed}
     store = CheckpointStore(directory / "checkpoints", config.keep_checkpoints, identity)
     progress = _resume(trainer, store, group)
     journal = Journal(directory, progress.step) if group.rank.first else None

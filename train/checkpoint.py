@@ -38,8 +38,14 @@ class State:
 
     progress: Progress
     weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Any]
+    optimizer: Mapping[str, Any]  # by parameter name, whole: it fits any number of processes
     scaler: Mapping[str, Any]
+    own: Mapping[str, Tensor] = field(default_factory=dict)  # `rank.name`: what only that process knows
+    world_size: int = 1
+
+    def own_of(self, rank: int, world_size: int) -> dict[str, Tensor]:
+        """Nothing when the run goes on with another number of processes."""
+        return _below(f"{rank}.", self.own) if world_size == self.world_size else {}
 
 
 class CheckpointStore:
@@ -91,6 +97,8 @@ class CheckpointStore:
             weights=_below("weights.", tensors),
             optimizer=_unflatten(_below("optimizer.", tensors), meta["param_groups"]),
             scaler=meta["scaler"],
+            own=_below("own.", tensors),
+            world_size=meta["world_size"],
         )
 
     def steps(self) -> list[int]:
@@ -101,12 +109,14 @@ class CheckpointStore:
         aside.mkdir(parents=True)
         tensors = {f"weights.{name}": tensor for name, tensor in state.weights.items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in _flatten(state.optimizer).items()}
+        tensors |= {f"own.{name}": tensor for name, tensor in state.own.items()}
         save_weights(tensors, aside / "state.safetensors")
         meta = {
             "progress": asdict(state.progress),
             "scaler": dict(state.scaler),
             "param_groups": state.optimizer["param_groups"],
             "identity": self._identity,
+            "world_size": state.world_size,
             "sha256": digest_file(aside / "state.safetensors"),
         }
         write_json(aside / "meta.json", meta)
@@ -142,14 +152,14 @@ class CheckpointStore:
 
 
 def _flatten(optimizer: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {f"{i}.{name}": tensor for i, entry in optimizer["state"].items() for name, tensor in entry.items()}
+    return {f"{of}.{name}": tensor for of, entry in optimizer["state"].items() for name, tensor in entry.items()}
 
 
 def _unflatten(tensors: Mapping[str, Tensor], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = tensor
+        of, _, name = key.rpartition(".")
+        state.setdefault(of, {})[name] = tensor
     return {"state": state, "param_groups": param_groups}
 
 

@@ -11,26 +11,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.spec.config import Train
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.rank import Rank
-
-# A DistributedDataParallel that outlives its process group deadlocks when it is freed: gloo's destructor joins
-# threads that may wait for the interpreter lock it holds. So wrapped models are never freed, and the process
-# ends by os._exit (in __main__).
-_wrapped: list[nn.Module] = []
+from pipeline.spec.sections import Train
 
 
 @dataclass(frozen=True)
 class Group:
     rank: Rank
     device: torch.device
+    model_size: int = 1  # processes that hold one copy of the model together (tensor or pipeline parallel)
 
     @property
     def size(self) -> int:
         return self.rank.world_size
+
+    @property
+    def data_size(self) -> int:
+        """Copies of the model that share out each batch."""
+        return self.size // self.model_size
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank.rank // self.model_size
+
+    def slice_of(self, count: int) -> range:
+        """Equal shares of a batch or a split, by copies of the model."""
+        return Rank(self.data_rank, world_size=self.data_size).slice_of(count)
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over all processes, in double precision."""
@@ -49,15 +57,17 @@ class Group:
         dist.all_gather_object(values, value)
         return values
 
+    def collect(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank, known to the first process alone."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank.first else None
+        dist.gather_object(value, values)
+        return values or []
+
     def share(self, value: Any) -> Any:
         """The first process's value."""
         return self.gather(value)[0]
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        if self.size == 1:
-            return model
-        _wrapped.append(DistributedDataParallel(model, gradient_as_bucket_view=True))
-        return _wrapped[-1]
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Everybody takes the first process's running statistics: those are the ones that get saved."""
@@ -70,6 +80,13 @@ class Group:
 def join(config: Train, rank: Rank) -> Iterator[Group]:
     """Meet the other processes; a process alone needs no meeting."""
     device = choose_device(config.device, rank)
+    model_size = config.tensor * config.pipeline
+    if rank.world_size % model_size:
+        word = "tensor" if config.tensor > 1 else "pipeline"
+        raise ConfigError(
+            f"train.{word}={model_size}: {rank.world_size} processes cannot be shared out; "
+            f"make train.processes a multiple of {model_size}"
+        )
     if rank.world_size == 1:
         yield Group(rank, device)
         return
@@ -78,7 +95,7 @@ def join(config: Train, rank: Rank) -> Iterator[Group]:
         timeout=timedelta(seconds=config.timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
-    yield Group(rank, device)
+    yield Group(rank, device, model_size)
     dist.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
 

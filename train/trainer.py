@@ -2,188 +2,153 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from dataclasses import replace
 
 from pipeline.spec.config import Config
-from pipeline.spec.data import Samples, forward
-from pipeline.spec.errors import DataError
+from pipeline.spec.data import Samples
+from pipeline.spec.errors import ConfigError, DataError
 from pipeline.spec.task import Task
+from train.balance import Balance
 from train.checkpoint import CheckpointStore, Progress, State
+from train.feed import Feed
 from train.group import Group
 from train.journal import Journal
+from train.objective import Objective
+from train.optimizer import make_optimizer
 from train.order import Order
 from train.precision import Precision
 from train.schedule import learning_rate
 from train.seeding import seed_step
+from train.strategy import Part, make_strategy
 from train.validation import validate
-
-
-@dataclass
-class Window:
-    """Sums since the last line of the journal."""
-
-    loss: float = 0.0
-    samples: int = 0
-    steps: int = 0
-    waited: float = 0.0
-    started: float = 0.0
-    broken: int | None = None  # first step whose loss was not finite here
+from train.watch import Watch
+from train.window import Window
 
 
 class Trainer:
-    def __init__(self, task: Task, config: Config, group: Group, train: Samples, validation: Samples) -> None:
+    def __init__(
+        self, task: Task, config: Config, group: Group, train: Samples, validation: Samples, batch_size: int
+    ) -> None:
         self._task, self._group, self.config = task, group, config.train
-        self._train, self._validation = train, validation
-        self.order = Order(len(train), self.config.batch_size, self.config.seed)
+        self._validation = validation
+        self.order = Order(len(train), batch_size, self.config.seed)
         self.total_steps = self.config.epochs * self.order.steps_per_epoch
+        if self.order.smallest_batch < group.data_size:
+            raise ConfigError(f"train.batch_size={batch_size} leaves some of {group.data_size} processes without work")
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
-        self.model = task.model().to(group.device)
         self._precision = Precision(self.config.precision, group.device)
-        self._optimizer = make_optimizer(self.model, self.config.optimizer, self.config.weight_decay)
-        self._wrapped = group.wrap(self.model)
+        self.strategy = make_strategy(task.model(), Objective(task, self._precision), group, self.config)
+        self._optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
+        self._feed = Feed(train, group.device)
+        self._balance = Balance(self.config.balance, group)
         self._window = Window()
-        self._settle_buckets()
-
-    def _settle_buckets(self) -> None:
-        """One backward pass that counts for nothing, before any weights are restored.
-
-        DistributedDataParallel orders its buckets anew after the first exchange. Done here, always on the same
-        batch, a resumed run sums gradients in the order of the uninterrupted one: with three processes or more
-        the order changes the bits.
-        """
-        if self._wrapped is self.model:
-            return
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        for _ in range(2):  # the new order is made at the second forward pass
-            batch = self._fetch(next(self._micro_batches(0)))
-            with self._precision.autocast():
-                loss = self._task.loss(forward(self._wrapped, self._task, batch), batch)
-            torch.autograd.backward(loss)
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(buffers[name])
-        self._optimizer.zero_grad(set_to_none=True)
+        self._reviewed = 0  # steps of the window that were looked at
+        self.watch = Watch()
+        self.strategy.warm_up(lambda: self._parts(0))
 
     def restore(self, state: State) -> None:
-        self.model.load_state_dict(dict(state.weights))
-        self._optimizer.load_state_dict(dict(state.optimizer))
-        if state.scaler:
-            self._precision.scaler.load_state_dict(dict(state.scaler))
+        self.strategy.restore(self._optimizer, state)
 
     def fit(self, progress: Progress, store: CheckpointStore, journal: Journal | None) -> Progress:
         """Train from `progress` to the end; only the first process has a journal and writes checkpoints."""
-        self._wrapped.train()
-        self._window = Window(started=time.perf_counter())
+        self.strategy.module.train()
+        self._open_window()
         while progress.step < self.total_steps and not self._out_of_patience(progress):
-            norm = self._step(progress.step)
+            self._step(progress.step)
             progress = replace(progress, step=progress.step + 1)
             ends_epoch = progress.step % self.order.steps_per_epoch == 0
-            if progress.step % self.config.log_every == 0 or ends_epoch:
-                self._log(progress.step, norm, journal)
+            if ends_epoch or progress.step % self.config.log_every == 0:
+                self._log(progress.step, journal)
             if ends_epoch:
                 progress = self._end_epoch(progress, journal)
-            due = self.config.checkpoint_every and progress.step % self.config.checkpoint_every == 0
-            if (due or ends_epoch) and self._group.rank.first:
-                store.save(self._state(progress))
+            if ends_epoch or (self.config.checkpoint_every and progress.step % self.config.checkpoint_every == 0):
+                self._save(progress, store)
         return progress
 
-    def _step(self, step: int) -> float:
+    def _step(self, step: int) -> None:
         """One global batch: forward and backward over this process's slice, exchange, update."""
-        seed_step(self.config.seed, step, self._group.rank.rank)
-        loss_sum = 0.0
-        micro_batches = list(self._micro_batches(step))
-        global_size = len(self.order.batch(step))
-        for i, indices in enumerate(micro_batches):
-            batch = self._fetch(indices)
-            with self._no_sync(last=i == len(micro_batches) - 1):
-                with self._precision.autocast():
-                    loss = self._task.loss(forward(self._wrapped, self._task, batch), batch)
-                # Processes are averaged, so each sample's weight is 1/global_size however slices are cut.
-                self._precision.backward(loss * (len(indices) * self._group.size / global_size))
-            loss_sum += float(loss.detach()) * len(indices)
-        norm = self._update(step, loss_sum)
-        if self._window.broken is None and not math.isfinite(loss_sum):
-            self._window.broken = step
-        self._window.loss += loss_sum
-        self._window.samples += global_size
-        self._window.steps += 1
-        return norm
-
-    def _micro_batches(self, step: int) -> Iterator[Any]:
-        indices = self.order.batch(step)
-        mine = self._group.rank.slice_of(len(indices))
-        parts = min(self.config.accumulate, len(mine))
-        for i in range(parts):
-            yield indices[mine.start + len(mine) * i // parts : mine.start + len(mine) * (i + 1) // parts]
-
-    def _fetch(self, indices: Any) -> dict[str, Tensor]:
-        started = time.perf_counter()
-        batch = self._train.batch(indices)
-        batch = {name: column.to(self._group.device) for name, column in batch.items()}
-        self._window.waited += time.perf_counter() - started
-        return batch
-
-    def _no_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        """Gradients are exchanged once a step, with the last micro-batch."""
-        if last or not isinstance(self._wrapped, DistributedDataParallel):
-            return contextlib.nullcontext()
-        return self._wrapped.no_sync()
-
-    def _update(self, step: int, loss_sum: float) -> float:
-        config = self.config
-        lr = learning_rate(step, self.total_steps, config.lr, config.warmup, config.schedule)
+        seed_step(self.config.seed, step, self._group.data_rank)
+        loss = self.strategy.backward(self._parts(step))
+        self.watch.at(step, "update")
+        lr = learning_rate(step, self.total_steps, self.config.lr, self.config.warmup, self.config.schedule)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._precision.unscale(self._optimizer)
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm or math.inf))
-        if not math.isfinite(norm):
-            self._check_finite(step, loss_sum)
+        norm = self.strategy.clip(self.config.clip_norm)
+        self._window.add(loss, norm, len(self.order.batch(step)))
+        if self._group.device.type == "cpu":  # a GPU would have to be waited for: it is looked at with the next line
+            self._review(step + 1)
         self._precision.step(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
-        return norm
+        self.strategy.updated(step)
 
-    def _check_finite(self, step: int, loss_sum: float) -> None:
-        """All processes see the same gradients after the exchange, so all come here together."""
-        finite = self._group.gather(math.isfinite(loss_sum))
-        if bad := [rank for rank, fine in enumerate(finite) if not fine]:
-            raise DataError(not_finite("loss", step, bad))
-        if not self._precision.forgives_overflow:
-            raise DataError(not_finite("gradient", step, list(range(self._group.size))))
+    def _parts(self, step: int) -> Iterator[Part]:
+        """The micro-batches of this process's slice, fetched one by one."""
+        indices = self.order.batch(step)
+        mine = self._balance.slice_of(len(indices))
+        count = min(self.config.accumulate, len(mine))
+        for i in range(count):
+            chosen = indices[mine.start + len(mine) * i // count : mine.start + len(mine) * (i + 1) // count]
+            self.watch.at(step, "data")
+            batch = self._feed.fetch(chosen)
+            self.watch.at(step, "forward and backward")
+            yield Part(batch, len(chosen), len(chosen) / len(indices), last=i == count - 1)
 
-    def _log(self, step: int, norm: float, journal: Journal | None) -> None:
+    def _review(self, step: int) -> None:
+        """Stop when a loss or a gradient of the steps since the last look was not finite; `step` steps are done."""
+        window, first = self._window, self._reviewed
+        loss, norm = window.broken(first)
+        self._reviewed = window.steps
+        if not self.strategy.lockstep:
+            found: list[int | None] = [None] * self._group.size
+            found[self._group.rank.rank] = loss if loss is not None else norm
+            self._refuse("loss" if loss is not None else "gradient", found, step - window.steps)
+        elif norm is not None:  # the gradient is everybody's: all come here together
+            self._refuse("loss", self._group.gather(loss), step - window.steps)
+            if not self._precision.forgives_overflow:
+                self._refuse("gradient", [norm] * self._group.size, step - window.steps)
+
+    def _refuse(self, what: str, found: list[int | None], window_start: int) -> None:
+        known = [place for place in found if place is not None]
+        if known:
+            ranks = [rank for rank, place in enumerate(found) if place == min(known)]
+            raise DataError(not_finite(what, window_start + min(known), ranks))
+
+    def _log(self, step: int, journal: Journal | None) -> None:
+        self.watch.at(step, "update")
+        self._review(step)
         window, now = self._window, time.perf_counter()
         seconds = max(now - window.started, 1e-9)
         # A loss can be infinite while its gradient is not, so the sums are looked at too.
-        broken, loss = self._group.total([window.broken is not None, window.loss])
+        broken, loss = self._group.total([window.broken()[0] is not None, window.loss()])
         if broken:
-            steps = self._group.gather(window.broken)
-            first = min(found for found in steps if found is not None)
-            raise DataError(not_finite("loss", first, [rank for rank, found in enumerate(steps) if found == first]))
+            self._refuse("loss", self._group.gather(window.broken()[0]), step - window.steps)
         if journal:
+            norm = float(window.norms[-1])
             values = {
                 "loss": loss / window.samples,
                 "lr": self._optimizer.param_groups[0]["lr"],
                 "grad_norm": norm if math.isfinite(norm) else None,
                 "samples_per_second": window.samples / seconds,
                 "step_seconds": seconds / window.steps,
-                "data_wait_share": window.waited / seconds,
+                "data_wait_share": (self._feed.waited_seconds - window.waited_before) / seconds,
+                "sent_bytes_per_step": (self.strategy.traffic.sent_bytes - window.sent_before) / window.steps,
             }
             known = {name: value for name, value in values.items() if value is not None}
             journal.record(step, self.order.epoch_of(step - 1), known)
-        self._window = Window(started=time.perf_counter())
+        self._open_window()
+
+    def _open_window(self) -> None:
+        self._window = Window(waited_before=self._feed.waited_seconds, sent_before=self.strategy.traffic.sent_bytes)
+        self._reviewed = 0
 
     def _end_epoch(self, progress: Progress, journal: Journal | None) -> Progress:
+        self.watch.at(progress.step, "validation")
         epoch = self.order.epoch_of(progress.step - 1)
-        found = validate(self._task, self.model, self._validation, self._group, self._precision, self.config.batch_size)
+        found = validate(self._task, self.strategy, self._validation, self._group, self.order.batch_size)
         if journal:
             journal.record(progress.step, epoch, {"validation": found})
             numbers = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
@@ -191,16 +156,15 @@ class Trainer:
         self._window.started = time.perf_counter()
         return judge_epoch(progress, found)
 
+    def _save(self, progress: Progress, store: CheckpointStore) -> None:
+        self.watch.at(progress.step, "checkpoint")
+        self._review(progress.step)
+        state = self.strategy.state(self._optimizer, progress)
+        if state is not None:
+            store.save(state)
+
     def _out_of_patience(self, progress: Progress) -> bool:
         return 0 < self.config.patience <= progress.stale_epochs
-
-    def _state(self, progress: Progress) -> State:
-        return State(
-            progress=progress,
-            weights=self.model.state_dict(),
-            optimizer=self._optimizer.state_dict(),
-            scaler=self._precision.scaler.state_dict(),
-        )
 
 
 def judge_epoch(progress: Progress, validation: dict[str, float]) -> Progress:
@@ -222,15 +186,3 @@ def not_finite(what: str, step: int, ranks: list[int]) -> str:
         f"the {what} is not finite at step {step} on {places}; checkpoints made so far are kept. "
         "Lower train.lr, set train.clip_norm, or look at the data of that step"
     )
-
-
-def make_optimizer(model: nn.Module, kind: str, weight_decay: float) -> torch.optim.Optimizer:
-    """Biases and norms, the parameters of one axis, are not decayed."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    if kind == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=0.0)

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from pipeline.spec.data import Samples, forward
+from pipeline.spec.data import Samples
 from pipeline.spec.errors import ConfigError, DataError
 from pipeline.spec.task import Task
 from train.group import Group
 from train.precision import Precision
+from train.strategy import Alone
+
+if TYPE_CHECKING:
+    from pipeline.spec.task import Batch, Outputs
 
 
 @torch.no_grad()
-def validate(
-    task: Task, model: nn.Module, samples: Samples, group: Group, precision: Precision, batch_size: int
-) -> dict[str, float]:
+def validate(task: Task, strategy: Alone, samples: Samples, group: Group, batch_size: int) -> dict[str, float]:
     """Mean loss and metrics over the whole split, equal on every process."""
-    group.sync_buffers(model)
-    model.eval()
-    sums: dict[str, float] = {"loss": 0.0}
-    for columns in samples.batches(group.rank.slice_of(len(samples)), batch_size):
-        batch = {name: column.to(group.device) for name, column in columns.items()}
-        with precision.autocast():
-            outputs = forward(model, task, batch)
-            loss = task.loss(outputs, batch)
-        count = len(next(iter(batch.values())))
-        sums["loss"] += float(loss) * count
-        for name, values in task.metrics(outputs, batch).items():
-            if values.shape != (count,):
-                raise DataError(f"metrics(): {name} must have one value per sample, found shape {tuple(values.shape)}")
-            sums[name] = sums.get(name, 0.0) + float(values.double().sum())
-    model.train()
-    totals = group.total(list(sums.values()))
-    means = {name: total / len(samples) for name, total in zip(sums, totals, strict=True)}
+    strategy.settle()
+    strategy.model.eval()
+    sums: dict[str, float] = {}
+    for chosen in rounds(group.slice_of(len(samples)), -(-len(samples) // group.data_size), batch_size):
+        if not chosen and not strategy.together:
+            continue
+        batch = {name: column.to(group.device) for name, column in samples.batch(chosen or range(1)).items()}
+        outputs = strategy.predict(batch)
+        if chosen and outputs is not None:
+            for name, value in _sums(task, strategy.objective.precision, outputs, batch, len(chosen)).items():
+                sums[name] = sums.get(name, 0.0) + value
+    strategy.model.train()
+    means = {name: total / len(samples) for name, total in _add_up(sums, group).items()}
     if not math.isfinite(means["loss"]):
         raise DataError(f"the validation loss is {means['loss']}; lower train.lr or look for bad samples")
     if group.rank.first and (odd := [name for name, mean in means.items() if not math.isfinite(mean)]):
@@ -44,14 +42,37 @@ def validate(
     return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
 
+def rounds(mine: range, most: int, size: int) -> Iterator[range]:
+    """Batches of this process's share; as many on every process, the last ones empty where a share is smaller."""
+    for start in range(0, most, size):
+        yield mine[start : start + size]
+
+
+def _sums(task: Task, precision: Precision, outputs: Outputs, batch: Batch, count: int) -> dict[str, float]:
+    with precision.autocast():
+        sums = {"loss": float(task.loss(outputs, batch)) * count}
+    for name, values in task.metrics(outputs, batch).items():
+        if values.shape != (count,):
+            raise DataError(f"metrics(): {name} must have one value per sample, found shape {tuple(values.shape)}")
+        sums[name] = float(values.double().sum())
+    return sums
+
+
+def _add_up(sums: dict[str, float], group: Group) -> dict[str, float]:
+    """Over all processes; those that answered for nothing have no sums."""
+    names = next(found for found in group.gather(list(sums)) if found)
+    return dict(zip(names, group.total([sums.get(name, 0.0) for name in names]), strict=True))
+
+
 @torch.no_grad()
-def check_metrics(task: Task, model: nn.Module, samples: Samples, device: torch.device, wanted: Iterable[str]) -> None:
+def check_metrics(task: Task, strategy: Alone, samples: Samples, group: Group, wanted: Iterable[str]) -> None:
     """The gate's metrics exist: learned from two samples now, not from a verdict after hours of training."""
-    batch = {name: column.to(device) for name, column in samples.batch([0, len(samples) - 1]).items()}
-    model.eval()
-    known = task.metrics(forward(model, task, batch), batch)
-    model.train()
-    if unknown := sorted(set(wanted) - set(known)):
+    batch = {name: column.to(group.device) for name, column in samples.batch([0, len(samples) - 1]).items()}
+    strategy.model.eval()
+    outputs = strategy.predict(batch)
+    strategy.model.train()
+    known = task.metrics(outputs, batch) if outputs is not None else None
+    if known is not None and (unknown := sorted(set(wanted) - set(known))):
         raise ConfigError(
             f"the gate wants the metric {unknown[0]}, the task has {', '.join(known)}; "
             "set evaluate.metric and evaluate.require to names from metrics()"

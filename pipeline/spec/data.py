@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -40,7 +41,7 @@ class Samples:
     def __len__(self) -> int:
         return self._count
 
-    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+    def batch(self, indices: Sequence[int] | np.ndarray[Any, Any]) -> dict[str, Tensor]:
         """The samples at these indices, in this order; columns are indexed at once, items collated."""
         if self._columns is not None:
             index = torch.as_tensor(indices)

@@ -6,7 +6,7 @@ import pytest
 
 from evaluate.gate import Verdict, judge, rejection
 from evaluate.statistics import Interval
-from pipeline.spec.config import Evaluate
+from pipeline.spec.sections import Evaluate
 
 CLEAR_WIN = Interval(0.05, 0.02, 0.08)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from export.convert import convert
-from pipeline.spec.config import Export
 from pipeline.spec.data import Samples, open_split
+from pipeline.spec.sections import Export
 from pipeline.spec.task import Task
 
 COUNT = 23  # no batch size divides it

@@ -26,8 +26,8 @@ from pipeline.service import (
     spawn,
     write_live,
 )
-from pipeline.spec.config import Deploy
 from pipeline.spec.errors import PipelineError, ResourceError, StageError
+from pipeline.spec.sections import Deploy
 
 WAITING = "import time; print('up', flush=True); time.sleep(60)"
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

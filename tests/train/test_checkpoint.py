@@ -12,8 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.spec.errors import ResourceError, StageError
+from pipeline.spec.rank import Rank
+from pipeline.spec.sections import Train
 from train.checkpoint import CheckpointStore, Progress, State
-from train.trainer import make_optimizer
+from train.group import Group
+from train.objective import Objective
+from train.optimizer import make_optimizer
+from train.precision import Precision
+from train.strategy import Alone
 
 IDENTITY = {"samples": 37, "batch_size": 8, "seed": 0}
 
@@ -40,6 +46,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+def alone(model: nn.Module) -> Alone:
+    task: Any = None  # no loss is asked for
+    objective = Objective(task, Precision("fp16", torch.device("cpu")))
+    return Alone(model, objective, Group(Rank(), torch.device("cpu")), Train())
+
+
 def state(step: int, best: int = 0, fill: float = 0.0) -> State:
     progress = Progress(step=step, best_step=best, best_loss=0.1 if best else None)
     optimizer = make_optimizer(nn.Linear(1, 1), "sgd", 0.0)
@@ -60,14 +72,14 @@ def names(directory: Path) -> list[str]:
 def test_training_goes_on_bit_for_bit_from_what_was_saved(tmp_path: Path, kind: str) -> None:
     model, optimizer = trained(kind)
     progress = Progress(3, 2, 0.1 + 0.2, {"loss": 0.1 + 0.2, "accuracy": 1 / 3}, 1)
-    scaler = {"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 3}
-    store(tmp_path).save(State(progress, model.state_dict(), optimizer.state_dict(), scaler))
+    saved = alone(model).state(optimizer, progress)
+    assert saved is not None
+    store(tmp_path).save(saved)
     found = store(tmp_path).load(3)
-    assert (found.progress, found.scaler) == (progress, scaler)
+    assert (found.progress, found.scaler["scale"]) == (progress, 65536.0)
 
     other, other_optimizer = trained(kind, steps=0)
-    other.load_state_dict(dict(found.weights))
-    other_optimizer.load_state_dict(dict(found.optimizer))
+    alone(other).restore(other_optimizer, found)
     for net, by in ((model, optimizer), (other, other_optimizer)):
         step(net, by)
     for name, tensor in model.state_dict().items():

@@ -15,7 +15,8 @@ from pipeline.spec.errors import DataError
 from pipeline.spec.rank import Rank
 from train.checkpoint import CheckpointStore, Progress
 from train.group import Group
-from train.trainer import Trainer, judge_epoch, make_optimizer
+from train.optimizer import make_optimizer
+from train.trainer import Trainer, judge_epoch
 
 CPU = Group(Rank(), torch.device("cpu"))
 
@@ -54,7 +55,9 @@ def config(**train: Any) -> Config:
 
 
 def trainer(task: Line, settings: Config) -> Trainer:
-    return Trainer(task, settings, CPU, Samples("train", task.data("train")), Samples("validation", task.data("v")))  # type: ignore[arg-type]
+    splits = Samples("train", task.data("train")), Samples("validation", task.data("v"))
+    assert settings.train.batch_size != "auto"
+    return Trainer(task, settings, CPU, *splits, settings.train.batch_size)  # type: ignore[arg-type]
 
 
 def fit(directory: Path, task: Line, **train: Any) -> tuple[Trainer, Progress]:
@@ -63,7 +66,7 @@ def fit(directory: Path, task: Line, **train: Any) -> tuple[Trainer, Progress]:
 
 
 def weights(made: Trainer) -> list[float]:
-    return [value for tensor in made.model.state_dict().values() for value in tensor.flatten().tolist()]
+    return [value for tensor in made.strategy.model.state_dict().values() for value in tensor.flatten().tolist()]
 
 
 def validation_loss(progress: Progress) -> float:
@@ -124,8 +127,8 @@ def test_a_loss_that_is_not_finite_stops_at_its_step_though_its_gradient_is_fini
 def test_a_gradient_that_is_not_finite_stops_too_and_its_weights_are_not_touched(tmp_path: Path) -> None:
     made = trainer(Line(), config())
     before = weights(made)
-    made.model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
-    hook: Any = made.model.get_parameter("weight").register_hook  # published without types
+    made.strategy.model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    hook: Any = made.strategy.model.get_parameter("weight").register_hook  # published without types
     hook(lambda gradient: gradient * math.inf)
     with pytest.raises(DataError, match="the gradient is not finite at step 0 on rank 0"):
         made.fit(Progress(), CheckpointStore(tmp_path, 2, {}), None)

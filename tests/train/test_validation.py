@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from pipeline.spec.data import Samples
 from pipeline.spec.errors import DataError
 from pipeline.spec.rank import Rank
+from pipeline.spec.sections import Train
 from train.group import Group
+from train.objective import Objective
 from train.precision import Precision
+from train.strategy import Alone
 from train.validation import validate
 
 CPU = torch.device("cpu")
@@ -33,8 +36,9 @@ class Echo:
 def run(values: list[float], size: int, task: Any = None, model: nn.Module | None = None) -> dict[str, float]:
     samples = Samples("validation", {"x": torch.tensor(values)[:, None]})
     task = task or Echo()
-    group, precision = Group(Rank(), CPU), Precision("fp32", CPU)
-    return validate(task, model or nn.Identity(), samples, group, precision, size)
+    group = Group(Rank(), CPU)
+    strategy = Alone(model or nn.Identity(), Objective(task, Precision("fp32", CPU)), group, Train())
+    return validate(task, strategy, samples, group, size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])

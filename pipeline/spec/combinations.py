@@ -1,0 +1,70 @@
+"""Which words of the train section go together: a table, so that a run refuses before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    """When `word` is one of `values`, `other` must be one of `allowed`."""
+
+    word: str
+    values: set[Any]
+    other: str
+    allowed: set[Any]
+    why: str
+    instead: str
+
+
+def conflict(train: Mapping[str, Any]) -> str:
+    """The first conflict as a sentence, or nothing."""
+    words = {**train, **{name: min(train[name], MANY) for name in ("tensor", "pipeline", "accumulate")}}
+    for rule in RULES:
+        if words[rule.word] in rule.values and words[rule.other] not in rule.allowed:
+            first, second = (f"{name}={_shown(train[name])}" for name in (rule.word, rule.other))
+            return f"{first} does not go with {second}: {rule.why}; {rule.instead}"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+MANY = 2  # stands for every number above one
+PACKED = {"fp16", "bf16", "powersgd", "topk"}
+SELDOM = {"local_sgd", "diloco"}
+LOOSE = {*SELDOM, "parameter_server"}
+WHOLE = "it needs the whole gradient in every process"
+OWN = "Horovod carries the gradients itself"
+
+RULES = (
+    Rule("compress", PACKED, "parallel", {"ddp"}, WHOLE, "use compress=none (fsdp sends half with precision=bf16)"),
+    Rule("compress", PACKED, "tensor", {1}, WHOLE, "use compress=none"),
+    Rule("compress", PACKED, "pipeline", {1}, WHOLE, "use compress=none"),
+    Rule("compress", PACKED, "sync", {"allreduce"}, "weights are sent, not gradients", "use sync=allreduce"),
+    Rule("sync", LOOSE, "parallel", {"ddp"}, WHOLE, "use sync=allreduce"),
+    Rule("sync", LOOSE, "tensor", {1}, WHOLE, "use sync=allreduce"),
+    Rule("sync", LOOSE, "pipeline", {1}, WHOLE, "use sync=allreduce"),
+    Rule("sync", LOOSE, "precision", {"fp32", "bf16"}, "processes cannot agree on a loss scale", "use precision=bf16"),
+    Rule("sync", LOOSE, "balance", {"equal"}, "processes do not wait at every step", "use balance=equal"),
+    Rule("sync", {"parameter_server"}, "accumulate", {1}, "every gradient is sent at once", "use accumulate=1"),
+    Rule("sync_overlap", {True}, "sync", SELDOM, "it is for exchanges every few steps", "use sync=local_sgd"),
+    Rule("static_graph", {True}, "parallel", {"ddp"}, "it is a promise to DDP", "use static_graph=false"),
+    Rule("static_graph", {True}, "sync", {"allreduce"}, "it is a promise to DDP", "use static_graph=false"),
+    Rule("parallel", {"fsdp"}, "pipeline", {1}, "its stages are not cut again", "use parallel=ddp"),
+    Rule("tensor", {MANY}, "pipeline", {1}, "only one of them can cut the model", "use tensor with parallel=fsdp"),
+    Rule("balance", {"auto"}, "tensor", {1}, "processes that share layers work in step", "use balance=equal"),
+    Rule("balance", {"auto"}, "pipeline", {1}, "stages work in step", "use balance=equal"),
+    Rule("pipeline", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"),
+    Rule("pipeline", {MANY}, "compile", {False}, "stages are traced already", "use compile=false"),
+    Rule("batch_size", {"auto"}, "pipeline", {1}, "its memory depends on the schedule", "name a batch size"),
+    Rule("batch_size", {"auto"}, "sync", {"allreduce"}, "its trial steps exchange gradients", "name a batch size"),
+    Rule("backend", {"horovod"}, "parallel", {"ddp"}, OWN, "use backend=torch"),
+    Rule("backend", {"horovod"}, "tensor", {1}, OWN, "use backend=torch"),
+    Rule("backend", {"horovod"}, "pipeline", {1}, OWN, "use backend=torch"),
+    Rule("backend", {"horovod"}, "sync", {"allreduce"}, OWN, "use sync=allreduce"),
+    Rule("backend", {"horovod"}, "balance", {"equal"}, OWN, "use balance=equal"),
+    Rule("backend", {"horovod"}, "static_graph", {False}, OWN, "use static_graph=false"),
+    Rule("backend", {"horovod"}, "compress", {"none", "fp16"}, "Horovod packs as fp16 or not", "use compress=fp16"),
+)

@@ -1,0 +1,34 @@
+"""What a step minimises: the task's loss on the model's declared inputs, in the wanted precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from pipeline.spec.data import forward
+from pipeline.spec.task import Task
+from train.precision import Precision
+
+if TYPE_CHECKING:
+    from pipeline.spec.task import Outputs
+
+
+@dataclass(frozen=True)
+class Objective:
+    task: Task
+    precision: Precision
+
+    def outputs(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Outputs:
+        with self.precision.autocast():
+            return forward(module, self.task, batch)
+
+    def loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean over the samples of the batch."""
+        with self.precision.autocast():
+            return self.task.loss(forward(module, self.task, batch), batch)
+
+    def backward(self, loss: Tensor) -> None:
+        self.precision.backward(loss)

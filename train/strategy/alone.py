@@ -1,0 +1,118 @@
+"""One process trains the whole model; every other strategy overrides what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from pipeline.spec.sections import Train
+from train.checkpoint import Progress, State
+from train.group import Group
+from train.objective import Objective
+
+if TYPE_CHECKING:
+    from pipeline.spec.task import Outputs
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch of this process's slice of a global batch."""
+
+    batch: Mapping[str, Tensor]
+    count: int  # samples in it
+    share: float  # their share of the global batch
+    last: bool  # no further micro-batch follows in this step
+
+
+@dataclass
+class Traffic:
+    """What the exchange has cost this process so far."""
+
+    sent_bytes: int = 0
+    exposed_seconds: float = 0.0  # waited for the exchange, with nothing else to do
+
+
+class Alone:
+    """The contract of a strategy: what each process holds, and how gradients and weights meet."""
+
+    lockstep = True  # every process sees the same gradient norm at every step
+    together = False  # a forward pass of one process needs those of the others
+
+    def __init__(self, model: nn.Module, objective: Objective, group: Group, config: Train) -> None:
+        self.model = model.to(group.device)  # its parameters are what the optimizer updates
+        self.objective, self.group, self.config = objective, group, config
+        self.traffic = Traffic()
+        self.module = self.wrap()  # what forward() is called on
+
+    def wrap(self) -> nn.Module:
+        return torch.compile(self.model) if self.config.compile else self.model  # type: ignore[return-value]
+
+    def warm_up(self, parts: Callable[[], Iterable[Part]]) -> None:
+        """Before any weights are restored: whatever must have happened once before the first step counts."""
+
+    def backward(self, parts: Iterable[Part]) -> Tensor:
+        """Leave the gradient of the global batch's mean loss; return the sum of the losses of this slice."""
+        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        for part in parts:
+            with self.exchange(part.last):
+                loss = self.objective.loss(self.module, part.batch)
+                self.objective.backward(loss * (part.share * self.group.data_size))  # processes are averaged
+            total += loss.detach() * part.count
+        return total
+
+    def exchange(self, last: bool) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002
+        """Around the passes of one micro-batch: gradients meet with the last one."""
+        return contextlib.nullcontext()
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale the gradient down to `limit` and return the norm it had."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
+
+    def updated(self, step: int) -> None:
+        """The optimizer has made global step `step`."""
+
+    def settle(self) -> None:
+        """Give every process the weights that are judged and saved."""
+        self.group.sync_buffers(self.model)
+
+    def predict(self, batch: Mapping[str, Tensor]) -> Outputs | None:
+        """Answers for validation; None where another process answers for this one."""
+        return self.objective.outputs(self.model, batch)
+
+    def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State | None:
+        """What a checkpoint holds, on the first process; all take part."""
+        weights, optimizer_state = get_state_dict(self.model, optimizer, options=_WHOLE)
+        own = self.group.collect(self.own_state())
+        if not self.group.rank.first:
+            return None
+        named = {f"{rank}.{name}": tensor for rank, held in enumerate(own) for name, tensor in held.items()}
+        scaler = self.objective.precision.scaler.state_dict()
+        return State(progress, cast("Mapping[str, Tensor]", weights), optimizer_state, scaler, named, self.group.size)
+
+    def restore(self, optimizer: torch.optim.Optimizer, state: State) -> None:
+        set_state_dict(
+            self.model,
+            optimizer,
+            model_state_dict=dict(state.weights),
+            optim_state_dict=dict(state.optimizer),
+            options=StateDictOptions(full_state_dict=True),
+        )
+        if state.scaler:
+            self.objective.precision.scaler.load_state_dict(dict(state.scaler))
+        self.restore_own(state.own_of(self.group.rank.rank, self.group.size))
+
+    def own_state(self) -> Mapping[str, Tensor]:
+        """What only this process knows and a resumed run needs, such as the remainders of compression."""
+        return {}
+
+    def restore_own(self, tensors: Mapping[str, Tensor]) -> None:
+        """`tensors` is empty when the run resumes with another number of processes."""

@@ -1,0 +1,62 @@
+"""Data parallel: every process holds the model, DistributedDataParallel averages the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from train.strategy.alone import Alone, Part
+
+# A DistributedDataParallel that outlives its process group deadlocks when it is freed: gloo's destructor joins
+# threads that may wait for the interpreter lock it holds. So wrapped models are never freed, and the process
+# ends by os._exit (in __main__).
+_wrapped: list[nn.Module] = []
+
+_ONE_BUCKET_MB = 1 << 20  # on CPU the exchange cannot hide behind computation that needs the same cores
+
+
+class Replicated(Alone):
+    def wrap(self) -> nn.Module:
+        config, on_gpu = self.config, self.group.device.type == "cuda"
+        wrapped = DistributedDataParallel(
+            self.model,
+            bucket_cap_mb=config.bucket_mb or (None if on_gpu else _ONE_BUCKET_MB),
+            gradient_as_bucket_view=True,
+            static_graph=config.static_graph,
+        )
+        _wrapped.append(wrapped)
+        self._exchanged_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        return torch.compile(wrapped) if config.compile else wrapped  # type: ignore[return-value]
+
+    def warm_up(self, parts: Callable[[], Iterable[Part]]) -> None:
+        """Two passes that count for nothing.
+
+        DistributedDataParallel orders its buckets anew after the first exchange. Done here, always on the same
+        batch, a resumed run sums gradients in the order of the uninterrupted one: with three processes or more
+        the order changes the bits.
+        """
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        for _ in range(2):  # the new order is made at the second forward pass
+            self.backward(parts())
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(buffers[name])
+        self.model.zero_grad(set_to_none=True)
+        self.traffic.sent_bytes = 0
+
+    def exchange(self, last: bool) -> contextlib.AbstractContextManager[object]:
+        """Gradients meet once a step, with the last micro-batch."""
+        if not last:
+            return self.ddp.no_sync()
+        self.traffic.sent_bytes += self._exchanged_bytes
+        return contextlib.nullcontext()
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        found = _wrapped[-1]
+        assert isinstance(found, DistributedDataParallel)
+        return found

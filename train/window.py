@@ -1,0 +1,44 @@
+"""What happened since the last line of the journal, kept without making a GPU wait for it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Window:
+    """Sums of one process; tensors are looked at together, when somebody needs their values."""
+
+    started: float = field(default_factory=time.perf_counter)
+    losses: list[Tensor] = field(default_factory=list)  # sum over this process's slice, one a step
+    norms: list[Tensor] = field(default_factory=list)
+    samples: int = 0  # of whole global batches
+    waited_before: float = 0.0  # readings of running totals when the window opened
+    sent_before: int = 0
+    exposed_before: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+    def add(self, loss: Tensor, norm: Tensor, samples: int) -> None:
+        self.losses.append(loss)
+        self.norms.append(norm)
+        self.samples += samples
+
+    def broken(self, first: int = 0) -> tuple[int | None, int | None]:
+        """The first step from `first` on whose loss, and whose gradient, was not finite here."""
+        if first == self.steps:
+            return None, None
+        rows = torch.stack([torch.stack(self.losses[first:]).double(), torch.stack(self.norms[first:]).double()])
+        found = [next((i for i, value in enumerate(row) if not math.isfinite(value)), None) for row in rows.tolist()]
+        loss, norm = (None if place is None else first + place for place in found)
+        return loss, norm
+
+    def loss(self) -> float:
+        return float(torch.stack(self.losses).double().sum())
