@@ -29,7 +29,7 @@ TRUTH = (False, True)
 
 def breaking(rule: Rule) -> dict[str, Any]:
     """The smallest train section that breaks this rule."""
-    value = sorted(rule.values, key=str)[0]
+    value = min(rule.values, key=str)
     other = next(choice for choice in CHOICES.get(rule.other, TRUTH) if choice not in rule.allowed)
     return {rule.word: value, rule.other: other}
 
@@ -56,7 +56,7 @@ def test_a_conflict_names_both_words_and_a_choice_that_mends_it(rule: Rule) -> N
 def test_the_command_refuses_with_one_sentence() -> None:
     values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {"compress": "powersgd", "parallel": "fsdp"}}
     with pytest.raises(
-        ConfigError, match="`train`: compress=powersgd does not go with parallel=fsdp: .*; use compress="
+        ConfigError, match=r"`train`: compress=powersgd does not go with parallel=fsdp: .*; use compress="
     ):
         parse_config(values, source="pipe.yaml")
 
