@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipeline.champion import promote
 from pipeline.history import now
 from pipeline.service import (
     Live,
@@ -28,7 +29,6 @@ from pipeline.smoke import check_golden, latency, wait_until_ready
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ClusterError, StageError
 from pipeline.spec.files import write_json
-from pipeline.spec.registry import CHAMPION, Entry, read_registry, write_registry
 from pipeline.spec.run import Run
 from pipeline.spec.sections import Deploy
 from pipeline.spec.step import run_step
@@ -44,19 +44,6 @@ def deploy(run: Run, root: Path) -> None:  # noqa: ARG001  # every step is calle
         _say("forced past the gate: it serves, but the champion that candidates must beat stays as it was")
     elif record["live"]:
         promote(run, bundle)
-
-
-def promote(run: Run, bundle: Bundle, reason: str = "deployed") -> None:
-    """What serves is what the next candidate has to beat."""
-    entry = Entry(
-        bundle=bundle.digest,
-        checkpoint=bundle.manifest.ancestors.checkpoint,
-        path=run.bundle_path.relative_to(run.runs).as_posix(),
-    )
-    registry = read_registry(run.runs)
-    current = registry.names.get(CHAMPION)
-    if current is None or current.bundle != entry.bundle:  # the same bundle in a later run changes nothing
-        write_registry(run.runs, registry.assign(CHAMPION, entry, f"{reason} by run {run.id}"))
 
 
 def _on_cluster(run: Run, bundle: Bundle) -> dict[str, Any]:
