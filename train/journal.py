@@ -11,6 +11,8 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from pipeline.spec.files import write_atomic
 
+_NO_CURVE = {"total_steps"}  # the same in every line: for whoever shows how far training has come
+
 
 class Journal:
     """Written by the first process alone."""
@@ -26,13 +28,17 @@ class Journal:
         self._file.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
-            group = value if isinstance(value, Mapping) else {"": value}
-            for inner, number in group.items():
-                self._board.add_scalar(f"{'train' if not inner else name}/{inner or name}", number, step)
+            if name not in _NO_CURVE:
+                self._draw(step, name, value)
 
     def close(self) -> None:
         self._file.close()
         self._board.close()
+
+    def _draw(self, step: int, name: str, value: Any) -> None:
+        group = value if isinstance(value, Mapping) else {"": value}
+        for inner, number in group.items():
+            self._board.add_scalar(f"{name if inner else 'train'}/{inner or name}", number, step)
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.spec.data import forward
 from pipeline.spec.task import Task
+from train.phase import phase
 from train.precision import Precision
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ class Objective:
 
     def loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Mean over the samples of the batch."""
-        with self.precision.autocast():
+        with phase("forward"), self.precision.autocast():
             return self.task.loss(forward(module, self.task, batch), batch)
 
     def backward(self, loss: Tensor) -> None:
-        self.precision.backward(loss)
+        with phase("backward"):
+            self.precision.backward(loss)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ class Precision:
         self._device = device.type
         # A scaler that is not enabled hands everything through, so there is one path for all types.
         self.scaler = torch.amp.GradScaler(self._device, enabled=kind == "fp16")
+        self.overflows = 0  # steps that were skipped because a gradient did not fit
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.kind == "fp32":
@@ -34,6 +36,14 @@ class Precision:
         """Apply the gradients, or, in fp16 after an overflow, skip them and lower the scale."""
         self.scaler.step(optimizer)
         self.scaler.update()
+
+    def state(self) -> dict[str, Any]:
+        """Empty where nothing is scaled."""
+        return {**self.scaler.state_dict(), "overflows": self.overflows} if self.scaler.is_enabled() else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.scaler.load_state_dict({name: value for name, value in state.items() if name != "overflows"})
+        self.overflows = state["overflows"]
 
     @property
     def forgives_overflow(self) -> bool:

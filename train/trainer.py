@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ from train.checkpoint import CheckpointStore, Progress, State
 from train.feed import Feed
 from train.group import Group
 from train.journal import Journal
+from train.measure import Meter
 from train.objective import Objective
 from train.optimizer import make_optimizer
 from train.order import Order
@@ -44,6 +44,7 @@ class Trainer:
         self._optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
         self._feed = Feed(train, group.device)
         self._balance = Balance(self.config.balance, group)
+        self._meter = Meter(self.strategy, self._feed, self._precision, group)
         self._window = Window()
         self._reviewed = 0  # steps of the window that were looked at
         self.watch = Watch()
@@ -110,6 +111,7 @@ class Trainer:
             self._refuse("loss", self._group.gather(loss), step - window.steps)
             if not self._precision.forgives_overflow:
                 self._refuse("gradient", [norm] * self._group.size, step - window.steps)
+            self._precision.overflows += window.overflows(first)
 
     def _refuse(self, what: str, found: list[int | None], window_start: int) -> None:
         known = [place for place in found if place is not None]
@@ -120,29 +122,17 @@ class Trainer:
     def _log(self, step: int, journal: Journal | None) -> None:
         self.watch.at(step, "update")
         self._review(step)
-        window, now = self._window, time.perf_counter()
-        seconds = max(now - window.started, 1e-9)
-        # A loss can be infinite while its gradient is not, so the sums are looked at too.
-        broken, loss = self._group.total([window.broken()[0] is not None, window.loss()])
-        if broken:
-            self._refuse("loss", self._group.gather(window.broken()[0]), step - window.steps)
+        measured = self._meter.measure(self._window)
+        if measured.broken:  # a loss can be infinite while its gradient is not
+            self._refuse("loss", self._group.gather(self._window.broken()[0]), step - self._window.steps)
         if journal:
-            norm = float(window.norms[-1])
-            values = {
-                "loss": loss / window.samples,
-                "lr": self._optimizer.param_groups[0]["lr"],
-                "grad_norm": norm if math.isfinite(norm) else None,
-                "samples_per_second": window.samples / seconds,
-                "step_seconds": seconds / window.steps,
-                "data_wait_share": (self._feed.waited_seconds - window.waited_before) / seconds,
-                "sent_bytes_per_step": (self.strategy.traffic.sent_bytes - window.sent_before) / window.steps,
-            }
-            known = {name: value for name, value in values.items() if value is not None}
-            journal.record(step, self.order.epoch_of(step - 1), known)
+            values = {"total_steps": self.total_steps, "lr": self._optimizer.param_groups[0]["lr"], **measured.values}
+            journal.record(step, self.order.epoch_of(step - 1), values)
         self._open_window()
 
     def _open_window(self) -> None:
-        self._window = Window(waited_before=self._feed.waited_seconds, sent_before=self.strategy.traffic.sent_bytes)
+        self._window = Window()
+        self._meter.restart()
         self._reviewed = 0
 
     def _end_epoch(self, progress: Progress, journal: Journal | None) -> Progress:

@@ -18,9 +18,6 @@ class Window:
     losses: list[Tensor] = field(default_factory=list)  # sum over this process's slice, one a step
     norms: list[Tensor] = field(default_factory=list)
     samples: int = 0  # of whole global batches
-    waited_before: float = 0.0  # readings of running totals when the window opened
-    sent_before: int = 0
-    exposed_before: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -39,6 +36,10 @@ class Window:
         found = [next((i for i, value in enumerate(row) if not math.isfinite(value)), None) for row in rows.tolist()]
         loss, norm = (None if place is None else first + place for place in found)
         return loss, norm
+
+    def overflows(self, first: int = 0) -> int:
+        """Steps from `first` on whose gradient was not finite."""
+        return sum(not math.isfinite(norm) for norm in torch.stack(self.norms[first:]).tolist())
 
     def loss(self) -> float:
         return float(torch.stack(self.losses).double().sum())

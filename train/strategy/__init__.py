@@ -7,8 +7,9 @@ from torch import nn
 from pipeline.spec.sections import Train
 from train.group import Group
 from train.objective import Objective
-from train.strategy.alone import Alone, Part, Traffic
+from train.strategy.alone import Alone, Part
 from train.strategy.replicated import Replicated
+from train.strategy.traffic import Traffic
 
 __all__ = ["Alone", "Part", "Traffic", "make_strategy"]
 

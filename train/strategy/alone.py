@@ -16,6 +16,7 @@ from pipeline.spec.sections import Train
 from train.checkpoint import Progress, State
 from train.group import Group
 from train.objective import Objective
+from train.strategy.traffic import Stopwatch, Traffic
 
 if TYPE_CHECKING:
     from pipeline.spec.task import Outputs
@@ -33,14 +34,6 @@ class Part:
     last: bool  # no further micro-batch follows in this step
 
 
-@dataclass
-class Traffic:
-    """What the exchange has cost this process so far."""
-
-    sent_bytes: int = 0
-    exposed_seconds: float = 0.0  # waited for the exchange, with nothing else to do
-
-
 class Alone:
     """The contract of a strategy: what each process holds, and how gradients and weights meet."""
 
@@ -51,6 +44,7 @@ class Alone:
         self.model = model.to(group.device)  # its parameters are what the optimizer updates
         self.objective, self.group, self.config = objective, group, config
         self.traffic = Traffic()
+        self.stopwatch = Stopwatch(group.device, self.traffic)
         self.module = self.wrap()  # what forward() is called on
 
     def wrap(self) -> nn.Module:
@@ -62,11 +56,15 @@ class Alone:
     def backward(self, parts: Iterable[Part]) -> Tensor:
         """Leave the gradient of the global batch's mean loss; return the sum of the losses of this slice."""
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        self.stopwatch.start()
         for part in parts:
             with self.exchange(part.last):
                 loss = self.objective.loss(self.module, part.batch)
+                if part.last and self.group.size > 1:
+                    self.stopwatch.watch(loss)
                 self.objective.backward(loss * (part.share * self.group.data_size))  # processes are averaged
             total += loss.detach() * part.count
+        self.stopwatch.stop()
         return total
 
     def exchange(self, last: bool) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002
@@ -95,7 +93,7 @@ class Alone:
         if not self.group.rank.first:
             return None
         named = {f"{rank}.{name}": tensor for rank, held in enumerate(own) for name, tensor in held.items()}
-        scaler = self.objective.precision.scaler.state_dict()
+        scaler = self.objective.precision.state()
         return State(progress, cast("Mapping[str, Tensor]", weights), optimizer_state, scaler, named, self.group.size)
 
     def restore(self, optimizer: torch.optim.Optimizer, state: State) -> None:
@@ -107,7 +105,7 @@ class Alone:
             options=StateDictOptions(full_state_dict=True),
         )
         if state.scaler:
-            self.objective.precision.scaler.load_state_dict(dict(state.scaler))
+            self.objective.precision.restore(state.scaler)
         self.restore_own(state.own_of(self.group.rank.rank, self.group.size))
 
     def own_state(self) -> Mapping[str, Tensor]:
