@@ -15,15 +15,22 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     def __init__(self, kind: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
         self.kind = kind
+        self.type = _TYPES.get(kind)  # none: the weights' own
         self._device = device.type
+        self._autocasts = self.type is not None
         # A scaler that is not enabled hands everything through, so there is one path for all types.
         self.scaler = torch.amp.GradScaler(self._device, enabled=kind == "fp16")
         self.overflows = 0  # steps that were skipped because a gradient did not fit
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.kind == "fp32":
+        if not self._autocasts:
             return contextlib.nullcontext()
-        return torch.autocast(self._device, dtype=_TYPES[self.kind])
+        return torch.autocast(self._device, dtype=self.type)
+
+    def cast_by_model(self) -> torch.dtype | None:
+        """The model casts its weights and inputs to this type by itself; autocast stays out of its way."""
+        self._autocasts = False
+        return self.type
 
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(self.scaler.scale(loss))
