@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from train.group import Group
+from train.strategy import Alone
 
 _EVERY = 10  # steps between two looks at the speeds
 _MEMORY = 0.5  # how much of the earlier estimate stays
@@ -15,26 +16,44 @@ _MEMORY = 0.5  # how much of the earlier estimate stays
 class Balance:
     """Gradients are weighted by slice size, so they are exact however the batch is cut."""
 
-    def __init__(self, kind: Literal["equal", "auto"], group: Group) -> None:
+    def __init__(self, kind: Literal["equal", "auto"], group: Group, strategy: Alone) -> None:
         self._group, self._auto = group, kind == "auto" and group.data_size > 1
+        self._strategy = strategy
         self.speeds = [1.0] * group.data_size  # samples per second, on any common scale
-        self._samples = self._seconds = 0.0
-        self._steps = 0
+        self._samples = self._steps = 0
+        self._seconds_before = 0.0
 
     def slice_of(self, count: int) -> range:
         """This process's share of a global batch of `count` samples."""
         return cut(count, self.speeds)[self._group.data_rank] if self._auto else self._group.slice_of(count)
 
-    def observe(self, samples: int, seconds: float) -> None:
-        """What this process did of a step by itself, and how long it took; collective every few steps."""
+    def observe(self, count: int) -> None:
+        """A step with a global batch of `count` samples is done; every few steps all tell how fast they were."""
         if not self._auto:
             return
-        self._samples, self._seconds, self._steps = self._samples + samples, self._seconds + seconds, self._steps + 1
-        if self._steps % _EVERY == 0:
-            found = self._group.gather(self._samples / max(self._seconds, 1e-9))
+        if self._steps == 0:
+            self._own_seconds()  # whatever warming up and the first step took
+        else:
+            self._samples += len(self.slice_of(count))
+        if self._steps and self._steps % _EVERY == 0:
+            found = self._group.gather(self._samples / max(self._own_seconds(), 1e-9))
             old = self.speeds if self._steps > _EVERY else found
             self.speeds = [_MEMORY * before + (1 - _MEMORY) * now for before, now in zip(old, found, strict=True)]
-            self._samples = self._seconds = 0.0
+            self._samples = 0
+        self._steps += 1
+
+    def told(self) -> dict[str, dict[str, float]]:
+        """For the journal: each process's share of the batch; nothing where they are equal by definition."""
+        if not self._auto:
+            return {}
+        return {"batch_share": {f"rank {rank}": speed / sum(self.speeds) for rank, speed in enumerate(self.speeds)}}
+
+    def _own_seconds(self) -> float:
+        """What this process worked since the last look, without waiting for the others."""
+        self._strategy.stopwatch.collect()
+        now, before = self._strategy.traffic.own_seconds, self._seconds_before
+        self._seconds_before = now
+        return now - before
 
 
 def cut(count: int, speeds: Sequence[float]) -> list[range]:

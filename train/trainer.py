@@ -43,7 +43,7 @@ class Trainer:
         self.strategy = make_strategy(task.model(), Objective(task, self._precision), group, self.config)
         self._optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
         self._feed = Feed(train, group.device)
-        self._balance = Balance(self.config.balance, group)
+        self._balance = Balance(self.config.balance, group, self.strategy)
         self._meter = Meter(self.strategy, self._feed, self._precision, group)
         self._window = Window()
         self._reviewed = 0  # steps of the window that were looked at
@@ -79,12 +79,14 @@ class Trainer:
             group["lr"] = lr
         self._precision.unscale(self._optimizer)
         norm = self.strategy.clip(self.config.clip_norm)
-        self._window.add(loss, norm, len(self.order.batch(step)))
+        count = len(self.order.batch(step))
+        self._window.add(loss, norm, count)
         if self._group.device.type == "cpu":  # a GPU would have to be waited for: it is looked at with the next line
             self._review(step + 1)
         self._precision.step(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
         self.strategy.updated(step)
+        self._balance.observe(count)
 
     def _parts(self, step: int) -> Iterator[Part]:
         """The micro-batches of this process's slice, fetched one by one."""
@@ -127,7 +129,7 @@ class Trainer:
             self._refuse("loss", self._group.gather(self._window.broken()[0]), step - self._window.steps)
         if journal:
             values = {"total_steps": self.total_steps, "lr": self._optimizer.param_groups[0]["lr"], **measured.values}
-            journal.record(step, self.order.epoch_of(step - 1), values)
+            journal.record(step, self.order.epoch_of(step - 1), {**values, **self._balance.told()})
         self._open_window()
 
     def _open_window(self) -> None:

@@ -36,6 +36,7 @@ PACKED = {"fp16", "bf16", "powersgd", "topk"}
 SELDOM = {"local_sgd", "diloco"}
 LOOSE = {*SELDOM, "parameter_server"}
 WHOLE = "it needs the whole gradient in every process"
+NUMBER = "use batch_size=64, or another number"
 OWN = "Horovod carries the gradients itself"
 
 RULES = (
@@ -61,26 +62,16 @@ RULES = (
         "only one of them can cut the model",
         "use pipeline=1; tensor goes with parallel=fsdp",
     ),
+    Rule("balance", {"auto"}, "parallel", {"ddp"}, "shards are waited for within the passes", "use balance=equal"),
     Rule("balance", {"auto"}, "tensor", {1}, "processes that share layers work in step", "use balance=equal"),
     Rule("balance", {"auto"}, "pipeline", {1}, "stages work in step", "use balance=equal"),
     Rule("pipeline", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"),
     Rule("pipeline", {MANY}, "compile", {False}, "stages are traced already", "use compile=false"),
-    Rule(
-        "batch_size",
-        {"auto"},
-        "pipeline",
-        {1},
-        "its memory depends on the schedule",
-        "use batch_size=64, or another number",
-    ),
-    Rule(
-        "batch_size",
-        {"auto"},
-        "sync",
-        {"allreduce"},
-        "its trial steps exchange gradients",
-        "use batch_size=64, or another number",
-    ),
+    Rule("batch_size", {"auto"}, "parallel", {"ddp"}, "its trials hold the whole model", NUMBER),
+    Rule("batch_size", {"auto"}, "tensor", {1}, "its trials hold the whole model", NUMBER),
+    Rule("batch_size", {"auto"}, "pipeline", {1}, "its memory depends on the schedule", NUMBER),
+    Rule("batch_size", {"auto"}, "sync", {"allreduce"}, "it is for batches that processes share out", NUMBER),
+    Rule("trace", {True}, "sync", {"allreduce", *SELDOM}, "its processes have no common steps", "use trace=false"),
     Rule("backend", {"horovod"}, "parallel", {"ddp"}, OWN, "use backend=torch"),
     Rule("backend", {"horovod"}, "tensor", {1}, OWN, "use backend=torch"),
     Rule("backend", {"horovod"}, "pipeline", {1}, OWN, "use backend=torch"),

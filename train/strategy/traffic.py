@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,12 @@ class Stopwatch:
         self._began: Any = None
         self._computed: Any = None
         self._laps: list[tuple[Any, Any, Any]] = []
-        self._waiting = contextlib.ExitStack()
+        self._waits: list[tuple[Any, Any, bool]] = []
+        self._passing = False  # between start and stop
+        self._last_wait = contextlib.ExitStack()
 
     def start(self) -> None:
-        self._began, self._computed = self._now(), None
+        self._began, self._computed, self._passing = self._now(), None, True
 
     def watch(self, loss: Tensor) -> None:
         """No backward pass of this step follows that of `loss`."""
@@ -49,22 +51,35 @@ class Stopwatch:
         register(lambda _: Variable._execution_engine.queue_callback(self._all_computed))
 
     def stop(self) -> None:
-        self._waiting.close()
+        self._last_wait.close()
+        self._passing = False
         if self._computed is not None:
             self._laps.append((self._began, self._computed, self._now()))
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around an exchange that this process sits through, in the midst of the passes or after them."""
+        began, passing = self._now(), self._passing
+        with phase("exchange"):
+            yield
+        self._waits.append((began, self._now(), passing))
+
     def collect(self) -> None:
         """Bring the totals up to date."""
-        if self._on_gpu and self._laps:
-            self._laps[-1][-1].synchronize()
+        if self._on_gpu and (self._laps or self._waits):
+            torch.cuda.synchronize()
         for began, computed, ended in self._laps:
             self._traffic.own_seconds += self._seconds(began, computed)
             self._traffic.exposed_seconds += self._seconds(computed, ended)
+        for began, ended, passing in self._waits:
+            self._traffic.exposed_seconds += self._seconds(began, ended)
+            self._traffic.own_seconds -= self._seconds(began, ended) if passing else 0.0
         self._laps.clear()
+        self._waits.clear()
 
     def _all_computed(self) -> None:
         self._computed = self._now()
-        self._waiting.enter_context(phase("exchange"))
+        self._last_wait.enter_context(phase("exchange"))
 
     def _seconds(self, start: Any, stop: Any) -> float:
         elapsed: float = start.elapsed_time(stop) / 1e3 if self._on_gpu else stop - start
