@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from pipeline.spec.digest import digest_parts
+from pipeline.spec.sections import Train
+
+
+def be_deterministic(config: Train) -> None:
+    """Ask torch for the same bits at every run, where the configuration wants that."""
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Filling fresh memory with NaN finds kernels that read what nobody wrote; it costs a pass over each tensor.
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Reset every generator a task may draw from before a step; step -1 is the making of the model."""
-    value = int(digest_parts([str(seed), str(step), str(rank)])[:8], 16)
+    _seed(seed, step, rank)
+
+
+@contextlib.contextmanager
+def drawing(seed: int, step: int, part: int, rank: int) -> Iterator[None]:
+    """Samples are loaded with generators of their own: in a worker or here, they draw the same numbers."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    _seed(seed, step, rank, "data", part)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def _seed(*place: object) -> None:
+    value = int(digest_parts([str(part) for part in place])[:8], 16)
     random.seed(value)
     np.random.seed(value)  # the global generator is what augmentations use
     torch.manual_seed(value)
