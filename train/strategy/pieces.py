@@ -43,6 +43,6 @@ def average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, copies
     flat = torch.cat([gradient.flatten() for gradient in held])
     dist.all_reduce(flat, group=group)
     flat /= copies
-    pieces = flat.split([gradient.numel() for gradient in held])
+    pieces = torch.split(flat, [gradient.numel() for gradient in held])
     torch._foreach_copy_(held, [piece.view_as(gradient) for piece, gradient in zip(pieces, held, strict=True)])
     return flat.numel() * flat.element_size()

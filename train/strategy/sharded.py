@@ -1,4 +1,4 @@
-"""Every process holds a share of the weights: cut over the copies of the data (fsdp), within layers (tensor), or both."""
+"""Every process holds a share of the weights: cut over the slices of the batch, within each layer, or both."""
 
 from __future__ import annotations
 

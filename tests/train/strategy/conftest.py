@@ -1,0 +1,49 @@
+"""Runs of several processes that are compared with one another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.spec.run import Run
+
+from ..conftest import Project, journal, weights
+
+
+def trained(project: Project, name: str, processes: int, **words: Any) -> Run:
+    run = project.run(name, **words)
+    done = project.train(run, processes)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def script(project: Project, program: str, *arguments: str, processes: int) -> str:
+    """What a program prints that is started as training is."""
+    (project.root / "program.py").write_text(program)
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, *launch, "program.py", *arguments]
+    done = subprocess.run(argv, cwd=project.root, env=env, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(run: Run) -> list[float]:
+    return [line["loss"] for line in journal(run) if "loss" in line]
+
+
+def weights_after(run: Run, step: int) -> dict[str, Tensor]:
+    path = run.partial("train") / "checkpoints" / f"step-{step:08d}" / "state.safetensors"
+    return {name: tensor for name, tensor in load_file(path).items() if name.startswith("weights.")}
+
+
+def assert_close(left: Run, right: Run, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(weights(left), weights(right), rtol=rtol, atol=atol)
+    assert losses(left) == pytest.approx(losses(right), rel=rtol)

@@ -1,0 +1,106 @@
+"""Weights cut over processes, trained by real ones."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from train.order import Order
+
+from ..conftest import Project, equal, weights
+from .conftest import assert_close, losses, script, trained, weights_after
+
+DEEP = "nn.Tanh(), nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8), nn.Dropout(DROP)"
+
+
+@pytest.mark.parametrize(("processes", "accumulate"), [(2, 1), (3, 3)])
+def test_fsdp_trains_the_weights_that_one_process_does(project: Project, processes: int, accumulate: int) -> None:
+    """Slices of 2 and 3 samples in three micro-batches: some passes are there only for the others' sake."""
+    project.replace("nn.Tanh()", DEEP.replace("DROP", "0.0"))
+    words = {"accumulate": accumulate, "epochs": 2}
+    assert_close(trained(project, "many", processes, parallel="fsdp", **words), trained(project, "one", 1, **words))
+
+
+def test_an_fsdp_run_that_was_cut_goes_on_bit_for_bit_and_its_checkpoint_fits_ddp(project: Project) -> None:
+    words = {"checkpoint_every": 7, "keep_checkpoints": 9}
+    project.replace("nn.Tanh()", DEEP.replace("DROP", "0.2"))
+    whole = trained(project, "whole", 2, parallel="fsdp", **words)
+    for name, parallel, processes in (("cut", "fsdp", 2), ("ddp", "ddp", 2)):
+        cut = project.run(name, parallel=parallel, **words)
+        shutil.copytree(whole.partial("train"), cut.partial("train"))
+        for later in (10, 14, 15):
+            shutil.rmtree(cut.partial("train") / "checkpoints" / f"step-{later:08d}")
+        done = project.train(cut, processes)
+        assert "resumed from the checkpoint of step 7 of 15" in done.stdout, done.stderr
+        if name == "cut":
+            assert equal(weights(cut), weights(whole))
+        else:
+            assert_close(cut, whole)
+
+
+def test_fsdp_in_bf16_follows_fp32_and_running_statistics_survive(project: Project) -> None:
+    project.replace("nn.Tanh()", "nn.BatchNorm1d(8), nn.Tanh()")
+    half = trained(project, "half", 2, parallel="fsdp", precision="bf16", epochs=2)
+    full = trained(project, "full", 2, epochs=2)
+    assert losses(half) == pytest.approx(losses(full), rel=0.1)
+    variance = [weights_after(run, 10)["weights.1.running_var"] for run in (half, full)]
+    torch.testing.assert_close(variance[0], variance[1], rtol=0.05, atol=0.01)  # of the same type, too
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(project: Project) -> None:
+    """Sample 5 weighs so much that its gradient does not fit into fp16."""
+    project.replace(
+        'nn.functional.mse_loss(outputs, batch["target"])',
+        '((outputs - batch["target"]) ** 2 * torch.where(batch["index"][:, None] == 5, 1e4, 1e-2)).mean()',
+    )
+    words = {"epochs": 1, "checkpoint_every": 1, "keep_checkpoints": 9, "precision": "fp16", "clip_norm": 0}
+    run = trained(project, "run", 2, parallel="fsdp", **words)
+    heavy = next(step for step in range(5) if 5 in Order(37, 8, 0).batch(step))
+    for step in range(2, 6):
+        kept = equal(weights_after(run, step), weights_after(run, step - 1))
+        assert kept == (step - 1 == heavy), f"step {step - 1}"
+
+
+COUNT = """
+import os, sys
+from pathlib import Path
+import torch
+from pipeline.spec.rank import Rank
+from pipeline.spec.sections import Train
+from pipeline.spec.task import load_task
+from train.group import Group
+from train.objective import Objective
+from train.optimizer import make_optimizer
+from train.precision import Precision
+from train.strategy import Part, make_strategy
+
+config = Train(device="cpu", parallel=sys.argv[1])
+torch.distributed.init_process_group("gloo")
+group = Group(Rank.from_env(), torch.device("cpu"))
+task = load_task("task.py:Tiny", Path.cwd())
+strategy = make_strategy(task.model(), Objective(task, Precision("fp32", group.device)), group, config)
+optimizer = make_optimizer(strategy.model, "adamw", 0.0)
+batch = {name: torch.as_tensor(column)[:4] for name, column in task.data("train").items()}
+strategy.backward([Part(batch, 4, 0.5, True)])
+optimizer.step()
+def held(tensor):
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.numel() * local.element_size()
+kept = [p for p in strategy.model.parameters()]
+kept += [p.grad for p in kept] + [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+found = group.gather(sum(held(tensor) for tensor in kept))
+if group.rank.first:
+    print("held", *found)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_each_of_n_fsdp_processes_holds_an_nth_of_weights_gradients_and_optimizer(project: Project) -> None:
+    project.replace("nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)", "nn.Linear(3, 48), nn.Tanh(), nn.Linear(48, 48)")
+    found = {kind: script(project, COUNT, kind, processes=2).split()[1:] for kind in ("ddp", "fsdp")}
+    whole = 4 * 4 * (3 * 48 + 48 + 48 * 48 + 48)  # weight, gradient and two moments, four bytes each
+    assert [int(count) for count in found["ddp"]] == [whole, whole]
+    assert [int(count) for count in found["fsdp"]] == [whole // 2, whole // 2]
