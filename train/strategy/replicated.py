@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -22,26 +23,28 @@ _ONE_BUCKET_MB = 1 << 20  # on CPU the exchange cannot hide behind computation t
 class Replicated(Alone):
     def wrap(self) -> nn.Module:
         config, on_gpu = self.config, self.group.device.type == "cuda"
-        wrapped = DistributedDataParallel(
+        self.ddp = DistributedDataParallel(
             self.model,
             bucket_cap_mb=config.bucket_mb or (None if on_gpu else _ONE_BUCKET_MB),
             gradient_as_bucket_view=True,
             static_graph=config.static_graph,
         )
-        _wrapped.append(wrapped)
+        _wrapped.append(self.ddp)
         self._exchanged_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        return torch.compile(wrapped) if config.compile else wrapped  # type: ignore[return-value]
+        return torch.compile(self.ddp) if config.compile else self.ddp  # type: ignore[return-value]
 
     def warm_up(self, parts: Callable[[], Iterable[Part]]) -> None:
         """Two passes that count for nothing.
 
         DistributedDataParallel orders its buckets anew after the first exchange. Done here, always on the same
         batch, a resumed run sums gradients in the order of the uninterrupted one: with three processes or more
-        the order changes the bits.
+        the order changes the bits. A static graph needs an exchange in its very first pass, which in a step of
+        several micro-batches has none.
         """
+        first = replace(next(iter(parts())), last=True)
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         for _ in range(2):  # the new order is made at the second forward pass
-            self.backward(parts())
+            self.backward([first])
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
@@ -54,9 +57,3 @@ class Replicated(Alone):
             return self.ddp.no_sync()
         self.traffic.sent_bytes += self._exchanged_bytes
         return contextlib.nullcontext()
-
-    @property
-    def ddp(self) -> DistributedDataParallel:
-        found = _wrapped[-1]
-        assert isinstance(found, DistributedDataParallel)
-        return found
