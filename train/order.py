@@ -32,10 +32,16 @@ class Order:
 
     def batch(self, step: int) -> Indices:
         """Sample indices of one global step, counted from 0 over all epochs."""
-        epoch, offset = divmod(step, self.steps_per_epoch)
-        start = self.samples * offset // self.steps_per_epoch
-        stop = self.samples * (offset + 1) // self.steps_per_epoch
-        return _permutation(self.samples, self.seed, epoch)[start:stop]
+        start, stop = self._bounds(step)
+        return _permutation(self.samples, self.seed, self.epoch_of(step))[start:stop]
+
+    def size(self, step: int) -> int:
+        start, stop = self._bounds(step)
+        return stop - start
+
+    def _bounds(self, step: int) -> tuple[int, int]:
+        offset, steps = step % self.steps_per_epoch, self.steps_per_epoch
+        return self.samples * offset // steps, self.samples * (offset + 1) // steps
 
 
 @lru_cache(maxsize=2)

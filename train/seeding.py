@@ -23,14 +23,18 @@ def be_deterministic(config: Train) -> None:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Reset every generator a task may draw from before a step; step -1 is the making of the model."""
-    _seed(seed, step, rank)
+    value = _value(seed, step, rank)
+    _seed_python(value)
+    torch.manual_seed(value)
 
 
 @contextlib.contextmanager
 def drawing(seed: int, step: int, part: int, rank: int) -> Iterator[None]:
     """Samples are loaded with generators of their own: in a worker or here, they draw the same numbers."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    _seed(seed, step, rank, "data", part)
+    value = _value(seed, step, rank, "data", part)
+    _seed_python(value)
+    torch.default_generator.manual_seed(value)  # not those of GPUs: no sample is drawn there
     try:
         yield
     finally:
@@ -39,8 +43,10 @@ def drawing(seed: int, step: int, part: int, rank: int) -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-def _seed(*place: object) -> None:
-    value = int(digest_parts([str(part) for part in place])[:8], 16)
+def _value(*place: object) -> int:
+    return int(digest_parts([str(part) for part in place])[:8], 16)
+
+
+def _seed_python(value: int) -> None:
     random.seed(value)
     np.random.seed(value)  # the global generator is what augmentations use
-    torch.manual_seed(value)

@@ -12,7 +12,7 @@ from pipeline.spec.errors import ConfigError, DataError
 from pipeline.spec.task import Task
 from train.balance import Balance
 from train.checkpoint import CheckpointStore, Progress, State
-from train.feed import Feed
+from train.feed import Feed, Job
 from train.group import Group
 from train.journal import Journal
 from train.measure import Meter
@@ -42,7 +42,7 @@ class Trainer:
         self._precision = Precision(self.config.precision, group.device)
         self.strategy = make_strategy(task.model(), Objective(task, self._precision), group, self.config)
         self._optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
-        self._feed = Feed(train, group.device)
+        self._feed = Feed(train, group, self.config.seed, self.config.workers)
         self._balance = Balance(self.config.balance, group, self.strategy)
         self._meter = Meter(self.strategy, self._feed, self._precision, group)
         self._window = Window()
@@ -56,6 +56,7 @@ class Trainer:
     def fit(self, progress: Progress, store: CheckpointStore, journal: Journal | None) -> Progress:
         """Train from `progress` to the end; only the first process has a journal and writes checkpoints."""
         self.strategy.module.train()
+        self._feed.start(job for step in range(progress.step, self.total_steps) for job in self._jobs(step))
         self._open_window()
         while progress.step < self.total_steps and not self._out_of_patience(progress):
             self._step(progress.step)
@@ -67,6 +68,7 @@ class Trainer:
                 progress = self._end_epoch(progress, journal)
             if ends_epoch or (self.config.checkpoint_every and progress.step % self.config.checkpoint_every == 0):
                 self._save(progress, store)
+        self._feed.stop()
         return progress
 
     def _step(self, step: int) -> None:
@@ -79,7 +81,7 @@ class Trainer:
             group["lr"] = lr
         self._precision.unscale(self._optimizer)
         norm = self.strategy.clip(self.config.clip_norm)
-        count = len(self.order.batch(step))
+        count = self.order.size(step)
         self._window.add(loss, norm, count)
         if self._group.device.type == "cpu":  # a GPU would have to be waited for: it is looked at with the next line
             self._review(step + 1)
@@ -90,15 +92,20 @@ class Trainer:
 
     def _parts(self, step: int) -> Iterator[Part]:
         """The micro-batches of this process's slice, fetched one by one."""
+        jobs = self._jobs(step)
+        for job in jobs:
+            self.watch.at(step, "data")
+            batch = self._feed.fetch(job)
+            self.watch.at(step, "forward and backward")
+            count = len(job.indices)
+            yield Part(batch, count, count / self.order.size(step), last=job.part == len(jobs) - 1)
+
+    def _jobs(self, step: int) -> list[Job]:
         indices = self.order.batch(step)
         mine = self._balance.slice_of(len(indices))
         count = min(self.config.accumulate, len(mine))
-        for i in range(count):
-            chosen = indices[mine.start + len(mine) * i // count : mine.start + len(mine) * (i + 1) // count]
-            self.watch.at(step, "data")
-            batch = self._feed.fetch(chosen)
-            self.watch.at(step, "forward and backward")
-            yield Part(batch, len(chosen), len(chosen) / len(indices), last=i == count - 1)
+        cuts = [mine.start + len(mine) * i // count for i in range(count + 1)]
+        return [Job(step, i, indices[cuts[i] : cuts[i + 1]]) for i in range(count)]
 
     def _review(self, step: int) -> None:
         """Stop when a loss or a gradient of the steps since the last look was not finite; `step` steps are done."""
@@ -128,8 +135,9 @@ class Trainer:
         if measured.broken:  # a loss can be infinite while its gradient is not
             self._refuse("loss", self._group.gather(self._window.broken()[0]), step - self._window.steps)
         if journal:
-            values = {"total_steps": self.total_steps, "lr": self._optimizer.param_groups[0]["lr"], **measured.values}
-            journal.record(step, self.order.epoch_of(step - 1), {**values, **self._balance.told()})
+            plan = {"total_steps": self.total_steps, "batch_size": self.order.batch_size}
+            values = {**plan, "lr": self._optimizer.param_groups[0]["lr"], **measured.values, **self._balance.told()}
+            journal.record(step, self.order.epoch_of(step - 1), values)
         self._open_window()
 
     def _open_window(self) -> None:

@@ -19,7 +19,7 @@ class Rule(NamedTuple):
 
 def conflict(train: Mapping[str, Any]) -> str:
     """The first conflict as a sentence, or nothing."""
-    words = {**train, **{name: min(train[name], MANY) for name in ("tensor", "pipeline", "accumulate")}}
+    words = {**train, **{name: min(train[name], MANY) for name in ("tensor", "pipeline", "accumulate", "workers")}}
     for rule in RULES:
         if words[rule.word] in rule.values and words[rule.other] not in rule.allowed:
             first, second = (f"{name}={_shown(train[name])}" for name in (rule.word, rule.other))
@@ -65,6 +65,7 @@ RULES = (
     Rule("balance", {"auto"}, "parallel", {"ddp"}, "shards are waited for within the passes", "use balance=equal"),
     Rule("balance", {"auto"}, "tensor", {1}, "processes that share layers work in step", "use balance=equal"),
     Rule("balance", {"auto"}, "pipeline", {1}, "stages work in step", "use balance=equal"),
+    Rule("workers", {1, MANY}, "balance", {"equal"}, "they load slices before their size is known", "use workers=0"),
     Rule("pipeline", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"),
     Rule("pipeline", {MANY}, "compile", {False}, "stages are traced already", "use compile=false"),
     Rule("batch_size", {"auto"}, "parallel", {"ddp"}, "its trials hold the whole model", NUMBER),

@@ -38,6 +38,11 @@ class Samples:
     def in_memory(self) -> bool:
         return self._columns is not None
 
+    @property
+    def columns(self) -> Mapping[str, Tensor] | None:
+        """The whole split at once, where it is in memory."""
+        return self._columns
+
     def __len__(self) -> int:
         return self._count
 

@@ -43,8 +43,12 @@ def _unexpected(error: Exception, root: Path) -> PipelineError:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return ResourceError("disk full; free some space, then `pipe run --resume`")
     rank = f"rank {Rank.from_env().rank}: " if Rank.from_env().world_size > 1 else ""
+    return StageError(f"{rank}{describe(error, root)}")
+
+
+def describe(error: Exception, root: Path) -> str:
+    """A bug in one line, with the line of the user's own code it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(root)]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    text = " ".join(str(error).split())
-    return StageError(f"{rank}{type(error).__name__}: {text[:400]}{place}")
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"
