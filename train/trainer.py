@@ -40,7 +40,7 @@ class Trainer:
             raise ConfigError(f"train.batch_size={batch_size} leaves some of {group.data_size} processes without work")
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
         self._precision = Precision(self.config.precision, group.device)
-        self.strategy = make_strategy(task.model(), Objective(task, self._precision), group, self.config)
+        self.strategy = make_strategy(task.model(), Objective(task, self._precision), group, self.config, train)
         self._optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
         self._feed = Feed(train, group, self.config.seed, self.config.workers)
         self._balance = Balance(self.config.balance, group, self.strategy)

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from torch import nn
 
+from pipeline.spec.data import Samples
 from pipeline.spec.sections import Train
 from train.group import Group
 from train.objective import Objective
 from train.strategy.alone import Alone, Part
 from train.strategy.packed import Packed
 from train.strategy.replicated import Replicated
+from train.strategy.seldom import Seldom
 from train.strategy.sharded import Sharded
 from train.strategy.traffic import Traffic
 
 __all__ = ["Alone", "Part", "Traffic", "make_strategy"]
 
 
-def make_strategy(model: nn.Module, objective: Objective, group: Group, config: Train) -> Alone:
+def make_strategy(
+    model: nn.Module, objective: Objective, group: Group, config: Train, samples: Samples | None = None
+) -> Alone:
+    """`samples` are for those that must try a pass of the model before they can cut it."""
     if group.size == 1:
         return Alone(model, objective, group, config)
+    if config.sync in ("local_sgd", "diloco"):
+        return Seldom(model, objective, group, config)
     if config.compress != "none":
         return Packed(model, objective, group, config)
-    if config.parallel == "fsdp":
-        return Sharded(model, objective, group, config)
+    if config.parallel == "fsdp" or config.tensor > 1:
+        return Sharded(model, objective, group, config, samples)
     return Replicated(model, objective, group, config)

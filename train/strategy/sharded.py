@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,31 +14,83 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipeline.spec.data import Samples, forward
+from pipeline.spec.sections import Train
+from train.checkpoint import State
+from train.group import Group
+from train.objective import Objective
 from train.strategy.alone import Alone, Part
-from train.strategy.pieces import clip, local
+from train.strategy.pieces import average, clip, local
+from train.strategy.plan import cut_layers
 from train.strategy.units import holds_parameters, units
+
+if TYPE_CHECKING:
+    from pipeline.spec.task import Outputs
 
 
 class Sharded(Alone):
-    together = True
+    """`parallel: fsdp`, `tensor: N`, or both."""
+
+    def __init__(
+        self, model: nn.Module, objective: Objective, group: Group, config: Train, samples: Samples | None = None
+    ) -> None:
+        self._samples = samples
+        self.together = config.parallel == "fsdp"  # the others' weights; those of a tensor group share each batch
+        super().__init__(model, objective, group, config)
 
     def wrap(self) -> nn.Module:
-        self.mesh = init_device_mesh(self.group.device.type, (self.group.data_size,), mesh_dim_names=("data",))
-        self._shard()
+        shape = (self.group.data_size, self.group.model_size)
+        self.mesh = init_device_mesh(self.group.device.type, shape, mesh_dim_names=("data", "tensor"))
+        self._first = self.mesh.get_local_rank("tensor") == 0  # of those that compute the same
+        if self.group.model_size > 1:
+            cut_layers(self.model, self.objective.task, self.mesh["tensor"], self._try)
+        if self.together:
+            self._shard()
         return super().wrap()
 
     def backward(self, parts: Iterable[Part]) -> Tensor:
-        return super().backward(_padded(parts, self.config.accumulate))
+        if self.together:
+            total = super().backward(_padded(parts, self.config.accumulate))
+        else:
+            total = super().backward(parts)
+            with self.stopwatch.waiting():
+                self._average()
+        return total if self._first else torch.zeros_like(total)
 
     def exchange(self, last: bool) -> contextlib.AbstractContextManager[object]:
         """Weights are gathered for every pass, gradients meet with the last micro-batch."""
-        assert isinstance(self.model, FSDPModule)
+        if not isinstance(self.model, FSDPModule):
+            return contextlib.nullcontext()
         self.model.set_requires_gradient_sync(last)
         self.traffic.sent_bytes += self._gathered_bytes + last * self._reduced_bytes
         return contextlib.nullcontext()
 
     def clip(self, limit: float) -> Tensor:
         return clip(list(self.model.parameters()), limit, self._counts)
+
+    def predict(self, batch: Mapping[str, Tensor]) -> Outputs | None:
+        outputs = super().predict(batch)
+        return outputs if self._first else None
+
+    def restore(self, optimizer: torch.optim.Optimizer, state: State) -> None:
+        """Which parameters share a kernel depends on how they are cut, so the groups of another run may be others."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+        super().restore(optimizer, replace(state, optimizer={**state.optimizer, "param_groups": groups}))
+
+    def _try(self) -> Outputs:
+        """A forward pass of two samples."""
+        assert self._samples is not None
+        batch = self._samples.batch([0, len(self._samples) - 1])
+        return forward(self.model, self.objective.task, {name: c.to(self.group.device) for name, c in batch.items()})
+
+    def _average(self) -> None:
+        for parameter in self.model.parameters():
+            if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        if self.group.data_size > 1:
+            copies = self.group.data_size
+            self.traffic.sent_bytes += average(self.model.parameters(), self.mesh.get_group("data"), copies)
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Of a piece that several processes hold, the first one's is counted."""
