@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,9 +19,11 @@ from pipeline.spec.run import Run
 from pipeline.spec.step import run_step
 from pipeline.spec.task import load_task
 from pipeline.spec.weights import save_weights
+from train.batch_size import decide_batch_size
 from train.checkpoint import CheckpointStore, Progress
 from train.group import Group, join, lost_contact
 from train.journal import Journal
+from train.summary import last_line, summarise
 from train.trainer import Trainer
 from train.validation import check_metrics
 
@@ -43,8 +44,7 @@ def train(run: Run, root: Path) -> None:
         if group.rank.first:
             _check_unchanged(run, splits)
         try:
-            batch_size = run.config.train.batch_size
-            assert batch_size != "auto"
+            batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"))
             trainer = Trainer(task, run.config, group, splits[0], splits[1], batch_size)
             gate = run.config.evaluate
             check_metrics(task, trainer.strategy, splits[1], group, {gate.metric, *gate.require})
@@ -73,24 +73,9 @@ def _fit(trainer: Trainer, run: Run, group: Group) -> None:
             journal.close()
     if group.rank.first:
         save_weights(store.load(progress.best_step).weights, directory / "model.safetensors")
-        seconds = time.perf_counter() - started
-        write_json(directory / "summary.json", _summary(trainer, group, progress, progress.step - first_step, seconds))
-
-
-def _summary(trainer: Trainer, group: Group, progress: Progress, steps: int, seconds: float) -> dict[str, Any]:
-    """`seconds` and the speed are of this process's own steps, not of those before a resume."""
-    return {
-        "steps": progress.step,
-        "epochs": progress.step // trainer.order.steps_per_epoch,
-        "best_step": progress.best_step,
-        "best_validation": dict(progress.best_validation),
-        "stopped_early": progress.step < trainer.total_steps,
-        "world_size": group.size,
-        "precision": trainer.config.precision,
-        "device": group.device.type,
-        "seconds": seconds,
-        "samples_per_second": steps / trainer.order.steps_per_epoch * trainer.order.samples / seconds,
-    }
+        summary = summarise(trainer, group, progress, first_step, time.perf_counter() - started)
+        write_json(directory / "summary.json", summary)
+        print(last_line(summary), flush=True)
 
 
 def _resume(trainer: Trainer, store: CheckpointStore, group: Group) -> Progress:

@@ -11,7 +11,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from pipeline.spec.files import write_atomic
 
-_NO_CURVE = {"total_steps"}  # the same in every line: for whoever shows how far training has come
+_NO_CURVE = {"total_steps", "batch_size"}  # the same in every line
 
 
 class Journal:

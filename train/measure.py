@@ -63,15 +63,9 @@ class Meter:
             "communication_share": total[2] / self._group.size if now.exposed_seconds else None,
             "memory_mb": max(total[3:]),
             "gpu_utilization": gpu_utilization(self._group.device),
-            **self._scaling(),
+            **self._precision.told(),
         }
         return Measured(bool(total[0]), {name: value for name, value in found.items() if _worth_telling(value)})
-
-    def _scaling(self) -> dict[str, float]:
-        """fp16 alone scales its gradients."""
-        if not self._precision.forgives_overflow:
-            return {}
-        return {"loss_scale": self._precision.scaler.get_scale(), "overflow_steps": self._precision.overflows}
 
     def _read(self) -> Reading:
         self._strategy.stopwatch.collect()

@@ -52,6 +52,10 @@ class Precision:
         self.scaler.load_state_dict({name: value for name, value in state.items() if name != "overflows"})
         self.overflows = state["overflows"]
 
+    def told(self) -> dict[str, float]:
+        """For the journal and the summary; fp16 alone scales its gradients."""
+        return {"loss_scale": self.scaler.get_scale(), "overflow_steps": self.overflows} if self.kind == "fp16" else {}
+
     @property
     def forgives_overflow(self) -> bool:
         return self.scaler.is_enabled()

@@ -71,6 +71,8 @@ RULES = (
     Rule("batch_size", {"auto"}, "parallel", {"ddp"}, "its trials hold the whole model", NUMBER),
     Rule("batch_size", {"auto"}, "tensor", {1}, "its trials hold the whole model", NUMBER),
     Rule("batch_size", {"auto"}, "pipeline", {1}, "its memory depends on the schedule", NUMBER),
+    Rule("batch_size", {"auto"}, "balance", {"equal"}, "its trials are of equal slices", NUMBER),
+    Rule("batch_size", {"auto"}, "backend", {"torch"}, "its trials exchange by torch", NUMBER),
     Rule("batch_size", {"auto"}, "sync", {"allreduce"}, "it is for batches that processes share out", NUMBER),
     Rule("trace", {True}, "sync", {"allreduce", *SELDOM}, "its processes have no common steps", "use trace=false"),
     Rule("backend", {"horovod"}, "parallel", {"ddp"}, OWN, "use backend=torch"),

@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "balance": ("equal", "auto"),
     "batch_size": (64, "auto"),
     "workers": (0, 2),
+    "backend": ("torch", "horovod"),
 }
 TRUTH = (False, True)
 
