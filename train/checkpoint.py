@@ -45,7 +45,7 @@ class State:
 
     def own_of(self, rank: int, world_size: int) -> dict[str, Tensor]:
         """Nothing when the run goes on with another number of processes."""
-        return _below(f"{rank}.", self.own) if world_size == self.world_size else {}
+        return below(f"{rank}.", self.own) if world_size == self.world_size else {}
 
 
 class CheckpointStore:
@@ -94,10 +94,10 @@ class CheckpointStore:
             raise StageError(f"checkpoint {directory.name} belongs to other data or another batch order")
         return State(
             progress=Progress(**meta["progress"]),
-            weights=_below("weights.", tensors),
-            optimizer=_unflatten(_below("optimizer.", tensors), meta["param_groups"]),
+            weights=below("weights.", tensors),
+            optimizer=unflatten(below("optimizer.", tensors), meta["param_groups"]),
             scaler=meta["scaler"],
-            own=_below("own.", tensors),
+            own=below("own.", tensors),
             world_size=meta["world_size"],
         )
 
@@ -108,7 +108,7 @@ class CheckpointStore:
         shutil.rmtree(aside, ignore_errors=True)  # left by a crash
         aside.mkdir(parents=True)
         tensors = {f"weights.{name}": tensor for name, tensor in state.weights.items()}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in _flatten(state.optimizer).items()}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in flatten(state.optimizer).items()}
         tensors |= {f"own.{name}": tensor for name, tensor in state.own.items()}
         save_weights(tensors, aside / "state.safetensors")
         meta = {
@@ -151,11 +151,11 @@ class CheckpointStore:
         )  # fmt: skip
 
 
-def _flatten(optimizer: Mapping[str, Any]) -> dict[str, Tensor]:
+def flatten(optimizer: Mapping[str, Any]) -> dict[str, Tensor]:
     return {f"{of}.{name}": tensor for of, entry in optimizer["state"].items() for name, tensor in entry.items()}
 
 
-def _unflatten(tensors: Mapping[str, Tensor], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+def unflatten(tensors: Mapping[str, Tensor], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
     state: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         of, _, name = key.rpartition(".")
@@ -163,5 +163,5 @@ def _unflatten(tensors: Mapping[str, Tensor], param_groups: list[dict[str, Any]]
     return {"state": state, "param_groups": param_groups}
 
 
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -148,7 +148,7 @@ def scaled_gradients(group: Group, kinds: tuple[str, ...]) -> list[list[Tensor]]
 
 def test_packed_runs_learn_what_plain_ones_do_and_resume_to_the_same_bits(tmp_path: Path) -> None:
     losses, _ = together(whole_runs, 2, tmp_path)
-    assert max(losses.values()) < 1.3 * losses["none"] < 0.06, losses  # the targets vary by 0.26
+    assert max(losses.values()) < losses["none"] + 0.02 < 0.04, losses  # the targets vary by 0.36
 
 
 def whole_runs(group: Group, directory: Path) -> dict[str, float]:
