@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 
 def make_optimizer(model: nn.Module, kind: str, weight_decay: float) -> torch.optim.Optimizer:
     """Biases and norms, the parameters of one axis, are not decayed."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rows: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = getattr(parameter, "device_mesh", None)  # a kernel takes what is cut the same way, or not at all
+            rows.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
+        for (decayed, _), parameters in sorted(rows.items(), key=lambda row: not row[0][0])
     ]
-    groups = [group for group in groups if group["params"]]
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=True)
     return torch.optim.AdamW(groups, lr=0.0, fused=True)

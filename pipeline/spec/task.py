@@ -11,6 +11,7 @@ from pipeline.spec.plugin import load_class
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import Dataset
 
     Batch: TypeAlias = Mapping[str, Tensor]
@@ -51,6 +52,16 @@ class HasBaseline(Protocol):
 class HasExample(Protocol):
     def example(self) -> Sequence[Any]:
         """A few instances as a client would send them; they become golden requests."""
+
+
+@runtime_checkable
+class HasParallelize(Protocol):
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Sequence[str] | None:
+        """How the model is cut over the processes of `mesh`, whose one axis is called `tensor` or `pipeline`.
+
+        For `tensor`, cut layers in place with torch's `parallelize_module`. For `pipeline`, change nothing and
+        return the names of the modules at which the second and later stages begin.
+        """
 
 
 @runtime_checkable
