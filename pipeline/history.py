@@ -28,7 +28,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def create_run(runs: Path, config: Config, wanted: tuple[str, ...], parent: str) -> Run:
+def create_run(
+    runs: Path, config: Config, wanted: tuple[str, ...], parent: str, study: str = "", trial: int | None = None
+) -> Run:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     run = Run(runs / f"{stamp}-{secrets.token_hex(2)}")
     (run.path / "logs").mkdir(parents=True)
@@ -39,6 +41,8 @@ def create_run(runs: Path, config: Config, wanted: tuple[str, ...], parent: str)
         wanted=wanted,
         config=config.model_dump(mode="json"),
         environment=environment(),
+        study=study,
+        trial=trial,
     )
     write_run(run, body)
     return run

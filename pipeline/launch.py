@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from pipeline.spec import leash
 
@@ -26,41 +27,47 @@ class LocalLauncher:
 
     def launch(self, argv: tuple[str, ...], log: Path, env: Mapping[str, str]) -> int:
         """Run to the end and return the exit status; on Ctrl-C the step is ended first."""
-        read_end, write_end = os.pipe()
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, *argv[1:]] if argv[0] == "python" else argv,
-                cwd=self.root,
-                env={**os.environ, **env, leash.VARIABLE: "1"},
-                stdin=read_end,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches us alone, and we decide
-            )
-        os.close(read_end)
-        try:
-            return self._wait(process)
-        finally:
-            self._end(process)
-            os.close(write_end)  # whoever of its children is left reads end-of-file and goes
+        with log.open("ab") as output, leashed(argv, self.root, env, output) as process:
+            while True:
+                try:
+                    return process.wait(timeout=_TICK_SECONDS)
+                except subprocess.TimeoutExpired:
+                    self.tick()
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        while True:
-            try:
-                return process.wait(timeout=_TICK_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.tick()
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        if process.poll() is not None:
-            return
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+@contextlib.contextmanager
+def leashed(
+    argv: tuple[str, ...], root: Path, env: Mapping[str, str], output: IO[Any]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is ended with the block, and by the kernel when we are gone."""
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, *argv[1:]] if argv[0] == "python" else argv,
+        cwd=root,
+        env={**os.environ, **env, leash.VARIABLE: "1"},
+        stdin=read_end,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches us alone, and we decide
+    )
+    os.close(read_end)
+    try:
+        yield process
+    finally:
+        _end(process)
+        os.close(write_end)  # whoever of its children is left reads end-of-file and goes
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def step_environment(processes: int, cores: int) -> dict[str, str]:

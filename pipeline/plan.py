@@ -110,13 +110,17 @@ def explain(parts: Mapping[str, str], past: Past) -> str:
     last = next((record for _, record in past if record.status == "done"), None)
     if last is None:
         return "never completed" if past else "never run"
-    names = sorted(name for name in parts.keys() | last.parts.keys() if parts.get(name) != last.parts.get(name))
+    return changes(last.parts, parts) or "key format changed"
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """The parts that differ, the first three by name."""
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     # What the user touched first, consequences of it last.
     order = ("config", "source", "file", "version", "house", "baseline", "input")
     names.sort(key=lambda name: order.index(name.partition(":")[0]))
-    told = [_change(name, last.parts.get(name), parts.get(name)) for name in names]
-    shown = ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
-    return shown or "key format changed"
+    told = [_change(name, before.get(name), after.get(name)) for name in names]
+    return ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
 
 
 def _change(name: str, before: str | None, after: str | None) -> str:

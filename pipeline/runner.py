@@ -29,6 +29,7 @@ from pipeline.spec.errors import (
     ConfigError,
     GateError,
     PipelineError,
+    Pruned,
     ResourceError,
     StageError,
     read_error,
@@ -46,6 +47,9 @@ class Order:
     wanted: tuple[str, ...]
     force: frozenset[str] = frozenset()
     reuse_only: frozenset[str] = frozenset()  # steps before `--from`: they must not run
+    study: str = ""  # the run is a trial of this study of `pipe tune`
+    trial: int | None = None
+    cores: int = 0  # for its steps, where others work on the machine too; 0: all
 
 
 @dataclass
@@ -95,11 +99,12 @@ class Road:
 def run_road(project: Project, config: Config, order: Order, display: Display) -> Run:
     """A new run; the caller holds the lock."""
     history = load_history(project.runs)
-    if history and _unfinished(history[0][1]):
+    if history and _unfinished(history[0][1]) and not history[0][1].study:
         display.say(f"note: run {history[0][0].id} is unfinished; `pipe run --resume` continues it")
     road = Road(project, config, order, history)
     road.preview()  # a mistake is found before a run directory is made
-    run = create_run(project.runs, config, order.wanted, parent=history[0][0].id if history else "")
+    parent = history[0][0].id if history else ""
+    run = create_run(project.runs, config, order.wanted, parent, order.study, order.trial)
     _walk(road, run, display)
     return run
 
@@ -137,6 +142,8 @@ def redeploy(project: Project, source: Run, overrides: Sequence[str], display: D
 
 def latest_unfinished(project: Project) -> Run:
     for run, body in load_history(project.runs):
+        if body.study:  # `pipe tune` goes on with its trials itself
+            continue
         if _unfinished(body):
             return run
         if any(record.status == "rejected" for record in body.steps.values()):
@@ -157,7 +164,7 @@ def check_config(config: Config) -> None:
 
 def _unfinished(body: RunFile) -> bool:
     states = [body.steps[step].status if step in body.steps else "" for step in body.wanted]
-    return "rejected" not in states and states != ["done"] * len(states)
+    return not {"rejected", "pruned"} & set(states) and states != ["done"] * len(states)
 
 
 def _walk(road: Road, run: Run, display: Display) -> None:
@@ -197,12 +204,14 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
     started = time.monotonic()
     launcher = LocalLauncher(road.project.root, display.tick)
     processes = processes_per_node(road.config, count_gpus(os.environ)) if step.name == "train" else 1
+    environment = step_environment(processes, road.order.cores or os.cpu_count() or 1)
     run.log(step.name).parent.mkdir(exist_ok=True)
     try:
-        status = launcher.launch(argv, run.log(step.name), step_environment(processes, os.cpu_count() or 1))
-    except BaseException:
-        display.end("interrupted")
-        write_record(run, record.model_copy(update={"status": "interrupted", "seconds": time.monotonic() - started}))
+        status = launcher.launch(argv, run.log(step.name), environment)
+    except BaseException as error:
+        ending = "pruned" if isinstance(error, Pruned) else "interrupted"
+        display.end(ending)
+        write_record(run, record.model_copy(update={"status": ending, "seconds": time.monotonic() - started}))
         raise
     return _finish(run, record.model_copy(update={"seconds": time.monotonic() - started}), status, display)
 

@@ -86,7 +86,7 @@ def test_kserve_is_imported_under_serve_alone() -> None:
 
 
 def test_the_command_line_loads_no_torch_and_no_server() -> None:
-    heavy = {"torch", "onnx", "onnxruntime", "kserve", "kubernetes", "fastapi", "tensorboard", "sklearn"}
+    heavy = {"torch", "onnx", "onnxruntime", "kserve", "kubernetes", "fastapi", "tensorboard", "sklearn", "optuna"}
     assert loaded_by("pipeline.cli") & heavy == set()
 
 

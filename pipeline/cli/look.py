@@ -16,6 +16,7 @@ from pipeline.report import write_report
 from pipeline.service import read_live
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.run import STEPS
+from pipeline.tune.record import count_trials
 
 RunName = Annotated[str, typer.Argument(metavar="[RUN]", help="Run id, its beginning, its path, or `latest`.")]
 
@@ -28,17 +29,21 @@ def status(
 ) -> None:
     """The newest runs and the service that is live."""
     project = project_of(context)
+    history = load_history(project.runs)
     runs = [
         {"run": run.id, **{step: body.steps[step].status if step in body.steps else "-" for step in STEPS}}
-        for run, body in load_history(project.runs)[:count]
+        for run, body in [(run, body) for run, body in history if not body.study][:count]
     ]
+    studies = count_trials(project.runs, history)
     live = read_live(project.runs)
     service: dict[str, Any] | None = live.model_dump() | {"alive": live.alive, "url": live.url} if live else None
     line = "no service is live"
     if live is not None:
         state = f"live at {live.url}" if live.alive else f"recorded at {live.url}, but its process {live.pid} is gone; `pipe deploy` starts it"  # fmt: skip  # noqa: E501
         line = f"service {live.name}: {state} (run {live.run}, bundle {live.bundle[:12]}, since {live.since})"
-    emit(output, {"runs": runs, "service": service}, f"{table(runs)}\n\n{line}")
+    lines = [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
+    text = "\n".join([table(runs), "", *lines, line])
+    emit(output, {"runs": runs, "studies": studies, "service": service}, text)
 
 
 @app.command()

@@ -22,6 +22,7 @@ from pipeline.service import read_live
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.registry import read_registry
 from pipeline.spec.run import STEPS
+from pipeline.tune.record import needed_runs
 
 
 @app.command()
@@ -67,7 +68,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list them.")] = False,
     output: OutputOption = Output.text,
 ) -> None:
-    """Remove old runs; never one that is live, champion or previous."""
+    """Remove old runs and finished trials; never one that is live, champion, previous, or the best of its study."""
     runs = project_of(context).runs
     if not runs.is_dir():
         return emit(output, {"removed": [], "dry_run": dry_run}, "nothing to remove")
@@ -75,7 +76,9 @@ def gc(
         live = read_live(runs)
         needed = {live.run} if live else set()
         needed |= {entry.path.partition("/")[0] for entry in read_registry(runs).names.values()}
-        old = [run for run, _ in load_history(runs)[keep:] if run.id not in needed]
+        history = load_history(runs)
+        newest = [run.id for run, body in history if not body.study][:keep]
+        old = [run for run, _ in history if run.id not in needed | needed_runs(runs, history) | set(newest)]
         if not dry_run:
             for run in old:
                 shutil.rmtree(run.path)

@@ -81,7 +81,7 @@ def run(
             found = _resume(project, resume, names, overrides, display)
         else:
             config, order = project.config(overrides), make_order(names, start, until, force)
-            found = _finish(project, lambda: run_road(project, config, order, display))
+            found = finish(project, lambda: run_road(project, config, order, display))
     _copy_manifests(found, render)
     emit_run(output, found)
     return None
@@ -104,7 +104,7 @@ def deploy(
     display = Display(live=sys.stderr.isatty())
     with locked(project.runs):
         source = find_run(project.runs, names[0]) if names else newest_bundle(project)
-        found = _finish(project, lambda: redeploy(project, source, overrides, display))
+        found = finish(project, lambda: redeploy(project, source, overrides, display))
     _copy_manifests(found, render)
     emit_run(output, found)
 
@@ -173,10 +173,10 @@ def _resume(project: Project, name: str, names: list[str], overrides: list[str],
     found = latest_unfinished(project) if name == "latest" else find_run(project.runs, name)
     wanted = chosen or found.read().wanted
     display.say(f"resuming run {found.id}")
-    return _finish(project, lambda: resume_road(project, found, Order(wanted), display), resumed=found)
+    return finish(project, lambda: resume_road(project, found, Order(wanted), display), resumed=found)
 
 
-def _finish(project: Project, walk: Callable[[], Run], resumed: Run | None = None) -> Run:
+def finish(project: Project, walk: Callable[[], Run], resumed: Run | None = None) -> Run:
     """However the walk ends, its run gets a report, and Ctrl-C a line that says how to go on."""
     before = {run.id for run in all_runs(project.runs)}
     try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import Field, ValidationError
 
-from pipeline.spec.errors import ConfigError
-from pipeline.spec.sections import Deploy, Evaluate, Export, Package, Prepare, Section, Serve, Train
+from pipeline.spec.errors import ConfigError, ConflictError
+from pipeline.spec.sections import Deploy, Evaluate, Export, Package, Prepare, Section, Serve, Train, Tune
 
 
 class Config(Section):
@@ -27,6 +27,7 @@ class Config(Section):
     package: Package = Field(default_factory=Package, description="the container")
     serve: Serve = Field(default_factory=Serve, description="the service's limits")
     deploy: Deploy = Field(default_factory=Deploy, description="where it runs")
+    tune: Tune = Field(default_factory=Tune, description="the search for better settings")
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
@@ -44,19 +45,20 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     return parse_config(values, source=f"{path} with overrides" if overrides else str(path))
 
 
-def override_config(config: Config, overrides: Iterable[str]) -> Config:
+def override_config(config: Config, overrides: Iterable[str], source: str = "override") -> Config:
     """A configuration with `key=value` overrides on top."""
     values = config.model_dump(mode="json")
     for override in overrides:
         _apply(values, override)
-    return parse_config(values, source="override")
+    return parse_config(values, source)
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(_sentences(error))) from error
+        kind = ConflictError if {item["type"] for item in error.errors()} == {"conflict"} else ConfigError
+        raise kind(f"{source}: " + "; ".join(_sentences(error))) from error
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -107,8 +109,8 @@ def _nearest(location: tuple[str | int, ...]) -> str:
     """The same key in another section, or else the key of this one that looks most like it."""
     *sections, last = (str(part) for part in location)
     model: Any = Config
-    for name in sections:
-        model = model.model_fields[name].annotation
+    for name in sections:  # of a section the field, of a mapping what its values are
+        model = model.model_fields[name].annotation if hasattr(model, "model_fields") else get_args(model)[-1]
     elsewhere = [
         f"{section}.{name}"
         for section, field in Config.model_fields.items()

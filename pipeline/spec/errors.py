@@ -54,6 +54,14 @@ class ClusterError(StageError):
     complete = True
 
 
+class ConflictError(ConfigError):
+    """Settings that are fine one by one and do not go together."""
+
+
+class Pruned(PipelineError):
+    """A trial of `pipe tune` that was ended early: others did better."""
+
+
 class Interrupted(PipelineError):
     """Ctrl-C, or the terminal went away."""
 

@@ -23,7 +23,7 @@ class StepRecord(Frozen):
     """What is known of one step of one run; `done` is the only status whose outputs may be reused."""
 
     step: str
-    status: Literal["running", "done", "failed", "rejected", "interrupted"]
+    status: Literal["running", "done", "failed", "rejected", "interrupted", "pruned"]
     key: str
     parts: Mapping[str, str]  # the named parts the key is made of
     argv: tuple[str, ...] = ()
@@ -45,6 +45,8 @@ class RunFile(Frozen):
     wanted: tuple[str, ...]
     config: Mapping[str, object]
     environment: Mapping[str, str]
+    study: str = ""  # of `pipe tune`, which made this run as one of its trials
+    trial: int | None = None
     steps: Mapping[str, StepRecord] = {}
 
 

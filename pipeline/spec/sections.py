@@ -167,3 +167,42 @@ class Deploy(Section):
     cpu: str = Field("500m", description="CPU request of a serving pod")
     memory: str = Field("512Mi", description="memory request and limit of a serving pod")
     gpus: Natural = Field(0, description="GPUs a serving pod asks for")
+
+
+class Axis(Section):
+    """The values one key may take."""
+
+    low: float | None = Field(None, description="smallest value of a range")
+    high: float | None = Field(None, description="largest value of a range, included")
+    log: bool = Field(False, description="search the range by orders of magnitude")
+    choices: tuple[bool | int | float | str, ...] = Field((), description="or else: the values themselves")
+
+    @model_validator(mode="after")
+    def _a_range_or_choices(self) -> Axis:
+        ends = [end for end in (self.low, self.high) if end is not None]
+        if len(ends) != (0 if self.choices else 2):
+            raise PydanticCustomError("axis", "write it as `low` and `high`, or as `choices`")
+        if ends and ends[0] >= ends[1]:
+            raise PydanticCustomError("axis", "low must be smaller than high")
+        if self.log and (not ends or ends[0] <= 0):
+            raise PydanticCustomError("axis", "log needs a range whose low is above 0")
+        return self
+
+
+class Tune(Section):
+    """What `pipe tune` searches, and how; `pipe run` does not look at it."""
+
+    metric: str = Field("accuracy", description="metric of the task on the validation split, or `loss`")
+    direction: Literal["maximize", "minimize"] = Field("maximize", description="which values of the metric are better")
+    trials: Positive = Field(20, description="trials in all, over all workers and restarts")
+    space: dict[str, Axis] = Field(
+        {},
+        description="keys to search, as in `{train.lr: {low: 0.0001, high: 0.1, log: true}}` or `{choices: [32, 64]}`",
+    )
+    pruner: Literal["median", "halving", "none"] = Field(
+        "median", description="which trials are ended early: the worse half, all but a leading share, or none"
+    )
+    startup_trials: Natural = Field(5, description="median: trials that finish before any is pruned")
+    warmup_epochs: Positive = Field(1, description="epochs a trial trains before it may be pruned")
+    seed: Seed = Field(0, description="seed of the search")
+    workers: Positive = Field(1, description="trials under way at once on this machine; they share its cores and GPUs")

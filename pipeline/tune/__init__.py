@@ -1,0 +1,1 @@
+"""`pipe tune`: a search for better settings whose trials are ordinary runs."""

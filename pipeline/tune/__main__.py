@@ -1,0 +1,47 @@
+"""The process of one worker: `python -m pipeline.tune STUDY …`, started by `pipe tune` and on its leash."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from pipeline.display import Display
+from pipeline.project import find_project
+from pipeline.spec import leash
+from pipeline.spec.errors import Interrupted, PipelineError, write_error
+from pipeline.tune.record import read_study
+from pipeline.tune.worker import work
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="pipeline.tune", description="one worker of a search")
+    parser.add_argument("study")
+    parser.add_argument("--project", type=Path, required=True)
+    parser.add_argument("--workers", type=int, required=True, help="how many share this machine")
+    parser.add_argument("--errors", type=Path, required=True, help="where an error is left")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    leash.hold()
+    signal.signal(signal.SIGTERM, _leave)
+    project = find_project(options.project)
+    try:
+        body = read_study(project.runs, options.study)
+        work(body, project, lambda: project.config(options.overrides), options.workers, Display(live=False).say)
+    except KeyboardInterrupt:
+        return Interrupted.exit_code
+    except PipelineError as error:
+        write_error(error, options.errors)
+        return error.exit_code
+    return 0
+
+
+def _leave(signal_number: int, _frame: FrameType | None) -> None:
+    """The trial's processes are ended; whoever comes next goes on with it."""
+    raise KeyboardInterrupt(signal_number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The whole of a search: its study found or begun, its workers started, the best trial made a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.display import Display
+from pipeline.history import load_history
+from pipeline.launch import count_gpus, leashed
+from pipeline.lock import locked, waited
+from pipeline.plan import changes
+from pipeline.project import Project
+from pipeline.runner import Order, Road, run_road
+from pipeline.spec.config import Config, override_config
+from pipeline.spec.errors import Interrupted, StageError, read_error
+from pipeline.spec.run import Run
+from pipeline.tune.record import all_studies, folder_of, identity, name_of, write_study
+from pipeline.tune.space import as_overrides, distributions
+from pipeline.tune.study import Study
+
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Search:
+    """What one `pipe tune` asks for."""
+
+    folder: Path  # of the project, as it was given
+    project: Project
+    overrides: tuple[str, ...]
+    workers: int
+    config: Config
+
+    def study(self) -> Study:
+        """The one that these settings and sources belong to."""
+        space = distributions(self.config)
+        folder = folder_of(self.project.runs, name_of(identity(self.config, self.project)))
+        folder.mkdir(parents=True, exist_ok=True)
+        return Study(folder, self.config.tune, space)
+
+
+def search(order: Search, display: Display) -> Study:
+    """All trials, by this and any other `pipe tune` on the same runs."""
+    distributions(order.config)  # a mistake is found before anything is written
+    with locked(order.project.runs, shared=True):
+        study = order.study()
+        with waited(folder_of(order.project.runs, study.name) / "claim.lock"):
+            _announce(order, study, display)
+            _prepare(order, study, display)
+        if not study.finished:
+            _work(order, study)
+    return study
+
+
+def best_run(order: Search, study: Study, steps: tuple[str, ...], display: Display) -> Run:
+    """The best trial, walked on; its training is reused. If that was done before, the run that was made then."""
+    best = study.best()
+    if best is None:
+        reasons = {str(trial.user_attrs.get("reason", "")) for trial in study.trials}
+        raise StageError(f"no trial of study {study.name} was completed: {'; '.join(sorted(reasons)[:3])}")
+    config = override_config(order.config, as_overrides(best.params))
+    history = load_history(order.project.runs)
+    road = Road(order.project, config, Order(steps), [(run, body) for run, body in history if not body.study])
+    planned = road.preview()
+    sources = {step.source for step in planned}
+    if len(sources) == 1 and all(step.action == "reuse" for step in planned):
+        return road.record(planned[0])[0]
+    return run_road(order.project, config, road.order, display)
+
+
+def gpus_of(worker: int, workers: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Each worker gets GPUs of its own, as many as the others; where there are too few, all share them."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(count_gpus(env))]
+    share = len(names) // workers
+    if workers == 1 or share == 0:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[worker * share : (worker + 1) * share])}
+
+
+def _announce(order: Search, study: Study, display: Display) -> None:
+    """Write down a new study, and why it is not an earlier one."""
+    parts = identity(order.config, order.project)
+    known = all_studies(order.project.runs)
+    if study.name not in {body.name for body in known}:
+        if known:
+            display.say(
+                f"a new study, because {changes(known[0].parts, parts)}; study {known[0].name} is kept as it is"
+            )
+        write_study(folder_of(order.project.runs, study.name), order.config, parts)
+    wanted = order.config.tune.trials
+    display.say(f"study {study.name}: {len(study.trials)} of {wanted} trials begun, {order.workers} worker(s) here")
+
+
+def _prepare(order: Search, study: Study, display: Display) -> None:
+    """Once for all trials, so that a task which is broken is told once."""
+    steps = ("prepare",)
+    road = Road(order.project, order.config, Order(steps), load_history(order.project.runs))
+    if road.preview()[0].action == "run":
+        run_road(order.project, order.config, Order(steps, study=study.name), display)
+
+
+def _work(order: Search, study: Study) -> None:
+    with tempfile.TemporaryDirectory(prefix="pipe-tune-") as errors, contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(_worker(order, study, Path(errors), i)) for i in range(order.workers)]
+        try:
+            while any(process.poll() is None for process in processes):
+                time.sleep(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted; no trial is lost, the same command goes on") from None
+        finally:
+            for process in processes:  # all at once; leaving the block waits for each
+                process.terminate()
+        if error := read_error(Path(errors)):
+            raise error
+    if not study.finished:
+        ends = ", ".join(str(process.returncode) for process in processes)
+        raise StageError(
+            f"the workers ended with status {ends} before the search was complete; the same command goes on"
+        )
+
+
+def _worker(
+    order: Search, study: Study, errors: Path, number: int
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    argv = (
+        "python", "-m", "pipeline.tune", "--project", str(order.folder), "--workers", str(order.workers),
+        "--errors", str(errors), study.name, *order.overrides,
+    )  # fmt: skip
+    env = {"PYTHONSAFEPATH": "1", **gpus_of(number, order.workers, os.environ)}
+    return leashed(argv, order.project.root, env, sys.stderr)

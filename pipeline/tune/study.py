@@ -1,0 +1,153 @@
+"""One study: who tries what next, so that all workers together make `tune.trials` trials, each of them once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.pruners import BasePruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
+from optuna.trial import FrozenTrial, TrialState
+
+from pipeline.lock import Held, take, waited
+from pipeline.spec.sections import Tune
+from pipeline.tune.journal import open_journal
+
+State: TypeAlias = Literal["done", "pruned", "refused", "failed", "running", "unfinished"]
+# A pruned trial is a bad one to the sampler; of a failed one it learns nothing.
+_TOLD = {"pruned": TrialState.PRUNED, "refused": TrialState.PRUNED, "failed": TrialState.FAIL}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a trial ended; `blamed` says that its own settings were at fault."""
+
+    state: Literal["done", "pruned", "refused", "failed"]
+    value: float | None = None
+    reason: str = ""
+    blamed: bool = False
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A trial that is this worker's, as long as the lock is held."""
+
+    trial: optuna.Trial
+    values: Mapping[str, Any]
+    held: Held
+
+    @property
+    def number(self) -> int:
+        return self.trial.number
+
+
+class Study:
+    def __init__(self, folder: Path, tune: Tune, space: Mapping[str, BaseDistribution]) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._folder, self._tune, self._space = folder, tune, space
+        self._storage = open_journal(folder / "journal.log")
+        self._study = optuna.create_study(
+            storage=self._storage,
+            study_name=folder.name,
+            direction=tune.direction,
+            pruner=make_pruner(tune),
+            load_if_exists=True,
+        )
+
+    @property
+    def name(self) -> str:
+        return self._folder.name
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    @property
+    def finished(self) -> bool:
+        trials = self.trials
+        return len(trials) >= self._tune.trials and all(trial.state.is_finished() for trial in trials)
+
+    def claim(self) -> Claim | None:
+        """A trial whose worker is gone, or else a further one; None when the others work on all that are left."""
+        with waited(self._folder / "claim.lock"):
+            trials = self.trials
+            for trial in trials:
+                if not trial.state.is_finished() and (held := take(self._lock(trial.number))):
+                    return self._claimed(self._reopened(trial.number), held)
+            if len(trials) >= self._tune.trials:
+                return None
+            held = take(self._lock(len(trials)))
+            assert held, "numbers are given out here alone"
+            self._study.sampler = sampler_of(self._tune.seed, len(trials))
+            return self._claimed(self._study.ask(), held)
+
+    def tell(self, claim: Claim, ending: Ending) -> None:
+        claim.trial.set_user_attr("state", ending.state)
+        claim.trial.set_user_attr("reason", ending.reason)
+        if ending.state == "done":
+            self._study.tell(claim.number, ending.value)
+        else:
+            state = TrialState.PRUNED if ending.blamed else _TOLD[ending.state]
+            self._study.tell(claim.number, state=state)
+        claim.held.release()
+        self._lock(claim.number).unlink(missing_ok=True)
+
+    def state_of(self, trial: FrozenTrial) -> State:
+        if trial.state.is_finished():
+            state: State = trial.user_attrs["state"]
+            return state
+        held = take(self._lock(trial.number))
+        if held is None:
+            return "running"
+        held.release()
+        return "unfinished"
+
+    def best_first(self) -> list[FrozenTrial]:
+        """Complete trials by value, then the others as they came."""
+        sign = -1 if self._tune.direction == "maximize" else 1
+        complete = [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
+        others = [trial for trial in self.trials if trial.state != TrialState.COMPLETE]
+        return [*sorted(complete, key=lambda trial: sign * (trial.value or 0.0)), *others]
+
+    def best(self) -> FrozenTrial | None:
+        return next((trial for trial in self.best_first() if trial.state == TrialState.COMPLETE), None)
+
+    def _claimed(self, trial: optuna.Trial, held: Held) -> Claim:
+        return Claim(trial, {name: _suggest(trial, name, kind) for name, kind in self._space.items()}, held)
+
+    def _reopened(self, number: int) -> optuna.Trial:
+        """As it was left; what it lacks of its settings is drawn when it is claimed."""
+        self._study.sampler = sampler_of(self._tune.seed, number)
+        study_id = self._storage.get_study_id_from_name(self.name)
+        return optuna.Trial(self._study, self._storage.get_trial_id_from_study_id_trial_number(study_id, number))
+
+    def _lock(self, number: int) -> Path:
+        return self._folder / f"trial-{number}.lock"
+
+
+def make_pruner(tune: Tune) -> BasePruner:
+    """Steps are epochs, counted from one."""
+    if tune.pruner == "median":
+        return MedianPruner(n_startup_trials=tune.startup_trials, n_warmup_steps=tune.warmup_epochs)
+    if tune.pruner == "halving":
+        return SuccessiveHalvingPruner(min_resource=tune.warmup_epochs)
+    return NopPruner()
+
+
+def sampler_of(seed: int, number: int) -> optuna.samplers.BaseSampler:
+    """A new one for each trial: workers never draw the same, and a search that was stopped draws what it would have."""
+    drawn = hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4]
+    return optuna.samplers.TPESampler(seed=int.from_bytes(drawn, "big"))
+
+
+def _suggest(trial: optuna.Trial, name: str, kind: BaseDistribution) -> Any:
+    if isinstance(kind, FloatDistribution):
+        return trial.suggest_float(name, kind.low, kind.high, log=kind.log)
+    if isinstance(kind, IntDistribution):
+        return trial.suggest_int(name, kind.low, kind.high, log=kind.log)
+    assert isinstance(kind, CategoricalDistribution)
+    return trial.suggest_categorical(name, kind.choices)
