@@ -42,7 +42,7 @@ def leashed(
     """A process that is ended with the block, and by the kernel when we are gone."""
     read_end, write_end = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, *argv[1:]] if argv[0] == "python" else argv,
+        with_this_python(argv),
         cwd=root,
         env={**os.environ, **env, leash.VARIABLE: "1"},
         stdin=read_end,
@@ -68,6 +68,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def with_this_python(argv: tuple[str, ...]) -> list[str]:
+    """`python`, which a launcher may stand before, is the interpreter that runs us."""
+    place = argv.index("python")
+    return [*argv[:place], sys.executable, *argv[place + 1 :]]
 
 
 def step_environment(processes: int, cores: int) -> dict[str, str]:

@@ -21,6 +21,7 @@ from pipeline.history import (
 )
 from pipeline.keys import parts_of
 from pipeline.launch import LocalLauncher, count_gpus, step_environment
+from pipeline.launchers import check_launcher, launcher_environment
 from pipeline.plan import Step, decide
 from pipeline.project import Project
 from pipeline.spec.config import Config, override_config
@@ -32,6 +33,7 @@ from pipeline.spec.errors import (
     Pruned,
     ResourceError,
     StageError,
+    clear_error,
     read_error,
 )
 from pipeline.spec.run import Run, RunFile, StepRecord
@@ -102,7 +104,7 @@ def run_road(project: Project, config: Config, order: Order, display: Display) -
     if history and _unfinished(history[0][1]) and not history[0][1].study:
         display.say(f"note: run {history[0][0].id} is unfinished; `pipe run --resume` continues it")
     road = Road(project, config, order, history)
-    road.preview()  # a mistake is found before a run directory is made
+    _foresee(road)  # a mistake is found before a run directory is made
     parent = history[0][0].id if history else ""
     run = create_run(project.runs, config, order.wanted, parent, order.study, order.trial)
     _walk(road, run, display)
@@ -112,7 +114,7 @@ def run_road(project: Project, config: Config, order: Order, display: Display) -
 def resume_road(project: Project, run: Run, order: Order, display: Display) -> Run:
     """Go on in the same run directory with the run's own configuration."""
     road = Road(project, run.config, order, [(run, run.read())])
-    road.preview()
+    _foresee(road)
     _walk(road, run, display)
     return run
 
@@ -155,11 +157,16 @@ def check_config(config: Config) -> None:
     """What one section cannot see of another."""
     if config.deploy.grpc_port == config.deploy.port:
         raise ConfigError(f"deploy.grpc_port and deploy.port are both {config.deploy.port}; give each its own")
-    if config.train.nodes > 1 and not config.train.rendezvous:
+    if config.train.launcher == "torchrun" and config.train.nodes > 1 and not config.train.rendezvous:
         raise ConfigError(
             f"train.nodes={config.train.nodes} needs train.rendezvous=HOST:PORT, an address all nodes reach; "
             "on a cluster, `pipe run train --render DIR` writes the Job"
         )
+
+
+def _foresee(road: Road) -> None:
+    if any(step.name == "train" and step.action == "run" for step in road.preview()):
+        check_launcher(road.config.train)
 
 
 def _unfinished(body: RunFile) -> bool:
@@ -204,7 +211,10 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
     started = time.monotonic()
     launcher = LocalLauncher(road.project.root, display.tick)
     processes = processes_per_node(road.config, count_gpus(os.environ)) if step.name == "train" else 1
-    environment = step_environment(processes, road.order.cores or os.cpu_count() or 1)
+    environment = {
+        **step_environment(processes, road.order.cores or os.cpu_count() or 1),
+        **launcher_environment(road.config.train, os.geteuid()),
+    }
     run.log(step.name).parent.mkdir(exist_ok=True)
     try:
         status = launcher.launch(argv, run.log(step.name), environment)
@@ -219,7 +229,7 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
 def _finish(run: Run, record: StepRecord, status: int, display: Display) -> StepRecord:
     error = _failure(run, record.step, status)
     if error is None or error.complete:
-        (run.partial(record.step) / "error.json").unlink(missing_ok=True)
+        clear_error(run.partial(record.step))
         outputs, digest = seal(run, record.step)
         update: dict[str, object] = {"outputs": outputs, "digest": digest}
     else:
@@ -250,7 +260,7 @@ def _failure(run: Run, step: str, status: int) -> PipelineError | None:
 def _clear(run: Run, step: Step, display: Display) -> None:
     """Throw away what an earlier attempt left, except checkpoints made under this very key."""
     partial = run.partial(step.name)
-    (partial / "error.json").unlink(missing_ok=True)
+    clear_error(partial)
     earlier = run.read().steps.get(step.name)
     if step.name == "train" and earlier is not None and earlier.key == step.key and earlier.status != "done":
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.launchers import launched, torchrun
 from pipeline.spec.config import Config
 from pipeline.spec.run import STEPS
 
@@ -73,19 +74,12 @@ assert tuple(KINDS) == STEPS
 
 def argv_of(step: str, config: Config, run_directory: str, gpus: int) -> tuple[str, ...]:
     """The command of a step: the same here and in a pod."""
-    module = ("-m", KINDS[step].module, run_directory)
-    processes = {"train": processes_per_node(config, gpus), "evaluate": config.evaluate.processes}.get(step, 1)
-    if step == "train" and config.train.nodes > 1:
-        meeting: tuple[str, ...] = (
-            f"--nnodes={config.train.nodes}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={config.train.rendezvous}",
-        )
-    else:
-        meeting = ("--standalone", "--nnodes=1")
-    if step == "train" or processes > 1:
-        return ("python", "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={processes}", *module)
-    return ("python", *module)
+    python = ("python", "-m", KINDS[step].module, run_directory)
+    if step == "train":
+        return launched(config.train, processes_per_node(config, gpus), python)
+    if step == "evaluate" and config.evaluate.processes > 1:
+        return torchrun(config.evaluate.processes, python)
+    return python
 
 
 def processes_per_node(config: Config, gpus: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from pipeline.spec.data import Samples, check_columns, open_split
-from pipeline.spec.errors import DataError, StageError
+from pipeline.spec.errors import DataError, LostContact
 from pipeline.spec.files import write_json
 from pipeline.spec.fingerprint import fingerprint
 from pipeline.spec.rank import Rank
@@ -32,7 +32,7 @@ def train(run: Run, root: Path) -> None:
     config = run.config.train
     if config.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    with join(config, Rank.from_env()) as group:
+    with join(config, Rank.from_env(), run.path) as group:
         task = load_task(run.config.task, root)
         splits = [open_split(task, name) for name in ("train", "validation")]
         for samples in splits:
@@ -52,7 +52,7 @@ def train(run: Run, root: Path) -> None:
         except Exception as error:
             if not lost_contact(error):
                 raise
-            raise StageError(
+            raise LostContact(
                 f"rank {group.rank.rank} lost contact with another process, which was killed, failed or hangs; "
                 "the log tells which"
             ) from error

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.spec.errors import ConfigError
+from pipeline.spec.errors import ConfigError, LostContact
 from pipeline.spec.rank import Rank
 from pipeline.spec.sections import Train
+from train.meeting import meet, place_of
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,8 @@ class Group:
 
 
 @contextlib.contextmanager
-def join(config: Train, rank: Rank) -> Iterator[Group]:
-    """Meet the other processes; a process alone needs no meeting."""
+def join(config: Train, rank: Rank, directory: Path) -> Iterator[Group]:
+    """Meet the other processes, in the run directory where no launcher says where; one alone needs no meeting."""
     device = choose_device(config.device, rank)
     model_size = config.tensor * config.pipeline
     if rank.world_size % model_size:
@@ -90,14 +93,30 @@ def join(config: Train, rank: Rank) -> Iterator[Group]:
     if rank.world_size == 1:
         yield Group(rank, device)
         return
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=config.timeout_seconds),
-        device_id=device if device.type == "cuda" else None,
-    )
+    _connect(config, rank, device, directory)
     yield Group(rank, device, model_size)
     dist.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
+
+
+def _connect(config: Train, rank: Rank, device: torch.device, directory: Path) -> None:
+    seconds = config.timeout_seconds
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=meet(rank, config.rendezvous, directory, seconds),
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timedelta(seconds=seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except dist.DistError as error:
+        raise LostContact(
+            f"rank {rank.rank} on {socket.gethostname()}: not all {rank.world_size} processes came to the meeting "
+            f"within {seconds} s; the log tells which failed, or raise train.timeout_seconds"
+        ) from error
+    if rank.first:
+        place_of(rank, directory).unlink(missing_ok=True)  # all have met
 
 
 def lost_contact(error: Exception) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from pathlib import Path
 
 
@@ -13,6 +14,7 @@ class PipelineError(Exception):
 
     exit_code = 2
     complete = False  # True: the step's output is whole and is kept, though the road stops
+    echo = False  # True: it follows from a failure elsewhere
 
 
 class ConfigError(PipelineError):
@@ -39,6 +41,12 @@ class StageError(PipelineError):
     """A step failed for a reason that is not the user's input."""
 
     exit_code = 1
+
+
+class LostContact(StageError):
+    """Another process failed, was killed or hangs: its own error, where it left one, is the one to show."""
+
+    echo = True
 
 
 class GateError(PipelineError):
@@ -75,21 +83,29 @@ def _kinds(kind: type[PipelineError]) -> dict[str, type[PipelineError]]:
     return found
 
 
+_FILE, _ECHO_FILE = "error.json", "error-echo.json"
+
+
 def write_error(error: PipelineError, directory: Path) -> None:
-    """Leave the error where the runner finds it; of several ranks that fail, the first one is kept."""
+    """Leave the error where the runner finds it; of several ranks that fail, the first one with a cause is kept."""
     directory.mkdir(parents=True, exist_ok=True)
     body = json.dumps({"kind": type(error).__name__, "message": str(error)})
-    own = directory / f".error-{os.getpid()}"
+    own = directory / f".error-{socket.gethostname()}-{os.getpid()}"
     own.write_text(body)
     with contextlib.suppress(FileExistsError):  # link() is atomic and never replaces: first one wins
-        os.link(own, directory / "error.json")
+        os.link(own, directory / (_ECHO_FILE if error.echo else _FILE))
     own.unlink()
 
 
 def read_error(directory: Path) -> PipelineError | None:
-    """The error a step left behind, if it left one."""
-    path = directory / "error.json"
-    if not path.exists():
-        return None
-    body = json.loads(path.read_text())
-    return _kinds(PipelineError).get(body["kind"], PipelineError)(body["message"])
+    """The error a step left behind, if it left one; an echo only where nobody left the cause."""
+    for path in (directory / _FILE, directory / _ECHO_FILE):
+        if path.exists():
+            body = json.loads(path.read_text())
+            return _kinds(PipelineError).get(body["kind"], PipelineError)(body["message"])
+    return None
+
+
+def clear_error(directory: Path) -> None:
+    for name in (_FILE, _ECHO_FILE):
+        (directory / name).unlink(missing_ok=True)

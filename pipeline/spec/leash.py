@@ -2,6 +2,7 @@
 
 The runner gives a step one end of a pipe as standard input and holds the other; torchrun hands it on
 to its workers. When the runner dies the kernel closes its end and every process reads end-of-file.
+mpirun hands it on to its first process alone, gives the others the null device, and ends them with the first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ EXIT_CODE = 143  # what a shell reports for SIGTERM
 def hold(env: Mapping[str, str] | None = None) -> None:
     """Watch standard input in the background, but only when the runner asked for it."""
     env = os.environ if env is None else env
-    if env.get(VARIABLE) == "1":
+    if env.get(VARIABLE) == "1" and not os.path.samestat(os.fstat(0), os.stat(os.devnull)):
         threading.Thread(target=_wait_and_exit, name="leash", daemon=True).start()
 
 

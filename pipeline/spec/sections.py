@@ -88,7 +88,7 @@ class Train(Section):
     launcher: Literal["torchrun", "mpirun", "srun"] = Field("torchrun", description="what starts the processes")
     processes: Natural = Field(0, description="processes per node; 0 means one a GPU, or 2 on CPU")
     nodes: Positive = Field(1, description="machines that train together")
-    rendezvous: str = Field("", description="`host:port` all nodes reach, needed when `nodes` is above 1")
+    rendezvous: str = Field("", description="`host:port` all nodes reach, needed by torchrun when `nodes` is above 1")
     image: str = Field("", description="container image of the training pods on a cluster")
     checkpoint_every: Natural = Field(100, description="optimizer steps between checkpoints; 0: only at epoch ends")
     keep_checkpoints: Positive = Field(2, description="newest checkpoints kept, beside the best")

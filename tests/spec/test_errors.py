@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.spec import errors
-from pipeline.spec.errors import DataError, PipelineError, StageError, read_error, write_error
+from pipeline.spec.errors import DataError, LostContact, PipelineError, StageError, clear_error, read_error, write_error
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PipelineError)]
 
@@ -25,6 +25,21 @@ def test_of_several_ranks_that_fail_the_first_one_is_kept(tmp_path: Path) -> Non
     write_error(StageError("lost contact"), tmp_path)
     assert str(read_error(tmp_path)) == "the cause"
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_cause_is_kept_whether_it_comes_before_or_after_those_who_lost_contact(tmp_path: Path, order: int) -> None:
+    for error in [DataError("the cause"), LostContact("rank 0 lost contact")][::order]:
+        write_error(error, tmp_path)
+    assert str(read_error(tmp_path)) == "the cause"
+
+
+def test_an_echo_is_told_where_nobody_left_the_cause_and_both_are_cleared(tmp_path: Path) -> None:
+    write_error(LostContact("rank 0 lost contact"), tmp_path)
+    assert str(read_error(tmp_path)) == "rank 0 lost contact"
+    write_error(StageError("the cause"), tmp_path)
+    clear_error(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_error_reads_as_none(tmp_path: Path) -> None:

@@ -52,6 +52,16 @@ def test_bytes_on_the_leash_do_not_end_the_process() -> None:
         os.close(write_end)
 
 
+def test_a_process_that_its_launcher_gave_the_null_device_is_not_on_the_leash() -> None:
+    """Its end-of-file says nothing of the runner: mpirun hands the leash to its first process alone."""
+    env = {**os.environ, leash.VARIABLE: "1"}
+    program = "import threading; from pipeline.spec import leash; leash.hold(); print(threading.active_count())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=True
+    )
+    assert done.stdout == b"1\n"
+
+
 def test_a_process_that_nobody_leashed_works_on_without_standard_input() -> None:
     with leashed({}) as (process, write_end, stop):
         os.close(write_end)

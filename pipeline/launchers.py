@@ -1,0 +1,70 @@
+"""What starts the processes of a step: the words of each launcher, as a pure function of the train section."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+
+from pipeline.spec import leash
+from pipeline.spec.errors import ConfigError
+from pipeline.spec.sections import Train
+
+# What a process needs of our environment where the launcher does not hand all of it on to other machines.
+PASSED_ON = (
+    "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "TOKENIZERS_PARALLELISM",
+    leash.VARIABLE,
+)  # fmt: skip
+_MENDS = {
+    "mpirun": "install Open MPI (`apt-get install openmpi-bin`)",
+    "srun": "start `pipe` where Slurm is installed",
+}
+
+
+def launched(train: Train, per_node: int, python: tuple[str, ...]) -> tuple[str, ...]:
+    """The command that starts `python` in every process of training."""
+    if train.launcher == "mpirun":
+        return mpirun(per_node, python, train.nodes)
+    if train.launcher == "srun":
+        return srun(per_node, python, train.nodes)
+    return torchrun(per_node, python, train.nodes, train.rendezvous)
+
+
+def torchrun(per_node: int, python: tuple[str, ...], nodes: int = 1, rendezvous: str = "") -> tuple[str, ...]:
+    """Started once on each machine."""
+    elsewhere = ("--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}")
+    meeting = (f"--nnodes={nodes}", *elsewhere) if nodes > 1 else ("--standalone", "--nnodes=1")
+    interpreter, *module = python
+    return (interpreter, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={per_node}", *module)
+
+
+def mpirun(per_node: int, python: tuple[str, ...], nodes: int = 1) -> tuple[str, ...]:
+    """Open MPI's words. Started once; it knows the machines from a batch system or from its own host file.
+
+    A core may be shared, and no process is tied to one: OMP_NUM_THREADS says how many each uses.
+    """
+    environment = [word for name in PASSED_ON for word in ("-x", name)]
+    spread = ["--map-by", f"ppr:{per_node}:node"] if nodes > 1 else []
+    count = ("-np", str(per_node * nodes))
+    return ("mpirun", *count, "--oversubscribe", "--bind-to", "none", *spread, *environment, *python)
+
+
+def srun(per_node: int, python: tuple[str, ...], nodes: int = 1) -> tuple[str, ...]:
+    """Started once; the environment goes along, and one process that fails ends the others."""
+    tasks = (f"--nodes={nodes}", f"--ntasks={per_node * nodes}", f"--ntasks-per-node={per_node}")
+    return ("srun", *tasks, "--kill-on-bad-exit=1", *python)
+
+
+def launcher_environment(train: Train, user: int) -> Mapping[str, str]:
+    """Open MPI refuses to work for root, which in a container is who everybody is, unless told twice."""
+    if train.launcher == "mpirun" and user == 0:
+        return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {}
+
+
+def check_launcher(train: Train) -> None:
+    """Before anything starts: the launcher is installed."""
+    if train.launcher in _MENDS and shutil.which(train.launcher) is None:
+        raise ConfigError(
+            f"train.launcher={train.launcher}, but there is no {train.launcher} on PATH; {_MENDS[train.launcher]}, "
+            "or use train.launcher=torchrun"
+        )
