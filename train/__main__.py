@@ -24,6 +24,7 @@ from train.checkpoint import CheckpointStore, Progress
 from train.group import Group, join, lost_contact
 from train.journal import Journal
 from train.summary import last_line, summarise
+from train.trace import Tracer, traced_steps
 from train.trainer import Trainer
 from train.validation import check_metrics
 
@@ -67,7 +68,7 @@ def _fit(trainer: Trainer, run: Run, group: Group) -> None:
     started = time.perf_counter()
     first_step = progress.step
     try:
-        progress = trainer.fit(progress, store, journal)
+        progress = trainer.fit(progress, store, journal, _tracer(trainer, group, directory, progress.step))
     finally:
         if journal:
             journal.close()
@@ -76,6 +77,12 @@ def _fit(trainer: Trainer, run: Run, group: Group) -> None:
         summary = summarise(trainer, group, progress, first_step, time.perf_counter() - started)
         write_json(directory / "summary.json", summary)
         print(last_line(summary), flush=True)
+
+
+def _tracer(trainer: Trainer, group: Group, directory: Path, start: int) -> Tracer | None:
+    if not trainer.config.trace:
+        return None
+    return Tracer(traced_steps(*trainer.config.trace_steps, start, trainer.total_steps), group, directory)
 
 
 def _resume(trainer: Trainer, store: CheckpointStore, group: Group) -> Progress:

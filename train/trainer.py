@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+from torch import Tensor
+
 from pipeline.spec.config import Config
 from pipeline.spec.data import Samples
 from pipeline.spec.errors import ConfigError, DataError
@@ -19,10 +21,12 @@ from train.measure import Meter
 from train.objective import Objective
 from train.optimizer import make_optimizer
 from train.order import Order
+from train.phase import phase
 from train.precision import Precision
 from train.schedule import learning_rate
 from train.seeding import seed_step
 from train.strategy import Part, make_strategy
+from train.trace import Tracer
 from train.validation import validate
 from train.watch import Watch
 from train.window import Window
@@ -53,12 +57,16 @@ class Trainer:
     def restore(self, state: State) -> None:
         self.strategy.restore(self._optimizer, state)
 
-    def fit(self, progress: Progress, store: CheckpointStore, journal: Journal | None) -> Progress:
+    def fit(
+        self, progress: Progress, store: CheckpointStore, journal: Journal | None, tracer: Tracer | None = None
+    ) -> Progress:
         """Train from `progress` to the end; only the first process has a journal and writes checkpoints."""
         self.strategy.module.train()
         self._feed.start(job for step in range(progress.step, self.total_steps) for job in self._jobs(step))
         self._open_window()
         while progress.step < self.total_steps and not self._out_of_patience(progress):
+            if tracer:
+                tracer.before(progress.step)
             self._step(progress.step)
             progress = replace(progress, step=progress.step + 1)
             ends_epoch = progress.step % self.order.steps_per_epoch == 0
@@ -68,6 +76,8 @@ class Trainer:
                 progress = self._end_epoch(progress, journal)
             if ends_epoch or (self.config.checkpoint_every and progress.step % self.config.checkpoint_every == 0):
                 self._save(progress, store)
+        if tracer:
+            tracer.before(progress.step)
         self._feed.stop()
         return progress
 
@@ -76,26 +86,30 @@ class Trainer:
         seed_step(self.config.seed, step, self._group.data_rank)
         loss = self.strategy.backward(self._parts(step))
         self.watch.at(step, "update")
+        with phase("update"):
+            self._update(step, loss)
+        self._balance.observe(self.order.size(step))
+
+    def _update(self, step: int, loss: Tensor) -> None:
         lr = learning_rate(step, self.total_steps, self.config.lr, self.config.warmup, self.config.schedule)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._precision.unscale(self._optimizer)
         norm = self.strategy.clip(self.config.clip_norm)
-        count = self.order.size(step)
-        self._window.add(loss, norm, count)
+        self._window.add(loss, norm, self.order.size(step))
         if self._group.device.type == "cpu":  # a GPU would have to be waited for: it is looked at with the next line
             self._review(step + 1)
         self._precision.step(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
         self.strategy.updated(step)
-        self._balance.observe(count)
 
     def _parts(self, step: int) -> Iterator[Part]:
         """The micro-batches of this process's slice, fetched one by one."""
         jobs = self._jobs(step)
         for job in jobs:
             self.watch.at(step, "data")
-            batch = self._feed.fetch(job)
+            with phase("data"):
+                batch = self._feed.fetch(job)
             self.watch.at(step, "forward and backward")
             count = len(job.indices)
             yield Part(batch, count, count / self.order.size(step), last=job.part == len(jobs) - 1)
