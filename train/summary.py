@@ -30,12 +30,11 @@ def summarise(trainer: Trainer, group: Group, progress: Progress, first_step: in
 
 
 def last_line(summary: Mapping[str, Any]) -> str:
-    scaling = (
-        f"; {summary['overflow_steps']} steps skipped for overflow, loss scale {summary['loss_scale']:g}"
-        if "overflow_steps" in summary
-        else ""
-    )
-    return (
+    told = (
         f"{summary['steps']} steps in batches of {summary['batch_size']}, "
-        f"{summary['samples_per_second']:,.0f} samples/s; best at step {summary['best_step']}{scaling}"
+        f"{summary['samples_per_second']:,.0f} samples/s; best at step {summary['best_step']}"
     )
+    if "overflow_steps" not in summary:
+        return told
+    steps = "1 step" if summary["overflow_steps"] == 1 else f"{summary['overflow_steps']} steps"
+    return f"{told}; {steps} skipped for overflow, loss scale {summary['loss_scale']:g}"

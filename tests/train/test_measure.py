@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import resource
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+from pipeline.spec.rank import Rank
+from train.feed import Feed
+from train.group import Group
+from train.measure import Meter, gpu_utilization, memory_mb
+from train.order import Order
+from train.precision import Precision
+from train.strategy import Alone
+from train.strategy.traffic import Stopwatch, Traffic
+from train.window import Window
+
+from .conftest import Project, journal, weights
+
+CPU = torch.device("cpu")
+LOSS = 'return nn.functional.mse_loss(outputs, batch["target"])'
+# Of one batch the loss is finite, and times the loss scale it is not.
+STEEP = LOSS + ' * (1e36 if torch.is_grad_enabled() and (batch["index"] == 5).any() else 1.0)'
+
+
+class Three(Group):
+    """The first of three processes; the others lost 1 and 2, waited half of the time, and hold more memory."""
+
+    def total(self, values: Any) -> list[float]:
+        broken, loss, exposed, *memory = values
+        return [broken + 0, loss + 3, exposed + 1.0, memory[0], 1e6, 2e6]
+
+
+def meter(traffic: Traffic) -> Meter:
+    strategy = SimpleNamespace(traffic=traffic, stopwatch=Stopwatch(CPU, traffic))
+    feed = SimpleNamespace(waited_seconds=0.0)
+    return Meter(cast("Alone", strategy), cast("Feed", feed), Precision("fp32", CPU), Three(Rank(0, 0, 3), CPU))
+
+
+def window(*losses: float) -> Window:
+    made = Window()
+    for loss in losses:
+        made.add(torch.tensor(loss), torch.tensor(0.5), samples=10)
+    return made
+
+
+def test_a_line_is_of_all_processes_and_of_the_steps_since_the_line_before() -> None:
+    traffic = Traffic(sent_bytes=1000, exposed_seconds=5.0)
+    made = meter(traffic)
+    traffic.sent_bytes += 300
+    found = made.measure(window(1.0, 2.0, 3.0))
+    assert not found.broken
+    assert found.values["loss"] == pytest.approx(9 / 30), "sums over slices of all processes, by samples"
+    assert found.values["sent_bytes_per_step"] == 100
+    assert found.values["communication_share"] == pytest.approx(1 / 3)
+    assert found.values["memory_mb"] == 2e6
+    made.restart()
+    assert made.measure(window(1.0)).values["sent_bytes_per_step"] == 0
+
+
+def test_what_was_not_measured_is_not_told() -> None:
+    found = meter(Traffic()).measure(window(1.0)).values
+    assert not {"communication_share", "gpu_utilization", "loss_scale", "overflow_steps"} & found.keys()
+
+
+def test_memory_is_the_most_this_process_has_held() -> None:
+    assert memory_mb(CPU) == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, rel=0.2)
+    assert gpu_utilization(CPU) is None
+
+
+def test_fp16_survives_an_overflow_of_one_process_and_tells_it_everywhere(project: Project) -> None:
+    project.replace(LOSS, STEEP)
+    run = project.run(epochs=1, precision="fp16", log_every=1)
+    done = project.train(run, processes=2)
+    assert done.returncode == 0, done.stderr
+    steep = next(step for step in range(5) if 5 in Order(37, 8, 0).batch(step))
+    lines = [line for line in journal(run) if "loss" in line]
+    counts = [0, *(line["overflow_steps"] for line in lines)]
+    assert counts[steep + 1] == counts[steep] + 1
+    assert all(line["loss_scale"] == 2.0**16 / 2 ** line["overflow_steps"] for line in lines)
+    summary = json.loads((run.partial("train") / "summary.json").read_text())
+    assert (summary["overflow_steps"], summary["loss_scale"]) == (counts[-1], lines[-1]["loss_scale"])
+    assert "skipped for overflow, loss scale" in done.stdout
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+    board = EventAccumulator(str(run.partial("train") / "tensorboard"))
+    board.Reload()
+    measured = {"loss", "lr", "grad_norm", "samples_per_second", "communication_share", "memory_mb", "overflow_steps"}
+    found = set(board.Tags()["scalars"])
+    assert found >= {f"train/{name}" for name in measured} | {"validation/loss", "validation/closeness"}
+    assert "train/total_steps" not in found
