@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,18 @@ def trained(project: Project, name: str, processes: int, **words: Any) -> Run:
     run = project.run(name, **words)
     done = project.train(run, processes)
     assert done.returncode == 0, done.stderr
+    return run
+
+
+def resumed(project: Project, whole: Run, name: str, after: int, processes: int, **words: Any) -> Run:
+    """Another run that goes on from a checkpoint of a whole one."""
+    run = project.run(name, **words)
+    shutil.copytree(whole.partial("train"), run.partial("train"))
+    for path in (run.partial("train") / "checkpoints").iterdir():
+        if int(path.name[5:]) > after:
+            shutil.rmtree(path)
+    done = project.train(run, processes)
+    assert f"resumed from the checkpoint of step {after} of" in done.stdout, done.stderr
     return run
 
 
@@ -47,3 +61,10 @@ def weights_after(run: Run, step: int) -> dict[str, Tensor]:
 def assert_close(left: Run, right: Run, rtol: float = 1e-4, atol: float = 1e-5) -> None:
     torch.testing.assert_close(weights(left), weights(right), rtol=rtol, atol=atol)
     assert losses(left) == pytest.approx(losses(right), rel=rtol)
+
+
+@pytest.fixture
+def transformer(project: Project) -> Project:
+    text = (Path(__file__).parent / "transformer.py").read_text()
+    (project.root / "task.py").write_text(text)
+    return project

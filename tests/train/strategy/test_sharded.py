@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
 from train.order import Order
 
 from ..conftest import Project, equal, weights
-from .conftest import assert_close, losses, script, trained, weights_after
+from .conftest import assert_close, losses, resumed, script, trained, weights_after
 
 DEEP = "nn.Tanh(), nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8), nn.Dropout(DROP)"
 
@@ -27,17 +25,8 @@ def test_an_fsdp_run_that_was_cut_goes_on_bit_for_bit_and_its_checkpoint_fits_dd
     words = {"checkpoint_every": 7, "keep_checkpoints": 9}
     project.replace("nn.Tanh()", DEEP.replace("DROP", "0.2"))
     whole = trained(project, "whole", 2, parallel="fsdp", **words)
-    for name, parallel, processes in (("cut", "fsdp", 2), ("ddp", "ddp", 2)):
-        cut = project.run(name, parallel=parallel, **words)
-        shutil.copytree(whole.partial("train"), cut.partial("train"))
-        for later in (10, 14, 15):
-            shutil.rmtree(cut.partial("train") / "checkpoints" / f"step-{later:08d}")
-        done = project.train(cut, processes)
-        assert "resumed from the checkpoint of step 7 of 15" in done.stdout, done.stderr
-        if name == "cut":
-            assert equal(weights(cut), weights(whole))
-        else:
-            assert_close(cut, whole)
+    assert equal(weights(resumed(project, whole, "cut", 7, 2, parallel="fsdp", **words)), weights(whole))
+    assert_close(resumed(project, whole, "ddp", 7, 2, **words), whole)
 
 
 def test_fsdp_in_bf16_follows_fp32_and_running_statistics_survive(project: Project) -> None:
