@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.pace import Pace, clock
 from pipeline.spec.errors import ConfigError, PipelineError, StageError
 from pipeline.spec.run import Run
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
 _LAUNCHER = re.compile(r"[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM")  # how torch's own log lines begin
+_PROFILER = re.compile(r"(USDT|STAGE):\d{4}-")  # and those of its profiler, which a timeline needs
 
 
 class Display:
@@ -32,6 +34,7 @@ class Display:
         self._step = ""
         self._began = self._read = 0  # places in the step's log
         self._noisy = False
+        self._pace = Pace()
 
     def say(self, text: str) -> None:
         if self._progress is not None:
@@ -44,6 +47,7 @@ class Display:
         log = run.log(step)
         self._began = self._read = log.stat().st_size if log.exists() else 0
         self._noisy = False
+        self._pace = Pace()
         self.say(f"{step}: {reason}")
         if self._progress is not None:
             self._progress.start()
@@ -54,12 +58,10 @@ class Display:
         assert self._run is not None
         for line in self._new_lines(self._run.log(self._step)):
             self._noisy = self._noisy or is_end(line)
-            if not self._noisy and not _LAUNCHER.match(line):
+            if not self._noisy and not _LAUNCHER.match(line) and not _PROFILER.match(line):
                 self.say(f"{self._step} | {line}")
-        if self._progress is not None and self._bar is not None and self._step == "train":
-            facts = last_metrics(self._run.partial("train") / "metrics.jsonl")
-            if facts:
-                self._progress.update(self._bar, facts=describe(facts))
+        if self._step == "train":
+            self._move_bar()
 
     def end(self, text: str) -> None:
         self.tick()
@@ -87,6 +89,17 @@ class Display:
         else:
             print(f"to go on after mending it: pipe run --resume {self._run.id}", file=sys.stderr)
 
+    def _move_bar(self) -> None:
+        if self._progress is None or self._bar is None or self._run is None:
+            return
+        values = last_metrics(self._run.partial("train") / "metrics.jsonl")
+        if values is None:
+            return
+        step, total = values["step"], values.get("total_steps")
+        self._pace.saw(step, time.monotonic())
+        left = self._pace.seconds_left(total) if total else None
+        self._progress.update(self._bar, total=total, completed=step, facts=describe(values, left))
+
     def _new_lines(self, log: Path) -> list[str]:
         if not log.exists():
             return []
@@ -106,7 +119,7 @@ def is_end(line: str) -> bool:
 def tail(lines: Sequence[str]) -> list[str]:
     """The last lines of the step itself, without what torchrun says about its end."""
     own = list(itertools.takewhile(lambda line: not _LAUNCHER.match(line), lines))
-    return [line for line in own or lines if line.strip()][-_TAIL_LINES:]
+    return [line for line in own or lines if line.strip() and not _PROFILER.match(line)][-_TAIL_LINES:]
 
 
 def last_metrics(path: Path) -> Mapping[str, Any] | None:
@@ -126,11 +139,14 @@ def last_metrics(path: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def describe(values: Mapping[str, Any]) -> str:
-    return (
-        f"epoch {values['epoch'] + 1}, step {values['step']}, loss {values['loss']:.4f}, "
-        f"{values['samples_per_second']:,.0f} samples/s"
-    )
+def describe(values: Mapping[str, Any], seconds_left: float | None) -> str:
+    of = f"/{values['total_steps']}" if "total_steps" in values else ""
+    parts = [f"epoch {values['epoch'] + 1}", f"step {values['step']}{of}", f"loss {values['loss']:.4f}"]
+    if "samples_per_second" in values:
+        parts.append(f"{values['samples_per_second']:,.0f} samples/s")
+    if seconds_left is not None:
+        parts.append(f"{clock(seconds_left)} left")
+    return ", ".join(parts)
 
 
 def _bars() -> Progress:

@@ -13,6 +13,8 @@ from pipeline.spec.run import Run
 LINE = {"step": 20, "epoch": 1, "loss": 0.5, "samples_per_second": 12345.6}
 NOISE = "W0102 03:04:05.678 12 torch/distributed/run.py:1] one thing"
 
+PROFILER = "USDT:2026-01-02 03:04:05 12:12 SyncActivityProfilerHandler.cpp:52] profiler_start"
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
@@ -69,6 +71,15 @@ def test_the_launchers_own_words_and_tracebacks_stay_in_the_log(
     assert told(capsys) == ["train | epoch 1"]
 
 
+def test_what_torchs_profiler_says_of_itself_stays_in_the_log(
+    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.log("train").write_text(f"epoch 1\n{PROFILER}\nepoch 2\n")
+    display.tick()
+    assert told(capsys) == ["train | epoch 1", "train | epoch 2"]
+    assert tail(["one", PROFILER, "two"]) == ["one", "two"]
+
+
 def test_a_failed_step_shows_its_last_lines_its_log_and_how_to_go_on(
     run: Run, display: Display, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,7 +126,13 @@ def test_the_newest_whole_training_line_is_found_behind_validation_and_half_line
     older = json.dumps(LINE | {"step": 10, "padding": "x" * 5000})
     journal.write_text("\n".join([older, json.dumps(LINE), '{"step": 20, "validation": {"accuracy": 1}}', '{"st']))
     assert last_metrics(journal) == LINE
-    assert describe(LINE) == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
+
+
+def test_progress_is_told_with_what_is_left_as_far_as_that_is_known() -> None:
+    assert describe(LINE, None) == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
+    whole = {**LINE, "total_steps": 500}
+    assert describe(whole, 65.4) == "epoch 2, step 20/500, loss 0.5000, 12,346 samples/s, 1:05 left"
+    assert describe({"step": 1, "epoch": 0, "loss": 2.0}, None) == "epoch 1, step 1, loss 2.0000"
 
 
 def test_a_terminal_gets_bars_and_the_same_words(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,3 +143,21 @@ def test_a_terminal_gets_bars_and_the_same_words(run: Run, capsys: pytest.Captur
     said = capsys.readouterr().err
     assert "train: never run [red]" in said
     assert "train: done in 1.0 s" in said
+
+
+def test_the_bar_of_training_fills_as_its_journal_grows(run: Run) -> None:
+    display = Display(live=True)
+    display.start(run, "train", "never run")
+    assert display._progress is not None
+    display.tick()
+    assert display._progress.tasks[0].total is None, "nothing is known yet"
+    run.partial("train").mkdir()
+    journal = run.partial("train") / "metrics.jsonl"
+    for step in (20, 30):
+        with journal.open("a") as file:
+            file.write(json.dumps({**LINE, "step": step, "total_steps": 120}) + "\n")
+        display.tick()
+    bar = display._progress.tasks[0]
+    assert (bar.completed, bar.total) == (30, 120)
+    assert re.search(r"step 30/120, .* left$", bar.fields["facts"])
+    display.end("done")
