@@ -66,6 +66,7 @@ RULES = (
     Rule("balance", {"auto"}, "tensor", {1}, "processes that share layers work in step", "use balance=equal"),
     Rule("balance", {"auto"}, "pipeline", {1}, "stages work in step", "use balance=equal"),
     Rule("workers", {1, MANY}, "balance", {"equal"}, "they load slices before their size is known", "use workers=0"),
+    Rule("workers", {1, MANY}, "sync", {"allreduce", *SELDOM}, "nobody knows its next step before", "use workers=0"),
     Rule("pipeline", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"),
     Rule("pipeline", {MANY}, "compile", {False}, "stages are traced already", "use compile=false"),
     Rule("batch_size", {"auto"}, "parallel", {"ddp"}, "its trials hold the whole model", NUMBER),

@@ -8,7 +8,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +24,7 @@ from pipeline.spec.data import Samples
 from pipeline.spec.rank import Rank
 from train.checkpoint import CheckpointStore, Progress
 from train.group import Group
+from train.parameter_server import Asynchronous
 from train.trainer import Trainer
 
 Found = TypeVar("Found")
@@ -51,12 +52,13 @@ class Wave:
         return {"closeness": -(outputs - batch["target"]).abs()[:, 0]}
 
 
-def trainer(group: Group, **train: Any) -> Trainer:
+def trainer(group: Group, task: Any = None, **train: Any) -> Trainer:
     """Of 8 epochs with 10 steps each, unless told otherwise."""
-    task, words = Wave(), {"epochs": 8, "batch_size": 15, "lr": 0.02, "device": "cpu", **train}
+    task, words = task or Wave(), {"epochs": 8, "batch_size": 15, "lr": 0.02, "device": "cpu", **train}
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": words}, source="test")
     splits = Samples("train", task.data("train")), Samples("validation", task.data("validation"))
-    return Trainer(task, config, group, *splits, words["batch_size"])
+    kind = Asynchronous if config.train.sync == "parameter_server" and group.size > 1 else Trainer
+    return kind(task, config, group, *splits, words["batch_size"])
 
 
 def trained(group: Group, directory: Path, **train: Any) -> tuple[Trainer, Progress]:
@@ -76,50 +78,65 @@ def weights(made: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in made.strategy.model.state_dict().items()}
 
 
-def together(work: Callable[..., Found], size: int, *arguments: Any, seconds: float = 60) -> list[Found]:
-    """`work(group, *arguments)` on every process; it must be a function of a module, so that they can import it."""
+def together(
+    work: Callable[..., Found], size: int, *arguments: Any, seconds: float = 60, lost: Collection[int] = ()
+) -> list[Found]:
+    """`work(group, *arguments)` on every process; it must be a function of a module, so that they can import it.
+
+    Those of the ranks in `lost` do not come back, and nobody waits for them.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         started = []
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_join, args=(theirs, f"{directory}/meet", rank, size, work, arguments))
+            process = context.Process(
+                target=_join, args=(theirs, f"{directory}/meet", rank, size, work, arguments, not lost)
+            )
             process.start()
             theirs.close()
             started.append((process, ours))
         deadline = time.monotonic() + seconds
         try:
-            told = [_told(connection, deadline) for _, connection in started]
+            told = [_told(connection, deadline) for rank, (_, connection) in enumerate(started) if rank not in lost]
         finally:
             for process, _ in started:
                 process.kill()
                 process.join()
-    for found in told:
-        assert not isinstance(found, str), found
-    return told
+    failed = [found for done, found in told if not done]
+    assert not failed, "\n".join(failed)
+    return [found for _, found in told]
 
 
-def _told(connection: Connection, deadline: float) -> Any:
-    """What a process returned; a text is its traceback."""
+def _told(connection: Connection, deadline: float) -> tuple[bool, Any]:
+    """What a process returned, or why it did not."""
     if not connection.poll(max(0.0, deadline - time.monotonic())):
-        return "no answer in time"
+        return False, "no answer in time"
     try:
-        return pickle.loads(connection.recv_bytes())
+        found: tuple[bool, Any] = pickle.loads(connection.recv_bytes())
+        return found
     except EOFError:
-        return "ended without an answer"
+        return False, "ended without an answer"
 
 
 def _join(
-    answer: Connection, meeting: str, rank: int, size: int, work: Callable[..., Any], arguments: tuple[Any, ...]
+    answer: Connection,
+    meeting: str,
+    rank: int,
+    size: int,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    leave_together: bool,
 ) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
         )
-        found: Any = work(Group(Rank(rank, rank, size), torch.device("cpu")), *arguments)
-        dist.barrier()
+        answered, found = True, work(Group(Rank(rank, rank, size), torch.device("cpu")), *arguments)
+        if leave_together:
+            dist.barrier()
     except Exception:
-        found = f"rank {rank}:\n{traceback.format_exc()}"
-    answer.send_bytes(pickle.dumps(found))
+        answered, found = False, f"rank {rank}:\n{traceback.format_exc()}"
+    answer.send_bytes(pickle.dumps((answered, found)))
     os._exit(0)  # freeing what gloo holds may never return

@@ -12,6 +12,7 @@ from train.strategy.alone import Alone, Part
 from train.strategy.packed import Packed
 from train.strategy.replicated import Replicated
 from train.strategy.seldom import Seldom
+from train.strategy.served import Served
 from train.strategy.sharded import Sharded
 from train.strategy.traffic import Traffic
 
@@ -24,6 +25,8 @@ def make_strategy(
     """`samples` are for those that must try a pass of the model before they can cut it."""
     if group.size == 1:
         return Alone(model, objective, group, config)
+    if config.sync == "parameter_server":
+        return Served(model, objective, group, config)
     if config.sync in ("local_sgd", "diloco"):
         return Seldom(model, objective, group, config)
     if config.compress != "none":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train.strategy.traffic import Traffic
+from train.strategy.traffic import Stopwatch, Traffic
 
 
 class Outer:
@@ -22,8 +21,11 @@ class Outer:
     whatever it has learned since `start`; the next exchange sends just that.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], lr: float, momentum: float, traffic: Traffic) -> None:
-        self._parameters, self._lr, self._momentum, self._traffic = parameters, lr, momentum, traffic
+    def __init__(
+        self, parameters: Sequence[Tensor], lr: float, momentum: float, traffic: Traffic, stopwatch: Stopwatch
+    ) -> None:
+        self._parameters, self._lr, self._momentum = parameters, lr, momentum
+        self._traffic, self._stopwatch = traffic, stopwatch
         self._work: dist.Work | None = None
         self.restore({})
 
@@ -67,9 +69,8 @@ class Outer:
 
     def _arrive(self) -> None:
         if self._work is not None:
-            started = time.perf_counter()
-            self._work.wait()
-            self._traffic.exposed_seconds += time.perf_counter() - started
+            with self._stopwatch.waiting():
+                self._work.wait()
             self._work = None
 
 

@@ -15,7 +15,7 @@ from train.strategy.replicated import Replicated
 class Packed(Replicated):
     def warm_up(self, parts: Callable[[], Iterable[Part]]) -> None:
         """Packing begins when the buckets have their lasting order: remainders are kept by bucket."""
-        self._packing = make_packing(self.config, self.traffic, self.group.device)
+        self._packing = make_packing(self.config, self.traffic, self.stopwatch, self.group.device)
         super().warm_up(parts)
         self.ddp.register_comm_hook(self._packing, pack)
 

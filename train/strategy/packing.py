@@ -13,22 +13,22 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from pipeline.spec.sections import Train
-from train.strategy.traffic import Traffic
+from train.strategy.traffic import Stopwatch, Traffic
 
 
-def make_packing(config: Train, traffic: Traffic, device: torch.device) -> "Packing":
+def make_packing(config: Train, traffic: Traffic, stopwatch: Stopwatch, device: torch.device) -> "Packing":
     if config.compress == "topk":
-        return TopK(traffic, device, config.compress_share)
+        return TopK(traffic, stopwatch, device, config.compress_share)
     if config.compress == "powersgd":
-        return LowRank(traffic, device, config.compress_rank)
-    return Float16(traffic, device) if config.compress == "fp16" else BFloat16(traffic, device)
+        return LowRank(traffic, stopwatch, device, config.compress_rank)
+    return Float16(traffic, stopwatch, device) if config.compress == "fp16" else BFloat16(traffic, stopwatch, device)
 
 
 class Packing(abc.ABC):
     """How the processes average one bucket of gradients; one object serves all buckets."""
 
-    def __init__(self, traffic: Traffic, device: torch.device) -> None:
-        self._traffic, self._device = traffic, device
+    def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device) -> None:
+        self._traffic, self._stopwatch, self._device = traffic, stopwatch, device
         self._world_size = dist.get_world_size()
 
     @abc.abstractmethod
@@ -77,14 +77,15 @@ class Float16(Packing):
     callback can meet another bucket's exchange on another process: gloo would add up the wrong buffers.
     """
 
-    def __init__(self, traffic: Traffic, device: torch.device) -> None:
-        super().__init__(traffic, device)
+    def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device) -> None:
+        super().__init__(traffic, stopwatch, device)
         self._factors: dict[int, Tensor] = {}  # alive until the next step: on a GPU the callback runs elsewhere
 
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         largest = torch.linalg.vector_norm(buffer, math.inf).float().nan_to_num(nan=math.inf)
-        dist.all_reduce(self._send(largest), dist.ReduceOp.MAX)
+        with self._stopwatch.waiting():
+            dist.all_reduce(self._send(largest), dist.ReduceOp.MAX)
         factor = self._factors[bucket.index()] = power_of_two_below(largest)
         packed = self._send((buffer * (factor / self._world_size)).half())
 
@@ -108,8 +109,8 @@ class Feedback(Packing):
     those of other buckets on gloo, and abort the process.
     """
 
-    def __init__(self, traffic: Traffic, device: torch.device) -> None:
-        super().__init__(traffic, device)
+    def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device) -> None:
+        super().__init__(traffic, stopwatch, device)
         self._left: dict[int, Tensor] = {}  # by bucket
         self._scale = 1.0  # what the remainders are multiplied by, as the gradients of their step were
 
@@ -151,8 +152,8 @@ class Feedback(Packing):
 class TopK(Feedback):
     """The largest entries of each bucket, as positions and values."""
 
-    def __init__(self, traffic: Traffic, device: torch.device, share: float) -> None:
-        super().__init__(traffic, device)
+    def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device, share: float) -> None:
+        super().__init__(traffic, stopwatch, device)
         self._share = share
 
     def _approximate(self, bucket: GradBucket) -> Tensor:
@@ -165,7 +166,8 @@ class TopK(Feedback):
         positions = chosen.to(torch.int32 if buffer.numel() < 1 << 31 else torch.int64)
         packed = self._send(torch.cat([positions.view(torch.int32), values.view(torch.int32)]))  # one message
         received = [torch.empty_like(packed) for _ in range(self._world_size)]
-        dist.all_gather(received, packed)
+        with self._stopwatch.waiting():
+            dist.all_gather(received, packed)
         buffer.zero_()
         for part in received:  # by rank, so that everybody's sums have the same bits
             where, what = part[:-count].view(positions.dtype), part[-count:].view(torch.float32)
@@ -179,8 +181,8 @@ class LowRank(Feedback):
     The library's own needs one bucket and three rounds; here the first round carries small gradients as well.
     """
 
-    def __init__(self, traffic: Traffic, device: torch.device, rank: int) -> None:
-        super().__init__(traffic, device)
+    def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device, rank: int) -> None:
+        super().__init__(traffic, stopwatch, device)
         self._rank = rank
         self._bases: dict[int, Tensor] = {}  # by bucket: the right sides of all its matrices, one after another
         self._found: dict[int, Tensor] = {}
@@ -227,7 +229,8 @@ class LowRank(Feedback):
         if not tensors:
             return []
         flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(self._world_size)
-        dist.all_reduce(self._send(flat))
+        with self._stopwatch.waiting():
+            dist.all_reduce(self._send(flat))
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 

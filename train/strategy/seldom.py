@@ -41,7 +41,7 @@ class Seldom(Alone):
             dist.broadcast(tensor.detach(), 0)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         outer = (self.config.outer_lr, self.config.outer_momentum) if self.config.sync == "diloco" else (1.0, 0.0)
-        self._outer = Outer(self._trained, *outer, self.traffic)
+        self._outer = Outer(self._trained, *outer, self.traffic, self.stopwatch)
         self._since = 0  # steps since an exchange started
         return super().wrap()
 
@@ -99,7 +99,8 @@ class Seldom(Alone):
 
     def _average(self, tensors: list[Tensor]) -> Tensor:
         row = flat(tensors).div_(self.group.size)
-        dist.all_reduce(row)
+        with self.stopwatch.waiting():
+            dist.all_reduce(row)
         self.traffic.sent_bytes += row.numel() * row.element_size()
         return row
 

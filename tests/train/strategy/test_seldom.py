@@ -12,7 +12,7 @@ from train.checkpoint import CheckpointStore
 from train.group import Group
 from train.strategy.outer import Outer
 from train.strategy.seldom import Seldom
-from train.strategy.traffic import Traffic
+from train.strategy.traffic import Stopwatch, Traffic
 
 from ..conftest import equal
 from ..together import resumed, together, trained, trainer, weights
@@ -70,7 +70,7 @@ def local_steps(group: Group) -> list[float]:
     found = []
     for meanwhile in (0.0, 10.0):
         weight = nn.Parameter(torch.tensor([1.0]))
-        outer = Outer([weight], 1.0, 0.0, Traffic())
+        outer = Outer([weight], 1.0, 0.0, *measuring())
         move(weight, 1.0 + 2 * group.rank.rank)
         outer.start()
         move(weight, meanwhile * (group.rank.rank + 1))
@@ -94,7 +94,7 @@ def test_diloco_makes_the_steps_of_nesterov_sgd_on_the_average_way() -> None:
 
 def outer_steps(group: Group) -> list[Tensor]:
     weight = nn.Parameter(torch.tensor([1.0, -2.0]))
-    outer = Outer([weight], 0.7, 0.9, Traffic())
+    outer = Outer([weight], 0.7, 0.9, *measuring())
     found = []
     for i in range(5):
         move(weight, torch.tensor([1.0 + group.rank.rank + i, -float(group.rank.rank)]))
@@ -102,6 +102,11 @@ def outer_steps(group: Group) -> list[Tensor]:
         outer.finish()
         found.append(weight.detach().clone())
     return found
+
+
+def measuring() -> tuple[Traffic, Stopwatch]:
+    traffic = Traffic()
+    return traffic, Stopwatch(torch.device("cpu"), traffic)
 
 
 def move(weight: Tensor, by: Tensor | float) -> None:
