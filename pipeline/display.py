@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
-_LAUNCHER = re.compile(r"[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM")  # how torch's own log lines begin
+# How the lines of launchers begin: torchrun's, mpirun's, srun's.
+_LAUNCHER = re.compile(r"[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: ")
 _PROFILER = re.compile(r"(USDT|STAGE):\d{4}-")  # and those of its profiler, which a timeline needs
 
 

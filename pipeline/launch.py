@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from pipeline.spec import leash
+from pipeline.spec.files import unwritable
 
 _TICK_SECONDS = 0.1
 _GRACE_SECONDS = 10.0
+_END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,23 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def prepare_log(log: Path) -> int:
+    """A log that can be written; where this attempt's words will begin."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            return file.tell()
+    except OSError as error:
+        raise unwritable(log, error) from error
+
+
+def said_since(log: Path, began: int) -> str:
+    """The end of what a step wrote."""
+    with log.open("rb") as file:
+        file.seek(max(began, log.stat().st_size - _END_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def with_this_python(argv: tuple[str, ...]) -> list[str]:

@@ -20,7 +20,8 @@ from pipeline.history import (
     write_record,
 )
 from pipeline.keys import parts_of
-from pipeline.launch import LocalLauncher, count_gpus, step_environment
+from pipeline.killed import killed_process
+from pipeline.launch import LocalLauncher, count_gpus, prepare_log, said_since, step_environment
 from pipeline.launchers import check_launcher, launcher_environment
 from pipeline.plan import Step, decide
 from pipeline.project import Project
@@ -196,6 +197,8 @@ def _reuse(road: Road, run: Run, step: Step) -> StepRecord:
 
 def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
     _clear(run, step, display)
+    log = run.log(step.name)
+    began = prepare_log(log)
     argv = argv_of(step.name, road.config, _run_argument(road.project, run), count_gpus(os.environ))
     record = StepRecord(
         step=step.name,
@@ -215,19 +218,18 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
         **step_environment(processes, road.order.cores or os.cpu_count() or 1),
         **launcher_environment(road.config.train, os.geteuid()),
     }
-    run.log(step.name).parent.mkdir(exist_ok=True)
     try:
-        status = launcher.launch(argv, run.log(step.name), environment)
+        status = launcher.launch(argv, log, environment)
     except BaseException as error:
         ending = "pruned" if isinstance(error, Pruned) else "interrupted"
         display.end(ending)
         write_record(run, record.model_copy(update={"status": ending, "seconds": time.monotonic() - started}))
         raise
-    return _finish(run, record.model_copy(update={"seconds": time.monotonic() - started}), status, display)
+    found = _failure(run, step.name, status, said_since(log, began))
+    return _finish(run, record.model_copy(update={"seconds": time.monotonic() - started}), found, display)
 
 
-def _finish(run: Run, record: StepRecord, status: int, display: Display) -> StepRecord:
-    error = _failure(run, record.step, status)
+def _finish(run: Run, record: StepRecord, error: PipelineError | None, display: Display) -> StepRecord:
     if error is None or error.complete:
         clear_error(run.partial(record.step))
         outputs, digest = seal(run, record.step)
@@ -245,10 +247,13 @@ def _finish(run: Run, record: StepRecord, status: int, display: Display) -> Step
     raise error
 
 
-def _failure(run: Run, step: str, status: int) -> PipelineError | None:
+def _failure(run: Run, step: str, status: int, said: str) -> PipelineError | None:
+    """The cause first, as a process left it or as the launcher says; then what those saw who lost contact."""
     if status == 0:
         return None
     error = read_error(run.partial(step))
+    if (error is None or error.echo) and (killed := killed_process(said)):
+        return StageError(f"{step}: {killed}")
     if error is not None:
         return type(error)(f"{step}: {error}")
     if shutil.disk_usage(run.path).free < _NO_SPACE_BYTES:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.spec.data import Samples, check_columns, open_split
-from pipeline.spec.errors import DataError, LostContact
+from pipeline.spec.data import Samples, open_split
+from pipeline.spec.errors import DataError
 from pipeline.spec.files import write_json
 from pipeline.spec.fingerprint import fingerprint
 from pipeline.spec.rank import Rank
@@ -19,9 +19,10 @@ from pipeline.spec.run import Run
 from pipeline.spec.step import run_step
 from pipeline.spec.task import load_task
 from pipeline.spec.weights import save_weights
+from train.agreement import check_splits
 from train.batch_size import decide_batch_size
 from train.checkpoint import CheckpointStore, Progress
-from train.group import Group, join, lost_contact
+from train.group import Group, join
 from train.journal import Journal
 from train.summary import last_line, summarise
 from train.trace import Tracer, traced_steps
@@ -36,27 +37,14 @@ def train(run: Run, root: Path) -> None:
     with join(config, Rank.from_env(), run.path) as group:
         task = load_task(run.config.task, root)
         splits = [open_split(task, name) for name in ("train", "validation")]
-        for samples in splits:
-            check_columns(task, samples)
-            if len(samples) < group.size:
-                raise DataError(
-                    f"data({samples.split!r}): {len(samples)} samples for {group.size} processes; lower train.processes"
-                )
+        check_splits(task, splits, group)
         if group.rank.first:
             _check_unchanged(run, splits)
-        try:
-            batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"))
-            trainer = Trainer(task, run.config, group, splits[0], splits[1], batch_size)
-            gate = run.config.evaluate
-            check_metrics(task, trainer.strategy, splits[1], group, {gate.metric, *gate.require})
-            _fit(trainer, run, group)
-        except Exception as error:
-            if not lost_contact(error):
-                raise
-            raise LostContact(
-                f"rank {group.rank.rank} lost contact with another process, which was killed, failed or hangs; "
-                "the log tells which"
-            ) from error
+        batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"))
+        trainer = Trainer(task, run.config, group, splits[0], splits[1], batch_size)
+        gate = run.config.evaluate
+        check_metrics(task, trainer.strategy, splits[1], group, {gate.metric, *gate.require})
+        _fit(trainer, run, group)
 
 
 def _fit(trainer: Trainer, run: Run, group: Group) -> None:

@@ -94,8 +94,16 @@ def join(config: Train, rank: Rank, directory: Path) -> Iterator[Group]:
         yield Group(rank, device)
         return
     _connect(config, rank, device, directory)
-    yield Group(rank, device, model_size)
-    dist.barrier()  # nobody leaves while another still reads from it
+    try:
+        yield Group(rank, device, model_size)
+        dist.barrier()  # nobody leaves while another still reads from it
+    except Exception as error:
+        if not lost_contact(error):
+            raise
+        raise LostContact(
+            f"rank {rank.rank} lost contact with another process, which was killed, failed or hangs; "
+            "the log tells which"
+        ) from error
     dist.destroy_process_group()
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from pipeline.spec.files import write_atomic
+from pipeline.spec.files import unwritable, write_atomic
 
 _NO_CURVE = {"total_steps", "batch_size"}  # the same in every line
 
@@ -18,10 +19,13 @@ class Journal:
     """Written by the first process alone."""
 
     def __init__(self, directory: Path, resumed_step: int) -> None:
-        path = directory / "metrics.jsonl"
-        _forget_after(path, resumed_step)
-        self._file = path.open("a")
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_step + 1)
+        path, board = directory / "metrics.jsonl", directory / "tensorboard"
+        with _writing(path):
+            _forget_after(path, resumed_step)
+        with _writing(board):
+            self._board = SummaryWriter(str(board), purge_step=resumed_step + 1)
+        with _writing(path):
+            self._file = path.open("a")
 
     def record(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """One line: `step` steps are complete. Nested values become grouped TensorBoard scalars."""
@@ -39,6 +43,14 @@ class Journal:
         group = value if isinstance(value, Mapping) else {"": value}
         for inner, number in group.items():
             self._board.add_scalar(f"{name if inner else 'train'}/{inner or name}", number, step)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def _forget_after(path: Path, step: int) -> None:

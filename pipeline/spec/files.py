@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pipeline.spec.errors import ResourceError
+
 
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Write aside, fsync, rename: the name holds the old content or the new, nothing between."""
@@ -31,6 +33,13 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Deterministic JSON, so that equal content has an equal digest; NaN is refused."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def unwritable(path: Path, error: OSError) -> ResourceError:
+    """What is in the way of a file, in one line: another file in a directory's place, rights, a full disk."""
+    place = f"{error.filename}: " if error.filename not in (None, str(path)) else ""
+    reason = os.strerror(error.errno or 0).lower()
+    return ResourceError(f"cannot write {path}: {place}{reason}; mend that, then `pipe run --resume`")
 
 
 def sync_directory(directory: Path) -> None:

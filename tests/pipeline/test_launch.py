@@ -9,7 +9,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.launch import LocalLauncher, count_gpus, step_environment
+from pipeline.launch import (
+    LocalLauncher,
+    count_gpus,
+    prepare_log,
+    said_since,
+    step_environment,
+    with_this_python,
+)
+from pipeline.spec.errors import ResourceError
 from pipeline.spec.sources import HOUSE
 
 # A step that says its pid and then waits, on its leash, for ever.
@@ -127,3 +135,25 @@ def test_without_a_choice_every_device_counts(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert count_gpus({}, tmp_path) == 2
+
+
+def test_a_log_that_cannot_be_written_is_told_before_the_step_starts(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(ResourceError, match=r"cannot write .*logs/train\.log: .*exists; mend that"):
+        prepare_log(tmp_path / "logs" / "train.log")
+
+
+def test_what_an_attempt_said_is_told_from_what_stood_there(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "train.log"
+    assert prepare_log(log) == 0
+    log.write_text("earlier\n")
+    began = prepare_log(log)
+    with log.open("a") as file:
+        file.write("now\n")
+    assert said_since(log, began) == "now\n"
+
+
+def test_the_interpreter_that_runs_us_is_used_wherever_the_launcher_names_it() -> None:
+    assert with_this_python(("mpirun", "-np", "2", "python", "-m", "train", "python")) == [
+        "mpirun", "-np", "2", sys.executable, "-m", "train", "python",
+    ]  # fmt: skip

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from pipeline.spec.errors import ResourceError
 from train.journal import Journal
 
 
@@ -69,3 +72,23 @@ def test_training_from_the_start_forgets_everything(tmp_path: Path) -> None:
     write(tmp_path, 0, range(1, 4))
     write(tmp_path, 0, range(1, 2))
     assert [line["step"] for line in lines(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
+def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, name: str) -> None:
+    """A directory where a file belongs, and a file where a directory does."""
+    (tmp_path / name).mkdir() if "." in name else (tmp_path / name).touch()
+    with pytest.raises(ResourceError, match=rf"cannot write {tmp_path / name}: .*; mend that, then"):
+        Journal(tmp_path, 0)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_rights_and_read_only_disks_are_told_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(self: Path, *_: object) -> None:
+        raise OSError(code, os.strerror(code), str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ResourceError, match=f"metrics.jsonl: {os.strerror(code).lower()}; mend that"):
+        Journal(tmp_path, 0)
