@@ -14,10 +14,10 @@ from pipeline.display import Display
 from pipeline.history import load_history
 from pipeline.lock import locked
 from pipeline.spec.errors import ConfigError
+from pipeline.tune.record import StudyFile, folder_of, read_study, trials_of
 
 if TYPE_CHECKING:
     from pipeline.tune.search import Search
-    from pipeline.tune.study import Study
 
 Words = Annotated[
     list[str] | None,
@@ -45,13 +45,13 @@ def tune(
         raise ConfigError(f"{unknown[0]!r}: `pipe tune` takes `status` and key=value; its steps are set by --until")
     steps = make_order([], None, until, None).wanted
     order = _order(context, overrides, workers)
-    if names:
-        return _emit_study(output, order, order.study(), {})
     display = Display(live=sys.stderr.isatty())
+    if names:
+        return emit_study(output, order, order.known_study(display), {})
     study = search(order, display)
     with locked(order.project.runs, told=display.say):
         run = finish(order.project, lambda: best_run(order, study, steps, display))
-    return _emit_study(output, order, study, run_facts(run))
+    return emit_study(output, order, read_study(order.project.runs, study.name), run_facts(run))
 
 
 def _order(context: typer.Context, overrides: list[str], workers: int | None) -> Search:
@@ -62,27 +62,31 @@ def _order(context: typer.Context, overrides: list[str], workers: int | None) ->
     return Search(context.obj.resolve(), project, tuple(overrides), workers or config.tune.workers, config)
 
 
-def _emit_study(output: Output, order: Search, study: Study, facts: dict[str, Any]) -> None:
-    rows = trial_rows(order, study)
-    head = {"study": study.name, "metric": order.config.tune.metric, "direction": order.config.tune.direction}
-    lines = [f"{name:9} {value}" for name, value in (head | facts).items() if not isinstance(value, dict)]
-    emit(output, head | {"trials": rows} | facts, "\n".join([table(rows), "", *lines]))
+def emit_study(output: Output, order: Search, body: StudyFile, facts: dict[str, Any]) -> None:
+    """The trials, best first, and what became of the best one."""
+    from pipeline.tune.study import Study
 
-
-def trial_rows(order: Search, study: Study) -> list[dict[str, Any]]:
-    """Best first."""
-    from pipeline.tune.record import trials_of
-
-    runs = trials_of(study.name, load_history(order.project.runs))
-    return [
+    tune = order.config.tune.model_copy(update={"direction": body.direction})
+    study = Study(folder_of(order.project.runs, body.name), tune, {})
+    runs = trials_of(body.name, load_history(order.project.runs))
+    rows = [
         {
             "trial": trial.number,
             "state": study.state_of(trial),
-            order.config.tune.metric: trial.value,
-            **{key: trial.params.get(key) for key in order.config.tune.space},
+            body.metric: trial.value,
+            **{key: trial.params.get(key) for key in body.space},
             "epochs": max(trial.intermediate_values, default=0),
             "run": runs[trial.number][0].id if trial.number in runs else None,
             "reason": trial.user_attrs.get("reason", ""),
         }
         for trial in study.best_first()
     ]
+    head = {"study": body.name, "metric": body.metric, "direction": body.direction}
+    lines = [f"{name:9} {value}" for name, value in (head | facts).items() if not isinstance(value, dict)]
+    text = "\n".join([table([rounded(row) for row in rows]), "", *lines])
+    emit(output, head | {"trials": rows} | facts, text)
+
+
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """A learning rate of 0.00003 is not 0."""
+    return {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}

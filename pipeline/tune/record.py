@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
 from pipeline.history import History, now
 from pipeline.keys import parts_of
 from pipeline.project import Project
 from pipeline.spec.config import Config, override_config
 from pipeline.spec.digest import digest_mapping
+from pipeline.spec.errors import PipelineError
 from pipeline.spec.files import write_atomic
 from pipeline.spec.frozen import Frozen
 from pipeline.spec.run import Run, RunFile
@@ -24,7 +26,8 @@ class StudyFile(Frozen):
     name: str
     created: str
     metric: str
-    direction: str
+    direction: Literal["maximize", "minimize"]
+    space: tuple[str, ...]  # the searched keys
     parts: Mapping[str, str]  # what its trials have in common
 
 
@@ -33,7 +36,11 @@ def folder_of(runs: Path, study: str) -> Path:
 
 
 def read_study(runs: Path, name: str) -> StudyFile:
-    return StudyFile.model_validate_json((folder_of(runs, name) / "study.json").read_text())
+    path = folder_of(runs, name) / "study.json"
+    try:
+        return StudyFile.model_validate_json(path.read_text())
+    except ValueError as error:
+        raise PipelineError(f"{path}: damaged: {str(error).splitlines()[0]}; move {path.parent} away") from error
 
 
 def identity(config: Config, project: Project) -> dict[str, str]:
@@ -52,12 +59,17 @@ def name_of(parts: Mapping[str, str]) -> str:
     return digest_mapping(parts)[:8]
 
 
-def write_study(folder: Path, config: Config, parts: Mapping[str, str]) -> StudyFile:
-    folder.mkdir(parents=True, exist_ok=True)
+def write_study(folder: Path, config: Config, parts: Mapping[str, str]) -> None:
     tune = config.tune
-    body = StudyFile(name=folder.name, created=now(), metric=tune.metric, direction=tune.direction, parts=parts)
+    body = StudyFile(
+        name=folder.name,
+        created=now(),
+        metric=tune.metric,
+        direction=tune.direction,
+        space=tuple(tune.space),
+        parts=parts,
+    )
     write_atomic(folder / "study.json", body.model_dump_json(indent=2) + "\n")
-    return body
 
 
 def all_studies(runs: Path) -> list[StudyFile]:

@@ -20,9 +20,9 @@ from pipeline.plan import changes
 from pipeline.project import Project
 from pipeline.runner import Order, Road, run_road
 from pipeline.spec.config import Config, override_config
-from pipeline.spec.errors import Interrupted, StageError, read_error
+from pipeline.spec.errors import ConfigError, Interrupted, StageError, read_error
 from pipeline.spec.run import Run
-from pipeline.tune.record import all_studies, folder_of, identity, name_of, write_study
+from pipeline.tune.record import StudyFile, all_studies, folder_of, identity, name_of, write_study
 from pipeline.tune.space import as_overrides, distributions
 from pipeline.tune.study import Study
 
@@ -45,6 +45,17 @@ class Search:
         folder = folder_of(self.project.runs, name_of(identity(self.config, self.project)))
         folder.mkdir(parents=True, exist_ok=True)
         return Study(folder, self.config.tune, space)
+
+    def known_study(self, display: Display) -> StudyFile:
+        """For those who only look: if there is none for what stands here now, the newest."""
+        known = all_studies(self.project.runs)
+        if not known:
+            raise ConfigError(f"no study in {self.project.runs} yet; `pipe tune` begins one")
+        parts = identity(self.config, self.project)
+        if body := next((body for body in known if body.name == name_of(parts)), None):
+            return body
+        display.say(f"study {known[0].name} is from before: {changes(known[0].parts, parts)}")
+        return known[0]
 
 
 def search(order: Search, display: Display) -> Study:

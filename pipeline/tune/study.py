@@ -75,9 +75,9 @@ class Study:
         """A trial whose worker is gone, or else a further one; None when the others work on all that are left."""
         with waited(self._folder / "claim.lock"):
             trials = self.trials
-            for trial in trials:
-                if not trial.state.is_finished() and (held := take(self._lock(trial.number))):
-                    return self._claimed(self._reopened(trial.number), held)
+            for number in [trial.number for trial in trials if not trial.state.is_finished()]:
+                if held := self._abandoned(number):
+                    return self._claimed(self._reopened(number), held)
             if len(trials) >= self._tune.trials:
                 return None
             held = take(self._lock(len(trials)))
@@ -100,11 +100,10 @@ class Study:
         if trial.state.is_finished():
             state: State = trial.user_attrs["state"]
             return state
-        held = take(self._lock(trial.number))
-        if held is None:
-            return "running"
-        held.release()
-        return "unfinished"
+        if held := self._abandoned(trial.number):
+            held.release()
+            return "unfinished"
+        return "running"
 
     def best_first(self) -> list[FrozenTrial]:
         """Complete trials by value, then the others as they came."""
@@ -115,6 +114,14 @@ class Study:
 
     def best(self) -> FrozenTrial | None:
         return next((trial for trial in self.best_first() if trial.state == TrialState.COMPLETE), None)
+
+    def _abandoned(self, number: int) -> Held | None:
+        """The lock of a trial that nobody works on; its worker may have told it and gone a moment ago."""
+        held = take(self._lock(number))
+        if held and self.trials[number].state.is_finished():
+            held.release()
+            return None
+        return held
 
     def _claimed(self, trial: optuna.Trial, held: Held) -> Claim:
         return Claim(trial, {name: _suggest(trial, name, kind) for name, kind in self._space.items()}, held)

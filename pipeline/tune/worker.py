@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from optuna.trial import FrozenTrial
 
@@ -55,8 +56,14 @@ def describe(claim: Claim, ending: Ending, run: Run | None, seconds: float, best
     words = [f"trial {claim.number}: {ending.state}"]
     if ending.value is not None:
         words.append(f"{ending.value:.4f}" + (", the best so far" if best and best.number == claim.number else ""))
-    words.append(f"({' '.join(as_overrides(claim.values))}; {seconds:.1f} s{f', run {run.id}' if run else ''})")
+    settings = " ".join(as_overrides({name: shown(value) for name, value in claim.values.items()}))
+    words.append(f"({settings}; {seconds:.1f} s{f', run {run.id}' if run else ''})")
     return " ".join(words) + (f": {ending.reason}" if ending.reason else "")
+
+
+def shown(value: Any) -> Any:
+    """Four digits are enough for people."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _unchanged(body: StudyFile, project: Project, config: Config) -> Config:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.lock import locked
+from pipeline.lock import locked, take, waited
 from pipeline.spec.errors import ResourceError
 from pipeline.spec.sources import HOUSE
 
@@ -64,3 +64,48 @@ def test_an_owner_caught_while_it_writes_its_name_is_refused_all_the_same(
     (tmp_path / ".lock").write_text("")
     with pytest.raises(ResourceError, match="another `pipe` is working here"), locked(tmp_path):
         pass
+
+
+def test_those_who_share_it_keep_out_those_who_do_not(tmp_path: Path) -> None:
+    taken = pytest.raises(ResourceError, match=rf"\(pid {os.getpid()} on .*\) is working here")
+    with locked(tmp_path, shared=True), locked(tmp_path, shared=True), taken, locked(tmp_path):
+        pass
+    with locked(tmp_path), pytest.raises(ResourceError, match="is working here"), locked(tmp_path, shared=True):
+        pass
+
+
+def test_one_who_is_told_waits_until_it_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        holder.kill()
+
+    with locked(tmp_path, told=tell):
+        assert holder.wait(timeout=10) == -9
+    assert len(told) == 1
+    assert f"(pid {holder.pid} on " in told[0]
+
+
+def test_a_name_that_is_no_longer_true_does_not_stay(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        assert (tmp_path / ".lock").read_text()
+    assert (tmp_path / ".lock").read_text() == ""
+
+
+def test_a_single_lock_is_taken_or_not(tmp_path: Path) -> None:
+    held = take(tmp_path / "one")
+    assert held is not None
+    assert take(tmp_path / "one") is None
+    held.release()
+    again = take(tmp_path / "one")
+    assert again is not None
+    again.release()
+
+
+def test_work_of_a_moment_is_done_one_after_another(tmp_path: Path) -> None:
+    with waited(tmp_path / "one"):
+        assert take(tmp_path / "one") is None
+    held = take(tmp_path / "one")
+    assert held is not None
+    held.release()

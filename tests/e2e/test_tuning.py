@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline.history import load_history
+from pipeline.spec.run import Run
+
+from .walker import PIPE, Walker, environment, processes_of, wait_for
+
+HELD_AFTER = 15  # the checkpoint of step 10, where the first epoch ends, is there
+SPACE = """
+tune:
+  trials: 2
+  pruner: none
+  space:
+    train.lr: {low: 0.01, high: 0.05, log: true}
+    train.batch_size: {choices: [24]}
+"""
+
+
+@pytest.fixture
+def walker(tmp_path: Path) -> Iterator[Walker]:
+    walker = Walker.fresh(tmp_path / "sides")
+    walker.replace("pipe.yaml", "epochs: 12", "epochs: 3\n  processes: 1")
+    with (walker.folder / "pipe.yaml").open("a") as file:
+        file.write(SPACE)
+    yield walker
+    walker.stop()
+
+
+def trial_run(walker: Walker, number: int) -> Run | None:
+    return next((run for run, body in load_history(walker.runs) if body.trial == number), None)
+
+
+def until_held(walker: Walker, number: int) -> Run:
+    """The run of a trial, when its training waits behind a checkpoint."""
+    run: Run = wait_for(lambda: trial_run(walker, number))
+    wait_for((run.partial("train") / "checkpoints" / "step-00000010" / "meta.json").exists)
+    return run
+
+
+def tuned(walker: Walker, *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(walker.pipe("tune", *words, "-o", "json").stdout)
+    return found
+
+
+def workers_of(pipe: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pipe.pid).children() if "pipeline.tune" in child.cmdline()]
+
+
+def test_a_search_that_is_interrupted_and_then_killed_goes_on_with_the_same_trial(walker: Walker) -> None:
+    with walker.held(HELD_AFTER, "tune") as pipe:
+        run = until_held(walker, 0)
+        pipe.send_signal(signal.SIGINT)
+        _, said = pipe.communicate(timeout=30)
+    assert pipe.returncode == 130, said
+    assert said.splitlines()[-1] == "error: interrupted; no trial is lost, the same command goes on"
+    assert "Traceback" not in said
+    assert processes_of(run) == []
+    assert [trial["state"] for trial in tuned(walker, "status")["trials"]] == ["unfinished"]
+
+    with walker.held(HELD_AFTER, "tune") as pipe:
+        wait_for(lambda: len(processes_of(run)) == 2)  # torchrun and one process
+        workers = workers_of(pipe)
+        said = walker.pipe("run", "all", expect=2).stderr
+        assert f"(pid {pipe.pid} on " in said, "nobody else changes the runs meanwhile"
+        pipe.kill()
+        wait_for(lambda: not processes_of(run) and not any(worker.is_running() for worker in workers), seconds=20)
+
+    found = tuned(walker, "--workers", "2")
+    assert {trial["trial"]: trial["state"] for trial in found["trials"]} == {0: "done", 1: "done"}
+    assert {trial["run"] for trial in found["trials"]} == {run.id, getattr(trial_run(walker, 1), "id", None)}
+    assert "resumed from the checkpoint of step 10 of 30" in run.log("train").read_text()
+    best = walker.latest
+    assert best.id == found["run"]
+    assert best.read().steps["train"].reused_from == found["trials"][0]["run"], "the best trial is not trained again"
+    assert best.config.train.lr == found["trials"][0]["train.lr"]
+    assert found["steps"] == {"prepare": "done", "train": "done", "evaluate": "done"}
+
+
+def test_a_second_search_on_the_same_runs_joins_and_takes_over_the_trial_of_a_killed_one(walker: Walker) -> None:
+    with walker.held(HELD_AFTER, "tune") as first:
+        run = until_held(walker, 0)
+        second = subprocess.Popen(
+            [*PIPE, "tune", "-o", "json"],
+            cwd=walker.folder,
+            env=environment({}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            until_held(walker, 1)
+            assert [trial["state"] for trial in tuned(walker, "status")["trials"]] == ["running", "running"]
+            first.kill()
+            (walker.folder / "hold").write_text("1000")
+            answer, said = second.communicate(timeout=90)
+        finally:
+            second.kill()
+    assert second.returncode == 0, said
+    found = json.loads(answer)
+    assert {trial["trial"]: trial["state"] for trial in found["trials"]} == {0: "done", 1: "done"}
+    assert "resumed from the checkpoint of step 10 of 30" in run.log("train").read_text()
+    assert len(load_history(walker.runs)) == 4, "prepare, two trials, and the best one's run"

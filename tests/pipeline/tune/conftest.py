@@ -1,0 +1,48 @@
+"""The tiny project with something to search, and its study."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.project import Project
+from pipeline.spec.config import Config, parse_config
+from pipeline.tune.space import distributions
+from pipeline.tune.study import Study
+
+TINY = Path(__file__).resolve().parents[2] / "project"
+SPACE = {"train.lr": {"low": 0.001, "high": 0.1, "log": True}, "train.batch_size": {"low": 20, "high": 40}}
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture
+def make_config() -> MakeConfig:
+    """A configuration whose `tune` section has these words."""
+
+    def make(space: dict[str, Any] | None = None, **tune: Any) -> Config:
+        train = {"epochs": 2, "processes": 1, "device": "cpu"}
+        values = {"name": "sides", "task": "task.py:Sides", "codec": "codec.py:SideCodec", "train": train}
+        return parse_config({**values, "tune": {"space": SPACE if space is None else space, **tune}}, "test")
+
+    return make
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    folder = tmp_path / "sides"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("__pycache__", ".mypy_cache"))
+    return Project(folder, folder / "runs")
+
+
+@pytest.fixture
+def study(tmp_path: Path, make_config: MakeConfig) -> Study:
+    return open_study(tmp_path / "abc", make_config(trials=3, startup_trials=1))
+
+
+def open_study(folder: Path, config: Config) -> Study:
+    folder.mkdir(exist_ok=True)
+    return Study(folder, config.tune, distributions(config))
