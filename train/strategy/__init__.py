@@ -14,6 +14,7 @@ from train.strategy.replicated import Replicated
 from train.strategy.seldom import Seldom
 from train.strategy.served import Served
 from train.strategy.sharded import Sharded
+from train.strategy.staged import Staged
 from train.strategy.traffic import Traffic
 
 __all__ = ["Alone", "Part", "Traffic", "make_strategy"]
@@ -31,6 +32,8 @@ def make_strategy(
         return Seldom(model, objective, group, config)
     if config.compress != "none":
         return Packed(model, objective, group, config)
+    if config.pipeline > 1:
+        return Staged(model, objective, group, config, samples)
     if config.parallel == "fsdp" or config.tensor > 1:
         return Sharded(model, objective, group, config, samples)
     return Replicated(model, objective, group, config)

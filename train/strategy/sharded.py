@@ -66,7 +66,7 @@ class Sharded(Alone):
         return contextlib.nullcontext()
 
     def clip(self, limit: float) -> Tensor:
-        return clip(list(self.model.parameters()), limit, self._counts)
+        return clip(self._parameters, limit, self._counts)
 
     def predict(self, batch: Mapping[str, Tensor]) -> Outputs | None:
         outputs = super().predict(batch)
