@@ -25,7 +25,12 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """Reset every generator a task may draw from before a step; step -1 is the making of the model."""
     value = _value(seed, step, rank)
     _seed_python(value)
-    torch.manual_seed(value)
+    if step < 0:
+        torch.manual_seed(value)  # of every kind of device, also of one that is not in use yet
+        return
+    torch.default_generator.manual_seed(value)  # manual_seed() notes a stack trace each time where CUDA sleeps
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(value)
 
 
 @contextlib.contextmanager

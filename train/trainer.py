@@ -46,6 +46,7 @@ class Trainer:
         self._precision = Precision(self.config.precision, group.device)
         self.strategy = make_strategy(task.model(), Objective(task, self._precision), group, self.config, train)
         self._optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
+        self._trained = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._feed = Feed(train, group, self.config.seed, self.config.workers)
         self._balance = Balance(self.config.balance, group, self.strategy)
         self._meter = Meter(self.strategy, self._feed, self._precision, group)
@@ -100,7 +101,8 @@ class Trainer:
         if self._group.device.type == "cpu":  # a GPU would have to be waited for: it is looked at with the next line
             self._review(step + 1)
         self._precision.step(self._optimizer)
-        self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._trained:
+            parameter.grad = None
         self.strategy.updated(step)
 
     def _parts(self, step: int) -> Iterator[Part]:

@@ -30,16 +30,23 @@ class Window:
 
     def broken(self, first: int = 0) -> tuple[int | None, int | None]:
         """The first step from `first` on whose loss, and whose gradient, was not finite here."""
-        if first == self.steps:
-            return None, None
-        rows = torch.stack([torch.stack(self.losses[first:]).double(), torch.stack(self.norms[first:]).double()])
-        found = [next((i for i, value in enumerate(row) if not math.isfinite(value)), None) for row in rows.tolist()]
-        loss, norm = (None if place is None else first + place for place in found)
-        return loss, norm
+        return self._first_broken(self.losses, first), self._first_broken(self.norms, first)
+
+    def _first_broken(self, tensors: list[Tensor], first: int) -> int | None:
+        values = _values(tensors[first:])
+        return next((first + i for i, value in enumerate(values) if not math.isfinite(value)), None)
 
     def overflows(self, first: int = 0) -> int:
         """Steps from `first` on whose gradient was not finite."""
-        return sum(not math.isfinite(norm) for norm in torch.stack(self.norms[first:]).tolist())
+        return sum(not math.isfinite(norm) for norm in _values(self.norms[first:]))
 
     def loss(self) -> float:
         return float(torch.stack(self.losses).double().sum())
+
+
+def _values(tensors: list[Tensor]) -> list[float]:
+    """Of a GPU all at once: it is waited for each time."""
+    if len(tensors) > 1 and tensors[0].device.type == "cuda":
+        values: list[float] = torch.stack(tensors).tolist()
+        return values
+    return [tensor.item() for tensor in tensors]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from pipeline.spec.task import Outputs
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_CLIP_EPSILON = 1e-6  # what torch adds to the norm: below the limit it would multiply by one
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Alone:
         self.traffic = Traffic()
         self.stopwatch = Stopwatch(group.device, self.traffic)
         self.module = self.wrap()  # what forward() is called on
+        self._parameters = list(self.model.parameters())  # walking through the modules at every step takes its time
 
     def wrap(self) -> nn.Module:
         return torch.compile(self.model) if self.config.compile else self.model  # type: ignore[return-value]
@@ -62,7 +63,8 @@ class Alone:
                 loss = self.objective.loss(self.module, part.batch)
                 if part.last and self.group.size > 1:
                     self.stopwatch.watch(loss)
-                self.objective.backward(loss * (part.share * self.group.data_size))  # processes are averaged
+                weight = part.share * self.group.data_size  # processes are averaged
+                self.objective.backward(loss if weight == 1 else loss * weight)
             total += loss.detach() * part.count
         self.stopwatch.stop()
         return total
@@ -73,7 +75,10 @@ class Alone:
 
     def clip(self, limit: float) -> Tensor:
         """Scale the gradient down to `limit` and return the norm it had."""
-        return nn.utils.clip_grad_norm_(self.model.parameters(), limit or math.inf)
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        if limit and not (norm.device.type == "cpu" and norm.item() + _CLIP_EPSILON <= limit):  # a GPU must not wait
+            nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
+        return norm
 
     def updated(self, step: int) -> None:
         """The optimizer has made global step `step`."""
