@@ -22,6 +22,9 @@ class Facts:
     summary: Body = field(default_factory=dict)  # train/summary.json
     steps: tuple[Body, ...] = ()  # train/metrics.jsonl, the lines of optimizer steps
     validations: tuple[Body, ...] = ()  # and those of validations
+    batch_size: Body = field(default_factory=dict)  # train/batch_size.json, where `auto` chose
+    communication: Body = field(default_factory=dict)  # train/communication.json, from a timeline
+    timeline: str = ""  # where that is, below the run directory
     data: Body = field(default_factory=dict)
     metrics: Body = field(default_factory=dict)
     verdict: Body = field(default_factory=dict)
@@ -41,8 +44,16 @@ class Facts:
     def name(self) -> str:
         return str(self.file.config.get("name", self.file.id))
 
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """One number of the journal by optimizer step, where it was told."""
+        return [(line["step"], line[name]) for line in self.steps if is_number(line.get(name))]
+
     def step(self, name: str) -> StepRecord | None:
         return self.file.steps.get(name)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_facts(run: Run) -> Facts:
@@ -53,6 +64,9 @@ def read_facts(run: Run) -> Facts:
         summary=reader.json("train", "summary.json"),
         steps=tuple(line for line in journal if "loss" in line),
         validations=tuple(line for line in journal if "validation" in line),
+        batch_size=reader.json("train", "batch_size.json"),
+        communication=reader.json("train", "communication.json"),
+        timeline=reader.place("train", "trace.json.gz"),
         data=reader.json("prepare", "data.json"),
         metrics=reader.json("evaluate", "metrics.json"),
         verdict=reader.json("evaluate", "verdict.json"),
@@ -97,6 +111,10 @@ class _Reader:
             if isinstance(body, dict) and "step" in body:
                 found.append(body)
         return found
+
+    def place(self, step: str, name: str) -> str:
+        path = self._find(step, name)
+        return path.relative_to(self._run.path).as_posix() if path else ""
 
     def digests(self, *places: tuple[str, str]) -> dict[str, str]:
         files = {name: self._run.path / step / name for step, name in places}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.report import judgement, origins, overview, service, training
+from pipeline.report import judgement, origins, overview, service, speed, training
 from pipeline.report.facts import Facts, read_facts
 from pipeline.report.html import Child, Html, el, flat
 from pipeline.spec.files import write_atomic
@@ -38,6 +38,8 @@ def _content(facts: Facts) -> Iterator[Html]:
     yield flat(overview.stopped(facts))
     yield _section("Verdict", "evaluate", facts, judgement.verdict(facts))
     yield _section("Learning curves", "train", facts, training.curves(facts))
+    if facts.steps:
+        yield _section("Speed and communication", "train", facts, speed.speed(facts))
     classified = bool(facts.metrics.get("classes")) or not facts.metrics
     if classified:
         yield _section("Confusion matrix", "evaluate", facts, judgement.confusion(facts))

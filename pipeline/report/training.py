@@ -1,13 +1,13 @@
-"""How training went: learning curves, speed, and what was best."""
+"""How training went: learning curves, and what was best."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from pipeline.report.charts import Points, Series, line_chart
-from pipeline.report.facts import Body, Facts
+from pipeline.report.facts import Facts, is_number
 from pipeline.report.html import Child, Html, el, pairs
-from pipeline.report.wording import number, percent, seconds
+from pipeline.report.wording import number
 
 
 def curves(facts: Facts) -> Child:
@@ -16,7 +16,7 @@ def curves(facts: Facts) -> Child:
     best = facts.summary.get("best_step")
     best_loss, best_other = ((float(best), f"best at {best}"), (float(best), "")) if best else (None, None)
     losses = [
-        Series("training", _points(facts.steps, "loss"), "one", smooth=True),
+        Series("training", facts.curve("loss"), "one", smooth=True),
         Series("validation", _validation(facts, "loss"), "two", dots=True),
     ]
     names = sorted({name for line in facts.validations for name in line["validation"]} - {"loss"})
@@ -26,38 +26,26 @@ def curves(facts: Facts) -> Child:
         for name in names
     ]
     charts += [
-        line_chart("Learning rate", [Series("lr", _points(facts.steps, "lr"), "three")]),
-        line_chart("Throughput", [Series("samples/s", _points(facts.steps, "samples_per_second"), "one", smooth=True)]),
-        line_chart("Gradient norm", [Series("norm", _points(facts.steps, "grad_norm"), "three", smooth=True)]),
+        line_chart("Learning rate", [Series("lr", facts.curve("lr"), "three")]),
+        line_chart("Gradient norm", [Series("norm", facts.curve("grad_norm"), "three", smooth=True)]),
     ]
     return el("div", charts, _summary(facts), class_="charts")
 
 
-def _points(lines: tuple[Body, ...], name: str) -> Points:
-    return [(line["step"], line[name]) for line in lines if _is_number(line.get(name))]
-
-
 def _validation(facts: Facts, name: str) -> Points:
     found = ((line["step"], line["validation"].get(name)) for line in facts.validations)
-    return [(step, value) for step, value in found if _is_number(value)]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return [(step, value) for step, value in found if is_number(value)]
 
 
 def _summary(facts: Facts) -> Html | None:
     if not facts.summary:
         return None
-    waits = [line["data_wait_share"] for line in facts.steps if _is_number(line.get("data_wait_share"))]
-    times = sorted(line["step_seconds"] for line in facts.steps if _is_number(line.get("step_seconds")))
     rows = {
         "processes": f"{facts.summary.get('world_size', '?')} × {str(facts.summary.get('device', '?')).upper()}",
+        "batch size": number(facts.summary.get("batch_size")) if "batch_size" in facts.summary else None,
         "precision": str(facts.summary.get("precision", "?")),
         "optimizer steps": number(facts.summary.get("steps"))
         + (" (stopped early)" if facts.summary.get("stopped_early") else ""),
-        "median step": seconds(times[len(times) // 2]) if times else None,
-        "waiting for data": percent(sum(waits) / len(waits)) if waits else None,
         "best validation": _values(facts.summary.get("best_validation") or {}),
     }
     return pairs(rows.items())
