@@ -1,0 +1,64 @@
+"""Every way to exchange reaches the accuracy of the plain one on the digits example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.spec.config import parse_config
+from pipeline.spec.data import forward, open_split
+from pipeline.spec.task import load_task
+from train.checkpoint import CheckpointStore, Progress
+from train.group import Group
+from train.parameter_server import Asynchronous
+from train.trainer import Trainer
+
+from .together import together
+
+DIGITS = Path(__file__).resolve().parents[2] / "examples" / "digits"
+PLAIN: dict[str, Any] = {"epochs": 25, "batch_size": 64, "lr": 0.004, "device": "cpu", "checkpoint_every": 0}
+WAYS: list[dict[str, Any]] = [
+    {"compress": "fp16"},
+    {"compress": "bf16"},
+    {"compress": "powersgd"},
+    {"compress": "topk"},
+    {"sync": "local_sgd"},
+    {"sync": "local_sgd", "sync_overlap": True},
+    {"sync": "diloco"},
+    {"sync": "diloco", "sync_overlap": True},
+    {"sync": "parameter_server"},
+    {"accumulate": 2},
+]
+
+
+@pytest.mark.long
+def test_every_way_is_within_a_point_of_the_plain_one(tmp_path: Path) -> None:
+    plain, *others = together(accuracies, 2, tmp_path, seconds=1200)[0]
+    assert plain > 0.97
+    assert {str(way): found for way, found in zip(WAYS, others, strict=True) if found < plain - 0.01} == {}, plain
+
+
+def accuracies(group: Group, directory: Path) -> list[float]:
+    """On the validation and the test split together: 720 pictures."""
+    task = load_task("task.py:Digits", DIGITS)
+    train, validation, test = (open_split(task, name) for name in ("train", "validation", "test"))
+    found = []
+    for i, way in enumerate([{}, *WAYS]):
+        words = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {**PLAIN, **way}}
+        kind = Asynchronous if "parameter_server" in way.values() else Trainer
+        made = kind(task, parse_config(words, source="test"), group, train, validation, 64)
+        store = CheckpointStore(directory / str(i), 1, {})
+        progress = made.fit(Progress(), store, None)
+        group.gather(None)  # the first process has written the last checkpoint
+        model = task.model()
+        model.load_state_dict(dict(store.load(progress.best_step).weights))
+        model.eval()
+        right = [
+            task.metrics(forward(model, task, batch), batch)["accuracy"]
+            for batch in (split.batch(range(len(split))) for split in (validation, test))
+        ]
+        found.append(float(torch.cat(right).mean()))
+    return found
