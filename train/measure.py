@@ -60,12 +60,17 @@ class Meter:
             "step_seconds": seconds / window.steps,
             "data_wait_share": (now.waited_seconds - before.waited_seconds) / seconds,
             "sent_bytes_per_step": (now.sent_bytes - before.sent_bytes) / window.steps,
-            "communication_share": total[2] / self._group.size if now.exposed_seconds else None,
+            "communication_share": total[2] / self._group.size if self._sees_waiting() else None,
             "memory_mb": max(total[3:]),
             "gpu_utilization": gpu_utilization(self._group.device),
             **self._precision.told(),
         }
         return Measured(bool(total[0]), {name: value for name, value in found.items() if _worth_telling(value)})
+
+    def _sees_waiting(self) -> bool:
+        """Processes that cut a model between them wait in the midst of its passes too: a timeline tells."""
+        apart = self._group.model_size == 1 and not self._strategy.together
+        return apart and self._strategy.traffic.exposed_seconds > 0
 
     def _read(self) -> Reading:
         self._strategy.stopwatch.collect()

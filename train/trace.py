@@ -40,6 +40,14 @@ class Tracer:
             if step == self._steps.stop:
                 self._finish(self._profiler)
 
+    def end(self, step: int) -> None:
+        """Training is over after `step` steps."""
+        self.before(step)
+        if self._profiler is not None:
+            self._profiler.stop()
+        if self._group.rank.first and not (self._directory / FILE).exists():
+            print(f"no timeline: training ended after {step} steps, before those to be traced", flush=True)
+
     def _finish(self, profiler: profile) -> None:
         self._profiler = None
         profiler.stop()

@@ -78,7 +78,7 @@ class Trainer:
             if ends_epoch or (self.config.checkpoint_every and progress.step % self.config.checkpoint_every == 0):
                 self._save(progress, store)
         if tracer:
-            tracer.before(progress.step)
+            tracer.end(progress.step)
         self._feed.stop()
         return progress
 

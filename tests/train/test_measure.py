@@ -35,8 +35,8 @@ class Three(Group):
         return [broken + 0, loss + 3, exposed + 1.0, memory[0], 1e6, 2e6]
 
 
-def meter(traffic: Traffic) -> Meter:
-    strategy = SimpleNamespace(traffic=traffic, stopwatch=Stopwatch(CPU, traffic))
+def meter(traffic: Traffic, together: bool = False) -> Meter:
+    strategy = SimpleNamespace(traffic=traffic, stopwatch=Stopwatch(CPU, traffic), together=together)
     feed = SimpleNamespace(waited_seconds=0.0)
     return Meter(cast("Alone", strategy), cast("Feed", feed), Precision("fp32", CPU), Three(Rank(0, 0, 3), CPU))
 
@@ -64,6 +64,8 @@ def test_a_line_is_of_all_processes_and_of_the_steps_since_the_line_before() -> 
 
 def test_what_was_not_measured_is_not_told() -> None:
     found = meter(Traffic()).measure(window(1.0)).values
+    assert "communication_share" in meter(Traffic(exposed_seconds=1.0)).measure(window(1.0)).values
+    assert "communication_share" not in meter(Traffic(exposed_seconds=1.0), together=True).measure(window(1.0)).values
     assert not {"communication_share", "gpu_utilization", "loss_scale", "overflow_steps"} & found.keys()
 
 

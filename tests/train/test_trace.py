@@ -60,6 +60,15 @@ def test_two_processes_stand_as_two_lanes_in_one_file_with_the_exchange_under_th
         assert 0 < facts[rank]["exposed"] <= facts[rank]["communication"] <= 1
 
 
+def test_a_process_alone_has_its_timeline_and_training_that_ends_too_early_says_so(project: Project) -> None:
+    alone = project.run("alone", trace=True, epochs=1)
+    assert project.train(alone).returncode == 0
+    facts = json.loads((alone.partial("train") / SHARES).read_text())
+    assert facts == {"first_step": 1, "steps": 4, "rank 0": {"communication": 0.0, "exposed": 0.0}}
+    short = project.run("short", trace=True, epochs=1, batch_size=37)
+    assert "no timeline: training ended after 1 steps" in project.train(short).stdout
+
+
 def overlaps(events: list[dict[str, Any]]) -> bool:
     """Whether some gradients are on their way while others are computed."""
     exchanges = [event for event in events if event["name"] == "gloo:all_reduce"]
