@@ -70,10 +70,13 @@ def test_a_search_that_is_interrupted_and_then_killed_goes_on_with_the_same_tria
     with walker.held(HELD_AFTER, "tune") as pipe:
         wait_for(lambda: len(processes_of(run)) == 2)  # torchrun and one process
         workers = workers_of(pipe)
-        said = walker.pipe("run", "all", expect=2).stderr
-        assert f"(pid {pipe.pid} on " in said, "nobody else changes the runs meanwhile"
-        pipe.kill()
-        wait_for(lambda: not processes_of(run) and not any(worker.is_running() for worker in workers), seconds=20)
+        assert len(workers) == 1
+        workers[0].kill()
+        _, said = pipe.communicate(timeout=30)
+        wait_for(lambda: not processes_of(run))  # they look at their leash when they are up
+    assert pipe.returncode == 1, said
+    ended = "error: the workers ended with status -9 before the search was complete; the same command goes on"
+    assert said.splitlines()[-1] == ended
 
     found = tuned(walker, "--workers", "2")
     assert {trial["trial"]: trial["state"] for trial in found["trials"]} == {0: "done", 1: "done"}
@@ -101,7 +104,11 @@ def test_a_second_search_on_the_same_runs_joins_and_takes_over_the_trial_of_a_ki
         try:
             until_held(walker, 1)
             assert [trial["state"] for trial in tuned(walker, "status")["trials"]] == ["running", "running"]
+            said = walker.pipe("run", "all", expect=2).stderr
+            assert "`pipe tune" in said and "is working here" in said, "nobody else changes the runs meanwhile"
+            workers = workers_of(first)
             first.kill()
+            wait_for(lambda: not any(worker.is_running() for worker in workers))
             (walker.folder / "hold").write_text("1000")
             answer, said = second.communicate(timeout=90)
         finally:

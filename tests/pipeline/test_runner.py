@@ -90,6 +90,27 @@ def test_a_process_that_leaves_no_reason_is_told_by_its_end(
     assert f"pipe run --resume {load_history(project.runs)[0][0].id}" in said
 
 
+def test_the_cores_of_an_order_are_shared_out_among_its_processes(
+    project: Project, folder: Path, config: Config
+) -> None:
+    (folder / "task.py").write_text("import os\n\n\nclass T:\n    print('threads', os.environ['OMP_NUM_THREADS'])\n")
+    with pytest.raises(ConfigError, match="has no method"):
+        run_road(project, config, Order(("prepare",), cores=3), QUIET)
+    assert "threads 3\n" in load_history(project.runs)[0][0].log("prepare").read_text()
+
+
+def test_a_trial_is_left_to_the_search_it_belongs_to(project: Project, config: Config) -> None:
+    create_run(project.runs, config, ("prepare", "train"), "", study="abc", trial=0)
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        latest_unfinished(project)
+
+
+def test_a_pruned_run_is_not_unfinished(project: Project, new_run: NewRun) -> None:
+    recorded(recorded(new_run(), "prepare"), "train", "pruned")
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        latest_unfinished(project)
+
+
 def test_only_a_whole_bundle_is_deployed_again(project: Project, config: Config) -> None:
     run = recorded(create_run(project.runs, config, ("export", "package"), parent=""), "export")
     with pytest.raises(ConfigError, match=f"run {run.id} has no finished package"):

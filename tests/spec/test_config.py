@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.spec.config import Config, load_config, override_config, parse_config
-from pipeline.spec.errors import ConfigError
+from pipeline.spec.errors import ConfigError, ConflictError
 
 MINIMAL: dict[str, Any] = {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:DigitsCodec"}
 
@@ -170,3 +170,38 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"name: \xff\xfe\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("axis", "complaint"),
+    [
+        ({"low": 1}, "write it as `low` and `high`, or as `choices`"),
+        ({}, "write it as `low` and `high`, or as `choices`"),
+        ({"low": 1, "high": 2, "choices": [1]}, "write it as `low` and `high`, or as `choices`"),
+        ({"low": 2, "high": 2}, "low must be smaller than high"),
+        ({"low": 0, "high": 1, "log": True}, "log needs a range whose low is above 0"),
+        ({"choices": [1], "log": True}, "log needs a range whose low is above 0"),
+    ],
+)
+def test_what_is_searched_is_a_range_or_choices(axis: dict[str, Any], complaint: str) -> None:
+    assert f"`tune.space.train.lr`: {complaint}" in refusal(tune={"space": {"train.lr": axis}})
+
+
+def test_an_unknown_word_of_what_is_searched_suggests_the_nearest_one() -> None:
+    space = {"train.lr": {"lo": 1, "high": 2}}
+    assert "unknown key `tune.space.train.lr.lo`; did you mean `tune.space.train.lr.low`?" in refusal(
+        tune={"space": space}
+    )
+
+
+def test_the_types_of_choices_are_kept() -> None:
+    space = config(tune={"space": {"train.lr": {"choices": [1, True, 1.5, "x"]}}}).tune.space
+    assert [type(choice) for choice in space["train.lr"].choices] == [int, bool, float, str]
+
+
+def test_settings_that_do_not_go_together_are_told_apart_from_wrong_ones() -> None:
+    with pytest.raises(ConflictError):
+        config(train={"sync": "diloco", "precision": "fp16"})
+    with pytest.raises(ConfigError) as caught:
+        config(train={"sync": "diloco", "precision": "fp16"}, serve={"threads": -1})
+    assert not isinstance(caught.value, ConflictError)

@@ -41,14 +41,14 @@ def validation(epoch: int, **values: float) -> str:
 def test_a_trial_that_others_leave_behind_is_ended_early_and_its_run_says_so(
     tmp_path: Path, project: Project, make_config: MakeConfig
 ) -> None:
-    """The second epoch is held, so training is ended while it is under way."""
+    """The second epoch, steps 5 to 8, is held: training is ended while it is under way."""
     config = make_config({"train.lr": {"choices": [0.02]}}, trials=2, startup_trials=1)
     study = open_study(tmp_path / "abc", config)
     good = study.claim()
     assert good is not None
     good.trial.report(2.0, 1)  # better than any accuracy
     study.tell(good, Ending("done", 2.0))
-    (project.root / "hold").write_text("12")
+    (project.root / "hold").write_text("5")
     prepared(project, config)
     ending, run = tried(study, project, config)
     assert run is not None
