@@ -68,7 +68,9 @@ RULES = (
     Rule("workers", {1, MANY}, "balance", {"equal"}, "they load slices before their size is known", "use workers=0"),
     Rule("workers", {1, MANY}, "sync", {"allreduce", *SELDOM}, "nobody knows its next step before", "use workers=0"),
     Rule("pipeline", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"),
-    Rule("pipeline", {MANY}, "compile", {False}, "stages are traced already", "use compile=false"),
+    Rule(
+        "pipeline", {MANY}, "compile", {False}, "a stage ends its pass in the midst of the model", "use compile=false"
+    ),
     Rule("batch_size", {"auto"}, "parallel", {"ddp"}, "its trials hold the whole model", NUMBER),
     Rule("batch_size", {"auto"}, "tensor", {1}, "its trials hold the whole model", NUMBER),
     Rule("batch_size", {"auto"}, "pipeline", {1}, "its memory depends on the schedule", NUMBER),
@@ -83,4 +85,6 @@ RULES = (
     Rule("backend", {"horovod"}, "balance", {"equal"}, OWN, "use balance=equal"),
     Rule("backend", {"horovod"}, "static_graph", {False}, OWN, "use static_graph=false"),
     Rule("backend", {"horovod"}, "compress", {"none", "fp16"}, "Horovod packs as fp16 or not", "use compress=fp16"),
+    Rule("tensor", {MANY}, "precision", {"fp32", "bf16"}, "parts of a layer overflow apart", "use precision=bf16"),
+    Rule("pipeline", {MANY}, "accumulate", {MANY}, "all stages but one would wait", "use accumulate=4, or more"),
 )
