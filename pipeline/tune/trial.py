@@ -63,7 +63,7 @@ def run_trial(claim: Claim, project: Project, base: Config, order: Order) -> tup
         config = override_config(base, as_overrides(claim.values), source="trial")
         check_config(config)
     except ConfigError as error:
-        return Ending("refused", reason=str(error)), None
+        return Ending("refused", reason=str(error).removeprefix("trial: ")), None
     watch = Watch(claim.trial, base.tune.metric)
     try:
         return _train(watch, project, config, replace(order, wanted=STEPS, trial=claim.number))

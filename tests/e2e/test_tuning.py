@@ -93,7 +93,7 @@ def test_a_second_search_on_the_same_runs_joins_and_takes_over_the_trial_of_a_ki
     with walker.held(HELD_AFTER, "tune") as first:
         run = until_held(walker, 0)
         second = subprocess.Popen(
-            [*PIPE, "tune", "-o", "json"],
+            [*PIPE, "tune", "--until", "train", "-o", "json"],
             cwd=walker.folder,
             env=environment({}),
             stdin=subprocess.DEVNULL,
