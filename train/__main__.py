@@ -28,13 +28,14 @@ from train.summary import last_line, summarise
 from train.trace import Tracer, traced_steps
 from train.trainer import Trainer
 from train.validation import check_metrics
+from train.watchman import watched
 
 
 def train(run: Run, root: Path) -> None:
     config = run.config.train
     if config.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    with join(config, Rank.from_env(), run.path) as group:
+    with join(config, Rank.from_env(), run.path) as group, watched(group, run, root, config.timeout_seconds):
         task = load_task(run.config.task, root)
         splits = [open_split(task, name) for name in ("train", "validation")]
         check_splits(task, splits, group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from pipeline.spec.errors import ConfigError, LostContact
 from pipeline.spec.rank import Rank
 from pipeline.spec.sections import Train
 from train.meeting import meet, place_of
+from train.watch import Watch
+
+_MARGIN_SECONDS = 60  # a collective waits longer than the watchman, who knows for whom
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Group:
     rank: Rank
     device: torch.device
     model_size: int = 1  # processes that hold one copy of the model together (tensor or pipeline parallel)
+    watch: Watch = field(default_factory=Watch, compare=False)
 
     @property
     def size(self) -> int:
@@ -115,7 +119,7 @@ def _connect(config: Train, rank: Rank, device: torch.device, directory: Path) -
             store=meet(rank, config.rendezvous, directory, seconds),
             rank=rank.rank,
             world_size=rank.world_size,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=seconds + _MARGIN_SECONDS),
             device_id=device if device.type == "cuda" else None,
         )
     except dist.DistError as error:

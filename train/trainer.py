@@ -28,7 +28,6 @@ from train.seeding import seed_step
 from train.strategy import Part, make_strategy
 from train.trace import Tracer
 from train.validation import validate
-from train.watch import Watch
 from train.window import Window
 
 
@@ -52,7 +51,7 @@ class Trainer:
         self._meter = Meter(self.strategy, self._feed, self._precision, group)
         self._window = Window()
         self._reviewed = 0  # steps of the window that were looked at
-        self.watch = Watch()
+        self.watch = group.watch
         self.strategy.warm_up(lambda: self._parts(0))
 
     def restore(self, state: State) -> None:
@@ -145,7 +144,7 @@ class Trainer:
             raise DataError(not_finite(what, window_start + min(known), ranks))
 
     def _log(self, step: int, journal: Journal | None) -> None:
-        self.watch.at(step, "update")
+        self.watch.at(step - 1, "update")
         self._review(step)
         measured = self._meter.measure(self._window)
         if measured.broken:  # a loss can be infinite while its gradient is not
@@ -162,7 +161,7 @@ class Trainer:
         self._reviewed = 0
 
     def _end_epoch(self, progress: Progress, journal: Journal | None) -> Progress:
-        self.watch.at(progress.step, "validation")
+        self.watch.at(progress.step - 1, "validation")
         epoch = self.order.epoch_of(progress.step - 1)
         found = validate(self._task, self.strategy, self._validation, self._group, self.order.batch_size)
         if journal:
@@ -173,7 +172,7 @@ class Trainer:
         return judge_epoch(progress, found)
 
     def _save(self, progress: Progress, store: CheckpointStore) -> None:
-        self.watch.at(progress.step, "checkpoint")
+        self.watch.at(progress.step - 1, "checkpoint")
         self._review(progress.step)
         state = self.strategy.state(self._optimizer, progress)
         if state is not None:

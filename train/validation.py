@@ -28,6 +28,7 @@ def validate(task: Task, strategy: Alone, samples: Samples, group: Group, batch_
     for chosen in rounds(group.slice_of(len(samples)), -(-len(samples) // group.data_size), batch_size):
         if not chosen and not strategy.together:
             continue
+        group.watch.again()
         batch = {name: column.to(group.device) for name, column in samples.batch(chosen or range(1)).items()}
         outputs = strategy.predict(batch)
         if chosen and outputs is not None:

@@ -1,0 +1,74 @@
+"""Starting training as the launchers do, and looking after what is left of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+
+import psutil
+
+from pipeline.launch import step_environment, with_this_python
+from pipeline.launchers import launcher_environment
+from pipeline.spec.run import Run
+from pipeline.spec.sections import Train
+
+from .conftest import Project
+
+ENVIRONMENT = {
+    **step_environment(processes=2, cores=2),
+    **launcher_environment(Train(launcher="mpirun"), os.geteuid()),
+}
+
+
+def module(run: Run) -> tuple[str, ...]:
+    return ("python", "-m", "train", str(run.path))
+
+
+def start(project: Project, argv: tuple[str, ...], **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        with_this_python(argv),
+        cwd=project.root,
+        env={**os.environ, **ENVIRONMENT, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def slurm(rank: int, **more: str) -> dict[str, str]:
+    """What srun sets in a step of two tasks on one machine."""
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        **more,
+    }
+
+
+def finish(*processes: subprocess.Popen[str]) -> None:
+    said = [process.communicate(timeout=90)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
+
+
+def left_over(run: Run) -> list[int]:
+    """Processes whose command names the run."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "status"])
+        if str(run.path) in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+def await_true(came: Callable[[], bool], process: subprocess.Popen[bytes] | None) -> None:
+    deadline = time.monotonic() + 60
+    while not came():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None
+        time.sleep(0.05)

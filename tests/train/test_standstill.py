@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.standstill import Doing, Report, culprits, locate, sentence
+
+WAITING, OURS, USERS = Doing.WAITING, Doing.OUR_CODE, Doing.USERS_CODE
+
+
+def report(rank: int, doing: Doing = WAITING, still: float = 30, **more: Any) -> Report:
+    values = {"host": "node", "pid": 40 + rank, "beat": 9, "step": 4, "phase": "update", "place": "", **more}
+    return Report(rank=rank, doing=doing, still_seconds=still, **values)
+
+
+def blamed(*reports: Report, silent: set[int] = frozenset()) -> list[int]:  # type: ignore[assignment]
+    return [one.rank for one in culprits(reports, silent, timeout_seconds=30)]
+
+
+def test_nobody_is_to_blame_while_somebody_moves() -> None:
+    assert blamed(report(0), report(1, USERS, still=5)) == []
+    assert blamed(report(0), report(1, USERS, still=30)) == [1]
+
+
+def test_long_work_of_all_at_the_same_place_is_no_standstill() -> None:
+    assert blamed(report(0, USERS), report(1, USERS)) == []
+    assert blamed(report(0, WAITING), report(1, WAITING)) == []
+
+
+@pytest.mark.parametrize("behind", [{"step": 3, "phase": "checkpoint"}, {"phase": "data"}])
+def test_the_one_furthest_behind_is_waited_for(behind: dict[str, Any]) -> None:
+    assert blamed(report(0), report(1, **behind), report(2)) == [1]
+
+
+def test_who_is_in_the_users_code_is_waited_for_by_those_in_collectives_whatever_their_steps() -> None:
+    """A process that serves the parameters has made fewer steps than the one it waits for."""
+    assert blamed(report(0, OURS, step=1), report(1, USERS, step=5), report(2, WAITING, step=4)) == [1]
+
+
+def test_who_writes_the_checkpoint_is_waited_for() -> None:
+    assert blamed(report(0, OURS, phase="checkpoint"), report(1, WAITING, phase="checkpoint")) == [0]
+
+
+def test_who_does_not_answer_is_to_blame_wherever_it_was_last_seen() -> None:
+    assert blamed(report(0, USERS, step=1), report(1, still=0, step=9), silent={1}) == [1]
+
+
+def test_several_may_be_to_blame() -> None:
+    assert blamed(report(0, USERS), report(1, USERS), report(2)) == [0, 1]
+
+
+def test_a_sentence_names_rank_host_process_step_phase_and_where_the_others_wait() -> None:
+    hung = report(1, USERS, phase="forward and backward", place="task.py, line 7, loss")
+    others = [report(0, place="the collective all_reduce"), report(2, place="the collective all_reduce")]
+    text = sentence([others[0], hung, others[1]], [hung], set())
+    assert text.startswith(
+        "rank 1 on node (process 41) has not moved for 30 s from step 4, forward and backward (task.py, line 7, loss). "
+        "Waiting for it: rank 0, 2 at step 4, update (the collective all_reduce). "
+    )
+    assert "raise train.timeout_seconds" in text
+
+
+def test_a_silent_process_is_told_as_such() -> None:
+    text = sentence([report(0), report(1)], [report(1)], {1})
+    assert "rank 1 on node (process 41) does not answer: stopped, stuck in native code" in text
+
+
+def test_the_innermost_frame_of_the_users_code_tells_the_place(tmp_path: Path) -> None:
+    doing, place = locate(sys._getframe(), Path(__file__).parent)
+    assert doing == USERS
+    assert place.startswith("test_standstill.py, line ")
+    assert place.endswith("test_the_innermost_frame_of_the_users_code_tells_the_place")
+    assert locate(sys._getframe(), tmp_path)[0] == OURS
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        ("/lib/torch/distributed/distributed_c10d.py", "the collective all_reduce"),
+        ("/lib/torch/autograd/graph.py", "the backward pass"),
+    ],
+)
+def test_a_collective_below_the_users_code_is_waiting(file: str, place: str) -> None:
+    """A sharded model gathers its weights inside the user's forward()."""
+    scope: dict[str, Any] = {"sys": sys}
+    exec(compile("def all_reduce(): return sys._getframe()", file, "exec"), scope)
+    assert locate(scope["all_reduce"](), Path(__file__).parent) == (WAITING, place)
+
+
+def test_a_thread_without_a_frame_is_nowhere(tmp_path: Path) -> None:
+    assert threading.main_thread().ident is not None
+    assert locate(None, tmp_path) == (OURS, "")

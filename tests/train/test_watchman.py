@@ -1,0 +1,123 @@
+"""Real processes of which one hangs: the others tell which, where and since when, and all end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.spec.errors import StageError
+from pipeline.spec.rank import Rank
+from pipeline.spec.run import Run
+from train.group import Group
+from train.watchman import Watchman, watched
+
+from .conftest import Project, failure
+from .launching import finish, module, slurm, start
+
+IN_LOSS = "    def loss(self, outputs, batch):\n"
+SECOND_AT_ITS_FOURTH_LOSS = """
+        import os
+        self.losses = getattr(self, "losses", 0) + 1
+        if os.environ["SLURM_PROCID"] == "1" and self.losses == 4:
+            {hang}
+"""
+ASLEEP = "import time; time.sleep(600)"
+STOPPED = "os.kill(os.getpid(), 19)"
+FROZEN = "import ctypes; ctypes.PyDLL(None).sleep(600)  # holds the interpreter lock"
+
+
+def start_both(project: Project, run: Run) -> list[subprocess.Popen[str]]:
+    return [start(project, module(run), **slurm(rank)) for rank in (0, 1)]
+
+
+def end(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("hang", "told"),
+    [
+        (ASLEEP, "has not moved for"),
+        (STOPPED, "does not answer: stopped, stuck in native code, or its machine is gone"),
+        (FROZEN, "does not answer: stopped, stuck in native code, or its machine is gone"),
+    ],
+    ids=["asleep", "stopped", "frozen"],
+)
+def test_a_process_that_hangs_in_a_step_is_named_and_the_others_end(project: Project, hang: str, told: str) -> None:
+    project.replace(IN_LOSS, IN_LOSS + SECOND_AT_ITS_FOURTH_LOSS.format(hang=hang))
+    run = project.run(timeout_seconds=3)
+    processes = start_both(project, run)
+    try:
+        said, _ = processes[0].communicate(timeout=60)
+        assert processes[0].returncode == StageError.exit_code, said
+        text = str(failure(run))
+        assert text.startswith(f"rank 1 on {os.uname().nodename} (process {processes[1].pid}) {told}")
+        assert "step 1, forward and backward" in text, "two losses are of the warm-up"
+        assert "Waiting for it: rank 0 at step 1, forward and backward" in text
+        if hang == ASLEEP:
+            assert "task.py, line" in text
+            assert processes[1].wait(timeout=20) == StageError.exit_code, "it can still end itself"
+    finally:
+        end(processes)
+
+
+def test_a_process_that_hangs_in_validation_is_named(project: Project) -> None:
+    hang = f'if __import__("os").environ["SLURM_PROCID"] == "0" and not torch.is_grad_enabled(): {ASLEEP}'
+    project.replace(IN_LOSS, f"{IN_LOSS}        {hang}\n")
+    run = project.run(timeout_seconds=3)
+    processes = start_both(project, run)
+    try:
+        for process in processes:
+            assert process.wait(timeout=60) == StageError.exit_code
+    finally:
+        end(processes)
+    assert str(failure(run)).startswith("rank 0 on ")
+    assert "from step 4, validation (task.py, line" in str(failure(run))
+
+
+def test_work_that_takes_long_but_goes_on_is_left_alone(project: Project) -> None:
+    """The second process is slow at every batch of validation: together they take longer than the timeout."""
+    slow = (
+        'if __import__("os").environ["SLURM_PROCID"] == "1" and not torch.is_grad_enabled(): '
+        "import time; time.sleep(2.8)"
+    )
+    project.replace(IN_LOSS, f"{IN_LOSS}        {slow}\n")
+    run = project.run(timeout_seconds=5, epochs=1, batch_size=3)  # two batches of its 6 samples
+    finish(*start_both(project, run))
+    assert list((run.path / "logs" / "positions").iterdir()) == []
+
+
+def test_a_process_alone_waits_for_nobody(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with watched(Group(Rank(), torch.device("cpu")), Run(tmp_path), tmp_path, 1):
+        assert threading.active_count() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_of_which_nothing_was_ever_heard_is_told(tmp_path: Path) -> None:
+    watchman = Watchman(Group(Rank(0, 0, 2), torch.device("cpu")), tmp_path, tmp_path, timeout_seconds=0.5)
+    text = ""
+    while not text:
+        time.sleep(0.02)
+        text = watchman.look()
+    assert text.startswith("rank 1 on an unknown host")
+    assert json.loads(watchman.path(0).read_text())["still_seconds"] >= 0.5
+
+
+def test_a_process_that_goes_on_within_its_phase_does_not_stand_still(tmp_path: Path) -> None:
+    group = Group(Rank(0, 0, 2), torch.device("cpu"))
+    watchman = Watchman(group, tmp_path, tmp_path, timeout_seconds=0.5)
+    end = time.monotonic() + 1.2
+    while time.monotonic() < end:
+        group.watch.again()
+        assert watchman.look() == ""
+        time.sleep(0.02)

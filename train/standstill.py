@@ -1,0 +1,97 @@
+"""When no process moves any more: which one the others wait for, and how that is told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+
+from train.watch import PHASES, Phase
+
+_NEARLY = 0.8  # what others tell of themselves is a little old
+
+
+class Doing(IntEnum):
+    """What the main thread is at; the less it looks like waiting for others, the sooner it is the one they wait for."""
+
+    USERS_CODE = 0
+    OUR_CODE = 1
+    WAITING = 2  # in a collective, or in the backward pass, where gradients are exchanged
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one process tells of itself."""
+
+    rank: int
+    host: str
+    pid: int
+    beat: int  # grows with every report
+    step: int
+    phase: Phase
+    doing: Doing
+    place: str  # in the source
+    still_seconds: float  # without moving
+
+
+def culprits(reports: Sequence[Report], silent: Collection[int], timeout_seconds: float) -> list[Report]:
+    """Those the others wait for: the silent ones, else those furthest behind.
+
+    Nobody while somebody moves, and nobody where all stand at the same place: that may be long work of all.
+    """
+    if any(one.still_seconds < _NEARLY * timeout_seconds for one in reports if one.rank not in silent):
+        return []
+    keys = [(one.rank not in silent, one.doing, one.step, PHASES.index(one.phase)) for one in reports]
+    if silent:
+        return [one for one in reports if one.rank in silent]
+    found = [one for one, key in zip(reports, keys, strict=True) if key == min(keys)]
+    return found if len(found) < len(reports) else []
+
+
+def sentence(reports: Sequence[Report], found: Sequence[Report], silent: Collection[int]) -> str:
+    """Who is waited for, where, and where the others wait."""
+    blamed = "; ".join(_blame(one, one.rank in silent) for one in found)
+    others = sorted((one for one in reports if one not in found), key=_where)
+    waiting = [
+        f"rank {', '.join(str(one.rank) for one in group)} at {where}"
+        for where, group in itertools.groupby(others, key=_where)
+    ]
+    return (
+        f"{blamed}. Waiting for it: {'; '.join(waiting)}. "
+        "Where it only takes long, raise train.timeout_seconds; else mend it and `pipe run --resume`"
+    )
+
+
+def locate(frame: FrameType | None, root: Path) -> tuple[Doing, str]:
+    """What a thread is at: the innermost frame that is the user's, or waits for others; else the innermost of all."""
+    innermost = _name(frame) if frame is not None else ""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(root) and "site-packages" not in path.parts:
+            return Doing.USERS_CODE, _name(frame)
+        if "/torch/distributed/" in path.as_posix():
+            return Doing.WAITING, f"the collective {frame.f_code.co_name}"
+        if "/torch/autograd/" in path.as_posix():
+            return Doing.WAITING, "the backward pass"
+        frame = frame.f_back
+    return Doing.OUR_CODE, innermost
+
+
+def _blame(one: Report, silent: bool) -> str:
+    who = f"rank {one.rank} on {one.host} (process {one.pid})"
+    if silent:
+        return (
+            f"{who} does not answer: stopped, stuck in native code, or its machine is gone; last seen at {_where(one)}"
+        )
+    return f"{who} has not moved for {one.still_seconds:.0f} s from {_where(one)}"
+
+
+def _where(one: Report) -> str:
+    return f"step {one.step}, {one.phase}" + (f" ({one.place})" if one.place else "")
+
+
+def _name(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}, {frame.f_code.co_name}"
