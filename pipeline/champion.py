@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.registry import CHAMPION, PREVIOUS, Entry, read_registry, write_registry
 from pipeline.spec.run import Run
+
+if TYPE_CHECKING:  # the command line loads without numpy
+    from pipeline.spec.bundle import Bundle
 
 
 def promote(run: Run, bundle: Bundle, reason: str = "deployed") -> Entry:
