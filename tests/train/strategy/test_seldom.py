@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,30 @@ def whole_runs(group: Group, directory: Path) -> dict[str, tuple[float, int, boo
     return found
 
 
-def test_local_sgd_goes_on_from_the_average_and_with_overlap_keeps_the_steps_made_meanwhile() -> None:
-    for rank, (at_once, later) in enumerate(together(local_steps, 2)):
+@dataclass(frozen=True)
+class Scenes:
+    """What one process saw; two processes play all scenes, since starting them takes longest."""
+
+    local: list[float]
+    outer: list[Tensor]
+    settled: dict[bool, tuple[dict[str, Tensor], dict[str, Tensor]]]
+
+
+def play(group: Group) -> Scenes:
+    return Scenes(
+        local_steps(group), outer_steps(group), {overlap: settled(group, overlap) for overlap in (False, True)}
+    )
+
+
+@pytest.fixture(scope="module")
+def scenes() -> list[Scenes]:
+    return together(play, 2)
+
+
+def test_local_sgd_goes_on_from_the_average_and_with_overlap_keeps_the_steps_made_meanwhile(
+    scenes: list[Scenes],
+) -> None:
+    for rank, (at_once, later) in enumerate(scene.local for scene in scenes):
         assert at_once == 3.0  # the first went from 1 to 2, the second to 4
         assert later == 3.0 + 10 * (rank + 1)
 
@@ -75,11 +98,11 @@ def local_steps(group: Group) -> list[float]:
         outer.start()
         move(weight, meanwhile * (group.rank.rank + 1))
         outer.finish()
-        found.append(float(weight))
+        found.append(weight.item())
     return found
 
 
-def test_diloco_makes_the_steps_of_nesterov_sgd_on_the_average_way() -> None:
+def test_diloco_makes_the_steps_of_nesterov_sgd_on_the_average_way(scenes: list[Scenes]) -> None:
     """The same steps by torch's own optimizer, on the average of what both processes moved."""
     weight = nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
@@ -88,8 +111,8 @@ def test_diloco_makes_the_steps_of_nesterov_sgd_on_the_average_way() -> None:
         weight.grad = -torch.tensor([1.5 + i, -0.5])
         optimizer.step()
         wanted.append(weight.detach().clone())
-    for found in together(outer_steps, 2):
-        torch.testing.assert_close(found, wanted)
+    for scene in scenes:
+        torch.testing.assert_close(scene.outer, wanted)
 
 
 def outer_steps(group: Group) -> list[Tensor]:
@@ -115,8 +138,10 @@ def move(weight: Tensor, by: Tensor | float) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_weights_are_the_same_everywhere_when_they_are_judged_though_they_never_were_before(overlap: bool) -> None:
-    (apart, after), (other, other_after) = together(settled, 2, overlap)
+def test_weights_are_the_same_everywhere_when_they_are_judged_though_they_were_not_before(
+    overlap: bool, scenes: list[Scenes]
+) -> None:
+    (apart, after), (other, other_after) = (scene.settled[overlap] for scene in scenes)
     assert not equal(apart, other)
     assert equal(after, other_after)
 
