@@ -24,6 +24,7 @@ from train.batch_size import decide_batch_size
 from train.checkpoint import CheckpointStore, Progress
 from train.group import Group, join
 from train.journal import Journal
+from train.parameter_server import Asynchronous
 from train.summary import last_line, summarise
 from train.trace import Tracer, traced_steps
 from train.trainer import Trainer
@@ -42,7 +43,8 @@ def train(run: Run, root: Path) -> None:
         if group.rank.first:
             _check_unchanged(run, splits)
         batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"))
-        trainer = Trainer(task, run.config, group, splits[0], splits[1], batch_size)
+        kind = Asynchronous if config.sync == "parameter_server" and group.size > 1 else Trainer
+        trainer = kind(task, run.config, group, splits[0], splits[1], batch_size)
         gate = run.config.evaluate
         check_metrics(task, trainer.strategy, splits[1], group, {gate.metric, *gate.require})
         _fit(trainer, run, group)

@@ -53,9 +53,13 @@ def losses(run: Run) -> list[float]:
     return [line["loss"] for line in journal(run) if "loss" in line]
 
 
+def checkpoint(run: Run, step: int) -> dict[str, Tensor]:
+    """Weights and optimizer state."""
+    return load_file(run.partial("train") / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+
+
 def weights_after(run: Run, step: int) -> dict[str, Tensor]:
-    path = run.partial("train") / "checkpoints" / f"step-{step:08d}" / "state.safetensors"
-    return {name: tensor for name, tensor in load_file(path).items() if name.startswith("weights.")}
+    return {name: tensor for name, tensor in checkpoint(run, step).items() if name.startswith("weights.")}
 
 
 def assert_close(left: Run, right: Run, rtol: float = 1e-4, atol: float = 1e-5) -> None:
