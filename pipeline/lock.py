@@ -92,4 +92,3 @@ def owner_of(path: Path) -> str:
     except ValueError:  # caught between truncate and write
         return "another `pipe`"
     return f"`pipe {owner['command']}` (pid {owner['pid']} on {owner['host']})"
-

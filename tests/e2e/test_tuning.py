@@ -109,7 +109,8 @@ def test_a_second_search_on_the_same_runs_joins_and_takes_over_the_trial_of_a_ki
             workers = workers_of(first)
             first.kill()
             wait_for(lambda: not any(worker.is_running() for worker in workers))
-            (walker.folder / "hold").write_text("1000")
+            (walker.folder / "held longer").write_text("1000")
+            (walker.folder / "held longer").replace(walker.folder / "hold")  # never seen half written
             answer, said = second.communicate(timeout=90)
         finally:
             second.kill()
