@@ -18,7 +18,7 @@ def be_deterministic(config: Train) -> None:
     if config.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Filling fresh memory with NaN finds kernels that read what nobody wrote; it costs a pass over each tensor.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -29,7 +29,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
         torch.manual_seed(value)  # of every kind of device, also of one that is not in use yet
         return
     torch.default_generator.manual_seed(value)  # manual_seed() notes a stack trace each time where CUDA sleeps
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(value)
 
 

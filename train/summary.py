@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from train.checkpoint import Progress
 from train.group import Group
+from train.state import Progress
 from train.trainer import Trainer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,10 +14,8 @@ from pipeline.spec.data import Samples
 from pipeline.spec.errors import ConfigError, DataError
 from pipeline.spec.task import Task
 from train.balance import Balance
-from train.checkpoint import CheckpointStore, Progress, State
 from train.feed import Feed, Job
 from train.group import Group
-from train.journal import Journal
 from train.measure import Meter
 from train.objective import Objective
 from train.optimizer import make_optimizer
@@ -25,10 +24,15 @@ from train.phase import phase
 from train.precision import Precision
 from train.schedule import learning_rate
 from train.seeding import seed_step
+from train.state import Progress, State
 from train.strategy import Part, make_strategy
 from train.trace import Tracer
 from train.validation import validate
 from train.window import Window
+
+if TYPE_CHECKING:
+    from train.checkpoint import CheckpointStore
+    from train.journal import Journal
 
 
 class Trainer:

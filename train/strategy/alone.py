@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from pipeline.spec.sections import Train
-from train.checkpoint import Progress, State
 from train.group import Group
 from train.objective import Objective
+from train.state import Progress, State
 from train.strategy.traffic import Stopwatch, Traffic
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.checkpoint import State
+from train.state import State
 from train.strategy.alone import Alone
 from train.strategy.outer import fill, flat
 

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.spec.data import Samples, forward
 from pipeline.spec.sections import Train
-from train.checkpoint import State
 from train.group import Group
 from train.objective import Objective
+from train.state import State
 from train.strategy.alone import Alone, Part
 from train.strategy.pieces import average, clip, local
 from train.strategy.plan import cut_layers

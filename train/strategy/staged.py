@@ -17,9 +17,9 @@ from pipeline.spec.data import Samples
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.sections import Train
 from pipeline.spec.task import HasParallelize
-from train.checkpoint import Progress, State
 from train.group import Group
 from train.objective import Objective
+from train.state import Progress, State
 from train.strategy.alone import Alone, Part
 from train.strategy.pieces import average, clip
 from train.strategy.rehearsal import FEW, rehearse
