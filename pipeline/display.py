@@ -23,6 +23,7 @@ _TAIL_LINES = 12
 # How the lines of launchers begin: torchrun's, mpirun's, srun's.
 _LAUNCHER = re.compile(r"[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: ")
 _PROFILER = re.compile(r"(USDT|STAGE):\d{4}-")  # and those of its profiler, which a timeline needs
+_ECHO = re.compile("echo: ")  # how a process begins that lost contact with the one that failed
 
 
 class Display:
@@ -114,13 +115,16 @@ class Display:
 
 def is_end(line: str) -> bool:
     """From here on the log is for debugging: a traceback, or the error that the command tells itself."""
-    return bool(re.match(r"Traceback \(most recent|\[rank\d+\]:|error: ", line))
+    return bool(re.match(r"Traceback \(most recent|\[rank\d+\]:|error: |echo: ", line))
 
 
 def tail(lines: Sequence[str]) -> list[str]:
-    """The last lines of the step itself, without what torchrun says about its end."""
+    """The last lines of the step itself, without what its launcher, and those who only lost contact, say of its end."""
     own = list(itertools.takewhile(lambda line: not _LAUNCHER.match(line), lines))
-    return [line for line in own or lines if line.strip() and not _PROFILER.match(line)][-_TAIL_LINES:]
+    skipped = (_PROFILER, _ECHO)
+    return [line for line in own or lines if line.strip() and not any(kind.match(line) for kind in skipped)][
+        -_TAIL_LINES:
+    ]
 
 
 def last_metrics(path: Path) -> Mapping[str, Any] | None:

@@ -44,7 +44,7 @@ class Finding:
 
 
 def examine(folder: Path) -> list[Finding]:
-    checks: list[Callable[[], list[Finding]]] = [_python, _torch, _runtime, _builders, _cluster]
+    checks: list[Callable[[], list[Finding]]] = [_python, _torch, launchers, _runtime, _builders, _cluster]
     return [finding for check in checks for finding in check()] + [disk(folder), shared_memory(Path("/dev/shm"))]  # noqa: S108
 
 
@@ -81,6 +81,13 @@ def judge_torch(found: Mapping[str, Any], gpu_present: bool) -> list[Finding]:
     if not found["gloo"]:
         findings.append(Finding("gloo", "fail", "torch has no gloo backend", "install a standard build of torch"))
     return findings
+
+
+def launchers() -> list[Finding]:
+    """What can start the processes of training; torchrun comes with torch."""
+    found = ["torchrun", *(name for name in ("mpirun", "srun", "horovodrun") if shutil.which(name))]
+    detail = f"{', '.join(found)}; train.compress pays on slow links (100 Mbit/s), not within a machine"
+    return [Finding("launchers", "ok", detail)]
 
 
 def _runtime() -> list[Finding]:

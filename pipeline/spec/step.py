@@ -28,7 +28,7 @@ def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) 
         work(run, root)
     except PipelineError as error:
         write_error(error, run.partial(name))
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{'echo' if error.echo else 'error'}: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
         traceback.print_exc()

@@ -112,6 +112,7 @@ def test_the_tail_is_what_the_step_said_before_its_launcher_did() -> None:
     assert tail(["one", "", "two", NOISE, "more noise"]) == ["one", "two"]
     assert tail([f"line {i}" for i in range(100)]) == [f"line {i}" for i in range(88, 100)]
     assert tail([NOISE]) == [NOISE], "better than nothing"
+    assert tail(["ValueError: mine", *["echo: rank 0 lost contact"] * 20]) == ["ValueError: mine"]
 
 
 @pytest.mark.parametrize("line", ["Traceback (most recent call last):", "[rank1]: Traceback", "error: no"])

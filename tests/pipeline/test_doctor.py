@@ -92,3 +92,10 @@ def test_this_machine_is_looked_over(tmp_path: Path) -> None:
     assert findings["torch"]["state"] == findings["onnxruntime"]["state"] == "ok"
     assert [what for what, finding in findings.items() if finding["state"] != "ok" and not finding["mend"]] == []
     assert done.returncode == any(finding["state"] == "fail" for finding in findings.values())
+
+
+def test_launchers_are_told_when_they_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.launchers()[0].detail.startswith("torchrun; train.compress pays on slow links")
+    (tmp_path / "mpirun").touch(mode=0o755)
+    assert doctor.launchers()[0].detail.startswith("torchrun, mpirun; ")
