@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from train.checkpoint import Progress, State, below, flatten, unflatten
+from train.state import Progress, State, below, flatten, unflatten
 from train.strategy.alone import Alone
 from train.strategy.outer import Outer, fill, flat
 
@@ -48,6 +48,7 @@ class Seldom(Alone):
     def updated(self, step: int) -> None:
         self._since += 1
         if (step + 1) % self.config.sync_every == 0:
+            self.group.watch.at(step, "exchange of weights")
             self._exchange(wait=not self.config.sync_overlap)
 
     def settle(self) -> None:
