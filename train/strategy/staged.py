@@ -23,7 +23,7 @@ from train.state import Progress, State
 from train.strategy.alone import Alone, Part
 from train.strategy.pieces import average, clip
 from train.strategy.rehearsal import FEW, rehearse
-from train.strategy.stages import Cut, Stage, cannot, choose_begins
+from train.strategy.stages import Cut, Stage, cannot, check_begins, choose_begins
 from train.strategy.units import holds_parameters, units
 from train.strategy.whole import gather_state, take_optimizer_state
 
@@ -151,12 +151,7 @@ class Staged(Alone):
         if not isinstance(task, HasParallelize):
             return []
         names = list(task.parallelize(self.model, self.mesh["pipeline"]) or [])
-        known = {name for name, _ in self.model.named_modules()}
-        if names and (len(names) != self.group.model_size - 1 or not known.issuperset(names)):
-            raise ConfigError(
-                f"parallelize() names {', '.join(names)} as beginnings of stages; train.pipeline="
-                f"{self.group.model_size} needs the names of {self.group.model_size - 1} modules"
-            )
+        check_begins(self.model, names, self.group.model_size)
         return names
 
     def _try(self, count: int) -> Outputs:

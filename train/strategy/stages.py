@@ -143,6 +143,16 @@ def choose_begins(sizes: Sequence[int], may_begin: Sequence[bool], stages: int) 
     return chosen
 
 
+def check_begins(model: nn.Module, names: Sequence[str], stages: int) -> None:
+    """What a task names as beginnings of stages; nothing leaves the choice to us."""
+    known = {name for name, _ in model.named_modules()}
+    if names and (len(set(names)) != stages - 1 or not known.issuperset(names)):
+        raise ConfigError(
+            f"parallelize() names {', '.join(names)} as beginnings of stages; "
+            f"train.pipeline={stages} needs the names of {stages - 1} modules of the model"
+        )
+
+
 def _taking(stage: Stage, places: tuple[int, ...]) -> Callable[..., Any]:
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
@@ -172,4 +182,4 @@ def _names(unit: Unit) -> list[str]:
 
 
 def cannot(why: str) -> str:
-    return f"train.pipeline: the model cannot be cut into stages: {why}"
+    return f"train.pipeline: the model cannot be cut into stages: {why}; mend that, or use parallel=fsdp"

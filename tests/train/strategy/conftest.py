@@ -38,12 +38,12 @@ def resumed(project: Project, whole: Run, name: str, after: int, processes: int,
     return run
 
 
-def script(project: Project, program: str, *arguments: str, processes: int) -> str:
+def script(project: Project, program: str, processes: int) -> str:
     """What a program prints that is started as training is."""
     (project.root / "program.py").write_text(program)
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, *launch, "program.py", *arguments]
+    argv = [sys.executable, *launch, "program.py"]
     done = subprocess.run(argv, cwd=project.root, env=env, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -129,22 +129,23 @@ def test_names_prove_nothing_so_a_cut_that_changes_a_gradient_is_refused(transfo
     assert "mine cannot be cut: the gradient of its q_norm.weight" in said["NormOfHeads"]
 
 
+CHECKPOINTS = {"epochs": 1, "checkpoint_every": 2, "keep_checkpoints": 9}
+
+
 def test_a_transformer_cut_by_two_trains_the_weights_of_one_process_beside_ddp_and_fsdp(transformer: Project) -> None:
-    words = {"epochs": 1, "accumulate": 2}
+    """Beside ddp from the checkpoint of one process, whose optimizer has other groups of parameters."""
+    words = {"accumulate": 2, **CHECKPOINTS}
     one = trained(transformer, "one", 1, **words)
-    assert_close(trained(transformer, "ddp", 4, tensor=2, **words), one)
+    assert_close(resumed(transformer, one, "ddp", 2, 4, tensor=2, **words), one)
     assert_close(trained(transformer, "fsdp", 4, tensor=2, parallel="fsdp", **words), one)
     half = trained(transformer, "half", 2, tensor=2, precision="bf16", **words)
     assert losses(half) == pytest.approx(losses(one), rel=0.02)
 
 
-def test_a_cut_run_resumes_bit_for_bit_and_from_the_checkpoint_of_one_process(transformer: Project) -> None:
-    words = {"epochs": 1, "checkpoint_every": 2, "keep_checkpoints": 9}
-    one = trained(transformer, "one", 1, **words)
-    assert_close(resumed(transformer, one, "two", 2, 2, tensor=2, **words), one)
+def test_a_cut_run_resumes_bit_for_bit(transformer: Project) -> None:
     transformer.replace("nn.Dropout(0.0)", "nn.Dropout(0.1)")
-    whole = trained(transformer, "whole", 2, tensor=2, **words)
-    assert equal(weights(resumed(transformer, whole, "cut", 2, 2, tensor=2, **words)), weights(whole))
+    whole = trained(transformer, "whole", 2, tensor=2, **CHECKPOINTS)
+    assert equal(weights(resumed(transformer, whole, "cut", 2, 2, tensor=2, **CHECKPOINTS)), weights(whole))
 
 
 PLAN = """

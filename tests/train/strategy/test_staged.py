@@ -10,7 +10,6 @@ from pipeline.spec.errors import ConfigError
 from ..conftest import Project, equal, failure
 from .conftest import assert_close, checkpoint, losses, resumed, trained
 
-
 BEGINS = """
     def parallelize(self, model, mesh):
         assert mesh.mesh_dim_names == ("pipeline",)
@@ -53,10 +52,3 @@ def test_a_model_whose_stages_would_need_more_than_the_next_unit_is_told_is_refu
     assert transformer.train(run, 2).returncode != 0
     assert isinstance(failure(run), ConfigError)
     assert "more goes from stage to stage than each unit hands to the next" in str(failure(run))
-
-
-def test_names_of_beginnings_that_are_none_are_refused(transformer: Project) -> None:
-    transformer.replace("\n    def model(", BEGINS.format(names=["layers.7"]))
-    run = transformer.run("run", pipeline=2, accumulate=2)
-    assert transformer.train(run, 2).returncode != 0
-    assert "parallelize() names layers.7" in str(failure(run))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.spec.errors import ConfigError
 from train.strategy.rehearsal import Rehearsal, rehearse
-from train.strategy.stages import Cut, Stage, choose_begins
+from train.strategy.stages import Cut, Stage, check_begins, choose_begins
 from train.strategy.units import Unit, units
 
 from .transformer import Block, Llama
@@ -36,6 +36,13 @@ def test_stages_hold_about_as_many_parameters(sizes: list[int], stages: int, beg
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="it has 2 repeated blocks with parameters, too few"):
         choose_begins([1, 1], [True, True], 3)
+
+
+@pytest.mark.parametrize("names", [["layers.7"], ["layers.1", "layers.2"], ["layers.1", "norm", "head"]])
+def test_names_of_beginnings_that_do_not_fit_are_refused(names: list[str]) -> None:
+    check_begins(Llama(), ["layers.1"], 2)
+    with pytest.raises(ConfigError, match=rf"names {', '.join(names)} as beginnings.*needs the names of 1 modules"):
+        check_begins(Llama(), names, 2)
 
 
 def test_a_block_is_a_unit_and_what_is_wanted_too() -> None:
