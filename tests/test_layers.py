@@ -10,9 +10,11 @@ from pathlib import Path
 
 HOUSE = Path(__file__).resolve().parents[1]
 STAGES = ("train", "evaluate", "export", "serve", "k8s")
-PACKAGES = ("pipeline", *STAGES)
+PACKAGES = ("pipeline", *STAGES, "bench")
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
-SOURCES = sorted(path for package in PACKAGES for path in (HOUSE / package).rglob("*.py"))
+SOURCES = sorted(
+    path for package in PACKAGES for path in (HOUSE / package).rglob("*.py") if ".peers" not in path.parts
+)
 EXAMPLES = sorted((HOUSE / "examples").rglob("*.py"))
 TESTS = sorted((HOUSE / "tests").rglob("*.py"))
 
@@ -71,6 +73,14 @@ def test_contracts_import_none_of_ours_but_each_other() -> None:
 def test_a_stage_imports_itself_and_the_contracts_alone() -> None:
     stages = [path for path in SOURCES if package_of(path) in STAGES]
     assert strangers(stages, lambda path, name: within(name, package_of(path)) or within(name, "pipeline.spec")) == []
+
+
+def test_the_bench_imports_what_it_measures_and_is_imported_by_nobody() -> None:
+    bench = [path for path in SOURCES if package_of(path) == "bench"]
+    others = [path for path in SOURCES if package_of(path) != "bench"]
+    allowed = ("bench", "pipeline", "train")
+    assert strangers(bench, lambda _, name: any(within(name, package) for package in allowed)) == []
+    assert strangers(others, lambda _, name: not within(name, "bench")) == []
 
 
 def test_the_walls_are_looked_at_where_they_stand() -> None:

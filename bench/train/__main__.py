@@ -1,0 +1,67 @@
+"""`python -m bench.train`: runs the tables that were asked for and prints them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.train import gpu, link, loops
+from bench.train.workloads import WORKLOADS
+from pipeline.spec.errors import PipelineError
+
+TABLES = ("loops", "link", "gpu")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parse(argv)
+    made: dict[str, Callable[[], tuple[dict[str, Any], str]]] = {
+        "loops": lambda: _loops(options),
+        "link": lambda: _link(options),
+        "gpu": lambda: _gpu(options),
+    }
+    found, texts = {}, []
+    try:
+        for name in options.table or TABLES:
+            found[name], text = made[name]()
+            texts.append(text)
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(found, indent=2) if options.output == "json" else "\n\n".join(texts))
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="pipe bench train", description="how fast training is, beside its peers")
+    parser.add_argument("--table", action="append", choices=TABLES, help="only this table; may be given again")
+    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="only this one, in `loops`")
+    parser.add_argument("--processes", action="append", type=int, help="numbers of processes, in `loops`: 1 and 2")
+    parser.add_argument("--threads", type=int, default=0, help="threads of each process, in `loops`: cores shared out")
+    parser.add_argument("--no-peers", action="store_true", help="ours and the bare loop alone, in `loops`")
+    parser.add_argument("--quick", action="store_true", help="a few laps, to see that it works; the ratios mean little")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how results are printed")
+    return parser.parse_args(argv)
+
+
+def _loops(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    size = loops.QUICK if options.quick else loops.FULL
+    workloads, processes = options.workload or list(WORKLOADS), options.processes or [1, 2]
+    found = loops.loops(size, workloads, processes, options.threads, peers=not options.no_peers)
+    return found, loops.text(found)
+
+
+def _link(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    found = link.link(quick=options.quick)
+    return found, link.text(found)
+
+
+def _gpu(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    found = gpu.gpu(quick=options.quick)
+    return found, gpu.text(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

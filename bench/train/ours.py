@@ -1,0 +1,33 @@
+"""Our loop as `pipe run train` runs it: the Trainer with its journal, without the road around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.train.gate import Gate
+from bench.train.lapping import Lapping
+from bench.train.recipe import train_section
+from bench.train.workloads import Workload
+from pipeline.spec.config import parse_config
+from pipeline.spec.data import open_split
+from pipeline.spec.rank import Rank
+from train.checkpoint import CheckpointStore, Progress
+from train.group import join
+from train.heap import forget_what_lasts, keep_freed_memory
+from train.journal import Journal
+from train.seeding import be_deterministic
+
+
+def ours(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
+    body = {"name": "race", "task": "task.py:T", "codec": "codec.py:C", "train": train_section(workload.batch_size)}
+    config = parse_config(body, source="the race")
+    be_deterministic(config.train)
+    keep_freed_memory()
+    with join(config.train, rank, folder) as group:
+        task = workload.make()
+        train = open_split(task, "train")
+        trainer = Lapping(task, config, group, train, train, workload.batch_size)
+        trainer.gate, trainer.lap = gate, workload.lap
+        journal = Journal(folder, 0) if rank.first else None
+        forget_what_lasts()
+        trainer.fit(Progress(), CheckpointStore(folder / "checkpoints", 2, {}), journal)

@@ -1,0 +1,52 @@
+"""One process of one contestant: `python -m bench.train.racer CONTESTANT WORKLOAD`, run by the race."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.train.gate import Finished, Gate
+from bench.train.workloads import WORKLOADS, Workload
+from pipeline.spec.rank import Rank
+
+Contestant = Callable[[Workload, Rank, Gate, Path], None]
+
+
+def contestant(name: str) -> Contestant:
+    """Peers are imported only where they run: they live in an environment of their own."""
+    if name == "ours":
+        from bench.train.ours import ours
+
+        return ours
+    if name == "bare":
+        from bench.train.bare import bare
+
+        return bare
+    from bench.train import peers
+
+    found: Contestant = getattr(peers, name)
+    return found
+
+
+def main() -> int:
+    name, workload = sys.argv[1:]
+    rank = Rank.from_env()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            contestant(name)(WORKLOADS[workload], rank, Gate(), Path(folder))
+        except Finished:
+            return 0
+        except Exception:
+            traceback.print_exc()
+            return 1
+    return 1  # laps have no end of their own
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # a process that joined gloo may hang when it is taken down
