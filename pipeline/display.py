@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
-# How the lines of launchers begin: torchrun's, mpirun's, srun's.
-_LAUNCHER = re.compile(r"[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: ")
+# How the lines of launchers begin: torchrun's, mpirun's, srun's, horovodrun's.
+_LAUNCHER = re.compile(r"[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: |Process \d+ exit with")
 _PROFILER = re.compile(r"(USDT|STAGE):\d{4}-")  # and those of its profiler, which a timeline needs
+_MARK = re.compile(r"^\[\d+\]<std(out|err)>:", re.MULTILINE)  # what horovodrun puts before each line of a process
 _ECHO = re.compile("echo: ")  # how a process begins that lost contact with the one that failed
 
 
@@ -80,7 +81,7 @@ class Display:
         if error.exit_code == StageError.exit_code and log.exists():
             with log.open("rb") as file:
                 file.seek(self._began)
-                text = file.read().decode(errors="replace")
+                text = _MARK.sub("", file.read().decode(errors="replace"))
             for line in tail(text.splitlines()):
                 print(f"    {line}", file=sys.stderr)
         print(f"log: {log}", file=sys.stderr)
@@ -110,7 +111,7 @@ class Display:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]  # a half line is read again when it is whole
         self._read += len(whole)
-        return [line for line in whole.decode(errors="replace").splitlines() if line.strip()]
+        return [line for line in _MARK.sub("", whole.decode(errors="replace")).splitlines() if line.strip()]
 
 
 def is_end(line: str) -> bool:

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterator
 from typing import NamedTuple
 
+_SHELL_SIGNALS = 128
+
 
 class Killed(NamedTuple):
     rank: int
@@ -27,7 +29,7 @@ class Killed(NamedTuple):
 
 def killed_process(log: str) -> Killed | None:
     """The first process a signal ended by itself; the launcher then ends the others, which does not count."""
-    found = [*_by_torchrun(log), *_by_mpirun(log), *_by_srun(log)]
+    found = [*_by_torchrun(log), *_by_mpirun(log), *_by_srun(log), *_by_horovodrun(log)]
     # A process that aborts may do so because it lost contact with the one that was killed.
     found.sort(key=lambda one: one.signal == signal.SIGABRT)
     return next((one for one in found if one.signal != signal.SIGTERM), None)
@@ -50,3 +52,10 @@ def _by_srun(log: str) -> Iterator[Killed]:
     for host, rank, told in re.findall(r"srun: error: (\S+): tasks? (\d+)\S*: ([A-Z][a-z ]+)", log):
         if number := numbers.get(told.strip()):
             yield Killed(int(rank), host, int(number))
+
+
+def _by_horovodrun(log: str) -> Iterator[Killed]:
+    """It tells the status a shell gives for a signal, and no host: it starts processes on its own machine."""
+    for rank, status in re.findall(r"^Process (\d+) exit with status code (\d+)", log, re.MULTILINE):
+        if int(status) > _SHELL_SIGNALS:
+            yield Killed(int(rank), "localhost", int(status) - _SHELL_SIGNALS)

@@ -90,9 +90,9 @@ def said_since(log: Path, began: int) -> str:
 
 
 def with_this_python(argv: tuple[str, ...]) -> list[str]:
-    """`python`, which a launcher may stand before, is the interpreter that runs us."""
-    place = argv.index("python")
-    return [*argv[:place], sys.executable, *argv[place + 1 :]]
+    """`python -m`, which a launcher may stand before, or be, means the interpreter that runs us."""
+    pairs = zip(argv, (*argv[1:], ""), strict=True)
+    return [sys.executable if word == "python" and following in ("-m", "-c") else word for word, following in pairs]
 
 
 def step_environment(processes: int, cores: int) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from pipeline.spec import leash
 from pipeline.spec.errors import ConfigError
@@ -22,6 +23,8 @@ _MENDS = {
 
 def launched(train: Train, per_node: int, python: tuple[str, ...]) -> tuple[str, ...]:
     """The command that starts `python` in every process of training."""
+    if train.backend == "horovod":
+        return horovodrun(per_node, python, train.trace)
     if train.launcher == "mpirun":
         return mpirun(per_node, python, train.nodes)
     if train.launcher == "srun":
@@ -54,6 +57,12 @@ def srun(per_node: int, python: tuple[str, ...], nodes: int = 1) -> tuple[str, .
     return ("srun", *tasks, "--kill-on-bad-exit=1", *python)
 
 
+def horovodrun(processes: int, python: tuple[str, ...], trace: bool = False) -> tuple[str, ...]:
+    """On this machine; with a timeline it writes Horovod's own beside ours."""
+    timeline = ("--timeline-filename", f"{python[-1]}/train.partial/horovod.json") if trace else ()
+    return ("python", "-m", "horovod.runner.launch", "--gloo", "-np", str(processes), *timeline, *python)
+
+
 def launcher_environment(train: Train, user: int) -> Mapping[str, str]:
     """Open MPI refuses to work for root, which in a container is who everybody is, unless told twice."""
     if train.launcher == "mpirun" and user == 0:
@@ -63,6 +72,11 @@ def launcher_environment(train: Train, user: int) -> Mapping[str, str]:
 
 def check_launcher(train: Train) -> None:
     """Before anything starts: the launcher is installed."""
+    if train.backend == "horovod" and find_spec("horovod") is None:
+        raise ConfigError(
+            "train.backend=horovod, but the library is not installed; docs/training.md says how to build it, "
+            "or use train.backend=torch"
+        )
     if train.launcher in _MENDS and shutil.which(train.launcher) is None:
         raise ConfigError(
             f"train.launcher={train.launcher}, but there is no {train.launcher} on PATH; {_MENDS[train.launcher]}, "

@@ -12,6 +12,7 @@ from types import FrameType
 from train.watch import PHASES, Phase
 
 _NEARLY = 0.8  # what others tell of themselves is a little old
+_COLLECTIVES = ("/torch/distributed/", "/horovod/torch/")
 
 
 class Doing(IntEnum):
@@ -72,7 +73,7 @@ def locate(frame: FrameType | None, root: Path) -> tuple[Doing, str]:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(root) and "site-packages" not in path.parts:
             return Doing.USERS_CODE, _name(frame)
-        if "/torch/distributed/" in path.as_posix():
+        if any(library in path.as_posix() for library in _COLLECTIVES):
             return Doing.WAITING, f"the collective {frame.f_code.co_name}"
         if "/torch/autograd/" in path.as_posix():
             return Doing.WAITING, "the backward pass"

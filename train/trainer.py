@@ -48,7 +48,8 @@ class Trainer:
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
         self._precision = Precision(self.config.precision, group.device)
         self.strategy = make_strategy(task.model(), Objective(task, self._precision), group, self.config, train)
-        self._optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
+        optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
+        self._optimizer = self.strategy.adopt(optimizer)
         self._trained = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._feed = Feed(train, group, self.config.seed, self.config.workers)
         self._balance = Balance(self.config.balance, group, self.strategy)

@@ -57,6 +57,12 @@ def test_srun_names_it_by_what_the_signal_means(told: str, number: int) -> None:
     assert killed_process("srun: error: node7: task 5: Exited with exit code 1\n") is None
 
 
+def test_horovodrun_names_it_by_a_shells_status() -> None:
+    log = "Process 0 exit with status code 1.\nTerminating remaining workers.\nProcess 1 exit with status code {}.\n"
+    assert killed_process(log.format(137)) == Killed(1, "localhost", signal.SIGKILL)
+    assert killed_process(log.format(143)) is None, "it ended that one itself"
+
+
 def test_a_sentence_says_who_and_how() -> None:
     assert str(Killed(1, "node1", 9)).startswith("rank 1 on node1 was killed (SIGKILL), by hand or by the kernel")
     assert "rank 0 on node1 was ended by SIGSEGV" in str(Killed(0, "node1", 11))

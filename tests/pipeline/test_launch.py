@@ -157,3 +157,6 @@ def test_the_interpreter_that_runs_us_is_used_wherever_the_launcher_names_it() -
     assert with_this_python(("mpirun", "-np", "2", "python", "-m", "train", "python")) == [
         "mpirun", "-np", "2", sys.executable, "-m", "train", "python",
     ]  # fmt: skip
+    assert with_this_python(("python", "-m", "horovod", "python", "-c", "pass")) == [
+        sys.executable, "-m", "horovod", sys.executable, "-c", "pass",
+    ]  # fmt: skip

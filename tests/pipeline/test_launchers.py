@@ -36,6 +36,21 @@ def test_srun_starts_as_many_tasks_on_each_machine_and_ends_them_together() -> N
     )  # fmt: skip
 
 
+def test_horovodrun_starts_its_processes_here_and_writes_its_own_timeline_with_ours() -> None:
+    argv = launched(Train(backend="horovod"), 2, PYTHON)
+    assert argv == ("python", "-m", "horovod.runner.launch", "--gloo", "-np", "2", *PYTHON)
+    traced = launched(Train(backend="horovod", trace=True), 2, PYTHON)
+    assert "--timeline-filename runs/one/train.partial/horovod.json python" in " ".join(traced)
+
+
+def test_horovod_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.launchers.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"train\.backend=horovod, but the library is not installed"
+    ):
+        check_launcher(Train(backend="horovod"))
+
+
 def test_root_is_let_through_to_open_mpi_and_nobody_else_is_meddled_with() -> None:
     train = Train(launcher="mpirun")
     assert set(launcher_environment(train, user=0).values()) == {"1"}

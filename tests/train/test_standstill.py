@@ -81,6 +81,7 @@ def test_the_innermost_frame_of_the_users_code_tells_the_place(tmp_path: Path) -
     ("file", "place"),
     [
         ("/lib/torch/distributed/distributed_c10d.py", "the collective all_reduce"),
+        ("/lib/horovod/torch/mpi_ops.py", "the collective all_reduce"),
         ("/lib/torch/autograd/graph.py", "the backward pass"),
     ],
 )

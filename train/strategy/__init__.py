@@ -9,6 +9,7 @@ from pipeline.spec.sections import Train
 from train.group import Group
 from train.objective import Objective
 from train.strategy.alone import Alone, Part
+from train.strategy.horovod import Horovod
 from train.strategy.packed import Packed
 from train.strategy.replicated import Replicated
 from train.strategy.seldom import Seldom
@@ -26,6 +27,8 @@ def make_strategy(
     """`samples` are for those that must try a pass of the model before they can cut it."""
     if group.size == 1:
         return Alone(model, objective, group, config)
+    if config.backend == "horovod":
+        return Horovod(model, objective, group, config)
     if config.sync == "parameter_server":
         return Served(model, objective, group, config)
     if config.sync in ("local_sgd", "diloco"):

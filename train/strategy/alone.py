@@ -51,6 +51,10 @@ class Alone:
     def wrap(self) -> nn.Module:
         return torch.compile(self.model) if self.config.compile else self.model  # type: ignore[return-value]
 
+    def adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer the trainer goes on with, for those whose exchange is a part of it."""
+        return optimizer
+
     def warm_up(self, parts: Callable[[], Iterable[Part]]) -> None:
         """Before any weights are restored: whatever must have happened once before the first step counts."""
 
