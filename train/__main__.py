@@ -8,8 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from pipeline.spec.data import Samples, open_split
 from pipeline.spec.errors import DataError
 from pipeline.spec.files import write_json
@@ -25,6 +23,7 @@ from train.checkpoint import CheckpointStore, Progress
 from train.group import Group, join
 from train.journal import Journal
 from train.parameter_server import Asynchronous
+from train.seeding import be_deterministic
 from train.summary import last_line, summarise
 from train.trace import Tracer, traced_steps
 from train.trainer import Trainer
@@ -34,8 +33,7 @@ from train.watchman import watched
 
 def train(run: Run, root: Path) -> None:
     config = run.config.train
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    be_deterministic(config)
     with join(config, Rank.from_env(), run.path) as group, watched(group, run, root, config.timeout_seconds):
         task = load_task(run.config.task, root)
         splits = [open_split(task, name) for name in ("train", "validation")]
