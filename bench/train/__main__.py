@@ -48,8 +48,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _loops(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     size = loops.QUICK if options.quick else loops.FULL
-    workloads, processes = options.workload or list(WORKLOADS), options.processes or [1, 2]
-    found = loops.loops(size, workloads, processes, options.threads, peers=not options.no_peers)
+    workloads = options.workload or (["digits"] if options.quick else list(WORKLOADS))
+    found = loops.loops(size, workloads, options.processes or [1, 2], options.threads, peers=not options.no_peers)
     return found, loops.text(found)
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.train.environment import peers_python
-from bench.train.race import Lap, race
+from bench.train.race import Course, Lap, race
 from bench.train.workloads import WORKLOADS
 from pipeline.spec.errors import PipelineError
 
@@ -38,9 +39,10 @@ class Size:
     heats: int  # each with processes of its own: where memory comes to lie differs from one to the next
     laps: int  # in a heat, of each contestant
     warm_laps: int
+    lap: int  # steps; 0: as the workload says
 
 
-QUICK, FULL = Size(heats=1, laps=2, warm_laps=1), Size(heats=4, laps=10, warm_laps=2)
+QUICK, FULL = Size(heats=1, laps=2, warm_laps=1, lap=4), Size(heats=4, laps=10, warm_laps=2, lap=0)
 
 
 def loops(size: Size, workloads: Sequence[str], processes: Sequence[int], threads: int, peers: bool) -> dict[str, Any]:
@@ -51,30 +53,26 @@ def loops(size: Size, workloads: Sequence[str], processes: Sequence[int], thread
     except PipelineError as error:
         skipped = str(error)
     rows = []
-    for workload in workloads:
-        for count in processes:
-            shared = threads or max(1, (os.cpu_count() or 1) // count)
-            heats = [race(workload, pythons, count, shared, size.warm_laps, size.laps) for _ in range(size.heats)]
-            found = list(_rows(workload, count, heats))
-            rows += found
-            print("\n".join(line(row) for row in found), file=sys.stderr, flush=True)
+    for workload, count in itertools.product(workloads, processes):
+        shared = threads or max(1, (os.cpu_count() or 1) // count)
+        lap = size.lap or WORKLOADS[workload].lap
+        course = Course(workload, count, shared, lap, size.warm_laps, size.laps)
+        found = rows_of(course, [race(course, pythons) for _ in range(size.heats)])
+        rows += found
+        print("\n".join(line(row) for row in found), file=sys.stderr, flush=True)
     return {"rows": [asdict(row) for row in rows], "skipped": skipped}
 
 
-def _rows(workload: str, processes: int, heats: Sequence[Mapping[str, Sequence[Lap]]]) -> Iterator[Row]:
+def rows_of(course: Course, heats: Sequence[Mapping[str, Sequence[Lap]]]) -> list[Row]:
+    found = []
     for loop in heats[0]:
         ratios = [ratio for heat in heats for ratio in ratios_to(heat["bare"], heat[loop])]
-        steps = WORKLOADS[workload].lap
-        cpu = statistics.median(lap.cpu_seconds for heat in heats for lap in heat[loop])
-        yield Row(
-            workload=workload,
-            processes=processes,
-            loop=loop,
-            median=round(statistics.median(ratios), 3),
-            low=round(min(ratios), 3),
-            high=round(max(ratios), 3),
-            cpu_ms_per_step=round(cpu / steps * 1e3, 2),
+        cpu = statistics.median(lap.cpu_seconds for heat in heats for lap in heat[loop]) / course.lap * 1e3
+        median, low, high = (round(ratio, 3) for ratio in (statistics.median(ratios), min(ratios), max(ratios)))
+        found.append(
+            Row(course.workload, course.processes, loop, *(round(ratio, 3) for ratio in places), round(cpu, 2))
         )
+    return found
 
 
 def ratios_to(bare: Sequence[Lap], other: Sequence[Lap]) -> list[float]:

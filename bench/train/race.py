@@ -73,30 +73,40 @@ def rotations(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
         yield turned if i // len(names) % 2 == 0 else turned[::-1]
 
 
+@dataclass(frozen=True)
+class Course:
+    """What is raced, and how."""
+
+    workload: str
+    processes: int
+    threads: int  # of each process
+    lap: int  # steps
+    warm_laps: int
+    laps: int  # that count
+
+
 @contextlib.contextmanager
-def racers(workload: str, pythons: dict[str, Path], processes: int, threads: int) -> Iterator[dict[str, Racer]]:
+def racers(course: Course, pythons: dict[str, Path]) -> Iterator[dict[str, Racer]]:
     """Every contestant's processes, started and waiting; gone at the end, whatever happens."""
-    env = {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
+    env = {"OMP_NUM_THREADS": str(course.threads), "PYTHONSAFEPATH": "1"}
     env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     with contextlib.ExitStack() as stack:
         found = {}
         for name, python in pythons.items():
             errors = stack.enter_context(tempfile.TemporaryFile())
-            argv = [str(python), "-m", "bench.train.racer", name, workload]
-            found[name] = Racer(name, argv, processes, env, errors)
+            argv = [str(python), "-m", "bench.train.racer", name, course.workload, str(course.lap)]
+            found[name] = Racer(name, argv, course.processes, env, errors)
             stack.callback(found[name].close)
         yield found
 
 
-def race(
-    workload: str, pythons: dict[str, Path], processes: int, threads: int, warm_laps: int, laps: int
-) -> dict[str, list[Lap]]:
-    with racers(workload, pythons, processes, threads) as found:
+def race(course: Course, pythons: dict[str, Path]) -> dict[str, list[Lap]]:
+    with racers(course, pythons) as found:
         for name in pythons:
-            for _ in range(warm_laps):
+            for _ in range(course.warm_laps):
                 found[name].lap()
         times: dict[str, list[Lap]] = {name: [] for name in pythons}
-        for order in rotations(list(pythons), laps):
+        for order in rotations(list(pythons), course.laps):
             for name in order:
                 times[name].append(found[name].lap())
         return times

@@ -1,4 +1,4 @@
-"""One process of one contestant: `python -m bench.train.racer CONTESTANT WORKLOAD`, run by the race."""
+"""One process of one contestant: `python -m bench.train.racer CONTESTANT WORKLOAD LAP`, run by the race."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from bench.train.gate import Finished, Gate
@@ -33,11 +34,11 @@ def contestant(name: str) -> Contestant:
 
 
 def main() -> int:
-    name, workload = sys.argv[1:]
+    name, workload, lap = sys.argv[1:]
     rank = Rank.from_env()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            contestant(name)(WORKLOADS[workload], rank, Gate(), Path(folder))
+            contestant(name)(replace(WORKLOADS[workload], lap=int(lap)), rank, Gate(), Path(folder))
         except Finished:
             return 0
         except Exception:
