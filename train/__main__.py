@@ -21,6 +21,7 @@ from train.agreement import check_splits
 from train.batch_size import decide_batch_size
 from train.checkpoint import CheckpointStore, Progress
 from train.group import Group, join
+from train.heap import forget_what_lasts, keep_freed_memory
 from train.journal import Journal
 from train.parameter_server import Asynchronous
 from train.seeding import be_deterministic
@@ -54,6 +55,8 @@ def _fit(trainer: Trainer, run: Run, group: Group) -> None:
     store = CheckpointStore(directory / "checkpoints", config.keep_checkpoints, identity)
     progress = _resume(trainer, store, group)
     journal = Journal(directory, progress.step) if group.rank.first else None
+    keep_freed_memory()
+    forget_what_lasts()
     started = time.perf_counter()
     first_step = progress.step
     try:

@@ -14,6 +14,7 @@ from pipeline.spec.data import Samples
 from pipeline.spec.errors import ConfigError, DataError
 from pipeline.spec.task import Task
 from train.balance import Balance
+from train.compiling import check_compiler, sizes_differ, take_any_size
 from train.feed import Feed, Job
 from train.group import Group
 from train.measure import Meter
@@ -45,6 +46,10 @@ class Trainer:
         self.total_steps = self.config.epochs * self.order.steps_per_epoch
         if self.order.smallest_batch < group.data_size:
             raise ConfigError(f"train.batch_size={batch_size} leaves some of {group.data_size} processes without work")
+        if self.config.compile:
+            check_compiler(group.device)
+        cuts = group.data_size * self.config.accumulate
+        self._any_size = self.config.compile and (self.config.balance == "auto" or sizes_differ(self.order, cuts))
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
         self._precision = Precision(self.config.precision, group.device)
         self.strategy = make_strategy(task.model(), Objective(task, self._precision), group, self.config, train)
@@ -116,6 +121,8 @@ class Trainer:
             self.watch.at(step, "data")
             with phase("data"):
                 batch = self._feed.fetch(job)
+            if self._any_size:
+                take_any_size(batch)
             self.watch.at(step, "forward and backward")
             count = len(job.indices)
             yield Part(batch, count, count / self.order.size(step), last=job.part == len(jobs) - 1)

@@ -69,9 +69,7 @@ def rows_of(course: Course, heats: Sequence[Mapping[str, Sequence[Lap]]]) -> lis
         ratios = [ratio for heat in heats for ratio in ratios_to(heat["bare"], heat[loop])]
         cpu = statistics.median(lap.cpu_seconds for heat in heats for lap in heat[loop]) / course.lap * 1e3
         median, low, high = (round(ratio, 3) for ratio in (statistics.median(ratios), min(ratios), max(ratios)))
-        found.append(
-            Row(course.workload, course.processes, loop, *(round(ratio, 3) for ratio in places), round(cpu, 2))
-        )
+        found.append(Row(course.workload, course.processes, loop, median, low, high, round(cpu, 2)))
     return found
 
 
