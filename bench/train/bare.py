@@ -24,18 +24,18 @@ def bare(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
     module: nn.Module = DistributedDataParallel(model) if rank.world_size > 1 else model
     optimizer = torch.optim.AdamW(decay_groups(model), fused=True)
     module.train()
-    log = (folder / "log.txt").open("w")
-    plan = Plan(task, workload.batch_size, rank)
-    for step, batch in enumerate(plan.batches()):
-        if step % workload.lap == 0:
-            gate()
-        loss = task.loss(module(*[batch[name] for name in task.inputs]), batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        for group in optimizer.param_groups:
-            group["lr"] = plan.rate(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        if rank.first and step % LOG_EVERY == 0:
-            log.write(f"{step} {loss.item()}\n")
-            log.flush()
+    with (folder / "log.txt").open("w") as log:
+        plan = Plan(task, workload.batch_size, rank)
+        for step, batch in enumerate(plan.batches()):
+            if step % workload.lap == 0:
+                gate()
+            loss = task.loss(module(*[batch[name] for name in task.inputs]), batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+            for group in optimizer.param_groups:
+                group["lr"] = plan.rate(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank.first and step % LOG_EVERY == 0:
+                log.write(f"{step} {loss.item()}\n")
+                log.flush()

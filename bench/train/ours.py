@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from bench.train.gate import Gate
@@ -28,6 +29,10 @@ def ours(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
         train = open_split(task, "train")
         trainer = Lapping(task, config, group, train, train, workload.batch_size)
         trainer.gate, trainer.lap = gate, workload.lap
-        journal = Journal(folder, 0) if rank.first else None
+        store = CheckpointStore(folder / "checkpoints", 2, {})
         forget_what_lasts()
-        trainer.fit(Progress(), CheckpointStore(folder / "checkpoints", 2, {}), journal)
+        if not rank.first:
+            trainer.fit(Progress(), store, None)
+            return
+        with contextlib.closing(Journal(folder, 0)) as journal:
+            trainer.fit(Progress(), store, journal)

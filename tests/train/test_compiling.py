@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from pipeline.spec.errors import ConfigError
+from train.compiling import check_compiler, sizes_differ
+from train.order import Order
+
+from .conftest import Project, equal, weights
+from .test_trainer import Line, config, trainer
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+def test_sizes_differ_unless_batches_and_slices_divide() -> None:
+    assert not sizes_differ(Order(samples=64, batch_size=8, seed=0), cuts=2)
+    assert sizes_differ(Order(samples=64, batch_size=8, seed=0), cuts=3)
+    assert sizes_differ(Order(samples=65, batch_size=8, seed=0), cuts=1)
+    assert sizes_differ(Order(samples=60, batch_size=8, seed=0), cuts=1)  # 8 batches: 7.5 samples each
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_missing_compiler_is_told_at_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"train\.compile=true: no compiler \(.+\) on " + device):
+        check_compiler(torch.device(device))
+
+
+def test_training_without_a_compiler_stops_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="compile=false"):
+        trainer(Line(), config(compile=True))
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+def test_batches_of_all_sizes_take_one_graph() -> None:
+    """Batches of 5, cut in two."""
+    counters.clear()
+    made = trainer(Line(), config(compile=True, accumulate=2))
+    assert {len(job.indices) for step in range(3) for job in made._jobs(step)} == {2, 3}
+    for step in range(3):
+        made._step(step)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@needs_compiler
+def test_compiled_training_by_two_processes_is_that_of_plain_ones_and_resumes_to_the_same_bits(
+    project: Project,
+) -> None:
+    """Batches of 7 and 8 for two processes and two micro-batches; the cut run goes on with another size first."""
+    plain = project.run("plain", accumulate=2, epochs=2)
+    whole, cut = (project.run(name, accumulate=2, epochs=2, compile=True, checkpoint_every=1) for name in "wc")
+    for run in (plain, whole):
+        done = project.train(run, processes=2)
+        assert done.returncode == 0, done.stderr
+    for name, tensor in weights(plain).items():
+        torch.testing.assert_close(weights(whole)[name], tensor, rtol=1e-4, atol=1e-5)
+    shutil.copytree(whole.partial("train"), cut.partial("train"))
+    for later in sorted((cut.partial("train") / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(later)
+    done = project.train(cut, processes=2)
+    assert "resumed from the checkpoint" in done.stdout, done.stderr
+    assert equal(weights(cut), weights(whole))
