@@ -74,6 +74,14 @@ class Trainer:
         self.strategy.module.train()
         self._feed.start(job for step in range(progress.step, self.total_steps) for job in self._jobs(step))
         self._open_window()
+        try:
+            return self._walk(progress, store, journal, tracer)
+        finally:
+            self._feed.stop()  # at once: left to the garbage collector, workers are waited for
+
+    def _walk(
+        self, progress: Progress, store: CheckpointStore, journal: Journal | None, tracer: Tracer | None
+    ) -> Progress:
         while progress.step < self.total_steps and not self._out_of_patience(progress):
             if tracer:
                 tracer.before(progress.step)
@@ -88,7 +96,6 @@ class Trainer:
                 self._save(progress, store)
         if tracer:
             tracer.end(progress.step)
-        self._feed.stop()
         return progress
 
     def _step(self, step: int) -> None:

@@ -45,8 +45,11 @@ class Workers:
         """The batch of `job`, which must be the next one in order."""
         try:
             place, found = next(self._batches)
-        except RuntimeError as error:
-            raise ResourceError(f"{error}; lower train.workers or free memory, then `pipe run --resume`") from error
+        except (RuntimeError, ConnectionError, EOFError) as error:  # the pipe may break before the death is noticed
+            raise ResourceError(
+                f"a process that loads batches was killed ({error}); lower train.workers or free memory, "
+                "then `pipe run --resume`"
+            ) from error
         if isinstance(found, Failure):
             sys.stderr.write(found.trace)
             raise found.error

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,8 @@ from pipeline.spec.errors import PipelineError, read_error
 from pipeline.spec.files import write_json
 from pipeline.spec.fingerprint import fingerprint
 from pipeline.spec.run import Run, RunFile
+
+from .nursery import launch
 
 # 37 training samples, a number that no batch and no world divides; tanh keeps every gradient smooth.
 TASK = """
@@ -77,10 +77,7 @@ class Project:
         path.write_text(path.read_text().replace(old, new))
 
     def train(self, run: Run, processes: int = 1) -> subprocess.CompletedProcess[str]:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        argv = [sys.executable, *(launch if processes > 1 else []), "-m", "train", str(run.path)]
-        env = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "PIPE_LEASH": "0"}
-        return subprocess.run(argv, cwd=self.root, env=env, capture_output=True, text=True, timeout=90, check=False)
+        return launch(("-m", "train", str(run.path)), self.root, processes, {"PIPE_LEASH": "0"})
 
     def _fingerprints(self) -> dict[str, Any]:
         scope: dict[str, Any] = {}

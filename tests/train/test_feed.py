@@ -41,9 +41,10 @@ def fetched(workers: int, wanted: list[Job], seed: int = 1, rank: int = 0) -> li
     group = Group(Rank(rank, world_size=2), torch.device("cpu")) if rank else CPU
     feed = Feed(Samples("train", Noisy()), group, seed, workers)
     feed.start(wanted)
-    found = [feed.fetch(job)["x"] for job in wanted]
-    feed.stop()
-    return found
+    try:
+        return [feed.fetch(job)["x"] for job in wanted]
+    finally:
+        feed.stop()
 
 
 def test_workers_draw_the_batches_that_a_process_without_them_draws() -> None:

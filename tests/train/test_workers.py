@@ -86,5 +86,5 @@ def test_a_worker_that_is_killed_is_named_as_such(drawn: Project) -> None:
 
 def in_worker(drawn: Project, deed: str) -> None:
     """What a worker, and not the training process, does at the sample of index 3."""
-    lines = ["import multiprocessing, os", "if multiprocessing.parent_process() and index == 3:", f"    {deed}"]
+    lines = ["import os", "if torch.utils.data.get_worker_info() and index == 3:", f"    {deed}"]
     drawn.replace("        found = {name", "".join(f"        {line}\n" for line in lines) + "        found = {name")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -26,6 +25,8 @@ from train.checkpoint import CheckpointStore, Progress
 from train.group import Group
 from train.parameter_server import Asynchronous
 from train.trainer import Trainer
+
+from .nursery import nursery
 
 Found = TypeVar("Found")
 
@@ -85,7 +86,7 @@ def together(
 
     Those of the ranks in `lost` do not come back, and nobody waits for them.
     """
-    context = multiprocessing.get_context("spawn")
+    context = nursery()
     with tempfile.TemporaryDirectory() as directory:
         started = []
         for rank in range(size):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import Tensor
 from pipeline.spec.run import Run
 
 from ..conftest import Project, journal, weights
+from ..nursery import launch
 
 
 def trained(project: Project, name: str, processes: int, **words: Any) -> Run:
@@ -41,10 +40,9 @@ def resumed(project: Project, whole: Run, name: str, after: int, processes: int,
 def script(project: Project, program: str, processes: int) -> str:
     """What a program prints that is started as training is."""
     (project.root / "program.py").write_text(program)
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, *launch, "program.py"]
-    done = subprocess.run(argv, cwd=project.root, env=env, capture_output=True, text=True, timeout=90, check=False)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    done = launch(("program.py",), project.root, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,0 +1,92 @@
+"""Processes that are born with torch in memory: a train step costs its work, not seconds of imports in each process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import runpy
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+_LOADED = [
+    "sklearn",  # before torch: its libraries look for threads at import
+    "torch.distributed.checkpoint.state_dict",
+    "torch.utils.tensorboard.writer",
+    "train.parameter_server",
+    "train.batch_size",
+    "train.watchman",
+]
+_ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process with threads must not fork
+
+
+def nursery() -> ForkServerContext:
+    """One a test process, started at first use with the environment of that moment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_LOADED)
+    os.environ.update(_ALONE)
+    return context
+
+
+def launch(
+    argv: Sequence[str], folder: Path, processes: int, env: Mapping[str, str], seconds: float = 90
+) -> subprocess.CompletedProcess[str]:
+    """Run `-m module …` or a program in several processes, as torchrun would: when one fails, the rest are ended."""
+    out, err = folder / "stdout.txt", folder / "stderr.txt"
+    for path in (out, err):
+        path.write_text("")
+    job = secrets.token_hex(4)
+    born = []
+    for rank in range(processes):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        words = {**env, "TORCHELASTIC_RUN_ID": job, **{name: str(value) for name, value in place.items()}}
+        process = nursery().Process(target=_live, args=(list(argv), str(folder), words, str(out), str(err)))
+        process.start()
+        born.append(process)
+    status = _wait(born, time.monotonic() + seconds)
+    return subprocess.CompletedProcess(list(argv), status, out.read_text(), err.read_text())
+
+
+def _wait(born: Sequence[BaseProcess], deadline: float) -> int:
+    """The status of the process that failed first, or 0."""
+    try:
+        while time.monotonic() < deadline:
+            codes = [process.exitcode for process in born]
+            if all(code == 0 for code in codes):
+                return 0
+            if failed := [code for code in codes if code]:
+                return failed[0]
+            multiprocessing.connection.wait([process.sentinel for process in born if process.exitcode is None], 0.5)
+        raise TimeoutError("processes did not end in time")
+    finally:
+        for process in born:
+            if process.is_alive():
+                process.terminate()
+        for process in born:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _live(argv: list[str], folder: str, env: dict[str, str], out: str, err: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number, path in ((0, os.devnull), (1, out), (2, err)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, 1) for number, mode in ((0, "r"), (1, "w"), (2, "w")))
+    os.environ.update(env)
+    os.chdir(folder)
+    if argv[0] == "-m":
+        sys.argv = [argv[1], *argv[2:]]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(argv)
+        sys.path.insert(0, folder)
+        runpy.run_path(argv[0], run_name="__main__")
