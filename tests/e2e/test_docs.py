@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from pipeline.spec.config import parse_config
 from pipeline.spec.run import STEPS
 from pipeline.spec.sources import HOUSE
 
@@ -29,7 +31,12 @@ def blocks(document: Path) -> list[tuple[str, str]]:
 def commands_in(document: Path) -> Iterator[list[str]]:
     """Every `pipe …` in a block of shell or in backticks, as words."""
     text = document.read_text()
-    lines = [line for language, body in blocks(document) if language == "sh" for line in body.splitlines()]
+    lines = [
+        line
+        for language, body in blocks(document)
+        if language == "sh"
+        for line in body.replace("\\\n", " ").splitlines()
+    ]
     for line in [*lines, *re.findall(r"`(pipe [^`]+)`", _BLOCK.sub("", text))]:
         words = shlex.split(line, comments=True)
         if words[:1] == ["pipe"]:
@@ -104,3 +111,28 @@ def test_every_step_a_document_asks_for_exists() -> None:
 def test_links_between_documents_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text())
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def slug(heading: str) -> str:
+    """The anchor a heading gets where Markdown is shown."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(HOUSE).as_posix())
+def test_links_within_a_document_lead_to_a_heading(document: Path) -> None:
+    text = document.read_text()
+    headings = {slug(line.lstrip("# ")) for line in _BLOCK.sub("", text).splitlines() if line.startswith("#")}
+    assert [target for target in re.findall(r"\]\(#([^)]+)\)", text) if target not in headings] == []
+
+
+def test_every_example_of_configuration_is_one_that_pipe_takes() -> None:
+    whole = {"name": "x", "task": "task.py:T", "codec": "codec.py:C"}
+    examples = [
+        (document.name, body)
+        for document in DOCUMENTS
+        for language, body in blocks(document)
+        if language == "yaml" and not _FILE.match(body)
+    ]
+    for name, body in examples:
+        parse_config({**whole, **yaml.safe_load(body)}, source=name)
+    assert len(examples) > 15
