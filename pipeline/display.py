@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
 # How the lines of launchers begin: torchrun's, mpirun's, srun's, horovodrun's.
-_LAUNCHER = re.compile(r"[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: |Process \d+ exit with")
+_LAUNCHER = re.compile(r"(\[rank\d+\]:)?[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: |Process \d+ exit with")
 _PROFILER = re.compile(r"(USDT|STAGE):\d{4}-")  # and those of its profiler, which a timeline needs
 _MARK = re.compile(r"^\[\d+\]<std(out|err)>:", re.MULTILINE)  # what horovodrun puts before each line of a process
 _ECHO = re.compile("echo: ")  # how a process begins that lost contact with the one that failed
@@ -116,7 +116,7 @@ class Display:
 
 def is_end(line: str) -> bool:
     """From here on the log is for debugging: a traceback, or the error that the command tells itself."""
-    return bool(re.match(r"Traceback \(most recent|\[rank\d+\]:|error: |echo: ", line))
+    return bool(re.match(r"Traceback \(most recent|\[rank\d+\]: |error: |echo: ", line))
 
 
 def tail(lines: Sequence[str]) -> list[str]:

@@ -62,7 +62,7 @@ class Tracer:
         write_atomic(self._directory / FILE, gzip.compress(text.encode(), mtime=0))
         found = {name: asdict(of) for name, of in shares(events).items()}
         write_json(self._directory / SHARES, {"first_step": self._steps.start, "steps": len(self._steps), **found})
-        print(f"timeline of steps {self._steps.start} to {self._steps.stop - 1}: {self._directory / FILE}", flush=True)
+        print(f"timeline of steps {self._steps.start} to {self._steps.stop - 1}: train/{FILE} of the run", flush=True)
 
     def _meet(self) -> tuple[int, ...]:
         """The time at which all leave a meeting, by this process's clock."""

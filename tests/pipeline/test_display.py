@@ -121,6 +121,10 @@ def test_where_a_log_turns_to_debugging_is_seen(line: str) -> None:
     assert not is_end(f"epoch 1, {line}")
 
 
+def test_what_torch_logs_of_a_rank_is_no_end() -> None:
+    assert not is_end("[rank0]:W1121 08:47:29.557000 31545 torch/_logging/_internal.py:1345] [0/0] ignored")
+
+
 def test_the_newest_whole_training_line_is_found_behind_validation_and_half_lines(tmp_path: Path) -> None:
     journal = tmp_path / "metrics.jsonl"
     assert last_metrics(journal) is None
