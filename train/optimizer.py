@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def make_optimizer(model: nn.Module, kind: str, weight_decay: float) -> torch.optim.Optimizer:
@@ -31,34 +31,38 @@ class LeanAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        if closure is not None or self._has_more_to_do():
-            super().step(closure)
-            return
+        assert closure is None, "gradients are there already"
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not trained:
-                continue
-            state = [self.state[parameter] for parameter in trained]
-            steps = [entry["step"] for entry in state]
-            torch._foreach_add_(steps, 1)
-            torch._fused_adamw_(
-                trained,
-                [parameter.grad for parameter in trained],
-                [entry["exp_avg"] for entry in state],
-                [entry["exp_avg_sq"] for entry in state],
-                [],
-                steps,
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
+            if trained:
+                self._update(group, trained, [self.state[parameter] or self._begin(parameter) for parameter in trained])
 
-    def _has_more_to_do(self) -> bool:
-        """Whether torch's own step has work that ours leaves out: state to make, a loss scale, hooks."""
-        count = sum(len(group["params"]) for group in self.param_groups)
-        hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        return len(self.state) < count or bool(hooked) or getattr(self, "found_inf", None) is not None
+    def _begin(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
+        state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        self.state[parameter] = state
+        return state
+
+    def _update(self, group: dict[str, Any], trained: list[Tensor], state: list[dict[str, Tensor]]) -> None:
+        steps = [entry["step"] for entry in state]
+        overflow = getattr(self, "found_inf", None)  # left by a GradScaler: then nothing is changed
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            trained,
+            [parameter.grad for parameter in trained if parameter.grad is not None],
+            [entry["exp_avg"] for entry in state],
+            [entry["exp_avg_sq"] for entry in state],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=overflow,
+        )
+        if overflow is not None:
+            torch._foreach_sub_(steps, [overflow] * len(steps))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from bench.train import gpu, link, loops
@@ -63,5 +65,11 @@ def _gpu(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return found, gpu.text(found)
 
 
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """As Ctrl-C: processes and namespaces are taken down first."""
+    raise KeyboardInterrupt(number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
     sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from train.strategy.alone import Alone, Part
@@ -27,6 +28,7 @@ class Replicated(Alone):
             self.model,
             bucket_cap_mb=config.bucket_mb or (None if on_gpu else _ONE_BUCKET_MB),
             gradient_as_bucket_view=True,
+            broadcast_buffers=not only_statistics(self.model),
             static_graph=config.static_graph,
         )
         _wrapped.append(self.ddp)
@@ -57,3 +59,13 @@ class Replicated(Alone):
             return self.ddp.no_sync()
         self.traffic.sent_bytes += self._exchanged_bytes
         return contextlib.nullcontext()
+
+
+def only_statistics(model: nn.Module) -> bool:
+    """Whether all buffers are running statistics of norms, which no training pass reads.
+
+    Then each process may keep its own: those of the first one are handed out before weights are judged or saved.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    known = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    return all(id(buffer) in known for buffer in model.buffers())

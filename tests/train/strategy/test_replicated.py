@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from train.group import Group
-from train.strategy.replicated import Replicated
+from train.strategy.replicated import Replicated, only_statistics
 
 from ..together import together, trainer, weights
 
@@ -51,3 +51,10 @@ def runs(group: Group) -> dict[str, tuple[dict[str, Tensor], list[int], int]]:
         sizes = str(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"])
         found[case] = (weights(made), [int(size) for size in sizes.split(",")], made.strategy.traffic.sent_bytes)
     return found
+
+
+def test_buffers_that_a_training_pass_reads_are_told_from_running_statistics() -> None:
+    norms = nn.Sequential(nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True), nn.Linear(3, 3))
+    assert only_statistics(norms)
+    norms[2].register_buffer("mask", torch.ones(3))
+    assert not only_statistics(norms)
