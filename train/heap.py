@@ -12,8 +12,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 def keep_freed_memory() -> bool:
     """Reuse freed memory instead of giving it back to the system at every step; whether the C library can do that.
 
-    Activations and gradients are freed and allocated once a step. By default glibc unmaps large ones, and the kernel
-    hands out zeroed pages for the next step, one fault each: measured as a tenth to a third of a small net's step.
+    Activations and gradients are freed and allocated once a step. Depending on what else lies in the heap, glibc gives
+    them back, and the kernel hands out zeroed pages for the next step, a fault for each: measured as up to a quarter of
+    a small net's step.
     """
     if not sys.platform.startswith("linux"):
         return False
