@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,18 +20,23 @@ from train.strategy.alone import Alone, Part
 # ends by os._exit (in __main__).
 _wrapped: list[nn.Module] = []
 
+# torch 2.13 has a new name for whether buffers are broadcast at every forward pass, and warns of the old one.
+_NAMES = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+
 _ONE_BUCKET_MB = 1 << 20  # on CPU the exchange cannot hide behind computation that needs the same cores
 
 
 class Replicated(Alone):
     def wrap(self) -> nn.Module:
         config, on_gpu = self.config, self.group.device.type == "cuda"
+        buffers: dict[str, Any] = {_SYNC_BUFFERS: not only_statistics(self.model)}
         self.ddp = DistributedDataParallel(
             self.model,
             bucket_cap_mb=config.bucket_mb or (None if on_gpu else _ONE_BUCKET_MB),
             gradient_as_bucket_view=True,
-            broadcast_buffers=not only_statistics(self.model),
             static_graph=config.static_graph,
+            **buffers,
         )
         _wrapped.append(self.ddp)
         self._exchanged_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
