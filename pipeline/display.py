@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
 # How the lines of launchers begin: torchrun's, mpirun's, srun's, horovodrun's.
-_LAUNCHER = re.compile(r"(\[rank\d+\]:)?[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: |Process \d+ exit with")
+_LAUNCHER = re.compile(
+    r"(\[rank\d+\]:)?[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: |Process \d+ exit with"
+)
 _PROFILER = re.compile(r"(USDT|STAGE):\d{4}-")  # and those of its profiler, which a timeline needs
 _MARK = re.compile(r"^\[\d+\]<std(out|err)>:", re.MULTILINE)  # what horovodrun puts before each line of a process
 _ECHO = re.compile("echo: ")  # how a process begins that lost contact with the one that failed

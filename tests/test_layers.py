@@ -12,9 +12,7 @@ HOUSE = Path(__file__).resolve().parents[1]
 STAGES = ("train", "evaluate", "export", "serve", "k8s")
 PACKAGES = ("pipeline", *STAGES, "bench")
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
-SOURCES = sorted(
-    path for package in PACKAGES for path in (HOUSE / package).rglob("*.py") if ".peers" not in path.parts
-)
+SOURCES = sorted(path for package in PACKAGES for path in (HOUSE / package).rglob("*.py") if ".peers" not in path.parts)
 EXAMPLES = sorted((HOUSE / "examples").rglob("*.py"))
 TESTS = sorted((HOUSE / "tests").rglob("*.py"))
 

@@ -45,9 +45,7 @@ def test_horovodrun_starts_its_processes_here_and_writes_its_own_timeline_with_o
 
 def test_horovod_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.launchers.find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"train\.backend=horovod, but the library is not installed"
-    ):
+    with pytest.raises(ConfigError, match=r"train\.backend=horovod, but the library is not installed"):
         check_launcher(Train(backend="horovod"))
 
 
