@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -42,6 +43,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="only this one, in `loops`")
     parser.add_argument("--processes", action="append", type=int, help="numbers of processes, in `loops`: 1 and 2")
     parser.add_argument("--threads", type=int, default=0, help="threads of each process, in `loops`: cores shared out")
+    parser.add_argument("--heats", type=int, default=loops.FULL.heats, help="starts of every loop anew, in `loops`")
+    parser.add_argument("--laps", type=int, default=loops.FULL.laps, help="laps of every loop in a heat, in `loops`")
     parser.add_argument("--no-peers", action="store_true", help="ours and the bare loop alone, in `loops`")
     parser.add_argument("--quick", action="store_true", help="a few laps, to see that it works; the ratios mean little")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how results are printed")
@@ -49,7 +52,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _loops(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    size = loops.QUICK if options.quick else loops.FULL
+    full = replace(loops.FULL, heats=options.heats, laps=options.laps)
+    size = loops.QUICK if options.quick else full
     workloads = options.workload or (["digits"] if options.quick else list(WORKLOADS))
     found = loops.loops(size, workloads, options.processes or [1, 2], options.threads, peers=not options.no_peers)
     return found, loops.text(found)
