@@ -29,12 +29,15 @@ def launched(train: Train, per_node: int, python: tuple[str, ...]) -> tuple[str,
         return mpirun(per_node, python, train.nodes)
     if train.launcher == "srun":
         return srun(per_node, python, train.nodes)
-    return torchrun(per_node, python, train.nodes, train.rendezvous)
+    return torchrun(per_node, python, train.nodes, train.rendezvous, train.timeout_seconds)
 
 
-def torchrun(per_node: int, python: tuple[str, ...], nodes: int = 1, rendezvous: str = "") -> tuple[str, ...]:
+def torchrun(
+    per_node: int, python: tuple[str, ...], nodes: int = 1, rendezvous: str = "", timeout_seconds: int = 300
+) -> tuple[str, ...]:
     """Started once on each machine."""
-    elsewhere = ("--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}")
+    patience = f"--rdzv-conf=join_timeout={timeout_seconds}"
+    elsewhere = ("--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", patience)
     meeting = (f"--nnodes={nodes}", *elsewhere) if nodes > 1 else ("--standalone", "--nnodes=1")
     interpreter, *module = python
     return (interpreter, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={per_node}", *module)

@@ -250,7 +250,7 @@ def _finish(run: Run, record: StepRecord, error: PipelineError | None, display: 
 def _failure(run: Run, step: str, status: int, said: str) -> PipelineError | None:
     """The cause first, as a process left it or as the launcher says; then what those saw who lost contact."""
     if status == 0:
-        return None
+        return _missing(run, step)
     error = read_error(run.partial(step))
     if (error is None or error.echo) and (killed := killed_process(said)):
         return StageError(f"{step}: {killed}")
@@ -260,6 +260,16 @@ def _failure(run: Run, step: str, status: int, said: str) -> PipelineError | Non
         return ResourceError(f"{step}: disk full under {run.path}; free some space, then `pipe run --resume`")
     how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
     return StageError(f"{step}: its process {how} and left no reason")
+
+
+def _missing(run: Run, step: str) -> PipelineError | None:
+    """A machine that trained along with others and keeps its own run directory has no model in it."""
+    if step != "train" or (run.partial(step) / "model.safetensors").is_file():
+        return None
+    return StageError(
+        "train: this machine has no model, the first process ran on another one; all machines must share the run "
+        "directory, and only one of them runs `pipe` (docs/training.md, Launching)"
+    )
 
 
 def _clear(run: Run, step: Step, display: Display) -> None:

@@ -15,9 +15,8 @@ _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 def _no_user_code_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Projects name their files alike: a `codec` left in sys.modules would be taken for the next project's."""
     users = (_EXAMPLES, tmp_path_factory.getbasetemp().resolve())
-    path = list(sys.path)
     yield
-    sys.path[:] = path
+    sys.path[:] = [place for place in sys.path if not any(Path(place).is_relative_to(folder) for folder in users)]
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if file and any(Path(file).is_relative_to(folder) for folder in users):

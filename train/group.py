@@ -120,8 +120,13 @@ def _connect(config: Train, rank: Rank, device: torch.device, directory: Path) -
             rank=rank.rank,
             world_size=rank.world_size,
             timeout=timedelta(seconds=seconds + _MARGIN_SECONDS),
-            device_id=device if device.type == "cuda" else None,
+            # Bound to a device, NCCL wants everybody at the making of every further group; the parameter server's
+            # links are groups of two.
+            device_id=device if device.type == "cuda" and config.sync != "parameter_server" else None,
         )
+    except dist.DistBackendError as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise LostContact(f"rank {rank.rank} on {socket.gethostname()}: NCCL did not start: {first_line}") from error
     except dist.DistError as error:
         raise LostContact(
             f"rank {rank.rank} on {socket.gethostname()}: not all {rank.world_size} processes came to the meeting "
@@ -142,6 +147,12 @@ def choose_device(wanted: str, rank: Rank) -> torch.device:
         raise ConfigError("train.device=cuda, but torch sees no CUDA device; `pipe doctor` says why")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", rank.local_rank)
+    count = torch.cuda.device_count()
+    if count > 1 and rank.local_rank >= count:
+        raise ConfigError(
+            f"train.processes: process {rank.local_rank + 1} of this machine finds only {count} GPUs; "
+            "lower it, or set train.device=cpu"
+        )
+    device = torch.device("cuda", 0 if count == 1 else rank.local_rank)  # a launcher may show each process its own
     torch.cuda.set_device(device)
     return device

@@ -20,6 +20,7 @@ class Rule(NamedTuple):
 def conflict(train: Mapping[str, Any]) -> str:
     """The first conflict as a sentence, or nothing."""
     words = {**train, **{name: min(train[name], MANY) for name in ("tensor", "pipeline", "accumulate", "workers")}}
+    words["bucket_mb"] = train["bucket_mb"] > 0
     for rule in RULES:
         if words[rule.word] in rule.values and words[rule.other] not in rule.allowed:
             first, second = (f"{name}={_shown(train[name])}" for name in (rule.word, rule.other))
@@ -37,6 +38,7 @@ SELDOM = {"local_sgd", "diloco"}
 LOOSE = {*SELDOM, "parameter_server"}
 WHOLE = "it needs the whole gradient in every process"
 NUMBER = "use batch_size=64, or another number"
+BUCKETS = "the buckets are DDP's"
 OWN = "Horovod carries the gradients itself"
 
 RULES = (
@@ -53,6 +55,13 @@ RULES = (
     Rule("sync_overlap", {True}, "sync", SELDOM, "it is for exchanges every few steps", "use sync=local_sgd"),
     Rule("static_graph", {True}, "parallel", {"ddp"}, "it is a promise to DDP", "use static_graph=false"),
     Rule("static_graph", {True}, "sync", {"allreduce"}, "it is a promise to DDP", "use static_graph=false"),
+    Rule("static_graph", {True}, "tensor", {1}, "it is a promise to DDP", "use static_graph=false"),
+    Rule("static_graph", {True}, "pipeline", {1}, "it is a promise to DDP", "use static_graph=false"),
+    Rule("bucket_mb", {True}, "parallel", {"ddp"}, BUCKETS, "use bucket_mb=0"),
+    Rule("bucket_mb", {True}, "tensor", {1}, BUCKETS, "use bucket_mb=0"),
+    Rule("bucket_mb", {True}, "pipeline", {1}, BUCKETS, "use bucket_mb=0"),
+    Rule("bucket_mb", {True}, "sync", {"allreduce"}, BUCKETS, "use bucket_mb=0"),
+    Rule("bucket_mb", {True}, "backend", {"torch"}, BUCKETS, "use bucket_mb=0"),
     Rule("parallel", {"fsdp"}, "pipeline", {1}, "its stages are not cut again", "use parallel=ddp"),
     Rule(
         "tensor",

@@ -206,3 +206,10 @@ class Tune(Section):
     warmup_epochs: Positive = Field(1, description="epochs a trial trains before it may be pruned")
     seed: Seed = Field(0, description="seed of the search")
     workers: Positive = Field(1, description="trials under way at once on this machine; they share its cores and GPUs")
+
+    @model_validator(mode="after")
+    def _a_loss_is_minimized(self) -> Tune:
+        if self.metric == "loss" and self.direction == "maximize":
+            problem = "metric=loss does not go with direction=maximize: the smaller the better; use direction=minimize"
+            raise PydanticCustomError("conflict", "{problem}", {"problem": problem})
+        return self

@@ -30,7 +30,7 @@ TRUTH = (False, True)
 
 def breaking(rule: Rule) -> dict[str, Any]:
     """The smallest train section that breaks this rule."""
-    value = min(rule.values, key=str)
+    value = 25 if rule.word == "bucket_mb" else min(rule.values, key=str)
     other = next(choice for choice in CHOICES.get(rule.other, TRUTH) if choice not in rule.allowed)
     return {rule.word: value, rule.other: other}
 
@@ -64,3 +64,9 @@ def test_the_command_refuses_with_one_sentence() -> None:
 
 def test_a_number_above_two_is_shown_as_it_was_written() -> None:
     assert conflict({**DEFAULTS, "tensor": 4, "pipeline": 8}).startswith("tensor=4 does not go with pipeline=8")
+
+
+def test_a_loss_is_not_maximized() -> None:
+    values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "tune": {"metric": "loss"}}
+    with pytest.raises(ConfigError, match="metric=loss does not go with direction=maximize"):
+        parse_config(values, source="pipe.yaml")

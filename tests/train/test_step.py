@@ -15,6 +15,15 @@ from train.order import Order
 
 from .conftest import Project, equal, failure, journal, weights
 
+UNUSED = """
+class Wider(nn.Sequential):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.never = nn.Parameter(torch.ones(2, 2))
+
+
+class Tiny:"""
+
 
 def test_two_processes_train_the_weights_that_one_does(project: Project) -> None:
     """Batches of 7 or 8 cut for two processes and three micro-batches each: nothing divides."""
@@ -101,3 +110,17 @@ def test_data_that_changed_since_prepare_are_refused(project: Project) -> None:
     project.replace("default_rng(len(split))", "default_rng(1 + len(split))")
     assert project.train(run).returncode == 2
     assert "differs from what prepare saw" in str(failure(run))
+
+
+def test_a_run_with_a_weight_that_never_has_a_gradient_resumes_to_the_same_bits(project: Project) -> None:
+    project.replace("        return nn.Sequential(", "        return Wider(")
+    project.replace("class Tiny:", UNUSED)
+    whole, cut = (project.run(name, checkpoint_every=4, keep_checkpoints=9) for name in ("whole", "cut"))
+    assert project.train(whole).returncode == 0
+    shutil.copytree(whole.partial("train"), cut.partial("train"))
+    for path in (cut.partial("train") / "checkpoints").iterdir():
+        if int(path.name[5:]) > 8:
+            shutil.rmtree(path)
+    done = project.train(cut)
+    assert "resumed from the checkpoint of step" in done.stdout, done.stderr
+    assert equal(weights(whole), weights(cut))

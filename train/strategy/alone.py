@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from pipeline.spec.sections import Train
 from train.group import Group
@@ -98,7 +103,7 @@ class Alone:
     def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State | None:
         """What a checkpoint holds, on the first process; all take part."""
         weights, optimizer_state = get_state_dict(self.model, optimizer, options=_WHOLE)
-        own = self.group.collect(self.own_state())
+        own = self.group.collect({name: tensor.cpu() for name, tensor in self.own_state().items()})
         if not self.group.rank.first:
             return None
         named = {f"{rank}.{name}": tensor for rank, held in enumerate(own) for name, tensor in held.items()}
@@ -106,13 +111,10 @@ class Alone:
         return State(progress, cast("Mapping[str, Tensor]", weights), optimizer_state, scaler, named, self.group.size)
 
     def restore(self, optimizer: torch.optim.Optimizer, state: State) -> None:
-        set_state_dict(
-            self.model,
-            optimizer,
-            model_state_dict=dict(state.weights),
-            optim_state_dict=dict(state.optimizer),
-            options=StateDictOptions(full_state_dict=True),
-        )
+        set_model_state_dict(self.model, dict(state.weights), options=StateDictOptions(full_state_dict=True))
+        # Not strict: a parameter that never had a gradient has no state.
+        lenient = StateDictOptions(full_state_dict=True, strict=False)
+        set_optimizer_state_dict(self.model, optimizer, dict(state.optimizer), options=lenient)
         if state.scaler:
             self.objective.precision.restore(state.scaler)
         self.restore_own(state.own_of(self.group.rank.rank, self.group.size))

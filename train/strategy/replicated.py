@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from train.strategy.alone import Alone, Part
+from train.strategy.buffers import only_statistics
 
 # A DistributedDataParallel that outlives its process group deadlocks when it is freed: gloo's destructor joins
 # threads that may wait for the interpreter lock it holds. So wrapped models are never freed, and the process
@@ -66,13 +66,3 @@ class Replicated(Alone):
             return self.ddp.no_sync()
         self.traffic.sent_bytes += self._exchanged_bytes
         return contextlib.nullcontext()
-
-
-def only_statistics(model: nn.Module) -> bool:
-    """Whether all buffers are running statistics of norms, which no training pass reads.
-
-    Then each process may keep its own: those of the first one are handed out before weights are judged or saved.
-    """
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-    known = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-    return all(id(buffer) in known for buffer in model.buffers())

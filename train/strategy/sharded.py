@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.spec.data import Samples, forward
+from pipeline.spec.errors import ConfigError
 from pipeline.spec.sections import Train
 from train.group import Group
 from train.objective import Objective
 from train.state import State
 from train.strategy.alone import Alone, Part
+from train.strategy.buffers import only_statistics
 from train.strategy.pieces import average, clip, local
 from train.strategy.plan import cut_layers
 from train.strategy.units import holds_parameters, units
@@ -42,6 +44,8 @@ class Sharded(Alone):
         shape = (self.group.data_size, self.group.model_size)
         self.mesh = init_device_mesh(self.group.device.type, shape, mesh_dim_names=("data", "tensor"))
         self._first = self.mesh.get_local_rank("tensor") == 0  # of those that compute the same
+        # As DistributedDataParallel does: what a training pass may read is the first process's before every step.
+        self._equal_buffers = self.group.model_size == 1 and not only_statistics(self.model)
         if self.group.model_size > 1:
             cut_layers(self.model, self.objective.task, self.mesh["tensor"], self._try)
         if self.together:
@@ -49,6 +53,8 @@ class Sharded(Alone):
         return super().wrap()
 
     def backward(self, parts: Iterable[Part]) -> Tensor:
+        if self._equal_buffers:
+            self.group.sync_buffers(self.model)
         if self.together:
             total = super().backward(_padded(parts, self.config.accumulate))
         else:
@@ -105,6 +111,7 @@ class Sharded(Alone):
         """Each repeated block by itself, so that only one of them at a time is whole, and the rest with the root."""
         plain, cast = self._policies()
         blocks = [unit.module for unit in units(self.model) if unit.repeated and holds_parameters(unit.module)]
+        self._refuse_tied(blocks)
         if cast.param_dtype:  # running statistics stay in fp32, and such a layer wants its weights in their type
             for module in self.model.modules():
                 if isinstance(module, _BatchNorm) and holds_parameters(module):
@@ -114,6 +121,17 @@ class Sharded(Alone):
                 fully_shard(block, mesh=self.mesh["data"], mp_policy=cast)
         fully_shard(self.model, mesh=self.mesh["data"], mp_policy=replace(cast, output_dtype=torch.float32))
         self._count(blocks)
+
+    def _refuse_tied(self, blocks: list[nn.Module]) -> None:
+        """Each of two blocks would cut its own copy of a tensor they share, and the copies would drift apart."""
+        owner = {id(parameter): block for block in blocks for parameter in block.parameters()}
+        for block in blocks:
+            for name, parameter in block.named_parameters():
+                if owner[id(parameter)] is not block:
+                    raise ConfigError(
+                        f"train.parallel=fsdp: {name} of {type(block).__name__} is shared by two blocks, which are cut "
+                        "one by one; use train.parallel=ddp"
+                    )
 
     def _policies(self) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
         """Without and with a cast of the gathered weights; gradients are always summed up in fp32."""

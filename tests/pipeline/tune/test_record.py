@@ -51,7 +51,7 @@ def trial_run(project: Project, config: Config, study: str, number: int, status:
         ({}, ["serve.threads=2", "evaluate.margin=0.5"], True),
         ({}, ["train.epochs=3"], False),
         ({}, ["codec=task.py:SideCodec"], False),
-        ({"metric": "loss"}, [], False),
+        ({"metric": "log_likelihood"}, [], False),
         ({"direction": "minimize"}, [], False),
         ({"space": {**SPACE, "train.lr": {"low": 0.002, "high": 0.1}}}, [], False),
         ({"space": {"train.lr": SPACE["train.lr"]}}, [], False),
@@ -110,7 +110,7 @@ def test_a_study_of_which_nothing_is_left_needs_nothing(project: Project, make_c
 
 
 def test_the_newest_study_comes_first(project: Project, make_config: MakeConfig) -> None:
-    names = [begun(project, make_config(metric=metric)) for metric in ("accuracy", "loss")]
+    names = [begun(project, make_config(metric=metric)) for metric in ("accuracy", "log_likelihood")]
     assert {body.name for body in all_studies(project.runs)} == set(names)
     path = folder_of(project.runs, names[0]) / "study.json"
     path.write_text(path.read_text().replace('"created": "2', '"created": "3'))

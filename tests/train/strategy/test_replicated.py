@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from train.group import Group
-from train.strategy.replicated import Replicated, only_statistics
+from train.strategy.buffers import only_statistics
+from train.strategy.replicated import Replicated
 
 from ..together import together, trainer, weights
 
