@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Sequence
@@ -211,6 +212,8 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
     )
     write_record(run, record)
     display.start(run, step.name, step.reason)
+    if step.name == "train" and road.config.train.nodes > 1 and road.config.train.launcher == "torchrun":
+        display.say(f"on each other machine, in this folder: PYTHONSAFEPATH=1 {shlex.join(argv)}")
     started = time.monotonic()
     launcher = LocalLauncher(road.project.root, display.tick)
     processes = processes_per_node(road.config, count_gpus(os.environ)) if step.name == "train" else 1
