@@ -21,8 +21,9 @@ def test_training_goes_through_torchrun_even_alone(config: Config) -> None:
 def test_several_machines_meet_where_they_are_told(config: Config) -> None:
     many = override_config(config, ["train.nodes=3", "train.rendezvous='head:29500'", "train.processes=8"])
     argv = argv_of("train", many, "runs/one", gpus=0)
-    assert argv[3:7] == (
-        "--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint=head:29500", "--nproc-per-node=8",
+    assert argv[3:8] == (
+        "--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint=head:29500", "--rdzv-conf=join_timeout=300",
+        "--nproc-per-node=8",
     )  # fmt: skip
 
 
