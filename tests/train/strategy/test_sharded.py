@@ -7,10 +7,19 @@ import torch
 
 from train.order import Order
 
-from ..conftest import Project, equal, weights
+from ..conftest import Project, equal, failure, weights
 from .conftest import assert_close, losses, resumed, script, trained, weights_after
 
 DEEP = "nn.Tanh(), nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8), nn.Dropout(DROP)"
+
+TIED = """
+def tied(first, activation, last):
+    inner, outer = nn.Linear(8, 8), nn.Linear(8, 8)
+    outer.weight = inner.weight
+    return nn.Sequential(first, inner, activation, outer, last)
+
+
+class Tiny:"""
 
 
 def test_fsdp_trains_the_weights_that_one_process_does(project: Project) -> None:
@@ -90,3 +99,11 @@ def test_each_of_n_fsdp_processes_holds_an_nth_of_weights_gradients_and_optimize
     project.replace("nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)", "nn.Linear(3, 48), nn.Tanh(), nn.Linear(48, 48)")
     whole = 4 * 4 * (3 * 48 + 48 + 48 * 48 + 48)  # weight, gradient and two moments, four bytes each
     assert script(project, COUNT, processes=2).split() == ["held", str(whole // 2), str(whole // 2)]
+
+
+def test_a_weight_that_two_blocks_share_is_refused(project: Project) -> None:
+    project.replace("        return nn.Sequential(", "        return tied(")
+    project.replace("class Tiny:", TIED)
+    run = project.run(parallel="fsdp")
+    assert project.train(run, processes=2).returncode != 0
+    assert "is shared by two blocks" in str(failure(run))
