@@ -31,7 +31,7 @@ types: $(VENV)/.dev
 	cd examples/starter && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not gpu"
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not long and not gpu"
 
 docs: $(VENV)/.dev  ## write docs/config.md anew from the configuration's own fields
 	$(BIN)/python -m pipeline.reference > docs/config.md

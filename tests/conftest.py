@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,9 @@ _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 @pytest.fixture(autouse=True)
 def _no_user_code_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Projects name their files alike: a `codec` left in sys.modules would be taken for the next project's."""
-    users = (_EXAMPLES, tmp_path_factory.getbasetemp().resolve())
+    users = (f"{_EXAMPLES}{os.sep}", f"{tmp_path_factory.getbasetemp().resolve()}{os.sep}")
     yield
-    sys.path[:] = [place for place in sys.path if not any(Path(place).is_relative_to(folder) for folder in users)]
+    sys.path[:] = [place for place in sys.path if not f"{place}{os.sep}".startswith(users)]
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and any(Path(file).is_relative_to(folder) for folder in users):
+        if (getattr(module, "__file__", None) or "").startswith(users):
             del sys.modules[name]

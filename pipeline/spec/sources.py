@@ -53,6 +53,7 @@ def _digests(base: Path, paths: set[Path]) -> dict[str, str]:
 
 def _closure(entry: list[Path], base: Path, folders: list[Path], only: tuple[str, ...] | None) -> set[Path]:
     found: set[Path] = set()
+    modules: set[str] = set()
     waiting = list(entry)
     while waiting:
         path = waiting.pop()
@@ -60,8 +61,9 @@ def _closure(entry: list[Path], base: Path, folders: list[Path], only: tuple[str
             continue
         found.add(path)
         for module in _imported(path, base):
-            if only is not None and module.partition(".")[0] not in only:
+            if module in modules or (only is not None and module.partition(".")[0] not in only):
                 continue
+            modules.add(module)
             waiting.extend(_files_of(module, folders, path))
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +14,33 @@ from .walker import Walker
 
 @pytest.fixture(scope="session")
 def road(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walker]:
-    """The tiny project after `pipe run all` from an empty folder, its service live. Nobody changes it."""
-    walker = Walker.fresh(tmp_path_factory.mktemp("road") / "sides")
-    try:
-        walker.pipe("run", "all")
-        yield walker
-    finally:
-        walker.stop()
+    """The tiny project after `pipe run all` from an empty folder, its service live. Nobody changes it.
+
+    Where several processes test, the first walks it for all, and the last to leave ends the service.
+    """
+    base = tmp_path_factory.getbasetemp()
+    place = base.parent if base.name.startswith("popen-") else base
+    folder = place / "road" / "sides"
+    with (place / "road.used").open("a") as used:
+        with alone(place):
+            if not Walker.lives_in(folder):
+                walker = Walker.of(folder) if folder.exists() else Walker.fresh(folder)
+                walker.pipe("run", "all")
+            fcntl.flock(used, fcntl.LOCK_SH)
+        walker = Walker.of(folder)
+        try:
+            yield walker
+        finally:
+            with alone(place), contextlib.suppress(BlockingIOError):  # others still use it
+                fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                walker.stop()
+
+
+@contextlib.contextmanager
+def alone(place: Path) -> Iterator[None]:
+    with (place / "road.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ QUESTION = {"instances": [[0.0, 0.9]]}
 def town(road: Walker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walker]:
     """Two runs with different bundles, the first of them live."""
     walker = road.copy(tmp_path_factory.mktemp("town") / "sides")
-    walker.pipe("run", "--until", "package", "train.seed=1", "evaluate.margin=0.5")
+    walker.pipe("run", "--until", "package", "train.seed=1", "train.processes=1", "evaluate.margin=0.5")
     try:
         yield walker
     finally:
@@ -140,9 +140,11 @@ def test_the_services_log_can_be_read(town: Walker, live: Live) -> None:
     assert f"bundle={live.bundle[:12]}" in town.pipe("log", "service", "--run", live.run).stdout
 
 
-def test_without_a_cluster_the_manifests_are_there_and_the_exit_status_says_it_is_not_done(town: Walker) -> None:
+def test_without_a_cluster_the_manifests_are_there_and_the_exit_status_says_it_is_not_done(
+    town: Walker, first: Run
+) -> None:
     target = ("deploy.target=kubernetes", "deploy.image=registry/sides:1")
-    done = town.pipe("run", "all", *target, expect=1, env=NO_CLUSTER)
+    done = town.pipe("deploy", first.id, *target, expect=1, env=NO_CLUSTER)
     manifests = town.latest.output("deploy") / "manifests"
     assert f"kubectl apply --server-side -k {manifests}" in done.stderr.splitlines()[-1]
     assert (manifests / "kustomization.yaml").is_file()

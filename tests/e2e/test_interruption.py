@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 
 import psutil
 import pytest
@@ -63,34 +64,29 @@ def test_a_killed_pipe_takes_its_processes_along_and_a_damaged_checkpoint_is_pas
     assert copied.weights == expected
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_leaves_no_process_and_says_how_to_go_on(
-    copied: Walker, expected: bytes, sent: signal.Signals
-) -> None:
+def test_a_second_run_is_told_who_works_here_and_an_interrupted_one_says_how_to_go_on(copied: Walker) -> None:
     with copied.held(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied)
-        pipe.send_signal(sent)
-        _, said = pipe.communicate(timeout=30)
-    assert pipe.returncode == 130, said
-    assert said.splitlines()[-1] == f"error: interrupted; nothing is lost, `pipe run --resume {run.id}` goes on"
-    assert "Traceback" not in said
-    assert processes_of(run) == []
-    if sent is signal.SIGINT:
-        copied.pipe("run", "--resume", run.id)
-        assert copied.weights == expected
-    else:
-        said = copied.pipe("run", "prepare").stderr
-        assert f"note: run {run.id} is unfinished; `pipe run --resume` continues it" in said
-
-
-def test_a_second_run_at_once_is_told_who_works_here(copied: Walker) -> None:
-    with copied.held(HELD_AFTER, *TRAIN) as pipe:
-        until_held(copied)
         said = copied.pipe("run", "all", expect=2).stderr
         assert f"(pid {pipe.pid} on " in said
         assert len(said.splitlines()) == 1
         copied.pipe("status")  # looking is allowed at any time
         assert "train" in copied.plan()
+        ends_by(signal.SIGTERM, pipe, run)
+    said = copied.pipe("run", "prepare").stderr
+    assert f"note: run {run.id} is unfinished; `pipe run --resume` continues it" in said
+    with copied.held(HELD_AFTER, "run", "--resume", run.id) as pipe:
+        wait_for(lambda: "resumed from the checkpoint of step 50 of 120" in run.log("train").read_text())
+        ends_by(signal.SIGINT, pipe, run)
+
+
+def ends_by(sent: signal.Signals, pipe: subprocess.Popen[str], run: Run) -> None:
+    pipe.send_signal(sent)
+    _, said = pipe.communicate(timeout=30)
+    assert pipe.returncode == 130, said
+    assert said.splitlines()[-1] == f"error: interrupted; nothing is lost, `pipe run --resume {run.id}` goes on"
+    assert "Traceback" not in said
+    assert processes_of(run) == []
 
 
 def test_interrupting_a_command_that_only_looks_ends_it_as_quietly(road: Walker) -> None:

@@ -29,7 +29,7 @@ def test_a_rejected_candidate_stops_the_road_and_a_forced_one_is_on_record_for_e
 
 def test_the_next_candidate_is_compared_with_the_champion_and_then_reused(copied: Walker) -> None:
     champion = read_registry(copied.runs).names[CHAMPION]
-    words = ("--until", "evaluate", "train.seed=1", "evaluate.margin=0.5")
+    words = ("--until", "evaluate", "train.seed=1", "train.processes=1", "evaluate.margin=0.5")
     copied.pipe("run", *words)
     assert verdict_of(copied)["baseline"] == {"kind": "champion", "bundle": champion.bundle}
     assert "champion changed" in copied.latest.read().steps["evaluate"].reason

@@ -30,6 +30,7 @@ def test_a_task_without_a_required_method_is_told(fresh: Walker) -> None:
     assert said == "error: prepare: task.py:Sides: has no method loss(outputs, batch); every task needs it"
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_names_its_step_and_ranks_and_keeps_the_checkpoints(copied: Walker) -> None:
     """The samples of the second rank turn bad at the fourth epoch; two passes come before the first step."""
     bad = "functional.cross_entropy(outputs, batch['label']) * (float('nan') if self.steps > 37 and RANK else 1)"
@@ -64,6 +65,7 @@ def tight(fresh: Walker) -> Iterator[tuple[Walker, tuple[str, ...], Path]]:
         keeper.communicate()
 
 
+@pytest.mark.long
 def test_a_full_disk_stops_training_in_one_line_and_it_goes_on_when_there_is_space(
     tight: tuple[Walker, tuple[str, ...], Path],
 ) -> None:
@@ -74,7 +76,7 @@ def test_a_full_disk_stops_training_in_one_line_and_it_goes_on_when_there_is_spa
     # Each checkpoint of this wider model takes about half of what is left.
     walker.replace("task.py", "nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.05), nn.Linear(64, 2)",
                    "nn.Linear(2, 9000), nn.ReLU(), nn.Linear(9000, 2)")  # fmt: skip
-    said = walker.pipe("run", "train", "train.epochs=4", prefix=inside, expect=2).stderr
+    said = walker.pipe("run", "train", "train.epochs=4", "train.processes=1", prefix=inside, expect=2).stderr
     last = said.splitlines()[-1]
     assert "disk full while writing the checkpoint of step" in last
     assert "Free some space, then `pipe run --resume`" in last

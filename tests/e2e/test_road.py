@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 import time
@@ -61,25 +62,35 @@ def test_predict_asks_the_live_service(road: Walker, tmp_path: Path) -> None:
     assert "must be a list of 2 numbers" in road.pipe("predict", str(question), expect=2).stderr
 
 
-def test_an_unchanged_rerun_reuses_all_but_deploy_says_why_and_takes_under_a_second(road: Walker, first: Run) -> None:
+def processor_seconds() -> float:
+    """Of all commands so far and what they waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_an_unchanged_rerun_reuses_all_but_deploy_says_why_and_takes_under_a_second(copied: Walker, first: Run) -> None:
     own: list[float] = []
-    while len(own) < 8 and min(own, default=1.0) >= 1.0:  # its own time, not what else the machine does
-        started = time.monotonic()
-        said = road.pipe("run", "all").stderr
-        own.append(time.monotonic() - started - road.latest.read().steps["deploy"].seconds)
+    while len(own) < 4 and min(own, default=1.0) >= 1.0:
+        started, cpu = time.monotonic(), processor_seconds()
+        said = copied.pipe("run", "all").stderr
+        wall = time.monotonic() - started - copied.latest.read().steps["deploy"].seconds
+        own.append(min(wall, processor_seconds() - cpu))  # its own time, not what else the machine does
     assert f"export: reused, unchanged since {first.id}" in said
-    steps = road.latest.read().steps
+    steps = copied.latest.read().steps
     assert {name for name, record in steps.items() if record.reused_from == first.id} == set(STEPS) - {"deploy"}
     assert steps["train"].digest == first.read().steps["train"].digest
     assert min(own) < 1.0
 
 
-def test_a_pipe_behind_the_command_ends_with_it_though_the_service_lives_on(road: Walker) -> None:
+def test_a_pipe_behind_the_command_ends_with_it_though_the_service_lives_on(copied: Walker) -> None:
     """The service must not have inherited the writing end; nor does it mind that its starter is gone."""
+    copied.deploy(copied.latest)
     command = " ".join([*PIPE, "run", "all", "2>&1", "|", "cat"])
-    done = subprocess.run(["sh", "-c", command], cwd=road.folder, env=environment({}), capture_output=True, timeout=60)
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=copied.folder, env=environment({}), capture_output=True, timeout=60
+    )
     assert b"already live" in done.stdout
-    assert road.ask("/v2/health/ready")[0] == 200
+    assert copied.ask("/v2/health/ready")[0] == 200
 
 
 def test_a_module_the_task_imports_reruns_what_depends_on_it(copied: Walker) -> None:

@@ -15,6 +15,8 @@ from pipeline.spec.run import Run
 
 from .walker import PIPE, Walker, environment, processes_of, wait_for
 
+pytestmark = pytest.mark.long
+
 HELD_AFTER = 15  # the checkpoint of step 10, where the first epoch ends, is there
 SPACE = """
 tune:

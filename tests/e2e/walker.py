@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from pipeline.history import all_runs
 from pipeline.service import any_port, end, read_live, request
@@ -43,6 +44,16 @@ class Walker:
         walker = cls.beside(folder)
         walker.replace("pipe.yaml", "package:", f"deploy:\n  port: {walker.port}\n\npackage:")
         return walker
+
+    @classmethod
+    def of(cls, folder: Path) -> Walker:
+        """Of a project that another one has made fresh."""
+        return cls(folder, yaml.safe_load((folder / "pipe.yaml").read_text())["deploy"]["port"])
+
+    @staticmethod
+    def lives_in(folder: Path) -> bool:
+        live = read_live(folder / "runs")
+        return live is not None and live.alive
 
     def copy(self, folder: Path) -> Walker:
         """The project and its runs elsewhere, as if nothing were live."""

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from pipeline.service import any_port
 from pipeline.spec.data import forward, open_split
 from pipeline.spec.errors import GateError, read_error
 from pipeline.spec.files import write_atomic
 from pipeline.spec.run import Run, RunFile
+from pipeline.spec.sources import HOUSE
 from pipeline.spec.task import load_task
 from pipeline.spec.weights import save_weights
 
-HOUSE = Path(__file__).parents[2]
+from ..nursery import launch
+
 DIGITS = HOUSE / "examples" / "digits"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +50,17 @@ def make_run(path: Path, weights: Path, **evaluate: object) -> Run:
     return run
 
 
-def start(run: Run, *launcher: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, *launcher, "-m", "evaluate", str(run.path), "--root", str(DIGITS)]
-    env = {**os.environ, "PYTHONPATH": str(HOUSE), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+def start(run: Run, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    argv = ("-m", "evaluate", str(run.path), "--root", str(DIGITS))
+    return launch(argv, run.path.parent, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(any_port())})
 
 
 def test_one_process_and_two_measure_every_sample_once_and_exactly_alike(tmp_path: Path, weights: Path) -> None:
     # 360 samples in batches of 50: eight batches, the last one short.
     one = make_run(tmp_path / "one", weights, batch_size=50, force_reason="few steps")
     two = make_run(tmp_path / "two", weights, batch_size=50, force_reason="few steps")
-    for run, launcher in ((one, ()), (two, TORCHRUN)):
-        done = start(run, *launcher)
+    for run, processes in ((one, 1), (two, 2)):
+        done = start(run, processes)
         assert done.returncode == 0, done.stderr
     with (
         np.load(one.partial("evaluate") / "predictions.npz") as alone,

@@ -144,7 +144,7 @@ def test_kserve_is_not_believed_while_its_deployment_runs_another_bundle(
     old["spec"]["template"]["metadata"]["annotations"]["pipe-road/bundle"] = "0" * 64
     cluster.apply([*kserve, old], "default", print)
     with pytest.raises(StageError, match="has not taken over the new version"):
-        cluster.wait(kserve, "default", 0.1, print)
+        cluster.wait(kserve, "default", 1, print)
 
 
 WAITING = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "twice:1"'}

@@ -19,7 +19,7 @@ from pipeline.spec.files import write_json
 from pipeline.spec.fingerprint import fingerprint
 from pipeline.spec.run import Run, RunFile
 
-from .nursery import launch
+from ..nursery import launch
 
 # 37 training samples, a number that no batch and no world divides; tanh keeps every gradient smooth.
 TASK = """

@@ -14,6 +14,7 @@ from pipeline.launchers import launcher_environment
 from pipeline.spec.run import Run
 from pipeline.spec.sections import Train
 
+from ..nursery import Born
 from .conftest import Project
 
 ENVIRONMENT = {
@@ -38,6 +39,12 @@ def start(project: Project, argv: tuple[str, ...], **env: str) -> subprocess.Pop
     )
 
 
+def task_of(project: Project, run: Run, rank: int, **env: str) -> Born:
+    """One of two tasks that srun started; it has torch in memory already."""
+    said = project.root / f"{run.id}-{rank}.txt"
+    return Born(module(run)[1:], project.root, {**ENVIRONMENT, **slurm(rank, **env)}, said, said)
+
+
 def slurm(rank: int, **more: str) -> dict[str, str]:
     """What srun sets in a step of two tasks on one machine."""
     return {
@@ -52,7 +59,7 @@ def slurm(rank: int, **more: str) -> dict[str, str]:
     }
 
 
-def finish(*processes: subprocess.Popen[str]) -> None:
+def finish(*processes: subprocess.Popen[str] | Born) -> None:
     said = [process.communicate(timeout=90)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
 

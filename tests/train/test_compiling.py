@@ -38,6 +38,7 @@ def test_training_without_a_compiler_stops_before_its_first_step(monkeypatch: py
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+@pytest.mark.filterwarnings("ignore:Distutils was imported before Setuptools:UserWarning")  # and looks for a compiler
 def test_batches_of_all_sizes_take_one_graph() -> None:
     """Batches of 5, cut in two."""
     counters.clear()
@@ -48,6 +49,7 @@ def test_batches_of_all_sizes_take_one_graph() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.long
 @needs_compiler
 def test_compiled_training_by_two_processes_is_that_of_plain_ones_and_resumes_to_the_same_bits(
     project: Project,

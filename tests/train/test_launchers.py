@@ -14,7 +14,7 @@ from pipeline.spec.files import write_json
 from pipeline.spec.rank import Rank
 
 from .conftest import Project, equal, failure, weights
-from .launching import ENVIRONMENT, await_true, finish, left_over, module, slurm, start
+from .launching import ENVIRONMENT, await_true, finish, left_over, module, slurm, start, task_of
 
 needs_mpirun = pytest.mark.skipif(
     shutil.which("mpirun") is None, reason="no mpirun: install Open MPI (apt-get install openmpi-bin)"
@@ -22,11 +22,12 @@ needs_mpirun = pytest.mark.skipif(
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_the_weights_are_the_same_under_every_launcher_bit_for_bit(project: Project) -> None:
     runs = {name: project.run(name) for name in ("torchrun", "mpirun", "srun")}
     finish(start(project, torchrun(2, module(runs["torchrun"]))))
     finish(start(project, mpirun(2, module(runs["mpirun"]))))
-    finish(*(start(project, module(runs["srun"]), **slurm(rank)) for rank in (1, 0)))
+    finish(*(task_of(project, runs["srun"], rank) for rank in (1, 0)))
     for name in ("mpirun", "srun"):
         assert equal(weights(runs[name]), weights(runs["torchrun"])), name
         assert [path.name for path in runs[name].path.glob("meeting*")] == [], "the address is gone when all have met"
@@ -34,16 +35,15 @@ def test_the_weights_are_the_same_under_every_launcher_bit_for_bit(project: Proj
 
 def test_an_address_left_by_an_earlier_launch_is_not_taken(project: Project) -> None:
     run = project.run(epochs=1)
-    env = [slurm(rank, SLURM_JOB_ID="8") for rank in (0, 1)]
-    late = start(project, module(run), **env[1])
+    late = task_of(project, run, 1)
     stale = {"host": "127.0.0.1", "port": 9, "mark": "old"}  # nobody listens on the port that discards
-    write_json(run.path / f"meeting-{Rank.from_env(env[1]).job}.json", stale)
-    finish(late, start(project, module(run), **env[0]))
+    write_json(run.path / f"meeting-{Rank.from_env(slurm(1)).job}.json", stale)
+    finish(late, task_of(project, run, 0))
 
 
 def test_a_process_that_nobody_joins_says_what_it_waited_for(project: Project) -> None:
     run = project.run(timeout_seconds=1)
-    alone = start(project, module(run), **slurm(1))
+    alone = task_of(project, run, 1)
     alone.communicate(timeout=60)
     assert alone.returncode == 1
     assert "rank 1 on" in str(failure(run))
@@ -65,6 +65,7 @@ def test_a_bug_under_mpirun_ends_every_process_and_is_told_with_its_rank(project
     assert left_over(run) == []
 
 
+@pytest.mark.long
 @needs_mpirun
 def test_a_killed_runner_takes_all_processes_of_mpirun_along(project: Project) -> None:
     project.replace(

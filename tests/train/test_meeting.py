@@ -62,7 +62,8 @@ def test_the_store_of_another_launch_is_not_taken(tmp_path: Path) -> None:
     assert store is not None
 
 
-def test_what_is_no_store_is_not_taken(tmp_path: Path) -> None:
+def test_what_is_no_store_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_KNOCK_SECONDS", 1)
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
         write_json(tmp_path / "place", {"host": "127.0.0.1", "port": other.getsockname()[1], "mark": "old"})
         told = pool.submit(meeting._knock, tmp_path / "place")

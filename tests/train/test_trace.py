@@ -81,4 +81,4 @@ def start(event: dict[str, Any]) -> float:
     return found
 
 
-DEEP = "nn.Linear(3, 256), *[m for _ in range(4) for m in (nn.Linear(256, 256), nn.Tanh())], nn.Linear(256, 1)"
+DEEP = "nn.Linear(3, 512), *[m for _ in range(4) for m in (nn.Linear(512, 512), nn.Tanh())], nn.Linear(512, 1)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -18,8 +17,9 @@ from pipeline.spec.run import Run
 from train.group import Group
 from train.watchman import Watchman, watched
 
+from ..nursery import Born
 from .conftest import Project, failure
-from .launching import finish, module, slurm, start
+from .launching import finish, task_of
 
 IN_LOSS = "    def loss(self, outputs, batch):\n"
 SECOND_AT_ITS_FOURTH_LOSS = """
@@ -33,11 +33,11 @@ STOPPED = "os.kill(os.getpid(), 19)"
 FROZEN = "import ctypes; ctypes.PyDLL(None).sleep(600)  # holds the interpreter lock"
 
 
-def start_both(project: Project, run: Run) -> list[subprocess.Popen[str]]:
-    return [start(project, module(run), **slurm(rank)) for rank in (0, 1)]
+def start_both(project: Project, run: Run) -> list[Born]:
+    return [task_of(project, run, rank) for rank in (0, 1)]
 
 
-def end(processes: list[subprocess.Popen[str]]) -> None:
+def end(processes: list[Born]) -> None:
     for process in processes:
         process.kill()
         process.communicate(timeout=20)

@@ -26,7 +26,7 @@ from train.group import Group
 from train.parameter_server import Asynchronous
 from train.trainer import Trainer
 
-from .nursery import nursery
+from ..nursery import nursery
 
 Found = TypeVar("Found")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pipeline.spec.run import Run
 
+from ...nursery import launch
 from ..conftest import Project, journal, weights
-from ..nursery import launch
 
 
 def trained(project: Project, name: str, processes: int, **words: Any) -> Run:

@@ -1,4 +1,4 @@
-"""Processes that are born with torch in memory: a train step costs its work, not seconds of imports in each process."""
+"""Processes that are born with torch in memory: a step costs its work, not seconds of imports in each process."""
 
 from __future__ import annotations
 
@@ -35,21 +35,51 @@ def nursery() -> ForkServerContext:
     return context
 
 
+class Born:
+    """A process of the nursery that runs `-m module …` or a program; waited for and ended like one of subprocess."""
+
+    def __init__(self, argv: Sequence[str], folder: Path, env: Mapping[str, object], out: Path, err: Path) -> None:
+        words = {name: str(value) for name, value in env.items()}
+        self._out = out
+        self.process = nursery().Process(target=_live, args=(list(argv), str(folder), words, str(out), str(err)))
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise TimeoutError(f"process {self.pid} did not end in {timeout} s")
+        return self.process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """What was written to its standard output until its end."""
+        self.wait(timeout)
+        return self._out.read_text(), None
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
 def launch(
     argv: Sequence[str], folder: Path, processes: int, env: Mapping[str, str], seconds: float = 90
 ) -> subprocess.CompletedProcess[str]:
-    """Run `-m module …` or a program in several processes, as torchrun would: when one fails, the rest are ended."""
+    """The same in several processes, as torchrun would: when one fails, the rest are ended."""
     out, err = folder / "stdout.txt", folder / "stderr.txt"
     for path in (out, err):
         path.write_text("")
-    job = secrets.token_hex(4)
-    born = []
-    for rank in range(processes):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        words = {**env, "TORCHELASTIC_RUN_ID": job, **{name: str(value) for name, value in place.items()}}
-        process = nursery().Process(target=_live, args=(list(argv), str(folder), words, str(out), str(err)))
-        process.start()
-        born.append(process)
+    job = {"TORCHELASTIC_RUN_ID": secrets.token_hex(4), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    born = [
+        Born(argv, folder, {**env, **job, "RANK": rank, "LOCAL_RANK": rank}, out, err).process
+        for rank in range(processes)
+    ]
     status = _wait(born, time.monotonic() + seconds)
     return subprocess.CompletedProcess(list(argv), status, out.read_text(), err.read_text())
 
@@ -79,7 +109,7 @@ def _wait(born: Sequence[BaseProcess], deadline: float) -> int:
 def _live(argv: list[str], folder: str, env: dict[str, str], out: str, err: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number, path in ((0, os.devnull), (1, out), (2, err)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, 1) for number, mode in ((0, "r"), (1, "w"), (2, "w")))
     os.environ.update(env)
     os.chdir(folder)
