@@ -16,6 +16,7 @@ from pipeline.spec.run import Run
 from .walker import Walker, processes_of, wait_for
 
 NO_CLUSTER = {"KUBECONFIG": "/nowhere"}
+NEXT = ("train.seed=1", "train.processes=1", "evaluate.margin=0.5")
 QUESTION = {"instances": [[0.0, 0.9]]}
 
 
@@ -23,7 +24,7 @@ QUESTION = {"instances": [[0.0, 0.9]]}
 def town(road: Walker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walker]:
     """Two runs with different bundles, the first of them live."""
     walker = road.copy(tmp_path_factory.mktemp("town") / "sides")
-    walker.pipe("run", "--until", "package", "train.seed=1", "train.processes=1", "evaluate.margin=0.5")
+    walker.pipe("run", "--until", "package", *NEXT)
     try:
         yield walker
     finally:
@@ -76,6 +77,14 @@ class Client(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self.join()
+
+
+def test_the_next_candidate_is_compared_with_the_champion_and_then_reused(
+    town: Walker, live: Live, second: Run
+) -> None:
+    assert second.verdict()["baseline"] == {"kind": "champion", "bundle": live.bundle}
+    assert "champion changed" in second.read().steps["evaluate"].reason
+    assert town.plan("--until", "evaluate", *NEXT)["evaluate"] == ("reuse", f"unchanged since {second.id}")
 
 
 def test_a_new_bundle_takes_the_port_over_and_no_request_fails(

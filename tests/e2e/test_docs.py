@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from pipeline.cli import app
 from pipeline.spec.config import parse_config
 from pipeline.spec.run import STEPS
 from pipeline.spec.sources import HOUSE
@@ -76,10 +77,8 @@ def test_adding_a_model_works_as_it_is_written(walker: Walker) -> None:
 
 
 def known_options(command: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", command, "--help"], env=environment({}), capture_output=True, text=True
-    )
-    return done.returncode, done.stdout
+    done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
 
 
 def test_every_command_a_document_names_exists_with_its_options() -> None:

@@ -47,6 +47,7 @@ def test_a_killed_worker_costs_nothing(copied: Walker, expected: bytes) -> None:
     assert steps == list(range(10, 121, 10)), "each line once, though some steps were done twice"
 
 
+@pytest.mark.long
 def test_a_killed_pipe_takes_its_processes_along_and_a_damaged_checkpoint_is_passed_over(
     copied: Walker, expected: bytes
 ) -> None:

@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipeline.spec.registry import CHAMPION, read_registry
-
 from .walker import Walker
 
 
@@ -25,12 +23,3 @@ def test_a_rejected_candidate_stops_the_road_and_a_forced_one_is_on_record_for_e
     assert reason in json.dumps(verdict_of(copied))
     assert reason in (copied.latest.bundle_path / "card.md").read_text()
     assert copied.latest.bundle().manifest.verdict == "forced"
-
-
-def test_the_next_candidate_is_compared_with_the_champion_and_then_reused(copied: Walker) -> None:
-    champion = read_registry(copied.runs).names[CHAMPION]
-    words = ("--until", "evaluate", "train.seed=1", "train.processes=1", "evaluate.margin=0.5")
-    copied.pipe("run", *words)
-    assert verdict_of(copied)["baseline"] == {"kind": "champion", "bundle": champion.bundle}
-    assert "champion changed" in copied.latest.read().steps["evaluate"].reason
-    assert copied.plan(*words)["evaluate"] == ("reuse", f"unchanged since {copied.latest.id}")
