@@ -38,7 +38,7 @@ def test_training_without_a_compiler_stops_before_its_first_step(monkeypatch: py
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
-@pytest.mark.filterwarnings("ignore:Distutils was imported before Setuptools:UserWarning")  # and looks for a compiler
+@pytest.mark.filterwarnings("ignore::UserWarning:_distutils_hack")  # and brings setuptools, maybe after distutils
 def test_batches_of_all_sizes_take_one_graph() -> None:
     """Batches of 5, cut in two."""
     counters.clear()
