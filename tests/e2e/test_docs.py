@@ -76,6 +76,34 @@ def test_adding_a_model_works_as_it_is_written(walker: Walker) -> None:
     assert "ended flowers" in said
 
 
+def readme_commands() -> list[list[str]]:
+    """What its blocks tell to type, as words."""
+    lines = [line for language, body in blocks(HOUSE / "README.md") if language == "sh" for line in body.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_the_commands_of_the_readme_work_one_after_the_other(copied: Walker) -> None:
+    """On a walked road, up to the next project; `pipe tune` is walked by test_tuning.py."""
+    commands = [words for words in readme_commands() if words[0] not in ("tune", "init", "-C")]
+    copied.deploy(copied.latest)
+    for words in commands:
+        copied.pipe(*words)
+    assert [words[0] for words in commands] == [
+        "status", "predict", "report", "run", "plan", "verify", "promote", "stop",
+    ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_the_project_that_init_writes_walks_the_road_as_the_readme_says(walker: Walker) -> None:
+    try:
+        for words in readme_commands():
+            if words[0] in ("init", "-C"):
+                walker.pipe(*words)
+        assert (walker.folder / "my-model" / "runs" / "live.json").is_file()
+    finally:
+        Walker(walker.folder / "my-model", 0).stop()
+
+
 def known_options(command: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
     return done.exit_code, done.output
