@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 HOUSE = Path(__file__).resolve().parents[1]
 STAGES = ("train", "evaluate", "export", "serve", "k8s")
 PACKAGES = ("pipeline", *STAGES, "bench")
@@ -110,6 +112,7 @@ def test_a_run_directory_is_read_without_torch_or_numpy() -> None:
     assert loaded_by("pipeline.spec.run") & {"torch", "numpy"} == set()
 
 
+@pytest.mark.long
 def test_importing_any_module_prints_nothing() -> None:
     modules = [module_of(path) for path in SOURCES if path.stem != "__main__"]
     done = run_python("import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)", *modules)

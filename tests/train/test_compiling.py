@@ -50,6 +50,7 @@ def graphs(group: Group) -> int:
 
 
 @needs_compiler
+@pytest.mark.long
 def test_batches_of_all_sizes_take_one_graph() -> None:
     """In a process of its own: the compiler brings setuptools, which minds what was imported before."""
     assert together(graphs, 1) == [1]
