@@ -15,6 +15,7 @@ class PipelineError(Exception):
     exit_code = 2
     complete = False  # True: the step's output is whole and is kept, though the road stops
     echo = False  # True: it follows from a failure elsewhere
+    passing = False  # True: trying again may well succeed, as after a lost machine
 
 
 class ConfigError(PipelineError):
@@ -47,6 +48,13 @@ class LostContact(StageError):
     """Another process failed, was killed or hangs: its own error, where it left one, is the one to show."""
 
     echo = True
+    passing = True
+
+
+class Stalled(StageError):
+    """All wait for a process that does not move."""
+
+    passing = True
 
 
 class GateError(PipelineError):

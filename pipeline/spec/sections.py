@@ -90,6 +90,16 @@ class Train(Section):
     nodes: Positive = Field(1, description="machines that train together")
     rendezvous: str = Field("", description="`host:port` all nodes reach, needed by torchrun when `nodes` is above 1")
     image: str = Field("", description="container image of the training pods on a cluster")
+    restarts: Natural = Field(
+        3, description="times in a row training starts again by itself without a new checkpoint; 0: never"
+    )
+    elastic: Literal["close", "exact"] = Field(
+        "close", description="another number of processes gives the same batches; `exact`: the same bits"
+    )
+    elastic_shards: Positive = Field(4, description="elastic=exact: parts of each batch, summed in a fixed order")
+    snapshot: Literal["none", "memory"] = Field("none", description="`memory`: mirror the state in a peer's memory")
+    snapshot_every: Positive = Field(10, description="optimizer steps between two snapshots in memory")
+    checkpoints: str = Field("", description="folder or fsspec URL that keeps the checkpoints; empty: in the run")
     checkpoint_every: Natural = Field(100, description="optimizer steps between checkpoints; 0: only at epoch ends")
     keep_checkpoints: Positive = Field(2, description="newest checkpoints kept, beside the best")
     log_every: Positive = Field(10, description="optimizer steps between two lines of metrics.jsonl")
