@@ -7,11 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.train.namespaces import End, cable, missing
+from bench.network import Host, missing, network
 from pipeline.spec.errors import StageError
 
 MEGABITS, TARGET, LIMIT_SECONDS = 100, 0.6, 240.0
@@ -34,7 +34,7 @@ def link(quick: bool) -> dict[str, Any]:
         return {"rows": [], "skipped": skipped}
     rows: list[dict[str, Any]] = []
     target = 100.0 if quick else TARGET  # met at the first look
-    with cable(MEGABITS) as ends:
+    with network(2, MEGABITS) as ends:
         for name, words in WORDS.items():
             found = _train(ends, words, target, LIMIT_SECONDS)
             rows.append(_row(name, found, rows))
@@ -72,7 +72,7 @@ def _row(name: str, found: Mapping[str, Any], before: list[dict[str, Any]]) -> d
     }
 
 
-def _train(ends: tuple[End, End], words: Mapping[str, Any], target: float, limit: float) -> dict[str, Any]:
+def _train(ends: Sequence[Host], words: Mapping[str, Any], target: float, limit: float) -> dict[str, Any]:
     """Both processes to their end; what the first one printed."""
     argv = [sys.executable, "-m", "bench.train.linked", json.dumps(words), str(target), str(limit)]
     with contextlib.ExitStack() as stack:
