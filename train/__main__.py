@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from pipeline.spec import chaos
 from pipeline.spec.data import Samples, open_split
 from pipeline.spec.errors import DataError
 from pipeline.spec.files import write_json
@@ -26,10 +27,12 @@ from train.journal import Journal
 from train.parameter_server import Asynchronous
 from train.seeding import be_deterministic
 from train.summary import last_line, summarise
+from train.peril import arm
 from train.trace import Tracer, traced_steps
 from train.trainer import Trainer
 from train.validation import check_metrics
 from train.watchman import watched
+from train.trap import Trap
 
 
 def train(run: Run, root: Path) -> None:
@@ -39,6 +42,8 @@ def train(run: Run, root: Path) -> None:
         task = load_task(run.config.task, root)
         splits = [open_split(task, name) for name in ("train", "validation")]
         check_splits(task, splits, group)
+        if folder := os.environ.get(chaos.VARIABLE):
+            arm(Trap(Path(folder), group))
         if group.rank.first:
             _check_unchanged(run, splits)
         batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"))

@@ -21,6 +21,7 @@ from train.measure import Meter
 from train.objective import Objective
 from train.optimizer import make_optimizer
 from train.order import Order
+from train.peril import reached
 from train.phase import phase
 from train.precision import Precision
 from train.schedule import learning_rate
@@ -95,6 +96,7 @@ class Trainer:
             if ends_epoch or (self.config.checkpoint_every and progress.step % self.config.checkpoint_every == 0):
                 self._save(progress, store)
         if tracer:
+            reached("step")
             tracer.end(progress.step)
         return progress
 
