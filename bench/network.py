@@ -38,7 +38,8 @@ class Host:
 
     def slow(self, megabits: float) -> None:
         """What the host sends leaves at so many megabits per second at most."""
-        shape = ["tbf", "rate", f"{round(megabits * 1000)}kbit", "burst", "256kb", "latency", "400ms"]
+        burst_kb = max(2, round(2.5 * megabits))  # 20 ms; less than a packet lets nothing through
+        shape = ["tbf", "rate", f"{round(megabits * 1000)}kbit", "burst", f"{burst_kb}kb", "latency", "400ms"]
         _do("tc", "-n", self.namespace, "qdisc", "replace", "dev", self.interface, "root", *shape)
 
     def fast(self) -> None:
@@ -56,8 +57,11 @@ def missing() -> str:
     """Why there can be no namespaces here, or nothing."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    absent = [name for name in ("ip", "tc") if shutil.which(name, path=_path()) is None]
-    return f"{' and '.join(absent)} from iproute2 not found" if absent else ""
+    absent = [name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name, path=_path()) is None]
+    if absent:
+        return f"{' and '.join(absent)} (of iproute2 and util-linux) not found"
+    tried = subprocess.run([_program("unshare"), "--net", "true"], capture_output=True, text=True, check=False)
+    return f"network namespaces cannot be made here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 @contextlib.contextmanager

@@ -1,0 +1,100 @@
+"""A host of the test network with processes, mounts and a name of its own: a machine, to those that run on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from bench.network import Host
+
+# The first process of a machine ends when our end of its standard input is closed, and takes all the others along.
+_INIT = "hostname $0; trap '' CHLD; echo up; exec cat"
+_ENTER = 'cd "$0" && exec "$@"'  # from within: a folder that was opened outside shows the mounts of outside
+_SECONDS = 20
+
+
+class Machine:
+    """Off until it boots; it can be lost and boot again."""
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.name = host, f"node{host.number}"
+        self._power: subprocess.Popen[bytes] | None = None
+
+    @property
+    def on(self) -> bool:
+        return self._power is not None
+
+    def boot(self) -> None:
+        argv = ["unshare", "--pid", "--fork", "--mount-proc", "--uts", "sh", "-c", _INIT, self.name]
+        self._power = subprocess.Popen(
+            self.host.argv(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # when the machine is lost, unshare complains of a signal mask
+        )
+        assert self._power.stdout is not None
+        assert self._power.stdout.readline() == b"up\n", f"{self.name} did not boot"
+
+    def lose(self) -> None:
+        """Power off: every process is killed at once."""
+        if self._power is not None:
+            self._init.kill()
+            self._power.communicate(timeout=_SECONDS)
+            self._power = None
+
+    def start(
+        self, argv: Sequence[str], folder: Path, env: Mapping[str, str], output: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        """A process here. What is returned is the door it went in by, which ends as it does and passes no signal on."""
+        door = ["nsenter", f"--target={self._init.pid}", "--net", "--uts", "--mount", "--pid"]
+        return subprocess.Popen(
+            [*door, "sh", "-c", _ENTER, str(folder), *argv],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+    def do(self, *argv: str) -> None:
+        """Something short, such as a mount."""
+        with self.start(argv, Path("/"), os.environ, sys.stderr.buffer) as process:
+            assert process.wait(timeout=_SECONDS) == 0, argv
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Those whose command has all these words, oldest first."""
+        if not self.on:
+            return []
+        here = _namespace(self._init)
+        found = [one for one in psutil.process_iter() if _namespace(one) == here and {*words} <= {*_command(one)}]
+        return sorted(found, key=lambda process: process.pid)
+
+    def tell(self, what: signal.Signals, *words: str) -> None:
+        """Send a signal to the oldest process whose command has all these words."""
+        self.processes(*words)[0].send_signal(what)
+
+    @property
+    def _init(self) -> psutil.Process:
+        assert self._power is not None, f"{self.name} is off"
+        return psutil.Process(self._power.pid).children()[0]
+
+
+def _namespace(process: psutil.Process) -> str:
+    """Where a process counts its processes; empty of one that has just ended or is none of ours."""
+    try:
+        return os.readlink(f"/proc/{process.pid}/ns/pid")
+    except (FileNotFoundError, PermissionError):
+        return ""
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
