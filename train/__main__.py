@@ -25,25 +25,25 @@ from train.group import Group, join
 from train.heap import forget_what_lasts, keep_freed_memory
 from train.journal import Journal
 from train.parameter_server import Asynchronous
+from train.peril import arm
 from train.seeding import be_deterministic
 from train.summary import last_line, summarise
-from train.peril import arm
 from train.trace import Tracer, traced_steps
 from train.trainer import Trainer
+from train.trap import Trap
 from train.validation import check_metrics
 from train.watchman import watched
-from train.trap import Trap
 
 
 def train(run: Run, root: Path) -> None:
     config = run.config.train
     be_deterministic(config)
     with join(config, Rank.from_env(), run.path) as group, watched(group, run, root, config.timeout_seconds):
+        if folder := os.environ.get(chaos.VARIABLE):
+            arm(Trap(Path(folder), group))
         task = load_task(run.config.task, root)
         splits = [open_split(task, name) for name in ("train", "validation")]
         check_splits(task, splits, group)
-        if folder := os.environ.get(chaos.VARIABLE):
-            arm(Trap(Path(folder), group))
         if group.rank.first:
             _check_unchanged(run, splits)
         batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"))

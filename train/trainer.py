@@ -88,6 +88,7 @@ class Trainer:
                 tracer.before(progress.step)
             self._step(progress.step)
             progress = replace(progress, step=progress.step + 1)
+            reached("step")
             ends_epoch = progress.step % self.order.steps_per_epoch == 0
             if ends_epoch or progress.step % self.config.log_every == 0:
                 self._log(progress.step, journal)
@@ -96,7 +97,6 @@ class Trainer:
             if ends_epoch or (self.config.checkpoint_every and progress.step % self.config.checkpoint_every == 0):
                 self._save(progress, store)
         if tracer:
-            reached("step")
             tracer.end(progress.step)
         return progress
 
