@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
@@ -13,6 +13,7 @@ from train.watch import PHASES, Phase
 
 _NEARLY = 0.8  # what others tell of themselves is a little old
 _COLLECTIVES = ("/torch/distributed/", "/horovod/torch/")
+_MEND = "Where it only takes long, raise train.timeout_seconds; else mend it and `pipe run --resume`"
 
 
 class Doing(IntEnum):
@@ -30,12 +31,22 @@ class Report:
     rank: int
     host: str
     pid: int
+    started: float  # when the process did; the pid alone may be another's by now
     beat: int  # grows with every report
     step: int
     phase: Phase
     doing: Doing
     place: str  # in the source
     still_seconds: float  # without moving
+    exchanges: str = ""  # that it has not finished; told when it stands still
+    stacks: str = ""  # likewise
+
+
+@dataclass(frozen=True)
+class Standstill:
+    reports: Sequence[Report]
+    culprits: Sequence[Report]  # none: all wait for each other
+    silent: Mapping[int, str] = field(default_factory=dict)  # by rank: why it says nothing, as far as that is known
 
 
 def culprits(reports: Sequence[Report], silent: Collection[int], timeout_seconds: float) -> list[Report]:
@@ -43,7 +54,7 @@ def culprits(reports: Sequence[Report], silent: Collection[int], timeout_seconds
 
     Nobody while somebody moves, and nobody where all stand at the same place: that may be long work of all.
     """
-    if any(one.still_seconds < _NEARLY * timeout_seconds for one in reports if one.rank not in silent):
+    if _somebody_moves(reports, silent, timeout_seconds):
         return []
     keys = [(one.rank not in silent, one.doing, one.step, PHASES.index(one.phase)) for one in reports]
     if silent:
@@ -52,18 +63,20 @@ def culprits(reports: Sequence[Report], silent: Collection[int], timeout_seconds
     return found if len(found) < len(reports) else []
 
 
-def sentence(reports: Sequence[Report], found: Sequence[Report], silent: Collection[int]) -> str:
+def cut_off(reports: Sequence[Report], timeout_seconds: float) -> bool:
+    """Whether all wait in an exchange that goes on nowhere: what one has sent does not reach another."""
+    if _somebody_moves(reports, (), timeout_seconds):
+        return False
+    return all(one.doing is Doing.WAITING and one.exchanges for one in reports)
+
+
+def sentence(found: Standstill) -> str:
     """Who is waited for, where, and where the others wait."""
-    blamed = "; ".join(_blame(one, one.rank in silent) for one in found)
-    others = sorted((one for one in reports if one not in found), key=_where)
-    waiting = [
-        f"rank {', '.join(str(one.rank) for one in group)} at {where}"
-        for where, group in itertools.groupby(others, key=_where)
-    ]
-    return (
-        f"{blamed}. Waiting for it: {'; '.join(waiting)}. "
-        "Where it only takes long, raise train.timeout_seconds; else mend it and `pipe run --resume`"
-    )
+    if not found.culprits:
+        return f"{_all_wait(found.reports)}. {_MEND}"
+    blamed = "; ".join(_blame(one, found.silent) for one in found.culprits)
+    others = [one for one in found.reports if one not in found.culprits]
+    return f"{blamed}. Waiting for it: {_waiting(others)}. {_MEND}"
 
 
 def locate(frame: FrameType | None, root: Path) -> tuple[Doing, str]:
@@ -81,17 +94,37 @@ def locate(frame: FrameType | None, root: Path) -> tuple[Doing, str]:
     return Doing.OUR_CODE, innermost
 
 
-def _blame(one: Report, silent: bool) -> str:
+def _somebody_moves(reports: Sequence[Report], silent: Collection[int], timeout_seconds: float) -> bool:
+    return any(one.still_seconds < _NEARLY * timeout_seconds for one in reports if one.rank not in silent)
+
+
+def _blame(one: Report, silent: Mapping[int, str]) -> str:
     who = f"rank {one.rank} on {one.host} (process {one.pid})"
-    if silent:
-        return (
-            f"{who} does not answer: stopped, stuck in native code, or its machine is gone; last seen at {_where(one)}"
-        )
+    if one.rank in silent:
+        why = silent[one.rank] or "stopped, stuck in native code, or its machine is gone"
+        return f"{who} does not answer: {why}; last seen at {_where(one)}"
     return f"{who} has not moved for {one.still_seconds:.0f} s from {_where(one)}"
 
 
+def _all_wait(reports: Sequence[Report]) -> str:
+    still, hosts = min(one.still_seconds for one in reports), sorted({one.host for one in reports})
+    return (
+        f"all {len(reports)} processes have waited for each other for {still:.0f} s: {_waiting(reports)}; "
+        f"the network between them is cut or too slow ({', '.join(hosts)})"
+    )
+
+
+def _waiting(reports: Sequence[Report]) -> str:
+    ordered = sorted(reports, key=_where)
+    return "; ".join(
+        f"rank {', '.join(str(one.rank) for one in group)} at {where}"
+        for where, group in itertools.groupby(ordered, key=_where)
+    )
+
+
 def _where(one: Report) -> str:
-    return f"step {one.step}, {one.phase}" + (f" ({one.place})" if one.place else "")
+    inside = "; ".join(told for told in (one.place, one.exchanges) if told)
+    return f"step {one.step}, {one.phase}" + (f" ({inside})" if inside else "")
 
 
 def _name(frame: FrameType) -> str:

@@ -16,15 +16,19 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipeline.spec.errors import StageError, write_error
+from pipeline.spec.errors import Stalled, write_error
 from pipeline.spec.run import Run
+from train.autopsy import Tripwire, kernel_state, process_start, put_down, stacks, why_silent
+from train.flight import unfinished
 from train.group import Group
-from train.standstill import Doing, Report, culprits, locate, sentence
+from train.stalls import Stalls
+from train.standstill import Doing, Report, Standstill, culprits, cut_off, locate, sentence
 from train.watch import Watch
 
 _ROUNDS = 20  # within the timeout
 _LONGEST_ROUND_SECONDS = 5.0
 _SILENT_ROUNDS = 5  # without a word from a process that is still there
+_SUSPECT = 1 - _SILENT_ROUNDS / _ROUNDS  # part of the timeout after which standing still is looked into
 
 
 @contextlib.contextmanager
@@ -36,13 +40,14 @@ def watched(group: Group, run: Run, root: Path, timeout_seconds: int) -> Iterato
     directory = run.path / "logs" / "positions"
     directory.mkdir(parents=True, exist_ok=True)
     watchman = Watchman(group, directory, root, timeout_seconds)
-    thread = threading.Thread(target=watchman.serve, args=(run,), name="watchman", daemon=True)
+    stalls = Stalls(run.path / "logs" / "stalls")
+    thread = threading.Thread(target=watchman.serve, args=(run, stalls), name="watchman", daemon=True)
     watchman.publish()
     thread.start()
     yield
     watchman.done.set()
     thread.join()
-    watchman.path(group.rank.rank).unlink()
+    watchman.forget()
 
 
 class Watchman:
@@ -52,29 +57,34 @@ class Watchman:
         self._main = threading.main_thread().ident
         self._seen: tuple[object, Doing] = (None, Doing.OUR_CODE)
         self._since = time.monotonic()
-        self._own = Report(group.rank.rank, socket.gethostname(), os.getpid(), 0, 0, "start", Doing.OUR_CODE, "", 0.0)
+        self._own = _unheard(group.rank.rank, socket.gethostname(), os.getpid(), process_start())
         self._known: dict[int, Report] = {}
         self._quiet: dict[int, int] = {}  # rounds without news, by rank
+        self._tripwire = Tripwire(self._frozen(self._own.rank), _SUSPECT * timeout_seconds)
         self.done = threading.Event()
 
-    def serve(self, run: Run) -> None:
+    def serve(self, run: Run, stalls: Stalls) -> None:
         pause = min(self._timeout / _ROUNDS, _LONGEST_ROUND_SECONDS)
         while not self.done.wait(pause):
-            if text := self.look():
-                _end(StageError(text), run.partial("train"))
+            self._tripwire.rearm()
+            if found := self.look():
+                self._end(found, run, stalls)
 
-    def look(self) -> str:
-        """Tell the others where this process stands; a sentence when it waits in vain."""
+    def look(self) -> Standstill | None:
+        """Tell the others where this process stands; what there is to say when it waits in vain."""
         self.publish()
-        if self._own.still_seconds < self._timeout - _SILENT_ROUNDS * self._timeout / _ROUNDS:
+        if not self._suspicious:
             self._quiet.clear()
-            return ""
+            return None
         reports = [self._hear(rank) for rank in range(self._size)]
         if self._own.still_seconds < self._timeout:
-            return ""
-        silent = {rank for rank, rounds in self._quiet.items() if rounds >= _SILENT_ROUNDS}
+            return None
+        quiet = [one for one in reports if self._quiet.get(one.rank, 0) >= _SILENT_ROUNDS]
+        silent = {one.rank: why_silent(one.pid, one.started) if self._is_here(one) else "" for one in quiet}
         found = culprits(reports, silent, self._timeout)
-        return sentence(reports, found, silent) if found else ""
+        if not found and (silent or not cut_off(reports, self._timeout)):
+            return None
+        return Standstill(reports, found, silent)
 
     def publish(self) -> None:
         doing, place = locate(sys._current_frames().get(self._main or 0), self._root)
@@ -91,6 +101,8 @@ class Watchman:
             place=place,
             still_seconds=now - self._since,
         )
+        detail = (unfinished(), stacks()) if self._suspicious else ("", "")
+        self._own = replace(self._own, exchanges=detail[0], stacks=detail[1])
         path = self.path(self._own.rank)
         with contextlib.suppress(OSError):  # a full disk is told by those who must write; this is only a position
             path.with_suffix(".new").write_text(json.dumps(asdict(self._own)))
@@ -98,6 +110,15 @@ class Watchman:
 
     def path(self, rank: int) -> Path:
         return self._directory / f"{rank}.json"
+
+    def forget(self) -> None:
+        """Training has ended well."""
+        self._tripwire.remove()
+        self.path(self._own.rank).unlink()
+
+    @property
+    def _suspicious(self) -> bool:
+        return self._own.still_seconds >= _SUSPECT * self._timeout
 
     def _hear(self, rank: int) -> Report:
         """What a process told last; how often it told the same is counted."""
@@ -108,16 +129,37 @@ class Watchman:
             body = json.loads(self.path(rank).read_text())
             told = Report(**{**body, "doing": Doing(body["doing"])})
         except (OSError, ValueError):
-            told = before or Report(rank, "an unknown host", 0, 0, 0, "start", Doing.OUR_CODE, "", 0.0)
+            told = before or _unheard(rank, "an unknown host", 0, 0.0)
         self._quiet[rank] = self._quiet.get(rank, 0) + 1 if before is not None and before.beat == told.beat else 0
         self._known[rank] = told
         return told
 
+    def _end(self, found: Standstill, run: Run, stalls: Stalls) -> None:
+        """Of this process, whose main thread may never come back, and of those here that cannot end themselves."""
+        try:
+            path = stalls.write(found, self._more).relative_to(run.path)
+            error = Stalled(f"{sentence(found)}; what each process was at is in {path} of the run")
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            write_error(error, run.partial("train"))
+            for one in found.culprits:
+                if one.rank in found.silent and self._is_here(one):
+                    put_down(one.pid, one.started)
+        finally:
+            os._exit(Stalled.exit_code)
 
-def _end(error: StageError, directory: Path) -> None:
-    """Of a process whose main thread may never come back."""
-    try:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        write_error(error, directory)
-    finally:
-        os._exit(error.exit_code)
+    def _more(self, one: Report) -> str:
+        """What this machine knows of a process: its kernel's view, and the stacks of a blocked interpreter."""
+        found = [f"kernel: {kernel_state(one.pid)}"] if self._is_here(one) else []
+        with contextlib.suppress(OSError):
+            found.append(self._frozen(one.rank).read_text())
+        return "\n".join(text for text in found if text)
+
+    def _is_here(self, one: Report) -> bool:
+        return one.host == self._own.host
+
+    def _frozen(self, rank: int) -> Path:
+        return self._directory / f"{rank}.frozen"
+
+
+def _unheard(rank: int, host: str, pid: int, started: float) -> Report:
+    return Report(rank, host, pid, started, 0, 0, "start", Doing.OUR_CODE, "", 0.0)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from train.standstill import Doing, Report, culprits, locate, sentence
+from train.standstill import Doing, Report, Standstill, culprits, cut_off, locate, sentence
 
 WAITING, OURS, USERS = Doing.WAITING, Doing.OUR_CODE, Doing.USERS_CODE
 
 
 def report(rank: int, doing: Doing = WAITING, still: float = 30, **more: Any) -> Report:
-    values = {"host": "node", "pid": 40 + rank, "beat": 9, "step": 4, "phase": "update", "place": "", **more}
+    values = {"host": "node", "pid": 40 + rank, "started": 0.0, "beat": 9, "step": 4, "phase": "update", **more}
+    values.setdefault("place", "")
     return Report(rank=rank, doing=doing, still_seconds=still, **values)
 
 
@@ -53,10 +54,27 @@ def test_several_may_be_to_blame() -> None:
     assert blamed(report(0, USERS), report(1, USERS), report(2)) == [0, 1]
 
 
+def test_all_that_wait_in_an_exchange_are_cut_off_from_each_other() -> None:
+    exchanging: dict[str, Any] = {"exchanges": "gloo:all_reduce, no. 7, of [12] Float"}
+    assert cut_off([report(0, **exchanging), report(1, **exchanging)], timeout_seconds=30)
+    assert not cut_off([report(0, **exchanging), report(1)], 30), "one has nothing to wait for"
+    assert not cut_off([report(0, **exchanging), report(1, USERS, **exchanging)], 30), "one computes"
+    assert not cut_off([report(0, **exchanging), report(1, still=5, **exchanging)], 30), "one has just moved"
+
+
+def test_a_sentence_tells_where_all_wait_for_each_other() -> None:
+    exchanging: dict[str, Any] = {"place": "the backward pass", "exchanges": "gloo:all_reduce, no. 7, of [12] Float"}
+    text = sentence(Standstill([report(0, **exchanging), report(1, host="other", **exchanging)], []))
+    assert text.startswith(
+        "all 2 processes have waited for each other for 30 s: rank 0, 1 at step 4, update (the backward pass; "
+        "gloo:all_reduce, no. 7, of [12] Float); the network between them is cut or too slow (node, other). "
+    )
+
+
 def test_a_sentence_names_rank_host_process_step_phase_and_where_the_others_wait() -> None:
     hung = report(1, USERS, phase="forward and backward", place="task.py, line 7, loss")
     others = [report(0, place="the collective all_reduce"), report(2, place="the collective all_reduce")]
-    text = sentence([others[0], hung, others[1]], [hung], set())
+    text = sentence(Standstill([others[0], hung, others[1]], [hung]))
     assert text.startswith(
         "rank 1 on node (process 41) has not moved for 30 s from step 4, forward and backward (task.py, line 7, loss). "
         "Waiting for it: rank 0, 2 at step 4, update (the collective all_reduce). "
@@ -65,8 +83,10 @@ def test_a_sentence_names_rank_host_process_step_phase_and_where_the_others_wait
 
 
 def test_a_silent_process_is_told_as_such() -> None:
-    text = sentence([report(0), report(1)], [report(1)], {1})
+    text = sentence(Standstill([report(0), report(1)], [report(1)], {1: ""}))
     assert "rank 1 on node (process 41) does not answer: stopped, stuck in native code" in text
+    told = sentence(Standstill([report(0), report(1)], [report(1)], {1: "it is stopped (SIGSTOP)"}))
+    assert "rank 1 on node (process 41) does not answer: it is stopped (SIGSTOP); last seen at step 4" in told
 
 
 def test_the_innermost_frame_of_the_users_code_tells_the_place(tmp_path: Path) -> None:

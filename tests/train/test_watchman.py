@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.spec.errors import StageError
+from pipeline.spec.errors import Stalled
 from pipeline.spec.rank import Rank
 from pipeline.spec.run import Run
 from train.group import Group
+from train.standstill import sentence
 from train.watchman import Watchman, watched
 
 from ..nursery import Born
@@ -47,27 +49,49 @@ def end(processes: list[Born]) -> None:
     ("hang", "told"),
     [
         (ASLEEP, "has not moved for"),
-        (STOPPED, "does not answer: stopped, stuck in native code, or its machine is gone"),
-        (FROZEN, "does not answer: stopped, stuck in native code, or its machine is gone"),
+        (STOPPED, "does not answer: it is stopped (SIGSTOP)"),
+        (FROZEN, "does not answer: its interpreter is blocked in native code"),
     ],
     ids=["asleep", "stopped", "frozen"],
 )
-def test_a_process_that_hangs_in_a_step_is_named_and_the_others_end(project: Project, hang: str, told: str) -> None:
+def test_a_process_that_hangs_in_a_step_is_named_and_all_end(project: Project, hang: str, told: str) -> None:
     project.replace(IN_LOSS, IN_LOSS + SECOND_AT_ITS_FOURTH_LOSS.format(hang=hang))
     run = project.run(timeout_seconds=3)
     processes = start_both(project, run)
     try:
         said, _ = processes[0].communicate(timeout=60)
-        assert processes[0].returncode == StageError.exit_code, said
+        assert processes[0].returncode == Stalled.exit_code, said
+        assert isinstance(failure(run), Stalled)
+        assert failure(run).passing, "training may start again by itself"
         text = str(failure(run))
         assert text.startswith(f"rank 1 on {os.uname().nodename} (process {processes[1].pid}) {told}")
         assert "step 1, forward and backward" in text, "two losses are of the warm-up"
         assert "Waiting for it: rank 0 at step 1, forward and backward" in text
+        assert "gloo:" in text, "the exchange that waits"
+        assert_autopsy(run, hang)
+        end_of_second = processes[1].wait(timeout=20)
         if hang == ASLEEP:
             assert "task.py, line" in text
-            assert processes[1].wait(timeout=20) == StageError.exit_code, "it can still end itself"
+            assert end_of_second == Stalled.exit_code, "it can still end itself"
+        else:
+            assert end_of_second == -signal.SIGKILL, "nobody waits for it any longer"
     finally:
         end(processes)
+
+
+def assert_autopsy(run: Run, hang: str) -> None:
+    """The stack of the one that hangs as far as it can be had, and of the other in its exchange."""
+    text = (run.path / "logs" / "stalls" / "1.txt").read_text()
+    assert "logs/stalls/1.txt of the run" in str(failure(run))
+    assert [path.name for path in (run.path / "logs" / "stalls").iterdir()] == ["1.txt"]
+    waiting, hanging = text.split("== rank ")[1:]
+    assert "unfinished: gloo:" in waiting
+    assert 'train/trainer.py", line' in waiting
+    assert "still for" in hanging and "<- waited for" in hanging
+    if hang == STOPPED:
+        assert "kernel: T (stopped)" in hanging
+    else:
+        assert f'{run.path.parent.parent / "task.py"}", line' in hanging
 
 
 def test_a_process_that_hangs_in_validation_is_named(project: Project) -> None:
@@ -77,7 +101,7 @@ def test_a_process_that_hangs_in_validation_is_named(project: Project) -> None:
     processes = start_both(project, run)
     try:
         for process in processes:
-            assert process.wait(timeout=60) == StageError.exit_code
+            assert process.wait(timeout=60) == Stalled.exit_code
     finally:
         end(processes)
     assert str(failure(run)).startswith("rank 0 on ")
@@ -105,12 +129,14 @@ def test_a_process_alone_waits_for_nobody(tmp_path: Path) -> None:
 
 def test_a_process_of_which_nothing_was_ever_heard_is_told(tmp_path: Path) -> None:
     watchman = Watchman(Group(Rank(0, 0, 2), torch.device("cpu")), tmp_path, tmp_path, timeout_seconds=0.5)
-    text = ""
-    while not text:
+    found = None
+    while found is None:
         time.sleep(0.02)
-        text = watchman.look()
-    assert text.startswith("rank 1 on an unknown host")
+        found = watchman.look()
+    assert sentence(found).startswith("rank 1 on an unknown host (process 0) does not answer: stopped, stuck in")
     assert json.loads(watchman.path(0).read_text())["still_seconds"] >= 0.5
+    watchman.forget()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_goes_on_within_its_phase_does_not_stand_still(tmp_path: Path) -> None:
@@ -119,5 +145,6 @@ def test_a_process_that_goes_on_within_its_phase_does_not_stand_still(tmp_path: 
     end = time.monotonic() + 1.2
     while time.monotonic() < end:
         group.watch.again()
-        assert watchman.look() == ""
+        assert watchman.look() is None
         time.sleep(0.02)
+    watchman.forget()
