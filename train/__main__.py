@@ -21,7 +21,6 @@ from pipeline.spec.weights import save_weights
 from train.agreement import check_splits
 from train.batch_size import decide_batch_size
 from train.checkpoint import CheckpointStore, Progress
-from train.flight import record_exchanges
 from train.group import Group, join
 from train.heap import forget_what_lasts, keep_freed_memory
 from train.journal import Journal
@@ -39,7 +38,6 @@ from train.watchman import watched
 def train(run: Run, root: Path) -> None:
     config = run.config.train
     be_deterministic(config)
-    record_exchanges()
     with join(config, Rank.from_env(), run.path) as group, watched(group, run, root, config.timeout_seconds):
         if folder := os.environ.get(chaos.VARIABLE):
             arm(Trap(Path(folder), group))
@@ -48,6 +46,7 @@ def train(run: Run, root: Path) -> None:
         check_splits(task, splits, group)
         if group.rank.first:
             _check_unchanged(run, splits)
+        splits[0] = splits[0].first(config.samples)
         batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"))
         kind = Asynchronous if config.sync == "parameter_server" and group.size > 1 else Trainer
         trainer = kind(task, run.config, group, splits[0], splits[1], batch_size)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, default_collate
 
 from pipeline.spec.errors import DataError
 
@@ -45,6 +45,14 @@ class Samples:
 
     def __len__(self) -> int:
         return self._count
+
+    def first(self, count: int) -> Samples:
+        """Only the first so many; 0: all."""
+        if not 0 < count < len(self):
+            return self
+        if self._columns is not None:
+            return Samples(self.split, {name: column[:count] for name, column in self._columns.items()})
+        return Samples(self.split, Subset(self._items, range(count)))
 
     def batch(self, indices: Sequence[int] | np.ndarray[Any, Any]) -> dict[str, Tensor]:
         """The samples at these indices, in this order; columns are indexed at once, items collated."""

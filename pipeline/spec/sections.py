@@ -45,6 +45,7 @@ class Train(Section):
     batch_size: Positive | Literal["auto"] = Field(
         64, description="samples per optimizer step, over all processes together; `auto` measures what fits and is fast"
     )
+    samples: Natural = Field(0, description="only the first so many training samples; 0: all of them")
     memory_mb: Natural = Field(
         0, description="memory `batch_size: auto` may fill, per process; 0: most of what is free"
     )

@@ -138,3 +138,14 @@ def test_a_mapping_is_read_by_name_and_in_declared_order() -> None:
 def test_an_answer_that_does_not_hold_the_declared_outputs_is_refused(returned: Any) -> None:
     with pytest.raises(DataError, match=r"named in `outputs` \(a, b\)"):
         named(task("a", "b"), returned)
+
+
+def test_a_split_can_be_cut_to_its_first_samples_whether_in_memory_or_not() -> None:
+    columns = Samples("train", {"x": np.arange(5)})
+    items = Samples("train", Items(*({"x": i} for i in range(5))))
+    for samples in (columns, items):
+        cut = samples.first(3)
+        assert (len(cut), cut.in_memory) == (3, samples.in_memory)
+        assert cut.batch([2, 0])["x"].tolist() == [2, 0]
+        assert samples.first(0) is samples
+        assert samples.first(9) is samples
