@@ -21,6 +21,7 @@ from pipeline.spec.weights import save_weights
 from train.agreement import check_splits
 from train.batch_size import decide_batch_size
 from train.checkpoint import CheckpointStore, Progress
+from train.flight import record_exchanges
 from train.group import Group, join
 from train.heap import forget_what_lasts, keep_freed_memory
 from train.journal import Journal
@@ -38,6 +39,7 @@ from train.watchman import watched
 def train(run: Run, root: Path) -> None:
     config = run.config.train
     be_deterministic(config)
+    record_exchanges()
     with join(config, Rank.from_env(), run.path) as group, watched(group, run, root, config.timeout_seconds):
         if folder := os.environ.get(chaos.VARIABLE):
             arm(Trap(Path(folder), group))
