@@ -14,6 +14,7 @@ from pipeline.spec.errors import DataError
 from train.checkpoint import CheckpointStore, Progress
 from train.feed import Job
 from train.journal import Journal
+from train.leaving import listening
 from train.link import Desk, Here, Link, make_links
 from train.measure import memory_mb
 from train.schedule import learning_rate
@@ -43,12 +44,15 @@ class Asynchronous(Trainer):
         numbers = sum(parameter.numel() for parameter in parameters)
         links = make_links(self._group, self.config.timeout_seconds, numbers, self._served.traffic)
         server = Server(parameters, self._optimizer, self._rate, self.config.staleness, self._updated)
-        while progress.step < self.total_steps and not self._out_of_patience(progress):
-            steps = range(progress.step, progress.step + self.order.steps_per_epoch)
-            with self._desk(server, links, steps) as desk:
-                self._work(desk)
-            progress = self._end_epoch(replace(progress, step=steps.stop), journal)
-            self._save(progress, store)
+        with listening(self._group, self._served.meeting_after, progress.step) as leaving:
+            while progress.step < self.total_steps and not self._out_of_patience(progress):
+                steps = range(progress.step, progress.step + self.order.steps_per_epoch)
+                with self._desk(server, links, steps) as desk:
+                    self._work(desk)
+                progress = self._end_epoch(replace(progress, step=steps.stop), journal)
+                self._save(progress, store)
+                if leaving.due_here(progress.step) and progress.step < self.total_steps:
+                    raise leaving.farewell(progress.step)
         return progress
 
     @contextlib.contextmanager

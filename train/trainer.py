@@ -17,6 +17,7 @@ from train.balance import Balance
 from train.compiling import check_compiler, sizes_differ, take_any_size
 from train.feed import Feed, Job
 from train.group import Group
+from train.leaving import listening
 from train.measure import Meter
 from train.objective import Objective
 from train.optimizer import make_optimizer
@@ -76,7 +77,8 @@ class Trainer:
         self._feed.start(job for step in range(progress.step, self.total_steps) for job in self._jobs(step))
         self._open_window()
         try:
-            return self._walk(progress, store, journal, tracer)
+            with listening(self._group, self.strategy.meeting_after, progress.step) as self._leaving:
+                return self._walk(progress, store, journal, tracer)
         finally:
             self._feed.stop()  # at once: left to the garbage collector, workers are waited for
 
@@ -94,8 +96,11 @@ class Trainer:
                 self._log(progress.step, journal)
             if ends_epoch:
                 progress = self._end_epoch(progress, journal)
-            if ends_epoch or (self.config.checkpoint_every and progress.step % self.config.checkpoint_every == 0):
+            leaves = self._leaving.due(progress.step) and progress.step < self.total_steps
+            if leaves or ends_epoch or _every(self.config.checkpoint_every, progress.step):
                 self._save(progress, store)
+            if leaves:
+                raise self._leaving.farewell(progress.step)
         if tracer:
             tracer.end(progress.step)
         return progress
@@ -201,6 +206,10 @@ class Trainer:
 
     def _out_of_patience(self, progress: Progress) -> bool:
         return 0 < self.config.patience <= progress.stale_epochs
+
+
+def _every(steps: int, step: int) -> bool:
+    return steps > 0 and step % steps == 0
 
 
 def judge_epoch(progress: Progress, validation: dict[str, float]) -> Progress:

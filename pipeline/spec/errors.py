@@ -84,6 +84,12 @@ class Interrupted(PipelineError):
     exit_code = 130
 
 
+class Evicted(Interrupted):
+    """SIGTERM: training has made a checkpoint and left."""
+
+    passing = True
+
+
 def _kinds(kind: type[PipelineError]) -> dict[str, type[PipelineError]]:
     found = {kind.__name__: kind}
     for child in kind.__subclasses__():

@@ -92,6 +92,10 @@ class Alone:
     def updated(self, step: int) -> None:
         """The optimizer has made global step `step`."""
 
+    def meeting_after(self, step: int) -> int:
+        """The next step that no process has made before all others had a part in it."""
+        return step + 1
+
     def settle(self) -> None:
         """Give every process the weights that are judged and saved."""
         self.group.sync_buffers(self.model)

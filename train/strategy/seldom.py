@@ -51,6 +51,12 @@ class Seldom(Alone):
             self.group.watch.at(step, "exchange of weights")
             self._exchange(wait=not self.config.sync_overlap)
 
+    def meeting_after(self, step: int) -> int:
+        """An exchange under way is waited for at the next one."""
+        every = self.config.sync_every
+        first = (step // every + 1) * every
+        return first + every if self.config.sync_overlap else first
+
     def settle(self) -> None:
         self._outer.finish()
         if self._since:
