@@ -1,4 +1,4 @@
-"""Walking the chain backwards: every digest of a run or a bundle, and the golden answers."""
+"""Walking the chain backwards: every digest of a run or a bundle, the ledger of samples, and the golden answers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.history import changed_outputs
+from pipeline.ledger import verify_ledger
 from pipeline.spec.bundle import Bundle, open_bundle
 from pipeline.spec.digest import digest_file, digest_mapping
 from pipeline.spec.errors import BundleError
@@ -38,6 +39,7 @@ def verify_run(run: Run) -> Iterator[str]:
     if "evaluate" in done:
         _link(run.verdict()["checkpoint"], run.output("train") / "model.safetensors", "the verdict")
         yield "the verdict is about this checkpoint"
+    yield from verify_ledger(run)
     if "export" in done:
         yield from _verify_lineage(run)
         yield from verify_bundle(run.bundle_path)

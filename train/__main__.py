@@ -25,6 +25,7 @@ from train.flight import record_exchanges
 from train.group import Group, join
 from train.heap import forget_what_lasts, keep_freed_memory
 from train.journal import Journal
+from train.ledger import Ledger, attempts_in
 from train.parameter_server import Asynchronous
 from train.peril import arm
 from train.seeding import be_deterministic
@@ -63,17 +64,19 @@ def _fit(trainer: Trainer, run: Run, group: Group) -> None:
     store = CheckpointStore(directory / "checkpoints", config.keep_checkpoints, identity)
     progress = _resume(trainer, store, group)
     journal = Journal(directory, progress.step) if group.rank.first else None
+    ledger = Ledger(directory, group, trainer.order, progress.step, attempts_in(directory) + 1)
     keep_freed_memory()
     forget_what_lasts()
     started = time.perf_counter()
     first_step = progress.step
     try:
-        progress = trainer.fit(progress, store, journal, _tracer(trainer, group, directory, progress.step))
+        progress = trainer.fit(progress, store, journal, _tracer(trainer, group, directory, progress.step), ledger)
     finally:
         if journal:
             journal.close()
     if group.rank.first:
-        save_weights(store.load(progress.best_step).weights, directory / "model.safetensors")
+        weights = store.load(progress.best_step).weights
+        save_weights(weights, directory / "model.safetensors", progress.best_step)
         summary = summarise(trainer, group, progress, first_step, time.perf_counter() - started)
         write_json(directory / "summary.json", summary)
         print(last_line(summary), flush=True)

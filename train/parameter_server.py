@@ -15,6 +15,7 @@ from train.checkpoint import CheckpointStore, Progress
 from train.feed import Job
 from train.journal import Journal
 from train.leaving import listening
+from train.ledger import Ledger
 from train.link import Desk, Here, Link, make_links
 from train.measure import memory_mb
 from train.schedule import learning_rate
@@ -33,12 +34,17 @@ class Asynchronous(Trainer):
     """
 
     def fit(
-        self, progress: Progress, store: CheckpointStore, journal: Journal | None, tracer: Tracer | None = None
+        self,
+        progress: Progress,
+        store: CheckpointStore,
+        journal: Journal | None,
+        tracer: Tracer | None = None,
+        ledger: Ledger | None = None,
     ) -> Progress:
         assert tracer is None, "a timeline is of steps that all make together: the configuration refuses it here"
         assert isinstance(self.strategy, Served)
         self._served = self.strategy
-        self._journal = journal
+        self._journal, self._ledger = journal, ledger
         self._served.module.train()
         parameters = [parameter for parameter in self._served.model.parameters() if parameter.requires_grad]
         numbers = sum(parameter.numel() for parameter in parameters)
@@ -77,11 +83,15 @@ class Asynchronous(Trainer):
             result = self._result(work)
             self.watch.at(work.step, "exchange of weights")
             work = desk.trade(result)
+            if self._ledger and work is not None and work.step == result.step:  # too old: it was not applied
+                self._ledger.refused(result.step)
 
     def _result(self, work: Work) -> Result:
         self.watch.at(work.step, "data")
         indices = self.order.batch(work.step)
         batch = self._feed.fetch(Job(work.step, 0, indices))
+        if self._ledger:
+            self._ledger.fed(work.step, indices)
         self.watch.at(work.step, "forward and backward")
         seed_step(self.config.seed, work.step, 0)
         loss, norm, row = self._served.gradient(work.weights, batch)

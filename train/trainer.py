@@ -36,6 +36,7 @@ from train.window import Window
 if TYPE_CHECKING:
     from train.checkpoint import CheckpointStore
     from train.journal import Journal
+    from train.ledger import Ledger
 
 
 class Trainer:
@@ -64,15 +65,22 @@ class Trainer:
         self._window = Window()
         self._reviewed = 0  # steps of the window that were looked at
         self.watch = group.watch
+        self._ledger: Ledger | None = None  # steps that count for nothing are in none
         self.strategy.warm_up(lambda: self._parts(0))
 
     def restore(self, state: State) -> None:
         self.strategy.restore(self._optimizer, state)
 
     def fit(
-        self, progress: Progress, store: CheckpointStore, journal: Journal | None, tracer: Tracer | None = None
+        self,
+        progress: Progress,
+        store: CheckpointStore,
+        journal: Journal | None,
+        tracer: Tracer | None = None,
+        ledger: Ledger | None = None,
     ) -> Progress:
         """Train from `progress` to the end; only the first process has a journal and writes checkpoints."""
+        self._ledger = ledger
         self.strategy.module.train()
         self._feed.start(job for step in range(progress.step, self.total_steps) for job in self._jobs(step))
         self._open_window()
@@ -138,6 +146,8 @@ class Trainer:
             if self._any_size:
                 take_any_size(batch)
             self.watch.at(step, "forward and backward")
+            if self._ledger:
+                self._ledger.fed(step, job.indices)
             count = len(job.indices)
             yield Part(batch, count, count / self.order.size(step), last=job.part == len(jobs) - 1)
 
@@ -201,7 +211,10 @@ class Trainer:
         self.watch.at(progress.step - 1, "checkpoint")
         self._review(progress.step)
         state = self.strategy.state(self._optimizer, progress)
+        commit = self._ledger.collect(progress.step) if self._ledger else None
         if state is not None:
+            if commit:
+                commit()
             store.save(state)
 
     def _out_of_patience(self, progress: Progress) -> bool:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from pipeline.spec.errors import StageError
 
 
-def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
-    """Tied weights are written once for each name: safetensors refuses shared memory."""
-    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}, path)
+def save_weights(state: Mapping[str, Tensor], path: Path, step: int | None = None) -> None:
+    """Tied weights are written once for each name: safetensors refuses shared memory. `step` is told in the header."""
+    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    save_file(tensors, path, None if step is None else {"step": str(step)})
 
 
 def load_weights(model: nn.Module, path: Path, device: torch.device | str = "cpu") -> nn.Module:

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from safetensors.numpy import save_file
 
 from pipeline.history import changed_outputs, seal, write_record, write_run
 from pipeline.spec.bundle import Ancestors, open_bundle, write_manifest
@@ -17,6 +18,8 @@ from pipeline.spec.golden import Golden
 from pipeline.spec.run import Run, StepRecord
 from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.verify import verify_bundle, verify_run
+from train.order import Order
+from train.proof import Line, digest_of
 
 from .conftest import NewRun
 
@@ -61,15 +64,24 @@ def write_bundle(directory: Path, ancestors: Ancestors) -> None:
     write_manifest(directory, "double", "pass", ancestors.model_copy(update={"onnx": onnx_digest}))
 
 
+def write_training(directory: Path) -> None:
+    """Of one step, with all five samples."""
+    ids = Order(samples=5, batch_size=64, seed=0).batch(0)
+    line = Line(step=1, epoch=0, samples=5, digest=digest_of(ids), processes=2, attempt=1)
+    (directory / "ledger.jsonl").write_text(f"{line.model_dump_json()}\n")
+    save_file({"w": np.ones(1, np.float32)}, directory / "model.safetensors", {"step": "1"})
+    write_json(directory / "summary.json", {"steps": 1, "best_step": 1})
+
+
 @pytest.fixture
 def run(new_run: NewRun) -> Run:
     """A whole chain, made by hand."""
     run = new_run()
     for step in ("prepare", "train", "evaluate", "package"):
         run.partial(step).mkdir()
-    write_json(run.partial("prepare") / "data.json", {"splits": {}})
+    write_json(run.partial("prepare") / "data.json", {"splits": {"train": {"samples": 5}}})
     complete(run, "prepare")
-    (run.partial("train") / "model.safetensors").write_bytes(b"weights")
+    write_training(run.partial("train"))
     complete(run, "train")
     checkpoint = digest_file(run.output("train") / "model.safetensors")
     write_json(run.partial("evaluate") / "verdict.json", {"verdict": "pass", "checkpoint": checkpoint})
@@ -118,11 +130,12 @@ def perturb(bundle: Path) -> None:
 def test_a_whole_chain_is_told_link_by_link(run: Run) -> None:
     assert list(verify_run(run)) == [
         "prepare: 1 files as recorded",
-        "train: 1 files as recorded",
+        "train: 3 files as recorded",
         "evaluate: 1 files as recorded",
         "export: 7 files as recorded",
         "package: 1 files as recorded",
         "the verdict is about this checkpoint",
+        "ledger: 1 step, 1 epoch, every one of 5 samples exactly once in each; 1 attempt, 2 processes",
         "the bundle descends from this data, this checkpoint and this verdict",
         f"bundle {run.bundle().digest[:12]}: 6 files are as the manifest says",
         "golden requests are answered as at export",
@@ -167,6 +180,14 @@ def test_a_link_replaced_together_with_its_record_does_not_fit_the_next(
     alter(run.output(step) / file)
     reseal(run, step)
     with pytest.raises(BundleError, match=sentence):
+        list(verify_run(run))
+
+
+def test_a_ledger_that_was_forged_with_its_record_is_caught(run: Run) -> None:
+    path = run.output("train") / "ledger.jsonl"
+    path.write_text(path.read_text().replace('"samples":5', '"samples":4'))
+    reseal(run, "train")
+    with pytest.raises(BundleError, match=r"ledger.jsonl, line 1: step 1 has 5 samples, not 4"):
         list(verify_run(run))
 
 

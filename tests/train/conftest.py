@@ -68,7 +68,7 @@ class Project:
         file = RunFile(id=name, created="2026-01-01", wanted=("train",), config=config, environment={})
         (run.path / "run.json").write_text(file.model_dump_json())
         run.output("prepare").mkdir()
-        write_json(run.output("prepare") / "data.json", {"splits": self._fingerprints()})
+        write_json(run.output("prepare") / "data.json", {"splits": self._splits()})
         return run
 
     def replace(self, old: str, new: str) -> None:
@@ -76,14 +76,15 @@ class Project:
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
 
-    def train(self, run: Run, processes: int = 1) -> subprocess.CompletedProcess[str]:
-        return launch(("-m", "train", str(run.path)), self.root, processes, {"PIPE_LEASH": "0"})
+    def train(self, run: Run, processes: int = 1, **env: str) -> subprocess.CompletedProcess[str]:
+        return launch(("-m", "train", str(run.path)), self.root, processes, {"PIPE_LEASH": "0", **env})
 
-    def _fingerprints(self) -> dict[str, Any]:
+    def _splits(self) -> dict[str, Any]:
         scope: dict[str, Any] = {}
         exec((self.root / "task.py").read_text(), scope)
         task = scope["Tiny"]()
-        return {name: {"fingerprint": fingerprint(Samples(name, task.data(name)))} for name in task.counts}
+        splits = {name: Samples(name, task.data(name)) for name in task.counts}
+        return {name: {"fingerprint": fingerprint(one), "samples": len(one)} for name, one in splits.items()}
 
 
 @pytest.fixture
