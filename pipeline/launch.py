@@ -16,7 +16,7 @@ from pipeline.spec import leash
 from pipeline.spec.files import unwritable
 
 _TICK_SECONDS = 0.1
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 45.0  # training makes a checkpoint first; torchrun gives it 30 s, and ends what hangs
 _END_BYTES = 1 << 16
 
 
@@ -61,12 +61,13 @@ def leashed(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Who is in a hurry asks again, by Ctrl-C."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(timeout=_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

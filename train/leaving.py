@@ -27,7 +27,7 @@ from train.group import Group
 
 _LOOK_SECONDS = 0.25
 _ANSWER_SECONDS = 3.0  # within which every living process hears of it, whatever its main thread is at
-_STILL_SECONDS = 5.0  # without a move, or two steps where they are longer
+_STILL_SECONDS = 3.0  # without a move, or two steps where they are longer
 _ONE_SIGNAL_SECONDS = 0.5  # what is sent to a launcher may reach its processes twice
 
 

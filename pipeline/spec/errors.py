@@ -7,12 +7,14 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Literal
 
 
 class PipelineError(Exception):
     """A mistake the reader can mend: its message says what, where and how. Printed as one line."""
 
     exit_code = 2
+    ending: Literal["failed", "rejected", "interrupted"] = "failed"  # of the step, in its record
     complete = False  # True: the step's output is whole and is kept, though the road stops
     echo = False  # True: it follows from a failure elsewhere
     passing = False  # True: trying again may well succeed, as after a lost machine
@@ -61,6 +63,7 @@ class GateError(PipelineError):
     """The candidate was judged and rejected."""
 
     exit_code = 3
+    ending = "rejected"
     complete = True
 
 
@@ -82,6 +85,7 @@ class Interrupted(PipelineError):
     """Ctrl-C, or the terminal went away."""
 
     exit_code = 130
+    ending = "interrupted"
 
 
 class Evicted(Interrupted):

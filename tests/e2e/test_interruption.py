@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 
 import psutil
 import pytest
@@ -81,8 +82,37 @@ def test_a_second_run_is_told_who_works_here_and_an_interrupted_one_says_how_to_
         ends_by(signal.SIGINT, pipe, run)
 
 
+def test_an_interrupted_training_goes_on_from_the_very_step_it_came_to(copied: Walker, expected: bytes) -> None:
+    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+        run = until_held(copied)
+        pipe.send_signal(signal.SIGTERM)
+        walk_on(copied, pipe)
+        ended_well(pipe, run)
+    step = int(max(path.name for path in copied.checkpoints.glob("step-*"))[5:])
+    assert step > 55, "two losses are of the warm-up"
+    assert run.read().steps["train"].status == "interrupted"
+    copied.pipe("run", "--resume")
+    assert f"resumed from the checkpoint of step {step} of 120" in run.log("train").read_text()
+    assert copied.weights == expected
+
+
+def walk_on(walker: Walker, pipe: subprocess.Popen[str]) -> None:
+    """A step at a time, until the command ends."""
+    aside = walker.folder / "next"
+    for steps in range(HELD_AFTER + 1, 120):
+        if pipe.poll() is not None:
+            break
+        aside.write_text(str(steps))
+        aside.replace(walker.folder / "hold")
+        time.sleep(0.1)
+
+
 def ends_by(sent: signal.Signals, pipe: subprocess.Popen[str], run: Run) -> None:
     pipe.send_signal(sent)
+    ended_well(pipe, run)
+
+
+def ended_well(pipe: subprocess.Popen[str], run: Run) -> None:
     _, said = pipe.communicate(timeout=30)
     assert pipe.returncode == 130, said
     assert said.splitlines()[-1] == f"error: interrupted; nothing is lost, `pipe run --resume {run.id}` goes on"

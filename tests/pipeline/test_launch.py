@@ -110,6 +110,21 @@ def test_a_step_that_ignores_the_request_to_end_is_killed(tmp_path: Path, monkey
     assert not psutil.pid_exists(pid_in(log))
 
 
+def test_who_interrupts_twice_is_not_made_to_wait(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    deaf = "import os, signal, time; signal.signal(15, lambda *_: print('told', flush=True)); " + WAITING
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), deaf], cwd=HOUSE, stderr=subprocess.PIPE)
+    pid = pid_in(log)
+    runner.send_signal(signal.SIGINT)
+    while "told" not in log.read_text():
+        assert runner.poll() is None
+        time.sleep(0.02)
+    runner.send_signal(signal.SIGINT)
+    _, said = runner.communicate(timeout=20)
+    assert b"KeyboardInterrupt" in said
+    assert gone(pid)
+
+
 def test_a_killed_runner_takes_its_step_along(tmp_path: Path) -> None:
     log = tmp_path / "log"
     runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=HOUSE)

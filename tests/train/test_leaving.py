@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ HANG = """
             pathlib.Path(f"hangs-{os.getpid()}").touch()
             time.sleep(600)
 """
-LONG = {"epochs": 24, "checkpoint_every": 0}  # 120 steps
+LONG: dict[str, Any] = {"epochs": 24, "checkpoint_every": 0}  # 120 steps
 
 
 @pytest.fixture
