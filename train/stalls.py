@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ class Stalls:
     def write(self, found: Standstill, more: Callable[[Report], str]) -> Path:
         """`more` is what this process can find out about another. The first one's report is kept: all saw the same."""
         text = "\n".join([sentence(found) + "\n", *(_section(one, found, more(one)) for one in found.reports)])
-        aside = self._path.with_name(f".{self._path.stem}-{os.getpid()}")
+        aside = self._path.with_name(f".{self._path.stem}-{socket.gethostname()}-{os.getpid()}")
         aside.write_text(text)
         with contextlib.suppress(FileExistsError):  # link() never replaces
             os.link(aside, self._path)
