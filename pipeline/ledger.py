@@ -54,7 +54,8 @@ def order_of(run: Run, directory: Path) -> Order:
     batch_size = train.batch_size
     if batch_size == "auto":
         batch_size = json.loads((directory / "batch_size.json").read_text())["batch_size"]
-    return Order(data["splits"]["train"]["samples"], int(batch_size), train.seed)
+    samples = data["splits"]["train"]["samples"]
+    return Order(min(train.samples or samples, samples), int(batch_size), train.seed)
 
 
 def whole(proof: Proof) -> str:

@@ -15,7 +15,7 @@ from pipeline.project import Project, find_project
 
 COMMANDS = [
     "init", "doctor", "plan", "run", "status", "log", "diff", "compare", "report", "verify", "serve", "predict",
-    "deploy", "promote", "rollback", "stop", "gc", "repro", "tune", "bench",
+    "deploy", "promote", "rollback", "stop", "gc", "repro", "tune", "chaos", "bench",
 ]  # fmt: skip
 
 

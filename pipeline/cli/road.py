@@ -76,7 +76,7 @@ def run(
     display = Display(live=sys.stderr.isatty())
     if project.embedded:
         display.say("no pipe.yaml here: this is the digits example; `pipe init my-model` starts your own")
-    with locked(project.runs):
+    with locked(_runs_of(project, resume)):
         if resume is not None:
             found = _resume(project, resume, names, overrides, display)
         else:
@@ -164,6 +164,12 @@ def run_facts(run: Run) -> dict[str, Any]:
     facts["report"] = str(run.path / "report.html")
     facts["steps"] = {name: record.status for name, record in body.steps.items()}
     return facts
+
+
+def _runs_of(project: Project, resume: str | None) -> Path:
+    """A run that is named by its path may stand in another folder of runs."""
+    named = Path(resume) if resume else project.runs
+    return named.resolve().parent if (named / "run.json").is_file() else project.runs
 
 
 def _resume(project: Project, name: str, names: list[str], overrides: list[str], display: Display) -> Run:

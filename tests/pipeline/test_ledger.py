@@ -63,6 +63,15 @@ def test_a_whole_ledger_is_told_in_one_sentence(run: Run) -> None:
     ]
 
 
+def test_a_split_that_was_cut_is_the_one_that_counts(run: Run) -> None:
+    write_json(run.output("prepare") / "data.json", {"splits": {"train": {"samples": 999}}})
+    assert prove_run(Run(run.path)).lost
+    body = json.loads((run.path / "run.json").read_text())
+    body["config"]["train"]["samples"] = 150
+    write_json(run.path / "run.json", body)
+    assert prove_run(Run(run.path)).fault == ""
+
+
 def test_a_batch_size_that_was_found_is_the_one_that_counts(run: Run) -> None:
     body = json.loads((run.path / "run.json").read_text())
     body["config"]["train"]["batch_size"] = "auto"

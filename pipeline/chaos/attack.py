@@ -1,0 +1,157 @@
+"""One training under attack: `pipe run --resume` as often as it takes, and the kills that come from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from pipeline.spec import chaos
+from pipeline.spec.chaos import Event, Kill, Record
+from pipeline.spec.errors import StageError
+from pipeline.spec.run import Run
+
+_POLL_SECONDS = 0.005
+_TOLD_LINES = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of a training that nobody disturbed; kills at random moments are drawn from it."""
+
+    start_seconds: float  # from the command to the first step
+    room_seconds: float  # that training takes for the steps between a moment's beginning and its end
+
+
+@dataclass
+class Attack:
+    """The processes of one run; `told` hears of every kill."""
+
+    folder: Path  # of the project
+    run: Run
+    record: Record
+    timing: Timing
+    patience_seconds: float
+    told: Callable[[Sequence[Event]], None]
+    by_hand: int = 0  # resumes that training should not have needed
+    _events: list[Event] = field(default_factory=list)
+
+    def train(self) -> None:
+        """To its end, through all kills; raises when it cannot be brought there."""
+        while True:
+            made = len(kills_of(self._events))
+            status, excused = self._live()
+            if status == 0:
+                return
+            if len(kills_of(self._events)) == made:
+                raise StageError(f"training ended, though nobody killed it: {self._last_words()}")
+            self.by_hand += not excused
+
+    def _live(self) -> tuple[int, bool]:
+        """One command; its exit status, and whether a kill of ours explains that."""
+        with self._output.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline", "-C", str(self.folder), "run", "--resume", str(self.run.path)],
+                env={**os.environ, "PYTHONSAFEPATH": "1", chaos.VARIABLE: str(self.record.folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        pipe, began = psutil.Process(process.pid), time.time()
+        excused = False
+        try:
+            while process.poll() is None:
+                self._look()
+                excused |= self._kill(pipe, began)
+                self._check_alive(began)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            _end(process)
+        self._look()
+        return process.returncode, excused
+
+    def _look(self) -> None:
+        found = self.record.events()
+        if len(found) > len(self._events):
+            self._events = found
+            self.told(found)
+
+    def _kill(self, pipe: psutil.Process, began: float) -> bool:
+        """Make the kill that is due from outside; whether the command has to end with it."""
+        number = len(kills_of(self._events))
+        at = due_at(self.record.kills(), self._events, self.timing, began)
+        if at is None or time.time() < at:
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess):  # it is ending already: the next life will have it
+            ours, below = [pipe, *pipe.children()], pipe.children(recursive=True)
+            victim, moment = choose(self.record.kills()[number], self._events, pipe, below), time.time()
+            if victim is not None:
+                victim.send_signal(signal.SIGKILL)
+                self.record.claim(number)
+                self.record.tell(Event(event="kill", time=moment, number=number, pid=victim.pid))
+                return victim in ours
+        return False
+
+    def _check_alive(self, began: float) -> None:
+        last = max([began, *(event.time for event in self._events)])
+        if time.time() - last > self.patience_seconds:
+            raise StageError(f"training stands still for {self.patience_seconds:.0f} s: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        lines = [line for line in self._output.read_text(errors="replace").splitlines() if line.strip()]
+        return " / ".join(lines[-_TOLD_LINES:]) or "it said nothing"
+
+    @property
+    def _output(self) -> Path:
+        return self.record.folder / "pipe.log"
+
+
+def kills_of(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if event.event == "kill"]
+
+
+def due_at(kills: Sequence[Kill], events: Sequence[Event], timing: Timing, began: float) -> float | None:
+    """When the next kill is to be made from outside; nothing when it is not, or not yet known."""
+    made = kills_of(events)
+    if len(made) >= len(kills):
+        return None
+    kill = kills[len(made)]
+    if kill.place == "start":
+        return max([began, *(event.time for event in made)]) + kill.share * timing.start_seconds
+    ready = [event for event in events if event.event == "ready" and event.number == len(made)]
+    if kill.place == "moment" and ready:
+        return ready[0].time + kill.share * timing.room_seconds
+    return None
+
+
+def choose(
+    kill: Kill, events: Sequence[Event], pipe: psutil.Process, below: Sequence[psutil.Process]
+) -> psutil.Process | None:
+    """Never a process that is not below ours."""
+    if kill.who == "pipe":
+        return pipe
+    if kill.place == "start":
+        return max(below, key=lambda process: process.create_time(), default=None)
+    rank = kill.rank if kill.who == "worker" else 0
+    born = [event for event in events if event.event == "born" and event.rank == rank]
+    wanted = (born[-1].pid if kill.who == "worker" else born[-1].parent) if born else 0
+    return next((process for process in below if process.pid == wanted), None)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The command ends its steps when it is asked to; what is left goes with its leash."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

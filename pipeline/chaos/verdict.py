@@ -1,0 +1,190 @@
+"""What became of the kills: a row for every kind of place, and whether everything held."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipeline.spec.chaos import Event, Kill
+
+_STARTING, _OTHER = "while processes start", "at any moment: another worker"
+_INSIDE = {
+    "step": "at a step's end",
+    "ledger": "inside the ledger's append",
+    "write": "inside a checkpoint's write",
+    "rename": "before a checkpoint's rename",
+    "renamed": "after a checkpoint's rename",
+}
+_MOMENTS = {
+    "worker": "at any moment: first worker",
+    "launcher": "at any moment: launcher",
+    "pipe": "at any moment: pipe itself",
+}
+PLACES = (*_INSIDE.values(), _MOMENTS["worker"], _OTHER, _MOMENTS["launcher"], _MOMENTS["pipe"], _STARTING)
+
+
+@dataclass(frozen=True)
+class Made:
+    """One kill, and how long until training had made its next step; None where the next kill came first."""
+
+    place: str
+    step: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    place: str
+    kills: int
+    recoveries: int
+    p50_seconds: float | None
+    max_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """One disturbed training beside the undisturbed one."""
+
+    run: str  # its path
+    made: tuple[Made, ...]
+    by_hand: int  # resumes that should not have been needed
+    fault: str  # why it did not come to its end
+    lost: int
+    repeated: int
+    ledger: str  # what is wrong with it
+    weights: str  # SHA-256
+    differs: str  # the first thing that is not as in the undisturbed one
+
+    @property
+    def held(self) -> bool:
+        return not (self.fault or self.by_hand or self.lost or self.repeated or self.ledger or self.differs)
+
+
+def place_of(kill: Kill) -> str:
+    if kill.place == "start":
+        return _STARTING
+    if kill.place != "moment":
+        return _INSIDE[kill.place]
+    return _OTHER if kill.rank else _MOMENTS[kill.who]
+
+
+def made(kills: Sequence[Kill], events: Sequence[Event], ended: float | None) -> Iterator[Made]:
+    """`ended`: when training was complete; the last kill may leave no step to make."""
+    found = [event for event in events if event.event == "kill"]
+    for event, following in itertools.zip_longest(found, found[1:]):
+        until = following.time if following else None
+        steps = [
+            later.time
+            for later in events
+            if later.event == "step" and event.time < later.born and (until is None or later.born < until)
+        ]
+        back = steps[0] if steps else ended if until is None else None
+        kill = kills[event.number]
+        yield Made(place_of(kill), kill.step, back - event.time if back else None)
+
+
+def rows(trainings: Sequence[Training]) -> list[Row]:
+    """A kill that the next one overtook is recovered from when that one is."""
+    found = []
+    for place in PLACES:
+        kills = [(training, one) for training in trainings for one in training.made if one.place == place]
+        if not kills:
+            continue
+        stuck = sum(
+            bool(training.fault) and one is training.made[-1] and one.seconds is None for training, one in kills
+        )
+        seconds = [one.seconds for _, one in kills if one.seconds is not None]
+        found.append(_row(place, len(kills), len(kills) - stuck, seconds))
+    return found
+
+
+def _row(place: str, kills: int, recoveries: int, seconds: Sequence[float]) -> Row:
+    p50, longest = (statistics.median(seconds), max(seconds)) if seconds else (None, None)
+    return Row(place, kills, recoveries, p50, longest)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    asked: int
+    steps: int
+    processes: int
+    trainings: tuple[Training, ...]
+
+    @property
+    def kills(self) -> int:
+        return sum(len(training.made) for training in self.trainings)
+
+    @property
+    def held(self) -> bool:
+        return self.kills == self.asked and all(training.held for training in self.trainings)
+
+    @property
+    def lost(self) -> int:
+        return sum(training.lost for training in self.trainings)
+
+    @property
+    def repeated(self) -> int:
+        return sum(training.repeated for training in self.trainings)
+
+    @property
+    def equal(self) -> bool:
+        return all(not training.differs and not training.fault for training in self.trainings)
+
+    def sentence(self) -> str:
+        """It held, or what did not."""
+        if not self.held:
+            return "did NOT hold: " + "; ".join(self._complaints())
+        times = "a training" if len(self.trainings) == 1 else f"{len(self.trainings)} trainings"
+        return (
+            f"held: {self.kills} kills in {times} of {self.steps} steps on {self.processes} processes; every sample "
+            "was used exactly once in each epoch, and the weights are those of the undisturbed training to the bit"
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for every kind of place, and one for all."""
+        found = [asdict(row) for row in rows(self.trainings)]
+        seconds = [one.seconds for training in self.trainings for one in training.made if one.seconds is not None]
+        whole = _row("all", self.kills, sum(row["recoveries"] for row in found), seconds)
+        return [
+            {name.replace("_seconds", " s"): _short(value) for name, value in row.items()}
+            for row in (*found, asdict(whole))
+        ]
+
+    def text(self) -> str:
+        """What is counted over all trainings; where to look when something did not hold; the verdict last."""
+        lines = [
+            f"samples lost      {self.lost}",
+            f"samples repeated  {self.repeated}",
+            f"final weights     {'equal' if self.equal else 'DIFFERENT'}",
+        ]
+        for training in self.trainings:
+            if not training.held:
+                run = training.run
+                lines += [
+                    f"kept              {run}",
+                    f"more              pipe verify {run}; pipe log train --run {run}",
+                ]
+        return "\n".join([*lines, self.sentence()])
+
+    def as_json(self) -> dict[str, Any]:
+        counted = {"kills": self.kills, "lost": self.lost, "repeated": self.repeated, "equal": self.equal}
+        told = {"held": self.held, "verdict": self.sentence(), "steps": self.steps, "processes": self.processes}
+        places = [asdict(row) for row in rows(self.trainings)]
+        return {**told, **counted, "places": places, "trainings": [asdict(training) for training in self.trainings]}
+
+    def _complaints(self) -> Iterator[str]:
+        for training in self.trainings:
+            if training.by_hand:
+                yield f"training had to be resumed by hand {training.by_hand} times"
+            if training.lost or training.repeated:
+                yield f"{training.lost} samples were lost and {training.repeated} repeated"
+            yield from filter(None, (training.fault, training.ledger, training.differs))
+        if missing := self.asked - self.kills:
+            yield f"{missing} of the kills were not made"
+
+
+def _short(value: Any) -> Any:
+    return round(value, 1) if isinstance(value, float) else value

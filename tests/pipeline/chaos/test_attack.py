@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from pipeline.chaos.attack import Timing, choose, due_at
+from pipeline.spec.chaos import Event, Kill
+
+TIMING = Timing(start_seconds=4.0, room_seconds=0.6)
+
+
+def event(kind: str, time: float, **more: int) -> Event:
+    return Event.model_validate({"event": kind, "time": time, **more})
+
+
+def test_a_kill_inside_a_process_is_not_made_from_outside() -> None:
+    assert due_at([Kill(place="step", step=1)], [], TIMING, 10.0) is None
+
+
+def test_a_kill_at_any_moment_comes_within_the_steps_after_training_is_ready_for_it() -> None:
+    kills = [Kill(place="moment", who="pipe", step=1, share=0.5)]
+    assert due_at(kills, [event("born", 11.0)], TIMING, 10.0) is None
+    assert due_at(kills, [event("ready", 12.0, number=0)], TIMING, 10.0) == pytest.approx(12.3)
+
+
+def test_a_kill_at_the_start_comes_within_the_time_that_a_start_takes() -> None:
+    kills = [Kill(place="start", step=1, share=0.25), Kill(place="start", step=1, share=0.5)]
+    assert due_at(kills, [], TIMING, 10.0) == 11.0
+    assert due_at(kills, [event("kill", 20.0, number=0)], TIMING, 10.0) == 22.0
+    assert due_at(kills, [event("kill", 20.0, number=0), event("kill", 22.0, number=1)], TIMING, 10.0) is None
+
+
+@pytest.fixture
+def below() -> Iterator[psutil.Process]:
+    """A process below ours."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield psutil.Process(process.pid)
+    process.communicate(b"\n", timeout=10)
+
+
+def test_the_victim_is_the_process_that_was_born_last_with_that_rank_or_its_parent(below: psutil.Process) -> None:
+    pipe = psutil.Process()
+    born = [event("born", 1.0, rank=1, pid=1), event("born", 2.0, rank=1, pid=below.pid, parent=1)]
+    born.append(event("born", 2.0, rank=0, pid=1, parent=below.pid))
+    assert choose(Kill(place="moment", step=1, rank=1), born, pipe, [below]) == below
+    assert choose(Kill(place="moment", step=1, who="launcher"), born, pipe, [below]) == below
+    assert choose(Kill(place="moment", step=1, who="pipe"), born, pipe, [below]) == pipe
+    assert choose(Kill(place="start", step=1), born, pipe, [below]) == below
+
+
+def test_a_process_that_is_not_below_ours_is_never_killed(below: psutil.Process) -> None:
+    born = [event("born", 1.0, rank=0, pid=os.getppid(), parent=1)]
+    for kill in (Kill(place="moment", step=1), Kill(place="moment", step=1, who="launcher")):
+        assert choose(kill, born, psutil.Process(), [below]) is None
+    assert choose(Kill(place="start", step=1), born, psutil.Process(), []) is None

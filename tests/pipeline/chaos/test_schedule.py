@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pipeline.chaos.schedule import DEALT, schedule, step_ends
+
+
+def test_the_same_numbers_give_the_same_kills_and_another_seed_gives_others() -> None:
+    assert schedule(50, 7, 18, 2) == schedule(50, 7, 18, 2)
+    assert schedule(50, 7, 18, 2) != schedule(50, 8, 18, 2)
+
+
+@pytest.mark.parametrize(("kills", "steps", "processes"), [(1, 8, 1), (5, 8, 1), (20, 9, 2), (50, 18, 3), (100, 40, 2)])
+def test_as_many_kills_as_asked_for_in_the_order_training_meets_them(kills: int, steps: int, processes: int) -> None:
+    found = schedule(kills, 7, steps, processes)
+    assert len(found) == kills
+    assert [kill.step for kill in found] == sorted(kill.step for kill in found)
+    assert all(1 <= kill.step <= steps and 0 <= kill.rank < processes and 0 <= kill.share < 1 for kill in found)
+
+
+def test_every_kind_of_place_and_of_victim_has_its_kills() -> None:
+    found = Counter(schedule(len(DEALT), 7, 18, 2))
+    places = Counter((kill.place, kill.who) for kill in found)
+    assert places.keys() == {
+        ("step", "worker"), ("write", "worker"), ("rename", "worker"), ("renamed", "worker"), ("ledger", "worker"),
+        ("moment", "worker"), ("moment", "launcher"), ("moment", "pipe"), ("start", "worker"),
+    }  # fmt: skip
+    assert {kill.rank for kill in found if (kill.place, kill.who) == ("moment", "worker")} == {0, 1}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_every_step_ends_with_a_kill_where_there_are_enough(seed: int) -> None:
+    steps = step_ends(50)
+    ends = [kill for kill in schedule(50, seed, steps, 2) if kill.place == "step"]
+    assert [kill.step for kill in ends] == list(range(1, steps + 1))
+    assert {kill.rank for kill in ends} == {0, 1}
+
+
+def test_a_kill_from_outside_finds_training_still_under_way() -> None:
+    outside = [kill for kill in schedule(200, 7, 18, 2) if kill.place == "moment"]
+    assert all(kill.step < kill.hold <= 18 for kill in outside)
