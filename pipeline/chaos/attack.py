@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 
@@ -21,6 +23,9 @@ from pipeline.spec.run import Run
 
 _POLL_SECONDS = 0.005
 _TOLD_LINES = 3
+
+DueKill: TypeAlias = tuple[float, Kill] | None  # when to kill whom
+Due: TypeAlias = Callable[[Sequence[Event], float], DueKill]  # from what happened, and when the command was started
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Attack:
     folder: Path  # of the project
     run: Run
     record: Record
-    timing: Timing
+    due: Due
     patience_seconds: float
     told: Callable[[Sequence[Event]], None]
     by_hand: int = 0  # resumes that training should not have needed
@@ -86,24 +91,32 @@ class Attack:
 
     def _kill(self, pipe: psutil.Process, began: float) -> bool:
         """Make the kill that is due from outside; whether the command has to end with it."""
-        number = len(kills_of(self._events))
-        at = due_at(self.record.kills(), self._events, self.timing, began)
-        if at is None or time.time() < at:
+        at, kill = self.due(self._events, began) or (math.inf, None)
+        if kill is None or time.time() < at:
             return False
         with contextlib.suppress(psutil.NoSuchProcess):  # it is ending already: the next life will have it
             ours, below = [pipe, *pipe.children()], pipe.children(recursive=True)
-            victim, moment = choose(self.record.kills()[number], self._events, pipe, below), time.time()
+            victim, moment = choose(kill, self._events, pipe, below), time.time()
             if victim is not None:
                 victim.send_signal(signal.SIGKILL)
+                number = len(kills_of(self._events))
                 self.record.claim(number)
                 self.record.tell(Event(event="kill", time=moment, number=number, pid=victim.pid))
+                self._look()
                 return victim in ours
         return False
 
     def _check_alive(self, began: float) -> None:
-        last = max([began, *(event.time for event in self._events)])
+        last = max([began, self._wrote(), *(event.time for event in self._events)])
         if time.time() - last > self.patience_seconds:
             raise StageError(f"training stands still for {self.patience_seconds:.0f} s: {self._last_words()}")
+
+    def _wrote(self) -> float:
+        """When the journal had its last line."""
+        try:
+            return (self.run.partial("train") / "metrics.jsonl").stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def _last_words(self) -> str:
         lines = [line for line in self._output.read_text(errors="replace").splitlines() if line.strip()]
@@ -118,17 +131,22 @@ def kills_of(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event.event == "kill"]
 
 
-def due_at(kills: Sequence[Kill], events: Sequence[Event], timing: Timing, began: float) -> float | None:
-    """When the next kill is to be made from outside; nothing when it is not, or not yet known."""
+def never(_events: Sequence[Event], _began: float) -> DueKill:
+    """Nobody is killed from outside."""
+    return None
+
+
+def as_scheduled(kills: Sequence[Kill], timing: Timing, events: Sequence[Event], began: float) -> DueKill:
+    """The next kill, when it comes from outside and its time is known."""
     made = kills_of(events)
     if len(made) >= len(kills):
         return None
     kill = kills[len(made)]
     if kill.place == "start":
-        return max([began, *(event.time for event in made)]) + kill.share * timing.start_seconds
+        return max([began, *(event.time for event in made)]) + kill.share * timing.start_seconds, kill
     ready = [event for event in events if event.event == "ready" and event.number == len(made)]
     if kill.place == "moment" and ready:
-        return ready[0].time + kill.share * timing.room_seconds
+        return ready[0].time + kill.share * timing.room_seconds, kill
     return None
 
 

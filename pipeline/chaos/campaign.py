@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import statistics
@@ -13,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.chaos.attack import Attack, Timing, kills_of
+from pipeline.chaos.attack import Attack, Due, Timing, as_scheduled, kills_of, never
 from pipeline.chaos.schedule import schedule
 from pipeline.chaos.small import small
 from pipeline.chaos.verdict import Made, Training, made
@@ -70,7 +71,7 @@ class Campaign:
     def prepare(self, config: Config) -> Run:
         """A run whose `prepare` all others share."""
         run = create_run(self.folder, config, ("prepare",), parent="")
-        self.attack(run, [], Timing(0, 0), lambda _: None).train()
+        self.attack(run, [], never, lambda _: None).train()
         return run
 
     def small(self, prepared: Run, kills: int, words: Sequence[str]) -> Config:
@@ -79,7 +80,7 @@ class Campaign:
 
     def undisturbed(self, prepared: Run, config: Config) -> Reference:
         run = self.another(prepared, config)
-        attack, began = self.attack(run, [], Timing(0, 0), lambda _: None), time.time()
+        attack, began = self.attack(run, [], never, lambda _: None), time.time()
         attack.train()
         summary = json.loads((run.output("train") / "summary.json").read_text())
         first = next(event for event in attack.record.events() if event.event == "step")
@@ -102,7 +103,7 @@ class Campaign:
     def _disturb(self, prepared: Run, reference: Reference, kills: Sequence[Kill], before: int) -> Training:
         run = self.another(prepared, reference.run.config)
         teller = Teller(kills, before, before + len(kills), self.say)
-        attack, fault = self.attack(run, kills, reference.timing, teller), ""
+        attack, fault = self.attack(run, kills, functools.partial(as_scheduled, kills, reference.timing), teller), ""
         try:
             attack.train()
         except StageError as error:
@@ -118,13 +119,11 @@ class Campaign:
         write_record(run, record.model_copy(update={"reused_from": prepared.id, "reason": "prepared once"}))
         return run
 
-    def attack(
-        self, run: Run, kills: Sequence[Kill], timing: Timing, told: Callable[[Sequence[Event]], None]
-    ) -> Attack:
+    def attack(self, run: Run, kills: Sequence[Kill], due: Due, told: Callable[[Sequence[Event]], None]) -> Attack:
         record = Record(run.path / "chaos")
         record.schedule(kills)
         patience = run.config.train.timeout_seconds + _PATIENCE_SECONDS
-        return Attack(self.typed, run, record, timing, patience, told)
+        return Attack(self.typed, run, record, due, patience, told)
 
 
 class Teller:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pipeline.chaos.attack import Timing, choose, due_at
+from pipeline.chaos.attack import Timing, as_scheduled, choose
 from pipeline.spec.chaos import Event, Kill
 
 TIMING = Timing(start_seconds=4.0, room_seconds=0.6)
@@ -18,21 +18,26 @@ def event(kind: str, time: float, **more: int) -> Event:
     return Event.model_validate({"event": kind, "time": time, **more})
 
 
+def due_at(kills: list[Kill], events: list[Event]) -> float | None:
+    found = as_scheduled(kills, TIMING, events, 10.0)
+    return found[0] if found else None
+
+
 def test_a_kill_inside_a_process_is_not_made_from_outside() -> None:
-    assert due_at([Kill(place="step", step=1)], [], TIMING, 10.0) is None
+    assert due_at([Kill(place="step", step=1)], []) is None
 
 
 def test_a_kill_at_any_moment_comes_within_the_steps_after_training_is_ready_for_it() -> None:
     kills = [Kill(place="moment", who="pipe", step=1, share=0.5)]
-    assert due_at(kills, [event("born", 11.0)], TIMING, 10.0) is None
-    assert due_at(kills, [event("ready", 12.0, number=0)], TIMING, 10.0) == pytest.approx(12.3)
+    assert due_at(kills, [event("born", 11.0)]) is None
+    assert due_at(kills, [event("ready", 12.0, number=0)]) == pytest.approx(12.3)
 
 
 def test_a_kill_at_the_start_comes_within_the_time_that_a_start_takes() -> None:
     kills = [Kill(place="start", step=1, share=0.25), Kill(place="start", step=1, share=0.5)]
-    assert due_at(kills, [], TIMING, 10.0) == 11.0
-    assert due_at(kills, [event("kill", 20.0, number=0)], TIMING, 10.0) == 22.0
-    assert due_at(kills, [event("kill", 20.0, number=0), event("kill", 22.0, number=1)], TIMING, 10.0) is None
+    assert due_at(kills, []) == 11.0
+    assert due_at(kills, [event("kill", 20.0, number=0)]) == 22.0
+    assert due_at(kills, [event("kill", 20.0, number=0), event("kill", 22.0, number=1)]) is None
 
 
 @pytest.fixture
