@@ -27,6 +27,10 @@ class Balance:
         """This process's share of a global batch of `count` samples."""
         return cut(count, self.speeds)[self._group.data_rank] if self._auto else self._group.slice_of(count)
 
+    def slices(self, count: int) -> dict[int, range]:
+        """The same by its number; a process may have several, each worked through by itself."""
+        return {self._group.data_rank: self.slice_of(count)} if self._auto else self._strategy.slices(count)
+
     def observe(self, count: int) -> None:
         """A step with a global batch of `count` samples is done; every few steps all tell how fast they were."""
         if not self._auto:

@@ -25,6 +25,7 @@ class Job:
     step: int
     part: int
     indices: Indices
+    slice: int = 0  # number of the slice of the batch that it is from
 
 
 class Feed:
@@ -32,7 +33,7 @@ class Feed:
 
     def __init__(self, samples: Samples, group: Group, seed: int, workers: int) -> None:
         self._samples, self._device = samples, group.device
-        self._seed, self._rank = seed, group.data_rank
+        self._seed = seed
         self._columns = None if samples.columns is None else _near(samples.columns, group.device)
         self._count = 0 if samples.columns is not None else workers
         self._workers: Workers | None = None
@@ -63,7 +64,7 @@ class Feed:
         return self._moved(self._load(job), pinned=False)
 
     def _load(self, job: Job) -> dict[str, Tensor]:
-        with drawing(self._seed, job.step, job.part, self._rank):
+        with drawing(self._seed, job.step, job.part, job.slice):
             return self._samples.batch(job.indices)
 
     def _pick(self, columns: Mapping[str, Tensor], indices: Indices) -> dict[str, Tensor]:

@@ -47,12 +47,15 @@ class Trainer:
         self._validation = validation
         self.order = Order(len(train), batch_size, self.config.seed)
         self.total_steps = self.config.epochs * self.order.steps_per_epoch
-        if self.order.smallest_batch < group.data_size:
-            raise ConfigError(f"train.batch_size={batch_size} leaves some of {group.data_size} processes without work")
+        exact = self.config.elastic == "exact"
+        slices = self.config.elastic_shards if exact else group.data_size
+        if self.order.smallest_batch < slices:
+            what = "shards" if exact else "processes"
+            raise ConfigError(f"train.batch_size={batch_size} leaves some of {slices} {what} without work")
         if self.config.compile:
             check_compiler(group.device)
-        cuts = group.data_size * self.config.accumulate
-        self._any_size = self.config.compile and (self.config.balance == "auto" or sizes_differ(self.order, cuts))
+        differ = self.config.balance == "auto" or sizes_differ(self.order, slices * self.config.accumulate)
+        self._any_size = self.config.compile and differ
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
         self._precision = Precision(self.config.precision, group.device)
         self.strategy = make_strategy(task.model(), Objective(task, self._precision), group, self.config, train)
@@ -115,7 +118,6 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         """One global batch: forward and backward over this process's slice, exchange, update."""
-        seed_step(self.config.seed, step, self._group.data_rank)
         loss = self.strategy.backward(self._parts(step))
         self.watch.at(step, "update")
         with phase("update"):
@@ -137,9 +139,9 @@ class Trainer:
         self.strategy.updated(step)
 
     def _parts(self, step: int) -> Iterator[Part]:
-        """The micro-batches of this process's slice, fetched one by one."""
+        """The micro-batches of this process's slices, fetched one by one; each slice has random numbers of its own."""
         jobs = self._jobs(step)
-        for job in jobs:
+        for i, job in enumerate(jobs):
             self.watch.at(step, "data")
             with phase("data"):
                 batch = self._feed.fetch(job)
@@ -148,15 +150,19 @@ class Trainer:
             self.watch.at(step, "forward and backward")
             if self._ledger:
                 self._ledger.fed(step, job.indices)
+            if job.part == 0:
+                seed_step(self.config.seed, step, job.slice)
             count = len(job.indices)
-            yield Part(batch, count, count / self.order.size(step), last=job.part == len(jobs) - 1)
+            yield Part(batch, count, count / self.order.size(step), last=i == len(jobs) - 1, slice=job.slice)
 
     def _jobs(self, step: int) -> list[Job]:
         indices = self.order.batch(step)
-        mine = self._balance.slice_of(len(indices))
-        count = min(self.config.accumulate, len(mine))
-        cuts = [mine.start + len(mine) * i // count for i in range(count + 1)]
-        return [Job(step, i, indices[cuts[i] : cuts[i + 1]]) for i in range(count)]
+        found = []
+        for number, mine in self._balance.slices(len(indices)).items():
+            count = min(self.config.accumulate, len(mine))
+            cuts = [mine.start + len(mine) * i // count for i in range(count + 1)]
+            found += [Job(step, i, indices[cuts[i] : cuts[i + 1]], number) for i in range(count)]
+        return found
 
     def _review(self, step: int) -> None:
         """Stop when a loss or a gradient of the steps since the last look was not finite; `step` steps are done."""

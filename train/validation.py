@@ -24,8 +24,25 @@ def validate(task: Task, strategy: Alone, samples: Samples, group: Group, batch_
     """Mean loss and metrics over the whole split, equal on every process."""
     strategy.settle()
     strategy.model.eval()
+    found = {
+        number: _work_through(task, strategy, samples, group, batch_size, mine)
+        for number, mine in strategy.slices(len(samples)).items()
+    }
+    strategy.model.train()
+    means = {name: total / len(samples) for name, total in _add_up(found, group).items()}
+    if not math.isfinite(means["loss"]):
+        raise DataError(f"the validation loss is {means['loss']}; lower train.lr or look for bad samples")
+    if group.rank.first and (odd := [name for name, mean in means.items() if not math.isfinite(mean)]):
+        print(f"warning: {', '.join(odd)} is not finite on the validation split; the gate will refuse that", flush=True)
+    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+
+
+def _work_through(
+    task: Task, strategy: Alone, samples: Samples, group: Group, batch_size: int, mine: range
+) -> dict[str, float]:
+    """Sums over a slice of the split; none where another process answers for it."""
     sums: dict[str, float] = {}
-    for chosen in rounds(group.slice_of(len(samples)), -(-len(samples) // group.data_size), batch_size):
+    for chosen in rounds(mine, -(-len(samples) // group.data_size), batch_size):
         if not chosen and not strategy.together:
             continue
         group.watch.again()
@@ -34,13 +51,7 @@ def validate(task: Task, strategy: Alone, samples: Samples, group: Group, batch_
         if chosen and outputs is not None:
             for name, value in _sums(task, strategy.objective.precision, outputs, batch, len(chosen)).items():
                 sums[name] = sums.get(name, 0.0) + value
-    strategy.model.train()
-    means = {name: total / len(samples) for name, total in _add_up(sums, group).items()}
-    if not math.isfinite(means["loss"]):
-        raise DataError(f"the validation loss is {means['loss']}; lower train.lr or look for bad samples")
-    if group.rank.first and (odd := [name for name, mean in means.items() if not math.isfinite(mean)]):
-        print(f"warning: {', '.join(odd)} is not finite on the validation split; the gate will refuse that", flush=True)
-    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+    return sums
 
 
 def rounds(mine: range, most: int, size: int) -> Iterator[range]:
@@ -59,10 +70,14 @@ def _sums(task: Task, precision: Precision, outputs: Outputs, batch: Batch, coun
     return sums
 
 
-def _add_up(sums: dict[str, float], group: Group) -> dict[str, float]:
-    """Over all processes; those that answered for nothing have no sums."""
-    names = next(found for found in group.gather(list(sums)) if found)
-    return dict(zip(names, group.total([sums.get(name, 0.0) for name in names]), strict=True))
+def _add_up(found: dict[int, dict[str, float]], group: Group) -> dict[str, float]:
+    """Over all slices, in their order: with other processes that hold the same slices the bits are the same."""
+    slices = [(number, sums) for one in group.gather(found) for number, sums in one.items() if sums]
+    totals: dict[str, float] = {}
+    for _, sums in sorted(slices, key=lambda slice_: slice_[0]):
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
 
 
 @torch.no_grad()

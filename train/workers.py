@@ -53,7 +53,7 @@ class Workers:
         if isinstance(found, Failure):
             sys.stderr.write(found.trace)
             raise found.error
-        assert place == (job.step, job.part), f"batch {place} came for step {job.step}, part {job.part}"
+        assert place == _place(job), f"batch {place} came for {_place(job)}"
         return cast("Batch", found)
 
     def stop(self) -> None:
@@ -75,8 +75,8 @@ class _Loading:
     def __init__(self, load: Callable[[Any], Batch]) -> None:
         self._load = load
 
-    def __getitem__(self, job: Any) -> tuple[tuple[int, int], Batch | Failure]:
-        place = (job.step, job.part)
+    def __getitem__(self, job: Any) -> tuple[tuple[int, int, int], Batch | Failure]:
+        place = _place(job)
         try:
             return place, self._load(job)
         except PipelineError as error:
@@ -103,6 +103,10 @@ class _Leash:
     def _wait(self) -> None:
         os.read(self._reading, 1)
         os._exit(1)
+
+
+def _place(job: Any) -> tuple[int, int, int]:
+    return job.step, job.slice, job.part
 
 
 def _as_it_is(found: Any) -> Any:

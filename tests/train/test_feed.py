@@ -37,9 +37,8 @@ def jobs(steps: range, parts: int = 1) -> list[Job]:
     return [Job(step, part, np.arange(3) + 3 * (step % 5) + part) for step, part in found]
 
 
-def fetched(workers: int, wanted: list[Job], seed: int = 1, rank: int = 0) -> list[Tensor]:
-    group = Group(Rank(rank, world_size=2), torch.device("cpu")) if rank else CPU
-    feed = Feed(Samples("train", Noisy()), group, seed, workers)
+def fetched(workers: int, wanted: list[Job], seed: int = 1) -> list[Tensor]:
+    feed = Feed(Samples("train", Noisy()), CPU, seed, workers)
     feed.start(wanted)
     try:
         return [feed.fetch(job)["x"] for job in wanted]
@@ -60,11 +59,11 @@ def test_a_feed_that_starts_in_the_middle_gives_what_one_from_the_start_gives_th
     assert torch.equal(torch.stack(whole[4:]), torch.stack(rest))
 
 
-def test_seed_step_part_and_rank_each_draw_something_else() -> None:
+def test_seed_step_part_and_slice_each_draw_something_else() -> None:
     same = np.arange(3)
     found = [
-        fetched(0, [Job(step, part, same)], seed, rank)[0][:, 1:]
-        for seed, step, part, rank in ((1, 2, 3, 0), (2, 2, 3, 0), (1, 3, 3, 0), (1, 2, 2, 0), (1, 2, 3, 1))
+        fetched(0, [Job(step, part, same, number)], seed)[0][:, 1:]
+        for seed, step, part, number in ((1, 2, 3, 0), (2, 2, 3, 0), (1, 3, 3, 0), (1, 2, 2, 0), (1, 2, 3, 1))
     ]
     for i, left in enumerate(found):
         assert not any((left == right).any() for right in found[i + 1 :])

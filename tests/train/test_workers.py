@@ -16,8 +16,8 @@ from types import SimpleNamespace as Job
 def load(job):
     return {"x": torch.zeros(1)}
 
-workers = Workers(load, (Job(step=i, part=0) for i in range(10**6)), 2, pinned=False)
-workers.next(Job(step=0, part=0))
+workers = Workers(load, (Job(step=i, slice=0, part=0) for i in range(10**6)), 2, pinned=False)
+workers.next(Job(step=0, slice=0, part=0))
 import multiprocessing
 print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 time.sleep(60)

@@ -9,6 +9,7 @@ from pipeline.spec.sections import Train
 from train.group import Group
 from train.objective import Objective
 from train.strategy.alone import Alone, Part
+from train.strategy.exact import Exact
 from train.strategy.horovod import Horovod
 from train.strategy.packed import Packed
 from train.strategy.replicated import Replicated
@@ -25,6 +26,8 @@ def make_strategy(
     model: nn.Module, objective: Objective, group: Group, config: Train, samples: Samples | None = None
 ) -> Alone:
     """`samples` are for those that must try a pass of the model before they can cut it."""
+    if config.elastic == "exact":
+        return Exact(model, objective, group, config)
     if group.size == 1:
         return Alone(model, objective, group, config)
     if config.backend == "horovod":

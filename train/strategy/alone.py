@@ -37,6 +37,7 @@ class Part:
     count: int  # samples in it
     share: float  # their share of the global batch
     last: bool  # no further micro-batch follows in this step
+    slice: int = 0  # number of the slice of the batch that it is from
 
 
 class Alone:
@@ -62,6 +63,10 @@ class Alone:
 
     def warm_up(self, parts: Callable[[], Iterable[Part]]) -> None:
         """Before any weights are restored: whatever must have happened once before the first step counts."""
+
+    def slices(self, count: int) -> dict[int, range]:
+        """What this process works through of a batch or split of `count` samples; random draws are by its number."""
+        return {self.group.data_rank: self.group.slice_of(count)}
 
     def backward(self, parts: Iterable[Part]) -> Tensor:
         """Leave the gradient of the global batch's mean loss; return the sum of the losses of this slice."""
