@@ -40,6 +40,7 @@ WHOLE = "it needs the whole gradient in every process"
 NUMBER = "use batch_size=64, or another number"
 BUCKETS = "the buckets are DDP's"
 OWN = "Horovod carries the gradients itself"
+SHARDS = "it adds up whole gradients of shards"
 
 RULES = (
     Rule("compress", PACKED, "parallel", {"ddp"}, WHOLE, "use compress=none (fsdp sends half with precision=bf16)"),
@@ -96,6 +97,17 @@ RULES = (
     Rule("backend", {"horovod"}, "nodes", {1}, "horovodrun wants machines by name", "use nodes=1, or start it by hand"),
     Rule("backend", {"horovod"}, "static_graph", {False}, OWN, "use static_graph=false"),
     Rule("backend", {"horovod"}, "compress", {"none", "fp16"}, "Horovod packs as fp16 or not", "use compress=fp16"),
+    Rule("elastic", {"exact"}, "parallel", {"ddp"}, SHARDS, "use parallel=ddp"),
+    Rule("elastic", {"exact"}, "tensor", {1}, SHARDS, "use tensor=1"),
+    Rule("elastic", {"exact"}, "pipeline", {1}, SHARDS, "use pipeline=1"),
+    Rule("elastic", {"exact"}, "sync", {"allreduce"}, SHARDS, "use sync=allreduce"),
+    Rule("elastic", {"exact"}, "compress", {"none"}, "what is left out depends on who packs", "use compress=none"),
+    Rule("elastic", {"exact"}, "backend", {"torch"}, OWN, "use backend=torch"),
+    Rule("elastic", {"exact"}, "balance", {"equal"}, "slices would depend on measured time", "use balance=equal"),
+    Rule("elastic", {"exact"}, "deterministic", {True}, "no two runs need be equal then", "use deterministic=true"),
+    Rule("bucket_mb", {True}, "elastic", {"close"}, BUCKETS, "use bucket_mb=0"),
+    Rule("static_graph", {True}, "elastic", {"close"}, "it is a promise to DDP", "use static_graph=false"),
+    Rule("batch_size", {"auto"}, "elastic", {"close"}, "what it finds depends on the processes", NUMBER),
     Rule("tensor", {MANY}, "precision", {"fp32", "bf16"}, "parts of a layer overflow apart", "use precision=bf16"),
     Rule("pipeline", {MANY}, "accumulate", {MANY}, "all stages but one would wait", "use accumulate=4, or more"),
 )

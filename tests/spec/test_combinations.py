@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "batch_size": (64, "auto"),
     "workers": (0, 2),
     "backend": ("torch", "horovod"),
+    "elastic": ("close", "exact"),
 }
 TRUTH = (False, True)
 
