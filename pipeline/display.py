@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
-# How the lines of launchers begin: torchrun's, mpirun's, srun's, horovodrun's.
+# How the lines of launchers begin: torch's agent, mpirun, srun, horovodrun; and what torch says of a lost connection.
 _LAUNCHER = re.compile(
-    r"(\[rank\d+\]:)?[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: |Process \d+ exit with"
+    r"(\[rank\d+\]:)?\[?[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: |Process \d+ exit with"
+    r"|agent: |Exception raised from|frame #\d+: |<omitting python frames>"
 )
 _PROFILER = re.compile(r"(USDT|STAGE):\d{4}-")  # and those of its profiler, which a timeline needs
 _MARK = re.compile(r"^\[\d+\]<std(out|err)>:", re.MULTILINE)  # what horovodrun puts before each line of a process
+_AGAIN = re.compile(r"starting again from the (beginning|checkpoint of step \d+)")  # how a node tells of it
 _ECHO = re.compile("echo: ")  # how a process begins that lost contact with the one that failed
 
 
@@ -62,7 +64,7 @@ class Display:
         """Show what the step wrote since the last look."""
         assert self._run is not None
         for line in self._new_lines(self._run.log(self._step)):
-            self._noisy = self._noisy or is_end(line)
+            self._noisy = (self._noisy or is_end(line)) and not _AGAIN.search(line)
             if not self._noisy and not _LAUNCHER.match(line) and not _PROFILER.match(line):
                 self.say(f"{self._step} | {line}")
         if self._step == "train":

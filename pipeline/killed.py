@@ -7,7 +7,13 @@ import signal
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pipeline.spec.failure import ending
+
 _SHELL_SIGNALS = 128
+MEMORY = (  # what to say of a process that was killed
+    ", by hand or by the kernel because memory ran out; "
+    "where it was memory, lower train.batch_size or raise train.accumulate"
+)
 
 
 class Killed(NamedTuple):
@@ -15,16 +21,13 @@ class Killed(NamedTuple):
     host: str
     signal: int
 
+    @property
+    def briefly(self) -> str:
+        return ending(f"rank {self.rank} on {self.host}", -self.signal)
+
     def __str__(self) -> str:
-        known = self.signal in set(signal.Signals)
-        name = signal.Signals(self.signal).name if known else f"signal {self.signal}"
-        who = f"rank {self.rank} on {self.host}"
-        if self.signal == signal.SIGKILL:
-            return (
-                f"{who} was killed ({name}), by hand or by the kernel because memory ran out; "
-                "where it was memory, lower train.batch_size or raise train.accumulate"
-            )
-        return f"{who} was ended by {name}; its last lines are in the log"
+        more = MEMORY if self.signal == signal.SIGKILL else "; its last lines are in the log"
+        return f"{self.briefly}{more}"
 
 
 def killed_process(log: str) -> Killed | None:

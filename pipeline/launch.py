@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from pipeline.spec.files import unwritable
 
 _TICK_SECONDS = 0.1
 _GRACE_SECONDS = 45.0  # training makes a checkpoint first; torchrun gives it 30 s, and ends what hangs
+_PARTING_SECONDS = 10.0
 _END_BYTES = 1 << 16
 
 
@@ -26,10 +28,11 @@ class LocalLauncher:
 
     root: Path
     tick: Callable[[], None]  # called ten times a second while a step runs
+    grace_seconds: float = _GRACE_SECONDS  # to end in, when it is asked to
 
     def launch(self, argv: tuple[str, ...], log: Path, env: Mapping[str, str]) -> int:
         """Run to the end and return the exit status; on Ctrl-C the step is ended first."""
-        with log.open("ab") as output, leashed(argv, self.root, env, output) as process:
+        with log.open("ab") as output, leashed(argv, self.root, env, output, self.grace_seconds) as process:
             while True:
                 try:
                     return process.wait(timeout=_TICK_SECONDS)
@@ -39,34 +42,42 @@ class LocalLauncher:
 
 @contextlib.contextmanager
 def leashed(
-    argv: tuple[str, ...], root: Path, env: Mapping[str, str], output: IO[Any]
+    argv: tuple[str, ...], root: Path, env: Mapping[str, str], output: IO[Any], grace_seconds: float = _GRACE_SECONDS
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended with the block, and by the kernel when we are gone."""
-    read_end, write_end = os.pipe()
+    """A process that is ended with the block, and by the kernel when we are gone; so are those it started."""
+    ours, theirs = socket.socketpair()
     process = subprocess.Popen(
         with_this_python(argv),
         cwd=root,
         env={**os.environ, **env, leash.VARIABLE: "1"},
-        stdin=read_end,
+        stdin=theirs.fileno(),
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C reaches us alone, and we decide
     )
-    os.close(read_end)
+    theirs.close()
     try:
         yield process
     finally:
-        _end(process)
-        os.close(write_end)  # whoever of its children is left reads end-of-file and goes
+        _end(process, grace_seconds)
+        _part(ours)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _part(ours: socket.socket) -> None:
+    """Whoever of its children is left reads end-of-file and goes; when the last one is gone, so do we."""
+    with ours, contextlib.suppress(OSError):
+        ours.shutdown(socket.SHUT_WR)
+        ours.settimeout(_PARTING_SECONDS)
+        ours.recv(1)
+
+
+def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
     """Who is in a hurry asks again, by Ctrl-C."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(timeout=_GRACE_SECONDS)
+        process.wait(timeout=grace_seconds)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

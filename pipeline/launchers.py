@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from pipeline.spec import leash
@@ -21,26 +22,44 @@ _MENDS = {
 }
 
 
-def launched(train: Train, per_node: int, python: tuple[str, ...]) -> tuple[str, ...]:
-    """The command that starts `python` in every process of training."""
+@dataclass(frozen=True)
+class Meeting:
+    """Where the machines of one run meet, and by which name."""
+
+    address: str  # host:port
+    id: str
+
+
+def launched(
+    train: Train, per_node: int, python: tuple[str, ...], meeting: Meeting | None = None, own_address: str = ""
+) -> tuple[str, ...]:
+    """The command that starts `python`, which is `python -m train RUN`, in every process of training."""
     if train.backend == "horovod":
         return horovodrun(per_node, python, train.trace)
     if train.launcher == "mpirun":
-        return mpirun(per_node, python, train.nodes)
+        return mpirun(per_node, python, train.most_nodes)
     if train.launcher == "srun":
-        return srun(per_node, python, train.nodes)
-    return torchrun(per_node, python, train.nodes, train.rendezvous, train.timeout_seconds)
+        return srun(per_node, python, train.most_nodes)
+    return agent(train, per_node, python, meeting, own_address)
 
 
-def torchrun(
-    per_node: int, python: tuple[str, ...], nodes: int = 1, rendezvous: str = "", timeout_seconds: int = 300
+def agent(
+    train: Train, per_node: int, python: tuple[str, ...], meeting: Meeting | None, own_address: str
 ) -> tuple[str, ...]:
-    """Started once on each machine."""
-    patience = f"--rdzv-conf=join_timeout={timeout_seconds}"
-    elsewhere = ("--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", patience)
-    meeting = (f"--nnodes={nodes}", *elsewhere) if nodes > 1 else ("--standalone", "--nnodes=1")
+    """Torchrun's part, started once on each machine."""
+    words: tuple[str, ...] = (f"--processes={per_node}", f"--restarts={train.restarts}")
+    if meeting is not None:
+        words += (f"--fewest={train.fewest_nodes}", f"--most={train.most_nodes}", f"--timeout={train.timeout_seconds}")
+        words += (f"--meeting={meeting.address}", f"--id={meeting.id}", f"--address={own_address}")
+    interpreter, _, _, *run = python
+    return (interpreter, "-m", "train.agent", *words, *run)
+
+
+def torchrun(processes: int, python: tuple[str, ...]) -> tuple[str, ...]:
+    """On one machine."""
     interpreter, *module = python
-    return (interpreter, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={per_node}", *module)
+    alone = ("--standalone", "--nnodes=1", f"--nproc-per-node={processes}")
+    return (interpreter, "-m", "torch.distributed.run", *alone, *module)
 
 
 def mpirun(per_node: int, python: tuple[str, ...], nodes: int = 1) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from pipeline.history import (
 from pipeline.keys import parts_of
 from pipeline.killed import killed_process
 from pipeline.launch import LocalLauncher, count_gpus, prepare_log, said_since, step_environment
-from pipeline.launchers import check_launcher, launcher_environment
+from pipeline.launchers import check_launcher
 from pipeline.plan import Step, decide
 from pipeline.project import Project
 from pipeline.spec.config import Config, override_config
@@ -158,7 +157,7 @@ def check_config(config: Config) -> None:
     """What one section cannot see of another."""
     if config.deploy.grpc_port == config.deploy.port:
         raise ConfigError(f"deploy.grpc_port and deploy.port are both {config.deploy.port}; give each its own")
-    if config.train.launcher == "torchrun" and config.train.nodes > 1 and not config.train.rendezvous:
+    if config.train.launcher == "torchrun" and config.train.most_nodes > 1 and not config.train.rendezvous:
         raise ConfigError(
             f"train.nodes={config.train.nodes} needs train.rendezvous=HOST:PORT, an address all nodes reach; "
             "on a cluster, `pipe run train --render DIR` writes the Job"
@@ -199,7 +198,7 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
     _clear(run, step, display)
     log = run.log(step.name)
     began = prepare_log(log)
-    argv = argv_of(step.name, road.config, _run_argument(road.project, run), count_gpus(os.environ))
+    argv = argv_of(step.name, road.config, _run_argument(road.project, run))
     record = StepRecord(
         step=step.name,
         status="running",
@@ -211,15 +210,12 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
     )
     write_record(run, record)
     display.start(run, step.name, step.reason)
-    if step.name == "train" and road.config.train.nodes > 1 and road.config.train.launcher == "torchrun":
-        display.say(f"on each other machine, in this folder: PYTHONSAFEPATH=1 {shlex.join(argv)}")
+    if step.name == "train" and road.config.train.most_nodes > 1 and road.config.train.launcher == "torchrun":
+        display.say(f"on each other machine, in this folder: pipe join {run.id}")
     started = time.monotonic()
     launcher = LocalLauncher(road.project.root, display.tick)
     processes = processes_per_node(road.config, count_gpus(os.environ)) if step.name == "train" else 1
-    environment = {
-        **step_environment(processes, road.order.cores or os.cpu_count() or 1),
-        **launcher_environment(road.config.train, os.geteuid()),
-    }
+    environment = step_environment(processes, road.order.cores or os.cpu_count() or 1)
     try:
         status = launcher.launch(argv, log, environment)
     except BaseException as error:

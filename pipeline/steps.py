@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.launchers import launched, torchrun
+from pipeline.launchers import torchrun
 from pipeline.spec.config import Config
 from pipeline.spec.run import STEPS
 
@@ -72,11 +72,11 @@ KINDS = {
 assert tuple(KINDS) == STEPS
 
 
-def argv_of(step: str, config: Config, run_directory: str, gpus: int) -> tuple[str, ...]:
-    """The command of a step: the same here and in a pod."""
-    python = ("python", "-m", KINDS[step].module, run_directory)
+def argv_of(step: str, config: Config, run_directory: str) -> tuple[str, ...]:
+    """The command of a step: the same here and in a pod. That of training starts what starts the processes."""
     if step == "train":
-        return launched(config.train, processes_per_node(config, gpus), python)
+        return ("python", "-m", "pipeline.node", run_directory)
+    python = ("python", "-m", KINDS[step].module, run_directory)
     if step == "evaluate" and config.evaluate.processes > 1:
         return torchrun(config.evaluate.processes, python)
     return python

@@ -19,13 +19,14 @@ from pipeline.spec.step import run_step
 from pipeline.spec.task import load_task
 from pipeline.spec.weights import save_weights
 from train.agreement import check_splits
+from train.attempts import begin
 from train.batch_size import decide_batch_size
 from train.checkpoint import CheckpointStore, Progress
 from train.flight import record_exchanges
 from train.group import Group, join
 from train.heap import forget_what_lasts, keep_freed_memory
 from train.journal import Journal
-from train.ledger import Ledger, attempts_in
+from train.ledger import Ledger
 from train.parameter_server import Asynchronous
 from train.peril import arm
 from train.seeding import be_deterministic
@@ -64,7 +65,8 @@ def _fit(trainer: Trainer, run: Run, group: Group) -> None:
     store = CheckpointStore(directory / "checkpoints", config.keep_checkpoints, identity)
     progress = _resume(trainer, store, group)
     journal = Journal(directory, progress.step) if group.rank.first else None
-    ledger = Ledger(directory, group, trainer.order, progress.step, attempts_in(directory) + 1)
+    trainer.attempt = begin(run, group, progress.step)
+    ledger = Ledger(directory, group, trainer.order, progress.step, trainer.attempt.number)
     keep_freed_memory()
     forget_what_lasts()
     started = time.perf_counter()

@@ -12,7 +12,8 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed hands them on, unseen by type checkers
 from torch.distributed import DistError
 
-from pipeline.spec.errors import ConfigError, StageError
+from pipeline.spec.address import split_address
+from pipeline.spec.errors import StageError
 from pipeline.spec.files import write_json
 from pipeline.spec.rank import Rank
 
@@ -37,13 +38,6 @@ def meet(rank: Rank, address: str, directory: Path, timeout_seconds: int) -> Sto
 def place_of(rank: Rank, directory: Path) -> Path:
     """The file with the address, of this launch alone where the launcher gives it a name."""
     return directory / f"meeting-{rank.job or 'unnamed'}.json"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"train.rendezvous={address}: write it as host:port")
-    return host.strip("[]"), int(port)
 
 
 def _open(rank: Rank, place: Path, timeout: timedelta) -> Store:

@@ -106,6 +106,8 @@ class Asynchronous(Trainer):
 
     def _updated(self, updates: int, tally: Tally) -> bool:
         """Whether a line of the journal is due. Called by any thread of the server, by one at a time."""
+        if self.attempt:
+            self.attempt.stepped(updates)
         if updates % self.config.log_every and updates % self.order.steps_per_epoch:
             return False
         if self._journal:

@@ -34,6 +34,7 @@ from train.validation import validate
 from train.window import Window
 
 if TYPE_CHECKING:
+    from train.attempts import Attempt
     from train.checkpoint import CheckpointStore
     from train.journal import Journal
     from train.ledger import Ledger
@@ -69,6 +70,7 @@ class Trainer:
         self._reviewed = 0  # steps of the window that were looked at
         self.watch = group.watch
         self._ledger: Ledger | None = None  # steps that count for nothing are in none
+        self.attempt: Attempt | None = None
         self.strategy.warm_up(lambda: self._parts(0))
 
     def restore(self, state: State) -> None:
@@ -101,6 +103,8 @@ class Trainer:
                 tracer.before(progress.step)
             self._step(progress.step)
             progress = replace(progress, step=progress.step + 1)
+            if self.attempt:
+                self.attempt.stepped(progress.step)
             reached("step")
             ends_epoch = progress.step % self.order.steps_per_epoch == 0
             if ends_epoch or progress.step % self.config.log_every == 0:
@@ -222,6 +226,8 @@ class Trainer:
             if commit:
                 commit()
             store.save(state)
+            if self.attempt:
+                self.attempt.kept(progress.step)
 
     def _out_of_patience(self, progress: Progress) -> bool:
         return 0 < self.config.patience <= progress.stale_epochs

@@ -21,6 +21,7 @@ def conflict(train: Mapping[str, Any]) -> str:
     """The first conflict as a sentence, or nothing."""
     words = {**train, **{name: min(train[name], MANY) for name in ("tensor", "pipeline", "accumulate", "workers")}}
     words["bucket_mb"] = train["bucket_mb"] > 0
+    words["nodes"] = RANGE if isinstance(train["nodes"], str) else train["nodes"]
     for rule in RULES:
         if words[rule.word] in rule.values and words[rule.other] not in rule.allowed:
             first, second = (f"{name}={_shown(train[name])}" for name in (rule.word, rule.other))
@@ -33,6 +34,7 @@ def _shown(value: Any) -> str:
 
 
 MANY = 2  # stands for every number above one
+RANGE = "2:4"  # stands for every other one
 PACKED = {"fp16", "bf16", "powersgd", "topk"}
 SELDOM = {"local_sgd", "diloco"}
 LOOSE = {*SELDOM, "parameter_server"}
@@ -95,6 +97,7 @@ RULES = (
     Rule("backend", {"horovod"}, "balance", {"equal"}, OWN, "use balance=equal"),
     Rule("backend", {"horovod"}, "launcher", {"torchrun"}, "horovodrun takes its place", "use launcher=torchrun"),
     Rule("backend", {"horovod"}, "nodes", {1}, "horovodrun wants machines by name", "use nodes=1, or start it by hand"),
+    Rule("nodes", {RANGE}, "launcher", {"torchrun"}, "others start a fixed number of processes", "use nodes=2"),
     Rule("backend", {"horovod"}, "static_graph", {False}, OWN, "use static_graph=false"),
     Rule("backend", {"horovod"}, "compress", {"none", "fp16"}, "Horovod packs as fp16 or not", "use compress=fp16"),
     Rule("elastic", {"exact"}, "parallel", {"ddp"}, SHARDS, "use parallel=ddp"),

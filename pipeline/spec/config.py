@@ -33,7 +33,7 @@ class Config(Section):
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     """Read `pipe.yaml` and apply `key=value` overrides."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _Loader)  # noqa: S506 - a SafeLoader
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; `pipe init NAME` writes one") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -61,6 +61,18 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
         raise kind(f"{source}: " + "; ".join(_sentences(error))) from error
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes `2:4` for minutes and seconds, and reads 124."""
+
+
+def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    text = loader.construct_scalar(node)
+    return text if ":" in str(text) else loader.construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
 def _apply(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
@@ -72,7 +84,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {override!r}: {name} is not a section")
         values = inner
     try:
-        values[last] = yaml.safe_load(text) if text else ""
+        values[last] = yaml.load(text, _Loader) if text else ""  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
 

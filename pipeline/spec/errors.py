@@ -101,23 +101,26 @@ def _kinds(kind: type[PipelineError]) -> dict[str, type[PipelineError]]:
     return found
 
 
-_FILE, _ECHO_FILE = "error.json", "error-echo.json"
+_FILE, _PASSING_FILE, _ECHO_FILE = "error.json", "error-passing.json", "error-echo.json"
 
 
 def write_error(error: PipelineError, directory: Path) -> None:
-    """Leave the error where the runner finds it; of several ranks that fail, the first one with a cause is kept."""
+    """Leave the error where the runner finds it; of several ranks that fail, the first one with a cause is kept.
+
+    A passing one has a file of its own: training may go on, and a later one that ends it must not find its place taken.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     body = json.dumps({"kind": type(error).__name__, "message": str(error)})
     own = directory / f".error-{socket.gethostname()}-{os.getpid()}"
     own.write_text(body)
     with contextlib.suppress(FileExistsError):  # link() is atomic and never replaces: first one wins
-        os.link(own, directory / (_ECHO_FILE if error.echo else _FILE))
+        os.link(own, directory / (_ECHO_FILE if error.echo else _PASSING_FILE if error.passing else _FILE))
     own.unlink()
 
 
 def read_error(directory: Path) -> PipelineError | None:
     """The error a step left behind, if it left one; an echo only where nobody left the cause."""
-    for path in (directory / _FILE, directory / _ECHO_FILE):
+    for path in (directory / _FILE, directory / _PASSING_FILE, directory / _ECHO_FILE):
         if path.exists():
             body = json.loads(path.read_text())
             return _kinds(PipelineError).get(body["kind"], PipelineError)(body["message"])
@@ -125,5 +128,11 @@ def read_error(directory: Path) -> PipelineError | None:
 
 
 def clear_error(directory: Path) -> None:
-    for name in (_FILE, _ECHO_FILE):
+    clear_passing(directory)
+    (directory / _FILE).unlink(missing_ok=True)
+
+
+def clear_passing(directory: Path) -> None:
+    """Training goes on: what made it begin again is no longer why it ends."""
+    for name in (_PASSING_FILE, _ECHO_FILE):
         (directory / name).unlink(missing_ok=True)

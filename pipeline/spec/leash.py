@@ -1,7 +1,8 @@
 """A process that ends when the `pipe` command that started it is gone, even by `kill -9`.
 
-The runner gives a step one end of a pipe as standard input and holds the other; torchrun hands it on
-to its workers. When the runner dies the kernel closes its end and every process reads end-of-file.
+The runner gives a step one end of a pair of sockets as standard input and holds the other; a step hands it on
+to the processes it starts. When the runner dies the kernel closes its end and every process reads end-of-file.
+The node of training holds a pair of its own for its launcher, so that the end of either ends the workers.
 mpirun hands it on to its first process alone, gives the others the null device, and ends them with the first.
 """
 

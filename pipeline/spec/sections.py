@@ -88,7 +88,9 @@ class Train(Section):
     backend: Literal["torch", "horovod"] = Field("torch", description="library that carries the gradients")
     launcher: Literal["torchrun", "mpirun", "srun"] = Field("torchrun", description="what starts the processes")
     processes: Natural = Field(0, description="processes per node; 0 means one a GPU, or 2 on CPU")
-    nodes: Positive = Field(1, description="machines that train together")
+    nodes: Positive | Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = Field(
+        1, description="machines that train together; `2:4`: as many as there are, 2 at least and 4 at most"
+    )
     rendezvous: str = Field("", description="`host:port` all nodes reach, needed by torchrun when `nodes` is above 1")
     image: str = Field("", description="container image of the training pods on a cluster")
     restarts: Natural = Field(
@@ -107,6 +109,21 @@ class Train(Section):
     trace: bool = Field(False, description="record a timeline of all processes, for Perfetto or chrome://tracing")
     trace_steps: tuple[Natural, Positive] = Field((3, 5), description="first step of the timeline, and how many")
     timeout_seconds: Positive = Field(300, description="longest wait for another process before giving up")
+
+    @property
+    def fewest_nodes(self) -> int:
+        return int(str(self.nodes).partition(":")[0])
+
+    @property
+    def most_nodes(self) -> int:
+        return int(str(self.nodes).rpartition(":")[2])
+
+    @model_validator(mode="after")
+    def _fewest_before_most(self) -> Train:
+        if self.fewest_nodes > self.most_nodes:
+            problem = f"nodes={self.nodes}: write the fewest first, as in nodes={self.most_nodes}:{self.fewest_nodes}"
+            raise PydanticCustomError("conflict", "{problem}", {"problem": problem})
+        return self
 
     @model_validator(mode="after")
     def _words_go_together(self) -> Train:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -30,13 +31,16 @@ def until_held(walker: Walker) -> Run:
     return walker.latest
 
 
-def test_a_killed_worker_costs_nothing(copied: Walker, expected: bytes) -> None:
-    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+def test_a_killed_worker_costs_nothing_where_training_may_not_begin_again_by_itself(
+    copied: Walker, expected: bytes
+) -> None:
+    with copied.held(HELD_AFTER, *TRAIN, "train.restarts=0") as pipe:
         run = until_held(copied)
         victim = workers_of(run)[-1]
         victim.kill()
         _, said = pipe.communicate(timeout=60)
     assert pipe.returncode == 1, said
+    assert re.search(r"error: train: rank 1 on \S+ was killed \(SIGKILL\), by hand or by the kernel", said)
     assert f"to go on after mending it: pipe run --resume {run.id}" in said
     assert processes_of(run) == []
     said = copied.pipe("run", "--resume").stderr
@@ -54,7 +58,7 @@ def test_a_killed_pipe_takes_its_processes_along_and_a_damaged_checkpoint_is_pas
 ) -> None:
     with copied.held(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied)
-        assert len(processes_of(run)) == 3, "torchrun and two workers"
+        assert len(processes_of(run)) == 4, "a node, its agent and two workers"
         pipe.kill()
         wait_for(lambda: not processes_of(run), seconds=20)
     newest = copied.checkpoints / "step-00000050" / "state.safetensors"

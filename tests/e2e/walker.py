@@ -174,7 +174,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 
 def processes_of(run: Run) -> list[psutil.Process]:
-    """Whoever works on a run: torchrun, its workers, any step, all of which are called with its name."""
+    """Whoever works on a run: its node, agent and workers, any step, all of which are called with its name."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -184,5 +184,10 @@ def processes_of(run: Run) -> list[psutil.Process]:
 
 
 def workers_of(run: Run) -> list[psutil.Process]:
-    """The training processes themselves: torchrun starts them as `-m train`."""
-    return [process for process in processes_of(run) if "torch.distributed.run" not in process.cmdline()]
+    """The training processes themselves, by rank as far as they were started in that order."""
+    return called(run, "train")
+
+
+def called(run: Run, module: str) -> list[psutil.Process]:
+    """Those that run `python -m module`."""
+    return [process for process in processes_of(run) if process.cmdline()[1:3] == ["-m", module]]

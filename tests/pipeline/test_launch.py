@@ -96,8 +96,7 @@ def test_an_interrupt_ends_the_step_first(tmp_path: Path) -> None:
     assert not psutil.pid_exists(pid), "the runner waits for its end"
 
 
-def test_a_step_that_ignores_the_request_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.launch._GRACE_SECONDS", 0.2)
+def test_a_step_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     deaf = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
 
@@ -106,7 +105,7 @@ def test_a_step_that_ignores_the_request_to_end_is_killed(tmp_path: Path, monkey
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        LocalLauncher(tmp_path, interrupt).launch(("python", "-c", deaf), log, {})
+        LocalLauncher(tmp_path, interrupt, grace_seconds=0.2).launch(("python", "-c", deaf), log, {})
     assert not psutil.pid_exists(pid_in(log))
 
 

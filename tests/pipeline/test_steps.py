@@ -7,29 +7,19 @@ TORCHRUN = ("python", "-m", "torch.distributed.run")
 
 
 def test_a_plain_step_is_one_python_process(config: Config) -> None:
-    assert argv_of("prepare", config, "runs/one", gpus=0) == ("python", "-m", "pipeline.prepare", "runs/one")
-    assert argv_of("evaluate", config, "runs/one", gpus=8) == ("python", "-m", "evaluate", "runs/one")
+    assert argv_of("prepare", config, "runs/one") == ("python", "-m", "pipeline.prepare", "runs/one")
+    assert argv_of("evaluate", config, "runs/one") == ("python", "-m", "evaluate", "runs/one")
 
 
-def test_training_goes_through_torchrun_even_alone(config: Config) -> None:
-    alone = override_config(config, ["train.processes=1"])
-    assert argv_of("train", alone, "runs/one", gpus=0) == (
-        *TORCHRUN, "--standalone", "--nnodes=1", "--nproc-per-node=1", "-m", "train", "runs/one",
-    )  # fmt: skip
-
-
-def test_several_machines_meet_where_they_are_told(config: Config) -> None:
-    many = override_config(config, ["train.nodes=3", "train.rendezvous='head:29500'", "train.processes=8"])
-    argv = argv_of("train", many, "runs/one", gpus=0)
-    assert argv[3:8] == (
-        "--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint=head:29500", "--rdzv-conf=join_timeout=300",
-        "--nproc-per-node=8",
-    )  # fmt: skip
+def test_training_is_started_by_what_watches_over_it_whatever_the_launcher(config: Config) -> None:
+    for words in (["train.processes=1"], ["train.launcher=mpirun"], ["train.nodes=2:3", "train.rendezvous='a:1'"]):
+        argv = argv_of("train", override_config(config, words), "runs/one")
+        assert argv == ("python", "-m", "pipeline.node", "runs/one")
 
 
 def test_several_machines_that_train_evaluate_on_one(config: Config) -> None:
     many = override_config(config, ["train.nodes=3", "train.rendezvous='head:29500'", "evaluate.processes=2"])
-    argv = argv_of("evaluate", many, "runs/one", gpus=0)
+    argv = argv_of("evaluate", many, "runs/one")
     assert argv == (*TORCHRUN, "--standalone", "--nnodes=1", "--nproc-per-node=2", "-m", "evaluate", "runs/one")
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.spec.address import split_address
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.files import write_json
 from pipeline.spec.rank import Rank
 from train import meeting
-from train.meeting import meet, place_of, split_address
+from train.meeting import meet, place_of
 
 FIRST, SECOND = (Rank(rank, rank, 2, local_size=2, job="a") for rank in (0, 1))
 
