@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -85,6 +86,9 @@ def assert_autopsy(run: Run, hang: str) -> None:
     assert "logs/stalls/1.txt of the run" in str(failure(run))
     assert [path.name for path in (run.path / "logs" / "stalls").iterdir()] == ["1.txt"]
     waiting, hanging = text.split("== rank ")[1:]
+    still = re.search(r"still for ([\d.]+) s", waiting)
+    assert still is not None
+    assert float(still[1]) < 1.5 * run.config.train.timeout_seconds, "by its own clock"
     assert "unfinished: gloo:" in waiting
     assert 'train/trainer.py", line' in waiting
     assert "still for" in hanging and "<- waited for" in hanging
