@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -42,12 +42,16 @@ def _section(field: FieldInfo) -> type[Section] | None:
 
 def _type(annotation: Any) -> str:
     """`Literal['a', 'b']` reads as its words; wrappers of limits are dropped."""
-    text = str(annotation) if not isinstance(annotation, type) else annotation.__name__
-    if words := re.search(r"Literal\[(.*)\]", text):
-        return " \\| ".join(f"`{word.strip()[1:-1]}`" for word in words[1].split(","))
-    if text.startswith("tuple"):
-        return "list"
-    return "mapping" if text.startswith("dict") else text
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is Literal:
+        return " \\| ".join(f"`{word}`" for word in parts)
+    if kind is Annotated:
+        return _type(parts[0])
+    if kind in (Union, UnionType):
+        return " \\| ".join(map(_type, parts))
+    if kind is not None:
+        return "list" if kind is tuple else "mapping"
+    return str(annotation.__name__)
 
 
 def _plain(value: Any) -> str:

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from pipeline.project import Project, find_project
 
 COMMANDS = [
-    "init", "doctor", "plan", "run", "status", "log", "diff", "compare", "report", "verify", "serve", "predict",
+    "init", "doctor", "plan", "run", "join", "status", "log", "diff", "compare", "report", "verify", "serve", "predict",
     "deploy", "promote", "rollback", "stop", "gc", "repro", "tune", "chaos", "bench",
 ]  # fmt: skip
 
