@@ -121,6 +121,18 @@ def test_any_number_of_processes_ends_in_the_same_bits(tmp_path: Path, alone: di
         assert len(losses) == 10
 
 
+@pytest.mark.long
+def test_compiled_too() -> None:
+    assert len({together(compiled, size, seconds=300)[0] for size in (1, 2, 3)}) == 1
+
+
+def compiled(group: Group) -> str:
+    made = trainer(group, **WORDS, compile=True)
+    for step in range(8):
+        made._step(step)
+    return bits(weights(made))
+
+
 def test_another_number_of_shards_or_another_seed_gives_other_bits() -> None:
     """Otherwise the test above could compare what never changes."""
     found = together(variants, 1)[0]

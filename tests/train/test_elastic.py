@@ -1,0 +1,58 @@
+"""Training that goes on with another number of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.ledger import prove_run
+from train.checkpoint import Progress
+from train.group import Group
+
+from .conftest import Project, equal
+from .conftest import weights as model_of
+from .strategy.conftest import assert_close, losses
+from .strategy.conftest import resumed as resumed_run
+from .strategy.conftest import trained as trained_run
+from .together import resumed, together, trained, weights
+
+WORDS: dict[str, Any] = {"elastic": "exact", "epochs": 3, "batch_size": 30, "checkpoint_every": 3}  # 15 steps
+Ended = tuple[dict[str, Tensor], Progress]
+
+
+def test_exact_training_goes_from_one_process_to_two_to_four_to_three_and_ends_in_the_same_bits(tmp_path: Path) -> None:
+    """Each goes on from a checkpoint the one before made, and none of them is at the end of an epoch."""
+    ((expected, judged),) = together(alone, 1, tmp_path)
+    for processes, after in ((2, 3), (4, 6), (3, 12)):
+        for found, progress in together(going_on, processes, tmp_path, after):
+            assert equal(found, expected), f"{processes} processes from step {after} on"
+            assert progress == judged
+
+
+def alone(group: Group, directory: Path) -> Ended:
+    made, progress = trained(group, directory, **WORDS)
+    return weights(made), progress
+
+
+def going_on(group: Group, directory: Path, after: int) -> Ended:
+    made, progress = resumed(group, directory, after, **WORDS)
+    return weights(made), progress
+
+
+def test_training_goes_from_two_processes_to_three_to_one_with_the_same_samples_and_losses(project: Project) -> None:
+    whole = trained_run(project, "whole", 2, checkpoint_every=4, keep_checkpoints=99)
+    then = resumed_run(project, whole, "then", after=4, processes=3, checkpoint_every=4, keep_checkpoints=99)
+    last = resumed_run(project, then, "last", after=8, processes=1)
+    assert_close(last, whole)
+    assert len(losses(last)) == 15
+    proof = prove_run(last)
+    assert (proof.fault, proof.lost, proof.repeated, proof.processes) == ("", 0, 0, (1, 3))
+
+
+def test_an_exact_run_of_the_train_step_has_the_bits_of_one_with_three_processes(project: Project) -> None:
+    words = {"elastic": "exact", "elastic_shards": 3, "precision": "bf16"}
+    one, three = trained_run(project, "one", 1, **words), trained_run(project, "three", 3, **words)
+    assert equal(model_of(one), model_of(three))
+    assert losses(one) == losses(three)
