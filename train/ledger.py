@@ -14,7 +14,7 @@ from pipeline.spec.files import unwritable, write_atomic
 from train.group import Group
 from train.order import Indices, Order
 from train.peril import reached
-from train.proof import FILE, Line, digest_of, read_lines
+from train.proof import FILE, Line, digest_of
 
 _Told = tuple[Indices, Indices, Indices]  # steps, how many samples were fed in each, and all their numbers
 
@@ -85,12 +85,6 @@ class Ledger:
         except OSError as error:
             raise unwritable(self._path, error) from error
         del self._due[: len(lines)]
-
-
-def attempts_in(directory: Path) -> int:
-    """The newest attempt a ledger tells of; none: 0."""
-    path = directory / FILE
-    return max((line.attempt for line in read_lines(path, growing=True)), default=0) if path.exists() else 0
 
 
 def _flat(fed: dict[int, list[Indices]]) -> _Told:
