@@ -1,4 +1,4 @@
-"""The objects that train on a cluster: an Indexed Job whose pods run torchrun and meet through a headless Service."""
+"""The objects that train on a cluster: an Indexed Job whose pods are nodes, and meet through a headless Service."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def objects(config: Config, image: str, run_dir: str) -> list[dict[str, Any]]:
     _fill_job(parts["Job"], config.train, job, image)
     _fill_pod(parts["Job"]["spec"]["template"]["spec"], mount, claim)
     trainer = parts["Job"]["spec"]["template"]["spec"]["containers"][0]
-    trainer["args"] = torchrun_args(config.train, job, run_dir)
+    trainer["args"] = node_args(config.train, job, run_dir)
     return [parts[kind] for kind in ("PersistentVolumeClaim", "Service", "Job")]
 
 
@@ -40,24 +40,16 @@ def job_name(config: Config, run_dir: str) -> str:
     return f"{config.name}-train-{digest_bytes(run_dir.encode())[:8]}"
 
 
-def torchrun_args(train: Train, job: str, run_dir: str) -> list[str]:
-    """What follows `python -m torch.distributed.run`, the same in every pod."""
-    return [
-        f"--nnodes={train.nodes}",
-        f"--nproc-per-node={_processes(train)}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={job}-0.{job}:{RENDEZVOUS_PORT}",
-        f"--rdzv-id={job}",
-        "-m",
-        "train",
-        run_dir,
-    ]
+def node_args(train: Train, job: str, run_dir: str) -> list[str]:
+    """What follows `python -m pipeline.node`, the same in every pod: its number says which one leads."""
+    where = f"{job}-0.{job}:{RENDEZVOUS_PORT}"
+    return [run_dir, f"--processes={_processes(train)}", f"--nodes={train.nodes}", f"--rendezvous={where}"]
 
 
 def _fill_job(job: Object, train: Train, name: str, image: str) -> None:
     spec = job["spec"]
-    spec["completions"] = spec["parallelism"] = train.nodes
-    spec["backoffLimit"] = 6 * train.nodes  # one lost process ends the pods of all
+    spec["completions"] = spec["parallelism"] = train.most_nodes
+    spec["backoffLimit"] = 6 * train.most_nodes  # lost pods; lost processes are started again within theirs
     template = spec["template"]
     template["metadata"]["labels"] = dict(job["metadata"]["labels"])
     pod = template["spec"]

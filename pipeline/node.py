@@ -24,10 +24,12 @@ from pipeline.rendezvous import Presence, answers, interface, own_address, publi
 from pipeline.spec import leash
 from pipeline.spec.agent import AgentStatus
 from pipeline.spec.attempts import newest, read_events, read_story, tell, tell_end
+from pipeline.spec.config import override_config
 from pipeline.spec.errors import LostContact, PipelineError, StageError, clear_error, read_error, write_error
 from pipeline.spec.failure import LEFT, asked_to_go, ending
 from pipeline.spec.restarts import Stop, decide
 from pipeline.spec.run import Run
+from pipeline.spec.sections import Train
 from pipeline.steps import processes_per_node
 
 _PAUSE_SECONDS = 0.5  # before a launcher is started anew
@@ -35,6 +37,7 @@ _LOOK_SECONDS = 0.2
 _STORE_SECONDS = 60
 _GRACE_SECONDS = 40.0  # a checkpoint is made first; less than whoever ends this process gives it
 PASSING_EXIT_CODE = 75  # what a batch system may try again
+POD_NUMBER = "JOB_COMPLETION_INDEX"  # of an Indexed Job; the first pod leads
 
 
 @dataclass
@@ -45,12 +48,12 @@ class Machine:
     root: Path
     env: Mapping[str, str]
     joined: bool
+    train: Train
 
     def __post_init__(self) -> None:
-        self.train = self.run.config.train
         self.host = socket.gethostname()
         self.log = self.run.log(f"train-{self.host}" if self.joined else "train")
-        self.per_node = processes_per_node(self.run.config, count_gpus(self.env))
+        self.per_node = processes_per_node(self.train, count_gpus(self.env))
         self.presence = Presence(self.run)
         self.news = News(self.run, self.log, self.train.restarts)
 
@@ -93,13 +96,20 @@ class Machine:
             finally:
                 withdraw(self.run)
 
-    def wait_for_meeting(self, took_part: bool) -> Meeting:
-        """Where the others are, once somebody answers there; before the first one, an error is of an earlier launch."""
+    def wait_for_meeting(self, took_part: bool) -> Meeting | None:
+        """Where the others are, once somebody answers there; nowhere when they are through.
+
+        Before the first meeting, an error is one of an earlier launch.
+        """
         deadline, waits = time.monotonic() + self.train.timeout_seconds, False
         while time.monotonic() < deadline:
             meeting = published(self.run)
             if meeting is not None and answers(meeting.address):
                 return meeting
+            if any(
+                (place / "summary.json").exists() for place in (self.run.partial("train"), self.run.output("train"))
+            ):
+                return None
             if not waits:
                 waits = True
                 self.news.say(self._lonely(f"waiting {self.train.timeout_seconds} s for it"))
@@ -169,17 +179,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--root", type=Path, default=Path(), help="project folder with task.py (default: here)")
     parser.add_argument("--join", action="store_true", help="take part in what another machine runs")
+    for word in ("processes", "nodes", "rendezvous"):
+        parser.add_argument(f"--{word}", help=f"in place of the run's own train.{word}")
     options = parser.parse_args(argv)
     leash.hold()
     signal.signal(signal.SIGTERM, _leave)
-    return serve(Run(options.run.resolve()), options.root.resolve(), options.join)
+    run, joined = Run(options.run.resolve()), options.join or os.environ.get(POD_NUMBER, "0") != "0"
+    given = {word: getattr(options, word) for word in ("processes", "nodes", "rendezvous")}
+    words = [f"train.{word}={value}" for word, value in given.items() if value is not None]
+    return serve(run, options.root.resolve(), joined, override_config(run.config, words).train)
 
 
-def serve(run: Run, root: Path, joined: bool) -> int:
-    per_node = processes_per_node(run.config, count_gpus(os.environ))
-    env = {**step_environment(per_node, os.cpu_count() or 1), **os.environ}
+def serve(run: Run, root: Path, joined: bool, train: Train) -> int:
+    """Until training is through, or cannot go on: the exit status."""
+    env = {**step_environment(processes_per_node(train, count_gpus(os.environ)), os.cpu_count() or 1), **os.environ}
     run.partial("train").mkdir(parents=True, exist_ok=True)
-    machine = Machine(run, root, env, joined)
+    machine = Machine(run, root, env, joined, train)
     try:
         _join(machine) if joined else _lead(machine)
     except PipelineError as error:
@@ -219,8 +234,8 @@ def _lead_many(machine: Machine) -> bool:
 def _join(machine: Machine) -> None:
     """Take part until training is through, wherever those who lead it come back."""
     took_part = False
-    while True:
-        status = machine.launch(machine.wait_for_meeting(took_part))
+    while (meeting := machine.wait_for_meeting(took_part)) is not None:
+        status = machine.launch(meeting)
         took_part = True
         if status in (AgentStatus.DONE, AgentStatus.CLOSED):
             return

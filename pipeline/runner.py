@@ -214,7 +214,7 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
         display.say(f"on each other machine, in this folder: pipe join {run.id}")
     started = time.monotonic()
     launcher = LocalLauncher(road.project.root, display.tick)
-    processes = processes_per_node(road.config, count_gpus(os.environ)) if step.name == "train" else 1
+    processes = processes_per_node(road.config.train, count_gpus(os.environ)) if step.name == "train" else 1
     environment = step_environment(processes, road.order.cores or os.cpu_count() or 1)
     try:
         status = launcher.launch(argv, log, environment)

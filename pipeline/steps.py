@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pipeline.launchers import torchrun
 from pipeline.spec.config import Config
 from pipeline.spec.run import STEPS
+from pipeline.spec.sections import Train
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ def argv_of(step: str, config: Config, run_directory: str) -> tuple[str, ...]:
     return python
 
 
-def processes_per_node(config: Config, gpus: int) -> int:
+def processes_per_node(train: Train, gpus: int) -> int:
     """As configured; else one a GPU, or two on CPU so that the distributed road is the one always taken."""
-    if config.train.processes:
-        return config.train.processes
-    return gpus if gpus and config.train.device != "cpu" else 2
+    if train.processes:
+        return train.processes
+    return gpus if gpus and train.device != "cpu" else 2

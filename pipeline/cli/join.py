@@ -22,7 +22,7 @@ def join(context: typer.Context, run: RunName = "latest") -> None:
     found = find_run(project.runs, run)
     check(found)
     try:
-        status = serve(found, project.root, joined=True)
+        status = serve(found, project.root, joined=True, train=found.config.train)
     except KeyboardInterrupt:
         raise Interrupted(f"this machine has left training; `pipe join {found.id}` brings it back") from None
     sys.exit(status)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 
 from k8s import training
-from pipeline.spec.errors import ConfigError
+from pipeline.node import PASSING_EXIT_CODE
+from pipeline.spec.errors import ConfigError, DataError, ResourceError, StageError
+from pipeline.spec.failure import LEFT
 
 from .conftest import Configure
 from .schemas import validate
@@ -15,6 +18,7 @@ TRAINS: tuple[dict[str, Any], ...] = (
     {"nodes": 1, "processes": 1},
     {"nodes": 4, "processes": 8, "device": "cuda"},
     {"nodes": 2},
+    {"nodes": "2:4"},
 )
 
 
@@ -39,21 +43,34 @@ def test_the_job_has_one_indexed_pod_a_node(nodes: int, configure: Configure) ->
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", nodes, nodes)
 
 
-def test_every_pod_runs_the_same_torchrun_and_meets_at_the_first_one(configure: Configure) -> None:
+def test_a_job_whose_machines_come_and_go_has_as_many_pods_as_there_may_be(configure: Configure) -> None:
+    parts = objects(configure(train={"nodes": "2:4", "rendezvous": "elsewhere:1"}))
+    spec = parts["Job"]["spec"]
+    assert (spec["completions"], spec["parallelism"]) == (4, 4)
+    assert "--nodes=2:4" in trainer(parts)["args"]
+
+
+def test_an_error_ends_the_job_and_a_lost_pod_is_replaced(configure: Configure) -> None:
+    """Exit codes of a node: those of our errors, and others where a new pod may do better."""
+    ignored, fails = objects(configure())["Job"]["spec"]["podFailurePolicy"]["rules"]
+    assert ignored["action"] == "Ignore"
+    assert fails["action"] == "FailJob"
+    ours = {StageError.exit_code, ConfigError.exit_code, DataError.exit_code, ResourceError.exit_code}
+    assert set(fails["onExitCodes"]["values"]) == ours
+    assert not ours & {PASSING_EXIT_CODE, LEFT, 128 + signal.SIGKILL}
+
+
+def test_every_pod_runs_the_same_node_and_meets_at_the_first_one(configure: Configure) -> None:
     parts = objects(configure(train={"nodes": 3, "processes": 4}))
     job, service = parts["Job"]["metadata"]["name"], parts["Service"]["metadata"]["name"]
     assert trainer(parts)["command"] + trainer(parts)["args"] == [
         "python",
         "-m",
-        "torch.distributed.run",
-        "--nnodes=3",
-        "--nproc-per-node=4",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={job}-0.{service}:29400",
-        f"--rdzv-id={job}",
-        "-m",
-        "train",
+        "pipeline.node",
         "/runs/first",
+        "--processes=4",
+        "--nodes=3",
+        f"--rendezvous={job}-0.{service}:29400",
     ]
 
 
@@ -107,7 +124,7 @@ def test_each_run_has_a_job_of_its_own_whose_pods_fit_a_host_name(configure: Con
 
 def test_a_relative_run_directory_is_seen_from_the_root(configure: Configure) -> None:
     parts = {item["kind"]: item for item in training.objects(configure(), "trainer:1", "runs/train")}
-    assert trainer(parts)["args"][-1] == "/runs/train"
+    assert trainer(parts)["args"][0] == "/runs/train"
 
 
 @pytest.mark.parametrize("run_dir", ["", "/", "/first", "/runs/../../etc"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pipeline.spec.config import Config, override_config
+from pipeline.spec.sections import Train
 from pipeline.steps import argv_of, processes_per_node
 
 TORCHRUN = ("python", "-m", "torch.distributed.run")
@@ -23,8 +24,8 @@ def test_several_machines_that_train_evaluate_on_one(config: Config) -> None:
     assert argv == (*TORCHRUN, "--standalone", "--nnodes=1", "--nproc-per-node=2", "-m", "evaluate", "runs/one")
 
 
-def test_processes_are_one_a_gpu_or_two_on_a_cpu_unless_configured(config: Config) -> None:
-    assert processes_per_node(config, gpus=0) == 2
-    assert processes_per_node(config, gpus=4) == 4
-    assert processes_per_node(override_config(config, ["train.device=cpu"]), gpus=4) == 2
-    assert processes_per_node(override_config(config, ["train.processes=3"]), gpus=4) == 3
+def test_processes_are_one_a_gpu_or_two_on_a_cpu_unless_configured() -> None:
+    assert processes_per_node(Train(), gpus=0) == 2
+    assert processes_per_node(Train(), gpus=4) == 4
+    assert processes_per_node(Train(device="cpu"), gpus=4) == 2
+    assert processes_per_node(Train(processes=3), gpus=4) == 3
