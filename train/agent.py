@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from pipeline.spec import leash
 from pipeline.spec.agent import AgentStatus
 from pipeline.spec.attempts import read_story, tell_end
-from pipeline.spec.errors import read_error
+from pipeline.spec.errors import Stalled, read_error
 from pipeline.spec.failure import LEFT, asked_to_go, ending
 from pipeline.spec.restarts import Stop, decide
 from train.heartbeats import OwnClock
@@ -66,6 +66,8 @@ def described(statuses: Mapping[int, int], directory: Path) -> dict[str, Any]:
     error = read_error(directory)
     if error is not None and not error.passing:
         return {"reason": str(error), "passing": False}
+    if isinstance(error, Stalled):  # who did not answer was killed by those who told
+        return {"reason": str(error)}
     if own[rank] < 0 or asked_to_go(own[rank]):
         return {"reason": said}
     if error is not None:

@@ -93,7 +93,7 @@ def test_an_interrupted_training_goes_on_from_the_very_step_it_came_to(copied: W
         walk_on(copied, pipe)
         ended_well(pipe, run)
     step = int(max(path.name for path in copied.checkpoints.glob("step-*"))[5:])
-    assert step > 55, "two losses are of the warm-up"
+    assert step > 50, "beyond the last one that was due"
     assert run.read().steps["train"].status == "interrupted"
     copied.pipe("run", "--resume")
     assert f"resumed from the checkpoint of step {step} of 120" in run.log("train").read_text()
