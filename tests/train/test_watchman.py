@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.spec.attempts import read_events
 from pipeline.spec.errors import Stalled
 from pipeline.spec.rank import Rank
 from pipeline.spec.run import Run
@@ -21,8 +22,8 @@ from train.standstill import sentence
 from train.watchman import Watchman, watched
 
 from ..nursery import Born
-from .conftest import Project, failure
-from .launching import finish, task_of
+from .conftest import Project, failure, journal
+from .launching import finish, start, task_of
 
 IN_LOSS = "    def loss(self, outputs, batch):\n"
 SECOND_AT_ITS_FOURTH_LOSS = """
@@ -152,3 +153,28 @@ def test_a_process_that_goes_on_within_its_phase_does_not_stand_still(tmp_path: 
         assert watchman.look() is None
         time.sleep(0.02)
     watchman.forget()
+
+
+ONCE = """
+        import os, pathlib
+        self.losses = getattr(self, "losses", 0) + 1
+        if os.environ["RANK"] == "1" and self.losses == 14 and not os.path.exists("hung"):
+            pathlib.Path("hung").touch()
+            os.kill(os.getpid(), 19)
+"""
+
+
+@pytest.mark.long
+def test_training_goes_on_from_its_last_checkpoint_soon_after_a_process_was_stopped(project: Project) -> None:
+    """Nobody waits for the stopped one: torch's agent would, for 30 s."""
+    project.replace(IN_LOSS, IN_LOSS + ONCE)
+    run = project.run(timeout_seconds=3)  # 15 steps; a checkpoint after every fifth, the stop is in the tenth or so
+    agent = start(project, ("python", "-m", "train.agent", str(run.path), "--processes", "2", "--restarts", "3"))
+    began = time.time()
+    said, _ = agent.communicate(timeout=120)
+    assert agent.returncode == 0, said
+    hung, told = (path.stat().st_mtime for path in (project.root / "hung", run.path / "logs" / "stalls" / "1.txt"))
+    assert told - hung < 1.5 * run.config.train.timeout_seconds
+    first, second = (event.time for event in read_events(run.path) if event.event == "step")
+    assert second - told < 5 + 3 * (first - began), "as long as any start takes, and not 30 s more"
+    assert journal(run)[-1]["step"] == 15
