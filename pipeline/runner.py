@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pipeline.continued import continue_with
 from pipeline.display import Display
 from pipeline.history import (
     History,
@@ -63,11 +64,12 @@ class Road:
     order: Order
     history: History  # whose outputs may be reused, newest first
     outputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    known_by: Config | None = None  # what its steps' keys are made of, where that is not what they run with
     _checked: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # every byte is hashed once a command
 
     def decide(self, step: str) -> Step:
         """With the files known so far."""
-        parts = parts_of(step, self.config, self.project, self.outputs)
+        parts = parts_of(step, self.known_by or self.config, self.project, self.outputs)
         past = [(run.id, body.steps[step]) for run, body in self.history if step in body.steps]
         decision = decide(step, parts, past, step in self.order.force, self._damage)
         if decision.action == "run" and step in self.order.reuse_only:
@@ -111,9 +113,10 @@ def run_road(project: Project, config: Config, order: Order, display: Display) -
     return run
 
 
-def resume_road(project: Project, run: Run, order: Order, display: Display) -> Run:
-    """Go on in the same run directory with the run's own configuration."""
-    road = Road(project, run.config, order, [(run, run.read())])
+def resume_road(project: Project, run: Run, order: Order, display: Display, words: Sequence[str] = ()) -> Run:
+    """Go on in the same run directory with the run's own configuration; `words` say where it goes on."""
+    run = continue_with(run, words)
+    road = Road(project, run.config, order, [(run, run.read())], known_by=run.planned)
     _foresee(road)
     _walk(road, run, display)
     return run

@@ -57,7 +57,9 @@ def run(
     start: From = None,
     until: Until = None,
     force: Force = None,
-    resume: Annotated[str | None, typer.Option("--resume", metavar="[RUN]", help="Go on with a stopped run.")] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="[RUN]", help="Go on with a stopped run; overrides say where.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="The same as `pipe plan`.")] = False,
     render: Render = None,
     output: OutputOption = Output.text,
@@ -173,13 +175,11 @@ def _runs_of(project: Project, resume: str | None) -> Path:
 
 
 def _resume(project: Project, name: str, names: list[str], overrides: list[str], display: Display) -> Run:
-    if overrides:
-        raise ConfigError("--resume goes on with the run's own settings; start a new run to change them")
     chosen = with_upstream(choose(names, None, None)) if names else ()
     found = latest_unfinished(project) if name == "latest" else find_run(project.runs, name)
     wanted = chosen or found.read().wanted
     display.say(f"resuming run {found.id}")
-    return finish(project, lambda: resume_road(project, found, Order(wanted), display), resumed=found)
+    return finish(project, lambda: resume_road(project, found, Order(wanted), display, overrides), resumed=found)
 
 
 def finish(project: Project, walk: Callable[[], Run], resumed: Run | None = None) -> Run:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.spec.config import Config, parse_config
+from pipeline.spec.config import Config, override_config, parse_config
 from pipeline.spec.errors import PipelineError
 from pipeline.spec.frozen import Frozen
 
@@ -44,6 +44,7 @@ class RunFile(Frozen):
     parent: str = ""
     wanted: tuple[str, ...]
     config: Mapping[str, object]
+    continued: tuple[str, ...] = ()  # key=value: where and how carefully it went on, in place of what stands in config
     environment: Mapping[str, str]
     study: str = ""  # of `pipe tune`, which made this run as one of its trials
     trial: int | None = None
@@ -93,6 +94,12 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
+        """As it runs: a resume may have changed where."""
+        return override_config(self.planned, self.read().continued, source=str(self.path / "run.json"))
+
+    @cached_property
+    def planned(self) -> Config:
+        """As it was begun, which is what its results are known by."""
         return parse_config(self.read().config, source=str(self.path / "run.json"))
 
     def verdict(self) -> dict[str, object]:
