@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -121,6 +122,6 @@ class CheckpointStore:
     def _disk_full(self, step: int) -> str:
         kept = f"the last good one is step {self.steps()[-1]}" if self.steps() else "there is no earlier one"
         return (
-            f"disk full while writing the checkpoint of step {step}; {kept}. "
+            f"disk full on {socket.gethostname()} while writing the checkpoint of step {step}; {kept}. "
             "Free some space, then `pipe run --resume`"
         )  # fmt: skip

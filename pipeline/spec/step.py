@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) 
 def _unexpected(error: Exception, root: Path) -> PipelineError:
     """What the terminal says of a bug; the traceback is in the log."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return ResourceError("disk full; free some space, then `pipe run --resume`")
+        return ResourceError(f"disk full on {socket.gethostname()}; free some space, then `pipe run --resume`")
     rank = f"rank {Rank.from_env().rank}: " if Rank.from_env().world_size > 1 else ""
     return StageError(f"{rank}{describe(error, root)}")
 

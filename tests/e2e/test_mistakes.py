@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_a_full_disk_stops_training_in_one_line_and_it_goes_on_when_there_is_spa
                    "nn.Linear(2, 9000), nn.ReLU(), nn.Linear(9000, 2)")  # fmt: skip
     said = walker.pipe("run", "train", "train.epochs=4", "train.processes=1", prefix=inside, expect=2).stderr
     last = said.splitlines()[-1]
-    assert "disk full while writing the checkpoint of step" in last
+    assert f"disk full on {socket.gethostname()} while writing the checkpoint of step" in last
     assert "Free some space, then `pipe run --resume`" in last
     assert "Traceback" not in said
     filler.unlink()
