@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -73,17 +74,19 @@ def place_of(kill: Kill) -> str:
 
 def made(kills: Sequence[Kill], events: Sequence[Event], ended: float | None) -> Iterator[Made]:
     """`ended`: when training was complete; the last kill may leave no step to make."""
+    for event, back in recoveries(events, ended):
+        kill = kills[event.number]
+        yield Made(place_of(kill), kill.step, back)
+
+
+def recoveries(events: Sequence[Event], ended: float | None) -> Iterator[tuple[Event, float | None]]:
+    """Each kill, and the seconds until the first step of processes born after it and before the next kill."""
     found = [event for event in events if event.event == "kill"]
     for event, following in itertools.zip_longest(found, found[1:]):
-        until = following.time if following else None
-        steps = [
-            later.time
-            for later in events
-            if later.event == "step" and event.time < later.born and (until is None or later.born < until)
-        ]
-        back = steps[0] if steps else ended if until is None else None
-        kill = kills[event.number]
-        yield Made(place_of(kill), kill.step, back - event.time if back else None)
+        until = following.time if following else math.inf
+        steps = [step.time for step in events if step.event == "step" and event.time < step.born < until]
+        back = steps[0] if steps else ended if following is None else None
+        yield event, back - event.time if back else None
 
 
 def rows(trainings: Sequence[Training]) -> list[Row]:

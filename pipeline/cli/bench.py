@@ -15,12 +15,14 @@ from pipeline.cli.app import app
 
 class Subject(StrEnum):
     train = "train"
+    faults = "faults"
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
-    context: typer.Context, subject: Annotated[Subject, typer.Argument(metavar="train", help="What is measured.")]
+    context: typer.Context,
+    subject: Annotated[Subject, typer.Argument(metavar="train|faults", help="What is measured.")],
 ) -> None:
-    """Measure training on this machine; further options go to `python -m bench.train`, as `--quick`, `--table gpu`."""
+    """Measure on this machine: training's speed, or its goodput under failures; options follow, as `--quick`."""
     argv = [sys.executable, "-m", f"bench.{subject}", *context.args]
     sys.exit(subprocess.run(argv, env={**os.environ, "PYTHONSAFEPATH": "1"}, check=False).returncode)

@@ -87,6 +87,9 @@ class Record:
             return []
         return [Event.model_validate_json(line) for line in self._events.read_text().splitlines()]
 
+    def size(self) -> int:
+        return self._events.stat().st_size if self._events.exists() else 0
+
     @property
     def _events(self) -> Path:
         return self.folder / "events.jsonl"
