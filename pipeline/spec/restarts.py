@@ -64,7 +64,7 @@ def told(story: Story, allowed: int) -> str:
     gone, come = (sorted(set(a.hosts) - set(b.hosts)) for a, b in ((before, attempt), (attempt, before)))
     change = "".join([f"; {name} is gone" for name in gone] + [f"; {name} has joined" for name in come])
     if change:
-        change += f", {machines} machine{'s' if machines > 1 else ''} with {len(attempt.hosts)} processes go on"
+        change += f", training goes on with {machines} machine{'s' if machines > 1 else ''}"
     if attempt.after == "change":
         return f"{change.removeprefix('; ') or 'machines have come or gone'}; starting again {place}"
     count = sum(one.after == "loss" for one in _row(story.attempts))

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.address import split_address
-from pipeline.spec.errors import ConfigError
 from pipeline.spec.files import write_json
 from pipeline.spec.rank import Rank
 from train import meeting
@@ -84,13 +82,3 @@ def test_a_place_the_launcher_or_the_user_told_comes_before_ones_own(tmp_path: P
         waits = [pool.submit(meet, rank, f"127.0.0.1:{port}", tmp_path, 20) for rank in (SECOND, FIRST)]
         assert None not in [wait.result(timeout=30) for wait in waits]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("address", ["head", "head:", ":29500", "head:port"])
-def test_an_address_without_host_or_port_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="write it as host:port"):
-        split_address(address)
-
-
-def test_an_address_of_ipv6_keeps_its_colons() -> None:
-    assert split_address("[::1]:29500") == ("::1", 29500)
