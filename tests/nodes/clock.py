@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-# `datetime.now` asks the kernel itself, hence its own words; timers (time.monotonic) are not the clock's.
+# `datetime.now` asks the kernel itself, and its class can be no other, for another machine unpickles what it makes. So
+# the word is put into the class, past its lock. Timers (time.monotonic) are not the clock's.
 _SHIFT = """
+import ctypes
 import datetime
+import gc
 import time
 
 kernel = time.time
 time.time = lambda: kernel() + {seconds}
-
-
-class Shifted(datetime.datetime):
-    @classmethod
-    def now(cls, tz=None):
-        return cls.fromtimestamp(time.time(), tz)
-
-
-datetime.datetime = Shifted
+(words,) = gc.get_referents(datetime.datetime.__dict__)
+words["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
+ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
 """
 
 

@@ -12,14 +12,21 @@ from typing import Any
 
 from bench.network import network
 from pipeline.history import all_runs
+from pipeline.spec.attempts import Event, newest, read_events
 from pipeline.spec.run import Run
 
 from ..e2e.walker import PIPE, Walker, environment, wait_for
 from .machine import Machine
 
+# Any number of processes gives the same bits, so that what faults leave behind can be compared.
+TRAINING = (
+    "train.processes=1", "train.elastic=exact", "train.epochs=40", "train.log_every=1", "train.checkpoint_every=0",
+    "train.timeout_seconds=12",
+)  # fmt: skip
 _PORT = 29400
-_PACE = """            if PACE.exists():
-                time.sleep(float(PACE.read_text()))
+_STEP_SECONDS = 0.2  # slow enough that training does not end before the last fault
+_SECONDS = 90  # for all that a fault brings with it, on a machine that does other things too
+_PACE = """            time.sleep(float(PACE.read_text()))
             while HOLD"""
 
 
@@ -46,57 +53,93 @@ class Cluster:
     walker: Walker
     machines: tuple[Machine, ...]
     words: tuple[str, ...]  # of `pipe run train`
+    environments: dict[str, Mapping[str, str]] = field(default_factory=dict)  # what a machine has in its own
     commands: dict[str, Command] = field(default_factory=dict)  # the newest of each machine
+    count: int = 0  # of all commands
 
-    def begin(self, **env: Mapping[str, str]) -> Run:
-        """Start training on all machines; `env` is what one of them has in its environment."""
+    def begin(self) -> None:
+        """`pipe run` on the first machine, `pipe join` on the others."""
         first, *others = self.machines
-        self.type(first, "run", "train", *self.words, env=env.get(first.name, {}))
-        run: Run = wait_for(lambda: next(iter(all_runs(self.walker.runs)), None))
+        self.type(first, "run", "train", *self.words)
+        wait_for(lambda: all_runs(self.walker.runs) and (self.run.path / "logs" / "train.log").exists())
         for machine in others:
-            self.join(machine, env.get(machine.name, {}))
-        return run
+            self.join(machine)
 
-    def join(self, machine: Machine, env: Mapping[str, str] | None = None) -> None:
-        self.type(machine, "join", self.walker.latest.id, env=env or {})
+    def join(self, machine: Machine) -> None:
+        self.type(machine, "join", self.run.id)
 
-    def type(self, machine: Machine, *words: str, env: Mapping[str, str]) -> None:
-        output = self.walker.folder / f"{machine.name}-{len(list(self.walker.folder.glob('node*')))}.txt"
+    def type(self, machine: Machine, *words: str) -> None:
+        """Begin a `pipe` command on a machine."""
+        env = environment(self.environments.get(machine.name, {}))
+        output = self.walker.folder.with_name(f"{machine.name}-{self.count}-{words[0]}.txt")
+        self.count += 1
         with output.open("wb") as file:
-            door = machine.start([*PIPE, *words], self.walker.folder, environment(env), file)
+            door = machine.start([*PIPE, *words], self.walker.folder, env, file)
         self.commands[machine.name] = Command(door, output)
+
+    def resume(self) -> None:
+        """On the first machine, and the others come where they have ended."""
+        first, *others = self.machines
+        self.type(first, "run", "--resume", self.run.id)
+        for machine in others:
+            if self.commands[machine.name].door.poll() is not None:
+                self.join(machine)
+
+    def ask_to_end(self, machine: Machine) -> None:
+        """As an eviction does: SIGTERM to the command that was typed there."""
+        machine.processes("-m")[0].terminate()
 
     def pace(self, seconds: float) -> None:
         """Every step takes that much longer; 0 lets training go to its end."""
         path = self.walker.folder / "pace"
         path.with_suffix(".new").write_text(str(seconds))
         path.with_suffix(".new").rename(path)
-        if not seconds:
-            path.unlink()
+
+    def finish(self, expected: bytes) -> None:
+        """At full speed to the end: every sample was used once an epoch, and the weights are those expected."""
+        self.pace(0)
+        for command in self.commands.values():
+            command.ends()
+        assert "exactly once in each" in self.walker.pipe("verify", self.run.id).stdout
+        assert self.walker.weights == expected
 
     @property
-    def attempts(self) -> list[dict[str, Any]]:
-        return lines_of(self.walker.latest.path / "logs" / "attempts.jsonl")
+    def run(self) -> Run:
+        return self.walker.latest
+
+    @property
+    def events(self) -> list[Event]:
+        return read_events(self.run.path)
+
+    @property
+    def attempt(self) -> int:
+        return newest(self.events)
+
+    @property
+    def began(self) -> int:
+        """The step that the attempt under way went on from."""
+        return [event for event in self.events if event.event == "start"][-1].step
 
     @property
     def step(self) -> int:
-        """The last one told in the journal."""
-        lines = lines_of(self.walker.latest.partial("train") / "metrics.jsonl")
+        """How many steps are done, as the journal tells."""
+        lines = lines_of(self.run.partial("train") / "metrics.jsonl")
         return max((line["step"] for line in lines), default=0)
 
     def trains(self, processes: int, steps: int = 3) -> None:
         """Wait until so many processes have made some more steps together."""
-        wait_for(lambda: self._world() == processes)
+        wait_for(lambda: self._world() == processes, _SECONDS)
         before = self.step
-        wait_for(lambda: self.step >= before + steps and self._world() == processes)
+        wait_for(lambda: self.step >= before + steps and self._world() == processes, _SECONDS)
 
     def _world(self) -> int:
-        starts = [line for line in self.attempts if line["event"] == "start"]
-        return int(starts[-1]["processes"]) if starts else 0
+        """Processes of the attempt under way."""
+        events = [event for event in self.events if event.event in ("start", "end", "launch")]
+        return events[-1].processes if events and events[-1].event == "start" else 0
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, *words: str) -> Iterator[Cluster]:
+def cluster(folder: Path) -> Iterator[Cluster]:
     """Everything is gone at the end, whatever happens."""
     walker = Walker.fresh(folder)
     walker.replace("task.py", "HOLD = ", 'PACE = Path(__file__).with_name("pace")\nHOLD = ')
@@ -107,7 +150,9 @@ def cluster(folder: Path, *words: str) -> Iterator[Cluster]:
             for machine in machines:
                 machine.boot()
             meeting = f"train.rendezvous={hosts[0].address}:{_PORT}"
-            yield Cluster(walker, machines, (meeting, "train.processes=1", *words))
+            made = Cluster(walker, machines, (*TRAINING, "train.nodes=2:3", meeting))
+            made.pace(_STEP_SECONDS)
+            yield made
         finally:
             for machine in machines:
                 machine.lose()

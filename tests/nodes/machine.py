@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ import psutil
 from bench.network import Host
 
 # The first process of a machine ends when our end of its standard input is closed, and takes all the others along.
-_INIT = "hostname $0; trap '' CHLD; echo up; exec cat"
+_INIT = "hostname $0; echo up; exec env --ignore-signal=CHLD cat"  # nobody waits for orphans here
 _ENTER = 'cd "$0" && exec "$@"'  # from within: a folder that was opened outside shows the mounts of outside
 _SECONDS = 20
 
@@ -26,6 +25,7 @@ class Machine:
     def __init__(self, host: Host) -> None:
         self.host, self.name = host, f"node{host.number}"
         self._power: subprocess.Popen[bytes] | None = None
+        self._doors: list[subprocess.Popen[bytes]] = []
 
     @property
     def on(self) -> bool:
@@ -48,19 +48,23 @@ class Machine:
             self._init.kill()
             self._power.communicate(timeout=_SECONDS)
             self._power = None
+        for door in self._doors:
+            door.wait(timeout=_SECONDS)
 
     def start(
         self, argv: Sequence[str], folder: Path, env: Mapping[str, str], output: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """A process here. What is returned is the door it went in by, which ends as it does and passes no signal on."""
         door = ["nsenter", f"--target={self._init.pid}", "--net", "--uts", "--mount", "--pid"]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*door, "sh", "-c", _ENTER, str(folder), *argv],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
+        self._doors.append(process)
+        return process
 
     def do(self, *argv: str) -> None:
         """Something short, such as a mount."""
@@ -74,10 +78,6 @@ class Machine:
         here = _namespace(self._init)
         found = [one for one in psutil.process_iter() if _namespace(one) == here and {*words} <= {*_command(one)}]
         return sorted(found, key=lambda process: process.pid)
-
-    def tell(self, what: signal.Signals, *words: str) -> None:
-        """Send a signal to the oldest process whose command has all these words."""
-        self.processes(*words)[0].send_signal(what)
 
     @property
     def _init(self) -> psutil.Process:
