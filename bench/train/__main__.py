@@ -11,11 +11,11 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from bench.train import gpu, link, loops
+from bench.train import exact, gpu, link, loops
 from bench.train.workloads import WORKLOADS
 from pipeline.spec.errors import PipelineError
 
-TABLES = ("loops", "link", "gpu")
+TABLES = ("loops", "link", "exact", "gpu")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
     made: dict[str, Callable[[], tuple[dict[str, Any], str]]] = {
         "loops": lambda: _loops(options),
         "link": lambda: _link(options),
+        "exact": lambda: _exact(options),
         "gpu": lambda: _gpu(options),
     }
     found, texts = {}, []
@@ -40,11 +41,17 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pipe bench train", description="how fast training is, beside its peers")
     parser.add_argument("--table", action="append", choices=TABLES, help="only this table; may be given again")
-    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="only this one, in `loops`")
-    parser.add_argument("--processes", action="append", type=int, help="numbers of processes, in `loops`: 1 and 2")
+    parser.add_argument(
+        "--workload", action="append", choices=list(WORKLOADS), help="only this one, in `loops` and `exact`"
+    )
+    parser.add_argument("--processes", action="append", type=int, help="numbers of processes, in `loops` and `exact`")
     parser.add_argument("--threads", type=int, default=0, help="threads of each process, in `loops`: cores shared out")
-    parser.add_argument("--heats", type=int, default=loops.FULL.heats, help="starts of every loop anew, in `loops`")
-    parser.add_argument("--laps", type=int, default=loops.FULL.laps, help="laps of every loop in a heat, in `loops`")
+    parser.add_argument(
+        "--heats", type=int, default=loops.FULL.heats, help="starts of every loop anew, also in `exact`"
+    )
+    parser.add_argument(
+        "--laps", type=int, default=loops.FULL.laps, help="laps of every loop in a heat, also in `exact`"
+    )
     parser.add_argument("--no-peers", action="store_true", help="ours and the bare loop alone, in `loops`")
     parser.add_argument("--quick", action="store_true", help="a few laps, to see that it works; the ratios mean little")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how results are printed")
@@ -52,11 +59,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _loops(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    full = replace(loops.FULL, heats=options.heats, laps=options.laps)
-    size = loops.QUICK if options.quick else full
+    size = _size(options)
     workloads = options.workload or (["digits"] if options.quick else list(WORKLOADS))
     found = loops.loops(size, workloads, options.processes or [1, 2], options.threads, peers=not options.no_peers)
     return found, loops.text(found)
+
+
+def _exact(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    workloads = options.workload or exact.WORKED
+    found = exact.exact(_size(options), workloads, options.processes or exact.PROCESSES)
+    return found, exact.text(found)
+
+
+def _size(options: argparse.Namespace) -> loops.Size:
+    return loops.QUICK if options.quick else replace(loops.FULL, heats=options.heats, laps=options.laps)
 
 
 def _link(options: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 from bench.train.gate import Gate
 from bench.train.lapping import Lapping
@@ -19,8 +20,9 @@ from train.journal import Journal
 from train.seeding import be_deterministic
 
 
-def ours(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
-    body = {"name": "race", "task": "task.py:T", "codec": "codec.py:C", "train": train_section(workload.batch_size)}
+def ours(workload: Workload, rank: Rank, gate: Gate, folder: Path, **words: Any) -> None:
+    section = {**train_section(workload.batch_size), **words}
+    body = {"name": "race", "task": "task.py:T", "codec": "codec.py:C", "train": section}
     config = parse_config(body, source="the race")
     be_deterministic(config.train)
     keep_freed_memory()
