@@ -18,7 +18,6 @@ from pathlib import Path
 
 _LOADED = [
     "sklearn",  # before torch: its libraries look for threads at import
-    "torch.distributed.checkpoint.state_dict",
     "torch.utils.tensorboard.writer",
     "train.parameter_server",
     "train.batch_size",

@@ -62,7 +62,8 @@ def train(run: Run, root: Path) -> None:
 def _fit(trainer: Trainer, run: Run, group: Group) -> None:
     config, directory = run.config.train, run.partial("train")
     identity = {"samples": trainer.order.samples, "batch_size": trainer.order.batch_size, "seed": config.seed}
-    store = CheckpointStore(directory / "checkpoints", config.keep_checkpoints, identity)
+    place = directory / "checkpoints"
+    store = CheckpointStore(place, config.keep_checkpoints, identity, group, config.timeout_seconds)
     progress = _resume(trainer, store, group)
     journal = Journal(directory, progress.step) if group.rank.first else None
     trainer.attempt = begin(run, group, progress.step)
@@ -77,7 +78,7 @@ def _fit(trainer: Trainer, run: Run, group: Group) -> None:
         if journal:
             journal.close()
     if group.rank.first:
-        weights = store.load(progress.best_step).weights
+        weights = store.load(progress.best_step).whole("weights.")
         save_weights(weights, directory / "model.safetensors", progress.best_step)
         summary = summarise(trainer, group, progress, first_step, time.perf_counter() - started)
         write_json(directory / "summary.json", summary)
@@ -91,16 +92,14 @@ def _tracer(trainer: Trainer, group: Group, directory: Path, start: int) -> Trac
 
 
 def _resume(trainer: Trainer, store: CheckpointStore, group: Group) -> Progress:
-    """Everybody continues from the checkpoint the first process found to be whole."""
-    newest = store.newest() if group.rank.first else None
-    step = group.share(newest.progress.step if newest else 0)
-    if step == 0:
+    """Everybody continues from the newest checkpoint that is whole."""
+    newest = store.newest()
+    if newest is None:
         return Progress()
-    state = newest or store.load(step)
-    trainer.restore(state)
+    trainer.restore(newest)
     if group.rank.first:
-        print(f"resumed from the checkpoint of step {step} of {trainer.total_steps}", flush=True)
-    return state.progress
+        print(f"resumed from the checkpoint of step {newest.progress.step} of {trainer.total_steps}", flush=True)
+    return newest.progress
 
 
 def _check_unchanged(run: Run, splits: list[Samples]) -> None:

@@ -50,7 +50,7 @@ class Asynchronous(Trainer):
         numbers = sum(parameter.numel() for parameter in parameters)
         links = make_links(self._group, self.config.timeout_seconds, numbers, self._served.traffic)
         server = Server(parameters, self._optimizer, self._rate, self.config.staleness, self._updated)
-        with listening(self._group, self._served.meeting_after, progress.step) as leaving:
+        with store, listening(self._group, self._served.meeting_after, progress.step) as leaving:
             while progress.step < self.total_steps and not self._out_of_patience(progress):
                 steps = range(progress.step, progress.step + self.order.steps_per_epoch)
                 with self._desk(server, links, steps) as desk:
@@ -58,6 +58,7 @@ class Asynchronous(Trainer):
                 progress = self._end_epoch(replace(progress, step=steps.stop), journal)
                 self._save(progress, store)
                 if leaving.due_here(progress.step) and progress.step < self.total_steps:
+                    store.wait()
                     raise leaving.farewell(progress.step)
         return progress
 
@@ -129,6 +130,7 @@ class Asynchronous(Trainer):
             "sent_bytes_per_step": sent_bytes / count,  # by the server
             "memory_mb": memory_mb(self._group.device),  # of the first process
             "staleness": {"mean": sum(tally.staleness) / count, "max": max(tally.staleness)},
+            **self.pauses.told(),
             "redone": tally.redone,
             "steps_by_rank": {str(rank): steps for rank, steps in sorted(tally.steps_by_rank.items())},
         }

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+Value = TypeVar("Value")
+Shape = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -22,31 +26,53 @@ class Progress:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that is not a pure function of (seed, step)."""
+    """Everything that is not a pure function of (seed, step): of the tensors, those that this process holds.
+
+    `weights.NAME` and `optimizer.NAME.WHAT` are the model's, alike on any number of processes; `own.RANK.NAME` is what
+    only that process knows. They are the tensors that are trained, not copies.
+    """
 
     progress: Progress
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Any]  # by parameter name, whole: it fits any number of processes
-    scaler: Mapping[str, Any]
-    own: Mapping[str, Tensor] = field(default_factory=dict)  # `rank.name`: what only that process knows
-    world_size: int = 1
-
-    def own_of(self, rank: int, world_size: int) -> dict[str, Tensor]:
-        """Nothing when the run goes on with another number of processes."""
-        return below(f"{rank}.", self.own) if world_size == self.world_size else {}
+    tensors: Mapping[str, Tensor]
+    scaler: Mapping[str, Any] = field(default_factory=dict)
 
 
-def flatten(optimizer: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {f"{of}.{name}": tensor for of, entry in optimizer["state"].items() for name, tensor in entry.items()}
+def above(prefix: str, tensors: Mapping[str, Value]) -> dict[str, Value]:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def unflatten(tensors: Mapping[str, Tensor], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    state: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        of, _, name = key.rpartition(".")
-        state.setdefault(of, {})[name] = tensor
-    return {"state": state, "param_groups": param_groups}
-
-
-def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def below(prefix: str, tensors: Mapping[str, Value]) -> dict[str, Value]:
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """By the names of the parameters, `NAME.WHAT`; a parameter that never had a gradient has none."""
+    return {
+        f"{name}.{what}": tensor
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+        for what, tensor in optimizer.state[parameter].items()
+    }
+
+
+def room_for_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """Tensors for what is stored of this process's parameters; they are the optimizer's state from here on."""
+    wanted: dict[str, dict[str, Shape]] = {}
+    for key, shape in stored.items():
+        name, _, what = key.rpartition(".")
+        wanted.setdefault(name, {})[what] = shape
+    optimizer.state.clear()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if entries := wanted.get(names[parameter]):
+            optimizer.state[parameter] = {what: _like(parameter, *shape) for what, shape in entries.items()}
+    return optimizer_tensors(model, optimizer)
+
+
+def _like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A moment is cut as its parameter is, a count of steps is not."""
+    if size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(size, dtype=dtype, device=parameter.device)

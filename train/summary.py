@@ -25,6 +25,8 @@ def summarise(trainer: Trainer, group: Group, progress: Progress, first_step: in
         **trainer.strategy.objective.precision.told(),
         "device": group.device.type,
         "seconds": seconds,
+        "checkpoints": trainer.pauses.count,
+        "checkpoint_seconds": trainer.pauses.seconds,
         "samples_per_second": epochs * trainer.order.samples / seconds,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -22,12 +23,13 @@ from train.measure import Meter
 from train.objective import Objective
 from train.optimizer import make_optimizer
 from train.order import Order
+from train.pauses import Pauses
 from train.peril import reached
 from train.phase import phase
 from train.precision import Precision
 from train.schedule import learning_rate
 from train.seeding import seed_step
-from train.state import Progress, State
+from train.state import Progress
 from train.strategy import Part, make_strategy
 from train.trace import Tracer
 from train.validation import validate
@@ -35,7 +37,7 @@ from train.window import Window
 
 if TYPE_CHECKING:
     from train.attempts import Attempt
-    from train.checkpoint import CheckpointStore
+    from train.checkpoint import CheckpointStore, Saved
     from train.journal import Journal
     from train.ledger import Ledger
 
@@ -68,13 +70,14 @@ class Trainer:
         self._meter = Meter(self.strategy, self._feed, self._precision, group)
         self._window = Window()
         self._reviewed = 0  # steps of the window that were looked at
+        self.pauses = Pauses()
         self.watch = group.watch
         self._ledger: Ledger | None = None  # steps that count for nothing are in none
         self.attempt: Attempt | None = None
         self.strategy.warm_up(lambda: self._parts(0))
 
-    def restore(self, state: State) -> None:
-        self.strategy.restore(self._optimizer, state)
+    def restore(self, saved: Saved) -> None:
+        self.strategy.restore(self._optimizer, saved)
 
     def fit(
         self,
@@ -84,13 +87,13 @@ class Trainer:
         tracer: Tracer | None = None,
         ledger: Ledger | None = None,
     ) -> Progress:
-        """Train from `progress` to the end; only the first process has a journal and writes checkpoints."""
+        """Train from `progress` to the end; only the first process has a journal."""
         self._ledger = ledger
         self.strategy.module.train()
         self._feed.start(job for step in range(progress.step, self.total_steps) for job in self._jobs(step))
         self._open_window()
         try:
-            with listening(self._group, self.strategy.meeting_after, progress.step) as self._leaving:
+            with store, listening(self._group, self.strategy.meeting_after, progress.step) as self._leaving:
                 return self._walk(progress, store, journal, tracer)
         finally:
             self._feed.stop()  # at once: left to the garbage collector, workers are waited for
@@ -115,6 +118,7 @@ class Trainer:
             if leaves or ends_epoch or _every(self.config.checkpoint_every, progress.step):
                 self._save(progress, store)
             if leaves:
+                store.wait()
                 raise self._leaving.farewell(progress.step)
         if tracer:
             tracer.end(progress.step)
@@ -197,7 +201,13 @@ class Trainer:
             self._refuse("loss", self._group.gather(self._window.broken()[0]), step - self._window.steps)
         if journal:
             plan = {"total_steps": self.total_steps, "batch_size": self.order.batch_size}
-            values = {**plan, "lr": self._optimizer.param_groups[0]["lr"], **measured.values, **self._balance.told()}
+            values = {
+                **plan,
+                "lr": self._optimizer.param_groups[0]["lr"],
+                **measured.values,
+                **self._balance.told(),
+                **self.pauses.told(),
+            }
             journal.record(step, self.order.epoch_of(step - 1), values)
         self._open_window()
 
@@ -220,14 +230,11 @@ class Trainer:
     def _save(self, progress: Progress, store: CheckpointStore) -> None:
         self.watch.at(progress.step - 1, "checkpoint")
         self._review(progress.step)
-        state = self.strategy.state(self._optimizer, progress)
-        commit = self._ledger.collect(progress.step) if self._ledger else None
-        if state is not None:
-            if commit:
-                commit()
-            store.save(state)
-            if self.attempt:
-                self.attempt.kept(progress.step)
+        with self.pauses.measured():
+            store.wait()  # with the last checkpoint the ledger writes its lines
+            commit = self._ledger.collect(progress.step) if self._ledger else None
+            kept = partial(self.attempt.kept, progress.step) if self.attempt else None
+            store.save(self.strategy.state(self._optimizer, progress), commit, kept)
 
     def _out_of_patience(self, progress: Progress) -> bool:
         return 0 < self.config.patience <= progress.stale_epochs

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,11 @@ from bench.train.workloads import Synthetic
 from pipeline.spec.config import parse_config
 from pipeline.spec.data import open_split
 from pipeline.spec.rank import Rank
+from train.checkpoint import CheckpointStore
 from train.group import join
 from train.state import Progress
 from train.trainer import Trainer
 from train.validation import validate
-
-if TYPE_CHECKING:
-    from train.checkpoint import CheckpointStore
 
 LOOK_EVERY = 64 * 32  # samples between two looks at the validation loss
 SETTINGS = {
@@ -79,7 +77,7 @@ def main(train: dict[str, Any], target: float, limit_seconds: float) -> None:
         trainer = Racing(task, config, group, *splits, config.train.batch_size)
         trainer.target, trainer.limit_seconds = target, limit_seconds
         try:
-            trainer.fit(Progress(), cast("CheckpointStore", None), None)  # ends before its first checkpoint
+            trainer.fit(Progress(), CheckpointStore(Path(folder), 1, {}, group), None)  # ends before its first one
         except Finished:
             sent = trainer.strategy.traffic.sent_bytes / trainer.last_look["steps"]
             if rank.first:

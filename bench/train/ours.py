@@ -31,7 +31,7 @@ def ours(workload: Workload, rank: Rank, gate: Gate, folder: Path, **words: Any)
         train = open_split(task, "train")
         trainer = Lapping(task, config, group, train, train, workload.batch_size)
         trainer.gate, trainer.lap = gate, workload.lap
-        store = CheckpointStore(folder / "checkpoints", 2, {})
+        store = CheckpointStore(folder / "checkpoints", 2, {}, group)
         forget_what_lasts()
         if not rank.first:
             trainer.fit(Progress(), store, None)

@@ -27,7 +27,7 @@ def until_held(walker: Walker) -> Run:
     """Wait until training has written the last checkpoint before it is held."""
     known = walker.latest.id
     wait_for(lambda: walker.latest.id != known)
-    wait_for((walker.checkpoints / "step-00000050" / "meta.json").exists)
+    wait_for((walker.checkpoints / "step-00000050" / "manifest.json").exists)
     return walker.latest
 
 
@@ -61,11 +61,11 @@ def test_a_killed_pipe_takes_its_processes_along_and_a_damaged_checkpoint_is_pas
         assert len(processes_of(run)) == 4, "a node, its agent and two workers"
         pipe.kill()
         wait_for(lambda: not processes_of(run), seconds=20)
-    newest = copied.checkpoints / "step-00000050" / "state.safetensors"
+    newest = copied.checkpoints / "step-00000050" / "0.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + b"\xff")
     copied.pipe("run", "--resume")
     log = run.log("train").read_text()
-    assert "warning: checkpoint step-00000050 is damaged: its digest does not match; skipped" in log
+    assert "warning: checkpoint step-00000050 is damaged: the digest of 0.safetensors does not match; skipped" in log
     assert "resumed from the checkpoint of step 40 of 120" in log
     assert copied.weights == expected
 

@@ -41,7 +41,7 @@ def test_a_loss_that_is_not_finite_names_its_step_and_ranks_and_keeps_the_checkp
     assert re.search(r"the loss is not finite at step 3\d on rank 1; checkpoints made so far are kept", said)
     assert said.splitlines()[-1].startswith("error: train: the loss is not finite")
     assert "Traceback" not in said
-    assert (copied.checkpoints / "step-00000030" / "meta.json").is_file()
+    assert (copied.checkpoints / "step-00000030" / "manifest.json").is_file()
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def trial_run(walker: Walker, number: int) -> Run | None:
 def until_held(walker: Walker, number: int) -> Run:
     """The run of a trial, when its training waits behind a checkpoint."""
     run: Run = wait_for(lambda: trial_run(walker, number))
-    wait_for((run.partial("train") / "checkpoints" / "step-00000010" / "meta.json").exists)
+    wait_for((run.partial("train") / "checkpoints" / "step-00000010" / "manifest.json").exists)
     return run
 
 

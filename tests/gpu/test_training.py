@@ -60,9 +60,9 @@ def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(group: Group,
     whole = make(group, checkpoint_every=7)
     whole.fit(Progress(), CheckpointStore(tmp_path, 99, {}), None)
     store = CheckpointStore(tmp_path, 99, {})
-    state, cut = store.load(7), make(group, checkpoint_every=7)
-    cut.restore(state)
-    cut.fit(state.progress, store, None)
+    saved, cut = store.load(7), make(group, checkpoint_every=7)
+    cut.restore(saved)
+    cut.fit(saved.progress, store, None)
     expected, found = whole.strategy.model.state_dict(), cut.strategy.model.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

@@ -50,11 +50,10 @@ def accuracies(group: Group, directory: Path) -> list[float]:
         words = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {**PLAIN, **way}}
         kind = Asynchronous if "parameter_server" in way.values() else Trainer
         made = kind(task, parse_config(words, source="test"), group, train, validation, 64)
-        store = CheckpointStore(directory / str(i), 1, {})
+        store = CheckpointStore(directory / str(i), 1, {}, group)
         progress = made.fit(Progress(), store, None)
-        group.gather(None)  # the first process has written the last checkpoint
         model = task.model()
-        model.load_state_dict(dict(store.load(progress.best_step).weights))
+        model.load_state_dict(store.load(progress.best_step).whole("weights."))
         model.eval()
         right = [
             task.metrics(forward(model, task, batch), batch)["accuracy"]

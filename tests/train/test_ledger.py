@@ -169,7 +169,7 @@ def kept(group: Group, directory: Path, words: dict[str, Any]) -> Order:
     group = Group(group.rank, group.device, words.get("pipeline", 1))
     made = trainer(group, **{"epochs": 2, **words})
     book = Ledger(directory, group, made.order, 0, attempt=1)
-    made.fit(Progress(), CheckpointStore(directory / "checkpoints", 9, {}), None, ledger=book)
+    made.fit(Progress(), CheckpointStore(directory / "checkpoints", 9, {}, group), None, ledger=book)
     return made.order
 
 

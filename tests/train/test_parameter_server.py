@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.spec.errors import DataError, LostContact
-from train.checkpoint import CheckpointStore, Progress, State
+from train.checkpoint import CheckpointStore, Progress, Saved
 from train.group import Group, lost_contact
 from train.journal import Journal
 
@@ -60,16 +60,15 @@ def test_a_slow_worker_slows_nobody_and_every_step_is_applied_once(tmp_path: Pat
 def with_a_slow_worker(group: Group, directory: Path) -> tuple[bool, int]:
     """Whether the last checkpoint holds the weights that all have, and how many updates made them."""
     made = trainer(group, Odd(sleeping) if group.rank.rank == 1 else None, **WORDS)
-    store = CheckpointStore(directory / "checkpoints", 9, {})
+    store = CheckpointStore(directory / "checkpoints", 9, {}, group)
     made.fit(Progress(), store, Journal(directory, 0) if group.rank.first else None)
-    group.gather(None)  # the first process has written it
-    state = store.load(40)
-    return equal(dict(state.weights), weights(made)), updates_of(state)
+    saved = store.load(40)
+    return equal(saved.whole("weights."), weights(made)), updates_of(saved)
 
 
-def updates_of(state: State) -> int:
+def updates_of(saved: Saved) -> int:
     """As the optimizer counted them."""
-    (count,) = {int(entry["step"]) for entry in state.optimizer["state"].values()}
+    (count,) = {int(tensor) for name, tensor in saved.whole("optimizer.").items() if name.endswith(".step")}
     return count
 
 
@@ -81,10 +80,9 @@ def test_it_learns_and_goes_on_from_the_end_of_an_epoch(tmp_path: Path) -> None:
 
 def whole_run(group: Group, directory: Path) -> tuple[float, int]:
     words = {**WORDS, "epochs": 8, "staleness": 8}
-    store = CheckpointStore(directory, 9, {})
+    store = CheckpointStore(directory, 9, {}, group)
     trainer(group, **words).fit(Progress(), store, None)
     _, progress = resumed(group, directory, 40, **words)
-    group.gather(None)
     assert progress.best_loss is not None
     return progress.best_loss, updates_of(store.load(80))
 
@@ -109,7 +107,7 @@ def beside_one_that_fails(group: Group, then: Any) -> str:
     made = trainer(group, Odd(then) if group.rank.rank == 1 else None, **WORDS, timeout_seconds=4)
     started = time.monotonic()
     try:
-        made.fit(Progress(), CheckpointStore(Path("/nowhere"), 9, {}), None)
+        made.fit(Progress(), CheckpointStore(Path("/nowhere"), 9, {}, group), None)
     except LostContact as error:
         assert time.monotonic() - started < 20
         return str(error)
@@ -131,7 +129,7 @@ def breaking(loss: Tensor) -> Tensor:
 def with_a_loss_that_breaks(group: Group) -> str:
     made = trainer(group, Odd(breaking) if group.rank.rank == 1 else None, **WORDS)
     with pytest.raises(DataError) as caught:
-        made.fit(Progress(), CheckpointStore(Path("/nowhere"), 9, {}), None)
+        made.fit(Progress(), CheckpointStore(Path("/nowhere"), 9, {}, group), None)
     return str(caught.value)
 
 

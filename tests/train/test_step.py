@@ -49,8 +49,8 @@ def test_a_run_that_was_cut_ends_with_the_weights_of_the_uninterrupted_one_bit_f
     checkpoints = cut.partial("train") / "checkpoints"
     for later in ("step-00000014", "step-00000015"):
         shutil.rmtree(checkpoints / later)
-    damaged = checkpoints / "step-00000010" / "state.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    damaged = checkpoints / "step-00000010" / "0.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     done = project.train(cut, processes=3)
     assert "warning: checkpoint step-00000010 is damaged" in done.stderr
     assert "resumed from the checkpoint of step 7 of 15" in done.stdout

@@ -64,15 +64,15 @@ def trainer(group: Group, task: Any = None, **train: Any) -> Trainer:
 
 def trained(group: Group, directory: Path, **train: Any) -> tuple[Trainer, Progress]:
     made = trainer(group, **train)
-    return made, made.fit(Progress(), CheckpointStore(directory, 99, {}), None)
+    return made, made.fit(Progress(), CheckpointStore(directory, 99, {}, group), None)
 
 
 def resumed(group: Group, directory: Path, step: int, **train: Any) -> tuple[Trainer, Progress]:
     """From a checkpoint that `trained` has left, as a fresh process would."""
-    made, store = trainer(group, **train), CheckpointStore(directory, 99, {})
-    state = store.load(step)
-    made.restore(state)
-    return made, made.fit(state.progress, store, None)
+    made, store = trainer(group, **train), CheckpointStore(directory, 99, {}, group)
+    saved = store.load(step)
+    made.restore(saved)
+    return made, made.fit(saved.progress, store, None)
 
 
 def weights(made: Trainer) -> dict[str, Tensor]:

@@ -5,27 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from pipeline.spec.sections import Train
 from train.group import Group
 from train.objective import Objective
-from train.state import Progress, State
+from train.state import Progress, State, above, optimizer_tensors, room_for_optimizer
 from train.strategy.traffic import Stopwatch, Traffic
 
 if TYPE_CHECKING:
     from pipeline.spec.task import Outputs
+    from train.checkpoint import Saved
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _CLIP_EPSILON = 1e-6  # what torch adds to the norm: below the limit it would multiply by one
 
 
@@ -52,6 +46,8 @@ class Alone:
         self.traffic = Traffic()
         self.stopwatch = Stopwatch(group.device, self.traffic)
         self.module = self.wrap()  # what forward() is called on
+        self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        self._own_prefix = f"own.{group.rank.rank}."
         self._parameters = list(self.model.parameters())  # walking through the modules at every step takes its time
 
     def wrap(self) -> nn.Module:
@@ -109,24 +105,37 @@ class Alone:
         """Answers for validation; None where another process answers for this one."""
         return self.objective.outputs(self.model, batch)
 
-    def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State | None:
-        """What a checkpoint holds, on the first process; all take part."""
-        weights, optimizer_state = get_state_dict(self.model, optimizer, options=_WHOLE)
-        own = self.group.collect({name: tensor.cpu() for name, tensor in self.own_state().items()})
-        if not self.group.rank.first:
-            return None
-        named = {f"{rank}.{name}": tensor for rank, held in enumerate(own) for name, tensor in held.items()}
-        scaler = self.objective.precision.state()
-        return State(progress, cast("Mapping[str, Tensor]", weights), optimizer_state, scaler, named, self.group.size)
+    def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State:
+        """What a checkpoint holds, of which each process gives what it has."""
+        weights = self.weights()
+        if self.group.data_rank:  # running statistics are those of the first copy
+            weights = {name: tensor for name, tensor in weights.items() if name not in self._buffers}
+        tensors = {
+            **above("weights.", weights),
+            **above("optimizer.", self.moments(optimizer)),
+            **above(self._own_prefix, self.own_state()),
+        }
+        return State(progress, tensors, self.objective.precision.state())
 
-    def restore(self, optimizer: torch.optim.Optimizer, state: State) -> None:
-        set_model_state_dict(self.model, dict(state.weights), options=StateDictOptions(full_state_dict=True))
-        # Not strict: a parameter that never had a gradient has no state.
-        lenient = StateDictOptions(full_state_dict=True, strict=False)
-        set_optimizer_state_dict(self.model, optimizer, dict(state.optimizer), options=lenient)
-        if state.scaler:
-            self.objective.precision.restore(state.scaler)
-        self.restore_own(state.own_of(self.group.rank.rank, self.group.size))
+    def restore(self, optimizer: torch.optim.Optimizer, saved: Saved) -> None:
+        own = self.own_room(saved)
+        saved.load({**self.shared_room(optimizer, saved), **above(self._own_prefix, own)})
+        if saved.scaler:
+            self.objective.precision.restore(saved.scaler)
+        self.restore_own(own)
+
+    def shared_room(self, optimizer: torch.optim.Optimizer, saved: Saved) -> dict[str, Tensor]:
+        """Where weights and optimizer state are to be filled in, by their names in the checkpoint."""
+        moments = room_for_optimizer(self.model, optimizer, saved.shapes("optimizer."))
+        return {**above("weights.", self.weights()), **above("optimizer.", moments)}
+
+    def weights(self) -> dict[str, Tensor]:
+        """By name, those of the model's tensors that this process has."""
+        return dict(self.model.state_dict())
+
+    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The optimizer's state, by the names of the parameters it is of."""
+        return optimizer_tensors(self.model, optimizer)
 
     def own_state(self) -> Mapping[str, Tensor]:
         """What only this process knows and a resumed run needs, such as the remainders of compression."""
@@ -134,3 +143,8 @@ class Alone:
 
     def restore_own(self, tensors: Mapping[str, Tensor]) -> None:
         """`tensors` is empty when the run resumes with another number of processes."""
+
+    def own_room(self, saved: Saved) -> dict[str, Tensor]:
+        """Tensors for what this process told of itself; none when the run resumes with another number of processes."""
+        stored = saved.shapes(self._own_prefix) if saved.world_size == self.group.size else {}
+        return {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in stored.items()}

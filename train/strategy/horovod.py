@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pipeline.spec.errors import ConfigError, LostContact
-from train.state import State
 from train.strategy.alone import Alone, Part
+
+if TYPE_CHECKING:
+    from train.checkpoint import Saved
 
 _NOT_YET = 1 << 30  # passes Horovod counts before it sends a gradient: more than a step has
 
@@ -37,7 +39,7 @@ class Horovod(Alone):
         # Never left: gradients are awaited once, at the end of backward(), before anybody scales or clips them.
         self._by_hand = contextlib.ExitStack()
         self._by_hand.enter_context(wrapped.skip_synchronize())
-        self._plain, self._optimizer = optimizer, wrapped
+        self._optimizer = wrapped
         self._horovod.broadcast_parameters(self.model.state_dict(), root_rank=0)
         adopted: torch.optim.Optimizer = wrapped
         return adopted
@@ -54,13 +56,9 @@ class Horovod(Alone):
         self._optimizer.set_backward_passes_per_step(1 if last else _NOT_YET)
         return self._told_plainly()
 
-    def restore(self, optimizer: torch.optim.Optimizer, state: State) -> None:
-        """Every process has read the checkpoint; that all go on from the first one's is certain after this.
-
-        torch fills the state of its own kind of optimizer; Horovod's takes it from there.
-        """
-        super().restore(self._plain, state)
-        optimizer.load_state_dict(self._plain.state_dict())
+    def restore(self, optimizer: torch.optim.Optimizer, saved: Saved) -> None:
+        """Every process has read the checkpoint; that all go on from the first one's is certain after this."""
+        super().restore(optimizer, saved)
         self._horovod.broadcast_parameters(self.model.state_dict(), root_rank=0)
         self._horovod.broadcast_optimizer_state(optimizer, root_rank=0)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from train.state import Progress, State, below, flatten, unflatten
+from train.state import Progress, State, above, below, optimizer_tensors, room_for_optimizer
 from train.strategy.alone import Alone
 from train.strategy.outer import Outer, fill, flat
 
-_HELD = StateDictOptions(cpu_offload=True)
+if TYPE_CHECKING:
+    from train.checkpoint import Saved
 
 
 class Seldom(Alone):
@@ -66,26 +66,27 @@ class Seldom(Alone):
             fill(running, self._average(running))
         super().settle()
 
-    def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State | None:
+    def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State:
         """The saved weights are the average; beside them stands what each process holds itself."""
         found = super().state(optimizer, progress)
-        held = self.group.collect(self._held(optimizer))
-        names = [name for name, tensor in self.model.state_dict().items() if tensor.is_floating_point()]
-        weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        if self._since or self._outer.under_way:  # otherwise all are equal, and what was judged is saved to the bit
-            met = [weights[name] for name in names]
-            fill(met, self._average(met))
-        if found is None:
-            return None
-        own = {f"{rank}.{name}": tensor for rank, one in enumerate(held) for name, tensor in one.items()}
-        return replace(found, weights=weights, own={**found.own, **own})
+        own = {**above("model.", self.weights()), **above("optimizer.", optimizer_tensors(self.model, optimizer))}
+        met = above("weights.", self._met())
+        return replace(found, tensors={**found.tensors, **above(self._own_prefix, own), **met})
 
-    def restore(self, optimizer: torch.optim.Optimizer, state: State) -> None:
-        own = state.own_of(self.group.rank.rank, self.group.size)
-        if own:
-            mine = unflatten(below("optimizer.", own), state.optimizer["param_groups"])
-            state = replace(state, weights=below("model.", own), optimizer=mine)
-        super().restore(optimizer, state)
+    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Another number of processes goes on with those of the first."""
+        return super().moments(optimizer) if self.group.rank.first else {}
+
+    def shared_room(self, optimizer: torch.optim.Optimizer, saved: Saved) -> dict[str, Tensor]:
+        if saved.world_size != self.group.size:
+            return super().shared_room(optimizer, saved)
+        moments, weights = f"{self._own_prefix}optimizer.", f"{self._own_prefix}model."
+        room = room_for_optimizer(self.model, optimizer, saved.shapes(moments))
+        return {**above(weights, self.weights()), **above(moments, room)}
+
+    def own_room(self, saved: Saved) -> dict[str, Tensor]:
+        room = super().own_room(saved)
+        return {name: tensor for name, tensor in room.items() if name.partition(".")[0] not in ("model", "optimizer")}
 
     def own_state(self) -> Mapping[str, Tensor]:
         return {
@@ -104,14 +105,18 @@ class Seldom(Alone):
         if wait:
             self._outer.finish()
 
+    def _met(self) -> dict[str, Tensor]:
+        """The average; nothing when all are equal, and what was judged is saved to the bit."""
+        if not self._since and not self._outer.under_way:
+            return {}
+        weights = {name: tensor.clone() for name, tensor in self.weights().items() if tensor.is_floating_point()}
+        met = list(weights.values())
+        fill(met, self._average(met))
+        return weights
+
     def _average(self, tensors: list[Tensor]) -> Tensor:
         row = flat(tensors).div_(self.group.size)
         with self.stopwatch.waiting():
             dist.all_reduce(row)
         self.traffic.sent_bytes += row.numel() * row.element_size()
         return row
-
-    def _held(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        weights, optimizer_state = get_state_dict(self.model, optimizer, options=_HELD)
-        steps = {f"optimizer.{name}": tensor for name, tensor in flatten(optimizer_state).items()}
-        return {**{f"model.{name}": cast("Tensor", held) for name, held in weights.items()}, **steps}

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.state import State
 from train.strategy.alone import Alone
 from train.strategy.outer import fill, flat
+
+if TYPE_CHECKING:
+    from train.checkpoint import Saved
 
 
 class Served(Alone):
@@ -56,6 +59,10 @@ class Served(Alone):
         self._passes = 0
         super().settle()
 
-    def restore(self, optimizer: torch.optim.Optimizer, state: State) -> None:
-        super().restore(optimizer, state)
+    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The others' optimizers never step."""
+        return super().moments(optimizer) if self.group.rank.first else {}
+
+    def restore(self, optimizer: torch.optim.Optimizer, saved: Saved) -> None:
+        super().restore(optimizer, saved)
         self.copy.load_state_dict(self.model.state_dict())

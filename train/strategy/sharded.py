@@ -19,7 +19,6 @@ from pipeline.spec.errors import ConfigError
 from pipeline.spec.sections import Train
 from train.group import Group
 from train.objective import Objective
-from train.state import State
 from train.strategy.alone import Alone, Part
 from train.strategy.buffers import only_statistics
 from train.strategy.pieces import average, clip, local
@@ -77,12 +76,6 @@ class Sharded(Alone):
     def predict(self, batch: Mapping[str, Tensor]) -> Outputs | None:
         outputs = super().predict(batch)
         return outputs if self._first else None
-
-    def restore(self, optimizer: torch.optim.Optimizer, state: State) -> None:
-        """Which parameters share a kernel depends on how they are cut, so the groups of another run may be others."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-        super().restore(optimizer, replace(state, optimizer={**state.optimizer, "param_groups": groups}))
 
     def _try(self) -> Outputs:
         """A forward pass of two samples."""

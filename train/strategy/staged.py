@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,6 @@ from train.strategy.pieces import average, clip
 from train.strategy.rehearsal import FEW, rehearse
 from train.strategy.stages import Cut, Stage, cannot, check_begins, choose_begins
 from train.strategy.units import holds_parameters, units
-from train.strategy.whole import gather_state, take_optimizer_state
 
 if TYPE_CHECKING:
     from pipeline.spec.task import Outputs
@@ -96,18 +96,15 @@ class Staged(Alone):
             dist.send(tensor.contiguous(), rank + 1)
         return None
 
-    def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State | None:
-        """One whole state, as one process would have it."""
-        own = {name for name, stage in self._cut.tensors.items() if stage == self._stage.index}
-        found = gather_state(self.model, optimizer, own if self.group.data_rank == 0 else set(), self.group)
-        return State(progress, *found, scaler={}, world_size=self.group.size) if found else None
+    def weights(self) -> dict[str, Tensor]:
+        """Of other stages, constants alone."""
+        return {name: tensor for name, tensor in super().weights().items() if name not in self._stage.left_out}
 
-    def restore(self, optimizer: torch.optim.Optimizer, state: State) -> None:
-        with torch.no_grad():
-            for name, tensor in self.model.state_dict(keep_vars=True).items():
-                if name not in self._stage.left_out:
-                    tensor.copy_(state.weights[name])
-        take_optimizer_state(self.model, optimizer, state.optimizer["state"])
+    def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State:
+        """What stands on every stage is told by the one that computes it."""
+        found = super().state(optimizer, progress)
+        strange = {f"weights.{name}" for name, stage in self._cut.tensors.items() if stage != self._stage.index}
+        return replace(found, tensors={n: tensor for n, tensor in found.tensors.items() if n not in strange})
 
     def _pass(self, count: int, parts: list[Part]) -> Tensor:
         """Forward and backward of micro-batches of `count` samples, in the order of the schedule."""

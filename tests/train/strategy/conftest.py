@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.spec.run import Run
+from train.checkpoint.folder import Folder
+from train.checkpoint.manifest import decode
+from train.checkpoint.search import open_whole
 
 from ...nursery import launch
 from ..conftest import Project, journal, weights
@@ -53,7 +55,8 @@ def losses(run: Run) -> list[float]:
 
 def checkpoint(run: Run, step: int) -> dict[str, Tensor]:
     """Weights and optimizer state."""
-    return load_file(run.partial("train") / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+    place = Folder(run.partial("train") / "checkpoints")
+    return open_whole(place, step, decode(place.manifest(step)).identity).whole("")
 
 
 def weights_after(run: Run, step: int) -> dict[str, Tensor]:

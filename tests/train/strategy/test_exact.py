@@ -99,7 +99,7 @@ def histories(group: Group, directory: Path) -> dict[str, list[Any]]:
     for case, (task, words) in CASES.items():
         made, told = trainer(group, task(), **{**WORDS, **words}), Told()
         journal: Any = told if group.rank.first else None
-        progress = made.fit(Progress(), CheckpointStore(directory / case, 9, {}), journal)
+        progress = made.fit(Progress(), CheckpointStore(directory / case, 9, {}, group), journal)
         found[case] = [bits(weights(made)), progress, told.losses]
     return found
 
@@ -230,7 +230,7 @@ class Breaking(Wave):
 def with_a_loss_that_breaks(group: Group) -> str:
     made = trainer(group, Breaking() if group.rank.rank == 1 else None, **WORDS)
     try:
-        made.fit(Progress(), CheckpointStore(Path("/nowhere"), 9, {}), None)
+        made.fit(Progress(), CheckpointStore(Path("/nowhere"), 9, {}, group), None)
     except Exception as error:
         return str(error)
     return "no error"

@@ -1,0 +1,166 @@
+"""The checkpoints of a run: made in the background, kept while they are of use, found again when they are whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from pipeline.spec.errors import PipelineError, ResourceError, StageError
+from pipeline.spec.rank import Rank
+from train.checkpoint.background import Background
+from train.checkpoint.folder import Folder
+from train.checkpoint.manifest import Manifest, Written
+from train.checkpoint.place import Deed, Place
+from train.checkpoint.saved import Saved
+from train.checkpoint.search import best_of, find_newest, open_whole
+from train.checkpoint.share import Share, share_out
+from train.group import Group
+from train.state import State
+
+_ALONE = Group(Rank(), torch.device("cpu"))
+
+
+class CheckpointStore:
+    """Used as a context around training: at its end the last checkpoint is complete, or its failure is raised.
+
+    `identity` is what the order of samples depends on; a checkpoint of another one is passed over.
+    """
+
+    def __init__(
+        self,
+        place: Place | Path,
+        keep: int,
+        identity: Mapping[str, Any],
+        group: Group = _ALONE,
+        timeout_seconds: int = 300,
+    ) -> None:
+        self._place: Place = Folder(place) if isinstance(place, Path) else place
+        self._keep, self._identity, self._group = keep, dict(identity), group
+        self._background = Background(group, timeout_seconds)
+        self._share: Share | None = None
+        self._best: dict[int, int] = {}  # step → the best one it refers to
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self._background.wait()
+        else:
+            self._background.leave()
+
+    def save(self, state: State, before: Deed | None = None, after: Deed | None = None) -> None:
+        """All take part. Returns when the state is copied; the last checkpoint's failure is raised now, on all.
+
+        `before` and `after` are done in the background, by the first process: just before the checkpoint counts, and
+        when it does.
+        """
+        self._background.wait()
+        tensors = state.tensors
+        if self._share is None:
+            self._begin()
+        if self._background.any(self._share is None or not self._share.fits(tensors)):
+            self._share = share_out(tensors, self._background.exchange)
+        assert self._share is not None
+        data = self._share.take(tensors)
+        self._background.start(partial(self._write, state, data, before or _nothing, after or _nothing))
+
+    def wait(self) -> None:
+        """Until the last checkpoint is complete."""
+        self._background.wait()
+
+    def steps(self) -> list[int]:
+        return self._place.steps()
+
+    def newest(self) -> Saved | None:
+        """The newest checkpoint that is whole, with its best one whole too. All take part and find the same."""
+        return find_newest(self._place, self._identity, self._group)
+
+    def load(self, step: int) -> Saved:
+        """One checkpoint, looked at by this process alone."""
+        return open_whole(self._place, step, self._identity)
+
+    def _begin(self) -> None:
+        """Two attempts at training, one of which is not quite dead yet, must not write the same files."""
+        self._background.join()
+        self._place.begin(self._background.share(secrets.token_hex(4)))
+        if self._group.rank.first:
+            self._place.clean()
+
+    def _write(self, state: State, data: memoryview, before: Deed, after: Deed) -> None:
+        """In the background, on every process."""
+        step, own = state.progress.step, None
+        told: Written | PipelineError
+        try:
+            told = self._place.write(step, f"{self._group.rank.rank}.safetensors", data)
+        except Exception as error:  # the others wait to be told
+            own, told = error, self._told(error, step)
+        files = self._background.collect(told)
+        failure = self._commit(state, files, before, after) if self._group.rank.first else None
+        failure = self._background.share(failure)
+        if failure is not None:
+            raise failure from own
+
+    def _commit(self, state: State, told: list[Any], before: Deed, after: Deed) -> PipelineError | None:
+        step = state.progress.step
+        failure = next((one for one in told if isinstance(one, PipelineError)), None)
+        if failure is None:
+            try:
+                manifest = Manifest(state.progress, state.scaler, self._identity, self._group.size, tuple(told))
+                self._place.commit(step, manifest.encode(), before)
+                after()
+                self._prune(state)
+            except Exception as error:
+                failure = self._told(error, step)
+        if failure is not None:
+            self._place.discard(step)
+        return failure
+
+    def _prune(self, state: State) -> None:
+        """Keep the newest few, and the best each of them refers to.
+
+        Later steps than the one just saved were passed over at the start; they must not count as the newest.
+        """
+        progress = state.progress
+        self._best[progress.step] = progress.best_step
+        past = [step for step in self._place.steps() if step <= progress.step]
+        kept = {*past[-self._keep :], progress.best_step}
+        kept |= {self._best_of(step) for step in kept.intersection(past)}
+        for step in set(past) - kept:
+            self._place.remove(step)
+
+    def _best_of(self, step: int) -> int:
+        if step not in self._best:
+            self._best[step] = best_of(self._place, step)
+        return self._best[step]
+
+    def _told(self, error: Exception, step: int) -> PipelineError:
+        """As a sentence that names the host: of many, one disk is full."""
+        if isinstance(error, PipelineError):
+            return error
+        steps = self._place.steps()
+        kept = f"the last good one is step {steps[-1]}" if steps else "there is no earlier one"
+        what, host = f"the checkpoint of step {step}", socket.gethostname()
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return ResourceError(
+                f"disk full on {host} while writing {what}; {kept}. Free some space, then `pipe run --resume`"
+            )
+        if isinstance(error, OSError):
+            reason = os.strerror(error.errno).lower() if error.errno else str(error)
+            return ResourceError(
+                f"cannot write {what} on {host}: {reason}; {kept}. Mend that, then `pipe run --resume`"
+            )
+        return StageError(f"cannot write {what} on {host}: {type(error).__name__}: {error}; {kept}")
+
+
+def _nothing() -> None:
+    """What is done before a checkpoint that nobody else waits for."""
