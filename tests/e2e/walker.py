@@ -84,7 +84,12 @@ class Walker:
         (self.folder / file).write_text(text.replace(old, new))
 
     def pipe(
-        self, *words: str, expect: int = 0, prefix: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+        self,
+        *words: str,
+        expect: int = 0,
+        prefix: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
+        seconds: float = _LIMIT_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
         """Type a command and wait for its end."""
         done = subprocess.run(
@@ -94,7 +99,7 @@ class Walker:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_LIMIT_SECONDS,
+            timeout=seconds,
             check=False,
         )
         assert done.returncode == expect, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"

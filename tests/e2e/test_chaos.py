@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .walker import Walker
+
+# A task whose loss depends on how many steps its process has made: what a resume cannot know.
+STATEFUL = (
+    'return functional.cross_entropy(outputs, batch["label"])',
+    'return functional.cross_entropy(outputs, batch["label"]) * (1 + self.steps / 100)',
+)
+# An order of samples that is one step behind after a resume.
+BEHIND = (
+    "class Sides:",
+    """from train.order import Order
+
+batch_of = Order.batch
+if list(Path.cwd().glob("runs/chaos/*/*/train.partial/ledger.jsonl")):
+    Order.batch = lambda order, step: batch_of(order, max(0, step - 1))
+
+
+class Sides:""",
+)
+
+
+@pytest.fixture
+def walker(tmp_path: Path) -> Walker:
+    return Walker.fresh(tmp_path / "sides")
+
+
+def test_killed_training_loses_nothing_and_the_folder_is_not_kept(walker: Walker) -> None:
+    done = walker.pipe("chaos", "--kills", "2", "--seed", "7", "-o", "json")
+    found = json.loads(done.stdout)
+    assert (found["held"], found["kills"], found["lost"], found["repeated"], found["equal"]) == (True, 2, 0, 0, True)
+    assert {place["place"] for place in found["places"]} == {"at a step's end", "inside a checkpoint's write"}
+    assert all(place["recoveries"] == place["kills"] for place in found["places"])
+    assert done.stderr.count("kill ") == 2, "a line for each"
+    assert list((walker.runs / "chaos").iterdir()) == []
+
+
+def test_a_task_with_a_state_of_its_own_is_found_out_and_everything_is_kept(walker: Walker) -> None:
+    walker.replace("task.py", *STATEFUL)
+    done = walker.pipe("chaos", "train.processes=1", "--kills", "1", "--seed", "7", expect=1)
+    assert "final weights     DIFFERENT" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("did NOT hold: from step ")
+    kept = next(line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("kept"))
+    assert (Path(kept) / "train" / "ledger.jsonl").is_file()
+    assert f"pipe verify {kept}; pipe log train --run {kept}" in done.stdout
+
+
+@pytest.mark.long
+def test_samples_that_a_broken_resume_loses_and_repeats_are_counted(walker: Walker) -> None:
+    walker.replace("task.py", *BEHIND)
+    done = walker.pipe("chaos", "train.processes=1", "--kills", "2", "--seed", "7", "-o", "json", expect=1)
+    found = json.loads(done.stdout)
+    assert found["lost"] > 0
+    assert found["repeated"] > 0
+    assert f"{found['lost']} samples were lost and {found['repeated']} repeated" in found["verdict"]
+
+
+@pytest.mark.long
+def test_every_kind_of_kill_is_survived(walker: Walker) -> None:
+    found = json.loads(walker.pipe("chaos", "--kills", "20", "--seed", "7", "-o", "json", seconds=900).stdout)
+    assert found["held"], found["verdict"]
+    assert len(found["places"]) == 10
