@@ -1,0 +1,72 @@
+"""What docs/operations.md quotes is what is said, and its table leads to its sections."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pipeline.node import sentence
+from pipeline.spec.attempts import Event, story
+from pipeline.spec.failure import ending
+from pipeline.spec.restarts import Stop, told
+from pipeline.spec.sources import HOUSE
+from train.standstill import Doing, Report, Standstill
+from train.standstill import sentence as standstill
+
+DOCUMENT = HOUSE / "docs" / "operations.md"
+KILLED = ending("rank 1 on node1", -9)
+LOST = "rank 0 lost contact with another process, which was killed, failed or hangs; the log tells which"
+THREE, TWO = ("node0", "node1", "node2"), ("node0", "node1")
+
+
+def quoted() -> str:
+    """All blocks of text, each sentence on one line."""
+    blocks = re.findall(r"^```text\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    return "\n".join(" ".join(block.split()) for block in blocks)
+
+
+def news(*attempts: tuple[Sequence[str], int, str]) -> str:
+    """What is told of the last of some attempts: their hosts, the step they began from, and what ended them."""
+    lines: list[dict[str, Any]] = [{"event": "launch", "attempt": 0}]
+    for number, (hosts, step, reason) in enumerate(attempts, start=1):
+        lines.append({"event": "start", "attempt": number, "hosts": hosts, "processes": len(hosts), "step": step})
+        if reason:
+            lines.append({"event": "end", "attempt": number, "host": "node0", "reason": reason})
+    return told(story([Event(time=0.0, **line) for line in lines]), allowed=3)
+
+
+def all_wait() -> str:
+    place = "the backward pass"
+    exchange = "gloo:all_reduce, no. 98, of [151498] Float"
+    reports = [
+        Report(rank, host, 1, 0.0, 1, 433, "forward and backward", Doing.WAITING, place, 60.0, exchange)
+        for rank, host in enumerate(THREE)
+    ]
+    return standstill(Standstill(reports, ()))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        sentence(Stop(KILLED, 4, 400), allowed=3),
+        news((THREE, 380, KILLED), (THREE, 400, "")),
+        news((THREE, 380, LOST), (TWO, 400, "")),
+        news((TWO, 400, ""), (THREE, 460, "")),
+        all_wait().partition(". Where")[0],
+    ],
+)
+def test_what_the_document_quotes_is_what_is_said(said: str) -> None:
+    assert said, "nothing would be found everywhere"
+    assert said in quoted()
+
+
+def test_every_section_is_told_in_the_table_at_the_top() -> None:
+    text = DOCUMENT.read_text()
+    sections = re.findall(r"^##+ (.+)$", text, re.MULTILINE)
+    named = set(re.findall(r"\]\(#([^)]+)\)", text))
+    groups = {"one-machine", "several-machines"}
+    slugs = {re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-") for name in sections}
+    assert slugs - named == groups
