@@ -14,7 +14,8 @@ from typing import Any
 
 from bench.faults.failures import Victim, failures
 from pipeline.chaos.attack import kills_of
-from pipeline.chaos.campaign import Campaign, journal
+from pipeline.chaos.campaign import Campaign
+from pipeline.chaos.comparison import journal
 from pipeline.chaos.verdict import recoveries
 from pipeline.project import Project
 from pipeline.spec.chaos import Event

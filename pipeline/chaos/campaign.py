@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from pipeline.chaos.attack import Attack, Due, Timing, as_scheduled, kills_of, never
-from pipeline.chaos.schedule import schedule
+from pipeline.chaos.attack import Attack, Due, Timing, as_scheduled, never
+from pipeline.chaos.comparison import journal, judge
+from pipeline.chaos.schedule import ROOM_STEPS, schedule
 from pipeline.chaos.small import small
-from pipeline.chaos.verdict import Made, Training, made
+from pipeline.chaos.telling import Say, Teller
+from pipeline.chaos.verdict import Training, made
 from pipeline.history import create_run, link_outputs, write_record
-from pipeline.ledger import prove_run
 from pipeline.project import Project
 from pipeline.spec.chaos import Event, Kill, Record
 from pipeline.spec.config import Config
@@ -27,9 +27,6 @@ from pipeline.spec.errors import PipelineError, StageError
 from pipeline.spec.run import Run
 
 _PATIENCE_SECONDS = 120.0  # beyond train.timeout_seconds, in which a hanging process is found by itself
-_COMPARED = ("loss", "grad_norm", "lr", "validation")  # of every line of the journal
-_ROOM_STEPS = 3
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Campaign:
         first = next(event for event in attack.record.events() if event.event == "step")
         seconds = statistics.median(line["step_seconds"] for line in journal(run) if "step_seconds" in line)
         self.say(f"undisturbed: {summary['steps']} steps, the first after {first.time - began:.1f} s")
-        timing = Timing(first.time - began, _ROOM_STEPS * seconds)
+        timing = Timing(first.time - began, ROOM_STEPS * seconds)
         return Reference(run, summary["steps"], summary["world_size"], timing)
 
     def disturbed(self, prepared: Run, reference: Reference, kills: int, seed: int) -> Iterator[Training]:
@@ -124,61 +121,3 @@ class Campaign:
         record.schedule(kills)
         patience = run.config.train.timeout_seconds + _PATIENCE_SECONDS
         return Attack(self.typed, run, record, due, patience, told)
-
-
-class Teller:
-    """A line for each kill, when it is known how long training took to come back."""
-
-    def __init__(self, kills: Sequence[Kill], before: int, total: int, say: Say) -> None:
-        self._kills, self._before, self._total, self._say = kills, before, total, say
-        self._told = 0
-
-    def __call__(self, events: Sequence[Event]) -> None:
-        found = list(made(self._kills, events, None))
-        count = len(kills_of(events))
-        while self._told < count and (found[self._told].seconds is not None or self._told + 1 < count):
-            self._say(line(found[self._told], self._before + self._told + 1, self._total))
-            self._told += 1
-
-
-def line(one: Made, number: int, total: int) -> str:
-    back = "the next kill came first" if one.seconds is None else f"next step after {one.seconds:.1f} s"
-    return f"kill {number} of {total}: {one.place}, from step {one.step} on: {back}"
-
-
-def judge(run: Run, reference: Run, found: tuple[Made, ...], by_hand: int, fault: str) -> Training:
-    """Counted from the ledger, compared with what the undisturbed training left."""
-    lost = repeated = 0
-    ledger = weights = differs = ""
-    if not fault:
-        try:
-            proof = prove_run(run)
-            lost, repeated, ledger = proof.lost, proof.repeated, proof.fault
-        except PipelineError as error:
-            ledger = str(error)
-        weights = weights_of(run)
-        differs = difference(run, reference)
-    return Training(str(run.path), found, by_hand, fault, lost, repeated, ledger, weights, differs)
-
-
-def difference(run: Run, reference: Run) -> str:
-    """The first line of the journal that is not the same, else the weights."""
-    for left, right in zip(curve(reference), curve(run), strict=False):
-        if left != right:
-            return f"from step {right['step']} on, training went another way than undisturbed: {left} became {right}"
-    if len(curve(run)) != len(curve(reference)):
-        return f"the journal has {len(curve(run))} lines, and {len(curve(reference))} undisturbed"
-    return "" if weights_of(run) == weights_of(reference) else "the final weights differ from the undisturbed ones"
-
-
-def weights_of(run: Run) -> str:
-    return run.read().steps["train"].outputs["model.safetensors"]
-
-
-def journal(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(row) for row in (run.output("train") / "metrics.jsonl").read_text().splitlines()]
-
-
-def curve(run: Run) -> list[dict[str, Any]]:
-    """What of the journal does not depend on time."""
-    return [{name: row[name] for name in ("step", *_COMPARED) if name in row} for row in journal(run)]

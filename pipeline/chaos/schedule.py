@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.spec.chaos import Kill, Place
 
 FEWEST_STEPS = 8  # of a training, so that a kill in its midst has a before and an after
-_ROOM_STEPS = 3  # that training may go on while a kill from outside is on its way
+ROOM_STEPS = 3  # that training may go on while a kill from outside is on its way
 
 # What is dealt, again and again, until there are as many kills as were asked for.
 DEALT = (
@@ -40,8 +40,8 @@ def _kill(kind: str, turn: int, of: int, steps: int, processes: int, draw: rando
     if kind in ("ledger", "write", "rename", "renamed"):
         place: Any = kind
         return Kill(place=place, step=draw.randint(1, steps), rank=draw.randrange(processes))
-    step = draw.randint(1, max(1, steps - _ROOM_STEPS))
-    kill = Kill(place="moment", step=step, hold=step + _ROOM_STEPS, share=draw.random())
+    step = draw.randint(1, max(1, steps - ROOM_STEPS))
+    kill = Kill(place="moment", step=step, hold=step + ROOM_STEPS, share=draw.random())
     if kind in ("launcher", "pipe"):
         return kill.model_copy(update={"who": kind})
     rank = draw.randrange(1, processes) if kind == "other worker" and processes > 1 else 0
