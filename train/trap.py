@@ -47,7 +47,7 @@ class Trap:
     def _count(self) -> None:
         first = self._steps == 0
         self._steps = self._watch.position[0] + 1
-        if first and self._rank == 0:
+        if first:
             self._tell("step")
 
     def _is_due(self, place: Place, due: Kill) -> bool:
