@@ -83,6 +83,7 @@ class Machine:
     def store(self) -> Iterator[Meeting]:
         """Where machines meet, kept by this one."""
         address = self.train.rendezvous
+        withdraw(self.run)  # left by a lost machine: nobody must come to the new store under the old name
         argv = ("python", "-m", "train.store", str(self.run.path), address)
         with self.log.open("ab") as output, leashed(argv, self.root, self.env, output) as process:
             deadline = time.monotonic() + _STORE_SECONDS
@@ -104,7 +105,7 @@ class Machine:
         deadline, waits = time.monotonic() + self.train.timeout_seconds, False
         while time.monotonic() < deadline:
             meeting = published(self.run)
-            if meeting is not None and answers(meeting.address):
+            if meeting is not None and answers(meeting.address) and meeting == published(self.run):
                 return meeting
             if any(
                 (place / "summary.json").exists() for place in (self.run.partial("train"), self.run.output("train"))
