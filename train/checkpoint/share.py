@@ -22,7 +22,8 @@ class Share:
 
     def __init__(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
         self._shapes = shapes_of(tensors)
-        self._memory = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=_on_gpu(tensors))
+        self._pinned = any(tensor.is_cuda for tensor in tensors.values())
+        self._memory = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=self._pinned)
         self._memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
         self._names = [span.chunk.name for span in layout.spans]
         self._places = [
@@ -38,8 +39,9 @@ class Share:
     def take(self, tensors: Mapping[str, Tensor]) -> memoryview:
         """A copy of the state as it is, ready to be written; it holds until the next one is taken."""
         sources = [local(tensors[name]) for name in self._names]
-        torch._foreach_copy_(self._places, sources, non_blocking=self._memory.is_pinned())
-        if self._memory.is_pinned():
+        if sources:  # there may be fewer tensors than processes
+            torch._foreach_copy_(self._places, sources, non_blocking=self._pinned)
+        if self._pinned:
             torch.cuda.current_stream().synchronize()
         return self._memory.numpy().data
 
@@ -79,7 +81,3 @@ def _chunk(item: WriteItem) -> Chunk:
     assert written is not None, "a state holds nothing but tensors"
     box = written.chunk
     return Chunk(item.index.fqn, written.properties.dtype, tuple(written.size), tuple(box.offsets), tuple(box.sizes))
-
-
-def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
-    return any(tensor.is_cuda for tensor in tensors.values())
