@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from pipeline.spec.weights import save_weights
 from train.agreement import check_splits
 from train.attempts import begin
 from train.batch_size import decide_batch_size
-from train.checkpoint import CheckpointStore, Progress
+from train.checkpoint import CheckpointStore
 from train.flight import record_exchanges
 from train.group import Group, join
 from train.heap import forget_what_lasts, keep_freed_memory
@@ -29,7 +30,9 @@ from train.journal import Journal
 from train.ledger import Ledger
 from train.parameter_server import Asynchronous
 from train.peril import arm
+from train.resuming import resume
 from train.seeding import be_deterministic
+from train.snapshot import Mirrors, open_memory
 from train.summary import last_line, summarise
 from train.trace import Tracer, traced_steps
 from train.trainer import Trainer
@@ -64,7 +67,10 @@ def _fit(trainer: Trainer, run: Run, group: Group) -> None:
     identity = {"samples": trainer.order.samples, "batch_size": trainer.order.batch_size, "seed": config.seed}
     place = directory / "checkpoints"
     store = CheckpointStore(place, config.keep_checkpoints, identity, group, config.timeout_seconds)
-    progress = _resume(trainer, store, group)
+    if config.snapshot == "memory":
+        folder = open_memory(run)
+        trainer.mirrors = Mirrors(folder, socket.gethostname(), identity, group, config.timeout_seconds)
+    progress = resume(trainer, store, directory, identity, group)
     journal = Journal(directory, progress.step) if group.rank.first else None
     trainer.attempt = begin(run, group, progress.step)
     ledger = Ledger(directory, group, trainer.order, progress.step, trainer.attempt.number)
@@ -83,23 +89,14 @@ def _fit(trainer: Trainer, run: Run, group: Group) -> None:
         summary = summarise(trainer, group, progress, first_step, time.perf_counter() - started)
         write_json(directory / "summary.json", summary)
         print(last_line(summary), flush=True)
+    if trainer.mirrors:
+        trainer.mirrors.remove()
 
 
 def _tracer(trainer: Trainer, group: Group, directory: Path, start: int) -> Tracer | None:
     if not trainer.config.trace:
         return None
     return Tracer(traced_steps(*trainer.config.trace_steps, start, trainer.total_steps), group, directory)
-
-
-def _resume(trainer: Trainer, store: CheckpointStore, group: Group) -> Progress:
-    """Everybody continues from the newest checkpoint that is whole."""
-    newest = store.newest()
-    if newest is None:
-        return Progress()
-    trainer.restore(newest)
-    if group.rank.first:
-        print(f"resumed from the checkpoint of step {newest.progress.step} of {trainer.total_steps}", flush=True)
-    return newest.progress
 
 
 def _check_unchanged(run: Run, splits: list[Samples]) -> None:

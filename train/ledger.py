@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Ledger:
         self._speaks = group.rank.rank % group.model_size == 0  # of those that hold one copy of the model together
         self._fed: dict[int, list[Indices]] = {}
         self._due: list[Line] = []  # collected, and not on the disk yet
+        self._writing = threading.Lock()  # a checkpoint and a snapshot may come to it at once
         if group.rank.first:
             _forget_after(self._path, resumed_step)
 
@@ -76,15 +78,16 @@ class Ledger:
 
     def _commit(self, step: int) -> None:
         reached("ledger")
-        lines = [line for line in self._due if line.step <= step]
-        try:
-            with self._path.open("a") as file:
-                file.write("".join(f"{line.model_dump_json()}\n" for line in lines))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise unwritable(self._path, error) from error
-        del self._due[: len(lines)]
+        with self._writing:
+            lines = [line for line in self._due if line.step <= step]
+            try:
+                with self._path.open("a") as file:
+                    file.write("".join(f"{line.model_dump_json()}\n" for line in lines))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise unwritable(self._path, error) from error
+            del self._due[: len(lines)]
 
 
 def _flat(fed: dict[int, list[Indices]]) -> _Told:

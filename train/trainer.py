@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from train.checkpoint import CheckpointStore, Saved
     from train.journal import Journal
     from train.ledger import Ledger
+    from train.snapshot import Mirrors
 
 
 class Trainer:
@@ -74,6 +75,7 @@ class Trainer:
         self.watch = group.watch
         self._ledger: Ledger | None = None  # steps that count for nothing are in none
         self.attempt: Attempt | None = None
+        self.mirrors: Mirrors | None = None  # where snapshots are made
         self.strategy.warm_up(lambda: self._parts(0))
 
     def restore(self, saved: Saved) -> None:
@@ -117,6 +119,8 @@ class Trainer:
             leaves = self._leaving.due(progress.step) and progress.step < self.total_steps
             if leaves or ends_epoch or _every(self.config.checkpoint_every, progress.step):
                 self._save(progress, store)
+            elif self.mirrors and _every(self.config.snapshot_every, progress.step):
+                self._mirror(progress, self.mirrors)
             if leaves:
                 store.wait()
                 raise self._leaving.farewell(progress.step)
@@ -235,6 +239,13 @@ class Trainer:
             commit = self._ledger.collect(progress.step) if self._ledger else None
             kept = partial(self.attempt.kept, progress.step) if self.attempt else None
             store.save(self.strategy.state(self._optimizer, progress), commit, kept)
+
+    def _mirror(self, progress: Progress, mirrors: Mirrors) -> None:
+        self.watch.at(progress.step - 1, "checkpoint")
+        self._review(progress.step)
+        mirrors.wait()  # as the store is, for the ledger
+        commit = self._ledger.collect(progress.step) if self._ledger else None
+        mirrors.save(self.strategy.state(self._optimizer, progress), commit)
 
     def _out_of_patience(self, progress: Progress) -> bool:
         return 0 < self.config.patience <= progress.stale_epochs

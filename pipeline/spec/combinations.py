@@ -112,5 +112,8 @@ RULES = (
     Rule("static_graph", {True}, "elastic", {"close"}, "it is a promise to DDP", "use static_graph=false"),
     Rule("batch_size", {"auto"}, "elastic", {"close"}, "what it finds depends on the processes", NUMBER),
     Rule("tensor", {MANY}, "precision", {"fp32", "bf16"}, "parts of a layer overflow apart", "use precision=bf16"),
+    Rule(
+        "snapshot", {"memory"}, "sync", {"allreduce", *SELDOM}, "its state is whole at epoch ends", "use snapshot=none"
+    ),
     Rule("pipeline", {MANY}, "accumulate", {MANY}, "all stages but one would wait", "use accumulate=4, or more"),
 )

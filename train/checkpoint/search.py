@@ -32,7 +32,7 @@ def find_newest(place: Place, identity: Mapping[str, Any], group: Group) -> Save
 def open_whole(place: Place, step: int, identity: Mapping[str, Any]) -> Saved:
     """A checkpoint that this process looked at by itself."""
     manifest = _read(place, step, identity)
-    if problem := _problem(place, step, manifest.files):
+    if problem := problem_of(place, step, manifest.files):
         raise _damaged(step, problem)
     return Saved(place, manifest)
 
@@ -56,7 +56,7 @@ def _checked_by_all(place: Place, step: int, identity: Mapping[str, Any], group:
     if isinstance(found, StageError):
         raise found
     mine = found.files[group.rank.rank :: group.size]
-    for problem in group.gather(_problem(place, step, mine)):
+    for problem in group.gather(problem_of(place, step, mine)):
         if problem:
             raise _damaged(step, problem)
     return found
@@ -72,7 +72,7 @@ def _read(place: Place, step: int, identity: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def _problem(place: Place, step: int, files: Iterable[Written]) -> str:
+def problem_of(place: Place, step: int, files: Iterable[Written]) -> str:
     """Of the first file that is not what was written."""
     try:
         for file in files:

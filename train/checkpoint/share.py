@@ -31,6 +31,10 @@ class Share:
             for span in layout.spans
         ]
 
+    @property
+    def bytes(self) -> int:
+        return len(self._memory)
+
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether a state is one like that which was shared out."""
         return self._shapes == shapes_of(tensors)
