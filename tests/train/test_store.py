@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from pipeline.service import any_port
 from pipeline.spec.errors import ResourceError, read_error

@@ -1,0 +1,147 @@
+"""Training that loses a process or a machine goes on by itself, and ends with the weights it would have had."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.service import any_port
+from pipeline.spec.attempts import read_story
+from pipeline.spec.run import Run
+
+from .walker import PIPE, Walker, called, environment, processes_of, wait_for, workers_of
+
+HELD_AFTER = 57
+TRAIN = ("run", "train", "--force", "train")
+
+
+@pytest.fixture
+def expected(road: Walker) -> bytes:
+    """The weights of a training that nobody disturbed."""
+    return road.weights
+
+
+def until_held(walker: Walker, known: str) -> Run:
+    wait_for(lambda: walker.latest.id != known)
+    wait_for(lambda: (walker.checkpoints / "step-00000050").exists())
+    return walker.latest
+
+
+def let_go(walker: Walker) -> None:
+    """Of the hold, so that whoever reads it never finds half a number."""
+    aside = walker.folder / "hold.new"
+    aside.write_text("1000")
+    aside.replace(walker.folder / "hold")
+
+
+def test_a_killed_worker_and_a_killed_agent_cost_nothing(copied: Walker, expected: bytes) -> None:
+    known = copied.latest.id
+    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+        run = until_held(copied, known)
+        workers_of(run)[-1].kill()
+        wait_for(lambda: len(read_story(run.path).attempts) == 2)
+        called(run, "train.agent")[0].kill()
+        wait_for(lambda: len(read_story(run.path).attempts) == 3)
+        let_go(copied)
+        _, said = pipe.communicate(timeout=90)
+    assert pipe.returncode == 0, said
+    assert re.search(
+        r"rank \d on \S+ was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(1 of 3 without", said
+    )
+    assert re.search(r"was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(2 of 3 without", said)
+    assert copied.weights == expected
+    assert processes_of(run) == []
+    assert read_story(run.path).seconds_lost > 0
+
+
+def test_training_that_always_loses_a_process_ends_with_the_reason(copied: Walker) -> None:
+    at_every_step(copied, "assert self.steps < 3 or __import__('os').kill(__import__('os').getpid(), 9)")
+    said = copied.pipe(*TRAIN, "train.restarts=1", "train.processes=1", expect=1).stderr
+    assert re.search(
+        r"error: train: training was lost 2 times in a row from the beginning \(train\.restarts=1\), at last because "
+        r"rank 0 on \S+ was killed \(SIGKILL\), by hand or by the kernel because memory ran out",
+        said,
+    )
+    assert f"to go on after mending it: pipe run --resume {copied.latest.id}" in said
+
+
+def test_an_error_that_would_come_again_is_not_tried_again(copied: Walker) -> None:
+    at_every_step(copied, 'assert self.steps < 3, "mine"')
+    said = copied.pipe(*TRAIN, "train.processes=1", expect=1).stderr
+    assert "AssertionError: mine (task.py, line" in said
+    assert len(read_story(copied.latest.path).attempts) == 1
+
+
+def at_every_step(walker: Walker, statement: str) -> None:
+    hold = "            while HOLD"
+    walker.replace("task.py", hold, f"            {statement}\n{hold}")
+
+
+@pytest.fixture
+def pair(copied: Walker) -> tuple[Walker, tuple[str, ...]]:
+    """Two machines, as far as one can be two: of one process each, which meet on a port of this one."""
+    where = f"train.rendezvous=127.0.0.1:{any_port()}"
+    return copied, (*TRAIN, "train.nodes=1:2", "train.processes=1", "train.timeout_seconds=30", where)
+
+
+def join(walker: Walker, run: Run, said: Path) -> subprocess.Popen[bytes]:
+    with said.open("wb") as output:
+        return subprocess.Popen(
+            [*PIPE, "join", run.id], cwd=walker.folder, env=environment({}), stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def test_a_machine_joins_and_is_lost_and_training_goes_on(pair: tuple[Walker, tuple[str, ...]], tmp_path: Path) -> None:
+    walker, words = pair
+    known = walker.latest.id
+    with walker.held(HELD_AFTER, *words) as pipe:
+        run = until_held(walker, known)
+        other = join(walker, run, tmp_path / "join.txt")
+        story = wait_for(lambda: len(read_story(run.path).attempts) == 2 and read_story(run.path))
+        assert (story.attempts[1].after, len(story.attempts[1].hosts)) == ("change", 2)
+        let_go(walker)
+        psutil.Process(other.pid).kill()
+        other.wait(timeout=10)
+        _, said = pipe.communicate(timeout=90)
+    assert pipe.returncode == 0, said
+    assert f"on each other machine, in this folder: pipe join {run.id}" in said
+    last = read_story(run.path).attempts[-1]
+    assert (last.after, len(last.hosts)) == ("loss", 1)
+    assert last.step >= 50
+    wait_for(lambda: processes_of(run) == [], seconds=20)
+
+
+@pytest.mark.long
+def test_a_machine_waits_for_the_one_that_leads_and_goes_on_with_it(
+    pair: tuple[Walker, tuple[str, ...]], tmp_path: Path
+) -> None:
+    walker, words = pair
+    known, output = walker.latest.id, tmp_path / "join.txt"
+    with walker.held(HELD_AFTER, *words) as pipe:
+        wait_for(lambda: walker.latest.id != known)
+        run = walker.latest
+        other = join(walker, run, output)
+        wait_for(lambda: (walker.checkpoints / "step-00000050").exists())
+        pipe.kill()
+        wait_for(
+            lambda: (
+                f"to bring it back, on any machine that has this folder: pipe run --resume {run.id}"
+                in output.read_text()
+            )
+        )
+        let_go(walker)
+        walker.pipe("run", "--resume", run.id)
+    assert other.wait(timeout=30) == 0, output.read_text()
+    assert len(read_story(run.path).attempts) >= 2
+    assert processes_of(run) == []
+
+
+def test_too_few_machines_are_waited_for_and_then_told(copied: Walker) -> None:
+    where = f"train.rendezvous=127.0.0.1:{any_port()}"
+    said = copied.pipe(*TRAIN, "train.nodes=2:3", "train.timeout_seconds=3", where, expect=1).stderr
+    assert re.search(r"train\.nodes=2:3: 1 of 2 machines came within 3 s; on each other machine, .*: pipe join", said)
