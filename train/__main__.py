@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from pipeline.spec import chaos
 from pipeline.spec.data import Samples, open_split
@@ -23,6 +24,7 @@ from train.agreement import check_splits
 from train.attempts import begin
 from train.batch_size import decide_batch_size
 from train.checkpoint import CheckpointStore
+from train.checkpoint.where import place_of
 from train.flight import record_exchanges
 from train.group import Group, join
 from train.heap import forget_what_lasts, keep_freed_memory
@@ -64,8 +66,14 @@ def train(run: Run, root: Path) -> None:
 
 def _fit(trainer: Trainer, run: Run, group: Group) -> None:
     config, directory = run.config.train, run.partial("train")
-    identity = {"samples": trainer.order.samples, "batch_size": trainer.order.batch_size, "seed": config.seed}
-    place = directory / "checkpoints"
+    identity: dict[str, Any] = {
+        "samples": trainer.order.samples,
+        "batch_size": trainer.order.batch_size,
+        "seed": config.seed,
+    }
+    if config.checkpoints and (record := run.read().steps.get("train")):
+        identity["key"] = record.key  # there, nobody throws away what other sources or settings made
+    place = place_of(config.checkpoints, directory, run.id)
     store = CheckpointStore(place, config.keep_checkpoints, identity, group, config.timeout_seconds)
     if config.snapshot == "memory":
         folder = open_memory(run)

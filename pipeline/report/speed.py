@@ -49,6 +49,8 @@ def _figures(facts: Facts) -> Iterator[tuple[str, str]]:
     times = sorted(value for _, value in facts.curve("step_seconds"))
     if times:
         yield "median step", seconds(times[len(times) // 2])
+    if pauses := sorted(value for _, value in facts.curve("checkpoint_seconds")):
+        yield "median pause for a checkpoint", seconds(pauses[len(pauses) // 2])
     if waits := facts.curve("data_wait_share"):
         yield "waiting for data", percent(sum(value for _, value in waits) / len(waits))
     if memory := facts.curve("memory_mb"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,3 +125,13 @@ def test_a_run_with_a_weight_that_never_has_a_gradient_resumes_to_the_same_bits(
     done = project.train(cut)
     assert "resumed from the checkpoint of step" in done.stdout, done.stderr
     assert equal(weights(whole), weights(cut))
+
+
+def test_checkpoints_may_be_kept_elsewhere_and_a_run_goes_on_from_there(project: Project, tmp_path: Path) -> None:
+    whole, cut = (project.run(name, checkpoints=str(tmp_path / "kept")) for name in ("whole", "cut"))
+    assert project.train(whole, processes=2).returncode == 0
+    assert not (whole.partial("train") / "checkpoints").exists()
+    shutil.copytree(tmp_path / "kept" / "whole", tmp_path / "kept" / "cut")
+    shutil.rmtree(tmp_path / "kept" / "cut" / "step-00000015")
+    done = project.train(cut)
+    assert "resumed from the checkpoint of step 10 of 15" in done.stdout, done.stderr

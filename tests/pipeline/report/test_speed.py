@@ -78,3 +78,9 @@ def test_what_training_left_is_found_while_it_runs_and_when_it_is_done(tmp_path:
     found = read_facts(run)
     assert (found.timeline, found.batch_size, found.communication) == ("train/trace.json.gz", {"batch_size": 8}, TRACED)
     assert "<code>train/trace.json.gz</code>" in page(found)
+
+
+def test_the_pause_for_a_checkpoint_is_told_where_there_was_one() -> None:
+    assert "pause for a checkpoint" not in page(facts({}))
+    lines = [{"checkpoint_seconds": value} for value in (0.003, 0.002, 0.5)]
+    assert "<dt>median pause for a checkpoint</dt><dd>3 ms</dd>" in page(facts(*lines, {}))
