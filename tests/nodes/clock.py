@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,4 +26,4 @@ def shifted(folder: Path, seconds: float) -> Mapping[str, str]:
     """The environment of a machine that is `seconds` ahead of the others."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_SHIFT.format(seconds=seconds))
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}

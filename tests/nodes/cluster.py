@@ -139,7 +139,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
+def cluster(folder: Path, *words: str) -> Iterator[Cluster]:
     """Everything is gone at the end, whatever happens."""
     walker = Walker.fresh(folder)
     walker.replace("task.py", "HOLD = ", 'PACE = Path(__file__).with_name("pace")\nHOLD = ')
@@ -150,7 +150,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             for machine in machines:
                 machine.boot()
             meeting = f"train.rendezvous={hosts[0].address}:{_PORT}"
-            made = Cluster(walker, machines, (*TRAINING, "train.nodes=2:3", meeting))
+            made = Cluster(walker, machines, (*TRAINING, "train.nodes=2:3", meeting, *words))
             made.pace(_STEP_SECONDS)
             yield made
         finally:

@@ -15,7 +15,7 @@ from ..e2e.walker import wait_for
 from .clock import shifted
 from .cluster import Cluster, cluster
 
-AGENT, NODE, WORKER = ("train.agent",), ("pipeline.node",), ("-m", "train")
+AGENT, WORKER = ("train.agent",), ("-m", "train")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,7 @@ def test_a_killed_agent_takes_its_worker_along_and_is_started_again(three: Clust
     three.trains(processes=3)
 
 
+@pytest.mark.long
 def test_a_killed_command_takes_everything_on_its_machine_along(three: Cluster) -> None:
     machine = three.machines[2]
     machine.processes("-m")[0].kill()

@@ -1,0 +1,65 @@
+"""Faults that end training on all machines until somebody resumes it: one training meets them all, one after the other.
+
+What counts stands in the last test, as in test_going_on.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ..e2e.walker import wait_for
+from .cluster import Cluster, cluster
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("coming-back") / "sides", "train.timeout_seconds=60") as three:
+        three.begin()
+        yield three
+
+
+@pytest.fixture
+def three(training: Cluster) -> Cluster:
+    training.trains(processes=3)
+    return training
+
+
+def test_joined_machines_wait_for_a_lost_coordinator_that_resumes(three: Cluster) -> None:
+    first, *others = three.machines
+    first.lose()
+    wait_for(lambda: all("pipe run --resume" in three.commands[machine.name].said for machine in others))
+    first.boot()
+    three.resume()
+    three.trains(processes=3)
+
+
+def test_a_full_disk_is_told_with_its_host_and_training_goes_on_when_there_is_room(three: Cluster) -> None:
+    first = three.machines[0]
+    folder = three.walker.checkpoints
+    wait_for(lambda: list(folder.glob("step-*")))
+    first.do("mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder))
+    said = three.commands[first.name].ends(expect=2)
+    assert "disk full on node0" in said
+    first.do("umount", str(folder))
+    three.resume()
+    three.trains(processes=3)
+
+
+def test_machines_that_are_all_told_to_leave_lose_no_step(three: Cluster) -> None:
+    wait_for(lambda: 3 <= three.step % 10 <= 7)  # far from the checkpoints at the ends of epochs
+    made = three.step
+    for machine in three.machines:
+        three.ask_to_end(machine)
+    for command in three.commands.values():
+        assert f"pipe run --resume {three.run.id}" in command.ends(expect=130)
+    three.resume()
+    three.trains(processes=3)
+    assert three.began >= made, "no step was lost"
+
+
+def test_after_all_of_that_every_sample_was_used_once_and_the_weights_are_the_same_bits(
+    training: Cluster, undisturbed: bytes
+) -> None:
+    training.finish(undisturbed)
