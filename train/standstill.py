@@ -13,6 +13,8 @@ from train.watch import PHASES, Phase
 
 _NEARLY = 0.8  # what others tell of themselves is a little old
 _COLLECTIVES = ("/torch/distributed/", "/horovod/torch/")
+_OURS = Path(__file__).parent
+_KEEPERS = ("/train/checkpoint/", "/train/snapshot/")
 _MEND = "Where it only takes long, raise train.timeout_seconds; else mend it and `pipe run --resume`"
 
 
@@ -80,8 +82,8 @@ def sentence(found: Standstill) -> str:
 
 
 def locate(frame: FrameType | None, root: Path) -> tuple[Doing, str]:
-    """What a thread is at: the innermost frame that is the user's, or waits for others; else the innermost of all."""
-    innermost = _name(frame) if frame is not None else ""
+    """What a thread is at: the innermost frame that is the user's, or waits for others; else the innermost of ours."""
+    innermost, ours = _name(frame) if frame is not None else "", ""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(root) and "site-packages" not in path.parts:
@@ -90,8 +92,19 @@ def locate(frame: FrameType | None, root: Path) -> tuple[Doing, str]:
             return Doing.WAITING, f"the collective {frame.f_code.co_name}"
         if "/torch/autograd/" in path.as_posix():
             return Doing.WAITING, "the backward pass"
+        if not ours and path.is_relative_to(_OURS):
+            ours = _name(frame)
         frame = frame.f_back
-    return Doing.OUR_CODE, innermost
+    return Doing.OUR_CODE, ours or innermost
+
+
+def keeps_state(frame: FrameType | None) -> bool:
+    """Whether a thread writes a checkpoint or a snapshot, or exchanges what that takes."""
+    while frame is not None:
+        if any(package in Path(frame.f_code.co_filename).as_posix() for package in _KEEPERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _somebody_moves(reports: Sequence[Report], silent: Collection[int], timeout_seconds: float) -> bool:

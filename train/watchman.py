@@ -22,7 +22,7 @@ from train.autopsy import Tripwire, kernel_state, process_start, put_down, stack
 from train.flight import unfinished
 from train.group import Group
 from train.stalls import Stalls
-from train.standstill import Doing, Report, Standstill, culprits, cut_off, locate, sentence
+from train.standstill import Doing, Report, Standstill, culprits, cut_off, keeps_state, locate, sentence
 from train.watch import Watch
 
 _ROUNDS = 20  # within the timeout
@@ -87,8 +87,8 @@ class Watchman:
         return Standstill(reports, found, silent)
 
     def publish(self) -> None:
-        doing, place = locate(sys._current_frames().get(self._main or 0), self._root)
         position, now = self._watch.position, time.monotonic()
+        doing, place = self._locate(saves=position[1] == "checkpoint")
         if self._seen[0] is not position or self._seen[1] != doing:
             self._seen, self._since = (position, doing), now
         step, phase = position
@@ -115,6 +115,15 @@ class Watchman:
         """Training has ended well."""
         self._tripwire.remove()
         self.path(self._own.rank).unlink()
+
+    def _locate(self, saves: bool) -> tuple[Doing, str]:
+        """What the main thread is at, or the thread it may wait for when a checkpoint is due."""
+        frames = sys._current_frames()
+        found = locate(frames.get(self._main or 0), self._root)
+        if saves and found[0] is Doing.OUR_CODE:
+            working = (frame for number, frame in frames.items() if number != self._main and keeps_state(frame))
+            found = next((locate(frame, self._root) for frame in working), found)
+        return found
 
     @property
     def _suspicious(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,8 +18,9 @@ from pipeline.spec.attempts import read_events
 from pipeline.spec.errors import Stalled
 from pipeline.spec.rank import Rank
 from pipeline.spec.run import Run
+from train.checkpoint.folder import Folder
 from train.group import Group
-from train.standstill import sentence
+from train.standstill import Doing, sentence
 from train.watchman import Watchman, watched
 
 from ..nursery import Born
@@ -152,6 +154,36 @@ def test_a_process_that_goes_on_within_its_phase_does_not_stand_still(tmp_path: 
         group.watch.again()
         assert watchman.look() is None
         time.sleep(0.02)
+    watchman.forget()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_what_a_process_is_at(tmp_path: Path) -> None:
+    """Its main thread only waits for the one that writes."""
+    folder, group = Folder(tmp_path), Group(Rank(0, 0, 2), torch.device("cpu"))
+    folder.begin("token")
+    (tmp_path / ".step-00000004.token").mkdir()
+    pipe = tmp_path / ".step-00000004.token" / "0.safetensors"
+    os.mkfifo(pipe)
+    watchman = Watchman(group, tmp_path, tmp_path / "user", timeout_seconds=30)
+
+    def write() -> None:
+        with contextlib.suppress(OSError):  # a pipe cannot be synced to a disk
+            folder.write(4, pipe.name, memoryview(b"state"))
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        group.watch.at(3, "checkpoint")
+        watchman.publish()
+        told = json.loads(watchman.path(0).read_text())
+        assert (told["doing"], told["place"].split(",")[0]) == (Doing.OUR_CODE, "folder.py")
+        group.watch.at(4, "data")
+        watchman.publish()
+        assert json.loads(watchman.path(0).read_text())["place"].startswith("watchman.py"), "it has gone on"
+    finally:
+        descriptor = os.open(pipe, os.O_RDONLY)
+        writing.join(timeout=20)
+        os.close(descriptor)
     watchman.forget()
 
 

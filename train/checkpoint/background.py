@@ -18,6 +18,7 @@ from train.group import Group
 
 _LESS_URGENT = 5  # niceness of the thread: where cores are few, training comes first
 _LEAVING_SECONDS = 10.0
+_MARGIN_SECONDS = 60  # a collective waits longer than the watchman, who knows for whom
 
 
 class Background:
@@ -27,7 +28,7 @@ class Background:
     """
 
     def __init__(self, group: Group, timeout_seconds: int) -> None:
-        self._group, self._timeout = group, timedelta(seconds=timeout_seconds)
+        self._group, self._timeout = group, timedelta(seconds=timeout_seconds + _MARGIN_SECONDS)
         self._threads = ThreadPoolExecutor(1, "checkpoint", _be_less_urgent)
         self._job: Future[None] | None = None
         self.exchange: dist.ProcessGroup | None = None
