@@ -135,6 +135,7 @@ def test_who_is_told_twice_ends_at_once(slow: Project) -> None:
         assert "ends at once, told twice" in said
 
 
+@pytest.mark.long
 def test_torchrun_hands_the_signal_on_and_leaves_time_for_the_checkpoint(slow: Project) -> None:
     run = slow.run(**LONG)
     launcher = start(slow, torchrun(2, module(run)))

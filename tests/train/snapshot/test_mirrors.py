@@ -73,7 +73,7 @@ def save_lose_and_find(group: Group, folder: Path, machines: str, lost: str) -> 
     return told, numbers(found(group, folder, machines), group)
 
 
-@pytest.mark.parametrize("lost", ["", "a", "b", "c"])
+@pytest.mark.parametrize("lost", ["", "a"])
 def test_the_newest_snapshot_outlives_any_machine(tmp_path: Path, lost: str) -> None:
     told = together(save_lose_and_find, 3, tmp_path, "abc", lost)
     for rank, (committed, read) in enumerate(told):
