@@ -22,6 +22,7 @@ from .machine import Machine
 TRAINING = (
     "train.processes=1", "train.elastic=exact", "train.epochs=40", "train.log_every=1", "train.checkpoint_every=0",
     "train.timeout_seconds=12",
+    "train.restarts=9",  # faults come faster here than checkpoints
 )  # fmt: skip
 _PORT = 29400
 _STEP_SECONDS = 0.2  # slow enough that training does not end before the last fault
