@@ -30,7 +30,7 @@ from pipeline.spec.failure import LEFT, asked_to_go, ending
 from pipeline.spec.restarts import Stop, decide
 from pipeline.spec.run import Run
 from pipeline.spec.sections import Train
-from pipeline.steps import processes_per_node
+from pipeline.steps import AGAIN, processes_per_node
 
 _PAUSE_SECONDS = 0.5  # before a launcher is started anew
 _LOOK_SECONDS = 0.2
@@ -180,6 +180,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--root", type=Path, default=Path(), help="project folder with task.py (default: here)")
     parser.add_argument("--join", action="store_true", help="take part in what another machine runs")
+    parser.add_argument(AGAIN, action="store_true", help="whoever led it here was killed")
     for word in ("processes", "nodes", "rendezvous"):
         parser.add_argument(f"--{word}", help=f"in place of the run's own train.{word}")
     options = parser.parse_args(argv)
@@ -188,16 +189,16 @@ def main(argv: Sequence[str]) -> int:
     run, joined = Run(options.run.resolve()), options.join or os.environ.get(POD_NUMBER, "0") != "0"
     given = {word: getattr(options, word) for word in ("processes", "nodes", "rendezvous")}
     words = [f"train.{word}={value}" for word, value in given.items() if value is not None]
-    return serve(run, options.root.resolve(), joined, override_config(run.config, words).train)
+    return serve(run, options.root.resolve(), joined, override_config(run.config, words).train, options.again)
 
 
-def serve(run: Run, root: Path, joined: bool, train: Train) -> int:
+def serve(run: Run, root: Path, joined: bool, train: Train, again: bool = False) -> int:
     """Until training is through, or cannot go on: the exit status."""
     env = {**step_environment(processes_per_node(train, count_gpus(os.environ)), os.cpu_count() or 1), **os.environ}
     run.partial("train").mkdir(parents=True, exist_ok=True)
     machine = Machine(run, root, env, joined, train)
     try:
-        _join(machine) if joined else _lead(machine)
+        _join(machine) if joined else _lead(machine, again)
     except PipelineError as error:
         if not joined:
             write_error(error, run.partial("train"))
@@ -208,10 +209,11 @@ def serve(run: Run, root: Path, joined: bool, train: Train) -> int:
     return 0
 
 
-def _lead(machine: Machine) -> None:
-    """Training begins, or goes on, by somebody's command."""
-    clear_error(machine.run.partial("train"))
-    tell(machine.run.path, event="launch", attempt=newest(read_events(machine.run.path)))
+def _lead(machine: Machine, again: bool) -> None:
+    """Training begins, or goes on: by somebody's command, or because a node was killed."""
+    if not again:
+        clear_error(machine.run.partial("train"))
+        tell(machine.run.path, event="launch", attempt=newest(read_events(machine.run.path)))
     if machine.train.launcher != "torchrun" or machine.train.most_nodes == 1:
         while machine.launch() != AgentStatus.DONE:
             machine.consider()

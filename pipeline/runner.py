@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ from pipeline.history import (
     write_record,
 )
 from pipeline.keys import parts_of
-from pipeline.killed import killed_process
-from pipeline.launch import LocalLauncher, count_gpus, prepare_log, said_since, step_environment
+from pipeline.launch import prepare_log, said_since
 from pipeline.launchers import check_launcher
+from pipeline.outcome import exit_status, failure
 from pipeline.plan import Step, decide
 from pipeline.project import Project
 from pipeline.spec.config import Config, override_config
@@ -32,15 +31,10 @@ from pipeline.spec.errors import (
     ConfigError,
     PipelineError,
     Pruned,
-    ResourceError,
-    StageError,
     clear_error,
-    read_error,
 )
 from pipeline.spec.run import Run, RunFile, StepRecord
-from pipeline.steps import argv_of, processes_per_node
-
-_NO_SPACE_BYTES = 1 << 20
+from pipeline.steps import argv_of
 
 
 @dataclass(frozen=True)
@@ -216,17 +210,14 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
     if step.name == "train" and road.config.train.most_nodes > 1 and road.config.train.launcher == "torchrun":
         display.say(f"on each other machine, in this folder: pipe join {run.id}")
     started = time.monotonic()
-    launcher = LocalLauncher(road.project.root, display.tick)
-    processes = processes_per_node(road.config.train, count_gpus(os.environ)) if step.name == "train" else 1
-    environment = step_environment(processes, road.order.cores or os.cpu_count() or 1)
     try:
-        status = launcher.launch(argv, log, environment)
+        status = exit_status(road.project.root, run, record, road.order.cores, display.tick)
     except BaseException as error:
         ending = "pruned" if isinstance(error, Pruned) else "interrupted"
         display.end(ending)
         write_record(run, record.model_copy(update={"status": ending, "seconds": time.monotonic() - started}))
         raise
-    found = _failure(run, step.name, status, said_since(log, began))
+    found = failure(run, step.name, status, said_since(log, began))
     return _finish(run, record.model_copy(update={"seconds": time.monotonic() - started}), found, display)
 
 
@@ -245,31 +236,6 @@ def _finish(run: Run, record: StepRecord, error: PipelineError | None, display: 
     update |= {"status": error.ending, "reason": str(error)}
     write_record(run, record.model_copy(update=update))
     raise error
-
-
-def _failure(run: Run, step: str, status: int, said: str) -> PipelineError | None:
-    """The cause first, as a process left it or as the launcher says; then what those saw who lost contact."""
-    if status == 0:
-        return _missing(run, step)
-    error = read_error(run.partial(step))
-    if (error is None or error.echo) and (killed := killed_process(said)):
-        return StageError(f"{step}: {killed}")
-    if error is not None:
-        return type(error)(f"{step}: {error}")
-    if shutil.disk_usage(run.path).free < _NO_SPACE_BYTES:
-        return ResourceError(f"{step}: disk full under {run.path}; free some space, then `pipe run --resume`")
-    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    return StageError(f"{step}: its process {how} and left no reason")
-
-
-def _missing(run: Run, step: str) -> PipelineError | None:
-    """A machine that trained along with others and keeps its own run directory has no model in it."""
-    if step != "train" or (run.partial(step) / "model.safetensors").is_file():
-        return None
-    return StageError(
-        "train: this machine has no model, the first process ran on another one; all machines must share the run "
-        "directory, and only one of them runs `pipe` (docs/training.md, Launching)"
-    )
 
 
 def _clear(run: Run, step: Step, display: Display) -> None:

@@ -9,6 +9,8 @@ from pipeline.spec.config import Config
 from pipeline.spec.run import STEPS
 from pipeline.spec.sections import Train
 
+AGAIN = "--again"  # after the argv of the train step: somebody killed what it started
+
 
 @dataclass(frozen=True)
 class StepKind:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.spec import chaos
+from pipeline.spec.attempts import read_story
 from pipeline.spec.data import Samples, open_split
 from pipeline.spec.errors import DataError
 from pipeline.spec.files import write_json
@@ -95,6 +96,8 @@ def _fit(trainer: Trainer, run: Run, group: Group) -> None:
         weights = store.load(progress.best_step).whole("weights.")
         save_weights(weights, directory / "model.safetensors", progress.best_step)
         summary = summarise(trainer, group, progress, first_step, time.perf_counter() - started)
+        story = read_story(run.path)
+        summary |= {"restarts": story.restarts, "seconds_lost": story.seconds_lost}
         write_json(directory / "summary.json", summary)
         print(last_line(summary), flush=True)
     if trainer.mirrors:

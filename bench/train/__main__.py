@@ -11,11 +11,11 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from bench.train import exact, gpu, link, loops
+from bench.train import exact, gpu, link, loops, saving
 from bench.train.workloads import WORKLOADS
 from pipeline.spec.errors import PipelineError
 
-TABLES = ("loops", "link", "exact", "gpu")
+TABLES = ("loops", "link", "exact", "saving", "gpu")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
         "loops": lambda: _loops(options),
         "link": lambda: _link(options),
         "exact": lambda: _exact(options),
+        "saving": lambda: _saving(options),
         "gpu": lambda: _gpu(options),
     }
     found, texts = {}, []
@@ -42,16 +43,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pipe bench train", description="how fast training is, beside its peers")
     parser.add_argument("--table", action="append", choices=TABLES, help="only this table; may be given again")
     parser.add_argument(
-        "--workload", action="append", choices=list(WORKLOADS), help="only this one, in `loops` and `exact`"
+        "--workload", action="append", choices=list(WORKLOADS), help="only this one, in all but `link` and `gpu`"
     )
-    parser.add_argument("--processes", action="append", type=int, help="numbers of processes, in `loops` and `exact`")
+    parser.add_argument(
+        "--processes", action="append", type=int, help="numbers of processes, in all but `link` and `gpu`"
+    )
     parser.add_argument("--threads", type=int, default=0, help="threads of each process, in `loops`: cores shared out")
-    parser.add_argument(
-        "--heats", type=int, default=loops.FULL.heats, help="starts of every loop anew, also in `exact`"
-    )
-    parser.add_argument(
-        "--laps", type=int, default=loops.FULL.laps, help="laps of every loop in a heat, also in `exact`"
-    )
+    parser.add_argument("--heats", type=int, default=loops.FULL.heats, help="starts of every loop anew")
+    parser.add_argument("--laps", type=int, default=loops.FULL.laps, help="laps of every loop in a heat")
     parser.add_argument("--no-peers", action="store_true", help="ours and the bare loop alone, in `loops`")
     parser.add_argument("--quick", action="store_true", help="a few laps, to see that it works; the ratios mean little")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how results are printed")
@@ -69,6 +68,12 @@ def _exact(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     workloads = options.workload or exact.WORKED
     found = exact.exact(_size(options), workloads, options.processes or exact.PROCESSES)
     return found, exact.text(found)
+
+
+def _saving(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    workloads = options.workload or saving.WORKED
+    found = saving.saving(_size(options), workloads, options.processes or saving.PROCESSES)
+    return found, saving.text(found)
 
 
 def _size(options: argparse.Namespace) -> loops.Size:

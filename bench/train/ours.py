@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,20 @@ from pipeline.spec.config import parse_config
 from pipeline.spec.data import open_split
 from pipeline.spec.rank import Rank
 from train.checkpoint import CheckpointStore, Progress
-from train.group import join
+from train.group import Group, join
 from train.heap import forget_what_lasts, keep_freed_memory
 from train.journal import Journal
 from train.seeding import be_deterministic
 
 
-def ours(workload: Workload, rank: Rank, gate: Gate, folder: Path, **words: Any) -> None:
+def ours(
+    workload: Workload,
+    rank: Rank,
+    gate: Gate,
+    folder: Path,
+    make_store: Callable[[Path, Group], CheckpointStore] | None = None,
+    **words: Any,
+) -> None:
     section = {**train_section(workload.batch_size), **words}
     body = {"name": "race", "task": "task.py:T", "codec": "codec.py:C", "train": section}
     config = parse_config(body, source="the race")
@@ -31,7 +39,8 @@ def ours(workload: Workload, rank: Rank, gate: Gate, folder: Path, **words: Any)
         train = open_split(task, "train")
         trainer = Lapping(task, config, group, train, train, workload.batch_size)
         trainer.gate, trainer.lap = gate, workload.lap
-        store = CheckpointStore(folder / "checkpoints", 2, {}, group)
+        place = group.share(folder) / "checkpoints"
+        store = make_store(place, group) if make_store else CheckpointStore(place, 2, {}, group)
         forget_what_lasts()
         if not rank.first:
             trainer.fit(Progress(), store, None)

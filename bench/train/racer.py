@@ -24,6 +24,11 @@ def contestant(name: str) -> Contestant:
         from bench.train.ours import ours
 
         return functools.partial(ours, elastic="exact") if name == "exact" else ours
+    if name in ("copying", "saving"):
+        from bench.train.copying import Copying
+        from bench.train.ours import ours
+
+        return functools.partial(ours, checkpoint_every=1, make_store=Copying if name == "copying" else None)
     if name == "bare":
         from bench.train.bare import bare
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +13,7 @@ from typing import TypeAlias
 
 import psutil
 
+from pipeline.launch import leashed
 from pipeline.spec import chaos
 from pipeline.spec.chaos import Event, Kill, Record
 from pipeline.spec.errors import StageError
@@ -63,24 +61,16 @@ class Attack:
 
     def _live(self) -> tuple[int, bool]:
         """One command; its exit status, and whether a kill of ours explains that."""
-        with self._output.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline", "-C", str(self.folder), "run", "--resume", str(self.run.path)],
-                env={**os.environ, "PYTHONSAFEPATH": "1", chaos.VARIABLE: str(self.record.folder)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-        pipe, began = psutil.Process(process.pid), time.time()
-        excused = False
-        try:
+        argv = ("python", "-m", "pipeline", "-C", str(self.folder), "run", "--resume", str(self.run.path))
+        env = {"PYTHONSAFEPATH": "1", chaos.VARIABLE: str(self.record.folder)}
+        began, excused = time.time(), False
+        with self._output.open("ab") as output, leashed(argv, self.folder, env, output) as process:
+            pipe = psutil.Process(process.pid)
             while process.poll() is None:
                 self._look()
                 excused |= self._kill(pipe, began)
                 self._check_alive(began)
                 time.sleep(_POLL_SECONDS)
-        finally:
-            _end(process)
         self._look()
         return process.returncode, excused
 
@@ -162,14 +152,3 @@ def choose(
     born = [event for event in events if event.event == "born" and event.rank == rank]
     wanted = (born[-1].pid if kill.who == "worker" else born[-1].parent) if born else 0
     return next((process for process in below if process.pid == wanted), None)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The command ends its steps when it is asked to; what is left goes with its leash."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -34,7 +34,7 @@ def schedule(kills: int, seed: int, steps: int, processes: int) -> tuple[Kill, .
 
 def _kill(kind: str, turn: int, of: int, steps: int, processes: int, draw: random.Random) -> Kill:
     if kind == "step":
-        return Kill(place="step", step=1 + turn * steps // of, rank=turn % processes)
+        return Kill(place="step", step=1 + (turn * steps + steps // 2) // of, rank=turn % processes)
     if kind == "start":
         return Kill(place="start", step=draw.randint(1, steps), share=draw.random())
     if kind in ("ledger", "write", "rename", "renamed"):

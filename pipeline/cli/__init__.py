@@ -13,6 +13,7 @@ import typer
 
 from pipeline.cli import bench, chaos, join, look, project, registry, road, service, tune
 from pipeline.cli.app import app
+from pipeline.spec import leash
 from pipeline.spec.errors import ConfigError, PipelineError
 
 __all__ = ["app", "bench", "chaos", "join", "look", "main", "project", "registry", "road", "service", "tune"]
@@ -22,6 +23,7 @@ _RUN = re.compile(r"latest$|\d|[^=]*/")  # what can follow `--resume` and be a r
 
 def main() -> None:
     signal.signal(signal.SIGTERM, _leave)
+    leash.hold()  # of `pipe chaos`, which types commands
     try:
         sys.exit(app(with_defaults(sys.argv[1:]), prog_name="pipe", standalone_mode=False))
     except typer.TyperException as error:  # a word that is no command, an option without its value

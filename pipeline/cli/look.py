@@ -12,8 +12,10 @@ import typer
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of, table
 from pipeline.compare import aligned, differences, results
 from pipeline.history import find_run, load_history
+from pipeline.project import Project
 from pipeline.report import write_report
 from pipeline.service import read_live
+from pipeline.spec.attempts import read_story
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.run import STEPS
 from pipeline.tune.record import count_trials
@@ -34,6 +36,7 @@ def status(
         {"run": run.id, **{step: body.steps[step].status if step in body.steps else "-" for step in STEPS}}
         for run, body in [(run, body) for run, body in history if not body.study][:count]
     ]
+    again = _began_again(project, [row["run"] for row in runs])
     studies = count_trials(project.runs, history)
     live = read_live(project.runs)
     service: dict[str, Any] | None = live.model_dump() | {"alive": live.alive, "url": live.url} if live else None
@@ -42,8 +45,23 @@ def status(
         state = f"live at {live.url}" if live.alive else f"recorded at {live.url}, but its process {live.pid} is gone; `pipe deploy` starts it"  # fmt: skip  # noqa: E501
         line = f"service {live.name}: {state} (run {live.run}, bundle {live.bundle[:12]}, since {live.since})"
     lines = [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
-    text = "\n".join([table(runs), "", *lines, line])
-    emit(output, {"runs": runs, "studies": studies, "service": service}, text)
+    text = "\n".join([table(runs), "", *map(_again_line, again), *lines, line])
+    emit(output, {"runs": runs, "began_again": again, "studies": studies, "service": service}, text)
+
+
+def _began_again(project: Project, names: list[str]) -> list[dict[str, Any]]:
+    """The runs whose training lost processes and went on by itself."""
+    stories = [(name, read_story(project.runs / name)) for name in names]
+    return [
+        {"run": name, "restarts": story.restarts, "seconds_lost": story.seconds_lost}
+        for name, story in stories
+        if story.restarts
+    ]
+
+
+def _again_line(row: dict[str, Any]) -> str:
+    times = "once" if row["restarts"] == 1 else f"{row['restarts']} times"
+    return f"training of {row['run']} began again {times} by itself, {row['seconds_lost']:.0f} s without a step"
 
 
 @app.command()

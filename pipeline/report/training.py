@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from pipeline.report.charts import Points, Series, line_chart
 from pipeline.report.facts import Facts, is_number
 from pipeline.report.html import Child, Html, el, pairs
-from pipeline.report.wording import number
+from pipeline.report.wording import number, seconds
 
 
 def curves(facts: Facts) -> Child:
@@ -46,9 +47,18 @@ def _summary(facts: Facts) -> Html | None:
         "precision": str(facts.summary.get("precision", "?")),
         "optimizer steps": number(facts.summary.get("steps"))
         + (" (stopped early)" if facts.summary.get("stopped_early") else ""),
+        "began again": _restarts(facts.summary),
         "best validation": _values(facts.summary.get("best_validation") or {}),
     }
     return pairs(rows.items())
+
+
+def _restarts(summary: Mapping[str, Any]) -> str | None:
+    """By itself, after it lost a process."""
+    if not (count := summary.get("restarts")):
+        return None
+    times = "once" if count == 1 else f"{count} times"
+    return f"{times} by itself, {seconds(summary.get('seconds_lost'))} without a step"
 
 
 def _values(values: Mapping[str, float]) -> str:

@@ -66,13 +66,16 @@ class Story:
 
     @property
     def seconds_lost(self) -> float:
-        """From the end of an attempt to the first step of the next, where training went on by itself."""
-        pairs = zip(self.attempts, self.attempts[1:], strict=False)
-        return sum(
-            max(0.0, later.stepped - earlier.ends[0].time)
-            for earlier, later in pairs
-            if later.after == "loss" and later.stepped is not None
-        )
+        """From the end of an attempt to the next step that was made, where training went on by itself."""
+        total, since = 0.0, None
+        for earlier, later in zip(self.attempts, self.attempts[1:], strict=False):
+            if since is None and later.after == "loss":
+                since = earlier.ends[0].time
+            if since is not None and later.stepped is not None and later.after != "launch":
+                total += max(0.0, later.stepped - since)
+            if later.stepped is not None or later.after == "launch":
+                since = None
+        return total
 
     @property
     def ends(self) -> tuple[Event, ...]:

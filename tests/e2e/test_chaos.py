@@ -3,9 +3,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 
-from .walker import Walker
+from .walker import PIPE, Walker, environment, wait_for
 
 # A task whose loss depends on how many steps its process has made: what a resume cannot know.
 STATEFUL = (
@@ -32,7 +33,7 @@ def walker(tmp_path: Path) -> Walker:
 
 
 def test_killed_training_loses_nothing_and_the_folder_is_not_kept(walker: Walker) -> None:
-    done = walker.pipe("chaos", "--kills", "2", "--seed", "7", "-o", "json")
+    done = walker.pipe("chaos", "--kills", "2", "--seed", "7", "-o", "json", seconds=300)
     found = json.loads(done.stdout)
     assert (found["held"], found["kills"], found["lost"], found["repeated"], found["equal"]) == (True, 2, 0, 0, True)
     assert {place["place"] for place in found["places"]} == {"at a step's end", "inside a checkpoint's write"}
@@ -43,7 +44,7 @@ def test_killed_training_loses_nothing_and_the_folder_is_not_kept(walker: Walker
 
 def test_a_task_with_a_state_of_its_own_is_found_out_and_everything_is_kept(walker: Walker) -> None:
     walker.replace("task.py", *STATEFUL)
-    done = walker.pipe("chaos", "train.processes=1", "--kills", "1", "--seed", "7", expect=1)
+    done = walker.pipe("chaos", "train.processes=1", "--kills", "1", "--seed", "7", expect=1, seconds=300)
     assert "final weights     DIFFERENT" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("did NOT hold: from step ")
     kept = next(line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("kept"))
@@ -54,11 +55,22 @@ def test_a_task_with_a_state_of_its_own_is_found_out_and_everything_is_kept(walk
 @pytest.mark.long
 def test_samples_that_a_broken_resume_loses_and_repeats_are_counted(walker: Walker) -> None:
     walker.replace("task.py", *BEHIND)
-    done = walker.pipe("chaos", "train.processes=1", "--kills", "2", "--seed", "7", "-o", "json", expect=1)
+    done = walker.pipe("chaos", "train.processes=1", "--kills", "2", "--seed", "7", "-o", "json", expect=1, seconds=300)
     found = json.loads(done.stdout)
     assert found["lost"] > 0
     assert found["repeated"] > 0
     assert f"{found['lost']} samples were lost and {found['repeated']} repeated" in found["verdict"]
+
+
+def test_a_chaos_that_is_killed_itself_leaves_no_process_behind(walker: Walker) -> None:
+    chaos = psutil.Popen([*PIPE, "chaos", "--kills", "1"], cwd=walker.folder, env=environment({}), stderr=-3, stdout=-3)
+    wait_for(lambda: list(walker.runs.glob("chaos/*/*/logs/*.log")))
+    started = chaos.children(recursive=True)
+    chaos.kill()
+    chaos.wait(10)
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert started
+    assert alive == []
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -38,7 +39,7 @@ def let_go(walker: Walker) -> None:
     aside.replace(walker.folder / "hold")
 
 
-def test_a_killed_worker_and_a_killed_agent_cost_nothing(copied: Walker, expected: bytes) -> None:
+def test_a_killed_worker_agent_and_node_cost_nothing(copied: Walker, expected: bytes) -> None:
     known = copied.latest.id
     with copied.held(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied, known)
@@ -46,6 +47,9 @@ def test_a_killed_worker_and_a_killed_agent_cost_nothing(copied: Walker, expecte
         wait_for(lambda: len(read_story(run.path).attempts) == 2)
         called(run, "train.agent")[0].kill()
         wait_for(lambda: len(read_story(run.path).attempts) == 3)
+        wait_for(lambda: "(2 of 3 without" in run.log("train").read_text())
+        called(run, "pipeline.node")[0].kill()
+        wait_for(lambda: len(read_story(run.path).attempts) == 4)
         let_go(copied)
         _, said = pipe.communicate(timeout=90)
     assert pipe.returncode == 0, said
@@ -53,9 +57,14 @@ def test_a_killed_worker_and_a_killed_agent_cost_nothing(copied: Walker, expecte
         r"rank \d on \S+ was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(1 of 3 without", said
     )
     assert re.search(r"was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(2 of 3 without", said)
+    assert re.search(r"the node on \S+ was killed \(SIGKILL\); starting again .* step 50 \(3 of 3 without", said)
     assert copied.weights == expected
     assert processes_of(run) == []
     assert read_story(run.path).seconds_lost > 0
+    summary = json.loads((run.output("train") / "summary.json").read_text())
+    assert (summary["restarts"], summary["seconds_lost"]) == (3, read_story(run.path).seconds_lost)
+    assert f"training of {run.id} began again 3 times by itself" in copied.pipe("status").stdout
+    assert "3 times by itself" in (run.path / "report.html").read_text()
 
 
 def test_training_that_always_loses_a_process_ends_with_the_reason(copied: Walker) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import runner
 from pipeline.display import Display
 from pipeline.history import create_run, load_history, seal, write_record
+from pipeline.outcome import failure
 from pipeline.project import Project
 from pipeline.runner import Order, Road, check_config, latest_unfinished, redeploy, run_road
 from pipeline.spec.config import Config, override_config
@@ -128,9 +128,9 @@ def test_only_a_whole_bundle_is_deployed_again(project: Project, config: Config)
 def test_a_train_step_that_left_no_model_on_this_machine_is_no_finished_one(new_run: NewRun) -> None:
     run = new_run()
     run.partial("train").mkdir()
-    told = runner._failure(run, "train", 0, "")
+    told = failure(run, "train", 0, "")
     assert told is not None
     assert "this machine has no model" in str(told)
     (run.partial("train") / "model.safetensors").touch()
-    assert runner._failure(run, "train", 0, "") is None
-    assert runner._failure(run, "prepare", 0, "") is None
+    assert failure(run, "train", 0, "") is None
+    assert failure(run, "prepare", 0, "") is None

@@ -64,6 +64,13 @@ def test_lost_seconds_are_those_until_the_next_first_step_and_not_those_until_so
     assert story([*first, *second, *third]).seconds_lost == pytest.approx(4.5)
 
 
+def test_an_attempt_that_made_no_step_is_lost_time_as_well() -> None:
+    first = [LAUNCH, start(1, 1.0), event("step", 1, 2.0), event("end", 1, 10.0, host="a")]
+    second = [start(2, 13.0), event("end", 2, 14.0, host="a")]
+    assert story([*first, *second, start(3, 17.0), event("step", 3, 18.0)]).seconds_lost == pytest.approx(8.0)
+    assert story([*first, *second, LAUNCH, start(3, 1000.0), event("step", 3, 1001.0)]).seconds_lost == 0
+
+
 def test_ends_before_an_attempt_are_kept_apart() -> None:
     early = [LAUNCH, event("end", 0, 1.0, host="a", reason="no torch")]
     found = story(early)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -49,7 +49,7 @@ class CheckpointStore:
         self._share: Share | None = None
         self._best: dict[int, int] = {}  # step → the best one it refers to
 
-    def __enter__(self) -> CheckpointStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

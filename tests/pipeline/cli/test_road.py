@@ -74,8 +74,10 @@ def test_there_is_nothing_to_resume_before_the_first_run(pipe: Pipe) -> None:
     assert "nothing to resume" in pipe("run", "--resume", expect=2).stderr
 
 
-def test_a_resumed_run_keeps_its_settings(pipe: Pipe) -> None:
-    assert "own settings" in pipe("run", "--resume", "train.lr=1", expect=2).stderr
+def test_a_resumed_run_computes_what_it_began_with(pipe: Pipe, starter: Path) -> None:
+    pipe("run", "prepare", "--force", "prepare")
+    (run,) = (path.parent.name for path in starter.glob("runs/*/run.json"))
+    assert "train.lr says what the run computes" in pipe("run", "--resume", run, "train.lr=1", expect=2).stderr
 
 
 def test_training_on_several_machines_needs_a_meeting_place(pipe: Pipe) -> None:
