@@ -1,137 +1,186 @@
-"""The HTTP routes: health, metadata, metrics, and predictions by either protocol; every refusal a JSON sentence."""
+"""The HTTP side: one request from its route to its answer; every refusal a JSON sentence."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
-from kserve.errors import ModelNotFound
 from kserve.protocol.rest.server import metrics_handler
-from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
-from pipeline.spec.errors import InvalidPayload
 from serve import openapi, v1, v2
-from serve.middleware import INTERNAL
-from serve.model import Call, OnnxPlane
+from serve.body import Gone, linger, read
+from serve.metrics import Metrics, Outcome
+from serve.model import OnnxPlane
+from serve.refusal import Headers, Refusal, TooLarge, Unreadable, refusal_of
+from serve.routes import Route, find
 
+INTERNAL = "internal error; the server's log has the details"
+_JSON = (b"content-type", b"application/json")
+_BINARY = (b"content-type", b"application/octet-stream")
 _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of any body unless told otherwise: read as JSON
+_PROTOCOLS = {"predict": "v1", "infer": "v2"}
+
+log = logging.getLogger(__name__)
 
 
-class Endpoints:
-    def __init__(self, plane: OnnxPlane) -> None:
-        self.plane = plane
+@dataclass(frozen=True, slots=True)
+class Answer:
+    body: bytes
+    headers: Headers = (_JSON,)
+    status: int = 200
 
-    async def live(self) -> dict[str, Any]:
-        return {"status": "alive"}
 
-    async def server_live(self) -> dict[str, Any]:
-        return {"live": True}
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request as the endpoints see it."""
 
-    async def server_ready(self) -> Response:
+    route: Route
+    headers: dict[bytes, bytes]
+    scope: Scope
+    receive: Receive
+
+
+class App:
+    """An ASGI application: nothing between the server and the endpoints but what every request needs."""
+
+    def __init__(self, plane: OnnxPlane, metrics: Metrics, max_body_bytes: int, version: str) -> None:
+        self.plane, self.metrics, self.max_body_bytes, self.version = plane, metrics, max_body_bytes, version
+        self._ends: dict[str, Callable[[Asked], Awaitable[Answer]]] = {
+            "root": self._root,
+            "metrics": self._metrics,
+            "openapi": self._openapi,
+            "v1_models": self._models,
+            "v1_model": self._model_ready,
+            "predict": self._predict,
+            "server": self._server,
+            "live": self._live,
+            "ready": self._ready,
+            "models": self._models,
+            "model": self._model,
+            "model_ready": self._model_ready,
+            "infer": self._infer,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            route = find(scope["path"], scope["method"])
+        except Refusal as refusal:
+            await self._send(send, refused(refusal), Outcome(), "", "")
+            return
+        asked = Asked(route, dict(scope["headers"]), scope, receive)
+        if (protocol := _PROTOCOLS.get(route.kind)) is None:
+            await self._exchange(asked, send, Outcome())
+        else:
+            with self.metrics.request(protocol) as outcome:
+                await self._exchange(asked, send, outcome)
+
+    async def _exchange(self, asked: Asked, send: Send, outcome: Outcome) -> None:
+        try:
+            answer = await self._ends[asked.route.kind](asked)
+        except Gone:
+            return
+        except Exception as error:
+            if isinstance(error, TooLarge):
+                outcome.code = str(int(error.status))
+                identity = self.plane.identity(asked.route.model, asked.route.version)
+                await linger(asked.receive, send, refused(error), identity, more=error.more)
+                return
+            answer = self._failed(asked, error)
+        await self._send(send, answer, outcome, asked.route.model, asked.route.version)
+
+    def _failed(self, asked: Asked, error: Exception) -> Answer:
+        if (refusal := refusal_of(error)) is not None:
+            return refused(refusal)
+        log.error("%s %s failed", asked.scope["method"], asked.scope["path"], exc_info=error)
+        return Answer(orjson.dumps({"error": INTERNAL}), status=HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    async def _send(self, send: Send, answer: Answer, outcome: Outcome, model: str, version: str) -> None:
+        outcome.code = str(int(answer.status))
+        headers = [*answer.headers, (b"content-length", b"%d" % len(answer.body)), *self.plane.identity(model, version)]
+        if self.plane.draining:  # the client's next request belongs to another process
+            headers.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": int(answer.status), "headers": headers})
+        await send({"type": "http.response.body", "body": answer.body})
+
+    async def _predict(self, asked: Asked) -> Answer:
+        check_content(asked.headers, "application/json")
+        served = self.plane.served(asked.route.model, asked.route.version)
+        body = await read(asked.headers, asked.receive, self.max_body_bytes)
+        return Answer(await served.answer(v1.Call(body)))
+
+    async def _infer(self, asked: Asked) -> Answer:
+        length = asked.headers.get(v2.LENGTH_HEADER.encode())
+        check_content(asked.headers, "application/json", *([] if length is None else ["application/octet-stream"]))
+        served = self.plane.served(asked.route.model, asked.route.version)
+        body = await read(asked.headers, asked.receive, self.max_body_bytes)
+        text = None if length is None else length.decode("latin-1")
+        answer = await served.answer(v2.Call(served.name, body, text, served.version))
+        if answer.json_bytes is None:
+            return Answer(answer.body)
+        said = (v2.LENGTH_HEADER.encode(), b"%d" % answer.json_bytes)
+        return Answer(answer.body, (_BINARY, said))
+
+    async def _root(self, _: Asked) -> Answer:
+        return json_answer({"status": "alive"})
+
+    async def _live(self, _: Asked) -> Answer:
+        return json_answer({"live": True})
+
+    async def _ready(self, _: Asked) -> Answer:
         ready = await self.plane.ready()
         return _health({"ready": ready, "live": ready})  # the protocol's text and its OpenAPI name it differently
 
-    async def server_metadata(self) -> dict[str, Any]:
-        return self.plane.metadata()
+    async def _server(self, _: Asked) -> Answer:
+        return json_answer(self.plane.metadata())
 
-    async def models(self) -> dict[str, list[str]]:
-        return {"models": list(self.plane.model_registry.get_models())}
+    async def _models(self, _: Asked) -> Answer:
+        return json_answer({"models": self.plane.names})
 
-    async def model_metadata(self, model_name: str) -> dict[str, Any]:
-        return await self.plane.model_metadata(model_name)
+    async def _model(self, asked: Asked) -> Answer:
+        return json_answer(await self.plane.model_metadata(asked.route.model, asked.route.version))
 
-    async def model_ready(self, model_name: str) -> Response:
-        return _health({"name": model_name, "ready": await self.plane.model_ready(model_name)})
+    async def _model_ready(self, asked: Asked) -> Answer:
+        self.plane.served(asked.route.model, asked.route.version)
+        return _health({"name": asked.route.model, "ready": await self.plane.model_ready(asked.route.model)})
 
-    async def predict(self, model_name: str, request: Request) -> Response:
-        _check_content(request, "application/json")
-        body = await self._answer(model_name, v1.Call(await request.body()))
-        return Response(body, media_type="application/json")
+    async def _openapi(self, _: Asked) -> Answer:
+        return json_answer(openapi.document(self.plane.names[0], self.version))
 
-    async def infer(self, model_name: str, request: Request) -> Response:
-        length = request.headers.get(v2.LENGTH_HEADER)
-        _check_content(request, "application/json", *([] if length is None else ["application/octet-stream"]))
-        answer = await self._answer(model_name, v2.Call(model_name, await request.body(), length))
-        if answer.json_bytes is None:
-            return Response(answer.body, media_type="application/json")
-        headers = {v2.LENGTH_HEADER: str(answer.json_bytes)}
-        return Response(answer.body, media_type="application/octet-stream", headers=headers)
+    async def _metrics(self, asked: Asked) -> Answer:
+        from starlette.requests import Request
 
-    async def _answer(self, model_name: str, call: Call) -> Any:
-        return await self.plane.predict(model_name, call)
-
-
-def build(plane: OnnxPlane, *, title: str, version: str) -> FastAPI:
-    app = FastAPI(title=title, version=version, docs_url=None, redoc_url=None)
-    _add_routes(app, Endpoints(plane))
-    app.add_exception_handler(InvalidPayload, _refused)
-    app.add_exception_handler(ModelNotFound, _not_found)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _failed)
-    return app
-
-
-def _add_routes(app: FastAPI, ends: Endpoints) -> None:
-    get: dict[str, Any] = {
-        "/": ends.live,
-        "/metrics": metrics_handler,
-        "/v1/models": ends.models,
-        "/v1/models/{model_name}": ends.model_ready,
-        "/v2": ends.server_metadata,
-        "/v2/health/live": ends.server_live,
-        "/v2/health/ready": ends.server_ready,
-        "/v2/models": ends.models,
-        "/v2/models/{model_name}": ends.model_metadata,
-        "/v2/models/{model_name}/ready": ends.model_ready,
-    }
-    for path, endpoint in get.items():
-        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-    for path, endpoint, extra in (
-        ("/v1/models/{model_name}:predict", ends.predict, openapi.predict()),
-        ("/v2/models/{model_name}/infer", ends.infer, openapi.infer()),
-    ):
-        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=extra)
-
-
-def _check_content(request: Request, *accepted: str) -> None:
-    """What we cannot read is refused, not guessed at; no type at all is taken for JSON."""
-    if (coding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"content-encoding: {coding!r} is not supported")
-    kind, _, parameters = request.headers.get("content-type", accepted[0]).partition(";")
-    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if kind.strip().lower() not in (*accepted, _CURL) or charset not in ("", "utf-8"):
-        found = request.headers["content-type"]
-        raise HTTPException(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"content-type: {found!r} given, send {' or '.join(accepted)}"
+        found = await metrics_handler(Request(asked.scope, asked.receive))
+        return Answer(
+            bytes(found.body), tuple((key, value) for key, value in found.raw_headers if key != b"content-length")
         )
 
 
-def _health(body: dict[str, Any]) -> Response:
-    return _json(HTTPStatus.OK if body["ready"] else HTTPStatus.SERVICE_UNAVAILABLE, body)
+def json_answer(body: Any, status: int = 200, headers: Headers = ()) -> Answer:
+    return Answer(orjson.dumps(body), (_JSON, *headers), status)
 
 
-def _json(status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+def refused(refusal: Refusal) -> Answer:
+    return json_answer({"error": str(refusal)}, refusal.status, refusal.headers)
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    return _json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+def check_content(headers: dict[bytes, bytes], *accepted: str) -> None:
+    """What we cannot read is refused, not guessed at; no type at all is taken for JSON."""
+    given = headers.get(b"content-type")
+    if given is None or given == b"application/json":
+        return
+    found = given.decode("latin-1")
+    kind, _, parameters = found.partition(";")
+    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
+    if kind.strip().lower() not in (*accepted, _CURL) or charset not in ("", "utf-8"):
+        raise Unreadable(f"content-type: {found[:200]!r} given, send {' or '.join(accepted)}")
 
 
-async def _not_found(_: Request, error: Exception) -> Response:
-    return _json(HTTPStatus.NOT_FOUND, {"error": str(error)})
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text = error.detail
-    if error.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
-        text = f"{request.method} {request.url.path}: {text.lower()}; /openapi.json lists what there is"
-    return _json(error.status_code, {"error": text}, dict(error.headers or {}))
-
-
-async def _failed(_: Request, __: Exception) -> Response:
-    """Opaque: starlette raises the error again after this answer, and the envelope logs it."""
-    return _json(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": INTERNAL})
+def _health(body: dict[str, Any]) -> Answer:
+    return json_answer(body, HTTPStatus.OK if body["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)

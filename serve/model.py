@@ -1,60 +1,110 @@
-"""The bundle as kserve knows it: one model in its registry, whose predictions run off the event loop."""
+"""Bundles as the service knows them: each version of a model loaded and proven, the current one answering."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any, Protocol
 
 from kserve import Model
-from kserve.model import InferenceVerb
+from kserve.errors import ModelNotFound
 from kserve.protocol.dataplane import DataPlane
 
 from pipeline.spec.bundle import Bundle
-from pipeline.spec.errors import InvalidPayload
-from pipeline.spec.signature import TensorSpec
+from pipeline.spec.signature import Signature, TensorSpec
+from serve.batcher import Array, Batcher, Rules, Seen
 from serve.predictor import Predictor
+from serve.refusal import Headers, Unknown
 
 PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Runtime
 
 
 class Call(Protocol):
-    """One request in its wire format: bytes in, answer out, all of it in a worker thread."""
+    """One request in its wire format. `quick`: reading and writing may happen on the event loop."""
 
-    def answer(self, predictor: Predictor) -> Any: ...
+    @property
+    def quick(self) -> bool: ...
+
+    def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
+        """The arrays, checked in full, and the names of the outputs that are asked for."""
+        ...
+
+    def write(self, predictor: Predictor, outputs: Mapping[str, Array]) -> Any: ...
+
+
+def _stays() -> bool:
+    return False
+
+
+class Served:
+    """One version of one model, which has answered its golden requests."""
+
+    def __init__(self, name: str, version: str, bundle: Bundle, predictor: Predictor, pool: Executor) -> None:
+        self.name, self.version, self.bundle, self.predictor = name, version, bundle, predictor
+        self._pool = pool
+        self.batcher = Batcher(predictor.run, rules_of(bundle.signature), pool, Seen())
+        self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
+
+    async def answer(self, call: Call, deadline: float = math.inf, gone: Callable[[], bool] = _stays) -> Any:
+        """Read, run together with whoever asks at the same moment, write."""
+        predictor = self.predictor
+        if call.quick:
+            arrays, wanted = call.read(predictor)
+            return call.write(predictor, await self.batcher.outputs(arrays, wanted, deadline, gone))
+        loop = asyncio.get_running_loop()
+        arrays, wanted = await loop.run_in_executor(self._pool, call.read, predictor)
+        outputs = await self.batcher.outputs(arrays, wanted, deadline, gone)
+        return await loop.run_in_executor(self._pool, call.write, predictor, outputs)
+
+    def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
+        session = self.predictor.session
+        return {
+            "name": self.name,
+            "versions": list(versions),
+            "platform": PLATFORM,
+            "inputs": [_metadata(spec) for spec in self.bundle.signature.inputs],
+            "outputs": [_metadata(spec) for spec in self.bundle.signature.outputs],
+            "properties": {
+                "bundle": self.bundle.digest,
+                "verdict": self.bundle.manifest.verdict,
+                "provider": session.provider,
+                "provider_fallback": session.fallback,
+            },
+        }
 
 
 class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
-    """Overrides kserve's preprocess → predict → postprocess: one hop to a thread instead of work on the loop."""
+    """A name in kserve's registry, and the versions behind it, in the order they were loaded."""
 
-    def __init__(self, name: str, bundle: Bundle, predictor: Predictor, workers: int) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.bundle = bundle
-        self.predictor = predictor
-        self._workers = ThreadPoolExecutor(workers, thread_name_prefix="predict")
+        self.versions: dict[str, Served] = {}
+        self.current: Served | None = None
+
+    def add(self, served: Served) -> None:
+        """Beside the current one: it answers under its own URL."""
+        self.versions[served.version] = served
+
+    def switch(self, version: str) -> None:
+        """From now on requests that name no version are its."""
+        self.current = self.versions[version]
         self.ready = True
 
-    async def __call__(
-        self,
-        body: Call,
-        headers: Mapping[str, str] | None = None,  # noqa: ARG002  # the data plane passes them
-        verb: InferenceVerb = InferenceVerb.PREDICT,
-    ) -> tuple[Any, dict[str, str]]:
-        if verb is not InferenceVerb.PREDICT:
-            raise InvalidPayload("explain: this model predicts and does not explain")
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, body.answer, self.predictor), {}
+    def served(self, version: str = "") -> Served:
+        if not version and self.current is not None:
+            return self.current
+        if version in self.versions:
+            return self.versions[version]
+        listed = ", ".join(self.versions) or "none"
+        raise Unknown(f"model {self.name!r} has no version {version!r}; there are {listed}")
 
     def get_input_types(self) -> list[dict[str, Any]]:
-        return [_metadata(spec) for spec in self.bundle.signature.inputs]
+        return [_metadata(spec) for spec in self.served().bundle.signature.inputs]
 
     def get_output_types(self) -> list[dict[str, Any]]:
-        return [_metadata(spec) for spec in self.bundle.signature.outputs]
-
-    def stop(self) -> None:
-        super().stop()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        return [_metadata(spec) for spec in self.served().bundle.signature.outputs]
 
 
 class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
@@ -62,36 +112,49 @@ class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
 
     draining = False
 
+    def served(self, name: str, version: str = "") -> Served:
+        return self.model(name).served(version)
+
+    def model(self, name: str) -> OnnxModel:
+        model = self.model_registry.get_model(name)
+        if not isinstance(model, OnnxModel):
+            raise Unknown(f"no model {name[:200]!r}; there are {', '.join(self.names) or 'none'}")
+        return model
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.model_registry.get_models())
+
+    def identity(self, name: str, version: str = "") -> Headers:
+        """Which bundle answers: that of the model asked, or of the only one."""
+        models = self.model_registry.get_models()
+        model = models.get(name) or (next(iter(models.values())) if len(models) == 1 else None)
+        served = model and (model.versions.get(version) or model.current)
+        return served.headers if served else ()
+
     async def ready(self) -> bool:
         models = self.model_registry.get_models().values()
         return not self.draining and bool(models) and all(model.ready for model in models)
 
-    async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:
-        ready: bool = await super().model_ready(model_name, disable_predictor_health_check)
-        return ready and not self.draining
+    async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:  # noqa: ARG002
+        return bool(self.model(model_name).ready) and not self.draining
 
     def metadata(self) -> dict[str, Any]:
         return {"name": "pipe", "version": self._server_version, "extensions": ["binary_tensor_data"]}
 
-    async def model_metadata(self, model_name: str) -> dict[str, Any]:
-        model = self.get_model_from_registry(model_name)
-        session = model.predictor.session
-        return {
-            "name": model_name,
-            "platform": PLATFORM,
-            "inputs": model.get_input_types(),
-            "outputs": model.get_output_types(),
-            "properties": {
-                "bundle": model.bundle.digest,
-                "verdict": model.bundle.manifest.verdict,
-                "provider": session.provider,
-                "provider_fallback": session.fallback,
-            },
-        }
+    async def model_metadata(self, model_name: str, version: str = "") -> dict[str, Any]:
+        model = self.model(model_name)
+        return model.served(version).metadata(list(model.versions))
 
-    async def predict(self, model_name: str, call: Call) -> Any:
-        answer, _ = await self.infer(model_name, call)
-        return answer
+    async def infer(self, *_: Any, **__: Any) -> Any:
+        raise ModelNotFound("requests go to a version of a model, not through the data plane")
+
+
+def rules_of(signature: Signature) -> Rules:
+    """Requests are merged where every input and output has the same first axis by name."""
+    first = {spec.shape[:1] for spec in (*signature.inputs, *signature.outputs)}
+    mergeable = len(first) == 1 and all(isinstance(axis, str) for shape in first for axis in shape) and first != {()}
+    return Rules(mergeable=mergeable)
 
 
 def _metadata(spec: TensorSpec) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""What `/openapi.json` says of the two prediction routes, whose bodies the routes read themselves."""
+"""What `/openapi.json` says of the service."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from serve.v2 import Body
+from serve.routes import PATHS
 
 _REFUSALS = {
     "400": "the request is wrong; the sentence names the field",
@@ -26,34 +26,63 @@ _INSTANCES = {
 }
 
 
-def predict() -> dict[str, Any]:
-    return _route("Predictions for instances, through the model's codec", _INSTANCES)
+_TENSOR = {
+    "type": "object",
+    "required": ["name", "shape", "datatype"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "datatype": {"type": "string"},
+        "parameters": {"type": "object"},
+        "data": {"type": "array", "items": {}},
+    },
+}
+_WISH = {
+    "type": "object",
+    "required": ["name"],
+    "additionalProperties": False,
+    "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}},
+}
+_TENSORS = {
+    "type": "object",
+    "required": ["inputs"],
+    "additionalProperties": False,
+    "properties": {
+        "id": {"type": "string"},
+        "parameters": {"type": "object"},
+        "inputs": {"type": "array", "items": _TENSOR},
+        "outputs": {"type": "array", "items": _WISH},
+    },
+}
+_ASKED = {
+    "predict": ("Predictions for instances, through the model's codec", _INSTANCES),
+    "infer": ("Inference on raw tensors (Open Inference Protocol)", _TENSORS),
+}
 
 
-def infer() -> dict[str, Any]:
-    return _route("Inference on raw tensors (Open Inference Protocol)", _inlined(Body.model_json_schema()))
+_LOOK = {"responses": {"200": {"description": "what is asked for"}}}
 
 
-def _route(summary: str, schema: dict[str, Any]) -> dict[str, Any]:
+def document(title: str, version: str) -> dict[str, Any]:
+    """All that `routes` knows."""
+    paths: dict[str, Any] = {}
+    for kind, (path, methods) in PATHS.items():
+        route: dict[str, Any] = (
+            _ask(kind) if methods == ("POST",) else {"responses": {"200": {"description": "what is asked for"}}}
+        )
+        if "{model_name}" in path:
+            name = {"name": "model_name", "in": "path", "required": True, "schema": {"type": "string"}}
+            route = {**route, "parameters": [name]}
+        paths[path] = {methods[0].lower(): {"operationId": kind, **route}}
+    return {"openapi": "3.1.0", "info": {"title": title, "version": version}, "paths": paths}
+
+
+def _ask(kind: str) -> dict[str, Any]:
+    summary, schema = _ASKED[kind]
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {code: {"description": text, "content": _ERROR} for code, text in _REFUSALS.items()},
+        "responses": {"200": {"description": "the answer"}}
+        | {code: {"description": text, "content": _ERROR} for code, text in _REFUSALS.items()},
     }
-
-
-def _inlined(model: dict[str, Any]) -> dict[str, Any]:
-    """A schema without references: OpenAPI would look for them elsewhere than pydantic puts them."""
-    definitions = model.pop("$defs", {})
-
-    def resolve(value: Any) -> Any:
-        if isinstance(value, list):
-            return [resolve(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if "$ref" in value:
-            return resolve(definitions[value["$ref"].rpartition("/")[2]])
-        return {key: resolve(item) for key, item in value.items()}
-
-    resolved: dict[str, Any] = resolve(model)
-    return resolved

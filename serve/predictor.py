@@ -29,27 +29,34 @@ class Predictor:
     def __init__(self, bundle: Bundle, session: Session, timed: Timed = nullcontext) -> None:
         self.signature = bundle.signature
         self.session = session
+        self.datatypes = {spec.name: spec.datatype for spec in bundle.signature.outputs}
         self.timed = timed  # `with timed("preprocess" | "predict" | "postprocess")` around each stage
         with _no_bytecode():
             self._codec: Codec = load_codec(f"codec.py:{bundle.signature.codec}", bundle.path)
 
     def predict(self, instances: Any) -> Sequence[Any]:
         """One prediction for each instance."""
-        with self.timed("preprocess"):
-            arrays = self._decode(instances)
-        outputs = self.run(arrays)
-        with self.timed("postprocess"):
-            predictions = self._codec.encode(outputs)
-            if len(predictions) != len(instances):
-                raise ValueError(f"codec.encode gave {len(predictions)} predictions for {len(instances)} instances")
-            return predictions
+        return self.encode(self.run(self.decode(instances)), len(instances))
 
     def run(self, arrays: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Inference on arrays that were checked already."""
         with self.timed("predict"):
             return self.session.run(arrays, outputs)
 
-    def _decode(self, instances: Any) -> Mapping[str, Array]:
+    def encode(self, outputs: Mapping[str, Array], count: int) -> Sequence[Any]:
+        """One prediction for each of `count` instances."""
+        with self.timed("postprocess"):
+            predictions = self._codec.encode(outputs)
+            if len(predictions) != count:
+                raise ValueError(f"codec.encode gave {len(predictions)} predictions for {count} instances")
+            return predictions
+
+    def decode(self, instances: Any) -> Mapping[str, Array]:
+        """Instances as a client sends them, turned into the arrays of the signature."""
+        with self.timed("preprocess"):
+            return self._decoded(instances)
+
+    def _decoded(self, instances: Any) -> Mapping[str, Array]:
         if not isinstance(instances, list):
             raise InvalidPayload("instances: must be a list")
         if not instances:

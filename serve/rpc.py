@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 from grpc import StatusCode, aio
 from grpc_interceptor.exception_to_status import AsyncExceptionToStatusInterceptor
-from kserve.errors import ModelNotFound
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from kserve.protocol.grpc.servicer import InferenceServicer
@@ -19,10 +17,11 @@ from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 
 from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import NUMPY_TYPES
+from serve.app import INTERNAL
 from serve.metrics import Metrics
-from serve.middleware import INTERNAL
 from serve.model import OnnxPlane
 from serve.predictor import Predictor
+from serve.refusal import refusal_of
 from serve.tensors import Request, Tensor, Wish, to_raw
 
 _CONTENTS = {
@@ -39,26 +38,30 @@ _CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+_QUICK_BYTES = 256 << 10  # of a message are read in well under a millisecond
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class Call:
-    """One inference, to be made off the event loop."""
+    """One inference."""
 
-    message: Any  # pb.ModelInferRequest
+    def __init__(self, message: Any, version: str) -> None:
+        self._message, self._version = message, version  # pb.ModelInferRequest
+        self._request = Request("", (), ())
+        self.quick = message.ByteSize() < _QUICK_BYTES
 
-    def answer(self, predictor: Predictor) -> Any:
+    def read(self, predictor: Predictor) -> tuple[Mapping[str, np.ndarray[Any, Any]], Sequence[str]]:
         with predictor.timed("preprocess"):
-            request = parse(self.message)
-            arrays = request.arrays(predictor.signature)
-        wishes = request.wishes(predictor.signature)
-        outputs = predictor.run(arrays, [wish.name for wish in wishes])
+            self._request = parse(self._message)
+            arrays = self._request.arrays(predictor.signature)
+        return arrays, [wish.name for wish in self._request.wishes(predictor.signature)]
+
+    def write(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]]) -> Any:
         with predictor.timed("postprocess"):
-            datatypes = {spec.name: spec.datatype for spec in predictor.signature.outputs}
-            return render(self.message, wishes, outputs, datatypes)
+            wishes = self._request.wishes(predictor.signature)
+            return render(self._message, self._version, wishes, outputs, predictor.datatypes)
 
 
 def parse(message: Any) -> Request:
@@ -79,9 +82,13 @@ def parse(message: Any) -> Request:
 
 
 def render(
-    message: Any, wishes: Sequence[Wish], outputs: Mapping[str, np.ndarray[Any, Any]], datatypes: Mapping[str, str]
+    message: Any,
+    version: str,
+    wishes: Sequence[Wish],
+    outputs: Mapping[str, np.ndarray[Any, Any]],
+    datatypes: Mapping[str, str],
 ) -> Any:
-    answer = pb.ModelInferResponse(model_name=message.model_name, id=message.id)
+    answer = pb.ModelInferResponse(model_name=message.model_name, model_version=version, id=message.id)
     # FP16 has no typed contents, and raw and typed outputs cannot be mixed in one answer.
     raw = any(wish.binary or datatypes[wish.name] == "FP16" for wish in wishes)
     for wish in wishes:
@@ -107,9 +114,11 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
         with self._metrics.request("grpc") as outcome:
-            await context.send_initial_metadata(self._headers)
+            known = [(key.decode(), value.decode()) for key, value in self._plane.identity(request.model_name)]
+            await context.send_initial_metadata([*self._headers, *known])
             try:
-                answer = await self._plane.predict(request.model_name, Call(request))
+                served = self._plane.served(request.model_name, request.model_version)
+                answer = await served.answer(Call(request, served.version))
             except Exception as error:
                 outcome.code = status_of(error).name
                 raise
@@ -142,9 +151,8 @@ class Refusals(AsyncExceptionToStatusInterceptor):
 
 
 def status_of(error: Exception) -> StatusCode:
-    if isinstance(error, InvalidPayload):
-        return StatusCode.INVALID_ARGUMENT
-    return StatusCode.NOT_FOUND if isinstance(error, ModelNotFound) else StatusCode.INTERNAL
+    refusal = refusal_of(error)
+    return StatusCode.INTERNAL if refusal is None else StatusCode[refusal.code]
 
 
 def build(servicer: Servicer, max_body_bytes: int) -> Any:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,11 @@ from kserve import ModelServer
 
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ResourceError
-from serve import app, rpc
+from serve import rpc
+from serve.app import App
 from serve.listener import Listener
 from serve.metrics import Metrics, stage_timer
-from serve.middleware import Envelope
-from serve.model import OnnxModel, OnnxPlane
+from serve.model import OnnxModel, OnnxPlane, Served
 from serve.options import Options
 from serve.predictor import Predictor
 from serve.sockets import Address, prefer
@@ -51,15 +52,16 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         predictor.timed = partial(stage_timer, name)
         self.options = options
         self.bundle = bundle
-        self.model = OnnxModel(name, bundle, predictor, workers=max(4, os.cpu_count() or 1))
+        self._pool = ThreadPoolExecutor(max(4, os.cpu_count() or 1), thread_name_prefix="predict")
+        self.model = OnnxModel(name)
+        self.model.add(Served(name, "1", bundle, predictor, self._pool))
+        self.model.switch("1")
         self.dataplane = OnnxPlane(self.registered_models)
         self.metrics = Metrics()
         self.metrics.serving(name=name, digest=bundle.digest, provider=predictor.session.provider)
-        application = app.build(self.dataplane, title=name, version=bundle.digest[:12])
-        limit = bundle.signature.limits.max_body_bytes
-        self._envelope = Envelope(application, limit, self.metrics, lambda: self.dataplane.draining)
+        self._app = App(self.dataplane, self.metrics, bundle.signature.limits.max_body_bytes, bundle.digest[:12])
         self._public, self._standby = public, standby
-        self.headers = [("x-bundle-digest", bundle.digest), ("x-served-by", str(os.getpid()))]
+        self.headers = [("x-served-by", str(os.getpid()))]
         self._public_wanted, self._stop_wanted = asyncio.Event(), asyncio.Event()
         self._listeners: list[Listener] = []
         self._running: set[asyncio.Task[None]] = set()
@@ -92,7 +94,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         log.info("ready url=%s grpc=%s %s", self.options.public.url, self.options.grpc or "off", self._identity())
 
     async def _listen(self, sock: socket.socket) -> None:
-        listener = Listener(self._envelope, sock, self.headers, self.grace_period)
+        listener = Listener(self._app, sock, self.headers, self.grace_period)
         task = asyncio.create_task(listener.run_until_stopped())
         self._running.add(task)
         await self._first(listener.listening, task)
@@ -120,7 +122,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         if self._grpc_server is not None:
             await self._grpc_server.stop(grace=self.grace_period)
         await asyncio.gather(*self._running)
-        self.model.stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
         log.info("stopped %s", self._identity())
 
     def register_signal_handler(self) -> None:

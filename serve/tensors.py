@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class Request:
     inputs: Sequence[Tensor]
     outputs: Sequence[Wish]  # none means all
     binary: bool = False  # how outputs are sent that were not requested by name
+    parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
     def arrays(self, signature: Signature) -> dict[str, Array]:
         """The inputs, held against the signature in full; a sentence naming the field where they do not fit."""

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 
 from pipeline.spec.errors import InvalidPayload
 from serve.predictor import Predictor
 
 
-@dataclass(frozen=True)
 class Call:
-    """One prediction, to be made off the event loop."""
+    """One prediction. Never on the event loop: a codec is user code, and nobody knows how long it takes."""
 
-    body: bytes
+    quick = False
 
-    def answer(self, predictor: Predictor) -> bytes:
-        predictions = predictor.predict(parse(self.body))
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._count = 0
+
+    def read(self, predictor: Predictor) -> tuple[Mapping[str, np.ndarray[Any, Any]], Sequence[str]]:
+        instances = parse(self._body)
+        arrays = predictor.decode(instances)
+        self._count = len(instances)
+        return arrays, predictor.session.outputs
+
+    def write(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
         # A number JSON does not know (NaN, infinity) leaves as null.
-        return orjson.dumps({"predictions": predictions}, option=orjson.OPT_SERIALIZE_NUMPY)
+        found = {"predictions": predictor.encode(outputs, self._count)}
+        return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def parse(body: bytes) -> Any:

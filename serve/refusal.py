@@ -1,0 +1,63 @@
+"""Why a request gets no prediction, in the words of HTTP and of gRPC alike."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from pipeline.spec.errors import InvalidPayload
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+class Refusal(Exception):
+    """A sentence for the client; `code` is a name of gRPC's, `reason` a label of the metrics."""
+
+    status = HTTPStatus.BAD_REQUEST
+    code = "INVALID_ARGUMENT"
+    reason = "invalid"
+    headers: Headers = ()
+
+
+class Unknown(Refusal):
+    """No such path, model or version."""
+
+    status, code, reason = HTTPStatus.NOT_FOUND, "NOT_FOUND", "unknown"
+
+
+class WrongMethod(Refusal):
+    status, code, reason = HTTPStatus.METHOD_NOT_ALLOWED, "UNIMPLEMENTED", "method"
+
+    def __init__(self, text: str, allowed: str) -> None:
+        super().__init__(text)
+        self.headers = ((b"allow", allowed.encode()),)
+
+
+class Unreadable(Refusal):
+    """A type or coding of the body that is not read here."""
+
+    status, reason = HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "media"
+
+
+class TooLarge(Refusal):
+    status, code, reason = HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "RESOURCE_EXHAUSTED", "size"
+    more = False  # of the body is still on its way
+
+
+class Busy(Refusal):
+    """Nothing is wrong with the request, but there is no room for it now."""
+
+    status, code, reason = HTTPStatus.SERVICE_UNAVAILABLE, "UNAVAILABLE", "busy"
+    headers = ((b"retry-after", b"1"),)
+
+
+class Expired(Refusal):
+    """Its deadline passed before it was computed."""
+
+    status, code, reason = HTTPStatus.GATEWAY_TIMEOUT, "DEADLINE_EXCEEDED", "expired"
+
+
+def refusal_of(error: Exception) -> Refusal | None:
+    """None where it is our own fault."""
+    if isinstance(error, InvalidPayload):
+        return Refusal(str(error))
+    return error if isinstance(error, Refusal) else None

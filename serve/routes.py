@@ -1,0 +1,71 @@
+"""What each path is, and by which methods it is asked: the whole of the service's HTTP interface."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+from serve.refusal import Unknown, WrongMethod
+
+MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_LOOK = ("GET", "HEAD")
+_ASK = ("POST",)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`model` and `version` are empty where the path names none."""
+
+    kind: str
+    methods: tuple[str, ...]
+    model: str = ""
+    version: str = ""
+
+
+# kind → what the path looks like in OpenAPI, and by which methods it is asked
+PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "root": ("/", _LOOK),
+    "metrics": ("/metrics", _LOOK),
+    "openapi": ("/openapi.json", _LOOK),
+    "v1_models": ("/v1/models", _LOOK),
+    "v1_model": ("/v1/models/{model_name}", _LOOK),
+    "predict": ("/v1/models/{model_name}:predict", _ASK),
+    "server": ("/v2", _LOOK),
+    "live": ("/v2/health/live", _LOOK),
+    "ready": ("/v2/health/ready", _LOOK),
+    "models": ("/v2/models", _LOOK),
+    "model": ("/v2/models/{model_name}", _LOOK),
+    "model_ready": ("/v2/models/{model_name}/ready", _LOOK),
+    "infer": ("/v2/models/{model_name}/infer", _ASK),
+}
+VERSIONED = ("v1_model", "predict", "model", "model_ready", "infer")
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    text = re.escape(path).replace(
+        re.escape("{model_name}"), f"(?P<model>{MODEL_NAME})(?:/versions/(?P<version>[0-9A-Za-z]{{1,64}}))?"
+    )
+    return re.compile(text)
+
+
+_FIXED = {path: Route(kind, methods) for kind, (path, methods) in PATHS.items() if "{" not in path}
+_NAMED = [(_pattern(path), kind, methods) for kind, (path, methods) in PATHS.items() if "{" in path]
+
+
+@functools.lru_cache(maxsize=4096)
+def find(path: str, method: str) -> Route:
+    """The route, or the refusal that says what there is."""
+    route = _FIXED.get(path) or _named(path)
+    if route is None:
+        raise Unknown(f"{method[:16]} {path[:200]}: not found; /openapi.json lists what there is")
+    if method not in route.methods:
+        raise WrongMethod(f"{method[:16]} {path[:200]}: only {' and '.join(route.methods)}", ", ".join(route.methods))
+    return route
+
+
+def _named(path: str) -> Route | None:
+    for pattern, kind, methods in _NAMED:
+        if found := pattern.fullmatch(path):
+            return Route(kind, methods, found["model"], found["version"] or "")
+    return None
