@@ -38,8 +38,8 @@ def _signature(bundle: Path, config: Config) -> Signature:
         inputs=inputs,
         outputs=outputs,
         codec=config.codec.partition(":")[2],
-        limits=Limits(max_batch_size=config.serve.max_batch_size, max_body_bytes=config.serve.max_body_bytes),
-        runtime=Runtime(provider=config.serve.provider, threads=config.serve.threads),
+        limits=Limits(**config.serve.model_dump(include=set(Limits.model_fields))),
+        runtime=Runtime(**config.serve.model_dump(include=set(Runtime.model_fields))),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.launchers import torchrun
 from pipeline.spec.config import Config
+from pipeline.spec.limits import SEALED
 from pipeline.spec.run import STEPS
 from pipeline.spec.sections import Train
 
@@ -49,7 +50,7 @@ KINDS = {
         StepKind(
             "export",
             "export",
-            ("name", "task", "codec", "export", "serve"),
+            ("name", "task", "codec", "export", *(f"serve.{name}" for name in SEALED)),
             inputs=("prepare/data.json", "train/model.safetensors", "evaluate/verdict.json"),
             packages=("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy"),
         ),

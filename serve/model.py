@@ -154,7 +154,13 @@ def rules_of(signature: Signature) -> Rules:
     """Requests are merged where every input and output has the same first axis by name."""
     first = {spec.shape[:1] for spec in (*signature.inputs, *signature.outputs)}
     mergeable = len(first) == 1 and all(isinstance(axis, str) for shape in first for axis in shape) and first != {()}
-    return Rules(mergeable=mergeable)
+    runtime, limits = signature.runtime, signature.limits
+    return Rules(
+        mergeable=mergeable,
+        rows=runtime.batch_rows,
+        waiting=limits.max_waiting,
+        delay_seconds=runtime.batch_delay_ms / 1e3,
+    )
 
 
 def _metadata(spec: TensorSpec) -> dict[str, Any]:

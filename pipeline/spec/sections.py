@@ -167,14 +167,27 @@ class Package(Section):
 
 
 class Serve(Section):
-    """Limits and runtime of the prediction service; they travel in the bundle."""
+    """The prediction service. What concerns the model itself travels in its bundle."""
 
     provider: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="ONNX Runtime provider; `cuda` never falls back"
     )
     threads: Natural = Field(0, description="threads inside one inference; 0 lets ONNX Runtime choose")
     max_batch_size: Positive = Field(1024, description="most instances in one request")
-    max_body_bytes: Positive = Field(64 << 20, description="largest request body")
+    max_body_bytes: Positive = Field(64 << 20, description="largest request body, also once it is decompressed")
+    batch_rows: Positive = Field(32, description="most instances that waiting requests are merged to; 1 merges none")
+    batch_delay_ms: float = Field(0.0, ge=0, description="longest wait for company, under load only")
+    max_waiting: Positive = Field(1024, description="most requests that wait; more are answered 503 at once")
+    deadline_seconds: float = Field(
+        0.0, ge=0, description="of requests that name none; 0: they wait as long as it takes"
+    )
+    page: bool = Field(True, description="a page for people at `GET /`")
+    canary: str = Field("", description="share of requests that a new bundle gets at first, as in 10%; empty: all")
+    shadow: str = Field("", description="bundle that gets a copy of requests off the critical path: a run or a folder")
+    shadow_share: float = Field(1.0, gt=0, le=1, description="share of requests that the shadow gets")
+    api_keys: str = Field("", description="file with one API key a line; empty: anybody may ask")
+    tls_certificate: str = Field("", description="PEM file; with `tls_key` HTTP and gRPC are encrypted")
+    tls_key: str = Field("", description="PEM file of the certificate's private key")
 
 
 class Deploy(Section):

@@ -7,6 +7,9 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeline.spec.frozen import Frozen
+from pipeline.spec.limits import Limits, Runtime
+
+__all__ = ["NUMPY_TYPES", "Datatype", "Limits", "Runtime", "Signature", "TensorSpec"]
 
 NUMPY_TYPES: dict[str, Any] = {
     "BOOL": np.bool_,
@@ -39,18 +42,6 @@ class TensorSpec(Frozen):
     def protocol_shape(self) -> list[int]:
         """As the protocol's metadata says it: -1 for a dynamic axis."""
         return [axis if isinstance(axis, int) else -1 for axis in self.shape]
-
-
-class Limits(Frozen):
-    max_batch_size: int
-    max_body_bytes: int
-
-
-class Runtime(Frozen):
-    """How the service should run the model unless told otherwise at its start."""
-
-    provider: Literal["auto", "cpu", "cuda"]
-    threads: int
 
 
 class Signature(Frozen):
