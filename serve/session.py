@@ -13,6 +13,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import BundleError, InvalidPayload, ResourceError
 from pipeline.spec.signature import TensorSpec
+from serve import binding, placement
 from serve.cuda import why_no_cuda
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -47,7 +48,8 @@ class Session:
         threads = bundle.signature.runtime.threads if threads is None else threads
         self._session, self.fallback = _open(bundle, wanted, threads)
         if self.fallback:
-            log.warning("provider=cpu wanted=%s reason=%r", wanted, self.fallback)
+            log.warning("provider=%s wanted=%s reason=%r", self.provider, wanted, self.fallback)
+        self._bound = self.provider == CUDA and binding.suits(self._session)
         _agree(bundle, "input", bundle.signature.inputs, self._session.get_inputs())
         _agree(bundle, "output", bundle.signature.outputs, self._session.get_outputs())
 
@@ -60,7 +62,10 @@ class Session:
         """The named outputs; all of them, in the signature's order, when none is named."""
         names = list(outputs or self.outputs)
         try:
-            values = self._session.run(names, dict(inputs))
+            if self._bound:
+                values = binding.run(self._session, names, inputs, "cuda")
+            else:
+                values = self._session.run(names, dict(inputs))
         except InvalidArgument as error:  # names, types and shapes were checked, so it is the values: the client's
             _, _, told = str(error).partition("Status Message: ")
             raise InvalidPayload(f"inputs: the model cannot compute with these values: {told or 'refused'}") from error
@@ -71,11 +76,14 @@ def choose_providers(wanted: Provider, no_cuda: str) -> tuple[list[str], str]:
     """What to ask ONNX Runtime for and, where a wish gave way, why; `no_cuda` says why CUDA cannot work, if so."""
     if wanted == "cpu":
         return [CPU], ""
-    if not no_cuda:
-        return [CUDA, CPU], ""
-    if wanted == "cuda":
-        raise ResourceError(f"provider cuda: {no_cuda}; mend that, or start with --provider cpu")
-    return [CPU], no_cuda
+    return ([CPU] if no_cuda else [CUDA, CPU]), give_way(wanted, no_cuda)
+
+
+def give_way(wanted: Provider, reason: str) -> str:
+    """`auto` takes what there is and says why; `cuda` takes nothing else."""
+    if wanted == "cuda" and reason:
+        raise ResourceError(f"provider cuda: {reason}; mend that, or start with --provider cpu or auto")
+    return reason
 
 
 def disagreements(kind: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]) -> list[str]:
@@ -91,17 +99,39 @@ def _open(bundle: Bundle, wanted: Provider, threads: int) -> tuple[Any, str]:
     """The session, and why it runs on the CPU though another provider was wished for."""
     no_cuda = "" if wanted == "cpu" else why_no_cuda(onnxruntime.get_available_providers())
     providers, fallback = choose_providers(wanted, no_cuda)
+    if CUDA not in providers:
+        return _load(bundle, _options(threads), providers), fallback
+    with placement.scratch() as folder:
+        options = _options(threads)
+        placement.watch(options, folder)
+        session = _load(bundle, options, providers)
+        return session, give_way(wanted, _why_not_all_on_cuda(bundle, session))
+
+
+def _why_not_all_on_cuda(bundle: Bundle, session: Any) -> str:
+    """One clause, or nothing when every node that computes runs there."""
+    if CUDA not in session.get_providers():
+        session.end_profiling()
+        return "a device is there, but ONNX Runtime could not load its CUDA provider (CUDA or cuDNN libraries)"
+    try:
+        nodes = placement.elsewhere(*placement.observe(session, bundle.golden().inputs), CUDA)
+    except Exception as error:  # of ONNX Runtime and of a damaged golden file alike; the cause is kept
+        raise BundleError(f"{bundle.path}: golden requests failed: {type(error).__name__}: {error}") from error
+    return placement.told(nodes)
+
+
+def _options(threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors only: what is left to warn of is ours to say
+    return options
+
+
+def _load(bundle: Bundle, options: Any, providers: Sequence[str]) -> Any:
     try:
-        session = onnxruntime.InferenceSession(str(bundle.model), options, providers=providers)
+        return onnxruntime.InferenceSession(str(bundle.model), options, providers=list(providers))
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
         raise BundleError(f"{bundle.model}: ONNX Runtime cannot load it: {' '.join(str(error).split())}") from error
-    if CUDA in providers and CUDA not in session.get_providers():
-        reason = "a device is there, but ONNX Runtime could not load its CUDA provider (CUDA or cuDNN libraries)"
-        _, fallback = choose_providers(wanted, reason)
-    return session, fallback
 
 
 def _agree(bundle: Bundle, kind: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]) -> None:

@@ -101,3 +101,40 @@ def test_a_model_may_be_freer_than_its_signature() -> None:
     node = SimpleNamespace(name="x", type="tensor(float)", shape=["batch", None])
     fixed = TensorSpec(name="x", datatype="FP32", shape=("batch", 4))
     assert disagreements("input", [fixed], [node]) == []
+
+
+def test_a_cuda_that_onnx_runtime_cannot_load_stops_the_start(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver and a device are there, as far as we can see; the libraries are not."""
+    monkeypatch.setattr("serve.session.why_no_cuda", lambda _: "")
+    monkeypatch.setattr("serve.session._load", _without_cuda)
+    with pytest.raises(ResourceError, match=r"provider cuda: a device is there, but .* --provider cpu or auto"):
+        Session(bundle, "cuda", 1)
+    assert "a device is there" in Session(bundle, "auto", 1).fallback
+
+
+def test_nodes_on_another_provider_stop_the_start_and_auto_names_them(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real session, all of it on the CPU, that says it has CUDA: what the nodes tell is believed, not the session."""
+    monkeypatch.setattr("serve.session.why_no_cuda", lambda _: "")
+    monkeypatch.setattr("serve.session._load", lambda *given: _Claims(_without_cuda(*given)))
+    with pytest.raises(ResourceError, match=r"6 of the model's nodes run on another provider: .*MatMul.* and 1 more"):
+        Session(bundle, "cuda", 1)
+    assert "nodes run on another provider" in Session(bundle, "auto", 1).fallback
+
+
+def _without_cuda(bundle: Bundle, options: Any, providers: Any) -> Any:
+    return onnxruntime.InferenceSession(str(bundle.model), options, providers=[CPU])
+
+
+class _Claims:
+    """A session that names CUDA first."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def get_providers(self) -> list[str]:
+        return [CUDA, CPU]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)

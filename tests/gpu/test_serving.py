@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from serve import binding, placement
+from serve.cuda import why_no_cuda
+
+NO_CUDA = why_no_cuda(onnxruntime.get_available_providers())
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA or "-")]
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+def _model(path: Path, last: str) -> Path:
+    """Flattened by arithmetic on its shape, multiplied, and `last` of it."""
+    weight = np.random.default_rng(0).normal(size=(64, 10)).astype(np.float32)
+    constants = {"zero": np.array([0]), "rest": np.array([-1])}
+    graph = helper.make_graph(
+        [
+            helper.make_node("Shape", ["x"], ["shape"]),
+            helper.make_node("Gather", ["shape", "zero"], ["batch"]),
+            helper.make_node("Concat", ["batch", "rest"], ["flat_shape"], axis=0),
+            helper.make_node("Reshape", ["x", "flat_shape"], ["flat"]),
+            helper.make_node("MatMul", ["flat", "weight"], ["product"]),
+            helper.make_node(last, ["product"], ["y"], name="last"),
+        ],
+        "small",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 1, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 10])],
+        [numpy_helper.from_array(value, name) for name, value in {**constants, "weight": weight}.items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+def _observed(path: Path) -> list[placement.Node]:
+    options, image = onnxruntime.SessionOptions(), np.ones((4, 1, 8, 8), np.float32)
+    with placement.scratch() as folder:
+        placement.watch(options, folder)
+        session = onnxruntime.InferenceSession(str(path), options, providers=[CUDA, CPU])
+        assert session.get_providers()[0] == CUDA
+        return placement.elsewhere(*placement.observe(session, {"x": image}), CUDA)
+
+
+def test_a_plain_model_runs_on_the_gpu_whole(tmp_path: Path) -> None:
+    assert _observed(_model(tmp_path / "m.onnx", "Relu")) == []
+
+
+def test_an_operator_that_cuda_does_not_have_is_found_on_the_cpu(tmp_path: Path) -> None:
+    assert [node.name for node in _observed(_model(tmp_path / "m.onnx", "Asinh"))] == ["last"]
+
+
+def test_tensors_bound_to_the_gpu_answer_as_the_cpu_does(tmp_path: Path) -> None:
+    path = str(_model(tmp_path / "m.onnx", "Relu"))
+    image = np.random.default_rng(1).random((5, 1, 8, 8)).astype(np.float32)
+    on_gpu = onnxruntime.InferenceSession(path, providers=[CUDA, CPU])
+    expected = onnxruntime.InferenceSession(path, providers=[CPU]).run(None, {"x": image})[0]
+    np.testing.assert_allclose(binding.run(on_gpu, ["y"], {"x": image}, "cuda")[0], expected, rtol=1e-2, atol=1e-3)
