@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Sequence
 
 from pipeline.spec.bundle import open_bundle
 from pipeline.spec.errors import PipelineError
+from serve.logs import configure, fatal, told
 from serve.options import Options, parse
 from serve.predictor import Predictor
 from serve.selfcheck import verify
@@ -21,10 +21,14 @@ log = logging.getLogger("serve")
 def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
-        _configure_logging()
-        serve(options)
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    try:
+        configure(options.log_format)
+        serve(options)
+    except PipelineError as error:
+        fatal(error, options.log_format)
         return error.exit_code
     return 0
 
@@ -37,25 +41,13 @@ def serve(options: Options) -> None:
     if options.grpc is not None:
         check_free(options.grpc, share=share)
     bundle = open_bundle(options.bundle)
-    log.info("starting model=%s bundle=%s", options.name or bundle.name, bundle.digest[:12])
+    log.info("starting", extra=told(model=options.name or bundle.name, bundle=bundle.digest[:12]))
     predictor = Predictor(bundle, Session(bundle, options.provider, options.threads))
     verify(bundle, predictor)
     from serve.server import Service  # here, not above: kserve reads sys.argv and takes a second to import
 
     service = Service(bundle, predictor, options, public, standby)
     service.start([service.model])
-
-
-def _configure_logging() -> None:
-    """Plain lines on stderr, in UTC; kserve and uvicorn only when something is wrong."""
-    formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
-    formatter.converter = time.gmtime
-    handler = logging.StreamHandler()
-    handler.setFormatter(formatter)
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("kserve").addHandler(logging.NullHandler())  # with a handler there, kserve configures none
-    for name in ("kserve", "uvicorn"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,23 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
-from kserve.protocol.rest.server import metrics_handler
 from starlette.types import Receive, Scope, Send
 
 from serve import openapi, v1, v2
 from serve.body import Gone, linger, read
-from serve.metrics import Metrics, Outcome
+from serve.logs import told
 from serve.model import OnnxPlane
+from serve.observer import Observer
 from serve.refusal import Headers, Refusal, TooLarge, Unreadable, refusal_of
 from serve.routes import Route, find
+from serve.watch import Watch
 
 INTERNAL = "internal error; the server's log has the details"
 _JSON = (b"content-type", b"application/json")
 _BINARY = (b"content-type", b"application/octet-stream")
 _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of any body unless told otherwise: read as JSON
 _PROTOCOLS = {"predict": "v1", "infer": "v2"}
+_NOWHERE = Route("", ())
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class Answer:
     status: int = 200
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """One request as the endpoints see it."""
 
@@ -43,13 +45,14 @@ class Asked:
     headers: dict[bytes, bytes]
     scope: Scope
     receive: Receive
+    watch: Watch
 
 
 class App:
     """An ASGI application: nothing between the server and the endpoints but what every request needs."""
 
-    def __init__(self, plane: OnnxPlane, metrics: Metrics, max_body_bytes: int, version: str) -> None:
-        self.plane, self.metrics, self.max_body_bytes, self.version = plane, metrics, max_body_bytes, version
+    def __init__(self, plane: OnnxPlane, observer: Observer, max_body_bytes: int, version: str) -> None:
+        self.plane, self.observer, self.max_body_bytes, self.version = plane, observer, max_body_bytes, version
         self._ends: dict[str, Callable[[Asked], Awaitable[Answer]]] = {
             "root": self._root,
             "metrics": self._metrics,
@@ -69,59 +72,65 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        headers = dict(scope["headers"])
+        watch = self.observer.begin(headers.get(b"x-request-id"), scope["path"], headers.get(b"traceparent", b""))
+        asked = Asked(_NOWHERE, headers, scope, receive, watch)
         try:
-            route = find(scope["path"], scope["method"])
-        except Refusal as refusal:
-            await self._send(send, refused(refusal), Outcome(), "", "")
-            return
-        asked = Asked(route, dict(scope["headers"]), scope, receive)
-        if (protocol := _PROTOCOLS.get(route.kind)) is None:
-            await self._exchange(asked, send, Outcome())
-        else:
-            with self.metrics.request(protocol) as outcome:
-                await self._exchange(asked, send, outcome)
+            await self._exchange(asked, send)
+        finally:
+            self.observer.ended(watch)
 
-    async def _exchange(self, asked: Asked, send: Send, outcome: Outcome) -> None:
+    async def _exchange(self, asked: Asked, send: Send) -> None:
         try:
-            answer = await self._ends[asked.route.kind](asked)
+            route = asked.route = find(asked.scope["path"], asked.scope["method"])
+            if (protocol := _PROTOCOLS.get(route.kind)) is not None:
+                self.observer.asked(asked.watch, protocol)
+            answer = await self._ends[route.kind](asked)
         except Gone:
             return
         except Exception as error:
-            if isinstance(error, TooLarge):
-                outcome.code = str(int(error.status))
-                identity = self.plane.identity(asked.route.model, asked.route.version)
-                await linger(asked.receive, send, refused(error), identity, more=error.more)
-                return
             answer = self._failed(asked, error)
-        await self._send(send, answer, outcome, asked.route.model, asked.route.version)
+            if isinstance(error, TooLarge):
+                asked.watch.code = answer.status
+                await linger(asked.receive, send, answer, self._identity(asked), more=error.more)
+                return
+        await self._send(send, answer, asked)
 
     def _failed(self, asked: Asked, error: Exception) -> Answer:
         if (refusal := refusal_of(error)) is not None:
+            self.observer.refused(asked.watch, refusal.reason)
             return refused(refusal)
-        log.error("%s %s failed", asked.scope["method"], asked.scope["path"], exc_info=error)
+        told_of = told(request_id=asked.watch.id.decode(), method=asked.scope["method"], path=asked.scope["path"])
+        log.error("request failed", exc_info=error, extra=told_of)
         return Answer(orjson.dumps({"error": INTERNAL}), status=HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    async def _send(self, send: Send, answer: Answer, outcome: Outcome, model: str, version: str) -> None:
-        outcome.code = str(int(answer.status))
-        headers = [*answer.headers, (b"content-length", b"%d" % len(answer.body)), *self.plane.identity(model, version)]
+    async def _send(self, send: Send, answer: Answer, asked: Asked) -> None:
+        asked.watch.code = answer.status
+        headers = [*answer.headers, (b"content-length", b"%d" % len(answer.body)), *self._identity(asked)]
         if self.plane.draining:  # the client's next request belongs to another process
             headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": int(answer.status), "headers": headers})
         await send({"type": "http.response.body", "body": answer.body})
 
+    def _identity(self, asked: Asked) -> Headers:
+        """Which request this is, and which bundle answers it."""
+        served = asked.watch.served
+        bundle = self.plane.identity(asked.route.model, asked.route.version) if served is None else served.headers
+        return ((b"x-request-id", asked.watch.id), *bundle)
+
     async def _predict(self, asked: Asked) -> Answer:
         check_content(asked.headers, "application/json")
-        served = self.plane.served(asked.route.model, asked.route.version)
+        served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
         body = await read(asked.headers, asked.receive, self.max_body_bytes)
-        return Answer(await served.answer(v1.Call(body)))
+        return Answer(await served.answer(v1.Call(body), watch=asked.watch))
 
     async def _infer(self, asked: Asked) -> Answer:
         length = asked.headers.get(v2.LENGTH_HEADER.encode())
         check_content(asked.headers, "application/json", *([] if length is None else ["application/octet-stream"]))
-        served = self.plane.served(asked.route.model, asked.route.version)
+        served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
         body = await read(asked.headers, asked.receive, self.max_body_bytes)
         text = None if length is None else length.decode("latin-1")
-        answer = await served.answer(v2.Call(served.name, body, text, served.version))
+        answer = await served.answer(v2.Call(served.name, body, text, served.version), watch=asked.watch)
         if answer.json_bytes is None:
             return Answer(answer.body)
         said = (v2.LENGTH_HEADER.encode(), b"%d" % answer.json_bytes)
@@ -154,12 +163,9 @@ class App:
         return json_answer(openapi.document(self.plane.names[0], self.version))
 
     async def _metrics(self, asked: Asked) -> Answer:
-        from starlette.requests import Request
-
-        found = await metrics_handler(Request(asked.scope, asked.receive))
-        return Answer(
-            bytes(found.body), tuple((key, value) for key, value in found.raw_headers if key != b"content-length")
-        )
+        accept = asked.headers.get(b"accept", b"").decode("latin-1")
+        body, content_type = self.observer.metrics.text(accept)
+        return Answer(body, ((b"content-type", content_type.encode()),))
 
 
 def json_answer(body: Any, status: int = 200, headers: Headers = ()) -> Answer:

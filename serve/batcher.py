@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from serve.refusal import Busy, Expired
+from serve.watch import Watch
 
 Array = np.ndarray[Any, Any]
 Arrays = Mapping[str, Array]
@@ -44,14 +45,14 @@ class Item:
     gone: Callable[[], bool]
     answer: asyncio.Future[dict[str, Array]]
     since: float
+    watch: Watch
 
 
 @dataclass(eq=False)
 class Seen:
-    """What the metrics tell of it; called with the size of each batch and the seconds it waited and ran."""
+    """What the metrics tell of it; called in the thread a batch ran in, with its size and the seconds it took."""
 
     batch: Callable[[int, int, float], None] = field(default=lambda _requests, _rows, _seconds: None)
-    waited: Callable[[float], None] = field(default=lambda _seconds: None)
 
 
 def _here() -> bool:
@@ -73,7 +74,12 @@ class Batcher:
         return self._waiting
 
     async def outputs(
-        self, arrays: Arrays, wanted: Sequence[str], deadline: float = math.inf, gone: Callable[[], bool] = _here
+        self,
+        arrays: Arrays,
+        wanted: Sequence[str],
+        deadline: float = math.inf,
+        gone: Callable[[], bool] = _here,
+        watch: Watch | None = None,
     ) -> dict[str, Array]:
         """The wanted outputs for these rows. A deadline is a time of `time.monotonic`."""
         if self._waiting >= self.rules.waiting:
@@ -83,7 +89,7 @@ class Batcher:
             raise Expired("the deadline passed before the request could be computed")
         names = tuple(wanted)
         key, rows = key_of(arrays, names)
-        item = Item(arrays, names, rows, key, deadline, gone, loop.create_future(), now)
+        item = Item(arrays, names, rows, key, deadline, gone, loop.create_future(), now, watch or Watch())
         self._lanes.setdefault(key, deque()).append(item)
         self._waiting += 1
         self._schedule()
@@ -141,7 +147,7 @@ class Batcher:
         if now >= item.deadline:
             item.answer.set_exception(Expired("the deadline passed while the request waited; it was not computed"))
             return False
-        self._seen.waited(now - item.since)
+        item.watch.taken = now
         return True
 
     def _start(self, batch: list[Item]) -> None:

@@ -1,60 +1,199 @@
-"""What Prometheus sees of the service, beside kserve's own histograms of each stage of a prediction."""
+"""What Prometheus sees of the service: plain counters kept by each version of a model, written out when asked for."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from kserve.metrics import POST_HIST_TIME, PRE_HIST_TIME, PREDICT_HIST_TIME, get_labels
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
-_STAGES = {"preprocess": PRE_HIST_TIME, "predict": PREDICT_HIST_TIME, "postprocess": POST_HIST_TIME}
-_BUCKETS_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+from serve.watch import Watch
 
+if TYPE_CHECKING:
+    from serve.model import Served
 
-@dataclass
-class Outcome:
-    """How a request ended; who answers it sets the code."""
-
-    code: str = "aborted"  # the client left before an answer began
-
-
-class Metrics:
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._requests = Counter(
-            "pipe_requests",
-            "Prediction requests, by protocol and status code.",
-            ["protocol", "code"],
-            registry=registry,
-        )
-        self._seconds = Histogram(
-            "pipe_request_seconds",
-            "Time from the request's first byte read to the answer's last byte written.",
-            ["protocol"],
-            buckets=_BUCKETS_SECONDS,
-            registry=registry,
-        )
-        self._in_flight = Gauge("pipe_requests_in_flight", "Prediction requests not answered yet.", registry=registry)
-        self._bundle = Info("pipe_bundle", "The bundle that is served.", registry=registry)
-
-    def serving(self, *, name: str, digest: str, provider: str) -> None:
-        self._bundle.info({"name": name, "digest": digest, "provider": provider})
-
-    @contextmanager
-    def request(self, protocol: str) -> Iterator[Outcome]:
-        outcome, start = Outcome(), time.perf_counter()
-        with self._in_flight.track_inprogress():
-            try:
-                yield outcome
-            finally:
-                self._requests.labels(protocol, outcome.code).inc()
-                self._seconds.labels(protocol).observe(time.perf_counter() - start)
+SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+PHASES = ("read", "wait", "run", "write")
 
 
-def stage_timer(model: str, stage: str) -> AbstractContextManager[Any]:
-    """Times one stage in the histogram kserve has for it."""
-    timer: AbstractContextManager[Any] = _STAGES[stage].labels(**get_labels(model)).time()
-    return timer
+class Histogram:
+    """Counts of values up to each bound, and beyond the last."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        found, seen = [], 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            seen += count
+            found.append(("+Inf" if bound == float("inf") else str(float(bound)), float(seen)))
+        return found
+
+
+class Series:
+    """What is counted of one version of one model. It lives and ends with that version, and so do its series."""
+
+    def __init__(self) -> None:
+        self.requests: defaultdict[tuple[str, int | str], int] = defaultdict(int)
+        self.rejected: defaultdict[str, int] = defaultdict(int)
+        self.seconds: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(SECONDS))
+        self.read, self.wait, self.run, self.write = (Histogram(SECONDS) for _ in PHASES)
+        self.batch_rows, self.batch_requests = Histogram(SIZES), Histogram(SIZES)
+        self.batch_seconds = Histogram(SECONDS)
+        self._lock = threading.Lock()
+
+    def batch(self, requests: int, rows: int, seconds: float) -> None:
+        """From whatever thread ran it."""
+        with self._lock:
+            self.batch_requests.observe(requests)
+            self.batch_rows.observe(rows)
+            self.batch_seconds.observe(seconds)
+
+    def answered(self, watch: Watch) -> None:
+        """A request whose answer is written, phase by phase."""
+        self.read.observe(watch.read - watch.reading)
+        self.wait.observe(watch.taken - watch.read)
+        self.run.observe(watch.ran - watch.taken)
+        self.write.observe(time.monotonic() - watch.ran)
+
+    def ended(self, watch: Watch) -> None:
+        self.requests[watch.protocol, watch.code] += 1
+        self.seconds[watch.protocol].observe(time.monotonic() - watch.began)
+
+
+class Metrics(Collector):
+    """All of the service's; which versions there are is asked anew each time."""
+
+    def __init__(self, served: Callable[[], Iterable[tuple[Served, bool]]]) -> None:
+        """`served` lists each version that is loaded, and whether it is its model's current one."""
+        self._served = served
+        self.in_flight = 0
+        self.unknown = Series()  # what was asked of no model there is
+        self._registry = CollectorRegistry(auto_describe=False)
+        for kind in (ProcessCollector, PlatformCollector, GCCollector):
+            kind(registry=self._registry)
+        self._registry.register(self)
+
+    def series(self, watch: Watch) -> Series:
+        return self.unknown if watch.served is None else watch.served.series
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """In the format that is asked for, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        served = list(self._served())
+        labelled = [((one.name, one.version), one.series) for one, _ in served]
+        yield GaugeMetricFamily("pipe_requests_in_flight", "Prediction requests not answered yet.", self.in_flight)
+        yield from _versions(served)
+        everything = [*labelled, (("", ""), self.unknown)]
+        yield _requests(everything)
+        yield _rejected(everything)
+        yield _seconds(everything)
+        yield _phases(labelled)
+        yield from _batches(labelled)
+
+
+Labelled = Sequence[tuple[tuple[str, str], Series]]
+_MODEL = ("model", "version")
+
+
+def _versions(served: Sequence[tuple[Served, bool]]) -> Iterator[Metric]:
+    bundle = GaugeMetricFamily(
+        "pipe_bundle_info", "The bundle behind each version.", labels=(*_MODEL, "digest", "verdict", "provider")
+    )
+    current = GaugeMetricFamily("pipe_version_current", "1 for the version that answers by default.", labels=_MODEL)
+    fell_back = GaugeMetricFamily(
+        "pipe_provider_fell_back", "1 where the provider that was wished for could not be used.", labels=_MODEL
+    )
+    waiting = GaugeMetricFamily("pipe_queue_length", "Requests that wait to be computed.", labels=_MODEL)
+    for one, is_current in served:
+        model, session = (one.name, one.version), one.predictor.session
+        bundle.add_metric((*model, one.bundle.digest, one.bundle.manifest.verdict, session.provider), 1)
+        current.add_metric(model, is_current)
+        fell_back.add_metric(model, bool(session.fallback))
+        waiting.add_metric(model, one.batcher.waiting)
+    yield from (bundle, current, fell_back, waiting)
+
+
+def _requests(labelled: Labelled) -> Metric:
+    family = CounterMetricFamily(
+        "pipe_requests", "Prediction requests, by how they ended.", labels=(*_MODEL, "protocol", "code")
+    )
+    for model, series in labelled:
+        for (protocol, code), count in series.requests.items():
+            family.add_metric((*model, protocol, code if isinstance(code, str) else str(int(code))), count)
+    return family
+
+
+def _rejected(labelled: Labelled) -> Metric:
+    family = CounterMetricFamily("pipe_rejected", "Requests refused, by reason.", labels=(*_MODEL, "reason"))
+    for model, series in labelled:
+        for reason, count in series.rejected.items():
+            family.add_metric((*model, reason), count)
+    return family
+
+
+def _seconds(labelled: Labelled) -> Metric:
+    family = HistogramMetricFamily(
+        "pipe_request_seconds",
+        "From a request's head to the last byte of its answer handed to the network.",
+        labels=(*_MODEL, "protocol"),
+    )
+    for model, series in labelled:
+        for protocol, histogram in series.seconds.items():
+            _add(family, (*model, protocol), histogram)
+    return family
+
+
+def _phases(labelled: Labelled) -> Metric:
+    family = HistogramMetricFamily(
+        "pipe_phase_seconds",
+        "Phases of requests that were answered: read, wait, run, write; run is that of the whole batch.",
+        labels=(*_MODEL, "phase"),
+    )
+    for model, series in labelled:
+        for phase in PHASES:
+            _add(family, (*model, phase), getattr(series, phase))
+    return family
+
+
+def _batches(labelled: Labelled) -> Iterator[Metric]:
+    for name, text, field in (
+        ("pipe_batch_rows", "Instances that ran together.", "batch_rows"),
+        ("pipe_batch_requests", "Requests that ran together.", "batch_requests"),
+        ("pipe_batch_seconds", "What one run of the model took, by itself.", "batch_seconds"),
+    ):
+        family = HistogramMetricFamily(name, text, labels=_MODEL)
+        for model, series in labelled:
+            _add(family, model, getattr(series, field))
+        yield family
+
+
+def _add(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
+    family.add_metric(labels, buckets=histogram.buckets(), sum_value=histogram.total)

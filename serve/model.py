@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Protocol
 
@@ -15,8 +16,10 @@ from kserve.protocol.dataplane import DataPlane
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.signature import Signature, TensorSpec
 from serve.batcher import Array, Batcher, Rules, Seen
+from serve.metrics import Series
 from serve.predictor import Predictor
 from serve.refusal import Headers, Unknown
+from serve.watch import Watch
 
 PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Runtime
 
@@ -44,19 +47,34 @@ class Served:
     def __init__(self, name: str, version: str, bundle: Bundle, predictor: Predictor, pool: Executor) -> None:
         self.name, self.version, self.bundle, self.predictor = name, version, bundle, predictor
         self._pool = pool
-        self.batcher = Batcher(predictor.run, rules_of(bundle.signature), pool, Seen())
+        self.series = Series()
+        self.batcher = Batcher(predictor.run, rules_of(bundle.signature), pool, Seen(self.series.batch))
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
 
-    async def answer(self, call: Call, deadline: float = math.inf, gone: Callable[[], bool] = _stays) -> Any:
+    async def answer(
+        self,
+        call: Call,
+        deadline: float = math.inf,
+        gone: Callable[[], bool] = _stays,
+        watch: Watch | None = None,
+    ) -> Any:
         """Read, run together with whoever asks at the same moment, write."""
-        predictor = self.predictor
+        predictor, clock, loop = self.predictor, time.monotonic, asyncio.get_running_loop()
+        watch = watch or Watch()
+        watch.served, watch.reading = self, clock()
         if call.quick:
             arrays, wanted = call.read(predictor)
-            return call.write(predictor, await self.batcher.outputs(arrays, wanted, deadline, gone))
-        loop = asyncio.get_running_loop()
-        arrays, wanted = await loop.run_in_executor(self._pool, call.read, predictor)
-        outputs = await self.batcher.outputs(arrays, wanted, deadline, gone)
-        return await loop.run_in_executor(self._pool, call.write, predictor, outputs)
+        else:
+            arrays, wanted = await loop.run_in_executor(self._pool, call.read, predictor)
+        watch.read = clock()
+        outputs = await self.batcher.outputs(arrays, wanted, deadline, gone, watch)
+        watch.ran = clock()
+        if call.quick:
+            answer = call.write(predictor, outputs)
+        else:
+            answer = await loop.run_in_executor(self._pool, call.write, predictor, outputs)
+        self.series.answered(watch)
+        return answer
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         session = self.predictor.session
@@ -120,6 +138,12 @@ class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
         if not isinstance(model, OnnxModel):
             raise Unknown(f"no model {name[:200]!r}; there are {', '.join(self.names) or 'none'}")
         return model
+
+    def loaded(self) -> Iterator[tuple[Served, bool]]:
+        """Every version there is, and whether it is the one that answers by default."""
+        for model in self.model_registry.get_models().values():
+            for served in model.versions.values():
+                yield served, served is model.current
 
     @property
     def names(self) -> list[str]:

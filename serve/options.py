@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.spec.errors import ConfigError
+from serve.logs import Format
 from serve.session import Provider
 from serve.sockets import Address
 
@@ -21,6 +23,8 @@ class Options:
     standby: Address | None
     provider: Provider | None  # None: what the bundle says
     threads: int | None
+    log_format: Format
+    log_requests: float  # share of the requests that get a line each
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -33,6 +37,8 @@ def parse(argv: Sequence[str]) -> Options:
         standby=None if given.standby is None else Address("127.0.0.1", given.standby),
         provider=given.provider,
         threads=given.threads,
+        log_format=given.log_format or ("text" if sys.stderr.isatty() else "json"),
+        log_requests=given.log_requests,
     )
     ports = [address.port for address in (options.public, options.grpc, options.standby) if address]
     if len(set(ports)) < len(ports):
@@ -57,7 +63,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="listen on this local port alone until SIGUSR1, then take over the public one",
     )
+    _add_logging(parser)
     return parser
+
+
+def _add_logging(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-format", choices=("text", "json"), help="default: text on a terminal, else JSON lines")
+    parser.add_argument(
+        "--log-requests",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the requests to write a line for, from 0 to 1 (default: %(default)s); failures always get one",
+    )
 
 
 def _grpc(host: str, http_port: int, grpc_port: int) -> Address | None:
@@ -79,3 +97,13 @@ def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive number")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; name one from 0 to 1")
+    return share

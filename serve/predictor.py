@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from serve.session import Session
 from serve.validate import check_arrays
 
 Array = np.ndarray[Any, Any]
-Timed = Callable[[str], AbstractContextManager[Any]]
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +24,10 @@ log = logging.getLogger(__name__)
 class Predictor:
     """Raises InvalidPayload where the client is wrong; anything else that is raised is the service's own fault."""
 
-    def __init__(self, bundle: Bundle, session: Session, timed: Timed = nullcontext) -> None:
+    def __init__(self, bundle: Bundle, session: Session) -> None:
         self.signature = bundle.signature
         self.session = session
         self.datatypes = {spec.name: spec.datatype for spec in bundle.signature.outputs}
-        self.timed = timed  # `with timed("preprocess" | "predict" | "postprocess")` around each stage
         with _no_bytecode():
             self._codec: Codec = load_codec(f"codec.py:{bundle.signature.codec}", bundle.path)
 
@@ -40,23 +37,17 @@ class Predictor:
 
     def run(self, arrays: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Inference on arrays that were checked already."""
-        with self.timed("predict"):
-            return self.session.run(arrays, outputs)
+        return self.session.run(arrays, outputs)
 
     def encode(self, outputs: Mapping[str, Array], count: int) -> Sequence[Any]:
         """One prediction for each of `count` instances."""
-        with self.timed("postprocess"):
-            predictions = self._codec.encode(outputs)
-            if len(predictions) != count:
-                raise ValueError(f"codec.encode gave {len(predictions)} predictions for {count} instances")
-            return predictions
+        predictions = self._codec.encode(outputs)
+        if len(predictions) != count:
+            raise ValueError(f"codec.encode gave {len(predictions)} predictions for {count} instances")
+        return predictions
 
     def decode(self, instances: Any) -> Mapping[str, Array]:
         """Instances as a client sends them, turned into the arrays of the signature."""
-        with self.timed("preprocess"):
-            return self._decoded(instances)
-
-    def _decoded(self, instances: Any) -> Mapping[str, Array]:
         if not isinstance(instances, list):
             raise InvalidPayload("instances: must be a list")
         if not instances:

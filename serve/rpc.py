@@ -18,11 +18,13 @@ from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import NUMPY_TYPES
 from serve.app import INTERNAL
-from serve.metrics import Metrics
+from serve.logs import told
 from serve.model import OnnxPlane
+from serve.observer import Observer
 from serve.predictor import Predictor
-from serve.refusal import refusal_of
+from serve.refusal import Headers, refusal_of
 from serve.tensors import Request, Tensor, Wish, to_raw
+from serve.watch import Watch
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -38,6 +40,7 @@ _CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+_READ = ("x-request-id", "traceparent")  # of what a call carries beside its message
 _QUICK_BYTES = 256 << 10  # of a message are read in well under a millisecond
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
 
@@ -53,15 +56,13 @@ class Call:
         self.quick = message.ByteSize() < _QUICK_BYTES
 
     def read(self, predictor: Predictor) -> tuple[Mapping[str, np.ndarray[Any, Any]], Sequence[str]]:
-        with predictor.timed("preprocess"):
-            self._request = parse(self._message)
-            arrays = self._request.arrays(predictor.signature)
+        self._request = parse(self._message)
+        arrays = self._request.arrays(predictor.signature)
         return arrays, [wish.name for wish in self._request.wishes(predictor.signature)]
 
     def write(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]]) -> Any:
-        with predictor.timed("postprocess"):
-            wishes = self._request.wishes(predictor.signature)
-            return render(self._message, self._version, wishes, outputs, predictor.datatypes)
+        wishes = self._request.wishes(predictor.signature)
+        return render(self._message, self._version, wishes, outputs, predictor.datatypes)
 
 
 def parse(message: Any) -> Request:
@@ -106,24 +107,36 @@ def render(
 class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no types
     """kserve's servicer for health and metadata; inference by our rules, and no loading or unloading by clients."""
 
-    def __init__(self, plane: OnnxPlane, metrics: Metrics, headers: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, plane: OnnxPlane, observer: Observer, headers: Sequence[tuple[str, str]]) -> None:
         super().__init__(plane, ModelRepositoryExtension(plane.model_registry))
         self._plane = plane
-        self._metrics = metrics
+        self._observer = observer
         self._headers = headers
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
-        with self._metrics.request("grpc") as outcome:
-            known = [(key.decode(), value.decode()) for key, value in self._plane.identity(request.model_name)]
-            await context.send_initial_metadata([*self._headers, *known])
-            try:
-                served = self._plane.served(request.model_name, request.model_version)
-                answer = await served.answer(Call(request, served.version))
-            except Exception as error:
-                outcome.code = status_of(error).name
-                raise
-            outcome.code = StatusCode.OK.name
+        given = {key: value for key, value in context.invocation_metadata() if key in _READ}
+        watch = self._observer.begin(_bytes(given.get("x-request-id")), "ModelInfer", _bytes(given.get("traceparent")))
+        self._observer.asked(watch, "grpc")
+        try:
+            watch.served = served = self._plane.served(request.model_name, request.model_version)
+            await context.send_initial_metadata([*self._headers, *_identity(watch, served.headers)])
+            answer = await served.answer(Call(request, served.version), watch=watch)
+            watch.code = StatusCode.OK.name
             return answer
+        except Exception as error:
+            if watch.served is None:
+                await context.send_initial_metadata([*self._headers, *_identity(watch, ())])
+            self._failed(watch, error)
+            raise
+        finally:
+            self._observer.ended(watch)
+
+    def _failed(self, watch: Watch, error: Exception) -> None:
+        watch.code = status_of(error).name
+        if (refusal := refusal_of(error)) is not None:
+            self._observer.refused(watch, refusal.reason)
+        else:
+            log.error("request failed", exc_info=error, extra=told(request_id=watch.id.decode(), path=watch.path))
 
     async def RepositoryModelLoad(self, request: Any, context: Any) -> None:  # noqa: N802, ARG002
         await context.abort(StatusCode.UNIMPLEMENTED, "this server serves one bundle from its start to its end")
@@ -144,7 +157,7 @@ class Refusals(AsyncExceptionToStatusInterceptor):
         if isinstance(ex, aio.AbortError):
             raise ex
         status = status_of(ex)
-        if status is StatusCode.INTERNAL:
+        if status is StatusCode.INTERNAL and not method_name.endswith("/ModelInfer"):  # which has told of it
             log.error("%s failed", method_name, exc_info=ex)
         await context.abort(status, INTERNAL if status is StatusCode.INTERNAL else str(ex))
         raise ex  # never reached: abort raises
@@ -153,6 +166,14 @@ class Refusals(AsyncExceptionToStatusInterceptor):
 def status_of(error: Exception) -> StatusCode:
     refusal = refusal_of(error)
     return StatusCode.INTERNAL if refusal is None else StatusCode[refusal.code]
+
+
+def _identity(watch: Watch, headers: Headers) -> list[tuple[str, str]]:
+    return [(key.decode(), value.decode()) for key, value in ((b"x-request-id", watch.id), *headers)]
+
+
+def _bytes(value: str | bytes | None) -> bytes:
+    return value.encode() if isinstance(value, str) else value or b""
 
 
 def build(servicer: Servicer, max_body_bytes: int) -> Any:

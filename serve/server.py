@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import uvloop
@@ -19,8 +18,10 @@ from pipeline.spec.errors import ResourceError
 from serve import rpc
 from serve.app import App
 from serve.listener import Listener
-from serve.metrics import Metrics, stage_timer
+from serve.logs import AccessLog, told
+from serve.metrics import Metrics
 from serve.model import OnnxModel, OnnxPlane, Served
+from serve.observer import Observer
 from serve.options import Options
 from serve.predictor import Predictor
 from serve.sockets import Address, prefer
@@ -49,7 +50,6 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
             grace_period=_GRACE_SECONDS,
         )
         name = options.name or bundle.name
-        predictor.timed = partial(stage_timer, name)
         self.options = options
         self.bundle = bundle
         self._pool = ThreadPoolExecutor(max(4, os.cpu_count() or 1), thread_name_prefix="predict")
@@ -57,9 +57,8 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self.model.add(Served(name, "1", bundle, predictor, self._pool))
         self.model.switch("1")
         self.dataplane = OnnxPlane(self.registered_models)
-        self.metrics = Metrics()
-        self.metrics.serving(name=name, digest=bundle.digest, provider=predictor.session.provider)
-        self._app = App(self.dataplane, self.metrics, bundle.signature.limits.max_body_bytes, bundle.digest[:12])
+        self.observer = Observer(Metrics(self.dataplane.loaded), AccessLog(options.log_requests))
+        self._app = App(self.dataplane, self.observer, bundle.signature.limits.max_body_bytes, bundle.digest[:12])
         self._public, self._standby = public, standby
         self.headers = [("x-served-by", str(os.getpid()))]
         self._public_wanted, self._stop_wanted = asyncio.Event(), asyncio.Event()
@@ -76,7 +75,8 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self.register_signal_handler()
         if self._standby is not None:
             await self._listen(self._standby)
-            log.info("standby url=http://%s:%d %s", *self._standby.getsockname()[:2], self._identity())
+            url = "http://{}:{}".format(*self._standby.getsockname()[:2])
+            log.info("standby", extra=told(url=url, **self._identity()))
             await self._first(self._public_wanted, self._stop_wanted)
         if self._stop_wanted.is_set():
             self._public.close()
@@ -91,7 +91,8 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         await self._listen(self._public)
         if take_over:
             prefer(self._public)
-        log.info("ready url=%s grpc=%s %s", self.options.public.url, self.options.grpc or "off", self._identity())
+        where = {"url": self.options.public.url, "grpc": str(self.options.grpc or "off")}
+        log.info("ready", extra=told(**where, **self._identity()))
 
     async def _listen(self, sock: socket.socket) -> None:
         listener = Listener(self._app, sock, self.headers, self.grace_period)
@@ -104,7 +105,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
 
     async def _start_grpc(self, address: Address) -> Any:
         server = rpc.build(
-            rpc.Servicer(self.dataplane, self.metrics, self.headers), self.bundle.signature.limits.max_body_bytes
+            rpc.Servicer(self.dataplane, self.observer, self.headers), self.bundle.signature.limits.max_body_bytes
         )
         try:
             server.add_insecure_port(str(address))
@@ -116,14 +117,14 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
     async def _drain(self) -> None:
         """Unready at once; every request that was accepted is answered; then the listeners are gone."""
         self.dataplane.draining = True
-        log.info("draining %s", self._identity())
+        log.info("draining", extra=told(**self._identity()))
         for listener in self._listeners:
             listener.stop()
         if self._grpc_server is not None:
             await self._grpc_server.stop(grace=self.grace_period)
         await asyncio.gather(*self._running)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        log.info("stopped %s", self._identity())
+        log.info("stopped", extra=told(**self._identity()))
 
     def register_signal_handler(self) -> None:
         loop = asyncio.get_running_loop()
@@ -134,7 +135,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
     def stop(self, sig: int) -> None:
         """Drain; told twice, end at once: a thread stuck in an inference cannot be waited for."""
         if self._stop_wanted.is_set():
-            log.warning("signal=%d again, ending at once", sig)
+            log.warning("told again to end; ending at once", extra=told(signal=sig))
             os._exit(128 + sig)
         self._stop_wanted.set()
 
@@ -147,5 +148,5 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         for event in events:
             event.cancel()
 
-    def _identity(self) -> str:
-        return f"model={self.model.name} bundle={self.bundle.digest[:12]} pid={os.getpid()}"
+    def _identity(self) -> dict[str, Any]:
+        return {"model": self.model.name, "bundle": self.bundle.digest[:12], "pid": os.getpid()}

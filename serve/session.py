@@ -15,6 +15,7 @@ from pipeline.spec.errors import BundleError, InvalidPayload, ResourceError
 from pipeline.spec.signature import TensorSpec
 from serve import binding, placement
 from serve.cuda import why_no_cuda
+from serve.logs import told
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 Array = np.ndarray[Any, Any]
@@ -48,7 +49,8 @@ class Session:
         threads = bundle.signature.runtime.threads if threads is None else threads
         self._session, self.fallback = _open(bundle, wanted, threads)
         if self.fallback:
-            log.warning("provider=%s wanted=%s reason=%r", self.provider, wanted, self.fallback)
+            where = told(provider=self.provider, wanted=wanted)
+            log.warning("the provider that was wished for is not used: %s", self.fallback, extra=where)
         self._bound = self.provider == CUDA and binding.suits(self._session)
         _agree(bundle, "input", bundle.signature.inputs, self._session.get_inputs())
         _agree(bundle, "output", bundle.signature.outputs, self._session.get_outputs())

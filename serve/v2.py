@@ -41,16 +41,14 @@ class Call:
         return self._request.parameters
 
     def read(self, predictor: Predictor) -> tuple[Arrays, Sequence[str]]:
-        with predictor.timed("preprocess"):
-            self._request = parse(self._body, self._length)
-            arrays = self._request.arrays(predictor.signature)
+        self._request = parse(self._body, self._length)
+        arrays = self._request.arrays(predictor.signature)
         return arrays, [wish.name for wish in self._request.wishes(predictor.signature)]
 
     def write(self, predictor: Predictor, outputs: Arrays) -> Answer:
-        with predictor.timed("postprocess"):
-            wishes = self._request.wishes(predictor.signature)
-            identity = {"model_name": self._model, "model_version": self._version, "id": self._request.id}
-            return render(identity, wishes, outputs, predictor.datatypes)
+        wishes = self._request.wishes(predictor.signature)
+        identity = {"model_name": self._model, "model_version": self._version, "id": self._request.id}
+        return render(identity, wishes, outputs, predictor.datatypes)
 
 
 def parse(body: bytes, length_header: str | None) -> Request:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -229,12 +229,20 @@ class Launcher:
         self._started: list[tuple[Running, threading.Thread]] = []
 
     def __call__(
-        self, bundle: Path, *, port: int = 0, grpc_port: int = 0, standby: bool = False, ready: bool = True
+        self,
+        bundle: Path,
+        *,
+        port: int = 0,
+        grpc_port: int = 0,
+        standby: bool = False,
+        ready: bool = True,
+        options: Sequence[str] = (),
     ) -> Running:
         free = _free_ports(3)
         port, grpc_port = port or free[0], grpc_port or free[1]
         standby_port = free[2] if standby else None
         argv = [sys.executable, "-m", "serve", str(bundle), "--port", str(port), "--grpc-port", str(grpc_port)]
+        argv += ["--log-format", "text", *options]
         argv += ["--standby", str(standby_port)] if standby_port else []
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
         process = subprocess.Popen(argv, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=env)

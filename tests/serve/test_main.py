@@ -31,7 +31,7 @@ def _imported(modules: str) -> set[str]:
 
 def _refusal(bundle: Path, *options: str) -> str:
     """What a service says that ends with exit code 2 before it listens."""
-    argv = [sys.executable, "-m", "serve", str(bundle), "--grpc-port", "-1", *options]
+    argv = [sys.executable, "-m", "serve", str(bundle), "--grpc-port", "-1", "--log-format", "text", *options]
     done = subprocess.run(argv, env=ENV, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2, done.stderr
     assert "ready url" not in done.stderr

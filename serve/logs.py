@@ -1,0 +1,121 @@
+"""What the service says on stderr: lines for people, or one JSON object a line; and a sample of its requests."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+import sys
+import time
+from typing import Any, Literal
+
+from serve.watch import Watch
+
+Format = Literal["text", "json"]
+
+_ACCESS = logging.getLogger("serve.access")
+_PLAIN = re.compile(r"[^\s\"=]+")
+_FAILURES_A_SECOND = 20  # under overload every line costs an answer
+
+
+def told(**fields: Any) -> dict[str, Any]:
+    """For `log.info("ready", extra=told(url=...))`: fields of a line, whatever its format."""
+    return {"fields": fields}
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00Z INFO serve.server ready url=http://…`"""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+        self.converter = time.gmtime
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the standard library's name
+        fields = getattr(record, "fields", {})
+        return " ".join([super().formatMessage(record), *(f"{key}={_quoted(value)}" for key, value in fields.items())])
+
+
+class JsonFormatter(logging.Formatter):
+    """Always one line: a traceback is a field of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False).encode(errors="replace").decode()
+
+
+def configure(kind: Format) -> None:
+    """Everything on stderr; kserve and uvicorn only when something is wrong."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("kserve").addHandler(logging.NullHandler())  # with a handler there, kserve configures none
+    for name in ("kserve", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def fatal(error: Exception, kind: Format) -> None:
+    """Why the service ends: a sentence for whoever started it by hand, a line like the others for a collector."""
+    if kind == "text":
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        logging.getLogger("serve").critical("error: %s", error)
+
+
+class AccessLog:
+    """A line for a share of the requests, and for each that failed, up to so many a second."""
+
+    def __init__(self, share: float = 0.0) -> None:
+        self._share = share
+        self._second = self._lines = self._left_out = 0
+
+    def ended(self, watch: Watch) -> None:
+        if failed(watch.code):
+            if self._may_tell():
+                self._tell(watch, logging.WARNING)
+        elif self._share and random.random() < self._share:
+            self._tell(watch, logging.INFO)
+
+    def _may_tell(self) -> bool:
+        if (now := int(time.monotonic())) != self._second:
+            if self._left_out:
+                _ACCESS.warning("more requests failed than are told of", extra=told(left_out=self._left_out))
+            self._second, self._lines, self._left_out = now, 0, 0
+        self._lines += 1
+        if self._lines <= _FAILURES_A_SECOND:
+            return True
+        self._left_out += 1
+        return False
+
+    def _tell(self, watch: Watch, level: int) -> None:
+        fields = told(
+            request_id=watch.id.decode(),
+            path=watch.path[:200],
+            protocol=watch.protocol,
+            model=watch.model,
+            version=watch.version,
+            code=watch.code if isinstance(watch.code, str) else int(watch.code),
+            milliseconds=round((time.monotonic() - watch.began) * 1e3, 3),
+        )
+        _ACCESS.log(level, "request", extra=fields)
+
+
+def failed(code: int | str) -> bool:
+    """By our own fault, or for want of room or time; gRPC has names for its codes."""
+    if isinstance(code, str):
+        return code in ("INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN")
+    return code >= 500
+
+
+def _quoted(value: Any) -> str:
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)

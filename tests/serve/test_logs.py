@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from serve.logs import AccessLog, JsonFormatter, TextFormatter, failed, fatal, told
+from serve.watch import Watch
+
+
+class Lines(logging.Handler):
+    def __init__(self, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(self.format(record))
+
+
+@pytest.fixture
+def lines(request: pytest.FixtureRequest) -> Iterator[Lines]:
+    handler, logger = Lines(getattr(request, "param", JsonFormatter)()), logging.getLogger("serve")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+def _watch(code: int | str) -> Watch:
+    watch = Watch(b"id-1", "/v1/models/tiny:predict", "v1")
+    watch.code = code
+    return watch
+
+
+@pytest.mark.parametrize("lines", [TextFormatter], indirect=True)
+def test_a_line_for_people_names_each_field(lines: Lines) -> None:
+    logging.getLogger("serve.server").info("ready", extra=told(url="http://a:1", reason='no "device" here', empty=""))
+    line = lines.found[0].partition(" ")[2]
+    assert line == r'INFO serve.server ready url=http://a:1 reason="no \"device\" here" empty=""'
+
+
+def test_a_json_line_is_one_object_with_the_same_fields(lines: Lines) -> None:
+    logging.getLogger("serve.server").warning("signal %d", 15, extra=told(pid=7, ratio=0.5))
+    line = json.loads(lines.found[0])
+    time = line.pop("time")
+    assert line == {"level": "warning", "logger": "serve.server", "message": "signal 15", "pid": 7, "ratio": 0.5}
+    assert len(time) == len("2026-01-31T12:00:00.000Z")
+
+
+def test_a_traceback_stays_within_its_json_line(lines: Lines) -> None:
+    try:
+        raise KeyError("a\nb")
+    except KeyError as error:
+        logging.getLogger("serve.app").error("request failed", exc_info=error)
+    assert "\n" not in lines.found[0]
+    assert json.loads(lines.found[0])["traceback"].endswith("KeyError: 'a\\nb'")
+
+
+@pytest.mark.parametrize("value", ["\ud800", "a\nb\x1b[31m", object()])
+def test_no_value_breaks_a_line(lines: Lines, value: Any) -> None:
+    logging.getLogger("serve").info("odd", extra=told(value=value))
+    assert len(lines.found[0].splitlines()) == 1
+    assert json.loads(lines.found[0])["message"] == "odd"
+
+
+def test_what_ends_the_service_is_a_sentence_for_people_and_a_line_for_collectors(
+    lines: Lines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fatal(ValueError("port 1: in use"), "text")
+    assert capsys.readouterr().err == "error: port 1: in use\n"
+    fatal(ValueError("port 1: in use"), "json")
+    assert json.loads(lines.found[0])["message"] == "error: port 1: in use"
+
+
+@pytest.mark.parametrize(("share", "told_of"), [(0.0, 0), (1.0, 10)])
+def test_a_share_of_the_requests_gets_a_line(lines: Lines, share: float, told_of: int) -> None:
+    access = AccessLog(share)
+    for _ in range(10):
+        access.ended(_watch(200))
+    assert len(lines.found) == told_of
+
+
+def test_a_failure_gets_a_line_whatever_the_share(lines: Lines) -> None:
+    AccessLog().ended(_watch(500))
+    line = json.loads(lines.found[0])
+    assert (line["message"], line["request_id"], line["code"], line["protocol"]) == ("request", "id-1", 500, "v1")
+    assert line["path"] == "/v1/models/tiny:predict"
+    assert line["milliseconds"] >= 0
+
+
+def test_a_flood_of_refusals_does_not_flood_the_log_but_is_counted(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access, now = AccessLog(), 100.0
+    monkeypatch.setattr("serve.logs.time.monotonic", lambda: now)
+    watches = [_watch(503) for _ in range(1000)]
+    for watch in watches:
+        access.ended(watch)
+    assert 1 < len(lines.found) < 50
+    told_of, now = len(lines.found), 101.5
+    access.ended(_watch(503))
+    assert json.loads(lines.found[told_of])["left_out"] == 1000 - told_of
+
+
+@pytest.mark.parametrize(
+    ("code", "is_failure"),
+    [(200, False), (404, False), (500, True), (503, True), ("OK", False), ("aborted", False), ("INTERNAL", True)],
+)
+def test_what_counts_as_a_failure(code: int | str, is_failure: bool) -> None:
+    assert failed(code) is is_failure

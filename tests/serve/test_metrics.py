@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve.logs import AccessLog
+from serve.metrics import SECONDS, Histogram, Metrics, Series
+from serve.observer import Observer
+from serve.watch import Watch
+
+
+LABELS = ("model", "version", "protocol", "code", "reason", "phase", "digest", "verdict", "provider")
+
+
+@dataclass
+class Loaded:
+    """What the metrics ask of a version."""
+
+    name: str
+    version: str
+    series: Series = field(default_factory=Series)
+
+    def __post_init__(self) -> None:
+        self.bundle = SimpleNamespace(digest=f"digest-{self.version}", manifest=SimpleNamespace(verdict="pass"))
+        self.predictor = SimpleNamespace(session=SimpleNamespace(provider="CPUExecutionProvider", fallback=""))
+        self.batcher = SimpleNamespace(waiting=3)
+
+
+def _values(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Each sample by its name and its labels' values, in the order of LABELS."""
+    text = metrics.text("")[0].decode()
+    return {
+        (sample.name, *(sample.labels[one] for one in LABELS if one in sample.labels)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def _ended(observer: Observer, served: Any, code: int | str, protocol: str = "v2") -> None:
+    watch = observer.begin(None, "/")
+    observer.asked(watch, protocol)
+    watch.served, watch.code = served, code
+    observer.ended(watch)
+
+
+@pytest.fixture
+def loaded() -> list[tuple[Any, bool]]:
+    return [(Loaded("tiny", "1"), False), (Loaded("tiny", "2"), True), (Loaded("other", "1"), True)]
+
+
+@pytest.fixture
+def observer(loaded: list[tuple[Any, bool]]) -> Observer:
+    return Observer(Metrics(lambda: loaded), AccessLog())
+
+
+def test_requests_are_counted_by_model_version_protocol_and_code(
+    observer: Observer, loaded: list[tuple[Any, bool]]
+) -> None:
+    for served, code, protocol in ((0, 200, "v1"), (0, 200, "v1"), (1, 200, "v2"), (2, "OK", "grpc")):
+        _ended(observer, loaded[served][0], code, protocol)
+    _ended(observer, None, 404)
+    found = {key[1:]: value for key, value in _values(observer.metrics).items() if key[0] == "pipe_requests_total"}
+    assert found == {
+        ("tiny", "1", "v1", "200"): 2,
+        ("tiny", "2", "v2", "200"): 1,
+        ("other", "1", "grpc", "OK"): 1,
+        ("", "", "v2", "404"): 1,
+    }
+
+
+def test_a_version_that_is_unloaded_takes_its_series_with_it(
+    observer: Observer, loaded: list[tuple[Any, bool]]
+) -> None:
+    for served, _ in loaded:
+        _ended(observer, served, 200)
+    gone, _ = loaded.pop(0)
+    _ended(observer, gone, 200)  # it was in flight when its version went
+    left = {key[1:3] for key in _values(observer.metrics) if key[0].startswith(("pipe_requests_total", "pipe_bundle"))}
+    assert left == {("tiny", "2"), ("other", "1")}
+
+
+def test_the_version_that_answers_by_default_its_bundle_provider_and_queue_are_told(observer: Observer) -> None:
+    found = _values(observer.metrics)
+    assert (found["pipe_version_current", "tiny", "1"], found["pipe_version_current", "tiny", "2"]) == (0, 1)
+    assert found["pipe_bundle_info", "tiny", "2", "digest-2", "pass", "CPUExecutionProvider"] == 1
+    assert found["pipe_provider_fell_back", "tiny", "2"] == 0
+    assert found["pipe_queue_length", "tiny", "2"] == 3
+
+
+def test_what_is_in_flight_goes_up_and_down(observer: Observer) -> None:
+    watch = observer.begin(None, "/")
+    observer.asked(watch, "v1")
+    assert _values(observer.metrics)["pipe_requests_in_flight",] == 1
+    observer.ended(watch)
+    assert _values(observer.metrics)["pipe_requests_in_flight",] == 0
+
+
+def test_a_request_that_is_no_prediction_is_not_counted(observer: Observer) -> None:
+    observer.ended(observer.begin(None, "/metrics"))
+    assert not [key for key in _values(observer.metrics) if key[0] == "pipe_requests_total"]
+
+
+def test_refusals_are_counted_by_reason(observer: Observer, loaded: list[tuple[Any, bool]]) -> None:
+    watch = observer.begin(None, "/")
+    watch.served = loaded[1][0]
+    observer.refused(watch, "busy")
+    assert _values(observer.metrics)["pipe_rejected_total", "tiny", "2", "busy"] == 1
+
+
+def test_phases_are_told_apart(observer: Observer, loaded: list[tuple[Any, bool]]) -> None:
+    watch = Watch()
+    watch.reading, watch.read, watch.taken = 1.0, 1.2, 1.5
+    watch.ran = 2.4
+    loaded[1][0].series.answered(watch)
+    found = _values(observer.metrics)
+    sums = [found["pipe_phase_seconds_sum", "tiny", "2", phase] for phase in ("read", "wait", "run")]
+    assert sums == pytest.approx([0.2, 0.3, 0.9])
+    assert found["pipe_phase_seconds_count", "tiny", "2", "write"] == 1
+
+
+def test_a_histogram_counts_what_is_at_most_each_bound() -> None:
+    histogram = Histogram((1, 2, 4))
+    for value in (1, 1.5, 2, 5):
+        histogram.observe(value)
+    assert histogram.buckets() == [("1.0", 1), ("2.0", 3), ("4.0", 3), ("+Inf", 4)]
+    assert (histogram.count, histogram.total) == (4, 9.5)
+
+
+def test_batches_from_several_threads_are_all_counted() -> None:
+    series = Series()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: series.batch(2, 8, 0.001), range(8000)))
+    assert (series.batch_requests.count, series.batch_rows.total) == (8000, 64_000)
+
+
+def test_both_formats_of_prometheus_are_spoken(observer: Observer) -> None:
+    assert observer.metrics.text("")[1].startswith("text/plain; version=")
+    body, content_type = observer.metrics.text("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    assert body.endswith(b"# EOF\n")
+
+
+def test_watching_costs_less_than_ten_microseconds_a_request(
+    observer: Observer, loaded: list[tuple[Any, bool]]
+) -> None:
+    served, count = loaded[1][0], 2000
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            watch = observer.begin(None, "/v2/models/tiny/infer")
+            observer.asked(watch, "v2")
+            watch.served, watch.code = served, 200
+            watch.reading = watch.read = watch.taken = watch.ran = watch.began
+            served.series.answered(watch)
+            served.series.batch(1, 1, 0.001)
+            observer.ended(watch)
+        return (time.perf_counter() - began) / count
+
+    assert min(seconds() for _ in range(20)) < 10e-6
+    assert served.series.seconds["v2"].bounds == SECONDS
