@@ -95,6 +95,7 @@ def _start(run: Run, bundle: Bundle, old: Live | None) -> tuple[Live, int]:
         _say(f"port {config.port} is taken; using {port}")
     standby, log = any_port(), run.path / "logs" / "service.log"
     address = ["--host", config.host, "--port", str(port), "--grpc-port", str(grpc_port), "--standby", str(standby)]
+    address += ["--log-format", "text"]  # a file that people read
     process = spawn(["-m", "serve", str(run.bundle_path.resolve()), *address], log, service_environment())
     started = process_started(process.pid)
     try:

@@ -14,7 +14,6 @@ from serve.metrics import SECONDS, Histogram, Metrics, Series
 from serve.observer import Observer
 from serve.watch import Watch
 
-
 LABELS = ("model", "version", "protocol", "code", "reason", "phase", "digest", "verdict", "provider")
 
 
