@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pipeline.spec.bundle import open_bundle
 from pipeline.spec.errors import PipelineError
+from serve.door import Door
 from serve.logs import configure, fatal, told
 from serve.options import Options, parse
 from serve.predictor import Predictor
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 def serve(options: Options) -> None:
     """Ports first, so that one in use is said at once; listening last, so that nothing unproven answers."""
+    door = Door.of(options)
     share = options.standby is not None  # on stand-by the public port may be our predecessor's
     public = reserve(options.public, share=share)
     standby = None if options.standby is None else reserve(options.standby, share=False)
@@ -46,7 +48,7 @@ def serve(options: Options) -> None:
     verify(bundle, predictor)
     from serve.server import Service  # here, not above: kserve reads sys.argv and takes a second to import
 
-    service = Service(bundle, predictor, options, public, standby)
+    service = Service(bundle, predictor, options, public, standby, door)
     service.start([service.model])
 
 

@@ -13,11 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from serve import openapi, v1, v2
 from serve.body import Gone, linger, read
+from serve.keys import Keys
 from serve.logs import told
 from serve.model import OnnxPlane
 from serve.observer import Observer
 from serve.refusal import Headers, Refusal, TooLarge, Unreadable, refusal_of
-from serve.routes import Route, find
+from serve.routes import Route, find, is_open
 from serve.watch import Watch
 
 INTERNAL = "internal error; the server's log has the details"
@@ -51,7 +52,10 @@ class Asked:
 class App:
     """An ASGI application: nothing between the server and the endpoints but what every request needs."""
 
-    def __init__(self, plane: OnnxPlane, observer: Observer, max_body_bytes: int, version: str) -> None:
+    def __init__(
+        self, plane: OnnxPlane, observer: Observer, max_body_bytes: int, version: str, keys: Keys | None = None
+    ) -> None:
+        self.keys = keys
         self.plane, self.observer, self.max_body_bytes, self.version = plane, observer, max_body_bytes, version
         self._ends: dict[str, Callable[[Asked], Awaitable[Answer]]] = {
             "root": self._root,
@@ -82,6 +86,8 @@ class App:
 
     async def _exchange(self, asked: Asked, send: Send) -> None:
         try:
+            if self.keys is not None and not is_open(asked.scope["path"], asked.scope["method"]):
+                self.keys.admit(asked.headers)
             route = asked.route = find(asked.scope["path"], asked.scope["method"])
             if (protocol := _PROTOCOLS.get(route.kind)) is not None:
                 self.observer.asked(asked.watch, protocol)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,8 +21,14 @@ _LINGER_SECONDS = 0.3
 
 class Listener(uvicorn.Server):
     def __init__(
-        self, app: ASGIApp, sock: socket.socket, headers: Sequence[tuple[str, str]], grace_seconds: int
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        headers: Sequence[tuple[str, str]],
+        grace_seconds: int,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        secure: dict[str, Any] = {} if tls is None else {"ssl_context_factory": lambda *_: tls}
         super().__init__(
             uvicorn.Config(
                 app,
@@ -33,6 +41,7 @@ class Listener(uvicorn.Server):
                 headers=list(headers),
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=grace_seconds,
+                **secure,
             )
         )
         self.socket = sock

@@ -12,6 +12,7 @@ from pipeline.spec.errors import ConfigError
 from serve.logs import Format
 from serve.session import Provider
 from serve.sockets import Address
+from serve.tls import Pair
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Options:
     threads: int | None
     log_format: Format
     log_requests: float  # share of the requests that get a line each
+    api_keys: Path | None
+    tls: Pair | None
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -39,6 +42,8 @@ def parse(argv: Sequence[str]) -> Options:
         threads=given.threads,
         log_format=given.log_format or ("text" if sys.stderr.isatty() else "json"),
         log_requests=given.log_requests,
+        api_keys=given.api_keys and given.api_keys.absolute(),
+        tls=_pair(given.tls_certificate, given.tls_key),
     )
     ports = [address.port for address in (options.public, options.grpc, options.standby) if address]
     if len(set(ports)) < len(ports):
@@ -63,8 +68,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="listen on this local port alone until SIGUSR1, then take over the public one",
     )
+    _add_door(parser)
     _add_logging(parser)
     return parser
+
+
+def _add_door(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--api-keys", type=Path, metavar="FILE", help="one key a line: who has none is answered 401")
+    parser.add_argument(
+        "--tls-certificate", type=Path, metavar="FILE", help="PEM; with --tls-key HTTP and gRPC use TLS"
+    )
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM; the certificate's private key")
+
+
+def _pair(certificate: Path | None, key: Path | None) -> Pair | None:
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("--tls-certificate and --tls-key go together; give both or neither")
+    return Pair(certificate.absolute(), key.absolute())
 
 
 def _add_logging(parser: argparse.ArgumentParser) -> None:

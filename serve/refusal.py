@@ -24,6 +24,17 @@ class Unknown(Refusal):
     status, code, reason = HTTPStatus.NOT_FOUND, "NOT_FOUND", "unknown"
 
 
+class Unauthorized(Refusal):
+    """No API key, or none that is known."""
+
+    status, code, reason = HTTPStatus.UNAUTHORIZED, "UNAUTHENTICATED", "unauthorized"
+
+    def __init__(self, text: str, *, browser: bool = False) -> None:
+        super().__init__(text)
+        scheme = b"Basic" if browser else b"Bearer"  # a browser then asks the person before it
+        self.headers = ((b"www-authenticate", scheme + b' realm="pipe", charset="UTF-8"'),)
+
+
 class WrongMethod(Refusal):
     status, code, reason = HTTPStatus.METHOD_NOT_ALLOWED, "UNIMPLEMENTED", "method"
 

@@ -6,7 +6,7 @@ import functools
 import re
 from dataclasses import dataclass
 
-from serve.refusal import Unknown, WrongMethod
+from serve.refusal import Refusal, Unknown, WrongMethod
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _LOOK = ("GET", "HEAD")
@@ -40,6 +40,7 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "infer": ("/v2/models/{model_name}/infer", _ASK),
 }
 VERSIONED = ("v1_model", "predict", "model", "model_ready", "infer")
+_PROBED = frozenset({"live", "ready", "model_ready"})
 
 
 def _pattern(path: str) -> re.Pattern[str]:
@@ -62,6 +63,14 @@ def find(path: str, method: str) -> Route:
     if method not in route.methods:
         raise WrongMethod(f"{method[:16]} {path[:200]}: only {' and '.join(route.methods)}", ", ".join(route.methods))
     return route
+
+
+def is_open(path: str, method: str) -> bool:
+    """Whether a probe asks it, which has no key."""
+    try:
+        return find(path, method).kind in _PROBED
+    except Refusal:  # who may not ask does not learn what there is
+        return False
 
 
 def _named(path: str) -> Route | None:

@@ -176,11 +176,11 @@ def _bytes(value: str | bytes | None) -> bytes:
     return value.encode() if isinstance(value, str) else value or b""
 
 
-def build(servicer: Servicer, max_body_bytes: int) -> Any:
-    """A gRPC server without a port."""
+def build(servicer: Servicer, max_body_bytes: int, before: Sequence[Any] = ()) -> Any:
+    """A gRPC server without a port; `before` are interceptors that every call passes first."""
     server = aio.server(
         ThreadPoolExecutor(1),  # grpc wants one for handlers that are not coroutines; we have none
-        interceptors=(Refusals(),),
+        interceptors=(*before, Refusals()),
         options=[
             ("grpc.max_receive_message_length", max_body_bytes + _OVERHEAD_BYTES),
             ("grpc.max_send_message_length", -1),

@@ -17,6 +17,7 @@ from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ResourceError
 from serve import rpc
 from serve.app import App
+from serve.door import Door
 from serve.listener import Listener
 from serve.logs import AccessLog, told
 from serve.metrics import Metrics
@@ -24,7 +25,9 @@ from serve.model import OnnxModel, OnnxPlane, Served
 from serve.observer import Observer
 from serve.options import Options
 from serve.predictor import Predictor
+from serve.renewal import keep
 from serve.sockets import Address, prefer
+from serve.tls import Tls
 
 _GRACE_SECONDS = 25  # under the 30 that Kubernetes waits before it kills
 
@@ -41,6 +44,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         options: Options,
         public: socket.socket,
         standby: socket.socket | None,
+        door: Door,
     ) -> None:
         """The sockets are bound already and not listening yet."""
         super().__init__(
@@ -58,7 +62,10 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self.model.switch("1")
         self.dataplane = OnnxPlane(self.registered_models)
         self.observer = Observer(Metrics(self.dataplane.loaded), AccessLog(options.log_requests))
-        self._app = App(self.dataplane, self.observer, bundle.signature.limits.max_body_bytes, bundle.digest[:12])
+        self.door = door
+        self._app = App(
+            self.dataplane, self.observer, bundle.signature.limits.max_body_bytes, bundle.digest[:12], door.keys
+        )
         self._public, self._standby = public, standby
         self.headers = [("x-served-by", str(os.getpid()))]
         self._public_wanted, self._stop_wanted = asyncio.Event(), asyncio.Event()
@@ -73,8 +80,9 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
 
     async def _serve(self) -> None:
         self.register_signal_handler()
+        renewal = asyncio.create_task(keep(self.door.renewed()))
         if self._standby is not None:
-            await self._listen(self._standby)
+            await self._listen(self._standby, None)  # on this machine alone, for a moment
             url = "http://{}:{}".format(*self._standby.getsockname()[:2])
             log.info("standby", extra=told(url=url, **self._identity()))
             await self._first(self._public_wanted, self._stop_wanted)
@@ -84,18 +92,20 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
             await self._go_public(take_over=self._standby is not None)
         await self._stop_wanted.wait()
         await self._drain()
+        renewal.cancel()
 
     async def _go_public(self, *, take_over: bool) -> None:
         if self.options.grpc is not None:
             self._grpc_server = await self._start_grpc(self.options.grpc)
-        await self._listen(self._public)
+        await self._listen(self._public, self.door.tls)
         if take_over:
             prefer(self._public)
-        where = {"url": self.options.public.url, "grpc": str(self.options.grpc or "off")}
+        where = {"url": f"{self.door.scheme}://{self.options.public}", "grpc": str(self.options.grpc or "off")}
         log.info("ready", extra=told(**where, **self._identity()))
 
-    async def _listen(self, sock: socket.socket) -> None:
-        listener = Listener(self._app, sock, self.headers, self.grace_period)
+    async def _listen(self, sock: socket.socket, tls: Tls | None) -> None:
+        context = None if tls is None else tls.context
+        listener = Listener(self._app, sock, [*self.headers, *self.door.headers], self.grace_period, context)
         task = asyncio.create_task(listener.run_until_stopped())
         self._running.add(task)
         await self._first(listener.listening, task)
@@ -105,10 +115,12 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
 
     async def _start_grpc(self, address: Address) -> Any:
         server = rpc.build(
-            rpc.Servicer(self.dataplane, self.observer, self.headers), self.bundle.signature.limits.max_body_bytes
+            rpc.Servicer(self.dataplane, self.observer, self.headers),
+            self.bundle.signature.limits.max_body_bytes,
+            self.door.interceptors,
         )
         try:
-            server.add_insecure_port(str(address))
+            self.door.listen(server, str(address))
         except RuntimeError as error:
             raise ResourceError(f"gRPC port {address}: cannot listen; name another with --grpc-port") from error
         await server.start()

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from pipeline.spec.errors import ConfigError
+from serve.keys import Keys, parse, presented
+from serve.refusal import Unauthorized
+
+FIRST, SECOND = "first-key-0123456789", "second-key-0123456789"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    hashed = hashlib.sha256(SECOND.encode()).hexdigest()
+    path.write_text(f"# of the tests\n{FIRST}\n\nsha256:{hashed}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {b"x-api-key": FIRST.encode()},
+        {b"authorization": b"Bearer " + FIRST.encode()},
+        {b"authorization": b"bearer  " + SECOND.encode()},
+        {b"authorization": b"Basic " + base64.b64encode(b"anybody:" + SECOND.encode())},
+    ],
+)
+def test_a_known_key_is_admitted_however_it_is_sent(file: Path, headers: dict[bytes, bytes]) -> None:
+    Keys(file).admit(headers)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {b"x-api-key": b""},
+        {b"x-api-key": FIRST.encode() + b"x"},
+        {b"x-api-key": FIRST.encode()[:-1]},
+        {b"x-api-key": b"\xff\xfe"},
+        {b"x-api-key": b"sha256:" + hashlib.sha256(SECOND.encode()).hexdigest().encode()},
+        {b"x-api-key": hashlib.sha256(SECOND.encode()).hexdigest().encode()},
+        {b"x-api-key": b"wrong", b"authorization": b"Bearer " + FIRST.encode()},
+        {b"authorization": FIRST.encode()},
+        {b"authorization": b"Basic ***"},
+        {b"authorization": b"Digest " + FIRST.encode()},
+    ],
+)
+def test_anything_else_is_not(file: Path, headers: dict[bytes, bytes]) -> None:
+    with pytest.raises(Unauthorized) as caught:
+        Keys(file).admit(headers)
+    assert caught.value.headers[0] == (b"www-authenticate", b'Bearer realm="pipe", charset="UTF-8"')
+    assert FIRST not in str(caught.value)
+
+
+def test_a_browser_is_told_to_ask_the_person_before_it(file: Path) -> None:
+    with pytest.raises(Unauthorized) as caught:
+        Keys(file).admit({b"accept": b"text/html,*/*;q=0.8"})
+    assert caught.value.headers[0][1].startswith(b"Basic ")
+
+
+def test_no_key_is_kept_in_clear(file: Path) -> None:
+    keys = Keys(file)
+    assert FIRST not in repr(vars(keys))
+    assert all(len(one) == 32 for one in parse(file))
+
+
+def test_a_changed_file_is_read_anew_and_a_wrong_one_changes_nothing(file: Path) -> None:
+    keys = Keys(file)
+    file.write_text("third-key-0123456789\n")
+    keys.reload()
+    keys.admit({b"x-api-key": b"third-key-0123456789"})
+    with pytest.raises(Unauthorized):
+        keys.admit({b"x-api-key": FIRST.encode()})
+    file.write_text("")
+    with pytest.raises(ConfigError):
+        keys.reload()
+    keys.admit({b"x-api-key": b"third-key-0123456789"})
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "holds no key, so nobody could ask"),
+        ("# nothing\n\n", "holds no key"),
+        ("short\n", "line 1: no key; write 16 to 256 characters"),
+        (f"{FIRST}\nwith a space in between\n", "line 2: no key"),
+        ("sha256:abc0123456789\n", "line 1: no key"),
+        ("clé-0123456789012345\n", "line 1: no key"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_without_telling_what_it_holds(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        parse(path)
+    assert not any(line and line in str(caught.value) for line in text.splitlines())
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent: cannot be read: No such file"):
+        parse(tmp_path / "absent")
+
+
+def test_the_password_may_hold_a_colon() -> None:
+    assert presented({b"authorization": b"Basic " + base64.b64encode(b":a:b")}) == b"a:b"

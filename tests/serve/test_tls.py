@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.spec.errors import ConfigError
+from serve.tls import Pair, Tls
+
+Certify = Callable[[str], Pair]
+
+
+def test_a_key_of_another_certificate_is_refused(certify: Certify) -> None:
+    first, second = certify("first"), certify("second")
+    with pytest.raises(ConfigError, match=r"serve.tls_certificate .*first.*: cannot be used: .*(?i:mismatch)"):
+        Tls(Pair(first.certificate, second.key))
+
+
+def test_a_file_that_is_not_there_is_named(certify: Certify) -> None:
+    with pytest.raises(ConfigError, match=r"absent: cannot be used: .*No such file"):
+        Tls(Pair(certify("first").certificate, Path("absent")))
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(certify: Certify, encrypt: Certify) -> None:
+    with pytest.raises(ConfigError, match="the key has a password"):
+        Tls(encrypt("locked"))
+
+
+def test_half_a_replacement_changes_nothing(certify: Certify) -> None:
+    pair, other = certify("first"), certify("second")
+    tls = Tls(pair)
+    whole = pair.certificate.read_bytes()
+    pair.certificate.write_bytes(other.certificate.read_bytes())
+    with pytest.raises(ConfigError):
+        tls.reload()
+    pair.certificate.write_bytes(whole)
+    tls.reload()
+
+
+def test_what_is_no_longer_safe_is_not_spoken(certify: Certify) -> None:
+    assert Tls(certify("first")).context.minimum_version >= ssl.TLSVersion.TLSv1_2
