@@ -26,7 +26,6 @@ from pipeline.spec.digest import digest_file
 from pipeline.spec.files import write_json
 from pipeline.spec.golden import Golden
 from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
-from serve.tls import Pair
 
 ROOT = Path(__file__).resolve().parents[2]
 TOO_BRIGHT = 100  # a value from which on the model itself fails
@@ -289,25 +288,3 @@ def module_launcher() -> Iterator[Launcher]:
     """For services that the tests of a module share."""
     with contextlib.closing(Launcher()) as launcher:
         yield launcher
-
-
-@pytest.fixture(scope="session")
-def certify(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """A certificate that is its own authority, for this name and this machine."""
-
-    def make(name: str, *more: str) -> Pair:
-        folder = tmp_path_factory.mktemp(name)
-        pair = Pair(folder / "tls.crt", folder / "tls.key")
-        argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
-        argv += ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name},IP:127.0.0.1"]
-        argv += ["-keyout", str(pair.key), "-out", str(pair.certificate), *(more or ["-nodes"])]
-        subprocess.run(argv, check=True, capture_output=True)
-        return pair
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def encrypt(certify: Callable[..., Pair]) -> Callable[[str], Pair]:
-    """As `certify`, with a password on the key."""
-    return lambda name: certify(name, "-passout", "pass:secret")

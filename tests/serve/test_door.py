@@ -6,7 +6,6 @@ import http.client
 import json
 import ssl
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 from pipeline.service import request
 from serve.tls import Pair
 
+from . import certificates
 from .conftest import Launcher, Running
 
 KEY, LATER = "a-key-of-the-tests-1", "a-key-of-the-tests-2"
@@ -45,10 +45,9 @@ class Closed:
 
 
 @pytest.fixture(scope="module")
-def closed(
-    bundle_path: Path, module_launcher: Launcher, certify: Callable[[str], Pair], tmp_path_factory: Any
-) -> Closed:
-    pair, keys = certify("localhost"), tmp_path_factory.mktemp("keys") / "keys"
+def closed(bundle_path: Path, module_launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Closed:
+    folder = tmp_path_factory.mktemp("door")
+    pair, keys = certificates.make(folder, "localhost"), folder / "keys"
     keys.write_text(KEY + "\n")
     options = ["--api-keys", str(keys), "--tls-certificate", str(pair.certificate), "--tls-key", str(pair.key)]
     return Closed(module_launcher(bundle_path, options=options), pair, keys)
@@ -127,10 +126,8 @@ def test_grpc_without_tls_is_not_spoken(closed: Closed) -> None:
 
 
 @pytest.mark.long  # the files are looked at every five seconds
-def test_new_keys_and_a_new_certificate_are_taken_up_without_a_restart(
-    closed: Closed, certify: Callable[[str], Pair]
-) -> None:
-    successor = certify("localhost")
+def test_new_keys_and_a_new_certificate_are_taken_up_without_a_restart(closed: Closed, tmp_path: Path) -> None:
+    successor = certificates.make(tmp_path, "localhost")
     closed.keys.write_text(LATER + "\n")
     closed.pair.key.write_bytes(successor.key.read_bytes())
     closed.pair.certificate.write_bytes(successor.certificate.read_bytes())

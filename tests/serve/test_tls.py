@@ -9,7 +9,18 @@ import pytest
 from pipeline.spec.errors import ConfigError
 from serve.tls import Pair, Tls
 
+from . import certificates
+
 Certify = Callable[[str], Pair]
+
+
+@pytest.fixture
+def certify(tmp_path: Path) -> Certify:
+    def make(name: str) -> Pair:
+        (tmp_path / name).mkdir()
+        return certificates.make(tmp_path / name, name)
+
+    return make
 
 
 def test_a_key_of_another_certificate_is_refused(certify: Certify) -> None:
@@ -23,9 +34,9 @@ def test_a_file_that_is_not_there_is_named(certify: Certify) -> None:
         Tls(Pair(certify("first").certificate, Path("absent")))
 
 
-def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(certify: Certify, encrypt: Certify) -> None:
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the key has a password"):
-        Tls(encrypt("locked"))
+        Tls(certificates.make(tmp_path, "locked", "-passout", "pass:secret"))
 
 
 def test_half_a_replacement_changes_nothing(certify: Certify) -> None:
