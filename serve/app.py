@@ -12,7 +12,9 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from serve import openapi, v1, v2
-from serve.body import Gone, linger, read
+from serve.batcher import stays
+from serve.body import linger, read
+from serve.deadline import of_header
 from serve.keys import Keys
 from serve.logs import told
 from serve.model import OnnxPlane
@@ -92,8 +94,6 @@ class App:
             if (protocol := _PROTOCOLS.get(route.kind)) is not None:
                 self.observer.asked(asked.watch, protocol)
             answer = await self._ends[route.kind](asked)
-        except Gone:
-            return
         except Exception as error:
             answer = self._failed(asked, error)
             if isinstance(error, TooLarge):
@@ -127,16 +127,22 @@ class App:
     async def _predict(self, asked: Asked) -> Answer:
         check_content(asked.headers, "application/json")
         served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
+        timeout_seconds = of_header(asked.headers)
+        served.admit(timeout_seconds)
         body = await read(asked.headers, asked.receive, self.max_body_bytes)
-        return Answer(await served.answer(v1.Call(body), watch=asked.watch))
+        left = asked.scope.get("left", stays)
+        return Answer(await served.answer(v1.Call(body), timeout_seconds, left, asked.watch))
 
     async def _infer(self, asked: Asked) -> Answer:
         length = asked.headers.get(v2.LENGTH_HEADER.encode())
         check_content(asked.headers, "application/json", *([] if length is None else ["application/octet-stream"]))
         served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
+        timeout_seconds = of_header(asked.headers)
+        served.admit(timeout_seconds)
         body = await read(asked.headers, asked.receive, self.max_body_bytes)
         text = None if length is None else length.decode("latin-1")
-        answer = await served.answer(v2.Call(served.name, body, text, served.version), watch=asked.watch)
+        call = v2.Call(served.name, body, text, served.version)
+        answer = await served.answer(call, timeout_seconds, asked.scope.get("left", stays), asked.watch)
         if answer.json_bytes is None:
             return Answer(answer.body)
         said = (v2.LENGTH_HEADER.encode(), b"%d" % answer.json_bytes)

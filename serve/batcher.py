@@ -1,4 +1,4 @@
-"""Requests that wait at the same moment run as one batch: merged along the first axis, split back exactly."""
+"""Requests that wait at the same moment run as one batch, in the order they came; who waits in vain hears so."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from serve.refusal import Busy, Expired
+from serve.merging import Array, Arrays, Item, Key, key_of, merge, rows_of, size_of, split
+from serve.pace import Pace
+from serve.refusal import Busy, Expired, Gone
 from serve.watch import Watch
 
-Array = np.ndarray[Any, Any]
-Arrays = Mapping[str, Array]
 Run = Callable[[Arrays, Sequence[str]], dict[str, Array]]
-Key = tuple[Any, ...]
 
-_QUICK_SECONDS = 300e-6  # a run below it costs less on the event loop than the way to a thread and back
+_CAUTION = 1.25  # an estimate that is a little low must not let in what then comes too late
+_SWEEP_SECONDS = 0.02  # between two looks at a full queue for room that those who left have made
+_TICK_SECONDS = 1e-3  # the loop's timers may be early by less than it
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,12 @@ class Rules:
     parallel: int = 1
 
 
-@dataclass(slots=True, eq=False)
-class Item:
-    arrays: Arrays
-    wanted: tuple[str, ...]
-    rows: int
-    key: Key
-    deadline: float
-    gone: Callable[[], bool]
-    answer: asyncio.Future[dict[str, Array]]
-    since: float
-    watch: Watch
+@dataclass(slots=True)
+class Lane:
+    """Those that may run together, oldest first."""
+
+    items: deque[Item] = field(default_factory=deque)
+    rows: int = 0
 
 
 @dataclass(eq=False)
@@ -55,7 +49,8 @@ class Seen:
     batch: Callable[[int, int, float], None] = field(default=lambda _requests, _rows, _seconds: None)
 
 
-def _here() -> bool:
+def stays() -> bool:
+    """The client of whom nobody can tell whether it left."""
     return False
 
 
@@ -64,116 +59,155 @@ class Batcher:
 
     def __init__(self, run: Run, rules: Rules, pool: Executor, seen: Seen | None = None) -> None:
         self._run, self.rules, self._pool, self._seen = run, rules, pool, seen or Seen()
-        self._lanes: dict[Key, deque[Item]] = {}
-        self._waiting = self._running = 0
-        self._scheduled = self._merged = False
-        self._seconds: dict[int, float] = {}  # by the size of a batch, in powers of two
+        self._lanes: dict[Key, Lane] = {}
+        self._pace = Pace()
+        self._waiting = self._rows = self._running = 0
+        self._scheduled = False
+        self._paused: asyncio.TimerHandle | None = None  # the turn after a wait for company
+        self._alarm: asyncio.TimerHandle | None = None  # at the first deadline among those that wait
+        self._alarm_at = math.inf
+        self._swept = self._merged = -math.inf
+        self._ends = 0.0  # when what runs is expected to be done
 
     @property
     def waiting(self) -> int:
         return self._waiting
+
+    def admit(self, deadline: float = math.inf, others: int = 0) -> None:
+        """Refuse at once what has no room, or no hope; `others` are on their way here and not counted yet."""
+        now = time.monotonic()
+        if now >= deadline:
+            raise Expired("the deadline passed before the request could be computed")
+        waiting = self._waiting + others
+        if waiting >= self.rules.waiting:
+            if now - self._swept > _SWEEP_SECONDS:
+                self._sweep(now)
+                waiting = self._waiting + others
+            if waiting >= self.rules.waiting:
+                raise Busy(f"{waiting} requests wait already; try again in a moment", self.expected_seconds(now))
+        if deadline < math.inf and self._waiting:  # where nobody waits the estimate is not asked: so it is renewed
+            seconds = self.expected_seconds(now)
+            if now + seconds * _CAUTION > deadline:
+                raise Busy(f"the requests before it take about {seconds:.2g} s, longer than its deadline", seconds)
+
+    def expected_seconds(self, now: float) -> float:
+        """Until one that comes now would be answered."""
+        left = max(0.0, self._ends - now) if self._running else 0.0
+        ahead = self._pace.seconds(self._rows)
+        return left + (ahead + self._pace.seconds(1)) / self.rules.parallel
 
     async def outputs(
         self,
         arrays: Arrays,
         wanted: Sequence[str],
         deadline: float = math.inf,
-        gone: Callable[[], bool] = _here,
+        gone: Callable[[], bool] = stays,
         watch: Watch | None = None,
     ) -> dict[str, Array]:
         """The wanted outputs for these rows. A deadline is a time of `time.monotonic`."""
-        if self._waiting >= self.rules.waiting:
-            raise Busy(f"{self._waiting} requests wait already; try again in a moment")
-        loop, now = asyncio.get_running_loop(), time.monotonic()
-        if now >= deadline:
-            raise Expired("the deadline passed before the request could be computed")
+        self.admit(deadline)
         names = tuple(wanted)
         key, rows = key_of(arrays, names)
-        item = Item(arrays, names, rows, key, deadline, gone, loop.create_future(), now, watch or Watch())
-        self._lanes.setdefault(key, deque()).append(item)
+        answer: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
+        item = Item(arrays, names, rows, key, deadline, gone, answer, time.monotonic(), watch or Watch())
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = Lane()
+        lane.items.append(item)
+        lane.rows += rows
+        self._rows += rows
         self._waiting += 1
         self._schedule()
-        return await item.answer
+        if deadline < self._alarm_at:
+            self._arm(deadline)
+        return await answer
 
     def _schedule(self) -> None:
         """Look at what waits once all that arrived in this turn of the loop has been read."""
-        if not self._scheduled and self._waiting and self._running < self.rules.parallel:
-            self._scheduled = True
-            loop = asyncio.get_running_loop()
-            pause = self._pause() if self._merged and self.rules.delay_seconds else 0.0
+        if self._scheduled or not self._waiting or self._running >= self.rules.parallel:
+            return
+        pause = self._pause() if self.rules.delay_seconds else 0.0
+        if self._paused is not None:
             if pause:
-                loop.call_later(pause, self._turn)
-            else:
-                loop.call_soon(self._turn)
+                return
+            self._paused.cancel()
+            self._paused = None
+        if pause:
+            self._paused = asyncio.get_running_loop().call_later(pause, self._turn)
+        else:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)
 
     def _pause(self) -> float:
         """Under load wait for company; whoever is alone never waits."""
-        oldest = min(lane[0].since for lane in self._lanes.values())
-        full = any(sum(item.rows for item in lane) >= self.rules.rows for lane in self._lanes.values())
-        return 0.0 if full else max(0.0, self.rules.delay_seconds - (time.monotonic() - oldest))
+        now, delay = time.monotonic(), self.rules.delay_seconds
+        if now - self._merged > delay or not self.rules.mergeable:
+            return 0.0
+        full = any(lane.rows >= self.rules.rows for lane in self._lanes.values())
+        return 0.0 if full else max(0.0, delay - (now - self._oldest().items[0].since))
 
     def _turn(self) -> None:
         self._scheduled = False
+        self._paused = None
         if self._running >= self.rules.parallel:
             return
         if batch := self._take():
             self._start(batch)
         self._schedule()
 
+    def _oldest(self) -> Lane:
+        lanes = self._lanes.values()
+        return next(iter(lanes)) if len(lanes) == 1 else min(lanes, key=lambda lane: lane.items[0].since)
+
     def _take(self) -> list[Item]:
         """The oldest that waits, and those it can run with. Who gave up or came too late is left out."""
         batch: list[Item] = []
-        rows = 0
+        rows, now = 0, time.monotonic()
         while not batch and self._lanes:
-            key = min(self._lanes, key=lambda one: self._lanes[one][0].since)
-            lane = self._lanes[key]
-            while lane and (not batch or (self.rules.mergeable and rows + lane[0].rows <= self.rules.rows)):
-                item = lane.popleft()
+            lane = self._oldest()
+            key = lane.items[0].key
+            while lane.items and (not batch or (self.rules.mergeable and rows + lane.items[0].rows <= self.rules.rows)):
+                item = lane.items.popleft()
                 self._waiting -= 1
-                if self._wants(item):
+                self._rows -= item.rows
+                lane.rows -= item.rows
+                if not settled(item, now):
+                    item.watch.taken = now
                     batch.append(item)
                     rows += item.rows
-            if not lane:
+            if not lane.items:
                 del self._lanes[key]
         return batch
 
-    def _wants(self, item: Item) -> bool:
-        if item.answer.done():
-            return False
-        if item.gone():
-            item.answer.cancel()
-            return False
-        now = time.monotonic()
-        if now >= item.deadline:
-            item.answer.set_exception(Expired("the deadline passed while the request waited; it was not computed"))
-            return False
-        item.watch.taken = now
-        return True
-
     def _start(self, batch: list[Item]) -> None:
-        self._merged = len(batch) > 1
-        known = self._seconds.get(size_of(batch))
-        if known is not None and known < _QUICK_SECONDS:
+        if self._pace.quick(size_of(batch)):
             self._conclude(batch, self._attempt(batch))
             return
+        try:
+            work = asyncio.get_running_loop().run_in_executor(self._pool, self._attempt, batch)
+        except RuntimeError:  # the pool is shut: the service ends
+            self._conclude(batch, [Busy("the service ends; ask again")] * len(batch))
+            return
         self._running += 1
-        work = asyncio.get_running_loop().run_in_executor(self._pool, self._attempt, batch)
+        self._ends = time.monotonic() + self._pace.seconds(rows_of(batch))
         work.add_done_callback(lambda done: self._finish(batch, done))
 
     def _finish(self, batch: list[Item], done: asyncio.Future[list[Any]]) -> None:
         self._running -= 1
         if done.cancelled():  # the service ends
-            for item in batch:
-                item.answer.cancel()
-            return
-        self._conclude(batch, done.result())
+            answers: list[Any] = [Busy("the service ends; ask again")] * len(batch)
+        else:
+            answers = [error] * len(batch) if (error := done.exception()) else done.result()
+        self._conclude(batch, answers)
         self._schedule()
 
     def _conclude(self, batch: list[Item], answers: list[Any]) -> None:
+        if len(batch) > 1:
+            self._merged = time.monotonic()
         for item, answer in zip(batch, answers, strict=True):
             if item.answer.done():
                 continue
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 item.answer.set_exception(answer)
             else:
                 item.answer.set_result(answer)
@@ -183,42 +217,52 @@ class Batcher:
         began = time.perf_counter()
         try:
             found = split(self._run(merge(batch), batch[0].wanted), batch)
-        except Exception as error:  # it may be one request's fault: each is asked alone
-            return [error] if len(batch) == 1 else [one for item in batch for one in self._attempt([item])]
-        seconds, place = time.perf_counter() - began, size_of(batch)
-        self._seconds[place] = 0.8 * self._seconds.get(place, seconds) + 0.2 * seconds
-        self._seen.batch(len(batch), sum(item.rows for item in batch), seconds)
+        except Exception as error:  # it may be one request's fault: by halves, it is found and the others are answered
+            if len(batch) == 1:
+                return [error]
+            half = len(batch) // 2
+            return [*self._attempt(batch[:half]), *self._attempt(batch[half:])]
+        seconds, rows = time.perf_counter() - began, rows_of(batch)
+        self._pace.learn(size_of(batch), rows, seconds)
+        self._seen.batch(len(batch), rows, seconds)
         return found
 
+    def _arm(self, deadline: float) -> None:
+        """Who waits behind a long run hears at its deadline, not after the run."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm, self._alarm_at = None, deadline
+        if deadline < math.inf:
+            pause = max(0.0, deadline - time.monotonic()) + _TICK_SECONDS
+            self._alarm = asyncio.get_running_loop().call_later(pause, self._ring)
 
-def key_of(arrays: Arrays, wanted: tuple[str, ...]) -> tuple[Key, int]:
-    """What may run together has one key; and the rows, by the first axis."""
-    kinds = tuple((name, array.dtype.char, array.shape[1:]) for name, array in arrays.items())
-    sizes = {array.shape[0] if array.ndim else 1 for array in arrays.values()}
-    return (wanted, kinds), max(sizes, default=1)
+    def _ring(self) -> None:
+        self._alarm = None
+        self._sweep(time.monotonic())
+        waiting = (item.deadline for lane in self._lanes.values() for item in lane.items)
+        self._arm(min(waiting, default=math.inf))
+
+    def _sweep(self, now: float) -> None:
+        """Those that wait no longer, out of the queue."""
+        self._swept = now
+        self._waiting = self._rows = 0
+        for key, lane in list(self._lanes.items()):
+            lane.items = deque(item for item in lane.items if not settled(item, now))
+            lane.rows = rows_of(lane.items)
+            self._waiting += len(lane.items)
+            self._rows += lane.rows
+            if not lane.items:
+                del self._lanes[key]
 
 
-def size_of(batch: Sequence[Item]) -> int:
-    """Of the inputs, as a power of two."""
-    return sum(array.size for item in batch for array in item.arrays.values()).bit_length()
-
-
-def merge(batch: Sequence[Item]) -> Arrays:
-    if len(batch) == 1:
-        return batch[0].arrays
-    return {name: np.concatenate([item.arrays[name] for item in batch]) for name in batch[0].arrays}
-
-
-def split(outputs: Mapping[str, Array], batch: Sequence[Item]) -> list[dict[str, Array]]:
-    """Each request's own rows again."""
-    if len(batch) == 1:
-        return [dict(outputs)]
-    rows = sum(item.rows for item in batch)
-    for name, array in outputs.items():
-        if array.shape[:1] != (rows,):
-            raise ValueError(f"output {name!r} has shape {list(array.shape)} for {rows} rows")
-    found, place = [], 0
-    for item in batch:
-        found.append({name: array[place : place + item.rows] for name, array in outputs.items()})
-        place += item.rows
-    return found
+def settled(item: Item, now: float) -> bool:
+    """Whether nobody waits for it any more; whom it concerns is told."""
+    if item.answer.done():
+        return True
+    if item.gone():
+        item.answer.set_exception(Gone("the client left before its request was computed"))
+        return True
+    if now >= item.deadline:
+        item.answer.set_exception(Expired("the deadline passed while the request waited; it was not computed"))
+        return True
+    return False

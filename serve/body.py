@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Send
 
-from serve.refusal import Headers, TooLarge, Unreadable
+from serve.refusal import Gone, Headers, TooLarge, Unreadable
 
 if TYPE_CHECKING:
     from serve.app import Answer
@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 _LINGER_SECONDS = 2.0
 
 log = logging.getLogger(__name__)
-
-
-class Gone(Exception):
-    """The client hung up in the middle of its request."""
 
 
 async def read(headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
@@ -31,7 +27,7 @@ async def read(headers: dict[bytes, bytes], receive: Receive, most: int) -> byte
     chunks, size = [], 0
     while True:
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise Gone("the client hung up in the middle of its request")
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         if size > most:

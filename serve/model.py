@@ -15,7 +15,8 @@ from kserve.protocol.dataplane import DataPlane
 
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.signature import Signature, TensorSpec
-from serve.batcher import Array, Batcher, Rules, Seen
+from serve.batcher import Batcher, Rules, Seen, stays
+from serve.merging import Array
 from serve.metrics import Series
 from serve.predictor import Predictor
 from serve.refusal import Headers, Unknown
@@ -30,15 +31,16 @@ class Call(Protocol):
     @property
     def quick(self) -> bool: ...
 
+    @property
+    def timeout_seconds(self) -> float:
+        """How long the client waits, known once the call was read."""
+        ...
+
     def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
         """The arrays, checked in full, and the names of the outputs that are asked for."""
         ...
 
     def write(self, predictor: Predictor, outputs: Mapping[str, Array]) -> Any: ...
-
-
-def _stays() -> bool:
-    return False
 
 
 class Served:
@@ -50,12 +52,20 @@ class Served:
         self.series = Series()
         self.batcher = Batcher(predictor.run, rules_of(bundle.signature), pool, Seen(self.series.batch))
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
+        self._deadline_seconds = bundle.signature.limits.deadline_seconds or math.inf
+        self._reading = 0  # requests that a thread of the pool reads, or will
+
+    def admit(self, timeout_seconds: float = math.inf) -> None:
+        """Refuse what has no room or no hope before its body costs anything."""
+        if timeout_seconds == math.inf:
+            timeout_seconds = self._deadline_seconds
+        self.batcher.admit(time.monotonic() + timeout_seconds, self._reading)
 
     async def answer(
         self,
         call: Call,
-        deadline: float = math.inf,
-        gone: Callable[[], bool] = _stays,
+        timeout_seconds: float = math.inf,
+        gone: Callable[[], bool] = stays,
         watch: Watch | None = None,
     ) -> Any:
         """Read, run together with whoever asks at the same moment, write."""
@@ -65,8 +75,9 @@ class Served:
         if call.quick:
             arrays, wanted = call.read(predictor)
         else:
-            arrays, wanted = await loop.run_in_executor(self._pool, call.read, predictor)
+            arrays, wanted = await self._read(call, loop)
         watch.read = clock()
+        deadline = watch.began + self._patience(call, timeout_seconds)
         outputs = await self.batcher.outputs(arrays, wanted, deadline, gone, watch)
         watch.ran = clock()
         if call.quick:
@@ -75,6 +86,18 @@ class Served:
             answer = await loop.run_in_executor(self._pool, call.write, predictor, outputs)
         self.series.answered(watch)
         return answer
+
+    async def _read(self, call: Call, loop: asyncio.AbstractEventLoop) -> tuple[Mapping[str, Array], Sequence[str]]:
+        self._reading += 1
+        try:
+            return await loop.run_in_executor(self._pool, call.read, self.predictor)
+        finally:
+            self._reading -= 1
+
+    def _patience(self, call: Call, timeout_seconds: float) -> float:
+        """The shorter of what the client said; what the bundle says if it said nothing."""
+        said = min(timeout_seconds, call.timeout_seconds)
+        return self._deadline_seconds if said == math.inf else said
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         session = self.predictor.session

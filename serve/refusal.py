@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from http import HTTPStatus
 
 from pipeline.spec.errors import InvalidPayload
@@ -12,7 +13,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 class Refusal(Exception):
     """A sentence for the client; `code` is a name of gRPC's, `reason` a label of the metrics."""
 
-    status = HTTPStatus.BAD_REQUEST
+    status: int = HTTPStatus.BAD_REQUEST
     code = "INVALID_ARGUMENT"
     reason = "invalid"
     headers: Headers = ()
@@ -48,6 +49,28 @@ class Unreadable(Refusal):
 
     status, reason = HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "media"
 
+    def __init__(self, text: str, *headers: tuple[bytes, bytes]) -> None:
+        super().__init__(text)
+        self.headers = headers
+
+
+class TooLong(Refusal):
+    """A URL nobody needs."""
+
+    status, reason = HTTPStatus.REQUEST_URI_TOO_LONG, "head"
+
+
+class TooManyHeaders(Refusal):
+    """More headers, or longer ones, than a request needs."""
+
+    status, reason = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head"
+
+
+class TooSlow(Refusal):
+    """The request did not arrive in time."""
+
+    status, code, reason = HTTPStatus.REQUEST_TIMEOUT, "CANCELLED", "slow"
+
 
 class TooLarge(Refusal):
     status, code, reason = HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "RESOURCE_EXHAUSTED", "size"
@@ -58,13 +81,23 @@ class Busy(Refusal):
     """Nothing is wrong with the request, but there is no room for it now."""
 
     status, code, reason = HTTPStatus.SERVICE_UNAVAILABLE, "UNAVAILABLE", "busy"
-    headers = ((b"retry-after", b"1"),)
+
+    def __init__(self, text: str, seconds: float = 0.0) -> None:
+        """`seconds` until there may be room."""
+        super().__init__(text)
+        self.headers = ((b"retry-after", b"%d" % min(60, max(1, math.ceil(seconds)))),)
 
 
 class Expired(Refusal):
     """Its deadline passed before it was computed."""
 
     status, code, reason = HTTPStatus.GATEWAY_TIMEOUT, "DEADLINE_EXCEEDED", "expired"
+
+
+class Gone(Refusal):
+    """The client left: the answer is for the metrics and the log."""
+
+    status, code, reason = 499, "CANCELLED", "gone"  # the number nginx has for it
 
 
 def refusal_of(error: Exception) -> Refusal | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import NUMPY_TYPES
 from serve.app import INTERNAL
+from serve.deadline import of_call, of_parameter
 from serve.logs import told
 from serve.model import OnnxPlane
 from serve.observer import Observer
@@ -54,6 +56,13 @@ class Call:
         self._message, self._version = message, version  # pb.ModelInferRequest
         self._request = Request("", (), ())
         self.quick = message.ByteSize() < _QUICK_BYTES
+
+    @property
+    def timeout_seconds(self) -> float:
+        if "timeout" not in self._message.parameters:
+            return math.inf
+        told = self._message.parameters["timeout"]
+        return of_parameter(getattr(told, told.WhichOneof("parameter_choice") or "", None))
 
     def read(self, predictor: Predictor) -> tuple[Mapping[str, np.ndarray[Any, Any]], Sequence[str]]:
         self._request = parse(self._message)
@@ -120,7 +129,9 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
         try:
             watch.served = served = self._plane.served(request.model_name, request.model_version)
             await context.send_initial_metadata([*self._headers, *_identity(watch, served.headers)])
-            answer = await served.answer(Call(request, served.version), watch=watch)
+            timeout_seconds = of_call(context.time_remaining())
+            served.admit(timeout_seconds)
+            answer = await served.answer(Call(request, served.version), timeout_seconds, watch=watch)
             watch.code = StatusCode.OK.name
             return answer
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ class Call:
     """One prediction. Never on the event loop: a codec is user code, and nobody knows how long it takes."""
 
     quick = False
+    timeout_seconds = math.inf  # the protocol has no word for it; the header has
 
     def __init__(self, body: bytes) -> None:
         self._body = body

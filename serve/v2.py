@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 
 from pipeline.spec.errors import InvalidPayload
+from serve.deadline import of_parameter
 from serve.predictor import Predictor
 from serve.tensors import Request, Tensor, Wish, to_raw
 from serve.v1 import parse_object
@@ -37,8 +38,8 @@ class Call:
         self.quick = len(body) < _QUICK_BYTES or (length_header is not None and len(length_header) < 5)
 
     @property
-    def parameters(self) -> Parameters:
-        return self._request.parameters
+    def timeout_seconds(self) -> float:
+        return of_parameter(self._request.parameters.get("timeout", 0))
 
     def read(self, predictor: Predictor) -> tuple[Arrays, Sequence[str]]:
         self._request = parse(self._body, self._length)

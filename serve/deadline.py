@@ -1,0 +1,37 @@
+"""How long a client waits for its answer, in the three places where it can say so; in seconds, infinity if nowhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.spec.errors import InvalidPayload
+
+HEADER = b"x-request-timeout"
+
+
+def of_header(headers: Mapping[bytes, bytes]) -> float:
+    """`x-request-timeout`, in seconds."""
+    said = headers.get(HEADER)
+    if said is None:
+        return math.inf
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:  # nor is NaN
+        raise InvalidPayload(f"{HEADER.decode()}: {said[:40].decode('latin-1')!r} is no number of seconds above 0")
+    return seconds
+
+
+def of_parameter(value: Any) -> float:
+    """The parameter `timeout` of an inference request: in microseconds, as Triton has it, 0 for none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidPayload(f"parameters: timeout {str(value)[:40]!r} is no whole number of microseconds from 0 on")
+    return value / 1e6 if value else math.inf
+
+
+def of_call(remaining: float | None) -> float:
+    """What a gRPC call has left."""
+    return math.inf if remaining is None else remaining

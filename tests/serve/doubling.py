@@ -1,0 +1,71 @@
+"""A model that doubles, for tests of what is between a request and its model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from serve.batcher import Batcher, Rules
+from serve.merging import Array, Arrays
+
+MERGING = Rules(mergeable=True, rows=8, waiting=64)
+
+
+class Model:
+    """Doubles `x`, row by row. A batch waits while the gate is closed; a negative value is refused."""
+
+    def __init__(self) -> None:
+        self.batches: list[Array] = []
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.gate.set()
+        self.seconds = 0.001  # above what is run on the loop itself
+
+    def __call__(self, arrays: Arrays, wanted: Sequence[str]) -> dict[str, Array]:
+        self.batches.append(arrays["x"])
+        self.entered.set()
+        assert self.gate.wait(20)
+        if self.seconds:
+            time.sleep(self.seconds)
+        if (arrays["x"] < 0).any():
+            raise ValueError(f"negative: {arrays['x'].min()}")
+        return dict.fromkeys(wanted, arrays["x"] * 2)
+
+    @property
+    def rows(self) -> list[int]:
+        return [len(one) for one in self.batches]
+
+    async def until_entered(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.entered.wait, 20)
+        self.entered.clear()
+
+
+def rows(*values: float) -> Arrays:
+    return {"x": np.array(values, np.float32)[:, None]}
+
+
+def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+async def ask(batcher: Batcher, arrays: Arrays, *wanted: str, **said: Any) -> list[float]:
+    found = await batcher.outputs(arrays, wanted or ("y",), **said)
+    return [float(value) for array in found.values() for value in array.ravel()]
+
+
+async def behind_a_gate(model: Model, batcher: Batcher, *waiting: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+    """One request runs and cannot end; those given wait behind it."""
+    model.gate.clear()
+    first = asyncio.create_task(ask(batcher, rows(100)))
+    await model.until_entered()
+    tasks = [first, *map(asyncio.create_task, waiting)]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def together(*asked: Awaitable[list[float]]) -> list[list[float]]:
+    return [*await asyncio.gather(*asked)]

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from serve.batcher import Batcher, Rules
+from serve.refusal import Busy, Expired, Gone
+from tests.serve.doubling import MERGING, Model, ask, behind_a_gate, rows, run, together
+
+
+def test_whoever_is_cancelled_while_it_waits_is_not_computed(model: Model, pool: ThreadPoolExecutor) -> None:
+    async def body() -> None:
+        batcher = Batcher(model, MERGING, pool)
+        first, cancelled, last = await behind_a_gate(model, batcher, ask(batcher, rows(1)), ask(batcher, rows(2)))
+        cancelled.cancel()
+        model.gate.set()
+        assert [await first, await last] == [[200], [4]]
+        assert cancelled.cancelled()
+        assert [one.ravel().tolist() for one in model.batches] == [[100], [2]]
+
+    run(body)
+
+
+def test_whoever_has_left_is_not_computed(model: Model, pool: ThreadPoolExecutor) -> None:
+    async def body() -> None:
+        batcher = Batcher(model, MERGING, pool)
+        first, left, last = await behind_a_gate(
+            model, batcher, ask(batcher, rows(1), gone=lambda: True), ask(batcher, rows(2))
+        )
+        model.gate.set()
+        assert [await first, await last] == [[200], [4]]
+        with pytest.raises(Gone):
+            await left
+        assert [one.ravel().tolist() for one in model.batches] == [[100], [2]]
+
+    run(body)
+
+
+def test_a_deadline_that_passes_is_told_at_once_and_nothing_is_computed(model: Model, pool: ThreadPoolExecutor) -> None:
+    async def body() -> None:
+        batcher = Batcher(model, MERGING, pool)
+        soon = time.monotonic() + 0.02
+        first, late, patient = await behind_a_gate(
+            model, batcher, ask(batcher, rows(1), deadline=soon), ask(batcher, rows(2), deadline=soon + 100)
+        )
+        with pytest.raises(Expired):
+            await late  # the gate is still closed: nobody waited for the one that runs
+        assert batcher.waiting == 1
+        model.gate.set()
+        assert [await first, await patient] == [[200], [4]]
+        with pytest.raises(Expired):
+            await ask(batcher, rows(3), deadline=time.monotonic())
+        assert [one.ravel().tolist() for one in model.batches] == [[100], [2]]
+
+    run(body)
+
+
+def test_deadlines_are_told_in_their_order_whatever_the_order_of_arrival(
+    model: Model, pool: ThreadPoolExecutor
+) -> None:
+    async def body() -> None:
+        batcher, now = Batcher(model, MERGING, pool), time.monotonic()
+        told: list[float] = []
+
+        async def late(seconds: float) -> None:
+            with pytest.raises(Expired):
+                await ask(batcher, rows(1), deadline=now + seconds)
+            told.append(seconds)
+
+        tasks = await behind_a_gate(model, batcher, late(0.05), late(0.01), late(0.03))
+        await asyncio.gather(*tasks[1:])
+        assert told == [0.01, 0.03, 0.05]
+        model.gate.set()
+        await tasks[0]
+
+    run(body)
+
+
+def test_a_full_queue_is_told_at_once_and_has_room_again_when_somebody_leaves(
+    model: Model, pool: ThreadPoolExecutor
+) -> None:
+    async def body() -> None:
+        batcher = Batcher(model, Rules(mergeable=True, rows=8, waiting=2), pool)
+        here = {1: True, 2: True}
+        first, one, two = await behind_a_gate(
+            model,
+            batcher,
+            ask(batcher, rows(1), gone=lambda: not here[1]),
+            ask(batcher, rows(2), gone=lambda: not here[2]),
+        )
+        with pytest.raises(Busy, match="2 requests wait already") as refusal:
+            await ask(batcher, rows(3))
+        assert dict(refusal.value.headers)[b"retry-after"].isdigit()
+        here[1] = False
+        await asyncio.sleep(0.03)
+        third = asyncio.create_task(ask(batcher, rows(3)))
+        with pytest.raises(Gone):
+            await one
+        model.gate.set()
+        assert [await first, await two, await third] == [[200], [4], [6]]
+
+    run(body)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_before_it_waits(model: Model, pool: ThreadPoolExecutor) -> None:
+    async def body() -> None:
+        batcher = Batcher(model, Rules(mergeable=True, rows=1, waiting=64), pool)
+        model.seconds = 0.02
+        await ask(batcher, rows(0))
+        waiting = [asyncio.create_task(ask(batcher, rows(value))) for value in range(6)]
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        with pytest.raises(Busy, match="longer than its deadline"):
+            await ask(batcher, rows(9), deadline=began + 0.05)
+        assert time.monotonic() - began < 0.02
+        patient = asyncio.create_task(ask(batcher, rows(9), deadline=began + 10))
+        assert await together(*waiting, patient) == [[0], [2], [4], [6], [8], [10], [18]]
+
+    run(body)
+
+
+def test_an_estimate_that_was_far_too_high_refuses_nobody_for_long(model: Model, pool: ThreadPoolExecutor) -> None:
+    async def body() -> None:
+        batcher = Batcher(model, Rules(mergeable=True, rows=1), pool)
+        model.seconds = 0.2
+        await ask(batcher, rows(0))
+        model.seconds = 0.001
+        for _ in range(3):
+            assert await ask(batcher, rows(1), deadline=time.monotonic() + 0.1) == [2]
+
+    run(body)
+
+
+def test_at_twice_the_capacity_all_of_the_capacity_is_of_use(model: Model, pool: ThreadPoolExecutor) -> None:
+    """Refused at once or answered in time: next to nothing is computed in vain, and the model never idles."""
+
+    async def body() -> None:
+        model.seconds, patience = 0.004, 0.08
+        batcher = Batcher(model, Rules(mergeable=False), pool)
+        took: list[float] = []
+        refused: list[type[Exception]] = []
+
+        async def one() -> None:
+            began = time.monotonic()
+            try:
+                await ask(batcher, rows(1), deadline=began + patience)
+                took.append(time.monotonic() - began)
+            except (Busy, Expired) as error:
+                refused.append(type(error))
+
+        start = time.monotonic()
+        tasks: list[asyncio.Task[None]] = []
+        while (now := time.monotonic()) < start + 1:
+            due = int((now - start) * 2 / model.seconds) - len(tasks)
+            tasks += [asyncio.create_task(one()) for _ in range(due)]
+            await asyncio.sleep(0.002)
+        await asyncio.gather(*tasks)
+        seconds = time.monotonic() - start
+        assert refused.count(Busy) > len(tasks) / 4
+        assert refused.count(Expired) < len(tasks) / 20
+        assert len(model.batches) == len(took)
+        assert len(took) * model.seconds > 0.6 * seconds  # a sleep is longer than said; 0.9 is the bench's business
+        assert float(np.quantile(took, 0.9)) <= patience
+
+    run(body)
+
+
+def test_a_batcher_that_waits_does_nothing_meanwhile(model: Model, pool: ThreadPoolExecutor) -> None:
+    async def body() -> None:
+        batcher = Batcher(model, Rules(mergeable=True, rows=1), pool)
+        far = time.monotonic() + 100
+        tasks = await behind_a_gate(model, batcher, *(ask(batcher, rows(1), deadline=far) for _ in range(20)))
+        before = time.thread_time()
+        await asyncio.sleep(0.1)
+        assert time.thread_time() - before < 0.02
+        model.gate.set()
+        await asyncio.gather(*tasks)
+        assert batcher.waiting == 0
+
+    run(body)
+
+
+def test_requests_that_wait_when_the_threads_have_ended_are_told(model: Model) -> None:
+    async def body() -> None:
+        pool = ThreadPoolExecutor(1)
+        batcher = Batcher(model, Rules(mergeable=False), pool)
+        first, waiting = await behind_a_gate(model, batcher, ask(batcher, rows(1)))
+        pool.shutdown(wait=False, cancel_futures=True)
+        model.gate.set()
+        assert await first == [200]
+        with pytest.raises(Busy, match="the service ends"):
+            await waiting
+
+    run(body)
