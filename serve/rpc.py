@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -25,23 +24,27 @@ from serve.model import OnnxPlane
 from serve.observer import Observer
 from serve.predictor import Predictor
 from serve.refusal import Headers, refusal_of
-from serve.tensors import Request, Tensor, Wish, to_raw
+from serve.tensors import Array, Parameters, Request, Tensor, Wish, refuse_parameters, to_raw
+from serve.validate import shown
 from serve.watch import Watch
 
-_CONTENTS = {
-    "BOOL": "bool_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
+_CONTENTS: dict[str, tuple[str, Any]] = {
+    "BOOL": ("bool_contents", np.bool_),
+    "UINT8": ("uint_contents", np.uint32),
+    "UINT16": ("uint_contents", np.uint32),
+    "UINT32": ("uint_contents", np.uint32),
+    "UINT64": ("uint64_contents", np.uint64),
+    "INT8": ("int_contents", np.int32),
+    "INT16": ("int_contents", np.int32),
+    "INT32": ("int_contents", np.int32),
+    "INT64": ("int64_contents", np.int64),
+    "FP32": ("fp32_contents", np.float32),
+    "FP64": ("fp64_contents", np.float64),
+    "BYTES": ("bytes_contents", np.object_),
 }
+_RAW_ONLY = ("FP16", "BF16")  # the protocol has no typed contents for them
+_NO_LOADING = "models are loaded by who runs this service (`pipe deploy`), never by its clients"
+_PROPERTY_TAG = 6 << 3 | 2  # ModelMetadataResponse.properties, a map of texts, which kserve's descriptors lack
 _READ = ("x-request-id", "traceparent")  # of what a call carries beside its message
 _QUICK_BYTES = 256 << 10  # of a message are read in well under a millisecond
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
@@ -55,23 +58,20 @@ class Call:
     def __init__(self, message: Any, version: str) -> None:
         self._message, self._version = message, version  # pb.ModelInferRequest
         self._request = Request("", (), ())
+        self._wishes: Sequence[Wish] = ()
         self.quick = message.ByteSize() < _QUICK_BYTES
 
     @property
     def timeout_seconds(self) -> float:
-        if "timeout" not in self._message.parameters:
-            return math.inf
-        told = self._message.parameters["timeout"]
-        return of_parameter(getattr(told, told.WhichOneof("parameter_choice") or "", None))
+        return of_parameter(self._request.parameters.get("timeout", 0))
 
-    def read(self, predictor: Predictor) -> tuple[Mapping[str, np.ndarray[Any, Any]], Sequence[str]]:
+    def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
         self._request = parse(self._message)
-        arrays = self._request.arrays(predictor.signature)
-        return arrays, [wish.name for wish in self._request.wishes(predictor.signature)]
+        self._wishes = self._request.wishes(predictor.signature)
+        return self._request.arrays(predictor.signature), [wish.name for wish in self._wishes]
 
-    def write(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]]) -> Any:
-        wishes = self._request.wishes(predictor.signature)
-        return render(self._message, self._version, wishes, outputs, predictor.datatypes)
+    def write(self, predictor: Predictor, outputs: Mapping[str, Array]) -> Any:
+        return render(self._message, self._version, self._wishes, outputs, predictor.datatypes)
 
 
 def parse(message: Any) -> Request:
@@ -83,33 +83,32 @@ def parse(message: Any) -> Request:
     for index, one in enumerate(message.inputs):
         if raws and one.HasField("contents"):
             raise InvalidPayload(f"inputs: {one.name}: has contents beside raw_input_contents")
-        if any(axis < 0 for axis in one.shape):
-            raise InvalidPayload(f"inputs: {one.name}: shape {list(one.shape)} has a negative axis")
-        data = raws[index] if raws else _contents(one)
-        tensors.append(Tensor(one.name, one.datatype, list(one.shape), data))
+        _parameters(one, f"inputs: {one.name}")
+        shape = list(one.shape)
+        if shape and min(shape) < 0:
+            raise InvalidPayload(f"inputs: {one.name}: shape {shown(shape)} has a negative axis")
+        tensors.append(Tensor(one.name, one.datatype, shape, raws[index] if raws else _contents(one)))
+    for wish in message.outputs:
+        _parameters(wish, f"outputs: {wish.name}")
     outputs = [Wish(wish.name, bool(raws)) for wish in message.outputs]
-    return Request(message.id, tensors, outputs, binary=bool(raws))
+    return Request(message.id, tensors, outputs, binary=bool(raws), parameters=_parameters(message, "parameters"))
 
 
 def render(
-    message: Any,
-    version: str,
-    wishes: Sequence[Wish],
-    outputs: Mapping[str, np.ndarray[Any, Any]],
-    datatypes: Mapping[str, str],
+    message: Any, version: str, wishes: Sequence[Wish], outputs: Mapping[str, Array], datatypes: Mapping[str, str]
 ) -> Any:
     answer = pb.ModelInferResponse(model_name=message.model_name, model_version=version, id=message.id)
-    # FP16 has no typed contents, and raw and typed outputs cannot be mixed in one answer.
-    raw = any(wish.binary or datatypes[wish.name] == "FP16" for wish in wishes)
+    # Raw and typed outputs cannot be mixed in one answer.
+    raw = any(wish.binary or datatypes[wish.name] in _RAW_ONLY for wish in wishes)
     for wish in wishes:
         array, datatype = outputs[wish.name], datatypes[wish.name]
         tensor = answer.outputs.add(name=wish.name, datatype=datatype, shape=array.shape)
         if raw:
-            answer.raw_output_contents.append(to_raw(array))
+            answer.raw_output_contents.append(to_raw(array, datatype))
         else:
             values = array.ravel().tolist()
             values = [str(value).encode() for value in values] if datatype == "BYTES" else values
-            getattr(tensor.contents, _CONTENTS[datatype]).extend(values)
+            getattr(tensor.contents, _CONTENTS[datatype][0]).extend(values)
     return answer
 
 
@@ -149,8 +148,17 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
         else:
             log.error("request failed", exc_info=error, extra=told(request_id=watch.id.decode(), path=watch.path))
 
+    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+        self._plane.served(request.name, request.version)
+        return pb.ModelReadyResponse(ready=await self._plane.model_ready(request.name))
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+        found = await self._plane.model_metadata(request.name, request.version)
+        properties = found.pop("properties")
+        return with_properties(pb.ModelMetadataResponse(**found), properties)
+
     async def RepositoryModelLoad(self, request: Any, context: Any) -> None:  # noqa: N802, ARG002
-        await context.abort(StatusCode.UNIMPLEMENTED, "this server serves one bundle from its start to its end")
+        await context.abort(StatusCode.UNIMPLEMENTED, _NO_LOADING)
 
     RepositoryModelUnload = RepositoryModelLoad
 
@@ -201,15 +209,47 @@ def build(servicer: Servicer, max_body_bytes: int, before: Sequence[Any] = ()) -
     return server
 
 
-def _contents(one: Any) -> list[Any]:
+def _contents(one: Any) -> Array | list[str]:
+    """The values where the datatype has them; elsewhere they would be overlooked."""
     if one.datatype not in NUMPY_TYPES:
-        raise InvalidPayload(f"inputs: {one.name}: unknown datatype {one.datatype!r}")
-    if one.datatype == "FP16":
-        raise InvalidPayload(f"inputs: {one.name}: FP16 travels in raw_input_contents only")
-    values = list(getattr(one.contents, _CONTENTS[one.datatype]))
+        raise InvalidPayload(f"inputs: {one.name}: unknown datatype {one.datatype[:40]!r}")
+    if one.datatype in _RAW_ONLY:
+        raise InvalidPayload(f"inputs: {one.name}: {one.datatype} travels in raw_input_contents only")
+    place, kind = _CONTENTS[one.datatype]
+    for used, _ in one.contents.ListFields():
+        if used.name != place:
+            raise InvalidPayload(f"inputs: {one.name}: {one.datatype} travels in {place}, not in {used.name}")
+    values = getattr(one.contents, place)
     if one.datatype != "BYTES":
-        return values
+        return np.fromiter(values, kind, len(values))
     try:
         return [value.decode() for value in values]
     except UnicodeDecodeError:
         raise InvalidPayload(f"inputs: {one.name}: bytes_contents holds an element that is not UTF-8") from None
+
+
+def _parameters(one: Any, where: str) -> Parameters:
+    """As REST has them; one without a value says nothing."""
+    if not one.parameters:
+        return {}
+    chosen = ((name, value, value.WhichOneof("parameter_choice")) for name, value in one.parameters.items())
+    found = {name: getattr(value, choice) for name, value, choice in chosen if choice}
+    refuse_parameters(found, where)
+    return found
+
+
+def with_properties(message: Any, properties: Mapping[str, str]) -> Any:
+    """Field 6, written as the wire has it: an entry is a key (1) and a value (2), each behind tag and length."""
+    for pair in properties.items():
+        entry = b"".join(
+            bytes([tag, *_varint(len(text))]) + text for tag, text in zip((10, 18), map(str.encode, pair), strict=True)
+        )
+        message.MergeFromString(bytes([_PROPERTY_TAG, *_varint(len(entry))]) + entry)
+    return message
+
+
+def _varint(number: int) -> Iterator[int]:
+    while number > 0x7F:
+        yield number & 0x7F | 0x80
+        number >>= 7
+    yield number

@@ -13,7 +13,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import BundleError, InvalidPayload, ResourceError
 from pipeline.spec.signature import TensorSpec
-from serve import binding, placement
+from serve import bfloat16, binding, placement
 from serve.cuda import why_no_cuda
 from serve.logs import told
 
@@ -34,6 +34,7 @@ DATATYPES = {
     "tensor(float16)": "FP16",
     "tensor(float)": "FP32",
     "tensor(double)": "FP64",
+    "tensor(bfloat16)": "BF16",
     "tensor(string)": "BYTES",
 }
 
@@ -52,8 +53,14 @@ class Session:
             where = told(provider=self.provider, wanted=wanted)
             log.warning("the provider that was wished for is not used: %s", self.fallback, extra=where)
         self._bound = self.provider == CUDA and binding.suits(self._session)
+        self._kinds = {spec.name: spec.datatype for spec in (*bundle.signature.inputs, *bundle.signature.outputs)}
+        self._bfloat16 = "BF16" in self._kinds.values()
         _agree(bundle, "input", bundle.signature.inputs, self._session.get_inputs())
         _agree(bundle, "output", bundle.signature.outputs, self._session.get_outputs())
+        if self._bfloat16 and any(spec.datatype == "BYTES" for spec in bundle.signature.inputs):
+            raise BundleError(
+                f"{bundle.model}: ONNX Runtime takes no strings beside BF16; cast one of them in the model"
+            )
 
     @property
     def provider(self) -> str:
@@ -64,7 +71,9 @@ class Session:
         """The named outputs; all of them, in the signature's order, when none is named."""
         names = list(outputs or self.outputs)
         try:
-            if self._bound:
+            if self._bfloat16:
+                values = bfloat16.run(self._session, names, inputs, self._kinds)
+            elif self._bound:
                 values = binding.run(self._session, names, inputs, "cuda")
             else:
                 values = self._session.run(names, dict(inputs))

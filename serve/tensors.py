@@ -2,128 +2,195 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from pipeline.spec.errors import InvalidPayload
-from pipeline.spec.signature import NUMPY_TYPES, Signature
-from serve.validate import check_arrays, check_names, check_outputs
+from pipeline.spec.signature import NUMPY_TYPES, Signature, TensorSpec
+from serve import bfloat16
+from serve.validate import check_names, check_outputs, check_shapes, shown
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = np.ndarray[Any, Any]
+Parameters: TypeAlias = Mapping[str, bool | int | float | str]
+
+# What each kind of datatype may be written as in JSON. A bool is no number here, and 1.0 is no integer.
+_WRITTEN: dict[str, frozenset[type]] = {
+    "b": frozenset({bool}),
+    "f": frozenset({int, float}),
+    "i": frozenset({int}),
+    "u": frozenset({int}),
+    "O": frozenset({str}),
+}
+_REFUSED = dict.fromkeys(
+    ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"),
+    "send the tensor itself, as JSON or as raw bytes",
+) | dict.fromkeys(
+    ("sequence_id", "sequence_start", "sequence_end"),
+    "nothing is remembered from one request to the next",
+)
+_REFUSED["classification"] = "ask for the tensor and take its largest values"
+_KINDS = {name: np.dtype(kind) for name, kind in NUMPY_TYPES.items()}
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """One input as sent: its values as a list, or as raw little-endian bytes."""
+class Tensor(NamedTuple):
+    """One input as sent: its values as a list, as a flat array, or as raw little-endian bytes."""
 
     name: str
     datatype: str
     shape: Sequence[int]
-    data: list[Any] | bytes
+    data: list[Any] | Array | bytes | memoryview
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """One requested output."""
 
     name: str
     binary: bool
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     id: str
     inputs: Sequence[Tensor]
     outputs: Sequence[Wish]  # none means all
     binary: bool = False  # how outputs are sent that were not requested by name
-    parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    parameters: Parameters = MappingProxyType({})
 
     def arrays(self, signature: Signature) -> dict[str, Array]:
-        """The inputs, held against the signature in full; a sentence naming the field where they do not fit."""
-        check_names([tensor.name for tensor in self.inputs], signature.inputs)
-        check_outputs([wish.name for wish in self.outputs], signature.outputs)
-        specs = {spec.name: spec for spec in signature.inputs}
-        arrays = {tensor.name: _array(tensor, specs[tensor.name].datatype) for tensor in self.inputs}
-        check_arrays(arrays, signature)
-        return arrays
+        """The inputs in the signature's order, held against it in full; a sentence where they do not fit."""
+        given = {tensor.name: tensor for tensor in self.inputs}
+        specs = signature.input_specs
+        if len(given) != len(self.inputs) or given.keys() != specs.keys():
+            check_names([tensor.name for tensor in self.inputs], signature.inputs)
+        if self.outputs:
+            check_outputs([wish.name for wish in self.outputs], signature.outputs)
+        for name, tensor in given.items():
+            if tensor.datatype != specs[name].datatype:
+                raise InvalidPayload(
+                    f"{name}: datatype {tensor.datatype[:40]!r} is not the model's {specs[name].datatype}"
+                )
+        check_shapes({name: given[name].shape for name in specs}, signature)
+        return {name: _array(given[name], spec) for name, spec in specs.items()}
 
     def wishes(self, signature: Signature) -> Sequence[Wish]:
-        return self.outputs or [Wish(spec.name, self.binary) for spec in signature.outputs]
+        return self.outputs or [Wish(name, self.binary) for name in signature.output_names]
 
 
-def to_raw(array: Array) -> bytes:
+def refuse_parameters(parameters: Parameters, where: str) -> None:
+    """What would change the answer and is not done here must not pass in silence; all else may be said."""
+    for name, reason in _REFUSED.items():
+        if parameters.get(name):
+            raise InvalidPayload(f"{where}: parameter {name!r} is not supported: {reason}")
+
+
+def to_raw(array: Array, datatype: str) -> bytes:
     """Row-major little-endian bytes; strings each behind its length."""
-    if array.dtype != np.object_:
-        return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-    texts = (item if isinstance(item, bytes) else str(item).encode() for item in array.ravel())
-    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    if datatype == "BYTES":
+        texts = (item if isinstance(item, bytes) else str(item).encode() for item in array.ravel())
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    if datatype == "BF16":
+        array = bfloat16.to_bits(array)
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _array(tensor: Tensor, datatype: str) -> Array:
-    if tensor.datatype != datatype:
-        raise InvalidPayload(f"{tensor.name}: datatype {tensor.datatype!r} is not the model's {datatype}")
-    convert: Callable[[Any, str], Array] = _from_raw if isinstance(tensor.data, bytes) else _from_list
+def _array(tensor: Tensor, spec: TensorSpec) -> Array:
+    data, shape = tensor.data, tuple(tensor.shape)
+    nested: tuple[int, ...] | None = None
     try:
-        array = convert(tensor.data, datatype)
+        if isinstance(data, list):
+            found, nested = _from_list(data, spec.datatype)
+        elif isinstance(data, np.ndarray):
+            found = _narrowed(data, spec.datatype)
+        else:
+            found = _from_raw(data, spec.datatype)
     except _Unfit as error:
         raise InvalidPayload(f"{tensor.name}: {error}") from None
-    nested = array.ndim > 1 and list(array.shape) != list(tensor.shape)
-    if nested or array.size != math.prod(tensor.shape):
-        found = f"nested as {list(array.shape)}" if nested else f"with {array.size} elements"
-        raise InvalidPayload(f"{tensor.name}: data {found} does not fill the shape {list(tensor.shape)}")
-    return array.reshape(tuple(tensor.shape))
+    if nested is not None and len(nested) > 1 and nested != shape:
+        raise InvalidPayload(f"{tensor.name}: data nested as {shown(nested)} does not fill the shape {shown(shape)}")
+    if found.size != math.prod(shape):
+        raise InvalidPayload(f"{tensor.name}: data with {found.size} elements does not fill the shape {shown(shape)}")
+    return found.reshape(shape)
 
 
 class _Unfit(Exception):
     """Data that is not of its datatype; the caller adds the tensor's name."""
 
 
-def _from_list(data: list[Any], datatype: str) -> Array:
-    """Strict: no numbers out of strings, no integers out of fractions, nothing that does not fit its type."""
-    if datatype == "BYTES":
-        return _texts(data)
-    kind = np.dtype(NUMPY_TYPES[datatype])
+def _from_list(data: list[Any], datatype: str) -> tuple[Array, tuple[int, ...]]:
+    """The values and how they are nested. Types first: numpy would make numbers of strings, and room for the longest.
+
+    Strict: no numbers out of strings or bools, no integers out of fractions, nothing that does not fit its type.
+    """
+    values, nested, types = _flat(data)
+    kind = _KINDS[datatype]
+    if not types <= _WRITTEN[kind.kind]:
+        named = "strings" if datatype == "BYTES" else datatype
+        raise _Unfit(f"data holds values that are not {named}")
+    if kind.kind in "bO":
+        return np.fromiter(values, kind, len(values)), nested
+    wide: Any = np.float64 if kind.kind == "f" else np.int64 if kind.kind == "i" else np.uint64
     try:
-        found = np.asarray(data)
-    except (ValueError, OverflowError):
-        raise _Unfit("data is not a regular array") from None
-    if found.size == 0:
-        return found.astype(kind)
-    if found.dtype.kind not in {"b": "b", "f": "fiu"}.get(kind.kind, "iu"):
+        return _narrowed(np.fromiter(values, wide, len(values)), datatype), nested
+    except OverflowError:  # beyond the widest integer
+        raise _out_of_range(datatype) from None
+
+
+def _flat(data: list[Any]) -> tuple[list[Any], tuple[int, ...], set[type]]:
+    nested = [len(data)]
+    while list in (types := set(map(type, data))):
+        sizes = set(map(len, data)) if len(types) == 1 else set()
+        if len(sizes) != 1:
+            raise _Unfit("data is not a regular array")
+        nested.append(sizes.pop())
+        data = list(itertools.chain.from_iterable(data))
+    return data, tuple(nested), types
+
+
+def _narrowed(found: Array, datatype: str) -> Array:
+    """Numbers of a wide type as the datatype's own, where each fits it; a fraction goes to its nearest."""
+    kind = _KINDS[datatype]
+    if found.dtype.kind != kind.kind:
         raise _Unfit(f"data holds values that are not {datatype}")
-    if kind.kind in "iu" and not (np.iinfo(kind).min <= int(found.min()) and int(found.max()) <= np.iinfo(kind).max):
-        raise _Unfit(f"data holds a number outside the range of {datatype}")
+    if kind.kind in "iu" and found.itemsize > kind.itemsize and found.size:
+        limits = np.iinfo(kind)
+        if found.min() < limits.min or found.max() > limits.max:
+            raise _out_of_range(datatype)
     try:
         with np.errstate(over="raise"):
-            return found.astype(kind)
+            narrow = found.astype(kind, copy=False)
     except FloatingPointError:
-        raise _Unfit(f"data holds a number outside the range of {datatype}") from None
+        raise _out_of_range(datatype) from None
+    if datatype != "BF16":
+        return narrow
+    nearest = bfloat16.rounded(narrow)
+    if (np.isinf(nearest) & np.isfinite(narrow)).any():
+        raise _out_of_range(datatype)
+    return nearest
 
 
-def _texts(data: list[Any]) -> Array:
-    try:
-        found = np.array(data, dtype=np.object_)
-    except ValueError:
-        raise _Unfit("data is not a regular array") from None
-    if not all(isinstance(item, str) for item in found.ravel()):
-        raise _Unfit("data holds values that are not strings")
-    return found
+def _out_of_range(datatype: str) -> _Unfit:
+    return _Unfit(f"data holds a number outside the range of {datatype}")
 
 
-def _from_raw(data: bytes, datatype: str) -> Array:
+def _from_raw(data: bytes | memoryview, datatype: str) -> Array:
+    """Without a copy where the bytes lie as the machine wants them."""
     if datatype == "BYTES":
-        return np.array(_split(data), dtype=np.object_)
-    kind = np.dtype(NUMPY_TYPES[datatype])
+        texts = _split(bytes(data))
+        return np.fromiter(texts, np.object_, len(texts))
+    kind = np.dtype(np.uint16) if datatype == "BF16" else _KINDS[datatype]
     if len(data) % kind.itemsize:
         raise _Unfit(f"{len(data)} raw bytes are no whole number of {datatype} elements")
-    if datatype == "BOOL" and data.translate(None, b"\0\1"):
+    if datatype == "BOOL" and len(data) and np.frombuffer(data, np.uint8).max() > 1:
         raise _Unfit("raw BOOL data holds a byte other than 0 and 1")
-    return np.frombuffer(data, dtype=kind.newbyteorder("<")).astype(kind, copy=False)
+    found = np.frombuffer(data, kind.newbyteorder("<"))
+    if datatype == "BF16":
+        return bfloat16.widened(found)
+    return found.astype(kind, copy=not found.flags.aligned)
 
 
 def _split(data: bytes) -> list[str]:

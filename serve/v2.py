@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from pipeline.spec.errors import InvalidPayload
+from serve import flatjson
 from serve.deadline import of_parameter
 from serve.predictor import Predictor
-from serve.tensors import Request, Tensor, Wish, to_raw
+from serve.tensors import Array, Parameters, Request, Tensor, Wish, refuse_parameters, to_raw
 from serve.v1 import parse_object
-
-Parameters: TypeAlias = Mapping[str, bool | int | float | str]
-Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
 
 LENGTH_HEADER = "inference-header-content-length"
 _QUICK_BYTES = 32 << 10  # of JSON are read in well under a millisecond
-_MISSING: Any = object()
+_FIELDS = ("id", "parameters", "inputs", "outputs")
+_INPUT = ("name", "shape", "datatype", "parameters", "data")
+_OUTPUT = ("name", "parameters")
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     body: bytes
     json_bytes: int | None  # length of the JSON part when raw tensors follow it
 
@@ -35,35 +33,38 @@ class Call:
     def __init__(self, model: str, body: bytes, length_header: str | None, version: str = "") -> None:
         self._model, self._version, self._body, self._length = model, version, body, length_header
         self._request = Request("", (), ())
+        self._wishes: Sequence[Wish] = ()
         self.quick = len(body) < _QUICK_BYTES or (length_header is not None and len(length_header) < 5)
 
     @property
     def timeout_seconds(self) -> float:
         return of_parameter(self._request.parameters.get("timeout", 0))
 
-    def read(self, predictor: Predictor) -> tuple[Arrays, Sequence[str]]:
+    def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
         self._request = parse(self._body, self._length)
-        arrays = self._request.arrays(predictor.signature)
-        return arrays, [wish.name for wish in self._request.wishes(predictor.signature)]
+        self._wishes = self._request.wishes(predictor.signature)
+        return self._request.arrays(predictor.signature), [wish.name for wish in self._wishes]
 
-    def write(self, predictor: Predictor, outputs: Arrays) -> Answer:
-        wishes = self._request.wishes(predictor.signature)
+    def write(self, predictor: Predictor, outputs: Mapping[str, Array]) -> Answer:
         identity = {"model_name": self._model, "model_version": self._version, "id": self._request.id}
-        return render(identity, wishes, outputs, predictor.datatypes)
+        return render(identity, self._wishes, outputs, predictor.datatypes)
 
 
 def parse(body: bytes, length_header: str | None) -> Request:
     """Check the body's form; whether it fits the model is the signature's business."""
     split = len(body) if length_header is None else _json_length(length_header, len(body))
-    fields = parse_object(body[:split] if split < len(body) else body)
-    _check_keys(fields, "body", ("id", "parameters", "inputs", "outputs"))
+    text = body if split == len(body) else body[:split]
+    fields = (flatjson.read(text) if split >= flatjson.LEAST_BYTES else None) or parse_object(text)
+    _check_keys(fields, "body", _FIELDS)
     parameters = _parameters(fields, "parameters")
-    binary = _flag(parameters, "binary_data_output", "parameters", default=False)
-    outputs = [_wish(one, f"outputs.{index}", binary) for index, one in enumerate(_list(fields, "outputs", []))]
-    inputs = _list(fields, "inputs", _MISSING)
+    binary = False
+    if parameters:
+        refuse_parameters(parameters, "parameters")
+        binary = _flag(parameters, "binary_data_output", "parameters", default=False)
+    outputs = [_wish(one, f"outputs.{index}", binary) for index, one in enumerate(_list(fields, "outputs", "", []))]
     return Request(
         id=_text(fields, "id", "", ""),
-        inputs=_tensors(inputs, memoryview(body)[split:]),
+        inputs=_tensors(_list(fields, "inputs", ""), memoryview(body)[split:]),
         outputs=outputs,
         binary=binary,
         parameters=parameters,
@@ -71,17 +72,18 @@ def parse(body: bytes, length_header: str | None) -> Request:
 
 
 def render(
-    identity: Mapping[str, str], wishes: Sequence[Wish], outputs: Arrays, datatypes: Mapping[str, str]
+    identity: Mapping[str, str], wishes: Sequence[Wish], outputs: Mapping[str, Array], datatypes: Mapping[str, str]
 ) -> Answer:
+    """JSON, then the tensors wanted raw. A number JSON does not know (NaN, infinity) is null in it."""
     described, raws = [], []
     for wish in wishes:
-        array = outputs[wish.name]
-        body: dict[str, Any] = {"name": wish.name, "shape": array.shape, "datatype": datatypes[wish.name]}
+        array, datatype = outputs[wish.name], datatypes[wish.name]
+        body: dict[str, Any] = {"name": wish.name, "shape": array.shape, "datatype": datatype}
         if wish.binary:
-            raws.append(to_raw(array))
+            raws.append(to_raw(array, datatype))
             body["parameters"] = {"binary_data_size": len(raws[-1])}
-        else:  # flat; a number JSON does not know (NaN, infinity) leaves as null
-            body["data"] = array.ravel().tolist() if array.dtype == np.object_ else np.ascontiguousarray(array).ravel()
+        else:  # flat; orjson writes numbers from C order only, and no objects
+            body["data"] = array.ravel().tolist() if datatype == "BYTES" else array.ravel()
         described.append(body)
     fields = {**{key: value for key, value in identity.items() if value}, "outputs": described}
     head = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -99,31 +101,37 @@ def _tensors(inputs: Sequence[Any], raw: memoryview) -> list[Tensor]:
     tensors, place = [], 0
     for index, one in enumerate(inputs):
         where = f"inputs.{index}"
-        _check_keys(one, where, ("name", "shape", "datatype", "parameters", "data"))
+        _check_keys(one, where, _INPUT)
         name, datatype = _text(one, "name", where), _text(one, "datatype", where)
         parameters, data = _parameters(one, f"{where}.parameters"), one.get("data")
+        if parameters:
+            refuse_parameters(parameters, where)
         if "binary_data_size" in parameters:
-            size = parameters["binary_data_size"]
-            if data is not None:
-                raise InvalidPayload(f"inputs: {name}: has both data and binary_data_size")
-            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= len(raw) - place:
-                raise InvalidPayload(f"inputs: {name}: binary_data_size {size!r} is not within the raw bytes sent")
-            data = bytes(raw[place : place + size])
-            place += size
-        elif not isinstance(data, list):
-            raise InvalidPayload(
-                f"inputs: {name}: data is missing" if data is None else f"{where}.data: must be a list"
-            )
+            data = _share(parameters["binary_data_size"], raw[place:], name, data)
+            place += len(data)
+        elif not isinstance(data, list | np.ndarray):
+            raise InvalidPayload(f"{where}.data: {'is missing' if data is None else 'must be a list'}")
         tensors.append(Tensor(name, datatype, _shape(one, where), data))
     if place != len(raw):
         raise InvalidPayload(f"body: {len(raw) - place} raw bytes belong to no input")
     return tensors
 
 
+def _share(size: Any, rest: memoryview, name: str, data: Any) -> memoryview:
+    if data is not None:
+        raise InvalidPayload(f"inputs: {name}: has both data and binary_data_size")
+    if type(size) is not int or not 0 <= size <= len(rest):
+        raise InvalidPayload(f"inputs: {name}: binary_data_size {repr(size)[:40]} is not within the raw bytes sent")
+    return rest[:size]
+
+
 def _wish(one: Any, where: str, binary: bool) -> Wish:
-    _check_keys(one, where, ("name", "parameters"))
-    name = _text(one, "name", where)
-    return Wish(name, _flag(_parameters(one, f"{where}.parameters"), "binary_data", f"outputs: {name}", default=binary))
+    _check_keys(one, where, _OUTPUT)
+    name, parameters = _text(one, "name", where), _parameters(one, f"{where}.parameters")
+    if parameters:
+        refuse_parameters(parameters, where)
+        binary = _flag(parameters, "binary_data", f"{where}.parameters", default=binary)
+    return Wish(name, binary)
 
 
 def _check_keys(one: Any, where: str, known: Sequence[str]) -> None:
@@ -136,28 +144,26 @@ def _check_keys(one: Any, where: str, known: Sequence[str]) -> None:
 
 def _text(one: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
     value = one.get(key, default)
-    if isinstance(value, str):
+    if type(value) is str:
         return value
     place = f"{where}.{key}" if where else key
     raise InvalidPayload(f"{place}: {'is missing' if value is None else 'must be a string'}")
 
 
-def _list(fields: Mapping[str, Any], key: str, default: Any) -> list[Any]:
-    value = fields.get(key, default)
-    if isinstance(value, list):
+def _list(one: Mapping[str, Any], key: str, where: str, default: list[Any] | None = None) -> list[Any]:
+    value = one.get(key, default)
+    if type(value) is list:
         return value
-    raise InvalidPayload(f"{key}: {'is missing' if value is _MISSING else 'must be a list'}")
+    place = f"{where}.{key}" if where else key
+    raise InvalidPayload(f"{place}: {'is missing' if key not in one else 'must be a list'}")
 
 
 def _shape(one: Mapping[str, Any], where: str) -> list[int]:
-    for axis in (shape := _list(one, "shape", _MISSING) if "shape" in one else _no(f"{where}.shape: is missing")):
+    shape = _list(one, "shape", where)
+    for axis in shape:
         if type(axis) is not int or axis < 0:
             raise InvalidPayload(f"{where}.shape: must hold whole numbers from 0 on")
     return shape
-
-
-def _no(text: str) -> Any:
-    raise InvalidPayload(text)
 
 
 def _parameters(one: Mapping[str, Any], where: str) -> Parameters:

@@ -11,6 +11,7 @@ from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
 
 Array = np.ndarray[Any, Any]
+_MOST_AXES = 16  # in a sentence
 
 
 def check_names(found: Sequence[str], specs: Sequence[TensorSpec]) -> None:
@@ -18,7 +19,7 @@ def check_names(found: Sequence[str], specs: Sequence[TensorSpec]) -> None:
     wanted = [spec.name for spec in specs]
     for name in found:
         if name not in wanted:
-            raise InvalidPayload(f"inputs: unknown input {name!r}; the model takes {_listed(wanted)}")
+            raise InvalidPayload(f"inputs: unknown input {name[:128]!r}; the model takes {_listed(wanted)}")
         if found.count(name) > 1:
             raise InvalidPayload(f"inputs: {name!r} is given {found.count(name)} times")
     for name in wanted:
@@ -30,7 +31,7 @@ def check_outputs(wanted: Sequence[str], specs: Sequence[TensorSpec]) -> None:
     known = [spec.name for spec in specs]
     for name in wanted:
         if name not in known:
-            raise InvalidPayload(f"outputs: unknown output {name!r}; the model gives {_listed(known)}")
+            raise InvalidPayload(f"outputs: unknown output {name[:128]!r}; the model gives {_listed(known)}")
         if wanted.count(name) > 1:
             raise InvalidPayload(f"outputs: {name!r} is requested {wanted.count(name)} times")
 
@@ -40,7 +41,7 @@ def check_shape(shape: Sequence[int], spec: TensorSpec, limits: Limits) -> None:
     if len(shape) != len(spec.shape) or any(
         isinstance(said, int) and found != said for found, said in zip(shape, spec.shape, strict=True)
     ):
-        raise InvalidPayload(f"{spec.name}: shape {list(shape)} does not fit {_shown(spec)}")
+        raise InvalidPayload(f"{spec.name}: shape {shown(shape)} does not fit {shown(spec.shape)}")
     if spec.shape and isinstance(spec.shape[0], str):
         if shape[0] == 0:
             raise InvalidPayload(f"{spec.name}: the batch is empty")
@@ -49,15 +50,21 @@ def check_shape(shape: Sequence[int], spec: TensorSpec, limits: Limits) -> None:
 
 
 def check_arrays(arrays: Mapping[str, Array], signature: Signature) -> None:
-    """Names, types, shapes, and that axes of one name have one size across all inputs."""
+    """Names, types and shapes of arrays that a codec made."""
     check_names(list(arrays), signature.inputs)
-    sizes: dict[str, tuple[int, str]] = {}
     for spec in signature.inputs:
         array = arrays[spec.name]
         if array.dtype != np.dtype(NUMPY_TYPES[spec.datatype]):
             raise InvalidPayload(f"{spec.name}: type {array.dtype} is not the model's {spec.datatype}")
-        check_shape(array.shape, spec, signature.limits)
-        _note_sizes(sizes, spec, array.shape)
+    check_shapes({name: array.shape for name, array in arrays.items()}, signature)
+
+
+def check_shapes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> None:
+    """Each by itself, and that axes of one name have one size across all inputs."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for spec in signature.inputs:
+        check_shape(shapes[spec.name], spec, signature.limits)
+        _note_sizes(sizes, spec, shapes[spec.name])
 
 
 def _note_sizes(sizes: dict[str, tuple[int, str]], spec: TensorSpec, shape: Sequence[int]) -> None:
@@ -68,8 +75,10 @@ def _note_sizes(sizes: dict[str, tuple[int, str]], spec: TensorSpec, shape: Sequ
                 raise InvalidPayload(f"{spec.name}: axis {axis!r} is {size}, but {known} in {first!r}")
 
 
-def _shown(spec: TensorSpec) -> str:
-    return f"[{', '.join(str(axis) for axis in spec.shape)}]"
+def shown(shape: Sequence[int | str]) -> str:
+    """As people write it, and not longer than they read."""
+    more = ", …" if len(shape) > _MOST_AXES else ""
+    return f"[{', '.join(str(axis) for axis in shape[:_MOST_AXES])}{more}]"
 
 
 def _listed(names: Sequence[str]) -> str:

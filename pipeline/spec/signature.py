@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from pipeline.spec.limits import Limits, Runtime
 
 __all__ = ["NUMPY_TYPES", "Datatype", "Limits", "Runtime", "Signature", "TensorSpec"]
 
+# The type of our arrays for each datatype. numpy has no bfloat16: its values are held as float32, which has them all.
 NUMPY_TYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "UINT8": np.uint8,
@@ -24,10 +26,12 @@ NUMPY_TYPES: dict[str, Any] = {
     "FP16": np.float16,
     "FP32": np.float32,
     "FP64": np.float64,
+    "BF16": np.float32,
     "BYTES": np.object_,
 }
 Datatype = Literal[
-    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES"
+    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
+    "FP16", "BF16", "FP32", "FP64", "BYTES",
 ]  # fmt: skip
 
 
@@ -50,3 +54,12 @@ class Signature(Frozen):
     codec: str  # class name in the bundle's codec.py
     limits: Limits
     runtime: Runtime
+
+    @cached_property
+    def input_specs(self) -> dict[str, TensorSpec]:
+        """By name: asked for at every request."""
+        return {spec.name: spec for spec in self.inputs}
+
+    @cached_property
+    def output_names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.outputs)

@@ -75,7 +75,13 @@ def test_a_grpc_answer_names_the_bundle_and_the_process(
         (False, {"shape": [128]}, "image: shape"),
         (False, {"datatype": "FLOAT"}, "image: unknown datatype 'FLOAT'"),
         (False, {"datatype": "FP16"}, "image: FP16 travels in raw_input_contents only"),
-        (False, {"contents": {"int_contents": [1] * 128}}, "image: data with 0 elements"),
+        (False, {"datatype": "BF16"}, "image: BF16 travels in raw_input_contents only"),
+        (
+            True,
+            {"parameters": {"shared_memory_region": {"string_param": "r"}}},
+            "shared_memory_region' is not supported",
+        ),
+        (False, {"contents": {"int_contents": [1] * 128}}, "image: FP32 travels in fp32_contents, not in int_contents"),
         (False, {"contents": {}}, "image: data with 0 elements"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_wrong_length_of_raw_data_is_refused(size: Any, raw: bytes, header: st
         ({"inputs": [{**INPUT, "shape": [-1, 2], "data": []}]}, "inputs.0.shape: must hold whole numbers from 0 on"),
         ({"inputs": [{**INPUT, "shape": ["1"], "data": []}]}, "inputs.0.shape: must hold whole numbers from 0 on"),
         ({"inputs": [{**INPUT, "data": "abc"}]}, "inputs.0.data: must be a list"),
-        ({"inputs": [INPUT]}, "inputs: x: data is missing"),
+        ({"inputs": [INPUT]}, "inputs.0.data: is missing"),
         ({"inputs": [{**INPUT, "data": [], "dta": []}]}, 'inputs.0: unknown field "dta"'),
         ({"inputs": [], "id": 5}, "id: must be a string"),
         ({"inputs": [], "parameters": {"binary_data_output": "yes"}}, "binary_data_output must be true or false"),

@@ -1,0 +1,58 @@
+"""BF16: two bytes on the wire and in the model, float32 in between, because numpy has no such type."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+Array = np.ndarray[Any, Any]
+
+_ONNX_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16; onnx itself is not needed to serve
+
+
+def widened(bits: Array) -> Array:
+    """The values of these 16-bit patterns, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bits(array: Array) -> Array:
+    """The nearest BF16 of each float32 (ties to even), as 16-bit patterns; beyond the largest it is infinity."""
+    whole = np.asarray(array, np.float32, order="C").view(np.uint32)
+    nearest = (whole + (((whole >> 16) & 1) + 0x7FFF)) >> 16
+    quiet = (whole >> 16) | 0x40  # rounding could make an infinity of a NaN
+    return np.where((whole & 0x7FFFFFFF) > 0x7F800000, quiet, nearest).astype(np.uint16)
+
+
+def rounded(array: Array) -> Array:
+    return widened(to_bits(array))
+
+
+def run(session: Any, names: Sequence[str], inputs: Mapping[str, Array], kinds: Mapping[str, str]) -> list[Array]:
+    """`session.run` for a model with BF16 among its inputs or outputs; `kinds` are the datatypes of all of them.
+
+    ONNX Runtime refuses such arrays in `run`, but takes and gives them as values of its own.
+    """
+    binding = session.io_binding()
+    for name, array in inputs.items():
+        if kinds[name] == "BF16":
+            bits = to_bits(array)
+            value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
+            binding.bind_ortvalue_input(name, value)
+        else:
+            binding.bind_cpu_input(name, np.asarray(array, order="C"))
+    for name in names:
+        binding.bind_output(name, "cpu")
+    session.run_with_iobinding(binding)
+    return [_array(value) for value in binding.get_outputs()]
+
+
+def _array(value: Any) -> Array:
+    if value.element_type() != _ONNX_BFLOAT16:
+        found: Array = value.numpy()
+        return found
+    bits = np.frombuffer(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()), np.uint16)
+    return widened(bits).reshape(value.shape())

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.spec.errors import InvalidPayload
+from serve import flatjson
+from serve.v2 import parse
+
+INPUT = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 0.1, -2e3]}
+
+
+def _body(*inputs: dict[str, Any], **fields: Any) -> bytes:
+    return json.dumps({"inputs": list(inputs), **fields}).encode()
+
+
+def test_numbers_become_arrays_and_everything_else_is_as_the_plain_reader_has_it() -> None:
+    others: list[dict[str, Any]] = [
+        {"name": "k", "shape": [1], "datatype": "INT8", "data": [5], "parameters": {"a": True, "b": "é"}},
+        {"name": "u", "shape": [1], "datatype": "UINT64", "data": [2**64 - 1]},
+        {"name": "t", "shape": [1], "datatype": "BYTES", "data": ["a"]},
+        {"name": "f", "shape": [1], "datatype": "BOOL", "data": [True]},
+    ]
+    body = _body(INPUT, *others, id="7", outputs=[{"name": "y"}], parameters={"binary_data_output": False})
+    found = flatjson.read(body)
+    assert found is not None
+    arrays = [one["data"] for one in found["inputs"]]
+    assert [getattr(data, "dtype", list) for data in arrays] == [np.float64, np.int64, np.uint64, list, list]
+    found["inputs"] = [{**one, "data": list(one["data"])} for one in found["inputs"]]
+    assert found == json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _body({**INPUT, "data": [[1, 2, 3]]}),
+        _body({**INPUT, "data": [1, [2], 3]}),
+        _body({**INPUT, "data": [1, [], 3]}),
+        _body({**INPUT, "data": [1, True, 3]}),
+        _body({**INPUT, "data": [1, None, 3]}),
+        _body({**INPUT, "data": [1, "2", 3]}),
+        _body({**INPUT, "data": [10**30, 2, 3]}),
+        _body({**INPUT, "datatype": "INT64", "data": [1.0]}),
+        _body({**INPUT, "datatype": "UINT8", "data": [-1]}),
+        _body({**INPUT, "name": "x["}),
+        b'{"inputs": [], "inputs": [{}]}',
+        b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1], "data": [2]}]}',
+        b'{"inputs": [1]}',
+        b'{"inputs": 1}',
+        b'{"inputs": [{}',
+        b'{"inputs": []} []',
+        b"[]",
+        b"{}",
+        b"",
+        b'{"inputs": [], "id": "\xff"}',
+        b'{"inputs": ' + b"[" * 5000,
+    ],
+)
+def test_what_is_of_another_form_or_wrong_is_left_to_the_plain_reader(body: bytes) -> None:
+    assert flatjson.read(body) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data": [True] * 5000}, "x: data holds values that are not FP32"),
+        ({"data": [1, [2]] * 3000}, "x: data is not a regular array"),
+        ({"datatype": "INT8", "data": [128] * 5000}, "x: data holds a number outside the range of INT8"),
+        ({"datatype": "INT8", "data": [0.5] * 5000}, "x: data holds values that are not INT8"),
+    ],
+)
+def test_long_data_gets_the_same_sentences_as_short(changes: dict[str, Any], sentence: str) -> None:
+    from tests.serve.test_tensors import _signature
+
+    body = _body({**INPUT, **changes, "shape": [1, 2]})
+    assert len(body) > flatjson.LEAST_BYTES
+    with pytest.raises(InvalidPayload, match=sentence):
+        parse(body, None).arrays(_signature(changes.get("datatype", "FP32")))
+
+
+def test_long_data_gives_the_very_numbers_the_plain_reader_gives() -> None:
+    data = np.random.default_rng(3).normal(size=4000).tolist()
+    body = _body({**INPUT, "shape": [1, 4000], "data": data})
+    (tensor,) = parse(body, None).inputs
+    assert isinstance(tensor.data, np.ndarray)
+    assert tensor.data.tolist() == data
