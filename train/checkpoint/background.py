@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.spec.errors import PipelineError
 from train.group import Group
 
 _LESS_URGENT = 5  # niceness of the thread: where cores are few, training comes first
 _LEAVING_SECONDS = 10.0
+_REPORT_BYTES = 4096
 _MARGIN_SECONDS = 60  # a collective waits longer than the watchman, who knows for whom
 
 
@@ -30,7 +33,7 @@ class Background:
     def __init__(self, group: Group, timeout_seconds: int) -> None:
         self._group, self._timeout = group, timedelta(seconds=timeout_seconds + _MARGIN_SECONDS)
         self._threads = ThreadPoolExecutor(1, "checkpoint", _be_less_urgent)
-        self._job: Future[None] | None = None
+        self._job: Future[PipelineError | None] | None = None
         self.exchange: dist.ProcessGroup | None = None
 
     def join(self) -> None:
@@ -38,15 +41,21 @@ class Background:
         if self._group.size > 1:
             self.exchange = dist.new_group(backend="gloo", timeout=self._timeout)
 
-    def start(self, job: Callable[[], None]) -> None:
+    @property
+    def busy(self) -> bool:
+        """There is a job that was not waited for; the same on every process."""
+        return self._job is not None
+
+    def start(self, job: Callable[[], PipelineError | None]) -> None:
         assert self._job is None, "the last one was waited for"
         self._job = self._threads.submit(job)
 
-    def wait(self) -> None:
-        """For the job under way; what it raised is raised here."""
-        if self._job is not None:
-            job, self._job = self._job, None
-            job.result()
+    def wait(self) -> PipelineError | None:
+        """For the job under way: what it returned, which is why it failed. What it raised is raised here."""
+        if self._job is None:
+            return None
+        job, self._job = self._job, None
+        return job.result()
 
     def leave(self) -> None:
         """After a failure elsewhere, which is the one to tell: let the job end if it can."""
@@ -60,6 +69,15 @@ class Background:
         value = torch.tensor(told, dtype=torch.int32)
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.exchange)
         return bool(value)
+
+    def report(self, value: Any) -> list[Any]:
+        """Everybody's few words, on the first process, in one exchange; `collect` takes two, for any size."""
+        if self.exchange is None:
+            return [value]
+        own = _packed(value)
+        rows = [torch.empty_like(own) for _ in range(self._group.size)] if self._group.rank.first else None
+        dist.gather(own, rows, dst=0, group=self.exchange)
+        return [pickle.loads(row.numpy().data) for row in rows or ()]  # noqa: S301  # of our own processes
 
     def collect(self, value: Any) -> list[Any]:
         """Everybody's value, on the first process."""
@@ -76,6 +94,15 @@ class Background:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.exchange)
         return values[0]
+
+
+def _packed(value: Any) -> torch.Tensor:
+    data = pickle.dumps(value)
+    if len(data) > _REPORT_BYTES:  # an error with a long text
+        data = pickle.dumps(type(value)(f"{str(value)[: _REPORT_BYTES // 8]}…"))
+    row = torch.zeros(_REPORT_BYTES, dtype=torch.uint8)
+    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return row
 
 
 def _be_less_urgent() -> None:

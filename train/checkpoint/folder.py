@@ -58,7 +58,8 @@ class Folder:
         shutil.rmtree(self._aside(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
-        return sorted(int(path.name[5:]) for path in self._path.glob("step-*"))
+        names = os.listdir(self._path) if self._path.exists() else []  # pathlib's glob takes several times as long
+        return sorted(int(name[5:]) for name in names if name.startswith("step-"))
 
     def manifest(self, step: int) -> bytes:
         return (self._of(step) / NAME).read_bytes()

@@ -54,7 +54,7 @@ class CheckpointStore:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
-            self._background.wait()
+            self.wait()
         else:
             self._background.leave()
 
@@ -64,7 +64,7 @@ class CheckpointStore:
         `before` and `after` are done in the background, by the first process: just before the checkpoint counts, and
         when it does.
         """
-        self._background.wait()
+        self.wait()
         tensors = state.tensors
         if self._share is None:
             self._begin()
@@ -75,8 +75,12 @@ class CheckpointStore:
         self._background.start(partial(self._write, state, data, before or _nothing, after or _nothing))
 
     def wait(self) -> None:
-        """Until the last checkpoint is complete."""
-        self._background.wait()
+        """Until the last checkpoint is complete, on all; or its failure is raised, on all."""
+        if not self._background.busy:
+            return
+        failure = self._background.wait()
+        if self._background.any(failure is not None):
+            raise self._background.share(failure)
 
     def steps(self) -> list[int]:
         return self._place.steps()
@@ -96,19 +100,19 @@ class CheckpointStore:
         if self._group.rank.first:
             self._place.clean()
 
-    def _write(self, state: State, data: memoryview, before: Deed, after: Deed) -> None:
-        """In the background, on every process."""
-        step, own = state.progress.step, None
+    def _write(self, state: State, data: memoryview, before: Deed, after: Deed) -> PipelineError | None:
+        """In the background, on every process. The first one hears of all failures and returns what all will raise."""
+        step = state.progress.step
         told: Written | PipelineError
         try:
             told = self._place.write(step, f"{self._group.rank.rank}.safetensors", data)
         except Exception as error:  # the others wait to be told
-            own, told = error, self._told(error, step)
-        files = self._background.collect(told)
-        failure = self._commit(state, files, before, after) if self._group.rank.first else None
-        failure = self._background.share(failure)
-        if failure is not None:
-            raise failure from own
+            told = self._told(error, step)
+            told.__cause__ = error
+        files = self._background.report(told)
+        if self._group.rank.first:
+            return self._commit(state, files, before, after)
+        return told if isinstance(told, PipelineError) else None
 
     def _commit(self, state: State, told: list[Any], before: Deed, after: Deed) -> PipelineError | None:
         step = state.progress.step

@@ -172,3 +172,24 @@ def save_changing(group: Group, directory: Path) -> None:
         store.save(State(Progress(1), tensors))
         own = {"own.1.left": torch.zeros(3)} if group.rank.rank else {}
         store.save(State(Progress(2), {**tensors, **own}))
+
+
+def test_a_failure_with_a_long_text_is_told_on_all_as_well(tmp_path: Path) -> None:
+    for said in together(save_with_a_long_refusal, 2, tmp_path):
+        assert said.startswith("no, no, ")
+        assert len(said) < 4096
+
+
+def save_with_a_long_refusal(group: Group, directory: Path) -> str:
+    def refuse(*_: object) -> NoReturn:
+        raise ConfigError("no, " * 5000)
+
+    store = CheckpointStore(directory, 9, {}, group)
+    store.save(State(Progress(1), {"weights.it": torch.ones(9)}))
+    store.wait()
+    if group.rank.rank == 1:
+        pytest.MonkeyPatch().setattr(store._place, "write", refuse)
+    store.save(State(Progress(2), {"weights.it": torch.ones(9)}))
+    with pytest.raises(ConfigError) as caught:
+        store.wait()
+    return str(caught.value)
