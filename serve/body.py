@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Send
 
-from serve.refusal import Gone, Headers, TooLarge, Unreadable
+from serve.coding import SLICE_BYTES, Inflater, coding_of
+from serve.refusal import Gone, Headers, TooLarge
 
 if TYPE_CHECKING:
     from serve.app import Answer
@@ -19,22 +21,51 @@ log = logging.getLogger(__name__)
 
 
 async def read(headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes:
-    if (coding := headers.get(b"content-encoding")) not in (None, b"identity"):
-        raise Unreadable(f"content-encoding: {coding!r} is not supported")
-    if int(headers.get(b"content-length", b"0")) > most:  # uvicorn has refused what is no number
+    """The whole of it, decompressed. Neither as sent nor as it is then may it be larger than `most` bytes."""
+    if int(headers.get(b"content-length", b"0")) > most:  # what is no number was refused before
         raise _too_large(most)
+    coding = coding_of(headers.get(b"content-encoding", b""))
+    if coding:
+        return await _inflated(receive, most, Inflater(coding))
     message = await receive()
-    chunks, size = [], 0
+    if not message.get("more_body", False) and message["type"] == "http.request":
+        body: bytes = message["body"]
+        if len(body) > most:
+            raise _too_large(most, more=False)
+        return body
+    return b"".join([chunk async for chunk in _chunks(message, receive, most)])
+
+
+async def _chunks(message: Message, receive: Receive, most: int) -> AsyncIterator[bytes]:
+    """The body as it is sent, from this message on."""
+    size = 0
     while True:
         if message["type"] == "http.disconnect":
             raise Gone("the client hung up in the middle of its request")
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
+        chunk: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(chunk)
         if size > most:
-            raise _too_large(most, more=message.get("more_body", False))
-        if not message.get("more_body", False):
-            return b"".join(chunks) if len(chunks) > 1 else chunks[0]
+            raise _too_large(most, more=more)
+        yield chunk
+        if not more:
+            return
         message = await receive()
+
+
+async def _inflated(receive: Receive, most: int, inflater: Inflater) -> bytes:
+    parts, size = [], 0
+    message = await receive()
+    async for chunk in _chunks(message, receive, most):
+        for part in inflater.feed(chunk):
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise _too_large(most, what="body: decompressed it is")
+            if len(part) == SLICE_BYTES:
+                await asyncio.sleep(0)  # there may be much of it, and others are to be served
+    inflater.end()
+    return b"".join(parts)
 
 
 async def linger(receive: Receive, send: Send, answer: Answer, identity: Headers, *, more: bool) -> None:
@@ -52,8 +83,8 @@ async def linger(receive: Receive, send: Send, answer: Answer, identity: Headers
     await send({"type": "http.response.body", "body": b""})
 
 
-def _too_large(most: int, *, more: bool = True) -> TooLarge:
-    """`more` of the body is still to come."""
-    found = TooLarge(f"body: larger than the limit of {most} bytes")
+def _too_large(most: int, *, more: bool = True, what: str = "body:") -> TooLarge:
+    """`more` of the body is, or may be, still to come."""
+    found = TooLarge(f"{what} larger than the limit of {most} bytes")
     found.more = more
     return found
