@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from pipeline.spec.digest import digest_file
 from pipeline.spec.files import write_json
 from pipeline.spec.golden import Golden
 from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
-from tests.serve.doubling import Model
+from tests.serve.doubling import model, pool  # noqa: F401  # fixtures
 
 ROOT = Path(__file__).resolve().parents[2]
 TOO_BRIGHT = 100  # a value from which on the model itself fails
@@ -290,16 +289,3 @@ def module_launcher() -> Iterator[Launcher]:
     """For services that the tests of a module share."""
     with contextlib.closing(Launcher()) as launcher:
         yield launcher
-
-
-@pytest.fixture
-def model() -> Iterator[Model]:
-    model = Model()
-    yield model
-    model.gate.set()
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as pool:
-        yield pool

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 
 from serve.batcher import Batcher, Rules
 from serve.merging import Array, Arrays
@@ -69,3 +71,16 @@ async def behind_a_gate(model: Model, batcher: Batcher, *waiting: Coroutine[Any,
 
 async def together(*asked: Awaitable[list[float]]) -> list[list[float]]:
     return [*await asyncio.gather(*asked)]
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    model = Model()
+    yield model
+    model.gate.set()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
