@@ -1,20 +1,21 @@
-"""`python -m serve BUNDLE`: verify, load, ask the golden requests, and only then listen."""
+"""`python -m serve BUNDLE…`: verify, load, ask the golden requests, and only then listen."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.spec.bundle import open_bundle
-from pipeline.spec.errors import PipelineError
+from pipeline.spec.errors import ConfigError, PipelineError
+from serve.admin_token import read_token
 from serve.door import Door
+from serve.loading import prove
 from serve.logs import configure, fatal, told
-from serve.options import Options, parse
+from serve.options import Named, Options, parse
 from serve.predictor import Predictor
-from serve.selfcheck import verify
-from serve.session import Session
-from serve.sockets import check_free, reserve
+from serve.shadow import Mirror, open_mirror
+from serve.sockets import Sockets, check_free, reserve
 
 log = logging.getLogger("serve")
 
@@ -42,14 +43,29 @@ def serve(options: Options) -> None:
     standby = None if options.standby is None else reserve(options.standby, share=False)
     if options.grpc is not None:
         check_free(options.grpc, share=share)
-    bundle = open_bundle(options.bundle)
-    log.info("starting", extra=told(model=options.name or bundle.name, bundle=bundle.digest[:12]))
-    predictor = Predictor(bundle, Session(bundle, options.provider, options.threads))
-    verify(bundle, predictor)
+    admin = None if options.admin is None else reserve(options.admin, share=False)
+    token = None if options.admin_token is None else read_token(options.admin_token)
+    loaded = [_load(named, options) for named in options.bundles]
+    mirrors = [_shadow(named, options.shadow_share, dict(loaded)) for named in options.shadows]
     from serve.server import Service  # here, not above: kserve reads sys.argv and takes a second to import
 
-    service = Service(bundle, predictor, options, public, standby, door)
-    service.start([service.model])
+    service = Service(loaded, mirrors, options, Sockets(public, standby, admin), door, token)
+    service.start(service.models)
+
+
+def _load(named: Named, options: Options) -> tuple[str, Predictor]:
+    bundle = open_bundle(named.path)
+    name = named.name or bundle.name
+    log.info("starting", extra=told(model=name, bundle=bundle.digest[:12]))
+    return name, prove(bundle, options.provider, options.threads)
+
+
+def _shadow(named: Named, share: float, models: Mapping[str, Predictor]) -> Mirror:
+    """Of the model it names, or of the only one."""
+    name = named.name or (next(iter(models)) if len(models) == 1 else "")
+    if name not in models:
+        raise ConfigError(f"--shadow {named.path}: of which model? Write NAME=BUNDLE with one of {', '.join(models)}")
+    return open_mirror(name, named.path, models[name].signature, share)
 
 
 if __name__ == "__main__":

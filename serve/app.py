@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from serve import openapi, v1, v2
 from serve.batcher import stays
 from serve.body import linger, read
+from serve.canary import choose
 from serve.deadline import of_header
 from serve.keys import Keys
 from serve.logs import told
@@ -54,11 +55,8 @@ class Asked:
 class App:
     """An ASGI application: nothing between the server and the endpoints but what every request needs."""
 
-    def __init__(
-        self, plane: OnnxPlane, observer: Observer, max_body_bytes: int, version: str, keys: Keys | None = None
-    ) -> None:
-        self.keys = keys
-        self.plane, self.observer, self.max_body_bytes, self.version = plane, observer, max_body_bytes, version
+    def __init__(self, plane: OnnxPlane, observer: Observer, keys: Keys | None = None) -> None:
+        self.plane, self.observer, self.keys = plane, observer, keys
         self._ends: dict[str, Callable[[Asked], Awaitable[Answer]]] = {
             "root": self._root,
             "metrics": self._metrics,
@@ -129,9 +127,10 @@ class App:
         served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
         timeout_seconds = of_header(asked.headers)
         served.admit(timeout_seconds)
-        body = await read(asked.headers, asked.receive, self.max_body_bytes)
-        left = asked.scope.get("left", stays)
-        return Answer(await served.answer(v1.Call(body), timeout_seconds, left, asked.watch))
+        call = v1.Call(await read(asked.headers, asked.receive, served.max_body_bytes))
+        if served.canary is not None and not asked.route.version:
+            served = asked.watch.served = await choose(served, call, asked.watch.id)
+        return Answer(await served.answer(call, timeout_seconds, asked.scope.get("left", stays), asked.watch))
 
     async def _infer(self, asked: Asked) -> Answer:
         length = asked.headers.get(v2.LENGTH_HEADER.encode())
@@ -139,9 +138,10 @@ class App:
         served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
         timeout_seconds = of_header(asked.headers)
         served.admit(timeout_seconds)
-        body = await read(asked.headers, asked.receive, self.max_body_bytes)
-        text = None if length is None else length.decode("latin-1")
-        call = v2.Call(served.name, body, text, served.version)
+        body = await read(asked.headers, asked.receive, served.max_body_bytes)
+        call = v2.Call(served.name, body, None if length is None else length.decode("latin-1"))
+        if served.canary is not None and not asked.route.version:
+            served = asked.watch.served = await choose(served, call, asked.watch.id)
         answer = await served.answer(call, timeout_seconds, asked.scope.get("left", stays), asked.watch)
         if answer.json_bytes is None:
             return Answer(answer.body)
@@ -172,7 +172,8 @@ class App:
         return _health({"name": asked.route.model, "ready": await self.plane.model_ready(asked.route.model)})
 
     async def _openapi(self, _: Asked) -> Answer:
-        return json_answer(openapi.document(self.plane.names[0], self.version))
+        name = self.plane.names[0]
+        return json_answer(openapi.document(name, self.plane.served(name).bundle.digest[:12]))
 
     async def _metrics(self, asked: Asked) -> Answer:
         accept = asked.headers.get(b"accept", b"").decode("latin-1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +14,14 @@ from kserve import Model
 from kserve.errors import ModelNotFound
 from kserve.protocol.dataplane import DataPlane
 
-from pipeline.spec.bundle import Bundle
 from pipeline.spec.signature import Signature, TensorSpec
 from serve.batcher import Batcher, Rules, Seen, stays
+from serve.canary import Canary
 from serve.merging import Array
 from serve.metrics import Series
 from serve.predictor import Predictor
 from serve.refusal import Headers, Unknown
+from serve.shadow import Mirror
 from serve.watch import Watch
 
 PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Runtime
@@ -36,19 +38,28 @@ class Call(Protocol):
         """How long the client waits, known once the call was read."""
         ...
 
+    def key(self) -> str:
+        """The id the client gave it; empty where it gave none."""
+        ...
+
     def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
         """The arrays, checked in full, and the names of the outputs that are asked for."""
         ...
 
-    def write(self, predictor: Predictor, outputs: Mapping[str, Array]) -> Any: ...
+    def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any: ...
 
 
 class Served:
     """One version of one model, which has answered its golden requests."""
 
-    def __init__(self, name: str, version: str, bundle: Bundle, predictor: Predictor, pool: Executor) -> None:
+    canary: Canary | None = None  # who answers a share of the requests that name no version
+    mirror: Mirror | None = None  # who gets a copy of them
+
+    def __init__(self, name: str, version: str, predictor: Predictor, pool: Executor) -> None:
+        bundle = predictor.bundle
         self.name, self.version, self.bundle, self.predictor = name, version, bundle, predictor
-        self._pool = pool
+        self.pool = pool
+        self.max_body_bytes = bundle.signature.limits.max_body_bytes
         self.series = Series()
         self.batcher = Batcher(predictor.run, rules_of(bundle.signature), pool, Seen(self.series.batch))
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
@@ -81,16 +92,18 @@ class Served:
         outputs = await self.batcher.outputs(arrays, wanted, deadline, gone, watch)
         watch.ran = clock()
         if call.quick:
-            answer = call.write(predictor, outputs)
+            answer = call.write(predictor, outputs, self.version)
         else:
-            answer = await loop.run_in_executor(self._pool, call.write, predictor, outputs)
+            answer = await loop.run_in_executor(self.pool, call.write, predictor, outputs, self.version)
         self.series.answered(watch)
+        if self.mirror is not None:
+            self.mirror.offer(arrays, outputs)
         return answer
 
     async def _read(self, call: Call, loop: asyncio.AbstractEventLoop) -> tuple[Mapping[str, Array], Sequence[str]]:
         self._reading += 1
         try:
-            return await loop.run_in_executor(self._pool, call.read, self.predictor)
+            return await loop.run_in_executor(self.pool, call.read, self.predictor)
         finally:
             self._reading -= 1
 
@@ -123,15 +136,68 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
         super().__init__(name)
         self.versions: dict[str, Served] = {}
         self.current: Served | None = None
+        self.previous: Served | None = None  # stays loaded, so that going back takes no time
+        self._numbers = itertools.count(1)
 
-    def add(self, served: Served) -> None:
+    @property
+    def canary(self) -> Canary | None:
+        return self.current.canary if self.current else None
+
+    @property
+    def mirror(self) -> Mirror | None:
+        return self.current.mirror if self.current else None
+
+    def add(self, predictor: Predictor, pool: Executor) -> Served:
         """Beside the current one: it answers under its own URL."""
+        served = Served(self.name, str(next(self._numbers)), predictor, pool)
         self.versions[served.version] = served
+        return served
 
-    def switch(self, version: str) -> None:
-        """From now on requests that name no version are its."""
-        self.current = self.versions[version]
+    def holding(self, digest: str) -> Served | None:
+        """The version made of this bundle, if it is loaded."""
+        return next((served for served in self.versions.values() if served.bundle.digest == digest), None)
+
+    def switch(self, served: Served) -> None:
+        """From now on requests that name no version are its; the one before is kept, older ones go.
+
+        One assignment decides it. A request that came before is answered by whom it met.
+        """
+        before = self.current
+        if served is not before:
+            served.mirror = self.mirror
+            if before is not None:
+                before.canary = before.mirror = None
+            self.current, self.previous = served, before
+        self.share(None)
         self.ready = True
+
+    def share(self, canary: Canary | None) -> None:
+        """Begin or end that a candidate gets a part of the requests; without a part it is not kept."""
+        assert self.current is not None
+        self.current.canary = canary
+        kept = {self.current, self.previous, canary.candidate if canary else None}
+        self.versions = {version: served for version, served in self.versions.items() if served in kept}
+
+    def show(self, mirror: Mirror | None) -> None:
+        """Who gets copies of the current version's requests; the one before ends."""
+        assert self.current is not None
+        if self.current.mirror is not None:
+            self.current.mirror.close()
+        self.current.mirror = mirror
+
+    def status(self) -> dict[str, Any]:
+        """For the admin interface."""
+        canary, mirror = self.canary, self.mirror
+        return {
+            "current": self.current.version if self.current else "",
+            "previous": self.previous.version if self.previous else "",
+            "canary": {"version": canary.candidate.version, "share": canary.share} if canary else None,
+            "shadow": mirror.status() if mirror else None,
+            "versions": {
+                version: {"bundle": served.bundle.digest, "path": str(served.bundle.path)}
+                for version, served in self.versions.items()
+            },
+        }
 
     def served(self, version: str = "") -> Served:
         if not version and self.current is not None:
@@ -161,6 +227,10 @@ class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
         if not isinstance(model, OnnxModel):
             raise Unknown(f"no model {name[:200]!r}; there are {', '.join(self.names) or 'none'}")
         return model
+
+    @property
+    def models(self) -> list[OnnxModel]:
+        return list(self.model_registry.get_models().values())
 
     def loaded(self) -> Iterator[tuple[Served, bool]]:
         """Every version there is, and whether it is the one that answers by default."""
@@ -199,11 +269,9 @@ class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
 
 def rules_of(signature: Signature) -> Rules:
     """Requests are merged where every input and output has the same first axis by name."""
-    first = {spec.shape[:1] for spec in (*signature.inputs, *signature.outputs)}
-    mergeable = len(first) == 1 and all(isinstance(axis, str) for shape in first for axis in shape) and first != {()}
     runtime, limits = signature.runtime, signature.limits
     return Rules(
-        mergeable=mergeable,
+        mergeable=signature.mergeable,
         rows=runtime.batch_rows,
         waiting=limits.max_waiting,
         delay_seconds=runtime.batch_delay_ms / 1e3,

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.spec.errors import ConfigError
+from pipeline.spec.share import share_of
 from serve.logs import Format
+from serve.routes import MODEL_NAME
 from serve.session import Provider
 from serve.sockets import Address
 from serve.tls import Pair
 
 
 @dataclass(frozen=True)
-class Options:
-    bundle: Path
+class Named:
     name: str  # empty: the bundle's own
+    path: Path
+
+
+@dataclass(frozen=True)
+class Options:
+    bundles: tuple[Named, ...]  # several of one name are its versions, oldest first
     public: Address
     grpc: Address | None
     standby: Address | None
@@ -28,13 +36,17 @@ class Options:
     log_requests: float  # share of the requests that get a line each
     api_keys: Path | None
     tls: Pair | None
+    canary: float = 0.0  # share of the last version of each name that has several; 0: it gets all
+    shadows: tuple[Named, ...] = ()
+    shadow_share: float = 1.0
+    admin: Address | None = None
+    admin_token: Path | None = None
 
 
 def parse(argv: Sequence[str]) -> Options:
     given = _parser().parse_args(argv)
     options = Options(
-        bundle=given.bundle.resolve(),
-        name=given.name,
+        bundles=_named(given.bundles, given.name),
         public=Address(given.host, given.port),
         grpc=_grpc(given.host, given.port, given.grpc_port),
         standby=None if given.standby is None else Address("127.0.0.1", given.standby),
@@ -44,19 +56,36 @@ def parse(argv: Sequence[str]) -> Options:
         log_requests=given.log_requests,
         api_keys=given.api_keys and given.api_keys.absolute(),
         tls=_pair(given.tls_certificate, given.tls_key),
+        canary=given.canary,
+        shadows=tuple(_bundle(text) for text in given.shadow),
+        shadow_share=given.shadow_share,
+        admin=None if given.admin is None else Address("127.0.0.1", given.admin),
+        admin_token=given.admin_token,
     )
-    ports = [address.port for address in (options.public, options.grpc, options.standby) if address]
-    if len(set(ports)) < len(ports):
-        raise ConfigError(f"ports {', '.join(map(str, ports))}: --port, --grpc-port and --standby must differ")
+    _check(options)
     return options
+
+
+def _check(options: Options) -> None:
+    if (options.admin is None) != (options.admin_token is None):
+        raise ConfigError("--admin PORT and --admin-token FILE go together: who may change what is served is known")
+    found = (options.public, options.grpc, options.standby, options.admin)
+    ports = [address.port for address in found if address]
+    if len(set(ports)) < len(ports):
+        raise ConfigError(f"ports {', '.join(map(str, ports))}: --port, --grpc-port, --standby and --admin must differ")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m serve", description="Serve a bundle over HTTP and gRPC.", allow_abbrev=False
     )
-    parser.add_argument("bundle", type=Path, help="bundle directory")
-    parser.add_argument("--name", default="", help="model name in URLs (default: the bundle's)")
+    parser.add_argument(
+        "bundles",
+        nargs="+",
+        metavar="[NAME=]BUNDLE",
+        help="bundle directory; several are several models, or versions of one where the name is the same",
+    )
+    parser.add_argument("--name", default="", help="model name in URLs of a single bundle (default: its own)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8080, help="HTTP port (default: %(default)s)")
     parser.add_argument("--grpc-port", type=int, default=0, help="gRPC port; 0: HTTP port plus 1, -1: no gRPC")
@@ -69,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         help="listen on this local port alone until SIGUSR1, then take over the public one",
     )
     _add_door(parser)
+    _add_rollout(parser)
     _add_logging(parser)
     return parser
 
@@ -89,6 +119,31 @@ def _pair(certificate: Path | None, key: Path | None) -> Pair | None:
     return Pair(certificate.absolute(), key.absolute())
 
 
+def _add_rollout(parser: argparse.ArgumentParser) -> None:
+    """What lets a new bundle come in without the old one going."""
+    parser.add_argument(
+        "--canary",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="give the last version of a name only this share of the requests, as in 10%%, and the rest to the first",
+    )
+    parser.add_argument(
+        "--shadow",
+        action="append",
+        default=[],
+        metavar="[NAME=]BUNDLE",
+        help="send copies of a model's requests to this bundle too and count how its answers differ",
+    )
+    parser.add_argument("--shadow-share", type=_share, default=1.0, metavar="SHARE", help="of requests (default: all)")
+    parser.add_argument(
+        "--admin", type=_port, metavar="PORT", help="local port to change what is served (default: there is none)"
+    )
+    parser.add_argument(
+        "--admin-token", type=Path, metavar="FILE", help="with --admin: its token, readable by its owner alone"
+    )
+
+
 def _add_logging(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-format", choices=("text", "json"), help="default: text on a terminal, else JSON lines")
     parser.add_argument(
@@ -98,6 +153,27 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of the requests to write a line for, from 0 to 1 (default: %(default)s); failures always get one",
     )
+
+
+def _named(texts: Sequence[str], name: str) -> tuple[Named, ...]:
+    found = tuple(_bundle(text) for text in texts)
+    if name and (len(found) > 1 or found[0].name):
+        raise ConfigError("--name: is for a single bundle without a name of its own; write NAME=BUNDLE for each")
+    return (Named(_model_name(name), found[0].path),) if name else found
+
+
+def _bundle(text: str) -> Named:
+    """`NAME=BUNDLE`, unless it is a directory as it stands."""
+    name, mark, path = text.partition("=")
+    if not mark or "/" in name or Path(text).is_dir():
+        return Named("", Path(text).resolve())
+    return Named(_model_name(name), Path(path).resolve())
+
+
+def _model_name(name: str) -> str:
+    if not re.fullmatch(MODEL_NAME, name):
+        raise ConfigError(f"{name!r} is no model name; use letters, digits, dots, - and _")
+    return name
 
 
 def _grpc(host: str, http_port: int, grpc_port: int) -> Address | None:
@@ -123,9 +199,6 @@ def _natural(text: str) -> int:
 
 def _share(text: str) -> float:
     try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; name one from 0 to 1")
-    return share
+        return share_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

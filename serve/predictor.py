@@ -25,11 +25,13 @@ class Predictor:
     """Raises InvalidPayload where the client is wrong; anything else that is raised is the service's own fault."""
 
     def __init__(self, bundle: Bundle, session: Session) -> None:
-        self.signature = bundle.signature
+        self.bundle, self.signature = bundle, bundle.signature
         self.session = session
         self.datatypes = {spec.name: spec.datatype for spec in bundle.signature.outputs}
         with _no_bytecode():
-            self._codec: Codec = load_codec(f"codec.py:{bundle.signature.codec}", bundle.path)
+            self._codec: Codec = load_codec(
+                f"codec.py:{bundle.signature.codec}", bundle.path, alias=f"_codec_{bundle.digest}"
+            )
 
     def predict(self, instances: Any) -> Sequence[Any]:
         """One prediction for each instance."""

@@ -44,6 +44,12 @@ class WrongMethod(Refusal):
         self.headers = ((b"allow", allowed.encode()),)
 
 
+class Conflict(Refusal):
+    """What is asked does not go with how things stand."""
+
+    status, code, reason = HTTPStatus.CONFLICT, "FAILED_PRECONDITION", "conflict"
+
+
 class Unreadable(Refusal):
     """A type or coding of the body that is not read here."""
 

@@ -18,6 +18,7 @@ from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import NUMPY_TYPES
 from serve.app import INTERNAL
+from serve.canary import choose
 from serve.deadline import of_call, of_parameter
 from serve.logs import told
 from serve.model import OnnxPlane
@@ -55,8 +56,8 @@ log = logging.getLogger(__name__)
 class Call:
     """One inference."""
 
-    def __init__(self, message: Any, version: str) -> None:
-        self._message, self._version = message, version  # pb.ModelInferRequest
+    def __init__(self, message: Any) -> None:
+        self._message = message  # pb.ModelInferRequest
         self._request = Request("", (), ())
         self._wishes: Sequence[Wish] = ()
         self.quick = message.ByteSize() < _QUICK_BYTES
@@ -65,13 +66,17 @@ class Call:
     def timeout_seconds(self) -> float:
         return of_parameter(self._request.parameters.get("timeout", 0))
 
+    def key(self) -> str:
+        """The client's own id, which says who answers where versions share the requests."""
+        return str(self._message.id)
+
     def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
         self._request = parse(self._message)
         self._wishes = self._request.wishes(predictor.signature)
         return self._request.arrays(predictor.signature), [wish.name for wish in self._wishes]
 
-    def write(self, predictor: Predictor, outputs: Mapping[str, Array]) -> Any:
-        return render(self._message, self._version, self._wishes, outputs, predictor.datatypes)
+    def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any:
+        return render(self._message, version, self._wishes, outputs, predictor.datatypes)
 
 
 def parse(message: Any) -> Request:
@@ -126,11 +131,14 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
         watch = self._observer.begin(_bytes(given.get("x-request-id")), "ModelInfer", _bytes(given.get("traceparent")))
         self._observer.asked(watch, "grpc")
         try:
-            watch.served = served = self._plane.served(request.model_name, request.model_version)
+            served, call = self._plane.served(request.model_name, request.model_version), Call(request)
+            if served.canary is not None and not request.model_version:
+                served = await choose(served, call, watch.id)
+            watch.served = served
             await context.send_initial_metadata([*self._headers, *_identity(watch, served.headers)])
             timeout_seconds = of_call(context.time_remaining())
             served.admit(timeout_seconds)
-            answer = await served.answer(Call(request, served.version), timeout_seconds, watch=watch)
+            answer = await served.answer(call, timeout_seconds, watch=watch)
             watch.code = StatusCode.OK.name
             return answer
         except Exception as error:

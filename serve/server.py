@@ -7,26 +7,29 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvloop
 from kserve import ModelServer
+from starlette.types import ASGIApp
 
-from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ResourceError
 from serve import rpc
+from serve.admin import Admin
 from serve.app import App
 from serve.door import Door
+from serve.fleet import Fleet, Loaded
 from serve.listener import Listener
 from serve.logs import AccessLog, told
 from serve.metrics import Metrics
-from serve.model import OnnxModel, OnnxPlane, Served
+from serve.model import OnnxModel, OnnxPlane
 from serve.observer import Observer
 from serve.options import Options
-from serve.predictor import Predictor
 from serve.renewal import keep
-from serve.sockets import Address, prefer
+from serve.shadow import Mirror
+from serve.sockets import Address, Sockets, prefer
 from serve.tls import Tls
 
 _GRACE_SECONDS = 25  # under the 30 that Kubernetes waits before it kills
@@ -39,38 +42,36 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
 
     def __init__(
         self,
-        bundle: Bundle,
-        predictor: Predictor,
+        loaded: Sequence[Loaded],
+        mirrors: Sequence[Mirror],
         options: Options,
-        public: socket.socket,
-        standby: socket.socket | None,
+        sockets: Sockets,
         door: Door,
+        token: str | None = None,
     ) -> None:
-        """The sockets are bound already and not listening yet."""
+        """The sockets are bound already and not listening yet; the token opens the one that changes what is served."""
         super().__init__(
             http_port=options.public.port,
             enable_grpc=options.grpc is not None,
             enable_latency_logging=False,
             grace_period=_GRACE_SECONDS,
         )
-        name = options.name or bundle.name
-        self.options = options
-        self.bundle = bundle
+        self.options, self.sockets, self.door, self._token = options, sockets, door, token
         self._pool = ThreadPoolExecutor(max(4, os.cpu_count() or 1), thread_name_prefix="predict")
-        self.model = OnnxModel(name)
-        self.model.add(Served(name, "1", bundle, predictor, self._pool))
-        self.model.switch("1")
         self.dataplane = OnnxPlane(self.registered_models)
+        self.fleet = Fleet(self.dataplane, options, self._pool, loaded)
+        for mirror in mirrors:
+            self.fleet.mirror(mirror)
         self.observer = Observer(Metrics(self.dataplane.loaded), AccessLog(options.log_requests))
-        self.door = door
-        self._app = App(
-            self.dataplane, self.observer, bundle.signature.limits.max_body_bytes, bundle.digest[:12], door.keys
-        )
-        self._public, self._standby = public, standby
+        self._app = App(self.dataplane, self.observer, door.keys)
         self.headers = [("x-served-by", str(os.getpid()))]
         self._public_wanted, self._stop_wanted = asyncio.Event(), asyncio.Event()
         self._listeners: list[Listener] = []
         self._running: set[asyncio.Task[None]] = set()
+
+    @property
+    def models(self) -> list[OnnxModel]:
+        return self.dataplane.models
 
     def start(self, models: list[Any]) -> None:
         """Serve until a signal ends it."""
@@ -81,31 +82,34 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
     async def _serve(self) -> None:
         self.register_signal_handler()
         renewal = asyncio.create_task(keep(self.door.renewed()))
-        if self._standby is not None:
-            await self._listen(self._standby, None)  # on this machine alone, for a moment
-            url = "http://{}:{}".format(*self._standby.getsockname()[:2])
+        public, standby, admin = self.sockets.public, self.sockets.standby, self.sockets.admin
+        if admin is not None and self._token is not None:
+            await self._listen(admin, Admin(self.fleet, self._token), None)
+        if standby is not None:
+            await self._listen(standby, self._app, None)  # on this machine alone, for a moment
+            url = "http://{}:{}".format(*standby.getsockname()[:2])
             log.info("standby", extra=told(url=url, **self._identity()))
             await self._first(self._public_wanted, self._stop_wanted)
         if self._stop_wanted.is_set():
-            self._public.close()
+            public.close()
         else:
-            await self._go_public(take_over=self._standby is not None)
+            await self._go_public(public, take_over=standby is not None)
         await self._stop_wanted.wait()
         await self._drain()
         renewal.cancel()
 
-    async def _go_public(self, *, take_over: bool) -> None:
+    async def _go_public(self, public: socket.socket, *, take_over: bool) -> None:
         if self.options.grpc is not None:
             self._grpc_server = await self._start_grpc(self.options.grpc)
-        await self._listen(self._public, self.door.tls)
+        await self._listen(public, self._app, self.door.tls)
         if take_over:
-            prefer(self._public)
+            prefer(public)
         where = {"url": f"{self.door.scheme}://{self.options.public}", "grpc": str(self.options.grpc or "off")}
         log.info("ready", extra=told(**where, **self._identity()))
 
-    async def _listen(self, sock: socket.socket, tls: Tls | None) -> None:
+    async def _listen(self, sock: socket.socket, app: ASGIApp, tls: Tls | None) -> None:
         context = None if tls is None else tls.context
-        listener = Listener(self._app, sock, [*self.headers, *self.door.headers], self.grace_period, context)
+        listener = Listener(app, sock, [*self.headers, *self.door.headers], self.grace_period, context)
         task = asyncio.create_task(listener.run_until_stopped())
         self._running.add(task)
         await self._first(listener.listening, task)
@@ -114,11 +118,8 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self._listeners.append(listener)
 
     async def _start_grpc(self, address: Address) -> Any:
-        server = rpc.build(
-            rpc.Servicer(self.dataplane, self.observer, self.headers),
-            self.bundle.signature.limits.max_body_bytes,
-            self.door.interceptors,
-        )
+        servicer = rpc.Servicer(self.dataplane, self.observer, self.headers)
+        server = rpc.build(servicer, self.fleet.max_body_bytes, self.door.interceptors)
         try:
             self.door.listen(server, str(address))
         except RuntimeError as error:
@@ -135,6 +136,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         if self._grpc_server is not None:
             await self._grpc_server.stop(grace=self.grace_period)
         await asyncio.gather(*self._running)
+        self.fleet.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         log.info("stopped", extra=told(**self._identity()))
 
@@ -161,4 +163,5 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
             event.cancel()
 
     def _identity(self) -> dict[str, Any]:
-        return {"model": self.model.name, "bundle": self.bundle.digest[:12], "pid": os.getpid()}
+        bundles = ",".join(model.served().bundle.digest[:12] for model in self.models)
+        return {"model": ",".join(self.dataplane.names), "bundle": bundles, "pid": os.getpid()}

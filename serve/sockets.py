@@ -31,6 +31,15 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+@dataclass(frozen=True)
+class Sockets:
+    """Of a service: bound, and not listening yet."""
+
+    public: socket.socket
+    standby: socket.socket | None = None
+    admin: socket.socket | None = None
+
+
 def reserve(address: Address, *, share: bool) -> socket.socket:
     """Bind, not yet listening. With `share`, beside a service of ours that holds the port; without, alone on it."""
     try:

@@ -23,13 +23,17 @@ class Call:
         self._body = body
         self._count = 0
 
+    def key(self) -> str:
+        """The protocol knows no id."""
+        return ""
+
     def read(self, predictor: Predictor) -> tuple[Mapping[str, np.ndarray[Any, Any]], Sequence[str]]:
         instances = parse(self._body)
         arrays = predictor.decode(instances)
         self._count = len(instances)
         return arrays, predictor.session.outputs
 
-    def write(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+    def write(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]], version: str) -> bytes:  # noqa: ARG002
         # A number JSON does not know (NaN, infinity) leaves as null.
         found = {"predictions": predictor.encode(outputs, self._count)}
         return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -30,23 +30,32 @@ class Answer(NamedTuple):
 class Call:
     """One inference."""
 
-    def __init__(self, model: str, body: bytes, length_header: str | None, version: str = "") -> None:
-        self._model, self._version, self._body, self._length = model, version, body, length_header
-        self._request = Request("", (), ())
+    def __init__(self, model: str, body: bytes, length_header: str | None) -> None:
+        self._model, self._body, self._length = model, body, length_header
+        self._parsed: Request | None = None
         self._wishes: Sequence[Wish] = ()
         self.quick = len(body) < _QUICK_BYTES or (length_header is not None and len(length_header) < 5)
 
     @property
     def timeout_seconds(self) -> float:
-        return of_parameter(self._request.parameters.get("timeout", 0))
+        return of_parameter(self.request.parameters.get("timeout", 0))
+
+    @property
+    def request(self) -> Request:
+        if self._parsed is None:
+            self._parsed = parse(self._body, self._length)
+        return self._parsed
+
+    def key(self) -> str:
+        """The client's own id, which says who answers where versions share the requests."""
+        return self.request.id
 
     def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
-        self._request = parse(self._body, self._length)
-        self._wishes = self._request.wishes(predictor.signature)
-        return self._request.arrays(predictor.signature), [wish.name for wish in self._wishes]
+        self._wishes = self.request.wishes(predictor.signature)
+        return self.request.arrays(predictor.signature), [wish.name for wish in self._wishes]
 
-    def write(self, predictor: Predictor, outputs: Mapping[str, Array]) -> Answer:
-        identity = {"model_name": self._model, "model_version": self._version, "id": self._request.id}
+    def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Answer:
+        identity = {"model_name": self._model, "model_version": version, "id": self.request.id}
         return render(identity, self._wishes, outputs, predictor.datatypes)
 
 

@@ -24,8 +24,8 @@ class Codec(Protocol):
         """Arrays by output name → one JSON value for each instance."""
 
 
-def load_codec(reference: str, root: Path) -> Codec:
-    kind = load_class(reference, root)
+def load_codec(reference: str, root: Path, alias: str = "") -> Codec:
+    kind = load_class(reference, root, alias)
     for method in ("decode(instances)", "encode(outputs)"):
         if not callable(getattr(kind, method.partition("(")[0], None)):
             raise ConfigError(f"{reference}: has no method {method}; every codec needs it")

@@ -11,13 +11,16 @@ from pipeline.spec.digest import digest_bytes
 from pipeline.spec.errors import ConfigError
 
 
-def load_class(reference: str, root: Path) -> Any:
-    """The class a reference names; files beside it are importable, after everything installed."""
+def load_class(reference: str, root: Path, alias: str = "") -> Any:
+    """The class a reference names; files beside it are importable, after everything installed.
+
+    An alias names the module where one process loads several files of one name: by their content.
+    """
     file, _, name = reference.partition(":")
     path = (root / file).resolve()
     if not path.is_file():
         raise ConfigError(f"{reference}: no file {file} in {root}")
-    module = _load(path, root.resolve())
+    module = _execute(path, alias) if alias else _load(path, root.resolve())
     if not hasattr(module, name):
         raise ConfigError(f"{reference}: {file} has no class {name}")
     return getattr(module, name)
@@ -35,6 +38,10 @@ def _load(path: Path, root: Path) -> Any:
         name = f"_{name}_{digest_bytes(str(path).encode())[:12]}"  # the plain name belongs to somebody else
         if name in sys.modules:
             return sys.modules[name]
+    return _execute(path, name)
+
+
+def _execute(path: Path, name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from pipeline.spec.combinations import conflict
+from pipeline.spec.share import share_of
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -188,6 +189,20 @@ class Serve(Section):
     api_keys: str = Field("", description="file with one API key a line; empty: anybody may ask")
     tls_certificate: str = Field("", description="PEM file; with `tls_key` HTTP and gRPC are encrypted")
     tls_key: str = Field("", description="PEM file of the certificate's private key")
+
+    @field_validator("canary", mode="before")
+    @classmethod
+    def _a_share_below_all(cls, value: Any) -> Any:
+        if value == "" or not isinstance(value, str | int | float):
+            return value
+        try:
+            whole = share_of(str(value)) == 1
+        except ValueError as error:
+            raise PydanticCustomError("conflict", "{problem}", {"problem": str(error)}) from None
+        if whole:
+            problem = "a canary gets less than all requests; leave it empty to give the new bundle all"
+            raise PydanticCustomError("conflict", "{problem}", {"problem": problem})
+        return str(value)
 
 
 class Deploy(Section):

@@ -63,3 +63,9 @@ class Signature(Frozen):
     @cached_property
     def output_names(self) -> tuple[str, ...]:
         return tuple(spec.name for spec in self.outputs)
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether several requests can be one batch: every input and output has the same first axis by name."""
+        first = {spec.shape[:1] for spec in (*self.inputs, *self.outputs)}
+        return len(first) == 1 and all(isinstance(axis, str) for shape in first for axis in shape) and first != {()}

@@ -1,0 +1,122 @@
+"""The admin interface: what a service is told to load, switch to, share with and shadow. Never on the public port."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from pipeline.spec.errors import PipelineError
+from serve.admin_token import opens
+from serve.body import read
+from serve.fleet import Fleet
+from serve.logs import told
+from serve.refusal import Gone, Headers, Refusal, Unauthorized, Unknown, WrongMethod
+
+_MOST_BYTES = 64 << 10
+
+log = logging.getLogger(__name__)
+
+Fields = Mapping[str, Any]
+NO_HEADERS: Headers = ()
+
+
+class Admin:
+    """An ASGI application: `GET /` tells how things stand, `POST /<what>` changes them; both need the token."""
+
+    def __init__(self, fleet: Fleet, token: str) -> None:
+        self._fleet, self._token = fleet, token
+        self._changes: dict[str, Callable[[Fields], Awaitable[Any]]] = {
+            "/load": self._load,
+            "/switch": self._switch,
+            "/canary": self._canary,
+            "/shadow": self._shadow,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        status, extra = int(HTTPStatus.OK), NO_HEADERS
+        try:
+            body = await self._answer(scope, receive)
+        except Gone:
+            return
+        except Refusal as refusal:
+            status, extra, body = refusal.status, refusal.headers, {"error": str(refusal)}
+        except PipelineError as error:  # the bundle is not what it should be: whoever asked gets the reason
+            log.warning("refused: %s", error, extra=told(path=scope["path"]))
+            status, body = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
+        except Exception as error:
+            log.exception("failed", extra=told(path=scope["path"]))
+            status, body = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
+        raw = orjson.dumps(body)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw)), *extra]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": raw})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Any:
+        headers = dict(scope["headers"])
+        if not opens(headers.get(b"authorization", b""), self._token):
+            raise Unauthorized("the admin interface needs its token: authorization: Bearer …")
+        path, method = scope["path"], scope["method"]
+        if path != "/" and path not in self._changes:
+            raise Unknown(f"{path[:200]}: not found; there are /, {', '.join(self._changes)}")
+        if method != (wanted := "GET" if path == "/" else "POST"):
+            raise WrongMethod(f"{method[:16]} {path}: only {wanted}", wanted)
+        if path == "/":
+            return self._fleet.status()
+        return await self._changes[path](_fields(await read(headers, receive, _MOST_BYTES)))
+
+    async def _load(self, fields: Fields) -> Any:
+        served = await self._fleet.load(_text(fields, "model"), _folder(fields))
+        return {"version": served.version, "bundle": served.bundle.digest}
+
+    async def _switch(self, fields: Fields) -> Any:
+        served = self._fleet.switch(_text(fields, "model"), _text(fields, "version"))
+        return {"version": served.version, "bundle": served.bundle.digest}
+
+    async def _canary(self, fields: Fields) -> Any:
+        self._fleet.share(_text(fields, "model"), _text(fields, "version"), _share(fields, below=1.0))
+        return self._fleet.status()
+
+    async def _shadow(self, fields: Fields) -> Any:
+        """Without a bundle the one there is ends."""
+        path = _folder(fields) if "bundle" in fields else None
+        await self._fleet.shadow(_text(fields, "model"), path, _share(fields, below=1.000001))
+        return self._fleet.status()
+
+
+def _fields(body: bytes) -> Fields:
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Refusal(f"body: not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise Refusal("body: must be a JSON object")
+    return fields
+
+
+def _text(fields: Fields, name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise Refusal(f"{name}: must be a text")
+    return value
+
+
+def _folder(fields: Fields) -> Path:
+    path = Path(_text(fields, "bundle"))
+    if not path.is_absolute():
+        raise Refusal(f"bundle: {str(path)!r} is not an absolute path")
+    return path
+
+
+def _share(fields: Fields, *, below: float) -> float:
+    value = fields.get("share", 1.0 if below > 1 else None)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
+        raise Refusal(f"share: must be a number from 0 on, {'at most' if below > 1 else 'below'} 1")
+    return float(value)

@@ -1,0 +1,56 @@
+"""A bundle becomes something that may answer: verified, loaded, asked its golden requests, warm at every size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.spec.bundle import Bundle, open_bundle
+from pipeline.spec.errors import BundleError
+from pipeline.spec.signature import Signature
+from serve.predictor import Predictor
+from serve.selfcheck import verify
+from serve.session import Provider, Session
+
+Array = np.ndarray[Any, Any]
+
+
+def load(path: Path, provider: Provider | None, threads: int | None) -> Predictor:
+    """Whatever is wrong with it is raised here, before anybody's request meets it."""
+    return prove(open_bundle(path), provider, threads)
+
+
+def prove(bundle: Bundle, provider: Provider | None, threads: int | None) -> Predictor:
+    predictor = Predictor(bundle, Session(bundle, provider, threads))
+    verify(bundle, predictor)
+    warm(bundle, predictor)
+    return predictor
+
+
+def warm(bundle: Bundle, predictor: Predictor) -> None:
+    """ONNX Runtime plans its memory anew at the first batch of a size: no client has to wait for that."""
+    inputs = bundle.golden().inputs
+    for rows in buckets(bundle.signature):
+        try:
+            predictor.run(resized(inputs, bundle.signature, rows))
+        except Exception as error:  # ONNX Runtime raises a dozen types without a common base
+            raise BundleError(
+                f"{bundle.path}: the model cannot run a batch of {rows}, as requests that wait together would be: "
+                f"{' '.join(str(error).split())}; set serve.batch_rows=1 and export again, or mend the model"
+            ) from error
+
+
+def buckets(signature: Signature) -> list[int]:
+    """The powers of two up to the largest batch that requests are merged to; none where batches have no axis."""
+    if not signature.mergeable:
+        return []
+    most = signature.runtime.batch_rows
+    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+
+
+def resized(inputs: Mapping[str, Array], signature: Signature, rows: int) -> dict[str, Array]:
+    """The golden inputs, repeated or cut to that many rows."""
+    return {spec.name: np.resize(inputs[spec.name], (rows, *inputs[spec.name].shape[1:])) for spec in signature.inputs}
