@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from serve.connection import Connection
 from serve.sockets import admit_no_more
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it
@@ -32,6 +33,7 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -63,6 +65,14 @@ class Listener(uvicorn.Server):
         self.server_state.default_headers = list(self.config.encoded_headers)
         await super().startup(sockets)
         self.listening.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second. One look at all connections costs less than a timer in each."""
+        if counter % 10 == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in tuple(self.server_state.connections):
+                connection.sweep(now)  # type: ignore[union-attr]  # they are all ours
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn cuts off connections that have not sent their request yet; give those time to."""

@@ -1,0 +1,290 @@
+"""One HTTP/1.1 connection: requests in, in order, within limits; each answer out in one write.
+
+uvicorn runs it in place of its own protocol. It speaks ASGI to the application, and its costs are the service's
+own: no timers, no event and no second copy of the headers for each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import urllib.parse
+from collections import deque
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from typing import Any, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from serve.exchange import Exchange, plain
+
+MAX_HEAD_BYTES = 32 << 10
+MAX_URL_BYTES = 8 << 10
+MAX_HEADERS = 128
+HEAD_SECONDS = 10.0  # for a head, from its first byte to its last
+BODY_SECONDS = 60.0  # for a body, likewise
+_GOODBYE_SECONDS = 2.0  # for a refused client to stop sending: closing on unread bytes would lose the answer
+
+log = logging.getLogger(__name__)
+
+App = Callable[..., Coroutine[Any, Any, None]]
+
+
+class Connection(asyncio.Protocol):
+    """Requests are parsed as they come and answered one after the other."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],  # noqa: ARG002  # the signature is uvicorn's
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._app: App = config.loaded_app
+        self._keep_alive_seconds = config.timeout_keep_alive
+        self._state = server_state
+        self.loop = _loop or asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self.transport: asyncio.Transport
+        self._base: dict[str, Any] = {}
+        self.current: Exchange | None = None  # the one that is being answered
+        self._reading: Exchange | None = None  # the one whose body is still coming
+        self._queue: deque[Exchange] = deque()
+        self._refusal = b""  # sent when those before it are answered; nothing is read any more
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head_is_open = False
+        self._head_bytes = self._fed = 0  # of a head in several pieces, those before this one; and this one
+        self._due = 0.0  # of the loop's clock: by then the client must have sent what we wait for
+        self.write_paused = False
+        self._ending = self._read_paused = False
+        self._writable: asyncio.Future[None] | None = None
+
+    # What the transport tells
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class, only by what it does
+        self._state.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its own protocols
+        self._base = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "server": _place(transport.get_extra_info("sockname")),
+            "client": _place(transport.get_extra_info("peername")),
+            "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
+            "root_path": "",
+        }
+        self._due = self.loop.time() + self._keep_alive_seconds
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._state.connections.discard(self)
+        for exchange in (self.current, self._reading):
+            if exchange is not None:
+                exchange.lose()
+        self._queue.clear()
+        self.resume_writing()
+        if self.current is not None and self.current.task is not None:  # the loop itself holds no reference to it
+            self._state.tasks.add(self.current.task)
+            self.current.task.add_done_callback(self._state.tasks.discard)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal:
+            return
+        if not self._head_bytes and self._reading is None:
+            self._due = self.loop.time() + HEAD_SECONDS
+        self._fed = len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:  # to no protocol of ours: go on as if nobody had asked
+            if rest := data[upgrade.args[0] :]:
+                self.data_received(rest)
+            return
+        except httptools.HttpParserError:
+            if not self._ended_by_client():
+                self._refuse(HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request")
+            return
+        if self._head_is_open:
+            self._head_bytes += len(data)
+            self._check_head()
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
+    # What the parser tells
+
+    def on_message_begin(self) -> None:
+        self._head_is_open = True
+        self._url, self._headers = b"", []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_is_open:  # else it is a trailer, which must not pass for a header
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        too_long = self._refusal or self._too_long()
+        self._head_is_open, self._head_bytes = False, 0
+        if too_long:
+            return
+        parser, url = self._parser, self._url
+        path, _, query = url.partition(b"?")
+        if not url.startswith(b"/"):
+            path, query = _absolute(url)
+        text = path.decode("latin-1")
+        scope = self._base.copy()
+        scope["method"] = parser.get_method().decode("latin-1")
+        scope["path"] = urllib.parse.unquote(text) if "%" in text else text
+        scope["raw_path"], scope["query_string"], scope["headers"] = path, query, self._headers
+        keep_alive = parser.should_keep_alive()
+        if (version := parser.get_http_version()) != "1.1":
+            scope["http_version"], keep_alive = version, False
+        exchange = Exchange(self, scope, keep_alive and not self._ending)
+        self._reading = exchange
+        if self.current is None:
+            self._start(exchange)
+        else:  # pipelined: its turn comes
+            self._queue.append(exchange)
+            self._pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        if self._reading is not None:
+            self._reading.feed(body)
+
+    def on_message_complete(self) -> None:
+        if self._reading is not None:
+            self._reading.complete()
+            self._reading = None
+
+    # What an exchange asks for
+
+    @property
+    def stamp(self) -> bytes:
+        """The headers that every answer carries."""
+        return b"".join([b"%b: %b\r\n" % pair for pair in self._state.default_headers])
+
+    async def drained(self) -> None:
+        """Wait until the client has taken what was written before."""
+        while self.write_paused and not self.transport.is_closing():
+            self._writable = self.loop.create_future()
+            await self._writable
+
+    def wait_for_body(self) -> None:
+        """The application wants it: read on, and give the client its time."""
+        self._due = self.loop.time() + BODY_SECONDS
+        self._resume_reading()
+
+    def hold(self) -> None:
+        """The application is behind with what was read."""
+        self._pause_reading()
+
+    def finished(self, exchange: Exchange) -> None:
+        """Answered: the next one, or wait for it."""
+        self._state.total_requests += 1
+        self.current = None
+        if not exchange.keep_alive or self.transport.is_closing():
+            self.transport.close()
+        elif self._queue:
+            self._start(self._queue.popleft())
+        elif self._refusal:
+            self._say_refusal()
+        else:
+            if self._reading is exchange:  # answered before its body was read: that is thrown away as it comes
+                self._due = self.loop.time() + BODY_SECONDS
+            else:
+                self._due = self.loop.time() + self._keep_alive_seconds
+            self._resume_reading()
+
+    # What the listener asks for
+
+    def shutdown(self) -> None:
+        """uvicorn's word for: answer what was asked, then close."""
+        self._ending = True
+        if self.current is None:
+            self.transport.close()
+        else:
+            for exchange in (self.current, *self._queue):
+                exchange.keep_alive = exchange is not (self._queue[-1] if self._queue else self.current)
+
+    def sweep(self, now: float) -> None:
+        """Called now and then: give up on a client that does not send what we wait for."""
+        if now < self._due or (self.current is not None and not self.current.waiting_for_body):
+            return
+        if self.current is None and (self._refusal or not self._head_is_open):
+            self.transport.close()
+        else:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive whole in time")
+
+    def _start(self, exchange: Exchange) -> None:
+        self.current = exchange
+        exchange.task = self.loop.create_task(exchange.run(self._app))
+
+    def _ended_by_client(self) -> bool:
+        """What follows a request that says `connection: close` is nobody's."""
+        last = self._queue[-1] if self._queue else self.current
+        return last is not None and not last.keep_alive and self._reading is None
+
+    def _too_long(self) -> bool:
+        if len(self._url) > MAX_URL_BYTES:
+            self._refuse(HTTPStatus.REQUEST_URI_TOO_LONG, f"the URL is longer than {MAX_URL_BYTES} bytes")
+        elif len(self._headers) > MAX_HEADERS or (
+            self._head_bytes + self._fed > MAX_HEAD_BYTES
+            and sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD_BYTES
+        ):
+            what = f"more than {MAX_HEADERS} headers, or {MAX_HEAD_BYTES} bytes of them"
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, what)
+        return bool(self._refusal)
+
+    def _check_head(self) -> None:
+        """A head that is not whole yet is held in memory, so it is bounded before it is."""
+        if self._head_bytes > MAX_HEAD_BYTES + MAX_URL_BYTES:
+            what = f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, what)
+
+    def _refuse(self, status: HTTPStatus, text: str) -> None:
+        if not self._refusal:
+            log.info("refused status=%d reason=%r", status, text)
+            self._refusal = plain(status, text, self.stamp)
+            if self._reading is not None:
+                self._reading.lose()  # the rest of it never comes
+            if self.current is None:
+                self._say_refusal()
+
+    def _say_refusal(self) -> None:
+        """And listen for a while to a client that is still sending."""
+        self.transport.write(self._refusal)
+        self._resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._due = self.loop.time() + _GOODBYE_SECONDS
+
+    def _pause_reading(self) -> None:
+        if not self._read_paused:
+            self._read_paused = True
+            self.transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._read_paused and not self.transport.is_closing():
+            self._read_paused = False
+            self.transport.resume_reading()
+
+
+def _place(address: Any) -> tuple[str, int] | None:
+    return (address[0], address[1]) if isinstance(address, tuple) else None
+
+
+def _absolute(url: bytes) -> tuple[bytes, bytes]:
+    """The path and query of what a client says that takes us for a proxy."""
+    try:
+        found = httptools.parse_url(url)
+    except httptools.HttpParserError:
+        return url, b""
+    return found.path or b"/", found.query or b""

@@ -1,0 +1,168 @@
+"""One request and its answer, as ASGI sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    from serve.connection import Connection
+
+_HIGH_WATER_BYTES = 256 << 10  # of a body are handed over at once; below it the application is not woken
+_STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
+_CONTINUE = _STATUS[100] + b"\r\n"
+_CLOSE = b"connection: close\r\n"
+
+log = logging.getLogger(__name__)
+
+
+class Exchange:
+    __slots__ = (
+        "_chunks",
+        "_connection",
+        "_continue",
+        "_head",
+        "_left",
+        "_more",
+        "_size",
+        "_waiter",
+        "gone",
+        "keep_alive",
+        "scope",
+        "task",
+    )
+
+    def __init__(self, connection: Connection, scope: dict[str, Any], keep_alive: bool) -> None:
+        self._connection, self.scope, self.keep_alive = connection, scope, keep_alive
+        self.task: asyncio.Task[None] | None = None
+        self.gone = False  # the client is, and nobody waits for an answer
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._more = True
+        self._waiter: asyncio.Future[None] | None = None
+        self._continue = False
+        self._head: bytes | None = b""  # None: the answer is complete
+        self._left = -1  # bytes of the answer still to come; -1 before it began
+        for name, value in scope["headers"]:
+            if name == b"expect" and value.lower() == b"100-continue":
+                self._continue = True
+        scope["left"] = self.left
+
+    def left(self) -> bool:
+        return self.gone
+
+    @property
+    def waiting_for_body(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
+
+    # From the connection
+
+    def feed(self, body: bytes) -> None:
+        if self._head is None:  # answered already: read only to reach the next request
+            return
+        self._chunks.append(body)
+        self._size += len(body)
+        if self._size >= _HIGH_WATER_BYTES:
+            if self._waiter is None:
+                self._connection.hold()
+            self._wake()
+
+    def complete(self) -> None:
+        self._more = False
+        self._wake()
+
+    def lose(self) -> None:
+        self.gone = True
+        self._wake()
+
+    async def run(self, app: Callable[..., Coroutine[Any, Any, None]]) -> None:
+        try:
+            await app(self.scope, self.receive, self.send)
+            if self._head is not None and not self.gone:
+                raise RuntimeError("the application ended without an answer")
+        except Exception:  # the application answers for its own errors, so this is ours; never silent, never a leak
+            log.exception("%s %s failed", self.scope["method"], self.scope["path"])
+            if self._left < 0 and not self.gone:
+                error = plain(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error", self._connection.stamp)
+                self._connection.transport.write(error)
+            self._head, self.keep_alive = None, False
+        finally:
+            self._connection.finished(self)
+            self.scope = {}  # which refers to this exchange: a circle would wait for the garbage collector
+
+    # ASGI
+
+    async def receive(self) -> dict[str, Any]:
+        if self._continue:
+            self._continue = False
+            if self._more and not self.gone and self._left < 0:
+                self._connection.transport.write(_CONTINUE)
+        while self._more and self._size < _HIGH_WATER_BYTES and not self.gone and self._head is not None:
+            self._connection.wait_for_body()
+            self._waiter = self._connection.loop.create_future()
+            await self._waiter
+            self._waiter = None
+        if self.gone or self._head is None:
+            return {"type": "http.disconnect"}
+        body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks, self._size = [], 0
+        return {"type": "http.request", "body": body, "more_body": self._more}
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if self.gone:
+            return
+        if message["type"] == "http.response.start":
+            self._begin(message["status"], message["headers"])
+            return
+        connection, body = self._connection, message.get("body", b"")
+        if connection.write_paused:
+            await connection.drained()
+        if self._head is None or self._left < 0 or len(body) > self._left:
+            raise RuntimeError("an answer that does not fit its content-length")
+        self._left -= len(body)
+        more = message.get("more_body", False)
+        if self.scope["method"] == "HEAD":
+            body, self._left = b"", 0
+        if self._head or body:
+            connection.transport.write(self._head + body)
+        self._head = b"" if more else None
+        if not more and self._left:
+            raise RuntimeError("an answer shorter than its content-length")
+
+    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Written together with the body's first part."""
+        if self._left >= 0:
+            raise RuntimeError("a second answer to one request")
+        stamp = self._connection.stamp
+        lines = [_STATUS[status], stamp]
+        length = b""
+        for name, value in headers:
+            if name == b"content-length":
+                length = value
+            elif name == b"connection":
+                self.keep_alive = False
+                continue
+            lines.append(b"%b: %b\r\n" % (name, value))
+        if not self.keep_alive:
+            lines.append(_CLOSE)
+        lines.append(b"\r\n")
+        head = b"".join(lines)
+        if head.count(b"\n") != len(lines) - 1 + stamp.count(b"\n"):
+            raise RuntimeError("a header with a line break in it")
+        self._left, self._head = int(length), head
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def plain(status: HTTPStatus, text: str, stamp: bytes) -> bytes:
+    """A whole answer that ends the connection."""
+    body = orjson.dumps({"error": text})
+    kind = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+    return _STATUS[status] + stamp + kind + _CLOSE + b"\r\n" + body
