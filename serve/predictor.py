@@ -13,6 +13,7 @@ import numpy as np
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.codec import Codec, load_codec
 from pipeline.spec.errors import InvalidPayload
+from pipeline.spec.page import drawing_of
 from serve.session import Session
 from serve.validate import check_arrays
 
@@ -28,10 +29,10 @@ class Predictor:
         self.bundle, self.signature = bundle, bundle.signature
         self.session = session
         self.datatypes = {spec.name: spec.datatype for spec in bundle.signature.outputs}
+        reference = f"codec.py:{bundle.signature.codec}"
         with _no_bytecode():
-            self._codec: Codec = load_codec(
-                f"codec.py:{bundle.signature.codec}", bundle.path, alias=f"_codec_{bundle.digest}"
-            )
+            self._codec: Codec = load_codec(reference, bundle.path, alias=f"_codec_{bundle.digest}")
+        self.drawing = drawing_of(self._codec, reference)
 
     def predict(self, instances: Any) -> Sequence[Any]:
         """One prediction for each instance."""

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.spec.errors import InvalidPayload
+from pipeline.spec.page import Drawing
 
 
 class DigitsCodec:
     """An instance is an 8×8 list of grey values from 0 to 16; a prediction its digit and probability."""
+
+    page = Drawing(width=8, height=8, top=16, fit=True)  # on the service's page one draws it
 
     def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:
         try:

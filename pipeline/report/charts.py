@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pipeline.report.html import Html, el
 from pipeline.report.wording import number, signed
+from pipeline.spec.html import Html, el
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from pipeline.report.charts import interval_chart
 from pipeline.report.facts import Facts
-from pipeline.report.html import Child, Html, el, table
 from pipeline.report.wording import number, percent, short
+from pipeline.spec.html import Child, Html, el, table
 
 _LARGEST_MATRIX = 30  # classes; beyond that only the confusions that happen are listed
 _LISTED = 12

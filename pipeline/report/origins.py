@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 
 from pipeline.report.facts import Facts
-from pipeline.report.html import Child, Html, el, pairs, table
 from pipeline.report.wording import number, short
+from pipeline.spec.html import Child, Html, el, pairs, table
 from pipeline.spec.task import SPLITS
 
 _LISTED = 60  # classes

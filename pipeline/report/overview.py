@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.report.facts import Facts
-from pipeline.report.html import Html, el
 from pipeline.report.wording import MISSING, number, percent, seconds, short, signed
+from pipeline.spec.html import Html, el
 from pipeline.spec.run import STEPS, StepRecord
 
 _VERDICTS = {

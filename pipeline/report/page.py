@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pipeline.report import judgement, origins, overview, service, speed, training
 from pipeline.report.facts import Facts, read_facts
-from pipeline.report.html import Child, Html, el, flat
 from pipeline.spec.files import write_atomic
+from pipeline.spec.html import Child, Html, el, flat
 from pipeline.spec.run import Run
 
 _STYLE = Path(__file__).with_name("style.css")

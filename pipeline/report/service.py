@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeline.report.facts import Facts
-from pipeline.report.html import Child, Html, el, pairs, table
 from pipeline.report.wording import number, seconds, short, size
+from pipeline.spec.html import Child, Html, el, pairs, table
 
 
 def parity(facts: Facts) -> Child:

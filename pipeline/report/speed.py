@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeline.report.charts import Series, line_chart
 from pipeline.report.facts import Facts
-from pipeline.report.html import Child, Html, el, flat, pairs
 from pipeline.report.wording import number, percent, seconds, size
+from pipeline.spec.html import Child, Html, el, flat, pairs
 
 _STYLES = ("one", "two", "three")
 _MOST_LANES = 6  # of a chart; with more processes, the largest and the smallest share are drawn

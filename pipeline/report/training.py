@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeline.report.charts import Points, Series, line_chart
 from pipeline.report.facts import Facts, is_number
-from pipeline.report.html import Child, Html, el, pairs
 from pipeline.report.wording import number, seconds
+from pipeline.spec.html import Child, Html, el, pairs
 
 
 def curves(facts: Facts) -> Child:

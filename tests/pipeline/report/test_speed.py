@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pipeline.report.facts import Facts, read_facts
-from pipeline.report.html import flat
 from pipeline.report.speed import exposed_share, speed
 from pipeline.spec.files import write_json
+from pipeline.spec.html import flat
 from pipeline.spec.run import Run, RunFile
 
 LINE = {"epoch": 0, "loss": 1.0, "samples_per_second": 900.0, "step_seconds": 0.02, "sent_bytes_per_step": 2048.0}

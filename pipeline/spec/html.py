@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-_VOID = {"meta", "link", "br"}
+_VOID = {"meta", "link", "br", "input"}
 
 
 class Html(str):
