@@ -96,6 +96,7 @@ def _start(run: Run, bundle: Bundle, old: Live | None) -> tuple[Live, int]:
     standby, log = any_port(), run.path / "logs" / "service.log"
     address = ["--host", config.host, "--port", str(port), "--grpc-port", str(grpc_port), "--standby", str(standby)]
     address += ["--log-format", "text"]  # a file that people read
+    address += [] if run.config.serve.page else ["--no-page"]
     process = spawn(["-m", "serve", str(run.bundle_path.resolve()), *address], log, service_environment())
     started = process_started(process.pid)
     try:

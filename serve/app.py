@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from serve import openapi, v1, v2
+from serve import openapi, page, page_data, v1, v2
 from serve.batcher import stays
 from serve.body import linger, read
 from serve.canary import choose
@@ -20,7 +21,7 @@ from serve.keys import Keys
 from serve.logs import told
 from serve.model import OnnxPlane
 from serve.observer import Observer
-from serve.refusal import Headers, Refusal, TooLarge, Unreadable, refusal_of
+from serve.refusal import Headers, Refusal, TooLarge, Unknown, Unreadable, refusal_of
 from serve.routes import Route, find, is_open
 from serve.watch import Watch
 
@@ -55,10 +56,11 @@ class Asked:
 class App:
     """An ASGI application: nothing between the server and the endpoints but what every request needs."""
 
-    def __init__(self, plane: OnnxPlane, observer: Observer, keys: Keys | None = None) -> None:
-        self.plane, self.observer, self.keys = plane, observer, keys
+    def __init__(self, plane: OnnxPlane, observer: Observer, keys: Keys | None = None, *, page: bool = True) -> None:
+        self.plane, self.observer, self.keys, self.page = plane, observer, keys, page
         self._ends: dict[str, Callable[[Asked], Awaitable[Answer]]] = {
             "root": self._root,
+            "page_counters": self._page_counters,
             "metrics": self._metrics,
             "openapi": self._openapi,
             "v1_models": self._models,
@@ -148,8 +150,20 @@ class App:
         said = (v2.LENGTH_HEADER.encode(), b"%d" % answer.json_bytes)
         return Answer(answer.body, (_BINARY, said))
 
-    async def _root(self, _: Asked) -> Answer:
-        return json_answer({"status": "alive"})
+    async def _root(self, asked: Asked) -> Answer:
+        """A page for people; for whoever does not ask for HTML, a sign of life."""
+        if not self.page or not self.plane.names or not page.wanted(asked.headers.get(b"accept", b"")):
+            return json_answer({"status": "alive"}, headers=((b"vary", b"accept"),))
+        shown = page.Shown.of(self.plane, asked.scope["query_string"])
+        return Answer(await asyncio.to_thread(page.render, shown), page.headers())
+
+    async def _page_counters(self, _: Asked) -> Answer:
+        if not self.page:
+            raise Unknown("/page.json: the page is off (serve.page: false); /metrics has the counters")
+        return json_answer(
+            page_data.counters(list(self.plane.loaded()), ready=await self.plane.ready()),
+            headers=((b"cache-control", b"no-store"),),
+        )
 
     async def _live(self, _: Asked) -> Answer:
         return json_answer({"live": True})

@@ -32,6 +32,7 @@ class Options:
     standby: Address | None
     provider: Provider | None  # None: what the bundle says
     threads: int | None
+    page: bool
     log_format: Format
     log_requests: float  # share of the requests that get a line each
     api_keys: Path | None
@@ -52,6 +53,7 @@ def parse(argv: Sequence[str]) -> Options:
         standby=None if given.standby is None else Address("127.0.0.1", given.standby),
         provider=given.provider,
         threads=given.threads,
+        page=given.page,
         log_format=given.log_format or ("text" if sys.stderr.isatty() else "json"),
         log_requests=given.log_requests,
         api_keys=given.api_keys and given.api_keys.absolute(),
@@ -109,6 +111,7 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
         "--tls-certificate", type=Path, metavar="FILE", help="PEM; with --tls-key HTTP and gRPC use TLS"
     )
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM; the certificate's private key")
+    parser.add_argument("--no-page", dest="page", action="store_false", help="no page for people at GET /")
 
 
 def _pair(certificate: Path | None, key: Path | None) -> Pair | None:

@@ -7,7 +7,7 @@
   const el = (name, properties = {}, ...children) => {
     const made = document.createElement(name);
     for (const [key, value] of Object.entries(properties)) {
-      if (key.startsWith("aria") || key === "for" || key === "role") made.setAttribute(key, value);
+      if (key.startsWith("aria-") || key === "for" || key === "role") made.setAttribute(key, value);
       else made[key] = value;
     }
     made.append(...children.filter((child) => child !== null));
@@ -19,18 +19,14 @@
 
   // ---- asking ----
 
-  const keyField = el("input", { type: "password", id: "key", autocomplete: "off" });
-  const keyRow = el("div", { className: "key", hidden: true }, el("label", { for: "key" }, "API key"), keyField);
   let asked = 0;
 
   async function ask(path, body) {
     const mine = ++asked; // an answer that comes after a later question is not shown
-    const headers = { "content-type": "application/json" };
-    if (keyField.value) headers.authorization = `Bearer ${keyField.value}`;
     const began = performance.now();
     let found;
     try {
-      const response = await fetch(path, { method: "POST", body, headers });
+      const response = await fetch(path, { method: "POST", body, headers: { "content-type": "application/json" } });
       const text = await response.text();
       found = { response, text, took: performance.now() - began };
     } catch (error) {
@@ -50,7 +46,6 @@
     } catch {
       said = { error: text.slice(0, 400) };
     }
-    if (response.status === 401 || response.status === 403) keyRow.hidden = false;
     const bundle = (response.headers.get("x-bundle-digest") || "").slice(0, 12);
     const line = [`${took.toFixed(1)} ms there and back`, `bundle ${bundle}`];
     if (response.headers.get("x-request-id")) line.push(`request ${response.headers.get("x-request-id")}`);
@@ -94,9 +89,10 @@
     const rows = values.flatMap((value, index) => {
       const bar = el("i", { className: value === most ? "most" : "" });
       bar.style.setProperty("--share", `${(100 * (value - least)) / (most - least || 1)}%`);
-      return [el("b", {}, String(index)), bar, el("span", {}, number(Number(value.toPrecision(3))))];
+      const small = Math.abs(value) < Math.abs(most) / 1000;
+      return [el("b", {}, String(index)), bar, el("span", {}, small ? "≈ 0" : number(Number(value.toPrecision(3))))];
     });
-    return el("div", { className: "bars", role: "group", ariaLabel: name }, ...rows);
+    return el("div", { className: "bars", role: "group", "aria-label": name }, ...rows);
   }
 
   // ---- forms ----
@@ -121,7 +117,7 @@
       await ask(path, area.value);
       send.disabled = false;
     });
-    place.replaceChildren(el("label", { for: "body" }, note), area, keyRow,
+    place.replaceChildren(el("label", { for: "body" }, note), area,
       el("div", { className: "buttons" }, send), line.shell);
   }
 
@@ -139,7 +135,7 @@
       await ask(infer, JSON.stringify({ inputs: form.inputs.map((one) => filled(one, fill.value)) }));
       send.disabled = false;
     });
-    place.replaceChildren(el("label", { for: "fill" }, "One instance, too large to write down here, filled with"), fill, keyRow,
+    place.replaceChildren(el("label", { for: "fill" }, "One instance, too large to write down here, filled with"), fill,
       el("div", { className: "buttons" }, send));
   }
 
@@ -155,8 +151,8 @@
   function drawingForm({ width, height, top, fit, pen }) {
     const side = 520;
     const pad = el("canvas", { className: "pad", width: side, height: Math.round((side * height) / width), role: "img",
-      ariaLabel: "Drawing area: draw with the mouse or a finger, or use an example" });
-    const seen = el("canvas", { className: "seen", width, height, role: "img", ariaLabel: "What the model sees" });
+      "aria-label": "Drawing area: draw with the mouse or a finger, or use an example" });
+    const seen = el("canvas", { className: "seen", width, height, role: "img", "aria-label": "What the model sees" });
     const clear = el("button", { type: "button" }, "Clear");
     const example = el("button", { type: "button" }, "Example");
     const line = command(predict, "…");
@@ -178,7 +174,7 @@
       const pencil = pad.getContext("2d");
       pencil.clearRect(0, 0, pad.width, pad.height);
       pencil.strokeStyle = getComputedStyle(pad).getPropertyValue("--ink");
-      const thickness = (pen * side) / width;
+      const thickness = ((fit ? 0.7 : 1) * pen * side) / width; // what is fitted is drawn anew, with its own pen
       brush(pad, thickness, strokes.map((stroke) => stroke.map(([x, y]) => [(x * side) / width, (y * side) / width])));
     };
     /** Strokes in pixels of the picture, moved and scaled to fill it where the model's samples do. */
@@ -206,14 +202,16 @@
         return top > 4 ? Math.round(grey) : Number(grey.toFixed(3));
       }));
     };
-    const preview = (pixels) => {
-      const pencil = seen.getContext("2d");
-      pencil.clearRect(0, 0, width, height);
-      pencil.fillStyle = getComputedStyle(seen).getPropertyValue("--ink");
+    const preview = (pixels, canvas = seen) => {
+      const pencil = canvas.getContext("2d");
+      const [wide, high] = [canvas.width / width, canvas.height / height];
+      pencil.clearRect(0, 0, canvas.width, canvas.height);
+      pencil.fillStyle = getComputedStyle(canvas).getPropertyValue("--ink");
       pixels.forEach((row, y) => row.forEach((grey, x) => {
         pencil.globalAlpha = Math.min(1, grey / top);
-        pencil.fillRect(x, y, 1, 1);
+        pencil.fillRect(x * wide, y * high, wide, high);
       }));
+      pencil.globalAlpha = 1;
     };
     const send = (pixels) => {
       preview(pixels);
@@ -256,17 +254,17 @@
     example.addEventListener("click", () => {
       shown = (shown + 1) % form.examples.length;
       strokes = [];
-      paint();
+      preview(form.examples[shown], pad);
       send(form.examples[shown]);
     });
     example.hidden = form.examples.length === 0;
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (strokes.length) paint(); });
 
     const figures = [
       el("figure", {}, pad, el("figcaption", {}, "draw here")),
       el("figure", {}, seen, el("figcaption", {}, `the model sees ${width} × ${height}`)),
     ];
-    place.replaceChildren(el("div", { className: "draw" }, ...figures), keyRow,
+    place.replaceChildren(el("div", { className: "draw" }, ...figures),
       el("div", { className: "buttons" }, clear, example), line.shell);
   }
 
@@ -337,11 +335,11 @@
     const last = samples.at(-1);
     const past = between(first, last);
     const seconds = (last.now - first.now) / 1000;
-    tell("rate", seconds ? number(past.requests / seconds) : "–");
+    tell("rate", seconds ? number(Number((past.requests / seconds).toPrecision(2))) : "–");
     tell("p50", milliseconds(quantile(past, 0.5)));
     tell("p99", milliseconds(quantile(past, 0.99)));
-    tell("failed", past.requests ? `${number((100 * past.failed) / past.requests)} %` : "–");
-    tell("batch", past.batches ? number(past.rows / past.batches) : "–");
+    tell("failed", past.requests ? `${number(Number(((100 * past.failed) / past.requests).toPrecision(2)))} %` : "–");
+    tell("batch", past.batches ? number(Number((past.rows / past.batches).toPrecision(2))) : "–");
     tell("waiting", number(versions.reduce((sum, one) => sum + one.waiting, 0)));
   }
 

@@ -9,11 +9,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 from pipeline.spec.html import Child, Html, el, table
 from pipeline.spec.signature import TensorSpec
 from serve.markdown import render as markdown
-from serve.model import OnnxModel, Served
+from serve.model import OnnxPlane, Served
 from serve.page_data import embedded
 from serve.refusal import Headers
 
@@ -38,9 +39,12 @@ class Shown:
     ready: bool
 
     @classmethod
-    def of(cls, model: OnnxModel, names: Sequence[str], *, ready: bool) -> Shown:
-        others = [name for name in names if name != model.name]
-        return cls(model.served(), tuple(model.versions.values()), others, ready)
+    def of(cls, plane: OnnxPlane, query: bytes) -> Shown:
+        """The model that `?model=` names, or the first."""
+        name = dict(parse_qsl(query.decode("latin-1"))).get("model", plane.names[0])
+        model = plane.model(name)
+        others = [other for other in plane.names if other != name]
+        return cls(model.served(), tuple(model.versions.values()), others, bool(model.ready) and not plane.draining)
 
 
 def wanted(accept: bytes) -> bool:
@@ -57,7 +61,6 @@ def headers() -> Headers:
     return (
         (b"content-type", b"text/html; charset=utf-8"),
         (b"content-security-policy", policy.encode()),
-        (b"x-content-type-options", b"nosniff"),
         (b"referrer-policy", b"no-referrer"),
         (b"cache-control", b"no-store"),
         (b"vary", b"accept"),
@@ -181,7 +184,7 @@ def _card(served: Served) -> Html | None:
     except OSError as error:  # as with the example
         log.warning("the page shows no card: %s", error)
         return None
-    return el("section", el("h2", "Model card"), el("div", markdown(text, level=3), class_="card"))
+    return el("section", el("h2", "Model card"), el("div", markdown(text, level=3), class_="card"), class_="about")
 
 
 def _foot(shown: Shown) -> Html:

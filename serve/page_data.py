@@ -70,9 +70,9 @@ def _within(examples: Sequence[Any]) -> list[Any]:
     return found
 
 
-def live(models: Sequence[tuple[Served, bool]], *, ready: bool, in_flight: int) -> dict[str, Any]:
+def counters(models: Sequence[tuple[Served, bool]], *, ready: bool) -> dict[str, Any]:
     """The counters as the script polls them; rates and quantiles are differences of two of these."""
-    return {"ready": ready, "in_flight": in_flight, "models": [_counted(one, current) for one, current in models]}
+    return {"ready": ready, "models": [_counted(one, current) for one, current in models]}
 
 
 def _counted(served: Served, current: bool) -> dict[str, Any]:

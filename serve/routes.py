@@ -26,6 +26,7 @@ class Route:
 # kind → what the path looks like in OpenAPI, and by which methods it is asked
 PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "root": ("/", _LOOK),
+    "page_counters": ("/page.json", _LOOK),
     "metrics": ("/metrics", _LOOK),
     "openapi": ("/openapi.json", _LOOK),
     "v1_models": ("/v1/models", _LOOK),

@@ -63,7 +63,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         for mirror in mirrors:
             self.fleet.mirror(mirror)
         self.observer = Observer(Metrics(self.dataplane.loaded), AccessLog(options.log_requests))
-        self._app = App(self.dataplane, self.observer, door.keys)
+        self._app = App(self.dataplane, self.observer, door.keys, page=options.page)
         self.headers = [("x-served-by", str(os.getpid()))]
         self._public_wanted, self._stop_wanted = asyncio.Event(), asyncio.Event()
         self._listeners: list[Listener] = []
