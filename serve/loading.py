@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from pipeline.spec.bundle import Bundle, open_bundle
 from pipeline.spec.errors import BundleError
 from pipeline.spec.signature import Signature
 from serve.predictor import Predictor
+from serve.rowwise import why_not_merged
 from serve.selfcheck import verify
 from serve.session import Provider, Session
+
+log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
@@ -26,14 +30,24 @@ def load(path: Path, provider: Provider | None, threads: int | None) -> Predicto
 def prove(bundle: Bundle, provider: Provider | None, threads: int | None) -> Predictor:
     predictor = Predictor(bundle, Session(bundle, provider, threads))
     verify(bundle, predictor)
+    predictor.why_alone = predictor.why_alone or why_alone(bundle, predictor)
     warm(bundle, predictor)
     return predictor
+
+
+def why_alone(bundle: Bundle, predictor: Predictor) -> str:
+    """Requests run together only where that was seen to change no answer."""
+    most = bundle.signature.runtime.batch_rows
+    reason = why_not_merged(bundle.golden(), predictor.run, most)
+    if reason and most > 1:
+        log.warning("model=%s batching=off reason=%r", bundle.name, reason)
+    return reason
 
 
 def warm(bundle: Bundle, predictor: Predictor) -> None:
     """ONNX Runtime plans its memory anew at the first batch of a size: no client has to wait for that."""
     inputs = bundle.golden().inputs
-    for rows in buckets(bundle.signature):
+    for rows in [] if predictor.why_alone else buckets(bundle.signature):
         try:
             predictor.run(resized(inputs, bundle.signature, rows))
         except Exception as error:  # ONNX Runtime raises a dozen types without a common base

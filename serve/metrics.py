@@ -131,14 +131,16 @@ def _versions(served: Sequence[tuple[Served, bool]]) -> Iterator[Metric]:
     fell_back = GaugeMetricFamily(
         "pipe_provider_fell_back", "1 where the provider that was wished for could not be used.", labels=_MODEL
     )
+    batching = GaugeMetricFamily("pipe_batching", "1 where waiting requests are merged into batches.", labels=_MODEL)
     waiting = GaugeMetricFamily("pipe_queue_length", "Requests that wait to be computed.", labels=_MODEL)
     for one, is_current in served:
         model, session = (one.name, one.version), one.predictor.session
         bundle.add_metric((*model, one.bundle.digest, one.bundle.manifest.verdict, session.provider), 1)
         current.add_metric(model, is_current)
         fell_back.add_metric(model, bool(session.fallback))
+        batching.add_metric(model, not one.predictor.why_alone)
         waiting.add_metric(model, one.batcher.waiting)
-    yield from (bundle, current, fell_back, waiting)
+    yield from (bundle, current, fell_back, batching, waiting)
 
 
 def _requests(labelled: Labelled) -> Metric:

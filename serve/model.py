@@ -14,7 +14,7 @@ from kserve import Model
 from kserve.errors import ModelNotFound
 from kserve.protocol.dataplane import DataPlane
 
-from pipeline.spec.signature import Signature, TensorSpec
+from pipeline.spec.signature import TensorSpec
 from serve.batcher import Batcher, Rules, Seen, stays
 from serve.canary import Canary
 from serve.merging import Array
@@ -61,7 +61,7 @@ class Served:
         self.pool = pool
         self.max_body_bytes = bundle.signature.limits.max_body_bytes
         self.series = Series()
-        self.batcher = Batcher(predictor.run, rules_of(bundle.signature), pool, Seen(self.series.batch))
+        self.batcher = Batcher(predictor.run, rules_of(predictor), pool, Seen(self.series.batch))
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
         self._deadline_seconds = bundle.signature.limits.deadline_seconds or math.inf
         self._reading = 0  # requests that a thread of the pool reads, or will
@@ -125,6 +125,7 @@ class Served:
                 "verdict": self.bundle.manifest.verdict,
                 "provider": session.provider,
                 "provider_fallback": session.fallback,
+                "batching": f"off: {self.predictor.why_alone}" if self.predictor.why_alone else "on",
             },
         }
 
@@ -267,11 +268,10 @@ class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
         raise ModelNotFound("requests go to a version of a model, not through the data plane")
 
 
-def rules_of(signature: Signature) -> Rules:
-    """Requests are merged where every input and output has the same first axis by name."""
-    runtime, limits = signature.runtime, signature.limits
+def rules_of(predictor: Predictor) -> Rules:
+    runtime, limits = predictor.signature.runtime, predictor.signature.limits
     return Rules(
-        mergeable=signature.mergeable,
+        mergeable=not predictor.why_alone,
         rows=runtime.batch_rows,
         waiting=limits.max_waiting,
         delay_seconds=runtime.batch_delay_ms / 1e3,

@@ -28,6 +28,8 @@ class Predictor:
     def __init__(self, bundle: Bundle, session: Session) -> None:
         self.bundle, self.signature = bundle, bundle.signature
         self.session = session
+        # why requests are not merged into batches; empty where they are
+        self.why_alone = "" if self.signature.mergeable else "its inputs and outputs do not share a first axis"
         self.datatypes = {spec.name: spec.datatype for spec in bundle.signature.outputs}
         reference = f"codec.py:{bundle.signature.codec}"
         with _no_bytecode():

@@ -229,6 +229,7 @@ def _shapes() -> Iterator[Chosen]:
 
 def _raw_sizes() -> Iterator[Chosen]:
     raw = b"\0" * 256
+    size: Any
     for size in (None, True, -1, 0, 4, 255, 257, 260, 512, 2**31, 2**63, 10**30, "256", 256.0, [], {}):
         head = v2(image(data=None, parameters={"binary_data_size": size}))
         yield V2, head + raw, {BINARY: str(len(head))}, 400, ""

@@ -58,6 +58,7 @@ def test_metadata_names_the_tensors_and_how_the_model_runs(client: httpx.Client,
         "verdict": "pass",
         "provider": "CPUExecutionProvider",
         "provider_fallback": "",
+        "batching": "on",
     }
     assert client.get("/v2").json()["name"] == "pipe"
 

@@ -27,7 +27,9 @@ class Loaded:
 
     def __post_init__(self) -> None:
         self.bundle = SimpleNamespace(digest=f"digest-{self.version}", manifest=SimpleNamespace(verdict="pass"))
-        self.predictor = SimpleNamespace(session=SimpleNamespace(provider="CPUExecutionProvider", fallback=""))
+        self.predictor = SimpleNamespace(
+            why_alone="", session=SimpleNamespace(provider="CPUExecutionProvider", fallback="")
+        )
         self.batcher = SimpleNamespace(waiting=3)
 
 

@@ -1,0 +1,102 @@
+"""Sealed bundles of models with a habit: one takes as long as it is told, one mixes the rows of a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+from pipeline.spec.files import write_json
+from pipeline.spec.golden import Golden
+from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+from tests.serve.sealed import seal
+
+CODEC = """
+class Plain:
+    def decode(self, instances):
+        import numpy as np
+        return {"x": np.array(instances, np.float32).reshape(len(instances), -1)}
+
+    def encode(self, outputs):
+        return outputs["y"].tolist()
+"""
+LIMITS = Limits(max_batch_size=16, max_body_bytes=1 << 20)
+CPU = Runtime(provider="cpu", threads=1)
+
+
+def slow(path: Path, limits: Limits = LIMITS, runtime: Runtime = CPU) -> Path:
+    """y = x + 1, after as many thousand rounds of work as the largest x says."""
+    work = np.full((64, 64), 1 / 64, np.float32)
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["go_on"], ["going_on"]),
+            helper.make_node("MatMul", ["before", "work"], ["after"]),
+        ],
+        "round",
+        [
+            helper.make_tensor_value_info("round", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("before", TensorProto.FLOAT, [64, 64]),
+        ],
+        [
+            helper.make_tensor_value_info("going_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("after", TensorProto.FLOAT, [64, 64]),
+        ],
+    )
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
+        helper.make_node("Mul", ["most", "thousand"], ["many"]),
+        helper.make_node("Cast", ["many"], ["rounds"], to=TensorProto.INT64),
+        helper.make_node("Loop", ["rounds", "true", "work"], ["worked"], body=body),
+        helper.make_node("ReduceMax", ["worked"], ["found"], keepdims=0),
+        helper.make_node("Mul", ["found", "zero"], ["nothing"]),
+        helper.make_node("Add", ["x", "one"], ["more"]),
+        helper.make_node("Add", ["more", "nothing"], ["y"]),
+    ]
+    values = {
+        "work": work,
+        "true": np.array(True),
+        "zero": np.float32(0),
+        "one": np.float32(1),
+        "thousand": np.float32(1000),
+    }
+    return _sealed(path, nodes, values, limits, runtime)
+
+
+def mixing(path: Path) -> Path:
+    """y = x less the batch's mean."""
+    nodes = [
+        helper.make_node("ReduceMean", ["x", "first"], ["mean"]),
+        helper.make_node("Sub", ["x", "mean"], ["y"]),
+    ]
+    return _sealed(path, nodes, {"first": np.array([0], np.int64)}, LIMITS, CPU)
+
+
+def _sealed(path: Path, nodes: list[Any], values: dict[str, Any], limits: Limits, runtime: Runtime) -> Path:
+    path.mkdir(parents=True)
+    graph = helper.make_graph(
+        nodes,
+        "odd",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 1])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 1])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in values.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, path / "model.onnx")
+    spec = {"datatype": "FP32", "shape": ("batch", 1)}
+    inputs, outputs = (TensorSpec(name="x", **spec),), (TensorSpec(name="y", **spec),)
+    signature = Signature(inputs=inputs, outputs=outputs, codec="Plain", limits=limits, runtime=runtime)
+    write_json(path / "signature.json", signature.model_dump())
+    (path / "codec.py").write_text(CODEC)
+    (path / "card.md").write_text("# odd\n")
+    x = np.array([[0.001], [0.002], [0.0]], np.float32)
+    y = onnxruntime.InferenceSession(str(path / "model.onnx"), providers=["CPUExecutionProvider"]).run(None, {"x": x})[
+        0
+    ]
+    Golden({"x": x}, {"y": y}, [], [], rtol=1e-3, atol=1e-4).write(path)
+    seal(path)
+    return path
