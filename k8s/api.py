@@ -25,6 +25,7 @@ _PLURALS = {
     "PersistentVolumeClaim": "persistentvolumeclaims",
     "Pod": "pods",
     "PodDisruptionBudget": "poddisruptionbudgets",
+    "Secret": "secrets",
     "Service": "services",
     "ServiceAccount": "serviceaccounts",
 }
@@ -70,11 +71,12 @@ class Connection:
         body: bytes | None = None,
         content_type: str = "application/json",
         read_seconds: float = _READ_SECONDS,
+        more: Mapping[str, str] | None = None,
     ) -> Answer:
         """Any status is an answer; only a server that cannot be reached is an error."""
         import urllib3
 
-        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": "pipe"}
+        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": "pipe", **(more or {})}
         for setting in self.configuration.auth_settings().values():
             headers[setting["key"]] = setting["value"]
         url = f"{self.server}{path}" + (f"?{urlencode(query)}" if query else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from pipeline.spec.errors import ResourceError, StageError
 
 Say = Callable[[str], None]
 
+_NONE: Mapping[str, str] = {}
 _APPLY = {"fieldManager": "pipe", "force": "true", "fieldValidation": "Strict"}
 _DEPLOYMENT = {"apiVersion": "apps/v1", "kind": "Deployment"}
 _POD = {"apiVersion": "v1", "kind": "Pod"}
@@ -71,10 +72,12 @@ class Cluster:
         answer = self.connection.request("GET", _proxy_path(namespace, service, port, path))
         return answer.status, dict(answer.headers), answer.body
 
-    def post(self, namespace: str, service: str, port: str, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
-        """As `get`, sending JSON."""
+    def post(
+        self, namespace: str, service: str, port: str, path: str, body: Any, headers: Mapping[str, str] = _NONE
+    ) -> tuple[int, dict[str, str], bytes]:
+        """As `get`, sending JSON, and headers that the service asks for."""
         data = json.dumps(body, allow_nan=False).encode()
-        answer = self.connection.request("POST", _proxy_path(namespace, service, port, path), body=data)
+        answer = self.connection.request("POST", _proxy_path(namespace, service, port, path), body=data, more=headers)
         return answer.status, dict(answer.headers), answer.body
 
     def _patch(self, item: Object, namespace: str, query: dict[str, str]) -> Answer:

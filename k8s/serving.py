@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from k8s import access
 from k8s.manifest import BUNDLE_ANNOTATION, Object, ask_for_gpus, check_image, describe, identity, load
+from pipeline.spec.access import ANYBODY, Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
@@ -14,7 +16,7 @@ from pipeline.spec.sections import Deploy
 _QUANTITY = re.compile(r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")
 
 
-def objects(config: Config, bundle: Bundle, image: str) -> list[dict[str, Any]]:
+def objects(config: Config, bundle: Bundle, image: str, entry: Access = ANYBODY) -> list[dict[str, Any]]:
     """In the order they are applied; the workload comes after what it leans on."""
     _check(config.deploy)
     check_image(image)
@@ -27,10 +29,10 @@ def objects(config: Config, bundle: Bundle, image: str) -> list[dict[str, Any]]:
     parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] = selector
     order = ["ServiceAccount", "NetworkPolicy"]
     if config.deploy.mode == "deployment":
-        _fill_deployment(parts, config, image)
+        _fill_deployment(parts, config, image, entry)
         order += ["Service", "Deployment", "HorizontalPodAutoscaler"]
     else:
-        _fill_inference_service(parts["InferenceService"], config, image)
+        _fill_inference_service(parts["InferenceService"], config, image, entry)
         order += ["InferenceService"]
     return [parts[kind] for kind in [*order, "PodDisruptionBudget"]]
 
@@ -40,25 +42,25 @@ def service_name(config: Config) -> str:
     return config.name if config.deploy.mode == "deployment" else f"{config.name}-predictor"
 
 
-def _fill_deployment(parts: dict[str, Object], config: Config, image: str) -> None:
+def _fill_deployment(parts: dict[str, Object], config: Config, image: str, entry: Access) -> None:
     selector = identity(config.name, "serving")
     deployment, autoscaler = parts["Deployment"], parts["HorizontalPodAutoscaler"]["spec"]
     deployment["spec"]["selector"]["matchLabels"] = selector
     template = deployment["spec"]["template"]
     template["metadata"] = _pod_metadata(deployment)
-    _fill_pod(template["spec"], config, image)
+    _fill_pod(template["spec"], config, image, entry)
     parts["Service"]["spec"]["selector"] = selector
     autoscaler["scaleTargetRef"]["name"] = config.name
     autoscaler["minReplicas"] = config.deploy.replicas
     autoscaler["maxReplicas"] = config.deploy.max_replicas
 
 
-def _fill_inference_service(service: Object, config: Config, image: str) -> None:
+def _fill_inference_service(service: Object, config: Config, image: str, entry: Access) -> None:
     predictor = service["spec"]["predictor"]
     predictor.update(_pod_metadata(service))
     predictor["minReplicas"] = config.deploy.replicas
     predictor["maxReplicas"] = config.deploy.max_replicas
-    _fill_pod(predictor, config, image)
+    _fill_pod(predictor, config, image, entry)
 
 
 def _pod_metadata(owner: Object) -> Object:
@@ -70,7 +72,7 @@ def _pod_metadata(owner: Object) -> Object:
     }
 
 
-def _fill_pod(pod: Object, config: Config, image: str) -> None:
+def _fill_pod(pod: Object, config: Config, image: str, entry: Access) -> None:
     deploy = config.deploy
     pod["serviceAccountName"] = config.name
     for spread in pod["topologySpreadConstraints"]:
@@ -82,6 +84,7 @@ def _fill_pod(pod: Object, config: Config, image: str) -> None:
         "limits": {"memory": deploy.memory},
     }
     ask_for_gpus(pod, container, deploy.gpus)
+    access.fill(pod, config, entry)
 
 
 def _check(deploy: Deploy) -> None:

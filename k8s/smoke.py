@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from k8s.cluster import Cluster
@@ -16,12 +16,19 @@ _PATIENCE_SECONDS = 30.0  # endpoints and proxies follow a roll-out with a delay
 _NOT_THERE_YET = (502, 503, 504)
 
 
-def check(cluster: Cluster, namespace: str, service: str, bundle: Bundle, say: Callable[[str], None]) -> int:
+def check(
+    cluster: Cluster,
+    namespace: str,
+    service: str,
+    bundle: Bundle,
+    say: Callable[[str], None],
+    entry: Mapping[str, str],
+) -> int:
     """Returns how many requests were answered as they should be."""
     unnamed = 0
     asked = list(golden_requests(bundle))
     for golden in asked:
-        status, headers, raw = _ask(cluster, namespace, service, golden.path, golden.body)
+        status, headers, raw = _ask(cluster, namespace, service, golden.path, golden.body, entry)
         if status != 200:
             raise StageError(f"golden request {golden.path}: answered {status}: {raw.decode(errors='replace')[:200]}")
         unnamed += _check_header(golden.path, headers, bundle)
@@ -43,10 +50,12 @@ def _check_header(path: str, headers: dict[str, str], bundle: Bundle) -> bool:
     return digest is None
 
 
-def _ask(cluster: Cluster, namespace: str, service: str, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
+def _ask(
+    cluster: Cluster, namespace: str, service: str, path: str, body: Any, entry: Mapping[str, str]
+) -> tuple[int, dict[str, str], bytes]:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        answer = cluster.post(namespace, service, "http", path, body)
+        answer = cluster.post(namespace, service, "http", path, body, entry)
         if answer[0] not in _NOT_THERE_YET or time.monotonic() >= deadline:
             return answer
         time.sleep(0.5)

@@ -26,6 +26,7 @@ from pipeline.service import (
     write_live,
 )
 from pipeline.smoke import check_golden, latency, wait_until_ready
+from pipeline.spec.access import Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ClusterError, StageError
 from pipeline.spec.files import write_json
@@ -36,9 +37,9 @@ from pipeline.spec.step import run_step
 _SWITCH_SECONDS = 10.0
 
 
-def deploy(run: Run, root: Path) -> None:  # noqa: ARG001  # every step is called alike; this one needs no project
-    bundle = run.bundle()
-    record = (_on_cluster if run.config.deploy.target == "kubernetes" else _locally)(run, bundle)
+def deploy(run: Run, root: Path) -> None:
+    bundle, access = run.bundle(), Access.of(run.config.serve, root)
+    record = (_on_cluster if run.config.deploy.target == "kubernetes" else _locally)(run, bundle, access)
     write_json(run.partial("deploy") / "deploy.json", record)
     if record["live"] and bundle.manifest.verdict == "forced":
         _say("forced past the gate: it serves, but the champion that candidates must beat stays as it was")
@@ -46,7 +47,7 @@ def deploy(run: Run, root: Path) -> None:  # noqa: ARG001  # every step is calle
         promote(run, bundle)
 
 
-def _on_cluster(run: Run, bundle: Bundle) -> dict[str, Any]:
+def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
     from k8s.deploy import deploy as deploy_to_cluster  # the local road does without
 
     image = run.config.deploy.image or json.loads((run.output("package") / "image.json").read_text())["image"]
@@ -57,19 +58,19 @@ def _on_cluster(run: Run, bundle: Bundle) -> dict[str, Any]:
         return text.replace(str(run.partial("deploy")), str(run.output("deploy")))
 
     try:
-        record = deploy_to_cluster(run.config, bundle, image, directory, render, lambda text: _say(final(text)))
+        record = deploy_to_cluster(run.config, bundle, image, directory, render, lambda text: _say(final(text)), access)
     except ClusterError as error:
         raise ClusterError(final(str(error))) from error
     return {**record, "live": not render}
 
 
-def _locally(run: Run, bundle: Bundle) -> dict[str, Any]:
+def _locally(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
     live = read_live(run.runs)
-    if live and live.alive and live.bundle == bundle.digest and _is_where_asked(live, run.config.deploy):
-        asked = check_golden(live.host, live.port, bundle)
+    if live and live.alive and live.bundle == bundle.digest and _is_as_asked(live, run.config.deploy, access):
+        asked = check_golden(live.host, live.port, bundle, access)
         _say(f"already live at {live.url}; golden answers are equal")
     else:
-        live, asked = _start(run, bundle, live if live and live.alive else None)
+        live, asked = _start(run, bundle, access, live if live and live.alive else None)
         _say(f"live at {live.url} (gRPC {live.grpc_port}, pid {live.pid})")
     return {
         "target": "local",
@@ -79,32 +80,30 @@ def _locally(run: Run, bundle: Bundle) -> dict[str, Any]:
         "pid": live.pid,
         "bundle": bundle.digest,
         "golden": {"requests": asked},
-        "latency_ms": latency(live.host, live.port, bundle),
+        "latency_ms": latency(live.host, live.port, bundle, access),
     }
 
 
-def _is_where_asked(live: Live, config: Deploy) -> bool:
-    return (live.host, live.asked_port) == (config.host, config.port) and config.grpc_port in (0, live.grpc_port)
+def _is_as_asked(live: Live, config: Deploy, access: Access) -> bool:
+    place = (live.host, live.asked_port) == (config.host, config.port) and config.grpc_port in (0, live.grpc_port)
+    return place and live.access == access
 
 
-def _start(run: Run, bundle: Bundle, old: Live | None) -> tuple[Live, int]:
+def _start(run: Run, bundle: Bundle, access: Access, old: Live | None) -> tuple[Live, int]:
     """Start beside the old service, prove it, let it take the port over, end the old one."""
     config = run.config.deploy
     port, grpc_port = choose_ports(config, old)
     if port != config.port and old is None:
         _say(f"port {config.port} is taken; using {port}")
     standby, log = any_port(), run.path / "logs" / "service.log"
-    address = ["--host", config.host, "--port", str(port), "--grpc-port", str(grpc_port), "--standby", str(standby)]
-    address += ["--log-format", "text"]  # a file that people read
-    address += [] if run.config.serve.page else ["--no-page"]
-    process = spawn(["-m", "serve", str(run.bundle_path.resolve()), *address], log, service_environment())
+    process = spawn(_argv(run, access, port, grpc_port, standby), log, service_environment())
     started = process_started(process.pid)
     try:
         wait_until_ready(process, standby, log, config.timeout_seconds)
-        asked = check_golden("127.0.0.1", standby, bundle)
+        asked = check_golden("127.0.0.1", standby, bundle, access.without_tls)
         _say(f"{asked} golden requests answered as at export")
         process.send_signal(signal.SIGUSR1)
-        _wait_for_switch(config.host, port, process.pid, log)
+        _wait_for_switch(config.host, port, process.pid, log, access)
     except BaseException:
         end(process.pid, started, grace_seconds=5)
         raise
@@ -120,12 +119,20 @@ def _start(run: Run, bundle: Bundle, old: Live | None) -> tuple[Live, int]:
         asked_port=config.port,
         since=now(),
         log=str(log),
+        access=access,
     )
     write_live(run.runs, live)
     if old is not None:
         end(old.pid, old.process_started)
         _say(f"took over from pid {old.pid} (bundle {old.bundle[:12]})")
     return live, asked
+
+
+def _argv(run: Run, access: Access, port: int, grpc_port: int, standby: int) -> list[str]:
+    ports = ["--port", str(port), "--grpc-port", str(grpc_port), "--standby", str(standby)]
+    options = [*access.options, "--log-format", "text"]  # a file that people read
+    options += [] if run.config.serve.page else ["--no-page"]
+    return ["-m", "serve", str(run.bundle_path.resolve()), "--host", run.config.deploy.host, *ports, *options]
 
 
 def choose_ports(config: Deploy, old: Live | None) -> tuple[int, int]:
@@ -139,12 +146,12 @@ def choose_ports(config: Deploy, old: Live | None) -> tuple[int, int]:
     return port, grpc_port
 
 
-def _wait_for_switch(host: str, port: int, pid: int, log: Path) -> None:
+def _wait_for_switch(host: str, port: int, pid: int, log: Path, access: Access) -> None:
     """Until the new process has answered on the public port."""
     deadline = time.monotonic() + _SWITCH_SECONDS
     while time.monotonic() < deadline:
         try:
-            _, headers, _ = request(host, port, "GET", "/v2/health/ready", timeout_seconds=2)
+            _, headers, _ = request(host, port, "GET", "/v2/health/ready", timeout_seconds=2, access=access)
             if headers.get("x-served-by") == str(pid):
                 return
         except (OSError, http.client.HTTPException):

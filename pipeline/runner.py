@@ -34,7 +34,7 @@ from pipeline.spec.errors import (
     clear_error,
 )
 from pipeline.spec.run import Run, RunFile, StepRecord
-from pipeline.steps import argv_of
+from pipeline.steps import DEPLOYED, argv_of
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,18 @@ def resume_road(project: Project, run: Run, order: Order, display: Display, word
     return run
 
 
+def _is_of_a_deployment(word: str) -> bool:
+    section, _, name = word.partition(".")
+    return section == "deploy" or (section == "serve" and name in DEPLOYED)
+
+
 def redeploy(project: Project, source: Run, overrides: Sequence[str], display: Display) -> Run:
     """Deploy a bundle as it was made then, whatever has changed in the project since; a new, linked run."""
-    if strange := [override for override in overrides if not override.startswith("deploy.")]:
-        raise ConfigError(f"{strange[0]}: a deployment changes only deploy.* settings; `pipe run` changes the others")
+    if strange := [override for override in overrides if not _is_of_a_deployment(override.partition("=")[0])]:
+        raise ConfigError(
+            f"{strange[0]}: a deployment changes deploy.* and serve.{{{','.join(DEPLOYED)}}} alone; "
+            "`pipe run` changes the others"
+        )
     config, body = override_config(source.config, overrides), source.read()
     kept = [record for record in body.steps.values() if record.step != "deploy" and record.status == "done"]
     if missing := sorted({"export", "package"} - {record.step for record in kept}):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from pipeline.spec.access import ANYBODY, Access
 from pipeline.spec.errors import PipelineError, ResourceError
 from pipeline.spec.files import write_json
 from pipeline.spec.frozen import Frozen
@@ -36,10 +36,11 @@ class Live(Frozen):
     asked_port: int
     since: str
     log: str
+    access: Access = Access()
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"{self.access.scheme}://{self.host}:{self.port}"
 
     @property
     def alive(self) -> bool:
@@ -124,13 +125,19 @@ def any_port(host: str = "127.0.0.1") -> int:
 
 
 def request(
-    host: str, port: int, method: str, path: str, body: Any = None, timeout_seconds: float = 30
+    host: str,
+    port: int,
+    method: str,
+    path: str,
+    body: Any = None,
+    timeout_seconds: float = 30,
+    access: Access = ANYBODY,
 ) -> tuple[int, Mapping[str, str], Any]:
     """One HTTP exchange in JSON, on a connection of its own."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
+    connection = access.connection(host, port, timeout_seconds)
     try:
         payload = None if body is None else json.dumps(body)
-        connection.request(method, path, payload, {"Content-Type": "application/json"})
+        connection.request(method, path, payload, {"Content-Type": "application/json", **access.headers()})
         answer = connection.getresponse()
         raw = answer.read()
         headers = {name.lower(): value for name, value in answer.getheaders()}

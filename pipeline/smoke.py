@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from pipeline.service import request
+from pipeline.spec.access import ANYBODY, Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import StageError
 from pipeline.spec.golden_http import golden_requests
@@ -32,11 +33,11 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path, tim
     raise StageError(f"the service was not ready within {timeout_seconds} s (log: {log})")
 
 
-def check_golden(host: str, port: int, bundle: Bundle) -> int:
+def check_golden(host: str, port: int, bundle: Bundle, access: Access = ANYBODY) -> int:
     """Every golden request over HTTP, answered as at export and by this bundle. Returns how many were asked."""
     asked = list(golden_requests(bundle))
     for golden in asked:
-        status, headers, answer = request(host, port, "POST", golden.path, golden.body)
+        status, headers, answer = request(host, port, "POST", golden.path, golden.body, access=access)
         if status != 200:
             raise StageError(f"golden request {golden.path}: answered {status}: {str(answer)[:200]}")
         if headers.get("x-bundle-digest") != bundle.digest:
@@ -46,13 +47,13 @@ def check_golden(host: str, port: int, bundle: Bundle) -> int:
     return len(asked)
 
 
-def latency(host: str, port: int, bundle: Bundle) -> dict[str, float]:
+def latency(host: str, port: int, bundle: Bundle, access: Access = ANYBODY) -> dict[str, float]:
     """Milliseconds of the first golden request, one after the other, as a client would see them."""
     golden = next(golden_requests(bundle))
     times = []
     for _ in range(_LATENCY_REQUESTS):
         started = time.perf_counter()
-        request(host, port, "POST", golden.path, golden.body)
+        request(host, port, "POST", golden.path, golden.body, access=access)
         times.append(1000 * (time.perf_counter() - started))
     cuts = statistics.quantiles(times, n=20)
     return {"p50": statistics.median(times), "p95": cuts[-1], "max": max(times), "requests": len(times)}

@@ -8,8 +8,10 @@ from pipeline.launchers import torchrun
 from pipeline.spec.config import Config
 from pipeline.spec.limits import SEALED
 from pipeline.spec.run import STEPS
-from pipeline.spec.sections import Train
+from pipeline.spec.sections import Serve, Train
 
+# Words of the serve section that a deployment chooses; the others travel in the bundle.
+DEPLOYED = tuple(name for name in Serve.model_fields if name not in SEALED)
 AGAIN = "--again"  # after the argv of the train step: somebody killed what it started
 
 
@@ -66,7 +68,7 @@ KINDS = {
         StepKind(
             "deploy",
             "pipeline.deploy",
-            ("name", "deploy"),
+            ("name", "deploy", *(f"serve.{name}" for name in DEPLOYED)),
             inputs=("export/bundle/manifest.json", "package/image.json"),
             user_code=False,
             cached=False,  # what is live may have changed: it always looks

@@ -74,7 +74,8 @@ def stop(context: typer.Context, output: OutputOption = Output.text) -> None:
 
 def _ask(live: Live, body: dict[str, Any]) -> Any:
     try:
-        code, headers, answer = request(live.host, live.port, "POST", f"/v1/models/{live.name}:predict", body)
+        path = f"/v1/models/{live.name}:predict"
+        code, headers, answer = request(live.host, live.port, "POST", path, body, access=live.access)
     except OSError as error:
         raise StageError(f"{live.url} does not answer ({error}); see `pipe log service --run {live.run}`") from error
     if code != 200:

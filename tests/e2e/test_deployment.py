@@ -11,8 +11,10 @@ import pytest
 
 from pipeline.history import all_runs
 from pipeline.service import Live, read_live, request
+from pipeline.spec.access import Access
 from pipeline.spec.run import Run
 
+from ..serve import certificates
 from .walker import Walker, processes_of, wait_for
 
 NO_CLUSTER = {"KUBECONFIG": "/nowhere"}
@@ -167,3 +169,21 @@ def test_only_rendering_is_a_success(town: Walker, first: Run, tmp_path: Path) -
     town.pipe(*words, str(tmp_path / "out"), env=NO_CLUSTER)
     assert {path.name for path in (tmp_path / "out").iterdir()} == rendered
     assert "kustomization.yaml" in rendered
+
+
+def test_keys_and_tls_are_asked_of_others_and_known_to_our_own_commands(town: Walker, live: Live, first: Run) -> None:
+    certificate = certificates.make(town.folder, "localhost")
+    (town.folder / "keys").write_text("a-key-of-the-tests\n")
+    words = ["serve.api_keys=keys", "serve.tls_certificate=tls.crt", "serve.tls_key=tls.key"]
+    said = town.pipe("deploy", first.id, f"deploy.port={town.port}", *words).stderr
+    closed = read_live(town.runs)
+    assert closed is not None
+    assert f"took over from pid {live.pid}" in said, "as safe as it was asked to be, though the bundle is the same"
+    assert closed.url == f"https://127.0.0.1:{town.port}"
+    assert json.loads(town.pipe("predict", "-o", "json").stdout)["predictions"]
+    stranger = Access(tls_certificate=str(certificate.certificate))
+    assert request("127.0.0.1", town.port, "GET", "/v2", access=stranger)[0] == 401
+    assert request("127.0.0.1", town.port, "GET", "/v2", access=closed.access)[0] == 200
+    said = town.pipe("deploy", first.id, f"deploy.port={town.port}", *words).stderr
+    assert f"already live at {closed.url}" in said
+    assert "a-key-of-the-tests" not in (town.runs / "live.json").read_text()

@@ -32,6 +32,7 @@ class ApiServer:
         self.warning = ""
         self.service: Service = lambda path, body: (503, {}, {"message": "no endpoints available"})
         self.requests: list[tuple[str, str, dict[str, str], str]] = []  # method, path, query, content type
+        self.proxied: list[dict[str, str]] = []  # headers of the requests to the model
         self._polls: dict[str, int] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -66,6 +67,7 @@ class ApiServer:
         if path == "/version":
             return 200, {}, {"gitVersion": "v1.37.0"}
         if "/proxy/" in path:
+            self.proxied.append(headers)
             return self._proxy(path, body)
         if method == "PATCH":
             return self._apply(path, query, headers, body)
@@ -126,7 +128,7 @@ class ApiServer:
 
     def _proxy(self, path: str, body: bytes) -> Answer:
         root, _, rest = path.partition("/proxy/")
-        name, _, port = root.rsplit("/", 1)[1].partition(":")
+        name, _, port = root.rsplit("/", 1)[1].removeprefix("https:").partition(":")
         services = {key.rsplit("/", 1)[1] for key, item in self.objects.items() if item["kind"] == "Service"}
         services |= {
             item["metadata"]["name"] + "-predictor"

@@ -1,0 +1,85 @@
+"""How the service is entered: the files of API keys and of TLS that a deployment names, and our own way in."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import ssl
+from pathlib import Path
+
+from pipeline.spec.errors import ConfigError
+from pipeline.spec.frozen import Frozen
+from pipeline.spec.sections import Serve
+
+KEY_VARIABLE = "PIPE_API_KEY"
+
+
+class Access(Frozen):
+    """Absolute paths; an empty one is not set."""
+
+    api_keys: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+
+    @classmethod
+    def of(cls, serve: Serve, root: Path) -> Access:
+        """As the configuration says; its paths begin at the project's root."""
+        named = {name: getattr(serve, name) for name in cls.model_fields}
+        if bool(serve.tls_certificate) != bool(serve.tls_key):
+            raise ConfigError("serve.tls_certificate and serve.tls_key go together; give both or neither")
+        found = {name: str((root / value).absolute()) for name, value in named.items() if value}
+        for name, path in found.items():
+            if not Path(path).is_file():
+                raise ConfigError(f"serve.{name}: {path}: no such file")
+        return cls(**found)
+
+    @property
+    def options(self) -> list[str]:
+        """For `python -m serve`."""
+        given = ((f"--{name.replace('_', '-')}", getattr(self, name)) for name in type(self).model_fields)
+        return [word for option, path in given if path for word in (option, path)]
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls_certificate else "http"
+
+    @property
+    def without_tls(self) -> Access:
+        return self.model_copy(update={"tls_certificate": "", "tls_key": ""})
+
+    def connection(self, host: str, port: int, timeout_seconds: float) -> http.client.HTTPConnection:
+        if not self.tls_certificate:
+            return http.client.HTTPConnection(host, port, timeout=timeout_seconds)
+        # The service is told by its very certificate, not by a name: it answers on this machine.
+        context = ssl.create_default_context(cafile=self.tls_certificate)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        return http.client.HTTPSConnection(host, port, timeout=timeout_seconds, context=context)
+
+    def headers(self) -> dict[str, str]:
+        """That open the door to us."""
+        return {"x-api-key": self._own_key()} if self.api_keys else {}
+
+    def _own_key(self) -> str:
+        clear = (line for line in self._lines() if not line.startswith("sha256:"))
+        if not (key := os.environ.get(KEY_VARIABLE) or next(clear, "")):
+            raise ConfigError(
+                f"serve.api_keys: {self.api_keys} holds hashes alone; set {KEY_VARIABLE} to one of the keys"
+            )
+        return key
+
+    def hashed_keys(self) -> str:
+        """The file with no key in clear."""
+        return "".join(f"{_hashed(line)}\n" for line in self._lines())
+
+    def _lines(self) -> list[str]:
+        lines = map(str.strip, Path(self.api_keys).read_text().splitlines())
+        return [line for line in lines if line and not line.startswith("#")]
+
+
+ANYBODY = Access()  # no key is asked for, and nothing is encrypted
+
+
+def _hashed(line: str) -> str:
+    return line if line.startswith("sha256:") else f"sha256:{hashlib.sha256(line.encode()).hexdigest()}"
