@@ -31,6 +31,7 @@ _BINARY = (b"content-type", b"application/octet-stream")
 _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of any body unless told otherwise: read as JSON
 _PROTOCOLS = {"predict": "v1", "infer": "v2"}
 _NOWHERE = Route("", ())
+_INDEX_BYTES = 4096  # of a question that has one word
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class App:
             "model": self._model,
             "model_ready": self._model_ready,
             "infer": self._infer,
+            "index": self._index,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,9 +187,14 @@ class App:
         self.plane.served(asked.route.model, asked.route.version)
         return _health({"name": asked.route.model, "ready": await self.plane.model_ready(asked.route.model)})
 
+    async def _index(self, asked: Asked) -> Answer:
+        body = await read(asked.headers, asked.receive, _INDEX_BYTES)
+        v2.check_index(body)
+        return json_answer(self.plane.index())
+
     async def _openapi(self, _: Asked) -> Answer:
-        name = self.plane.names[0]
-        return json_answer(openapi.document(name, self.plane.served(name).bundle.digest[:12]))
+        version = self.plane.served(self.plane.names[0]).bundle.digest[:12]
+        return json_answer(openapi.document(self.plane, version, keys=self.keys is not None))
 
     async def _metrics(self, asked: Asked) -> Answer:
         accept = asked.headers.get(b"accept", b"").decode("latin-1")

@@ -24,6 +24,7 @@ from serve.refusal import Headers, Unknown
 from serve.shadow import Mirror
 from serve.watch import Watch
 
+_LEAST_DIGITS = 8  # of a digest that can stand for a version
 PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Runtime
 
 
@@ -200,13 +201,20 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
             },
         }
 
-    def served(self, version: str = "") -> Served:
-        if not version and self.current is not None:
+    def find(self, version: str = "") -> Served | None:
+        """By its number, or by the first digits of its bundle's digest; the current one where none is named."""
+        if not version:
             return self.current
-        if version in self.versions:
-            return self.versions[version]
-        listed = ", ".join(self.versions) or "none"
-        raise Unknown(f"model {self.name!r} has no version {version!r}; there are {listed}")
+        if version in self.versions or len(version) < _LEAST_DIGITS:
+            return self.versions.get(version)
+        same = [one for one in self.versions.values() if one.bundle.digest.startswith(version.lower())]
+        return same[-1] if len({one.bundle.digest for one in same}) == 1 else None
+
+    def served(self, version: str = "") -> Served:
+        if (found := self.find(version)) is not None:
+            return found
+        listed = ", ".join(f"{one.version} ({one.bundle.digest[:12]})" for one in self.versions.values()) or "none"
+        raise Unknown(f"model {self.name!r} has no version {version[:64]!r}; there are {listed}")
 
     def get_input_types(self) -> list[dict[str, Any]]:
         return [_metadata(spec) for spec in self.served().bundle.signature.inputs]
@@ -247,7 +255,7 @@ class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
         """Which bundle answers: that of the model asked, or of the only one."""
         models = self.model_registry.get_models()
         model = models.get(name) or (next(iter(models.values())) if len(models) == 1 else None)
-        served = model and (model.versions.get(version) or model.current)
+        served = model and (model.find(version) or model.current)
         return served.headers if served else ()
 
     async def ready(self) -> bool:
@@ -263,6 +271,13 @@ class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
     async def model_metadata(self, model_name: str, version: str = "") -> dict[str, Any]:
         model = self.model(model_name)
         return model.served(version).metadata(list(model.versions))
+
+    def index(self) -> list[dict[str, str]]:
+        """As Triton's repository extension lists them."""
+        return [
+            {"name": served.name, "version": served.version, "state": "READY", "reason": ""}
+            for served, _ in self.loaded()
+        ]
 
     async def infer(self, *_: Any, **__: Any) -> Any:
         raise ModelNotFound("requests go to a version of a model, not through the data plane")

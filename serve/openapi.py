@@ -1,88 +1,195 @@
-"""What `/openapi.json` says of the service."""
+"""What `/openapi.json` says of the service: every path of every version that is loaded, as strict as it is."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
+from serve import schemas
+from serve.model import OnnxPlane, Served
 from serve.routes import PATHS
+from serve.schemas import Schema
 
+_MODEL = "/models/{model_name}"
+_TEXT: Schema = {"type": "string"}
+_TRUTH: Schema = {"type": "boolean"}
+_HEADERS = {
+    "x-request-id": {"schema": _TEXT, "description": "the request's own, if it gave a sane one; also in the log"},
+    "x-bundle-digest": {"schema": _TEXT, "description": "which bundle answered"},
+}
 _REFUSALS = {
     "400": "the request is wrong; the sentence names the field",
-    "404": "no such model",
-    "413": "the body is larger than the bundle's limit",
-    "415": "the body is of a type the service does not read",
+    "401": "no API key, or none that is known",
+    "404": "no such model or version",
+    "413": "the body, or what it would swell to, is larger than the bundle's limit",
+    "415": "the body is of a type or coding the service does not read",
+    "431": "the head of the request is too large",
     "500": "the service failed; its log has the details",
+    "503": "no room now; try again as `retry-after` says",
+    "504": "the deadline passed before the answer was computed",
 }
-_ERROR = {
-    "application/json": {
-        "schema": {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
-    }
-}
-_INSTANCES = {
-    "type": "object",
-    "required": ["instances"],
-    "additionalProperties": False,
-    "properties": {"instances": {"type": "array", "minItems": 1, "items": {}}},
-}
-
-
-_TENSOR = {
-    "type": "object",
-    "required": ["name", "shape", "datatype"],
-    "additionalProperties": False,
-    "properties": {
-        "name": {"type": "string"},
-        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        "datatype": {"type": "string"},
-        "parameters": {"type": "object"},
-        "data": {"type": "array", "items": {}},
-    },
-}
-_WISH = {
-    "type": "object",
-    "required": ["name"],
-    "additionalProperties": False,
-    "properties": {"name": {"type": "string"}, "parameters": {"type": "object"}},
-}
-_TENSORS = {
-    "type": "object",
-    "required": ["inputs"],
-    "additionalProperties": False,
-    "properties": {
-        "id": {"type": "string"},
-        "parameters": {"type": "object"},
-        "inputs": {"type": "array", "items": _TENSOR},
-        "outputs": {"type": "array", "items": _WISH},
-    },
-}
-_ASKED = {
-    "predict": ("Predictions for instances, through the model's codec", _INSTANCES),
-    "infer": ("Inference on raw tensors (Open Inference Protocol)", _TENSORS),
+_SUMMARIES = {
+    "root": "The page for people, or that the service lives",
+    "metrics": "What Prometheus reads",
+    "openapi": "This document",
+    "v1_models": "Names of the models",
+    "v1_model": "Whether the model is ready",
+    "predict": "Predictions for instances, through the model's codec",
+    "server": "Name, version and extensions of the server",
+    "live": "Whether the process answers",
+    "ready": "Whether all models are ready",
+    "models": "Names of the models",
+    "model": "What the model takes and gives, and how it runs",
+    "model_ready": "Whether the model is ready",
+    "infer": "Inference on raw tensors (Open Inference Protocol)",
+    "index": "All versions that are loaded",
 }
 
 
-_LOOK = {"responses": {"200": {"description": "what is asked for"}}}
-
-
-def document(title: str, version: str) -> dict[str, Any]:
-    """All that `routes` knows."""
-    paths: dict[str, Any] = {}
+def document(plane: OnnxPlane, version: str, *, keys: bool) -> Schema:
+    """For the models as they are now; `keys`: whether one is asked for."""
+    paths: Schema = {}
+    schemes: Schema = {"Error": _object(error=_TEXT)}
     for kind, (path, methods) in PATHS.items():
-        route: dict[str, Any] = (
-            _ask(kind) if methods == ("POST",) else {"responses": {"200": {"description": "what is asked for"}}}
-        )
-        if "{model_name}" in path:
-            name = {"name": "model_name", "in": "path", "required": True, "schema": {"type": "string"}}
-            route = {**route, "parameters": [name]}
-        paths[path] = {methods[0].lower(): {"operationId": kind, **route}}
-    return {"openapi": "3.1.0", "info": {"title": title, "version": version}, "paths": paths}
+        if _MODEL not in path:
+            paths[path] = _item(kind, methods, "", _fixed(kind))
+            continue
+        for place, suffix, served in _places(plane, path):
+            paths[place] = _item(kind, methods, suffix, _of_model(kind, served))
+    for served, _ in plane.loaded():
+        schemes |= _schemes(served)
+    found: Schema = {
+        "openapi": "3.1.0",
+        "info": {"title": ", ".join(plane.names), "version": version},
+        "paths": paths,
+        "components": {"schemas": schemes},
+    }
+    if keys:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return found
 
 
-def _ask(kind: str) -> dict[str, Any]:
-    summary, schema = _ASKED[kind]
+def _places(plane: OnnxPlane, path: str) -> Iterable[tuple[str, str, Served]]:
+    """Where a path stands: by the model's name, and by each of its versions; with what sets its operations apart."""
+    for served, current in plane.loaded():
+        place = _MODEL.replace("{model_name}", served.name)
+        if current:
+            yield path.replace(_MODEL, place), f".{served.name}", served
+        suffix = f".{served.name}.{served.version}"
+        yield path.replace(_MODEL, f"{place}/versions/{served.version}"), suffix, served
+
+
+def _item(kind: str, methods: tuple[str, ...], suffix: str, told: Schema) -> Schema:
     return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {"200": {"description": "the answer"}}
-        | {code: {"description": text, "content": _ERROR} for code, text in _REFUSALS.items()},
+        method.lower(): {
+            "operationId": f"{kind}{suffix}" if method != "HEAD" else f"{kind}{suffix}.head",
+            "summary": _SUMMARIES[kind],
+            **(told if method != "HEAD" else _without_bodies(told)),
+        }
+        for method in methods
+    }
+
+
+def _fixed(kind: str) -> Schema:
+    """What is the same for every model."""
+    if kind == "root":
+        alive = _json(_object(status={"const": "alive"}))
+        return _answers({"content": {**alive["content"], "text/html": {"schema": _TEXT}}})
+    if kind == "metrics":
+        return _answers({"content": {name: {"schema": _TEXT} for name in _METRICS}})
+    if kind == "index":
+        entry = _object(name=_TEXT, version=_TEXT, state={"const": "READY"}, reason=_TEXT)
+        body = {"type": "object", "additionalProperties": False, "properties": {"ready": _TRUTH}}
+        told = _answers(_json({"type": "array", "items": entry}), "400", "413", "415", "431", "500")
+        return {"requestBody": {"content": {"application/json": {"schema": body}}}, **told}
+    if kind == "ready":
+        return _health(_object(ready=_TRUTH, live=_TRUTH))
+    schema: dict[str, Schema] = {
+        "openapi": {"type": "object"},
+        "v1_models": _object(models={"type": "array", "items": _TEXT}),
+        "models": _object(models={"type": "array", "items": _TEXT}),
+        "live": _object(live={"const": True}),
+        "server": _object(name=_TEXT, version=_TEXT, extensions={"type": "array", "items": _TEXT}),
+    }
+    return _answers(_json(schema[kind]))
+
+
+def _of_model(kind: str, served: Served) -> Schema:
+    if kind in ("v1_model", "model_ready"):
+        return _health(_object(name={"const": served.name}, ready=_TRUTH))
+    if kind == "model":
+        return _answers(_json(_ref(served, "Metadata")), "404")
+    what = "Predict" if kind == "predict" else "Infer"
+    asked, given = _json(_ref(served, f"{what}Request")), _json(_ref(served, f"{what}Answer"))
+    if kind == "infer":
+        asked["content"]["application/octet-stream"] = given["content"]["application/octet-stream"] = {
+            "schema": {"type": "string", "format": "binary"}
+        }
+    told = _answers(given, *_REFUSALS)
+    return {"parameters": _REQUEST_HEADERS[kind], "requestBody": {"required": True, **asked}, **told}
+
+
+_METRICS = ("text/plain", "application/openmetrics-text")
+_WAIT = {
+    "name": "x-request-timeout",
+    "in": "header",
+    "description": "seconds after which nobody waits for the answer",
+    "schema": {"type": "number", "exclusiveMinimum": 0},
+}
+_LENGTH = {
+    "name": "inference-header-content-length",
+    "in": "header",
+    "description": "length of the JSON, where raw tensors follow it (binary tensor data extension)",
+    "schema": {"type": "integer", "minimum": 0},
+}
+_REQUEST_HEADERS = {"predict": [_WAIT], "infer": [_WAIT, _LENGTH]}
+
+
+def _schemes(served: Served) -> Schema:
+    signature = served.bundle.signature
+    made = {
+        "Metadata": schemas.metadata(signature, served.name),
+        "PredictRequest": schemas.predict_request(signature),
+        "PredictAnswer": schemas.predict_answer(),
+        "InferRequest": schemas.infer_request(signature),
+        "InferAnswer": schemas.infer_answer(signature, served.name, served.version),
+    }
+    return {f"{served.name}.{served.version}.{what}": schema for what, schema in made.items()}
+
+
+def _ref(served: Served, what: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{served.name}.{served.version}.{what}"}
+
+
+def _health(schema: Schema) -> Schema:
+    told = _answers(_json(schema), "404")
+    told["responses"]["503"] = {"description": "not ready", "headers": _HEADERS, **_json(schema)}
+    return told
+
+
+def _answers(content: Schema, *refusals: str) -> Schema:
+    error = _json({"$ref": "#/components/schemas/Error"})
+    responses = {"200": {"description": "the answer", "headers": _HEADERS, **content}}
+    responses |= {code: {"description": _REFUSALS[code], "headers": _HEADERS, **error} for code in refusals}
+    return {"responses": responses}
+
+
+def _without_bodies(told: Schema) -> Schema:
+    """What HEAD gives."""
+    responses = told["responses"].items()
+    return {
+        "responses": {code: {key: one[key] for key in one if key != "content"} for code, one in responses},
+    }
+
+
+def _json(schema: Schema) -> Schema:
+    return {"content": {"application/json": {"schema": schema}}}
+
+
+def _object(**properties: Schema) -> Schema:
+    return {
+        "type": "object",
+        "required": list(properties),
+        "additionalProperties": False,
+        "properties": properties,
     }

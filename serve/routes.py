@@ -39,8 +39,15 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model": ("/v2/models/{model_name}", _LOOK),
     "model_ready": ("/v2/models/{model_name}/ready", _LOOK),
     "infer": ("/v2/models/{model_name}/infer", _ASK),
+    "index": ("/v2/repository/index", _ASK),
 }
-VERSIONED = ("v1_model", "predict", "model", "model_ready", "infer")
+# What clients of these protocols may ask for, and is not offered: where, and why.
+_ABSENT = {
+    rf"/v1/models/{MODEL_NAME}(/versions/[0-9A-Za-z]+)?:explain": "this service has no explainer; ask :predict",
+    rf"/v2/repository/models/{MODEL_NAME}/(un)?load": (
+        "models are loaded by who runs this service (`pipe deploy`), never by its clients"
+    ),
+}
 _PROBED = frozenset({"live", "ready", "model_ready"})
 
 
@@ -52,6 +59,7 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 
 _FIXED = {path: Route(kind, methods) for kind, (path, methods) in PATHS.items() if "{" not in path}
+_FIXED["/v2/"] = _FIXED["/v2"]  # as the protocol's OpenAPI has it
 _NAMED = [(_pattern(path), kind, methods) for kind, (path, methods) in PATHS.items() if "{" in path]
 
 
@@ -60,7 +68,7 @@ def find(path: str, method: str) -> Route:
     """The route, or the refusal that says what there is."""
     route = _FIXED.get(path) or _named(path)
     if route is None:
-        raise Unknown(f"{method[:16]} {path[:200]}: not found; /openapi.json lists what there is")
+        raise Unknown(f"{method[:16]} {path[:200]}: {_why_not(path)}")
     if method not in route.methods:
         raise WrongMethod(f"{method[:16]} {path[:200]}: only {' and '.join(route.methods)}", ", ".join(route.methods))
     return route
@@ -79,3 +87,8 @@ def _named(path: str) -> Route | None:
         if found := pattern.fullmatch(path):
             return Route(kind, methods, found["model"], found["version"] or "")
     return None
+
+
+def _why_not(path: str) -> str:
+    reasons = (reason for pattern, reason in _ABSENT.items() if re.fullmatch(pattern, path))
+    return next(reasons, "not found; /openapi.json lists what there is")

@@ -99,6 +99,13 @@ def render(
     return Answer(b"".join([head, *raws]), len(head)) if raws else Answer(head, None)
 
 
+def check_index(body: bytes) -> None:
+    """What may be said when asking which models there are: that only ready ones are meant, as all of them are."""
+    if body:
+        _check_keys(fields := parse_object(body), "body", ("ready",))
+        _flag(fields, "ready", "body", default=True)
+
+
 def _json_length(header: str, size: int) -> int:
     if not (header.isascii() and header.isdigit()) or len(header) > 18 or int(header) > size:
         raise InvalidPayload(f"{LENGTH_HEADER}: {header[:40]!r} is not a length within the body's {size} bytes")
@@ -152,7 +159,8 @@ def _check_keys(one: Any, where: str, known: Sequence[str]) -> None:
 
 
 def _text(one: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
-    value = one.get(key, default)
+    value = one.get(key)
+    value = default if value is None else value  # many a client writes null for what it does not say
     if type(value) is str:
         return value
     place = f"{where}.{key}" if where else key
@@ -160,11 +168,12 @@ def _text(one: Mapping[str, Any], key: str, where: str, default: str | None = No
 
 
 def _list(one: Mapping[str, Any], key: str, where: str, default: list[Any] | None = None) -> list[Any]:
-    value = one.get(key, default)
+    value = one.get(key)
+    value = default if value is None else value
     if type(value) is list:
         return value
     place = f"{where}.{key}" if where else key
-    raise InvalidPayload(f"{place}: {'is missing' if key not in one else 'must be a list'}")
+    raise InvalidPayload(f"{place}: {'is missing' if value is None else 'must be a list'}")
 
 
 def _shape(one: Mapping[str, Any], where: str) -> list[int]:

@@ -29,7 +29,7 @@ class Golden:
     def write(self, directory: Path) -> None:
         arrays = {f"input.{name}": array for name, array in self.inputs.items()}
         arrays |= {f"output.{name}": array for name, array in self.outputs.items()}
-        np.savez(directory / "golden.npz", allow_pickle=False, **arrays)
+        np.savez(directory / "golden.npz", allow_pickle=False, **{name: _plain(one) for name, one in arrays.items()})
         body = {
             "rtol": self.rtol,
             "atol": self.atol,
@@ -42,12 +42,21 @@ class Golden:
     def read(cls, directory: Path) -> Golden:
         body = json.loads((directory / "golden.json").read_text())
         with np.load(directory / "golden.npz", allow_pickle=False) as arrays:
-            tensors = {name: arrays[name] for name in arrays.files}
+            tensors = {name: _texts(arrays[name]) for name in arrays.files}
         return cls(
             inputs={name[6:]: array for name, array in tensors.items() if name.startswith("input.")},
             outputs={name[7:]: array for name, array in tensors.items() if name.startswith("output.")},
             **body,
         )
+
+
+def _plain(array: Array) -> Array:
+    """Texts are objects to ONNX Runtime, and objects would be pickled."""
+    return array.astype(np.str_) if array.dtype == np.object_ else array
+
+
+def _texts(array: Array) -> Array:
+    return array.astype(np.object_) if array.dtype.kind == "U" else array
 
 
 def difference(expected: Any, found: Any, rtol: float, atol: float, place: str = "") -> str | None:

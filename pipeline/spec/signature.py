@@ -68,4 +68,9 @@ class Signature(Frozen):
     def mergeable(self) -> bool:
         """Whether several requests can be one batch: every input and output has the same first axis by name."""
         first = {spec.shape[:1] for spec in (*self.inputs, *self.outputs)}
-        return len(first) == 1 and all(isinstance(axis, str) for shape in first for axis in shape) and first != {()}
+        return (
+            bool(self.inputs)
+            and len(first) == 1
+            and all(isinstance(axis, str) for shape in first for axis in shape)
+            and first != {()}
+        )

@@ -74,6 +74,14 @@ def test_golden_requests_keep_every_type_and_value(tmp_path: Path) -> None:
     assert (found.instances, found.predictions, found.rtol, found.atol) == (["é"], [1.25], 0.1, 0.2)
 
 
+def test_golden_texts_come_back_as_texts(tmp_path: Path) -> None:
+    texts = np.array([["héllo", ""]], np.object_)
+    Golden({"x": texts}, {}, [], [], 0.0, 0.0).write(tmp_path)
+    found = Golden.read(tmp_path).inputs["x"]
+    assert found.dtype == np.object_
+    assert found.tolist() == texts.tolist()
+
+
 def test_arrays_that_need_pickle_are_not_read(tmp_path: Path) -> None:
     Golden({}, {}, [], [], 0.0, 0.0).write(tmp_path)
     arrays: dict[str, Any] = {"input.x": np.array([{"code": "runs"}], dtype=object)}

@@ -1,0 +1,130 @@
+"""Every datatype of the protocol, in every way it travels, through the real service and back unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
+from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
+
+from pipeline.spec.signature import NUMPY_TYPES
+from serve.rpc import _CONTENTS
+from serve.tensors import to_raw
+from tests.serve.typed import build, sample
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Launcher, Running
+
+Array = np.ndarray[Any, Any]
+SPECS: dict[str, dict[str, tuple[str, list[int | str]]]] = {
+    "rows": {kind.lower(): (kind, ["batch", 3]) for kind in NUMPY_TYPES if kind != "BF16"},
+    "brain": {"b": ("BF16", ["batch", 3]), "f": ("FP32", ["batch", 1])},
+    "still": {"scalar": ("FP32", []), "number": ("INT64", []), "fixed": ("UINT8", [2, 3]), "list": ("BYTES", ["n"])},
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def served(
+    request: pytest.FixtureRequest,
+    module_launcher: Launcher,
+    tmp_path_factory: pytest.TempPathFactory,
+    seal: Callable[[Path], str],
+) -> tuple[Running, Mapping[str, tuple[str, Array]]]:
+    """A service that gives back what it is given, and what to give it."""
+    specs = SPECS[request.param]
+    running = module_launcher(build(tmp_path_factory.mktemp(request.param) / "bundle", specs, seal))
+    return running, {name: (kind, sample(kind, shape, rows=3)) for name, (kind, shape) in specs.items()}
+
+
+@pytest.fixture(scope="module")
+def stub(served: tuple[Running, Any]) -> Iterator[Any]:
+    with contextlib.closing(grpc.insecure_channel(f"127.0.0.1:{served[0].grpc_port}")) as channel:
+        yield GRPCInferenceServiceStub(channel)
+
+
+def _tensor(name: str, kind: str, array: Array, **more: Any) -> dict[str, Any]:
+    return {"name": name, "datatype": kind, "shape": list(array.shape), **more}
+
+
+def _assert_same(outputs: Mapping[str, tuple[str, list[int], Any]], given: Mapping[str, tuple[str, Array]]) -> None:
+    assert set(outputs) == {f"{name}_out" for name in given}
+    for name, (kind, array) in given.items():
+        assert outputs[f"{name}_out"] == (kind, list(array.shape), array.ravel().tolist())
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_as_json_flat_or_nested(served: tuple[Running, Mapping[str, tuple[str, Array]]], nested: bool) -> None:
+    running, given = served
+    inputs = [
+        _tensor(name, kind, array, data=array.tolist() if nested and array.ndim else array.ravel().tolist())
+        for name, (kind, array) in given.items()
+    ]
+    answer = httpx.post(f"{running.url}/v2/models/tiny/infer", json={"inputs": inputs}, timeout=20).json()
+    _assert_same({one["name"]: (one["datatype"], one["shape"], one["data"]) for one in answer["outputs"]}, given)
+    assert "id" not in answer
+
+
+def test_as_raw_bytes_behind_json(served: tuple[Running, Mapping[str, tuple[str, Array]]]) -> None:
+    running, given = served
+    raws = {name: to_raw(array, kind) for name, (kind, array) in given.items()}
+    inputs = [
+        _tensor(name, kind, array, parameters={"binary_data_size": len(raws[name])})
+        for name, (kind, array) in given.items()
+    ]
+    head = json.dumps({"id": "7", "inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    response = httpx.post(
+        f"{running.url}/v2/models/tiny/versions/1/infer",
+        content=b"".join([head, *raws.values()]),
+        headers={"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"},
+        timeout=20,
+    )
+    place = int(response.headers["inference-header-content-length"])
+    answer = json.loads(response.content[:place])
+    assert (answer["id"], answer["model_version"]) == ("7", "1")
+    assert {one["name"] for one in answer["outputs"]} == {f"{name}_out" for name in given}
+    for one in answer["outputs"]:
+        size = one["parameters"]["binary_data_size"]
+        assert response.content[place : place + size] == raws[one["name"].removesuffix("_out")]
+        place += size
+    assert place == len(response.content)
+
+
+def test_as_raw_contents_of_grpc(stub: Any, served: tuple[Running, Mapping[str, tuple[str, Array]]]) -> None:
+    _, given = served
+    raws = [to_raw(array, kind) for kind, array in given.values()]
+    inputs = [_tensor(name, kind, array) for name, (kind, array) in given.items()]
+    answer = stub.ModelInfer(
+        pb.ModelInferRequest(model_name="tiny", inputs=inputs, raw_input_contents=raws), timeout=20
+    )
+    assert [output.name for output in answer.outputs] == [f"{name}_out" for name in given]
+    assert list(answer.raw_output_contents) == raws
+
+
+def test_as_typed_contents_of_grpc_where_the_type_has_them(
+    stub: Any, served: tuple[Running, Mapping[str, tuple[str, Array]]]
+) -> None:
+    _, given = served
+    if {kind for kind, _ in given.values()} - _CONTENTS.keys():
+        request = pb.ModelInferRequest(model_name="tiny", inputs=[_tensor(n, k, a) for n, (k, a) in given.items()])
+        with pytest.raises(grpc.RpcError, match="travels in raw_input_contents only"):
+            stub.ModelInfer(request, timeout=20)
+        return
+    inputs = []
+    for name, (kind, array) in given.items():
+        values = [text.encode() for text in array.ravel()] if kind == "BYTES" else array.ravel().tolist()
+        inputs.append(_tensor(name, kind, array, contents={_CONTENTS[kind][0]: values}))
+    answer = stub.ModelInfer(pb.ModelInferRequest(model_name="tiny", inputs=inputs), timeout=20)
+    found = {}
+    for one in answer.outputs:
+        values = list(getattr(one.contents, _CONTENTS[one.datatype][0]))
+        values = [value.decode() for value in values] if one.datatype == "BYTES" else values
+        found[one.name] = (one.datatype, list(one.shape), values)
+    _assert_same(found, given)

@@ -1,0 +1,165 @@
+"""Versions, probes and repository calls as the protocols have them, asked of the real service over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
+from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
+from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
+
+from pipeline.spec.bundle import Bundle
+from serve.rpc import with_properties
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Running
+
+INPUT = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}
+RAW = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32"}
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def stub(server: Running) -> Iterator[Any]:
+    with contextlib.closing(grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")) as channel:
+        yield GRPCInferenceServiceStub(channel)
+
+
+def _versions(bundle: Bundle) -> list[str]:
+    return ["1", bundle.digest[:8], bundle.digest[:12].upper(), bundle.digest]
+
+
+@pytest.mark.parametrize("path", ["/v2/models/tiny", "/v2/models/tiny/ready", "/v1/models/tiny"])
+def test_a_version_may_be_named_by_its_number_or_the_first_digits_of_its_digest(
+    client: httpx.Client, bundle: Bundle, path: str
+) -> None:
+    place = path.replace("/tiny", "/tiny/versions/{}")
+    plain = client.get(path).json()
+    for version in _versions(bundle):
+        response = client.get(place.format(version))
+        assert (response.status_code, response.json()) == (200, plain)
+        assert response.headers["x-bundle-digest"] == bundle.digest
+    for version in ("2", "0", bundle.digest[:7], "0123456789", "latest"):
+        response = client.get(place.format(version))
+        assert response.status_code == 404
+        assert f"no version {version!r}; there are 1 ({bundle.digest[:12]})" in response.json()["error"]
+
+
+def test_inference_says_which_version_answered_whatever_it_was_called(
+    client: httpx.Client, stub: Any, bundle: Bundle
+) -> None:
+    for version in _versions(bundle):
+        answer = client.post(f"/v2/models/tiny/versions/{version}/infer", json={"inputs": [INPUT]}).json()
+        assert answer["model_version"] == "1"
+        request = pb.ModelInferRequest(
+            model_name="tiny", model_version=version, inputs=[RAW], raw_input_contents=[bytes(256)]
+        )
+        assert stub.ModelInfer(request, timeout=20).model_version == "1"
+
+
+def test_a_version_of_v1_predicts(client: httpx.Client, picture: Any) -> None:
+    response = client.post("/v1/models/tiny/versions/1:predict", json={"instances": [picture]})
+    assert len(response.json()["predictions"]) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda stub: stub.ModelReady(pb.ModelReadyRequest(name="tiny", version="7"), timeout=20),
+        lambda stub: stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny", version="7"), timeout=20),
+        lambda stub: stub.ModelInfer(pb.ModelInferRequest(model_name="tiny", model_version="7"), timeout=20),
+        lambda stub: stub.ModelReady(pb.ModelReadyRequest(name="other"), timeout=20),
+        lambda stub: stub.ModelMetadata(pb.ModelMetadataRequest(name="../tiny"), timeout=20),
+        lambda stub: stub.ModelInfer(pb.ModelInferRequest(model_name=""), timeout=20),
+    ],
+)
+def test_an_unknown_version_or_model_is_not_found_over_grpc(stub: Any, call: Any) -> None:
+    with pytest.raises(grpc.RpcError, match="there are") as caught:
+        call(stub)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_metadata_is_the_same_over_grpc_to_its_last_field(client: httpx.Client, stub: Any) -> None:
+    wanted = client.get("/v2/models/tiny").json()
+    found = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny", version="1"), timeout=20)
+    assert [found.name, found.platform, list(found.versions)] == [wanted["name"], wanted["platform"], ["1"]]
+    for mine, theirs in ((found.inputs, wanted["inputs"]), (found.outputs, wanted["outputs"])):
+        assert [{"name": x.name, "datatype": x.datatype, "shape": list(x.shape)} for x in mine] == theirs
+    assert _properties(found) == wanted["properties"]
+    server = stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=20)
+    assert {"name": server.name, "version": server.version, "extensions": list(server.extensions)} == client.get(
+        "/v2"
+    ).json()
+
+
+def test_properties_of_any_length_are_written_as_the_wire_has_them() -> None:
+    properties = {"short": "é", "empty": "", "long": "x" * 40_000}
+    assert _properties(with_properties(pb.ModelMetadataResponse(), properties)) == properties
+
+
+def _properties(message: Any) -> dict[str, str]:
+    """Field 6, a map of texts, which this message's descriptor does not know."""
+    again = pb.ModelMetadataResponse.FromString(message.SerializeToString())
+    entries = [field.data for field in UnknownFieldSet(again) if field.field_number == 6]
+    # an entry has the form of any message whose fields 1 and 2 are texts
+    pairs = [pb.ServerMetadataResponse.FromString(entry) for entry in entries]
+    return {pair.name: pair.version for pair in pairs}
+
+
+def test_the_index_lists_every_version(client: httpx.Client) -> None:
+    wanted = [{"name": "tiny", "version": "1", "state": "READY", "reason": ""}]
+    for body in (b"", b"{}", b'{"ready": true}'):
+        assert client.post("/v2/repository/index", content=body).json() == wanted
+    for body in (b"[]", b'{"ready": 1}', b'{"all": true}', b"{"):
+        assert client.post("/v2/repository/index", content=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("/v1/models/tiny:explain", "no explainer"),
+        ("/v2/repository/models/tiny/load", "`pipe deploy`"),
+        ("/v2/repository/models/tiny/unload", "`pipe deploy`"),
+    ],
+)
+def test_what_is_not_offered_is_refused_with_the_reason(client: httpx.Client, path: str, named: str) -> None:
+    response = client.post(path, json={})
+    assert response.status_code == 404
+    assert named in response.json()["error"]
+
+
+@pytest.mark.parametrize("call", ["Load", "Unload"])
+def test_no_client_loads_or_unloads_a_model_over_grpc(stub: Any, call: str) -> None:
+    request = getattr(pb, f"RepositoryModel{call}Request")(model_name="tiny")
+    with pytest.raises(grpc.RpcError, match="never by its clients") as caught:
+        getattr(stub, f"RepositoryModel{call}")(request, timeout=20)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/metrics", "/openapi.json", "/v1/models", "/v2", "/v2/", "/v2/health/ready", "/v2/models/tiny"]
+)
+def test_head_gives_the_head_that_get_gives_and_no_body(client: httpx.Client, path: str) -> None:
+    got, head = client.get(path), client.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    if path != "/metrics":  # which are longer at each look
+        assert head.headers["content-length"] == str(len(got.content))
+    assert head.headers["content-type"] == got.headers["content-type"]
+    assert client.get("/v2/health/live").json() == {"live": True}  # on the same connection, in step
+
+
+def test_another_method_is_a_405_that_names_the_right_ones(client: httpx.Client) -> None:
+    for path, method, allowed in (("/v2/models/tiny/infer", "GET", "POST"), ("/v2", "POST", "GET, HEAD")):
+        response = client.request(method, path)
+        assert (response.status_code, response.headers["allow"]) == (405, allowed)
+        assert "error" in response.json()

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from serve.refusal import Unknown, WrongMethod
+from serve.routes import PATHS, Route, find
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "route"),
+    [
+        ("/", "HEAD", ("root", "", "")),
+        ("/v2", "GET", ("server", "", "")),
+        ("/v2/", "GET", ("server", "", "")),
+        ("/v2/health/ready", "GET", ("ready", "", "")),
+        ("/v1/models/a.b-c_1", "GET", ("v1_model", "a.b-c_1", "")),
+        ("/v1/models/a:predict", "POST", ("predict", "a", "")),
+        ("/v1/models/a/versions/2:predict", "POST", ("predict", "a", "2")),
+        ("/v2/models/a/infer", "POST", ("infer", "a", "")),
+        ("/v2/models/a/versions/12/infer", "POST", ("infer", "a", "12")),
+        ("/v2/models/a/versions/0123456789ab/ready", "HEAD", ("model_ready", "a", "0123456789ab")),
+        ("/v2/models/versions", "GET", ("model", "versions", "")),
+        ("/v2/repository/index", "POST", ("index", "", "")),
+    ],
+)
+def test_a_path_is_known_by_what_it_asks(path: str, method: str, route: tuple[str, str, str]) -> None:
+    found = find(path, method)
+    assert (found.kind, found.model, found.version) == route
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/v3",
+        "/v2//",
+        "/v2/models/",
+        "/v2/models/a/",
+        "/v2/models/../infer",
+        "/v2/models/-a/infer",
+        "/v2/models/a b/infer",
+        "/v2/models/a\n/infer",
+        "/v2/models/a\u0660/versions/\u0661",
+        "/v2/models/" + "a" * 129,
+        "/v2/models/a/versions//infer",
+        "/v2/models/a/versions/1/versions/2/infer",
+        "/v2/models/a/versions/" + "1" * 65,
+        "/V2/models/a",
+        "/v1/models/a:predict/",
+        "/v1/models/:predict",
+        "//v2",
+    ],
+)
+def test_a_path_that_is_not_quite_one_is_unknown(path: str) -> None:
+    with pytest.raises(Unknown, match=r"not found; /openapi\.json lists what there is"):
+        find(path, "GET")
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/v1/models/a:explain", "this service has no explainer; ask :predict"),
+        ("/v1/models/a/versions/1:explain", "this service has no explainer"),
+        ("/v2/repository/models/a/load", "models are loaded by who runs this service"),
+        ("/v2/repository/models/a/unload", "never by its clients"),
+    ],
+)
+def test_what_these_protocols_have_and_is_not_offered_is_refused_with_the_reason(path: str, reason: str) -> None:
+    with pytest.raises(Unknown, match=reason):
+        find(path, "POST")
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_every_path_refuses_other_methods_and_names_its_own(kind: str) -> None:
+    path, methods = PATHS[kind]
+    place = path.replace("{model_name}", "a")
+    for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "get"):
+        if method in methods:
+            assert isinstance(find(place, method), Route)
+            continue
+        with pytest.raises(WrongMethod) as caught:
+            find(place, method)
+        assert caught.value.headers == ((b"allow", ", ".join(methods).encode()),)
+
+
+def test_a_refusal_is_not_longer_than_a_sentence() -> None:
+    with pytest.raises(Unknown) as caught:
+        find("/" + "x" * 10_000, "G" * 1000)
+    assert len(str(caught.value)) < 300

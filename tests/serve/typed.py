@@ -1,0 +1,74 @@
+"""Bundles whose model gives back what it is given, whatever its types and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from pipeline.spec.files import write_json
+from pipeline.spec.golden import Golden
+from pipeline.spec.signature import NUMPY_TYPES, Limits, Runtime, Signature, TensorSpec
+
+Array = np.ndarray[Any, Any]
+ONNX_TYPES = {
+    "BOOL": TensorProto.BOOL,
+    "UINT8": TensorProto.UINT8,
+    "UINT16": TensorProto.UINT16,
+    "UINT32": TensorProto.UINT32,
+    "UINT64": TensorProto.UINT64,
+    "INT8": TensorProto.INT8,
+    "INT16": TensorProto.INT16,
+    "INT32": TensorProto.INT32,
+    "INT64": TensorProto.INT64,
+    "FP16": TensorProto.FLOAT16,
+    "BF16": TensorProto.BFLOAT16,
+    "FP32": TensorProto.FLOAT,
+    "FP64": TensorProto.DOUBLE,
+    "BYTES": TensorProto.STRING,
+}
+CODEC = "class NoCodec:\n    def decode(self, instances): return {}\n    def encode(self, outputs): return []\n"
+
+
+def sample(datatype: str, shape: Sequence[int | str], rows: int = 2) -> Array:
+    """Values at the edges of the type."""
+    sizes = [rows if isinstance(axis, str) else axis for axis in shape]
+    kind = np.dtype(NUMPY_TYPES[datatype])
+    if datatype == "BYTES":
+        edges: list[Any] = ["héllo", "", "a b\n"]
+    elif kind.kind in "iu":
+        edges = [np.iinfo(kind).min, np.iinfo(kind).max, 1]
+    else:
+        edges = [True, False, False] if kind.kind == "b" else [-0.5, 1.25, 240.0]
+    return np.resize(np.array(edges, kind), sizes)
+
+
+def build(path: Path, specs: Mapping[str, tuple[str, Sequence[int | str]]], seal: Callable[[Path], str]) -> Path:
+    """Input `x` comes back as `x_out`."""
+    path.mkdir(parents=True)
+    inputs = [helper.make_tensor_value_info(name, ONNX_TYPES[kind], shape) for name, (kind, shape) in specs.items()]
+    outputs = [helper.make_tensor_value_info(f"{name}_out", ONNX_TYPES[k], shape) for name, (k, shape) in specs.items()]
+    nodes = [helper.make_node("Identity", [name], [f"{name}_out"]) for name in specs]
+    graph = helper.make_graph(nodes, "same", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path / "model.onnx")
+    (path / "codec.py").write_text(CODEC)
+    (path / "card.md").write_text("# same\n")
+    signature = Signature(
+        inputs=tuple(TensorSpec(name=name, datatype=kind, shape=shape) for name, (kind, shape) in specs.items()),
+        outputs=tuple(
+            TensorSpec(name=f"{name}_out", datatype=kind, shape=shape) for name, (kind, shape) in specs.items()
+        ),
+        codec="NoCodec",
+        limits=Limits(max_batch_size=16, max_body_bytes=1_000_000),
+        runtime=Runtime(provider="cpu", threads=1),
+    )
+    write_json(path / "signature.json", signature.model_dump())
+    given = {name: sample(kind, shape) for name, (kind, shape) in specs.items()}
+    found = {f"{name}_out": array for name, array in given.items()}
+    Golden(given, found, instances=[], predictions=[], rtol=0, atol=0).write(path)
+    seal(path)
+    return path
