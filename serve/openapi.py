@@ -19,7 +19,7 @@ _HEADERS = {
 _REFUSALS = {
     "400": "the request is wrong; the sentence names the field",
     "401": "no API key, or none that is known",
-    "404": "no such model or version",
+    "404": "no such model or version, or not offered",
     "413": "the body, or what it would swell to, is larger than the bundle's limit",
     "415": "the body is of a type or coding the service does not read",
     "431": "the head of the request is too large",
@@ -29,6 +29,7 @@ _REFUSALS = {
 }
 _SUMMARIES = {
     "root": "The page for people, or that the service lives",
+    "page_counters": "What the page for people shows of the service's work",
     "metrics": "What Prometheus reads",
     "openapi": "This document",
     "v1_models": "Names of the models",
@@ -102,6 +103,8 @@ def _fixed(kind: str) -> Schema:
         body = {"type": "object", "additionalProperties": False, "properties": {"ready": _TRUTH}}
         told = _answers(_json({"type": "array", "items": entry}), "400", "413", "415", "431", "500")
         return {"requestBody": {"content": {"application/json": {"schema": body}}}, **told}
+    if kind == "page_counters":
+        return _answers(_json({"type": "object"}), "404")
     if kind == "ready":
         return _health(_object(ready=_TRUTH, live=_TRUTH))
     schema: dict[str, Schema] = {

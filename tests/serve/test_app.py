@@ -109,14 +109,6 @@ def test_every_answer_names_the_bundle_and_the_process(
         assert response.headers["x-served-by"] == str(server.process.pid)
 
 
-def test_openapi_describes_the_two_prediction_routes(client: httpx.Client) -> None:
-    paths = client.get("/openapi.json").json()["paths"]
-    v1 = paths["/v1/models/{model_name}:predict"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    v2 = paths["/v2/models/{model_name}/infer"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert v1["required"] == ["instances"]
-    assert v2["properties"]["inputs"]["items"]["required"] == ["name", "shape", "datatype"]
-
-
 @pytest.mark.parametrize("path", ["/v2/repository/models/tiny/unload", "/v2/repository/models/tiny/load"])
 def test_no_client_can_unload_the_model(client: httpx.Client, path: str) -> None:
     assert client.post(path).status_code == 404
