@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,8 +17,10 @@ from serve.connection import Connection
 from serve.sockets import admit_no_more
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it
-_NOTICE_SECONDS = 0.2
+_NOTICE_SECONDS = 0.1  # a handshake that is under way takes one way there and back
 _LINGER_SECONDS = 0.3
+_LOOK_SECONDS = 0.005
+_DATE_SECONDS = 1.0  # how old the date header may be
 
 
 class Listener(uvicorn.Server):
@@ -47,13 +50,21 @@ class Listener(uvicorn.Server):
             )
         )
         self.socket = sock
-        self.listening = asyncio.Event()
+        self.listening, self._stopping = asyncio.Event(), asyncio.Event()
 
     async def run_until_stopped(self) -> None:
         await self.serve(sockets=[self.socket])
 
     def stop(self) -> None:
         self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn looks ten times a second whether it is to end; this one is told."""
+        while not self.should_exit:
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _DATE_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -80,5 +91,10 @@ class Listener(uvicorn.Server):
         await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
         for server in self.servers:
             server.close()
-        await asyncio.sleep(_LINGER_SECONDS)  # and hear what was accepted
-        await super().shutdown(sockets)
+        linger = time.monotonic() + _LINGER_SECONDS  # and hear what was accepted
+        while self.server_state.connections and time.monotonic() < linger:
+            await asyncio.sleep(_LOOK_SECONDS)
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+        for sock in sockets or ():
+            sock.close()

@@ -1,83 +1,20 @@
 from __future__ import annotations
 
-import http.client
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from tests.serve.load import SECONDS, GrpcLoad, Load
+
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
-
-SECONDS = 20
-
-
-class Load:
-    """Clients that ask without pause; what they were told, and everything that went wrong."""
-
-    def __init__(self, port: int, body: dict[str, Any], *, keep_alive: bool) -> None:
-        self.port = port
-        self.body = httpx.Request("POST", "http://x", json=body).read()
-        self.keep_alive = keep_alive
-        self.served_by: list[str] = []
-        self.failures: list[str] = []
-        self.refused = threading.Event()
-        self._stop = threading.Event()
-
-    def answers(self, count: int, by: str = "") -> None:
-        """Return when that many more answers are in, from one process if it is named."""
-        deadline, start = time.monotonic() + SECONDS, len(self.served_by)
-        while sum(not by or pid == by for pid in self.served_by[start:]) < count:
-            assert time.monotonic() < deadline, f"no answers: {self.failures[:3]}"
-            time.sleep(0.005)
-
-    @contextmanager
-    def running(self, clients: int) -> Iterator[Load]:
-        with ThreadPoolExecutor(clients) as pool:
-            done = [pool.submit(self._client) for _ in range(clients)]
-            try:
-                yield self
-            finally:
-                self._stop.set()
-            for one in done:
-                one.result()
-
-    def _client(self) -> None:
-        while not (self._stop.is_set() or self.refused.is_set()):
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
-            try:
-                connection.connect()
-            except ConnectionRefusedError:
-                self.refused.set()  # nobody listens any more: nothing was accepted, nothing lost
-                return
-            try:
-                self._ask(connection)
-            except OSError as error:
-                self.failures.append(repr(error))
-            except http.client.HTTPException as error:
-                self.failures.append(repr(error))
-            finally:
-                connection.close()
-
-    def _ask(self, connection: http.client.HTTPConnection) -> None:
-        """Requests on one connection for as long as the service keeps it."""
-        more = True
-        while more:
-            connection.request("POST", "/v1/models/tiny:predict", self.body, {"content-type": "application/json"})
-            response = connection.getresponse()
-            text = response.read()
-            if response.status != 200:
-                self.failures.append(f"{response.status} {text[:200]!r}")
-            self.served_by.append(response.headers["x-served-by"])
-            more = self.keep_alive and not response.will_close and not self._stop.is_set()
 
 
 def _predict(running: Running, instance: dict[str, Any]) -> httpx.Response:
@@ -182,6 +119,33 @@ def test_a_successor_takes_over_the_port_under_load_without_a_gap(
     assert load.failures == []
     assert not load.refused.is_set()
     assert httpx.get(f"http://127.0.0.1:{new.standby_port}/", timeout=SECONDS).headers["x-served-by"] == pid
+
+
+def test_over_grpc_no_accepted_request_is_lost_by_a_successor_nor_by_the_end(
+    start: Launcher, tricky_path: Path
+) -> None:
+    old = start(tricky_path)
+    load = GrpcLoad(old.grpc_port)
+    with load.running(clients=4):
+        load.answers(50)
+        new = start(tricky_path, port=old.port, grpc_port=old.grpc_port, standby=True)
+        pid = str(new.process.pid)
+        new.signal(signal.SIGUSR1)
+        new.wait_for("ready url=")
+        assert old.stop() == 0
+        load.answers(50, by=pid)
+        assert not load.refused.is_set()
+        new.signal(signal.SIGTERM)
+        assert load.refused.wait(SECONDS)
+    assert load.failures == []
+    assert new.process.wait(SECONDS) == 0
+
+
+def test_an_idle_service_ends_at_once(start: Launcher, bundle_path: Path) -> None:
+    running = start(bundle_path)
+    began = time.monotonic()
+    assert running.stop() == 0
+    assert time.monotonic() - began < 0.6, "0.12 s where nobody else works on the machine"
 
 
 def test_a_standby_that_is_never_called_ends_without_having_served(start: Launcher, tricky_path: Path) -> None:

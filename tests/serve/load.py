@@ -1,0 +1,126 @@
+"""Clients that ask a service without pause while something is done to it, and everything that went wrong."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
+from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
+
+SECONDS = 20
+
+
+class Clients:
+    """What they were told; `refused` when nobody listens any more: nothing was accepted then, nothing lost."""
+
+    def __init__(self) -> None:
+        self.served_by: list[str] = []
+        self.bundles: list[str] = []
+        self.failures: list[str] = []
+        self.refused = threading.Event()
+        self._stop = threading.Event()
+
+    def answers(self, count: int, by: str = "", bundle: str = "") -> None:
+        """Return when that many more answers are in, from one process or of one bundle if it is named."""
+        deadline, start = time.monotonic() + SECONDS, len(self.bundles)
+        while sum(map(self._counts(by, bundle), range(start, len(self.bundles)))) < count:
+            assert time.monotonic() < deadline, f"no answers: {self.failures[:3]}"
+            time.sleep(0.005)
+
+    def _counts(self, by: str, bundle: str) -> Any:
+        return lambda i: by in ("", self.served_by[i]) and bundle in ("", self.bundles[i])
+
+    def heard(self, by: str, bundle: str) -> None:
+        self.served_by.append(by)
+        self.bundles.append(bundle)
+
+    @contextmanager
+    def running(self, clients: int) -> Iterator[Any]:
+        with ThreadPoolExecutor(clients) as pool:
+            done = [pool.submit(self._client) for _ in range(clients)]
+            try:
+                yield self
+            finally:
+                self._stop.set()
+            for one in done:
+                one.result()
+
+    def _client(self) -> None:
+        raise NotImplementedError
+
+
+class Load(Clients):
+    """Over HTTP, each request on a connection of its own or all on one for as long as the service keeps it."""
+
+    def __init__(self, port: int, body: dict[str, Any], *, keep_alive: bool) -> None:
+        super().__init__()
+        self.port = port
+        self.body = httpx.Request("POST", "http://x", json=body).read()
+        self.keep_alive = keep_alive
+
+    def _client(self) -> None:
+        while not (self._stop.is_set() or self.refused.is_set()):
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+            try:
+                connection.connect()
+            except ConnectionRefusedError:
+                self.refused.set()
+                return
+            try:
+                self._ask(connection)
+            except OSError as error:
+                self.failures.append(repr(error))
+            except http.client.HTTPException as error:
+                self.failures.append(repr(error))
+            finally:
+                connection.close()
+
+    def _ask(self, connection: http.client.HTTPConnection) -> None:
+        more = True
+        while more:
+            connection.request("POST", "/v1/models/tiny:predict", self.body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            text = response.read()
+            if response.status != 200:
+                self.failures.append(f"{response.status} {text[:200]!r}")
+            self.heard(response.headers["x-served-by"], response.headers["x-bundle-digest"])
+            more = self.keep_alive and not response.will_close and not self._stop.is_set()
+
+
+class GrpcLoad(Clients):
+    """Over gRPC, a channel for each client; channels find a successor by themselves."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self.port = port
+        tensor = {"name": "image", "datatype": "FP32", "shape": (1, 1, 8, 8)}
+        raw = np.ones((1, 1, 8, 8), np.float32).tobytes()
+        self.request = pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[raw])
+
+    def _client(self) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        with grpc.insecure_channel(f"127.0.0.1:{self.port}", options) as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            while not (self._stop.is_set() or self.refused.is_set()):
+                try:
+                    _, call = stub.ModelInfer.with_call(self.request, timeout=SECONDS)
+                except grpc.RpcError as error:
+                    self._failed(error)
+                else:
+                    told = dict(call.initial_metadata())
+                    self.heard(told["x-served-by"], told["x-bundle-digest"])
+
+    def _failed(self, error: Any) -> None:
+        if "Connection refused" in error.details():
+            self.refused.set()
+        else:
+            self.failures.append(f"{error.code()} {error.details()}")
