@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,7 @@ _NO_LOADING = "models are loaded by who runs this service (`pipe deploy`), never
 _PROPERTY_TAG = 6 << 3 | 2  # ModelMetadataResponse.properties, a map of texts, which kserve's descriptors lack
 _READ = ("x-request-id", "traceparent")  # of what a call carries beside its message
 _QUICK_BYTES = 256 << 10  # of a message are read in well under a millisecond
+_HOLD_SECONDS = 0.05  # answers wait at the end of a service, before and after clients are told of it
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
 
 log = logging.getLogger(__name__)
@@ -125,6 +127,7 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
         self._plane = plane
         self._observer = observer
         self._headers = headers
+        self.released = asyncio.Event()  # until then, whoever asks a service that drains waits for the answer
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
         given = {key: value for key, value in context.invocation_metadata() if key in _READ}
@@ -147,6 +150,8 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
             self._failed(watch, error)
             raise
         finally:
+            if self._plane.draining:
+                await self.released.wait()
             self._observer.ended(watch)
 
     def _failed(self, watch: Watch, error: Exception) -> None:
@@ -188,6 +193,20 @@ class Refusals(AsyncExceptionToStatusInterceptor):
             log.error("%s failed", method_name, exc_info=ex)
         await context.abort(status, INTERNAL if status is StatusCode.INTERNAL else str(ex))
         raise ex  # never reached: abort raises
+
+
+async def retire(server: Any, servicer: Servicer, grace_seconds: float) -> None:
+    """End so that nobody's next call meets the end.
+
+    gRPC fails a call that arrives after its server was told to stop and before the client was told of it. So
+    answers are held from the beginning of the drain; whoever waits for one sends nothing meanwhile, and hears
+    first that this connection is closing, then the answer.
+    """
+    await asyncio.sleep(_HOLD_SECONDS)
+    ended = asyncio.ensure_future(server.stop(grace=grace_seconds))
+    await asyncio.sleep(_HOLD_SECONDS)
+    servicer.released.set()
+    await ended
 
 
 def status_of(error: Exception) -> StatusCode:
