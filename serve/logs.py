@@ -16,6 +16,9 @@ Format = Literal["text", "json"]
 
 _ACCESS = logging.getLogger("serve.access")
 _PLAIN = re.compile(r"[^\s\"=]+")
+# What ends a line, moves a cursor, turns text around, or is no text at all: a client's words may hold it.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONGEST = 4000  # characters of a message or of one field
 _FAILURES_A_SECOND = 20  # under overload every line costs an answer
 
 
@@ -33,7 +36,12 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the standard library's name
         fields = getattr(record, "fields", {})
+        record.message = escaped(record.message)
         return " ".join([super().formatMessage(record), *(f"{key}={_quoted(value)}" for key, value in fields.items())])
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802  # likewise
+        """Set apart: what an exception says of a client's words may look like a line of ours."""
+        return "\n".join(f"  | {escaped(line)}" for line in super().formatException(ei).splitlines())
 
 
 class JsonFormatter(logging.Formatter):
@@ -45,12 +53,12 @@ class JsonFormatter(logging.Formatter):
             "time": f"{seconds}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            "message": shortened(record.getMessage()),
+            **{key: _bounded(value) for key, value in getattr(record, "fields", {}).items()},
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False).encode(errors="replace").decode()
+        return _CONTROL.sub(_code, json.dumps(line, default=str, ensure_ascii=False))
 
 
 def configure(kind: Format) -> None:
@@ -116,6 +124,25 @@ def failed(code: int | str) -> bool:
     return code >= 500
 
 
+def escaped(text: str) -> str:
+    """On one line, and nothing in it that a terminal obeys."""
+    return _CONTROL.sub(_code, shortened(text))
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
+
+
+def _bounded(value: Any) -> Any:
+    return shortened(value) if isinstance(value, str) else value
+
+
+def _code(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
+
+
 def _quoted(value: Any) -> str:
-    text = str(value)
-    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    text = shortened(str(value))
+    if _PLAIN.fullmatch(text) and not _CONTROL.search(text):
+        return text
+    return _CONTROL.sub(_code, json.dumps(text, ensure_ascii=False))

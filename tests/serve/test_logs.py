@@ -114,3 +114,32 @@ def test_a_flood_of_refusals_does_not_flood_the_log_but_is_counted(
 )
 def test_what_counts_as_a_failure(code: int | str, is_failure: bool) -> None:
     assert failed(code) is is_failure
+
+
+HOSTILE = "a\nready url=http://evil\r\x1b[2Jb\x85c\u2028d\u202ee\ud800\x00"
+
+
+@pytest.mark.parametrize("lines", [TextFormatter, JsonFormatter], indirect=True)
+def test_no_words_of_a_client_make_a_line_or_move_a_cursor(lines: Lines) -> None:
+    logging.getLogger("serve").warning("asked for %s", HOSTILE, extra=told(path=HOSTILE, plain="x\x1b[31m"))
+    (line,) = lines.found
+    assert line.isprintable()
+    assert line.encode()
+    assert "\\u001b[2Jb" in line
+
+
+@pytest.mark.parametrize("lines", [TextFormatter], indirect=True)
+def test_lines_of_a_traceback_are_told_from_lines_of_the_log(lines: Lines) -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("serve").exception("failed")
+    first, *others = lines.found[0].split("\n")
+    assert first.endswith("ERROR serve failed")
+    assert all(line.startswith("  | ") and line.isprintable() for line in others)
+
+
+@pytest.mark.parametrize("lines", [TextFormatter, JsonFormatter], indirect=True)
+def test_a_line_is_bounded_whatever_it_is_given(lines: Lines) -> None:
+    logging.getLogger("serve").warning("%s", "m" * 100_000, extra=told(path="p" * 100_000, plain="x y" * 50_000))
+    assert len(lines.found[0]) < 13_000
