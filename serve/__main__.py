@@ -18,6 +18,7 @@ from serve.options import Named, Options, parse
 from serve.predictor import Predictor
 from serve.shadow import Mirror, open_mirror
 from serve.sockets import Sockets, check_free, reserve
+from serve.tracing import configured
 
 log = logging.getLogger("serve")
 
@@ -51,7 +52,7 @@ def serve(options: Options) -> None:
     mirrors = [_shadow(named, options.shadow_share, dict(loaded)) for named in options.shadows]
     from serve.server import Service  # here, not above: kserve reads sys.argv and takes a second to import
 
-    service = Service(loaded, mirrors, options, Sockets(public, standby, admin), door, token)
+    service = Service(loaded, mirrors, options, Sockets(public, standby, admin), door, token, configured(os.environ))
     service.start(service.models)
 
 

@@ -81,7 +81,7 @@ class App:
         if scope["type"] != "http":
             return
         headers = dict(scope["headers"])
-        watch = self.observer.begin(headers.get(b"x-request-id"), scope["path"], headers.get(b"traceparent", b""))
+        watch = self.observer.begin(headers, scope["path"])
         asked = Asked(_NOWHERE, headers, scope, receive, watch)
         try:
             await self._exchange(asked, send)

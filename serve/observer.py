@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from serve.logs import AccessLog
@@ -11,6 +11,9 @@ from serve.watch import Watch, request_id
 
 Record = Callable[[Watch], None]
 
+READ = (b"x-request-id", b"traceparent", b"tracestate")  # of a request's headers
+_TRACED = ("traceparent", "tracestate")
+
 
 @dataclass(slots=True)
 class Observer:
@@ -18,8 +21,12 @@ class Observer:
     access: AccessLog
     trace: Record | None = None  # where tracing is on
 
-    def begin(self, given_id: bytes | None, path: str, trace: bytes = b"") -> Watch:
-        return Watch(request_id(given_id), path, trace=trace)
+    def begin(self, headers: Mapping[bytes, bytes], path: str) -> Watch:
+        """`headers`: those of a request, or what a gRPC call carries beside its message."""
+        watch = Watch(request_id(headers.get(b"x-request-id")), path)
+        if self.trace is not None:
+            watch.trace = {name: headers[name.encode()] for name in _TRACED if name.encode() in headers}
+        return watch
 
     def asked(self, watch: Watch, protocol: str) -> None:
         """It is a prediction: it counts until it has ended."""

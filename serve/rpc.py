@@ -23,7 +23,7 @@ from serve.canary import choose
 from serve.deadline import of_call, of_parameter
 from serve.logs import told
 from serve.model import OnnxPlane
-from serve.observer import Observer
+from serve.observer import READ, Observer
 from serve.predictor import Predictor
 from serve.refusal import Headers, refusal_of
 from serve.tensors import Array, Parameters, Request, Tensor, Wish, refuse_parameters, to_raw
@@ -47,7 +47,7 @@ _CONTENTS: dict[str, tuple[str, Any]] = {
 _RAW_ONLY = ("FP16", "BF16")  # the protocol has no typed contents for them
 _NO_LOADING = "models are loaded by who runs this service (`pipe deploy`), never by its clients"
 _PROPERTY_TAG = 6 << 3 | 2  # ModelMetadataResponse.properties, a map of texts, which kserve's descriptors lack
-_READ = ("x-request-id", "traceparent")  # of what a call carries beside its message
+_READ = {name.decode(): name for name in READ}
 _QUICK_BYTES = 256 << 10  # of a message are read in well under a millisecond
 _HOLD_SECONDS = 0.05  # answers wait at the end of a service, before and after clients are told of it
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
@@ -130,8 +130,7 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
         self.released = asyncio.Event()  # until then, whoever asks a service that drains waits for the answer
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
-        given = {key: value for key, value in context.invocation_metadata() if key in _READ}
-        watch = self._observer.begin(_bytes(given.get("x-request-id")), "ModelInfer", _bytes(given.get("traceparent")))
+        watch = self._observer.begin(_headers(context), "ModelInfer")
         self._observer.asked(watch, "grpc")
         try:
             served, call = self._plane.served(request.model_name, request.model_version), Call(request)
@@ -218,8 +217,13 @@ def _identity(watch: Watch, headers: Headers) -> list[tuple[str, str]]:
     return [(key.decode(), value.decode()) for key, value in ((b"x-request-id", watch.id), *headers)]
 
 
-def _bytes(value: str | bytes | None) -> bytes:
-    return value.encode() if isinstance(value, str) else value or b""
+def _headers(context: Any) -> dict[bytes, bytes]:
+    """Those of a call's headers that are read here."""
+    return {
+        _READ[key]: value.encode() if isinstance(value, str) else value
+        for key, value in context.invocation_metadata()
+        if key in _READ
+    }
 
 
 def build(servicer: Servicer, max_body_bytes: int, before: Sequence[Any] = ()) -> Any:

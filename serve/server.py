@@ -31,6 +31,7 @@ from serve.renewal import keep
 from serve.shadow import Mirror
 from serve.sockets import Address, Sockets, prefer
 from serve.tls import Tls
+from serve.tracing import Tracer
 
 _GRACE_SECONDS = 25  # under the 30 that Kubernetes waits before it kills
 
@@ -48,6 +49,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         sockets: Sockets,
         door: Door,
         token: str | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """The sockets are bound already and not listening yet; the token opens the one that changes what is served."""
         super().__init__(
@@ -62,7 +64,8 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self.fleet = Fleet(self.dataplane, options, self._pool, loaded)
         for mirror in mirrors:
             self.fleet.mirror(mirror)
-        self.observer = Observer(Metrics(self.dataplane.loaded), AccessLog(options.log_requests))
+        self.observer = Observer(Metrics(self.dataplane.loaded), AccessLog(options.log_requests), tracer)
+        self._tracer = tracer
         self._app = App(self.dataplane, self.observer, door.keys, page=options.page)
         self.headers = [("x-served-by", str(os.getpid()))]
         self._public_wanted, self._stop_wanted = asyncio.Event(), asyncio.Event()
@@ -138,6 +141,8 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         await asyncio.gather(*self._running)
         self.fleet.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._tracer is not None:
+            self._tracer.close()
         log.info("stopped", extra=told(**self._identity()))
 
     def register_signal_handler(self) -> None:

@@ -6,6 +6,7 @@ import itertools
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 _SANE = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:=+/-]{0,127}")
 _PREFIX = secrets.token_hex(8)
 _NUMBERS = itertools.count(1)
+_UNTRACED: Mapping[str, bytes] = {}
 
 
 class Watch:
@@ -21,10 +23,11 @@ class Watch:
 
     __slots__ = ("began", "code", "id", "path", "protocol", "ran", "read", "reading", "served", "taken", "trace")
 
-    def __init__(self, request_id: bytes = b"", path: str = "", protocol: str = "", trace: bytes = b"") -> None:
-        self.id, self.path, self.protocol, self.trace = request_id, path, protocol, trace
+    def __init__(self, request_id: bytes = b"", path: str = "", protocol: str = "") -> None:
+        self.id, self.path, self.protocol = request_id, path, protocol
         self.began = time.monotonic()
         self.reading = self.read = self.taken = self.ran = 0.0
+        self.trace: Mapping[str, bytes] = _UNTRACED
         self.served: Served | None = None
         self.code: int | str = "aborted"  # the client left before an answer began
 

@@ -44,7 +44,7 @@ def _values(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 
 def _ended(observer: Observer, served: Any, code: int | str, protocol: str = "v2") -> None:
-    watch = observer.begin(None, "/")
+    watch = observer.begin({}, "/")
     observer.asked(watch, protocol)
     watch.served, watch.code = served, code
     observer.ended(watch)
@@ -95,7 +95,7 @@ def test_the_version_that_answers_by_default_its_bundle_provider_and_queue_are_t
 
 
 def test_what_is_in_flight_goes_up_and_down(observer: Observer) -> None:
-    watch = observer.begin(None, "/")
+    watch = observer.begin({}, "/")
     observer.asked(watch, "v1")
     assert _values(observer.metrics)["pipe_requests_in_flight",] == 1
     observer.ended(watch)
@@ -103,12 +103,12 @@ def test_what_is_in_flight_goes_up_and_down(observer: Observer) -> None:
 
 
 def test_a_request_that_is_no_prediction_is_not_counted(observer: Observer) -> None:
-    observer.ended(observer.begin(None, "/metrics"))
+    observer.ended(observer.begin({}, "/metrics"))
     assert not [key for key in _values(observer.metrics) if key[0] == "pipe_requests_total"]
 
 
 def test_refusals_are_counted_by_reason(observer: Observer, loaded: list[tuple[Any, bool]]) -> None:
-    watch = observer.begin(None, "/")
+    watch = observer.begin({}, "/")
     watch.served = loaded[1][0]
     observer.refused(watch, "busy")
     assert _values(observer.metrics)["pipe_rejected_total", "tiny", "2", "busy"] == 1
@@ -155,7 +155,7 @@ def test_watching_costs_less_than_ten_microseconds_a_request(
     def seconds() -> float:
         began = time.perf_counter()
         for _ in range(count):
-            watch = observer.begin(None, "/v2/models/tiny/infer")
+            watch = observer.begin({}, "/v2/models/tiny/infer")
             observer.asked(watch, "v2")
             watch.served, watch.code = served, 200
             watch.reading = watch.read = watch.taken = watch.ran = watch.began

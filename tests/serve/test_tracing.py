@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import contextlib
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.trace import SpanKind, StatusCode
+
+from serve import tracing
+from serve.tracing import Tracer, configured, exporters, phases
+from serve.watch import Watch
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Launcher
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture
+def memory() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracer(memory: InMemorySpanExporter) -> Iterator[Tracer]:
+    provider = TracerProvider(sampler=ParentBasedTraceIdRatio(1), shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    with contextlib.closing(Tracer(provider)) as tracer:
+        yield tracer
+
+
+def _watch(code: int | str = 200, **trace: str) -> Watch:
+    """A request that has been through all of its phases."""
+    watch = Watch(b"id-1", "/v1/models/tiny:predict", "v1")
+    watch.began -= 1.0
+    watch.reading, watch.read = watch.began + 0.1, watch.began + 0.2
+    watch.taken, watch.ran = watch.began + 0.4, watch.began + 0.9
+    watch.code = code
+    watch.trace = {name: value.encode() for name, value in trace.items()}
+    return watch
+
+
+def _spans(memory: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in memory.get_finished_spans()}
+
+
+def _milliseconds(span: ReadableSpan) -> int:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return round((span.end_time - span.start_time) / 1e6)
+
+
+def test_a_request_has_a_span_and_one_for_each_of_its_phases(tracer: Tracer, memory: InMemorySpanExporter) -> None:
+    tracer(_watch())
+    spans = _spans(memory)
+    request = spans.pop("v1 unknown model")
+    assert request.kind is SpanKind.SERVER
+    assert request.parent is None
+    assert {name: _milliseconds(span) for name, span in spans.items() if name != "write"} == {
+        "read": 100,
+        "wait": 200,
+        "run": 500,
+    }
+    assert set(spans) == {"read", "wait", "run", "write"}
+    assert {span.parent.span_id for span in spans.values() if span.parent} == {request.context.span_id}
+    assert request.start_time == pytest.approx((time.time() - 1.0) * 1e9, abs=5e8)
+    assert dict(request.attributes or {}) == {
+        "url.path": "/v1/models/tiny:predict",
+        "http.response.status_code": 200,
+        "pipe.request_id": "id-1",
+    }
+
+
+def test_the_callers_trace_is_continued_with_its_state(tracer: Tracer, memory: InMemorySpanExporter) -> None:
+    tracer(_watch(traceparent=f"00-{TRACE}-{PARENT}-01", tracestate="a=1"))
+    for span in memory.get_finished_spans():
+        assert f"{span.context.trace_id:032x}" == TRACE
+        assert span.context.trace_state.get("a") == "1"
+    request = _spans(memory)["v1 unknown model"]
+    assert request.parent is not None
+    assert f"{request.parent.span_id:016x}" == PARENT
+
+
+def test_what_the_caller_does_not_sample_is_not_recorded(tracer: Tracer, memory: InMemorySpanExporter) -> None:
+    tracer(_watch(traceparent=f"00-{TRACE}-{PARENT}-00"))
+    assert memory.get_finished_spans() == ()
+
+
+@pytest.mark.parametrize("parent", ["", "00-short-1-01", f"00-{'0' * 32}-{PARENT}-01", "é"])
+def test_a_damaged_parent_begins_a_new_trace(tracer: Tracer, memory: InMemorySpanExporter, parent: str) -> None:
+    tracer(_watch(traceparent=parent))
+    assert _spans(memory)["v1 unknown model"].parent is None
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(500, StatusCode.ERROR), ("INTERNAL", StatusCode.ERROR), (400, StatusCode.UNSET)]
+)
+def test_our_failures_are_marked_and_a_clients_are_not(
+    tracer: Tracer, memory: InMemorySpanExporter, code: int | str, status: StatusCode
+) -> None:
+    tracer(_watch(code))
+    assert _spans(memory)["v1 unknown model"].status.status_code is status
+
+
+def test_the_phase_a_request_failed_in_is_its_last() -> None:
+    watch = _watch()
+    watch.taken = watch.ran = 0.0
+    assert [name for name, _, _ in phases(watch, watch.began + 1)] == ["read", "wait"]
+    watch.reading = watch.read = 0.0
+    assert list(phases(watch, watch.began + 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "names"),
+    [
+        ({}, []),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a"}, []),
+        ({"OTEL_TRACES_EXPORTER": "console"}, ["console"]),
+        ({"OTEL_TRACES_EXPORTER": "otlp, console"}, ["otlp_proto_http", "console"]),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a"}, ["otlp_proto_http"]),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a"}, ["otlp_proto_http"]),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, ["otlp_proto_grpc"]),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "True"}, []),
+    ],
+)
+def test_the_standard_variables_say_where_traces_go(environment: dict[str, str], names: list[str]) -> None:
+    assert exporters(environment) == names
+
+
+def test_nothing_asked_for_is_nothing_loaded() -> None:
+    assert configured({}) is None
+
+
+def test_asked_for_and_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
+    assert configured({"OTEL_TRACES_EXPORTER": "otlp"}) is None
+    assert "install pipe-road[tracing]" in caplog.text
+
+
+def test_an_exporter_there_is_not_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    tracer = configured({"OTEL_TRACES_EXPORTER": "zipkin"})
+    assert tracer is not None
+    tracer.close()
+    assert "traces cannot go to zipkin" in caplog.text
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Takes what OTLP over HTTP sends."""
+
+    spans: list[Any]
+
+    def do_POST(self) -> None:
+        message = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+        for resource in message.resource_spans:
+            names = {one.key: one.value.string_value for one in resource.resource.attributes}
+            self.spans += [(names["service.name"], span) for scope in resource.scope_spans for span in scope.spans]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the standard library's name
+        """Not on stderr."""
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    found: list[Any] = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Here", (Collector,), {"spans": found})) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", found
+        server.shutdown()
+        thread.join()
+
+
+def test_a_service_sends_its_spans_before_it_ends(
+    collector: tuple[str, list[Any]],
+    start: Launcher,
+    bundle_path: Path,
+    picture: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint, found = collector
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    server = start(bundle_path)
+    answer = httpx.post(
+        f"{server.url}/v1/models/tiny:predict",
+        json={"instances": [picture]},
+        headers={"traceparent": f"00-{TRACE}-{PARENT}-01"},
+        timeout=20,
+    )
+    assert server.stop() == 0
+    assert {name for name, _ in found} == {"pipe-serve"}
+    spans = {span.name: span for _, span in found}
+    assert set(spans) == {"v1 tiny", "read", "wait", "run", "write"}
+    assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
+    request = spans["v1 tiny"]
+    told = {one.key: one.value.string_value for one in request.attributes}
+    assert told["pipe.request_id"] == answer.headers["x-request-id"]
+    assert told["pipe.bundle"] == answer.headers["x-bundle-digest"]
+    assert request.parent_span_id.hex() == PARENT
+    assert all(request.start_time_unix_nano <= span.start_time_unix_nano for span in spans.values())
+    assert all(span.end_time_unix_nano <= request.end_time_unix_nano for span in spans.values())
+
+
+def test_a_collector_that_is_gone_keeps_no_service_from_answering_or_ending(
+    start: Launcher, bundle_path: Path, picture: list[Any], monkeypatch: pytest.MonkeyPatch, free_ports: Any
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_ports(1)[0]}")
+    server = start(bundle_path)
+    body = {"instances": [picture]}
+    assert httpx.post(f"{server.url}/v1/models/tiny:predict", json=body, timeout=20).status_code == 200
+    began = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - began < 10
