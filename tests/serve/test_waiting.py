@@ -1,0 +1,183 @@
+"""What becomes of requests that wait in the real service while its model is busy."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
+from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
+
+from pipeline.spec.limits import Limits, Runtime
+from tests.serve.odd import slow
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Launcher, Running
+
+LONG, SHORT = 100.0, 0.0  # thousands of rounds of work
+PATH = "/v2/models/tiny/infer"
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher) -> Running:
+    """A service of a slow model that takes one request at a time, lets three wait, and for 10 s at most."""
+    limits = Limits(max_batch_size=16, max_body_bytes=1 << 20, max_waiting=3, deadline_seconds=10)
+    runtime = Runtime(provider="cpu", threads=1, batch_rows=1)
+    return module_launcher(slow(tmp_path_factory.mktemp("slow") / "bundle", limits, runtime))
+
+
+@pytest.fixture
+def service(busy: Running) -> Iterator[Service]:
+    with (
+        ThreadPoolExecutor(8) as threads,
+        httpx.Client(base_url=busy.url, timeout=60) as client,
+        grpc.insecure_channel(f"127.0.0.1:{busy.grpc_port}") as channel,
+    ):
+        yield Service(busy, threads, client, GRPCInferenceServiceStub(channel))
+
+
+class Service:
+    def __init__(self, running: Running, threads: ThreadPoolExecutor, client: httpx.Client, stub: Any) -> None:
+        self.running, self.threads, self.client, self.stub = running, threads, client, stub
+
+    def ask(self, rounds: float, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        return self.client.post(PATH, content=body(rounds, **fields), headers=headers or {})
+
+    def begin(self, rounds: float) -> Future[httpx.Response]:
+        """One request that is being computed, when this returns."""
+        future = self.threads.submit(self.ask, rounds)
+        self.until(lambda: self.value("pipe_requests_in_flight") == 1 and self.value("pipe_queue_length") == 0)
+        return future
+
+    def value(self, name: str, label: str = "") -> float:
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.partition("{")[0].partition(" ")[0] == name and label in line
+        )
+
+    def until(self, holds: Any) -> None:
+        end = time.monotonic() + 20
+        while not holds():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    @property
+    def computed(self) -> float:
+        return self.value("pipe_batch_requests_count")
+
+
+def body(rounds: float, **fields: Any) -> bytes:
+    return json.dumps(
+        {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [rounds]}], **fields}
+    ).encode()
+
+
+def message(rounds: float, **parameters: Any) -> Any:
+    tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32"}
+    raw = np.float32(rounds).tobytes()
+    return pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[raw], parameters=parameters)
+
+
+def test_a_client_that_hangs_up_while_it_waits_is_not_computed_for(service: Service) -> None:
+    before, gone = service.computed, service.value("pipe_rejected_total", 'reason="gone"')
+    first = service.begin(LONG)
+    with socket.create_connection(("127.0.0.1", service.running.port)) as sock:
+        text = body(LONG)
+        sock.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n\r\n".encode() + text)
+        service.until(lambda: service.value("pipe_queue_length") == 1)
+    assert first.result().status_code == 200
+    assert service.ask(SHORT).status_code == 200
+    assert service.computed - before == 2
+    assert service.value("pipe_rejected_total", 'reason="gone"') - gone == 1
+
+
+def test_a_grpc_call_that_is_cancelled_while_it_waits_is_not_computed(service: Service) -> None:
+    before = service.computed
+    first = service.begin(LONG)
+    call = service.stub.ModelInfer.future(message(LONG), timeout=60)
+    service.until(lambda: service.value("pipe_queue_length") == 1)
+    call.cancel()
+    assert first.result().status_code == 200
+    assert service.ask(SHORT).status_code == 200
+    assert service.computed - before == 2
+    assert service.value("pipe_requests_in_flight") == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"headers": {"x-request-timeout": "0.05"}}, {"parameters": {"timeout": 50_000}}],
+    ids=["header", "parameter"],
+)
+def test_a_deadline_of_a_client_is_kept_to(service: Service, said: dict[str, Any]) -> None:
+    before = service.computed
+    first = service.begin(LONG)
+    began = time.monotonic()
+    answer = service.ask(SHORT, **said)
+    took = time.monotonic() - began
+    assert (answer.status_code, first.done()) == (504, False)
+    assert "it was not computed" in answer.json()["error"]
+    assert 0.05 <= took < 0.4
+    assert first.result().status_code == 200
+    assert service.computed - before == 1
+
+
+def test_a_deadline_of_a_grpc_client_is_kept_to(service: Service) -> None:
+    before = service.computed
+    first = service.begin(LONG)
+    for call in (
+        lambda: service.stub.ModelInfer(message(SHORT), timeout=0.05),
+        lambda: service.stub.ModelInfer(message(SHORT, timeout={"int64_param": 50_000}), timeout=60),
+    ):
+        with pytest.raises(grpc.RpcError) as error:
+            call()
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert first.result().status_code == 200
+    assert service.computed - before == 1
+
+
+def test_when_as_many_wait_as_may_the_next_is_refused_at_once_whatever_it_speaks(service: Service) -> None:
+    first = service.begin(LONG)
+    waiting = [service.threads.submit(service.ask, SHORT) for _ in range(3)]
+    service.until(lambda: service.value("pipe_queue_length") == 3)
+    began = time.monotonic()
+    answers = [service.ask(SHORT), service.client.post("/v1/models/tiny:predict", json={"instances": [0]})]
+    with pytest.raises(grpc.RpcError) as error:
+        service.stub.ModelInfer(message(SHORT), timeout=60)
+    assert (time.monotonic() - began < 0.4, first.done()) == (True, False)
+    for answer in answers:
+        assert (answer.status_code, int(answer.headers["retry-after"]) >= 1) == (503, True)
+        assert answer.json()["error"] == "3 requests wait already; try again in a moment"
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert service.client.get("/v2/health/ready").status_code == 200
+    assert [one.result().status_code for one in (first, *waiting)] == [200] * 4
+    assert service.ask(SHORT).status_code == 200
+
+
+def test_a_deadline_that_the_queue_makes_hopeless_is_refused_at_once(service: Service) -> None:
+    first = service.begin(LONG)
+    second = service.threads.submit(service.ask, LONG)
+    service.until(lambda: service.value("pipe_queue_length") == 1)
+    answer = service.ask(SHORT, headers={"x-request-timeout": "0.05"})
+    assert (answer.status_code, first.done()) == (503, False)
+    assert "longer than its deadline" in answer.json()["error"]
+    assert [one.result().status_code for one in (first, second)] == [200, 200]
+
+
+@pytest.mark.long
+def test_who_names_no_deadline_has_that_of_the_bundle(service: Service) -> None:
+    first = service.threads.submit(service.ask, 30 * LONG, {"x-request-timeout": "100"})
+    service.until(lambda: service.value("pipe_requests_in_flight") == 1)
+    began = time.monotonic()
+    assert service.ask(SHORT).status_code == 504
+    assert 9.9 < time.monotonic() - began < 11
+    assert first.result().status_code == 200
