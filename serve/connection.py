@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import urllib.parse
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -18,11 +19,10 @@ import httptools
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from serve.exchange import Exchange, plain
+from serve import head
+from serve.crowd import Outflow, make_room
+from serve.exchange import Exchange, plain, scope_of
 
-MAX_HEAD_BYTES = 32 << 10
-MAX_URL_BYTES = 8 << 10
-MAX_HEADERS = 128
 HEAD_SECONDS = 10.0  # for a head, from its first byte to its last
 BODY_SECONDS = 60.0  # for a body, likewise
 _GOODBYE_SECONDS = 2.0  # for a refused client to stop sending: closing on unread bytes would lose the answer
@@ -44,6 +44,7 @@ class Connection(asyncio.Protocol):
     ) -> None:
         self._app: App = config.loaded_app
         self._keep_alive_seconds = config.timeout_keep_alive
+        self._most = config.limit_concurrency or sys.maxsize
         self._state = server_state
         self.loop = _loop or asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
@@ -59,23 +60,19 @@ class Connection(asyncio.Protocol):
         self._head_bytes = self._fed = 0  # of a head in several pieces, those before this one; and this one
         self._due = 0.0  # of the loop's clock: by then the client must have sent what we wait for
         self.write_paused = False
-        self._ending = self._read_paused = False
+        self._outflow = Outflow()
+        self._ending = self._read_paused = self._half_closed = False
         self._writable: asyncio.Future[None] | None = None
 
     # What the transport tells
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class, only by what it does
-        self._state.connections.add(self)  # type: ignore[arg-type]  # uvicorn names its own protocols
-        self._base = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "server": _place(transport.get_extra_info("sockname")),
-            "client": _place(transport.get_extra_info("peername")),
-            "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
-            "root_path": "",
-        }
+        connections: set[Any] = self._state.connections  # uvicorn names its own protocols
+        if not make_room(connections, self._most):
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{len(connections)} connections are being served already")
+        connections.add(self)
+        self._base = scope_of(self.transport)
         self._due = self.loop.time() + self._keep_alive_seconds
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
@@ -107,7 +104,21 @@ class Connection(asyncio.Protocol):
             return
         if self._head_is_open:
             self._head_bytes += len(data)
-            self._check_head()
+            if too_long := head.why_too_long_already(self._head_bytes):
+                self._refuse(*too_long)
+
+    def eof_received(self) -> bool:
+        """The client says no more; whether it still listens, nobody can tell. True: it is told something yet."""
+        if self._base["scheme"] == "https":  # TLS knows no half
+            return False
+        self._half_closed = True
+        if self._head_is_open or self._reading is not None:
+            self._refuse(HTTPStatus.BAD_REQUEST, "the connection was closed for sending in the middle of a request")
+            return True
+        for exchange in (self.current, *self._queue):
+            if exchange is not None:
+                exchange.half_closed = True
+        return self.current is not None
 
     def pause_writing(self) -> None:
         self.write_paused = True
@@ -131,14 +142,15 @@ class Connection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        too_long = self._refusal or self._too_long()
+        size = self._head_bytes + self._fed
         self._head_is_open, self._head_bytes = False, 0
-        if too_long:
+        if self._refusal:
             return
-        parser, url = self._parser, self._url
-        path, _, query = url.partition(b"?")
-        if not url.startswith(b"/"):
-            path, query = _absolute(url)
+        if too_long := head.why_too_long(self._url, self._headers, size):
+            self._refuse(*too_long)
+            return
+        parser = self._parser
+        path, query = head.target(self._url)
         text = path.decode("latin-1")
         scope = self._base.copy()
         scope["method"] = parser.get_method().decode("latin-1")
@@ -153,7 +165,7 @@ class Connection(asyncio.Protocol):
             self._start(exchange)
         else:  # pipelined: its turn comes
             self._queue.append(exchange)
-            self._pause_reading()
+            self.hold()
 
     def on_body(self, body: bytes) -> None:
         if self._reading is not None:
@@ -184,7 +196,9 @@ class Connection(asyncio.Protocol):
 
     def hold(self) -> None:
         """The application is behind with what was read."""
-        self._pause_reading()
+        if not self._read_paused:
+            self._read_paused = True
+            self.transport.pause_reading()
 
     def finished(self, exchange: Exchange) -> None:
         """Answered: the next one, or wait for it."""
@@ -196,6 +210,8 @@ class Connection(asyncio.Protocol):
             self._start(self._queue.popleft())
         elif self._refusal:
             self._say_refusal()
+        elif self._half_closed:
+            self.transport.close()
         else:
             if self._reading is exchange:  # answered before its body was read: that is thrown away as it comes
                 self._due = self.loop.time() + BODY_SECONDS
@@ -215,13 +231,28 @@ class Connection(asyncio.Protocol):
                 exchange.keep_alive = exchange is not (self._queue[-1] if self._queue else self.current)
 
     def sweep(self, now: float) -> None:
-        """Called now and then: give up on a client that does not send what we wait for."""
+        """Called now and then: give up on a client that does not take its answer, or send what we wait for."""
+        if self._outflow.stuck(self.transport, now):
+            self.transport.abort()
+            return
         if now < self._due or (self.current is not None and not self.current.waiting_for_body):
             return
         if self.current is None and (self._refusal or not self._head_is_open):
             self.transport.close()
         else:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive whole in time")
+
+    # What another connection asks for
+
+    @property
+    def idle_until(self) -> float | None:
+        return self._due if self.current is None else None
+
+    def give_way(self) -> None:
+        if self._head_is_open:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive whole while others wait for room")
+        self.transport.close()
+        self._state.connections.discard(self)
 
     def _start(self, exchange: Exchange) -> None:
         self.current = exchange
@@ -231,23 +262,6 @@ class Connection(asyncio.Protocol):
         """What follows a request that says `connection: close` is nobody's."""
         last = self._queue[-1] if self._queue else self.current
         return last is not None and not last.keep_alive and self._reading is None
-
-    def _too_long(self) -> bool:
-        if len(self._url) > MAX_URL_BYTES:
-            self._refuse(HTTPStatus.REQUEST_URI_TOO_LONG, f"the URL is longer than {MAX_URL_BYTES} bytes")
-        elif len(self._headers) > MAX_HEADERS or (
-            self._head_bytes + self._fed > MAX_HEAD_BYTES
-            and sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD_BYTES
-        ):
-            what = f"more than {MAX_HEADERS} headers, or {MAX_HEAD_BYTES} bytes of them"
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, what)
-        return bool(self._refusal)
-
-    def _check_head(self) -> None:
-        """A head that is not whole yet is held in memory, so it is bounded before it is."""
-        if self._head_bytes > MAX_HEAD_BYTES + MAX_URL_BYTES:
-            what = f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, what)
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         if not self._refusal:
@@ -261,30 +275,15 @@ class Connection(asyncio.Protocol):
     def _say_refusal(self) -> None:
         """And listen for a while to a client that is still sending."""
         self.transport.write(self._refusal)
+        if self._half_closed:
+            self.transport.close()
+            return
         self._resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._due = self.loop.time() + _GOODBYE_SECONDS
 
-    def _pause_reading(self) -> None:
-        if not self._read_paused:
-            self._read_paused = True
-            self.transport.pause_reading()
-
     def _resume_reading(self) -> None:
         if self._read_paused and not self.transport.is_closing():
             self._read_paused = False
             self.transport.resume_reading()
-
-
-def _place(address: Any) -> tuple[str, int] | None:
-    return (address[0], address[1]) if isinstance(address, tuple) else None
-
-
-def _absolute(url: bytes) -> tuple[bytes, bytes]:
-    """The path and query of what a client says that takes us for a proxy."""
-    try:
-        found = httptools.parse_url(url)
-    except httptools.HttpParserError:
-        return url, b""
-    return found.path or b"/", found.query or b""

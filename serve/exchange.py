@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _HIGH_WATER_BYTES = 256 << 10  # of a body are handed over at once; below it the application is not woken
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
+_STATUS[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
 _CONTINUE = _STATUS[100] + b"\r\n"
 _CLOSE = b"connection: close\r\n"
 
@@ -32,6 +33,7 @@ class Exchange:
         "_size",
         "_waiter",
         "gone",
+        "half_closed",
         "keep_alive",
         "scope",
         "task",
@@ -41,6 +43,7 @@ class Exchange:
         self._connection, self.scope, self.keep_alive = connection, scope, keep_alive
         self.task: asyncio.Task[None] | None = None
         self.gone = False  # the client is, and nobody waits for an answer
+        self.half_closed = False  # it sends no more, and very likely is gone too
         self._chunks: list[bytes] = []
         self._size = 0
         self._more = True
@@ -54,7 +57,8 @@ class Exchange:
         scope["left"] = self.left
 
     def left(self) -> bool:
-        return self.gone
+        """Asked before a request that had to wait is computed: for one that may be gone it is not."""
+        return self.gone or self.half_closed
 
     @property
     def waiting_for_body(self) -> bool:
@@ -166,3 +170,20 @@ def plain(status: HTTPStatus, text: str, stamp: bytes) -> bytes:
     body = orjson.dumps({"error": text})
     kind = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
     return _STATUS[status] + stamp + kind + _CLOSE + b"\r\n" + body
+
+
+def scope_of(transport: asyncio.Transport) -> dict[str, Any]:
+    """What all requests of a connection have in common."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "server": _place(transport.get_extra_info("sockname")),
+        "client": _place(transport.get_extra_info("peername")),
+        "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
+        "root_path": "",
+    }
+
+
+def _place(address: Any) -> tuple[str, int] | None:
+    return (address[0], address[1]) if isinstance(address, tuple) else None

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from serve.connection import Connection
+from serve.crowd import most_connections
 from serve.sockets import admit_no_more
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it
@@ -46,6 +47,7 @@ class Listener(uvicorn.Server):
                 headers=list(headers),
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=grace_seconds,
+                limit_concurrency=most_connections(),
                 **secure,
             )
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve import connection
+from serve import connection, head
 from serve.connection import Connection
 from serve.listener import Listener
 
@@ -141,9 +141,9 @@ def test_a_chunked_body_arrives_and_its_trailers_pass_for_no_headers() -> None:
         (b"\x16\x03\x01 this is TLS\r\n\r\n", b"400"),
         (b"GET /a HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", b"400"),
         (b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nnot hexadecimal\r\n", b"400"),
-        (b"GET /" + b"a" * connection.MAX_URL_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"414"),
-        (b"GET / HTTP/1.1\r\nx: " + b"a" * connection.MAX_HEAD_BYTES + b"\r\n\r\n", b"431"),
-        (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * (connection.MAX_HEADERS + 1) + b"\r\n", b"431"),
+        (b"GET /" + b"a" * head.MAX_URL_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * head.MAX_BYTES + b"\r\n\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * (head.MAX_HEADERS + 1) + b"\r\n", b"431"),
         (b"GET / HTTP/1.1\r\nx: " + b"a" * 200_000, b"431"),  # and it never ends
     ],
 )
@@ -227,7 +227,8 @@ def test_who_hangs_up_inside_a_body_ends_the_request() -> None:
 
 
 def _sweep(listener: Listener, seconds: float) -> None:
-    for one in tuple(listener.server_state.connections):
+    connections: set[Any] = listener.server_state.connections
+    for one in tuple(connections):
         assert isinstance(one, Connection)
         one.sweep(asyncio.get_running_loop().time() + seconds)
 

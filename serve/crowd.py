@@ -1,0 +1,63 @@
+"""Many connections, and some that only take up room: how many there may be, who gives way, who is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Collection
+from typing import Protocol
+
+WRITE_SECONDS = 30.0  # for a client to take any byte of its answer
+_MOST = 16 << 10
+_OTHERS = 128  # files that are no connections of clients
+
+
+class Seat(Protocol):
+    """A connection, as others see it."""
+
+    @property
+    def idle_until(self) -> float | None:
+        """When it will be given up; None while a request of it is served."""
+        ...
+
+    def give_way(self) -> None: ...
+
+
+def most_connections() -> int:
+    """As many as the system lets this process have, within reason; it is asked for all it lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST + _OTHERS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return _MOST if soft == resource.RLIM_INFINITY else max(_OTHERS, min(_MOST, soft - _OTHERS))
+
+
+def make_room(seats: Collection[Seat], most: int) -> bool:
+    """For one more: those that have been silent for longest give way. False where all are being served."""
+    if len(seats) < most:
+        return True
+    idle = [(until, seat) for seat in seats if (until := seat.idle_until) is not None]
+    idle.sort(key=lambda one: one[0])
+    leaving = idle[: len(seats) + 1 - most]
+    for _, seat in leaving:
+        seat.give_way()
+    return len(seats) < most
+
+
+class Outflow:
+    """What a client has not taken yet of its answers. One that takes nothing at all for a while is stuck."""
+
+    __slots__ = ("_due", "_left")
+
+    def __init__(self) -> None:
+        self._left, self._due = 0, 0.0
+
+    def stuck(self, transport: asyncio.WriteTransport, now: float) -> bool:
+        """Asked now and then."""
+        left, before = transport.get_write_buffer_size(), self._left
+        self._left = left
+        if left and left >= before and before:
+            return now >= self._due
+        self._due = now + WRITE_SECONDS
+        return False
