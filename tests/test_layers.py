@@ -90,9 +90,9 @@ def test_the_walls_are_looked_at_where_they_stand() -> None:
     assert "k8s.deploy" in ours(HOUSE / "pipeline" / "deploy.py"), "imports inside functions count"
 
 
-def test_kserve_is_imported_under_serve_alone() -> None:
-    importers = {package_of(path) for path in SOURCES for name in imports_of(path) if within(name, "kserve")}
-    assert importers == {"serve"}
+def test_kserve_is_imported_under_serve_alone_and_where_it_is_raced_against() -> None:
+    importers = {path for path in SOURCES for name in imports_of(path) if within(name, "kserve")}
+    assert {package_of(path) for path in importers - {HOUSE / "bench/serve/servers/plain_kserve.py"}} == {"serve"}
 
 
 def test_the_command_line_loads_no_torch_and_no_server() -> None:
@@ -114,7 +114,8 @@ def test_a_run_directory_is_read_without_torch_or_numpy() -> None:
 
 @pytest.mark.long
 def test_importing_any_module_prints_nothing() -> None:
-    modules = [module_of(path) for path in SOURCES if path.stem != "__main__"]
+    here = [path for path in SOURCES if "servers" not in path.parts]  # those run where their peer is installed
+    modules = [module_of(path) for path in here if path.stem != "__main__"]
     done = run_python("import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)", *modules)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
