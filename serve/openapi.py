@@ -154,7 +154,7 @@ def _schemes(served: Served) -> Schema:
         "Metadata": schemas.metadata(signature, served.name),
         "PredictRequest": schemas.predict_request(signature),
         "PredictAnswer": schemas.predict_answer(),
-        "InferRequest": schemas.infer_request(signature),
+        "InferRequest": schemas.infer_request(signature, served.name),
         "InferAnswer": schemas.infer_answer(signature, served.name, served.version),
     }
     return {f"{served.name}.{served.version}.{what}": schema for what, schema in made.items()}

@@ -25,7 +25,7 @@ _TOO_LARGE = {
 }
 
 
-def infer_request(signature: Signature) -> Schema:
+def infer_request(signature: Signature, name: str) -> Schema:
     inputs: Schema = {"type": "array", "minItems": len(signature.inputs), "maxItems": len(signature.inputs)}
     tensors = [_given(spec, signature.limits) for spec in signature.inputs]
     if tensors:
@@ -42,6 +42,7 @@ def infer_request(signature: Signature) -> Schema:
     return _object(
         {
             "id": {"type": ["string", "null"], "description": "returned in the answer"},
+            "model_name": {"enum": [name, None], "description": "as in the URL, where a client says it twice"},
             "parameters": _parameters(
                 binary_data_output={"type": "boolean"}, timeout={"type": "integer", "minimum": 0}
             ),

@@ -17,7 +17,7 @@ from serve.v1 import parse_object
 
 LENGTH_HEADER = "inference-header-content-length"
 _QUICK_BYTES = 32 << 10  # of JSON are read in well under a millisecond
-_FIELDS = ("id", "parameters", "inputs", "outputs")
+_FIELDS = ("id", "parameters", "inputs", "outputs", "model_name")
 _INPUT = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT = ("name", "parameters")
 
@@ -43,7 +43,7 @@ class Call:
     @property
     def request(self) -> Request:
         if self._parsed is None:
-            self._parsed = parse(self._body, self._length)
+            self._parsed = parse(self._body, self._length, self._model)
         return self._parsed
 
     def key(self) -> str:
@@ -59,12 +59,17 @@ class Call:
         return render(identity, self._wishes, outputs, predictor.datatypes)
 
 
-def parse(body: bytes, length_header: str | None) -> Request:
-    """Check the body's form; whether it fits the model is the signature's business."""
+def parse(body: bytes, length_header: str | None, model: str = "") -> Request:
+    """Check the body's form; whether it fits the model is the signature's business.
+
+    kserve's client names the model in the body too, which must then be the one its URL names.
+    """
     split = len(body) if length_header is None else _json_length(length_header, len(body))
     text = body if split == len(body) else body[:split]
     fields = (flatjson.read(text) if split >= flatjson.LEAST_BYTES else None) or parse_object(text)
     _check_keys(fields, "body", _FIELDS)
+    if (named := _text(fields, "model_name", "", model)) != model:
+        raise InvalidPayload(f"model_name: {named[:128]!r} is not {model!r}, which the URL names")
     parameters = _parameters(fields, "parameters")
     binary = False
     if parameters:

@@ -101,6 +101,7 @@ CHOSEN: list[Chosen] = [
     (V2, v2(image(), outputs=[{"name": "logits"}] * 2), JSON, 400, "logits"),
     (V2, v2(image(), outputs="logits"), JSON, 400, "outputs"),
     (V2, v2(image(), id=5), JSON, 400, "id"),
+    (V2, v2(image(), model_name="other"), JSON, 400, "model_name"),
     (V2, v2(image(), parameters=[]), JSON, 400, "parameters"),
     (V2, v2(image(parameters={"binary_data_size": 4})), JSON, 400, "binary_data_size"),
     (V2, RAW, JSON, 400, "binary_data_size"),

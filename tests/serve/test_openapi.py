@@ -50,6 +50,7 @@ IMAGE = TensorSpec(name="image", datatype="FP32", shape=("batch", 2))
 TOKENS = TensorSpec(name="tokens", datatype="INT8", shape=("batch", "length"))
 GIVEN = {
     "id": "1",
+    "model_name": "tiny",
     "parameters": {"timeout": 5},
     "inputs": [
         {"name": "tokens", "shape": [1, 3], "datatype": "INT8", "data": [[1, -128, 127]]},
@@ -78,13 +79,14 @@ def _with(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_request_that_fits_is_valid_in_any_order_of_its_inputs(order: int) -> None:
     given = {**GIVEN, "inputs": GIVEN["inputs"][::order]}  # type: ignore[index]
-    jsonschema.validate(given, schemas.infer_request(_signature(IMAGE, TOKENS)))
+    jsonschema.validate(given, schemas.infer_request(_signature(IMAGE, TOKENS), "tiny"))
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
         ("id", 5),
+        ("model_name", "other"),
         ("extra", 1),
         ("inputs.0.datatype", "INT16"),
         ("inputs.0.name", "image"),
@@ -110,7 +112,7 @@ def test_a_request_that_fits_is_valid_in_any_order_of_its_inputs(order: int) -> 
 )
 def test_what_the_service_refuses_is_invalid(path: str, value: Any) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(_with(path, value), schemas.infer_request(_signature(IMAGE, TOKENS)))
+        jsonschema.validate(_with(path, value), schemas.infer_request(_signature(IMAGE, TOKENS), "tiny"))
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32"])
@@ -119,7 +121,7 @@ def test_the_largest_number_of_the_schema_is_the_largest_the_service_takes(datat
     spec = TensorSpec(name="x", datatype=datatype, shape=(1,))
     edge = schemas._TOO_LARGE[datatype]
     below = float(np.nextafter(edge, 0)) * sign
-    schema = schemas.infer_request(_signature(spec))["properties"]["inputs"]["items"]["properties"]["data"]
+    schema = schemas.infer_request(_signature(spec), "tiny")["properties"]["inputs"]["items"]["properties"]["data"]
     jsonschema.validate([below], schema)
     assert np.isfinite(_taken(spec, below)).all()
     with pytest.raises(jsonschema.ValidationError):

@@ -1,0 +1,67 @@
+"""schemathesis, a judge from outside: it reads `/openapi.json` and asks what fits it and what does not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.serve.typed import build
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Launcher, Running
+
+ST = Path(sysconfig.get_path("scripts")) / "st"
+RULES = Path(__file__).parent / "schemathesis.toml"
+
+
+def _judge(server: Running, folder: Path, *options: str, seconds: int) -> None:
+    """Every check it has; what it keeps of a failure goes to `folder`."""
+    argv = [
+        str(ST),
+        "--config-file",
+        str(RULES),
+        "run",
+        f"{server.url}/openapi.json",
+        "--no-color",
+        "--seed",
+        "7",
+        "--no-shrink",
+    ]
+    done = subprocess.run(
+        [*argv, "--phases", "coverage,fuzzing", "--continue-on-failure", *options],
+        cwd=folder, capture_output=True, text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5000:]
+    count = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
+    assert count, done.stdout
+    assert int(count[1]) == int(count[2]) > 300
+    assert "Traceback" not in server.log
+
+
+def test_the_service_is_what_its_openapi_says(server: Running, tmp_path: Path) -> None:
+    _judge(server, tmp_path, "-n", "3", "--exclude-path-regex", "/versions/", seconds=60)
+
+
+@pytest.mark.long
+def test_the_service_is_what_its_openapi_says_for_every_version_and_many_requests(
+    server: Running, tmp_path: Path
+) -> None:
+    _judge(server, tmp_path, "-n", "200", seconds=500)
+
+
+@pytest.mark.long
+def test_a_service_of_many_inputs_is_what_its_openapi_says(
+    module_launcher: Launcher, tmp_path: Path, seal: Callable[[Path], str]
+) -> None:
+    bundle = build(
+        tmp_path / "bundle",
+        {"image": ("FP16", ["batch", 2, 2]), "mask": ("BOOL", ["batch"]), "words": ("BYTES", ["batch", "length"])},
+        seal,
+    )
+    _judge(module_launcher(bundle), tmp_path, "-n", "100", "--exclude-path-regex", "/versions/", seconds=500)
