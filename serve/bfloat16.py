@@ -11,6 +11,7 @@ import onnxruntime
 
 Array = np.ndarray[Any, Any]
 
+_TYPE = "tensor(bfloat16)"
 _ONNX_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16; onnx itself is not needed to serve
 
 
@@ -31,19 +32,22 @@ def rounded(array: Array) -> Array:
     return widened(to_bits(array))
 
 
-def run(session: Any, names: Sequence[str], inputs: Mapping[str, Array], kinds: Mapping[str, str]) -> list[Array]:
-    """`session.run` for a model with BF16 among its inputs or outputs; `kinds` are the datatypes of all of them.
+def concerns(session: Any) -> bool:
+    """Whether the model has BF16 among its inputs or outputs."""
+    return any(node.type == _TYPE for node in (*session.get_inputs(), *session.get_outputs()))
 
-    ONNX Runtime refuses such arrays in `run`, but takes and gives them as values of its own.
-    """
+
+def run(session: Any, names: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
+    """`session.run` for such a model: ONNX Runtime refuses its arrays there, but takes and gives values of its own."""
     binding = session.io_binding()
-    for name, array in inputs.items():
-        if kinds[name] == "BF16":
+    for node in session.get_inputs():
+        array = np.asarray(inputs[node.name], order="C")
+        if node.type == _TYPE:
             bits = to_bits(array)
             value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
-            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_input(node.name, value)
         else:
-            binding.bind_cpu_input(name, np.asarray(array, order="C"))
+            binding.bind_cpu_input(node.name, array)
     for name in names:
         binding.bind_output(name, "cpu")
     session.run_with_iobinding(binding)

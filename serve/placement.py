@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.spec.errors import ResourceError
+from serve import bfloat16
 
 _METADATA_ONLY = ("Shape", "Size")  # they read how large a tensor is, never what it holds
 _INTEGERS = ("int64", "int32", "bool")
@@ -72,7 +73,10 @@ def watch(options: Any, folder: Path) -> None:
 def observe(session: Any, inputs: Mapping[str, Any]) -> tuple[list[Node], list[Kernel]]:
     """Every node of the graph, and those that one run passes through; profiling ends with it."""
     try:
-        session.run(None, dict(inputs))
+        if bfloat16.concerns(session):
+            bfloat16.run(session, [node.name for node in session.get_outputs()], inputs)
+        else:
+            session.run(None, dict(inputs))
     finally:
         profile = Path(session.end_profiling())
     return assigned(session), profiled(profile)

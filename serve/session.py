@@ -53,8 +53,7 @@ class Session:
             where = told(provider=self.provider, wanted=wanted)
             log.warning("the provider that was wished for is not used: %s", self.fallback, extra=where)
         self._bound = self.provider == CUDA and binding.suits(self._session)
-        self._kinds = {spec.name: spec.datatype for spec in (*bundle.signature.inputs, *bundle.signature.outputs)}
-        self._bfloat16 = "BF16" in self._kinds.values()
+        self._bfloat16 = bfloat16.concerns(self._session)
         _agree(bundle, "input", bundle.signature.inputs, self._session.get_inputs())
         _agree(bundle, "output", bundle.signature.outputs, self._session.get_outputs())
         if self._bfloat16 and any(spec.datatype == "BYTES" for spec in bundle.signature.inputs):
@@ -72,7 +71,7 @@ class Session:
         names = list(outputs or self.outputs)
         try:
             if self._bfloat16:
-                values = bfloat16.run(self._session, names, inputs, self._kinds)
+                values = bfloat16.run(self._session, names, inputs)
             elif self._bound:
                 values = binding.run(self._session, names, inputs, "cuda")
             else:
