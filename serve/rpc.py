@@ -6,11 +6,10 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from grpc import StatusCode, aio
-from grpc_interceptor.exception_to_status import AsyncExceptionToStatusInterceptor
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from kserve.protocol.grpc.servicer import InferenceServicer
@@ -18,7 +17,6 @@ from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 
 from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import NUMPY_TYPES
-from serve.app import INTERNAL
 from serve.canary import choose
 from serve.deadline import of_call, of_parameter
 from serve.logs import told
@@ -26,6 +24,7 @@ from serve.model import OnnxPlane
 from serve.observer import READ, Observer
 from serve.predictor import Predictor
 from serve.refusal import Headers, refusal_of
+from serve.rpc_refusals import Refusals, status_of
 from serve.tensors import Array, Parameters, Request, Tensor, Wish, refuse_parameters, to_raw
 from serve.validate import shown
 from serve.watch import Watch
@@ -175,25 +174,6 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
     RepositoryModelUnload = RepositoryModelLoad
 
 
-class Refusals(AsyncExceptionToStatusInterceptor):
-    """The client's mistakes with their sentence; ours opaque, with the traceback in the log."""
-
-    async def handle_exception(
-        self,
-        ex: Exception,
-        request_or_iterator: Any,  # noqa: ARG002  # the signature is grpc_interceptor's
-        context: Any,
-        method_name: str,
-    ) -> NoReturn:
-        if isinstance(ex, aio.AbortError):
-            raise ex
-        status = status_of(ex)
-        if status is StatusCode.INTERNAL and not method_name.endswith("/ModelInfer"):  # which has told of it
-            log.error("%s failed", method_name, exc_info=ex)
-        await context.abort(status, INTERNAL if status is StatusCode.INTERNAL else str(ex))
-        raise ex  # never reached: abort raises
-
-
 async def retire(server: Any, servicer: Servicer, grace_seconds: float) -> None:
     """End so that nobody's next call meets the end.
 
@@ -206,11 +186,6 @@ async def retire(server: Any, servicer: Servicer, grace_seconds: float) -> None:
     await asyncio.sleep(_HOLD_SECONDS)
     servicer.released.set()
     await ended
-
-
-def status_of(error: Exception) -> StatusCode:
-    refusal = refusal_of(error)
-    return StatusCode.INTERNAL if refusal is None else StatusCode[refusal.code]
 
 
 def _identity(watch: Watch, headers: Headers) -> list[tuple[str, str]]:

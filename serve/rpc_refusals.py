@@ -1,0 +1,70 @@
+"""What a gRPC client is told when its call is refused, or fails."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from google.protobuf.message import DecodeError
+from grpc import StatusCode, aio
+from grpc_interceptor.exception_to_status import AsyncExceptionToStatusInterceptor
+
+from serve.app import INTERNAL
+from serve.refusal import refusal_of
+
+log = logging.getLogger(__name__)
+
+
+class Garbage:
+    """In place of a message whose bytes are none."""
+
+
+class Refusals(AsyncExceptionToStatusInterceptor):
+    """The client's mistakes with their sentence; ours opaque, with the traceback in the log."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await super().intercept_service(continuation, details)  # type: ignore[no-untyped-call]  # grpc_interceptor has none
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        return handler._replace(request_deserializer=_forgiving(handler.request_deserializer))
+
+    async def intercept(self, method: Any, request_or_iterator: Any, context: Any, method_name: str) -> Any:
+        if isinstance(request_or_iterator, Garbage):
+            name = method_name.rpartition("/")[2]
+            await context.abort(StatusCode.INVALID_ARGUMENT, f"the bytes are no message of {name}")
+        return await super().intercept(method, request_or_iterator, context, method_name)
+
+    async def handle_exception(
+        self,
+        ex: Exception,
+        request_or_iterator: Any,  # noqa: ARG002  # the signature is grpc_interceptor's
+        context: Any,
+        method_name: str,
+    ) -> NoReturn:
+        if isinstance(ex, aio.AbortError):
+            raise ex
+        status = status_of(ex)
+        if status is StatusCode.INTERNAL and not method_name.endswith("/ModelInfer"):  # which has told of it
+            log.error("%s failed", method_name, exc_info=ex)
+        await context.abort(status, INTERNAL if status is StatusCode.INTERNAL else str(ex))
+        raise ex  # never reached: abort raises
+
+
+def status_of(error: Exception) -> StatusCode:
+    refusal = refusal_of(error)
+    return StatusCode.INTERNAL if refusal is None else StatusCode[refusal.code]
+
+
+@functools.cache
+def _forgiving(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """grpc answers a message that cannot be parsed as if it were the server's fault, with a traceback in its log."""
+
+    def parsed(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return Garbage()
+
+    return parsed
