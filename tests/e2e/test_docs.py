@@ -37,6 +37,7 @@ def commands_in(document: Path) -> Iterator[list[str]]:
         for language, body in blocks(document)
         if language == "sh"
         for line in body.replace("\\\n", " ").splitlines()
+        if line.startswith("pipe ")  # a shell has other commands, and lines that are no words by themselves
     ]
     for line in [*lines, *re.findall(r"`(pipe [^`]+)`", _BLOCK.sub("", text))]:
         words = shlex.split(line, comments=True)

@@ -1,0 +1,188 @@
+"""`docs/serving.md`, typed line by line into a shell, answers as it says."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.spec.access import Access
+from pipeline.spec.sections import Serve
+from pipeline.spec.sources import HOUSE
+from serve.options import parse
+from serve.refusal import Refusal
+from serve.routes import PATHS
+
+from .conftest import Launcher, Running
+
+DOCUMENT = (HOUSE / "docs" / "serving.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+ANYTHING = "…"
+
+
+@dataclass
+class Ran:
+    """A block: its text, what it printed, and what the document says it prints, if it does, as JSON or lines."""
+
+    text: str
+    printed: str
+    kind: str
+    expected: str
+
+
+class Shell:
+    """Runs the blocks in one folder, with the ports of the services that were started for it."""
+
+    def __init__(self, folder: Path, places: dict[str, str], env: dict[str, str]) -> None:
+        self._folder, self._places, self._env = folder, places, env
+
+    def run(self, language: str, text: str) -> str:
+        for known, actual in self._places.items():
+            text = text.replace(known, actual)
+        argv = ["bash", "-euo", "pipefail", "-c", text] if language == "sh" else [sys.executable, "-c", text]
+        done = subprocess.run(argv, cwd=self._folder, env=self._env, capture_output=True, timeout=60, check=False)
+        assert done.returncode == 0, f"{text}\n{done.stderr.decode()}"
+        return done.stdout.decode()
+
+
+def _other(bundle: Path, folder: Path, seal: Callable[[Path], str]) -> Path:
+    """The same model under another card, and so another bundle."""
+    path = Path(shutil.copytree(bundle, folder / "other"))
+    (path / "card.md").write_text("# another\n")
+    seal(path)
+    return path
+
+
+def _admin(folder: Path, port: int) -> list[str]:
+    (folder / "token").touch(0o600)
+    (folder / "token").write_text(secrets.token_hex(32))
+    return ["--admin", str(port), "--admin-token", str(folder / "token")]
+
+
+@pytest.fixture(scope="module")
+def outputs(
+    bundle_path: Path,
+    seal: Callable[[Path], str],
+    free_ports: Callable[[int], list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+    module_launcher: Launcher,
+) -> list[Ran]:
+    folder = tmp_path_factory.mktemp("docs")
+    (admin_port,) = free_ports(1)
+    server = module_launcher(bundle_path, options=["--name", "digits", *_admin(folder, admin_port)])
+    places = {
+        "localhost:8080": f"localhost:{server.port}",
+        "localhost:8081": f"localhost:{server.grpc_port}",
+        "localhost:8090": f"localhost:{admin_port}",
+    }
+    env = {**os.environ, "BUNDLE": str(_other(bundle_path, folder, seal)), "PYTHONPATH": str(HOUSE)}
+    env.pop("PIPE_API_KEY", None)
+    shell, found = Shell(folder, places, env), []
+    for (language, text), (following, expected) in zip(BLOCKS, [*BLOCKS[1:], ("", "")], strict=True):
+        if language not in ("sh", "python"):
+            continue
+        if "localhost:8443" in text:
+            places["localhost:8443"] = f"localhost:{_closed(module_launcher, bundle_path, folder).port}"
+        found.append(Ran(text, shell.run(language, text), following, expected))
+    return found
+
+
+def _closed(launcher: Launcher, bundle: Path, folder: Path) -> Running:
+    """A service with the keys and the certificate that the document has just made."""
+    access = Access.of(Serve(api_keys="keys", tls_certificate="tls.crt", tls_key="tls.key"), folder)
+    return launcher(bundle, options=["--name", "digits", *access.options])
+
+
+def test_every_command_answers_what_the_document_says(outputs: list[Ran]) -> None:
+    assert sum(ran.text.count("curl ") for ran in outputs) > 35
+    for ran in outputs:
+        if ran.kind == "json":
+            _same_objects(ran.text, list(_objects(ran.expected)), list(_objects(ran.printed)))
+        elif ran.kind == "text":
+            _same_lines(ran)
+
+
+def _objects(text: str) -> Iterator[Any]:
+    decoder, place = json.JSONDecoder(), 0
+    while text[place:].strip():
+        place += len(text[place:]) - len(text[place:].lstrip())
+        value, place = decoder.raw_decode(text, place)
+        yield value
+
+
+def _same_objects(text: str, expected: list[Any], found: list[Any]) -> None:
+    assert len(expected) == len(found), f"{text}\n{found}"
+    for wanted, got in zip(expected, found, strict=True):
+        assert _alike(wanted, got), f"{text}\n{json.dumps(wanted)}\n{json.dumps(got)[:600]}"
+
+
+def _alike(wanted: Any, got: Any) -> bool:
+    if wanted == ANYTHING:
+        return True
+    if isinstance(wanted, dict) and isinstance(got, dict):
+        return wanted.keys() == got.keys() and all(_alike(wanted[key], got[key]) for key in wanted)
+    if isinstance(wanted, list) and isinstance(got, list):
+        return len(wanted) == len(got) and all(map(_alike, wanted, got))
+    if isinstance(wanted, float):
+        return isinstance(got, int | float) and math.isclose(wanted, got)
+    return bool(wanted == got)
+
+
+def _same_lines(ran: Ran) -> None:
+    """What the document shows is printed, in whatever order; the ellipsis stands for anything."""
+    for line in ran.expected.splitlines():
+        pattern = ".*".join(re.escape(part) for part in line.split(ANYTHING))
+        assert re.search(pattern, ran.printed), f"{ran.text}\n{line}\n{ran.printed[:2000]}"
+
+
+def test_every_endpoint_is_asked_by_a_curl_line() -> None:
+    asked = set(re.findall(r"curl [^\n]*?localhost:8080(\S*)", DOCUMENT))
+    missing = [
+        path
+        for path, _ in PATHS.values()
+        if path.replace("{model_name}", "digits") not in asked and path != "/v2/models/{model_name}/ready"
+    ]
+    assert missing == []
+    assert {"/v2/models/digits/ready", "/v2/models/digits/versions/1/infer"} <= asked
+
+
+@pytest.mark.parametrize(
+    "line", [line for language, text in BLOCKS if language == "console" for line in text.splitlines()]
+)
+def test_every_way_to_start_it_is_one_it_understands(line: str) -> None:
+    words = shlex.split(line)
+    assert words[:3] == ["python", "-m", "serve"]
+    parse(words[3:])
+
+
+def test_every_status_of_a_refusal_is_in_the_table() -> None:
+    told = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", DOCUMENT, re.MULTILINE) for code in row.split(",")}
+    kinds: list[type[Refusal]] = [Refusal, *Refusal.__subclasses__()]
+    nobody_reads = {499, 409}  # the client left; of the admin interface
+    assert {int(kind.status) for kind in kinds} - nobody_reads <= told
+
+
+def test_every_word_of_the_configuration_is_told() -> None:
+    told = {"canary", "shadow", "shadow_share"}  # by their options, which have the same names
+    for name in Serve.model_fields.keys() - told:
+        assert re.search(rf"\b{name}\b", DOCUMENT), name
+    for name in told:
+        assert f"--{name.replace('_', '-')}" in DOCUMENT
+
+
+def test_the_metrics_it_names_are_there(outputs: list[Ran]) -> None:
+    metrics = next(ran.printed for ran in outputs if ran.text.endswith("/metrics\n"))
+    for name in re.findall(r"`(pipe_\w+)`", DOCUMENT):
+        assert name in metrics, name
