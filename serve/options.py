@@ -45,7 +45,7 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    given = _parser().parse_args(argv)
+    given = _parser().parse_intermixed_args(argv)
     options = Options(
         bundles=_named(given.bundles, given.name),
         public=Address(given.host, given.port),
