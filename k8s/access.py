@@ -23,7 +23,7 @@ def fill(pod: Object, config: Config, access: Access) -> None:
     if access.tls_key and config.deploy.mode == "inferenceservice":
         raise ConfigError("serve.tls_certificate: KServe's gateway ends TLS before the pods; leave it and tls_key out")
     container = pod["containers"][0]
-    container["args"] = Access(**inside).options
+    container.setdefault("args", []).extend(Access(**inside).options)
     container["volumeMounts"].append({"name": "access", "mountPath": _FOLDER, "readOnly": True})
     pod["volumes"].append({"name": "access", "secret": {"secretName": _name(config)}})
     if access.tls_key:

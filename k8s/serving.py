@@ -11,7 +11,7 @@ from pipeline.spec.access import ANYBODY, Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
-from pipeline.spec.sections import Deploy
+from pipeline.spec.sections import Deploy, Serve
 
 _QUANTITY = re.compile(r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")
 
@@ -19,6 +19,7 @@ _QUANTITY = re.compile(r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")
 def objects(config: Config, bundle: Bundle, image: str, entry: Access = ANYBODY) -> list[dict[str, Any]]:
     """In the order they are applied; the workload comes after what it leans on."""
     _check(config.deploy)
+    _check_alone(config.serve)
     check_image(image)
     parts = load("serve" if config.deploy.mode == "deployment" else "kserve")
     for item in parts.values():
@@ -84,7 +85,19 @@ def _fill_pod(pod: Object, config: Config, image: str, entry: Access) -> None:
         "limits": {"memory": deploy.memory},
     }
     ask_for_gpus(pod, container, deploy.gpus)
+    if not config.serve.page:
+        container["args"] = ["--no-page"]
     access.fill(pod, config, entry)
+
+
+def _check_alone(serve: Serve) -> None:
+    """A pod has the one bundle of its image; a second one would have no place to come from."""
+    for word in ("canary", "shadow"):
+        if getattr(serve, word):
+            raise ConfigError(
+                f"serve.{word}: is for the local service; on a cluster a share of the traffic is the mesh's "
+                "or KServe's (canaryTrafficPercent) to give; leave it out"
+            )
 
 
 def _check(deploy: Deploy) -> None:

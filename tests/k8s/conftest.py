@@ -36,9 +36,13 @@ class C:
 
 @pytest.fixture
 def configure() -> Configure:
-    def make(deploy: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> Config:
+    def make(
+        deploy: dict[str, Any] | None = None,
+        train: dict[str, Any] | None = None,
+        serve: dict[str, Any] | None = None,
+    ) -> Config:
         body = {"name": "twice", "task": "task.py:T", "codec": "codec.py:C", "deploy": deploy or {}}
-        return parse_config({**body, "train": train or {}}, source="test")
+        return parse_config({**body, "train": train or {}, "serve": serve or {}}, source="test")
 
     return make
 

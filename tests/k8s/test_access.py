@@ -12,6 +12,7 @@ from k8s.deploy import deploy
 from pipeline.spec.access import Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ConfigError
+from serve.options import parse
 
 from .api_server import ApiServer
 from .conftest import Configure
@@ -106,3 +107,19 @@ def test_what_is_secret_is_in_no_file_that_is_rendered(
     assert "twice-access" in written
     wanted = "kubectl --namespace default create secret generic twice-access --from-file=api-keys="
     assert any(wanted in line and f"--from-file=tls.key={entry.tls_key}" in line for line in said)
+
+
+def test_what_a_deployment_says_of_the_service_reaches_its_command_line(
+    configure: Configure, bundle: Bundle, entry: Access
+) -> None:
+    config = configure(serve={"page": False})
+    container = _pod(serving.objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys)))["containers"][0]
+    assert container["args"] == ["--no-page", "--api-keys", "/access/api-keys"]
+    parse(["/bundle", *container["args"]])
+
+
+@pytest.mark.parametrize("word", ["canary", "shadow"])
+def test_what_a_cluster_cannot_do_is_refused(configure: Configure, bundle: Bundle, word: str) -> None:
+    config = configure(serve={word: "10%"})
+    with pytest.raises(ConfigError, match=rf"serve\.{word}: is for the local service"):
+        serving.objects(config, bundle, "twice:1")
