@@ -52,7 +52,7 @@ class Session:
         if self.fallback:
             where = told(provider=self.provider, wanted=wanted)
             log.warning("the provider that was wished for is not used: %s", self.fallback, extra=where)
-        self._bound = self.provider == CUDA and binding.suits(self._session)
+        self._device = "cuda" if self.provider == CUDA and binding.suits(self._session) else ""
         self._bfloat16 = bfloat16.concerns(self._session)
         _agree(bundle, "input", bundle.signature.inputs, self._session.get_inputs())
         _agree(bundle, "output", bundle.signature.outputs, self._session.get_outputs())
@@ -72,8 +72,8 @@ class Session:
         try:
             if self._bfloat16:
                 values = bfloat16.run(self._session, names, inputs)
-            elif self._bound:
-                values = binding.run(self._session, names, inputs, "cuda")
+            elif self._device:
+                values = binding.run(self._session, names, inputs, self._device)
             else:
                 values = self._session.run(names, dict(inputs))
         except InvalidArgument as error:  # names, types and shapes were checked, so it is the values: the client's

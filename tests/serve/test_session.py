@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from pipeline.spec.bundle import Bundle, open_bundle
-from pipeline.spec.errors import BundleError, ResourceError
+from pipeline.spec.errors import BundleError, InvalidPayload, ResourceError
 from pipeline.spec.signature import TensorSpec
 from serve.session import CPU, CUDA, Session, choose_providers, disagreements
 
@@ -121,6 +121,17 @@ def test_nodes_on_another_provider_stop_the_start_and_auto_names_them(
     with pytest.raises(ResourceError, match=r"6 of the model's nodes run on another provider: .*MatMul.* and 1 more"):
         Session(bundle, "cuda", 1)
     assert "nodes run on another provider" in Session(bundle, "auto", 1).fallback
+
+
+@pytest.mark.parametrize("device", ["", "cpu"])
+def test_values_the_model_cannot_compute_with_are_the_clients_mistake_bound_or_not(bundle: Bundle, device: str) -> None:
+    session = Session(bundle, "cpu", 1)
+    session._device = device  # bound to memory, as on a GPU
+    good = session.run({"image": np.ones((1, 1, 8, 8), np.float32)})
+    with pytest.raises(InvalidPayload, match="the model cannot compute with these values"):
+        session.run({"image": np.full((1, 1, 8, 8), 1000, np.float32)})
+    again = session.run({"image": np.ones((1, 1, 8, 8), np.float32)})
+    np.testing.assert_array_equal(again["logits"], good["logits"])
 
 
 def _without_cuda(bundle: Bundle, options: Any, providers: Any) -> Any:
