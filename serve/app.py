@@ -18,10 +18,9 @@ from serve.body import linger, read
 from serve.canary import choose
 from serve.deadline import of_header
 from serve.keys import Keys
-from serve.logs import told
 from serve.model import OnnxPlane
 from serve.observer import Observer
-from serve.refusal import Headers, Refusal, TooLarge, Unknown, Unreadable, refusal_of
+from serve.refusal import Headers, Refusal, TooLarge, Unknown, Unreadable
 from serve.routes import Route, find, is_open
 from serve.watch import Watch
 
@@ -105,11 +104,8 @@ class App:
         await self._send(send, answer, asked)
 
     def _failed(self, asked: Asked, error: Exception) -> Answer:
-        if (refusal := refusal_of(error)) is not None:
-            self.observer.refused(asked.watch, refusal.reason)
+        if (refusal := self.observer.failed(asked.watch, error)) is not None:
             return refused(refusal)
-        told_of = told(request_id=asked.watch.id.decode(), method=asked.scope["method"], path=asked.scope["path"])
-        log.error("request failed", exc_info=error, extra=told_of)
         return Answer(orjson.dumps({"error": INTERNAL}), status=HTTPStatus.INTERNAL_SERVER_ERROR)
 
     async def _send(self, send: Send, answer: Answer, asked: Asked) -> None:

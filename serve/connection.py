@@ -22,6 +22,8 @@ from uvicorn.server import ServerState
 from serve import head
 from serve.crowd import Outflow, make_room
 from serve.exchange import Exchange, plain, scope_of
+from serve.logs import told
+from serve.watch import request_id
 
 HEAD_SECONDS = 10.0  # for a head, from its first byte to its last
 BODY_SECONDS = 60.0  # for a body, likewise
@@ -41,7 +43,9 @@ class Connection(asyncio.Protocol):
         server_state: ServerState,
         app_state: dict[str, Any],  # noqa: ARG002  # the signature is uvicorn's
         _loop: asyncio.AbstractEventLoop | None = None,
+        refused: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._refused = refused  # told the reason of each request that does not reach the application
         self._app: App = config.loaded_app
         self._keep_alive_seconds = config.timeout_keep_alive
         self._most = config.limit_concurrency or sys.maxsize
@@ -265,8 +269,10 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         if not self._refusal:
-            log.info("refused status=%d reason=%r", status, text)
-            self._refusal = plain(status, text, self.stamp)
+            made = request_id(None)
+            log.info("refused", extra=told(status=int(status), reason=text, request_id=made.decode()))
+            self._refused(f"http_{status:d}")
+            self._refusal = plain(status, text, b"%bx-request-id: %b\r\n" % (self.stamp, made))
             if self._reading is not None:
                 self._reading.lose()  # the rest of it never comes
             if self.current is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -32,12 +33,13 @@ class Listener(uvicorn.Server):
         headers: Sequence[tuple[str, str]],
         grace_seconds: int,
         tls: ssl.SSLContext | None = None,
+        refused: Callable[[str], None] = lambda _: None,
     ) -> None:
         secure: dict[str, Any] = {} if tls is None else {"ssl_context_factory": lambda *_: tls}
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=cast("type[Connection]", functools.partial(Connection, refused=refused)),
                 lifespan="off",
                 ws="none",
                 log_config=None,

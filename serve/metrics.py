@@ -98,6 +98,10 @@ class Metrics(Collector):
     def series(self, watch: Watch) -> Series:
         return self.unknown if watch.served is None else watch.served.series
 
+    def refused(self, reason: str) -> None:
+        """A request that no model is known of."""
+        self.unknown.rejected[reason] += 1
+
     def text(self, accept: str) -> tuple[bytes, str]:
         """In the format that is asked for, and its content type."""
         encode, content_type = choose_encoder(accept)
@@ -111,6 +115,7 @@ class Metrics(Collector):
         labelled = [((one.name, one.version), one.series) for one, _ in served]
         yield GaugeMetricFamily("pipe_requests_in_flight", "Prediction requests not answered yet.", self.in_flight)
         yield from _versions(served)
+        yield from _shares(served)
         everything = [*labelled, (("", ""), self.unknown)]
         yield _requests(everything)
         yield _rejected(everything)
@@ -141,6 +146,21 @@ def _versions(served: Sequence[tuple[Served, bool]]) -> Iterator[Metric]:
         batching.add_metric(model, not one.predictor.why_alone)
         waiting.add_metric(model, one.batcher.waiting)
     yield from (bundle, current, fell_back, batching, waiting)
+
+
+def _shares(served: Sequence[tuple[Served, bool]]) -> Iterator[Metric]:
+    """What a new bundle gets beside the current version: requests of its own, or copies."""
+    canary = GaugeMetricFamily("pipe_canary_share", "Share of the requests that a new version gets.", labels=_MODEL)
+    labels = ("model", "digest", "result")
+    shadow = CounterMetricFamily("pipe_shadow_requests", "Requests copied to a shadow, by its answer.", labels=labels)
+    for one, _ in served:
+        if one.canary is not None:
+            canary.add_metric((one.name, one.canary.candidate.version), one.canary.share)
+        if one.mirror is not None:
+            told = one.mirror.agreement
+            for result in ("same", "other", "failed", "dropped"):
+                shadow.add_metric((one.name, one.mirror.digest, result), getattr(told, result))
+    yield from (canary, shadow)
 
 
 def _requests(labelled: Labelled) -> Metric:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from serve.logs import AccessLog
+from serve.logs import AccessLog, Ration, told
 from serve.metrics import Metrics
+from serve.predictor import Stumble
+from serve.refusal import Refusal, refusal_of
 from serve.watch import Watch, request_id
 
 Record = Callable[[Watch], None]
 
 READ = (b"x-request-id", b"traceparent", b"tracestate")  # of a request's headers
+log = logging.getLogger(__name__)
 _TRACED = ("traceparent", "tracestate")
 
 
@@ -20,6 +24,7 @@ class Observer:
     metrics: Metrics
     access: AccessLog
     trace: Record | None = None  # where tracing is on
+    stumbles: Ration = field(default_factory=Ration)
 
     def begin(self, headers: Mapping[bytes, bytes], path: str) -> Watch:
         """`headers`: those of a request, or what a gRPC call carries beside its message."""
@@ -33,8 +38,17 @@ class Observer:
         watch.protocol = protocol
         self.metrics.in_flight += 1
 
-    def refused(self, watch: Watch, reason: str) -> None:
-        self.metrics.series(watch).rejected[reason] += 1
+    def failed(self, watch: Watch, error: Exception) -> Refusal | None:
+        """The refusal, counted; None where the fault is ours, told in full where only we read it."""
+        fields = told(request_id=watch.id.decode(), path=watch.path, model=watch.model)
+        refusal = refusal_of(error)
+        if refusal is None:
+            log.error("request failed", exc_info=error, extra=fields)
+            return None
+        self.metrics.series(watch).rejected[refusal.reason] += 1
+        if isinstance(error, Stumble) and self.stumbles.allows():
+            log.warning("the codec cannot decode a request", exc_info=error.__cause__, extra=fields)
+        return refusal
 
     def ended(self, watch: Watch) -> None:
         if watch.protocol:

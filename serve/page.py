@@ -171,11 +171,24 @@ def _versions(shown: Shown) -> Html:
             one.version,
             el("code", one.bundle.digest[:12], title=one.bundle.digest),
             one.bundle.manifest.verdict,
-            "answers by default" if one is shown.current else f"at /versions/{one.version}",
+            _role(one, shown.current),
         )
         for one in shown.versions
     ]
+    if (mirror := shown.current.mirror) is not None:
+        same, others = mirror.agreement.same, mirror.agreement.other + mirror.agreement.failed
+        role = f"shadow: gets copies of {mirror.share:.0%}; answered {same:,} alike, {others:,} otherwise"
+        rows.append(("–", el("code", mirror.digest[:12], title=mirror.digest), "–", role))
     return el("section", el("h2", "Versions"), table(("version", "bundle", "verdict", "role"), rows, numbers=False))
+
+
+def _role(one: Served, current: Served) -> str:
+    canary = current.canary
+    if canary is not None and one is canary.candidate:
+        return f"canary: gets {canary.share:.0%} of the requests"
+    if one is current:
+        return "answers by default" if canary is None else "answers the other requests"
+    return f"at /versions/{one.version}"
 
 
 def _card(served: Served) -> Html | None:

@@ -22,6 +22,10 @@ Array = np.ndarray[Any, Any]
 log = logging.getLogger(__name__)
 
 
+class Stumble(InvalidPayload):
+    """The client's payload, as far as we can know, but a traceback of user code that its author may want to see."""
+
+
 class Predictor:
     """Raises InvalidPayload where the client is wrong; anything else that is raised is the service's own fault."""
 
@@ -64,8 +68,7 @@ class Predictor:
         except InvalidPayload:
             raise
         except Exception as error:  # a codec is user code: what it stumbles over is, as far as we can know, the payload
-            log.exception("codec.decode failed")
-            raise InvalidPayload("instances: the model's codec cannot decode them") from error
+            raise Stumble("instances: the model's codec cannot decode them") from error
         check_arrays(arrays, self.signature)
         self._check_count(arrays, len(instances))
         return arrays

@@ -19,7 +19,6 @@ from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import NUMPY_TYPES
 from serve.canary import choose
 from serve.deadline import of_call, of_parameter
-from serve.logs import told
 from serve.model import OnnxPlane
 from serve.observer import READ, Observer
 from serve.predictor import Predictor
@@ -145,19 +144,13 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
         except Exception as error:
             if watch.served is None:
                 await context.send_initial_metadata([*self._headers, *_identity(watch, ())])
-            self._failed(watch, error)
+            watch.code = status_of(error).name
+            self._observer.failed(watch, error)
             raise
         finally:
             if self._plane.draining:
                 await self.released.wait()
             self._observer.ended(watch)
-
-    def _failed(self, watch: Watch, error: Exception) -> None:
-        watch.code = status_of(error).name
-        if (refusal := refusal_of(error)) is not None:
-            self._observer.refused(watch, refusal.reason)
-        else:
-            log.error("request failed", exc_info=error, extra=told(request_id=watch.id.decode(), path=watch.path))
 
     async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
         self._plane.served(request.name, request.version)

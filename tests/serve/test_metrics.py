@@ -12,9 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve.logs import AccessLog
 from serve.metrics import SECONDS, Histogram, Metrics, Series
 from serve.observer import Observer
+from serve.predictor import Stumble
+from serve.refusal import Busy
+from serve.shadow import Agreement
 from serve.watch import Watch
 
-LABELS = ("model", "version", "protocol", "code", "reason", "phase", "digest", "verdict", "provider")
+LABELS = ("model", "version", "protocol", "code", "reason", "phase", "digest", "result", "verdict", "provider")
 
 
 @dataclass
@@ -31,6 +34,8 @@ class Loaded:
             why_alone="", session=SimpleNamespace(provider="CPUExecutionProvider", fallback="")
         )
         self.batcher = SimpleNamespace(waiting=3)
+        self.canary: Any = None
+        self.mirror: Any = None
 
 
 def _values(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -110,8 +115,43 @@ def test_a_request_that_is_no_prediction_is_not_counted(observer: Observer) -> N
 def test_refusals_are_counted_by_reason(observer: Observer, loaded: list[tuple[Any, bool]]) -> None:
     watch = observer.begin({}, "/")
     watch.served = loaded[1][0]
-    observer.refused(watch, "busy")
+    assert observer.failed(watch, Busy("full")) is not None
     assert _values(observer.metrics)["pipe_rejected_total", "tiny", "2", "busy"] == 1
+
+
+def test_a_failure_of_ours_is_no_refusal_and_is_told_with_its_id(
+    observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = observer.begin({b"x-request-id": b"mine"}, "/")
+    assert observer.failed(watch, KeyError("ours")) is None
+    assert not [key for key in _values(observer.metrics) if key[0] == "pipe_rejected_total"]
+    (record,) = caplog.records
+    assert record.fields["request_id"] == "mine"  # type: ignore[attr-defined]
+    assert "KeyError: 'ours'" in caplog.text
+
+
+def test_what_a_codec_stumbles_over_is_told_of_but_not_by_the_thousand(
+    observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(1000):
+        error = Stumble("instances: cannot be decoded")
+        error.__cause__ = KeyError("what it stumbled over")
+        assert observer.failed(observer.begin({}, "/"), error) is not None
+    assert "what it stumbled over" in caplog.text
+    assert len(caplog.records) <= 100
+    assert _values(observer.metrics)["pipe_rejected_total", "", "", "invalid"] == 1000
+
+
+def test_what_a_new_bundle_gets_and_how_it_does_is_told(observer: Observer, loaded: list[tuple[Any, bool]]) -> None:
+    old, new = loaded[1][0], loaded[0][0]
+    old.canary = SimpleNamespace(candidate=new, share=0.1)
+    old.mirror = SimpleNamespace(digest="digest-9", agreement=Agreement(same=7, other=2, failed=1, dropped=0))
+    found = _values(observer.metrics)
+    assert found["pipe_canary_share", "tiny", "1"] == 0.1
+    results = {
+        key[3]: value for key, value in found.items() if key[:3] == ("pipe_shadow_requests_total", "tiny", "digest-9")
+    }
+    assert results == {"same": 7, "other": 2, "failed": 1, "dropped": 0}
 
 
 def test_phases_are_told_apart(observer: Observer, loaded: list[tuple[Any, bool]]) -> None:

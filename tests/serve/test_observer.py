@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -96,6 +98,17 @@ def test_a_body_that_is_refused_while_it_is_sent_is_answered_with_its_id(server:
     response = httpx.post(f"{server.url}{PREDICT}", content=b" " * 100_001, headers={"x-request-id": "big"}, timeout=20)
     assert (response.status_code, response.headers["x-request-id"]) == (413, "big")
     assert _sample(server, "pipe_rejected_total", reason="size") >= 1
+
+
+def test_a_head_that_is_no_http_is_counted_and_answered_with_an_id(server: Running) -> None:
+    before = _sample(server, "pipe_rejected_total", reason="http_400")
+    with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
+        connection.sendall(b"HELLO\r\n\r\n")
+        head = connection.makefile("rb").read().partition(b"\r\n\r\n")[0]
+    assert head.startswith(b"HTTP/1.1 400 ")
+    (told,) = re.findall(rb"\r\nx-request-id: (\S+)", head)
+    server.wait_for(f"request_id={told.decode()}")
+    assert _sample(server, "pipe_rejected_total", reason="http_400") == before + 1
 
 
 def test_the_log_is_json_with_the_id_of_what_failed_and_a_share_of_the_rest(

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import httpx
@@ -12,10 +13,12 @@ import pytest
 
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.golden import Golden
-from serve import page_data
+from serve import page, page_data
+from serve.canary import Canary
 from serve.model import Served
 from serve.predictor import Predictor
 from serve.session import Session
+from serve.shadow import Agreement
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
@@ -89,6 +92,21 @@ def test_it_can_be_turned_off(bundle_path: Path, start: Launcher) -> None:
     refused = _get(server, "/page.json")
     assert refused.status_code == 404
     assert "the page is off" in refused.json()["error"]
+
+
+def test_who_gets_a_share_or_copies_of_the_requests_is_told(served: Served) -> None:
+    candidate = Served("tiny", "2", served.predictor, served.pool)
+    served.canary = Canary(candidate, 0.1)
+    served.mirror = SimpleNamespace(digest="d" * 64, share=0.5, agreement=Agreement(same=1200, other=3))  # type: ignore[assignment]
+    html = page.render(page.Shown(served, [served, candidate], ["another"], ready=False)).decode()
+    for told in (
+        "answers the other requests",
+        "canary: gets 10% of the requests",
+        "shadow: gets copies of 50%; answered 1,200 alike, 3 otherwise",
+        '<a href="/?model=another">another</a>',
+        "not ready",
+    ):
+        assert told in html
 
 
 def test_a_codec_that_says_so_lets_people_draw(served: Served, bundle: Bundle) -> None:
