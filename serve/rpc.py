@@ -20,10 +20,10 @@ from pipeline.spec.signature import NUMPY_TYPES
 from serve.canary import choose
 from serve.deadline import of_call, of_parameter
 from serve.model import OnnxPlane
-from serve.observer import READ, Observer
+from serve.observer import Observer
 from serve.predictor import Predictor
-from serve.refusal import Headers, refusal_of
-from serve.rpc_refusals import Refusals, status_of
+from serve.refusal import Headers
+from serve.rpc_refusals import Refusals, headers_of, status_of
 from serve.tensors import Array, Parameters, Request, Tensor, Wish, refuse_parameters, to_raw
 from serve.validate import shown
 from serve.watch import Watch
@@ -45,7 +45,6 @@ _CONTENTS: dict[str, tuple[str, Any]] = {
 _RAW_ONLY = ("FP16", "BF16")  # the protocol has no typed contents for them
 _NO_LOADING = "models are loaded by who runs this service (`pipe deploy`), never by its clients"
 _PROPERTY_TAG = 6 << 3 | 2  # ModelMetadataResponse.properties, a map of texts, which kserve's descriptors lack
-_READ = {name.decode(): name for name in READ}
 _QUICK_BYTES = 256 << 10  # of a message are read in well under a millisecond
 _HOLD_SECONDS = 0.05  # answers wait at the end of a service, before and after clients are told of it
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
@@ -124,18 +123,18 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
         super().__init__(plane, ModelRepositoryExtension(plane.model_registry))
         self._plane = plane
         self._observer = observer
-        self._headers = headers
+        self.headers = headers
         self.released = asyncio.Event()  # until then, whoever asks a service that drains waits for the answer
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
-        watch = self._observer.begin(_headers(context), "ModelInfer")
+        watch = self._observer.begin(headers_of(context), "ModelInfer")
         self._observer.asked(watch, "grpc")
         try:
             served, call = self._plane.served(request.model_name, request.model_version), Call(request)
             if served.canary is not None and not request.model_version:
                 served = await choose(served, call, watch.id)
             watch.served = served
-            await context.send_initial_metadata([*self._headers, *_identity(watch, served.headers)])
+            await context.send_initial_metadata([*self.headers, *_identity(watch, served.headers)])
             timeout_seconds = of_call(context.time_remaining())
             served.admit(timeout_seconds)
             answer = await served.answer(call, timeout_seconds, watch=watch)
@@ -143,7 +142,7 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
             return answer
         except Exception as error:
             if watch.served is None:
-                await context.send_initial_metadata([*self._headers, *_identity(watch, ())])
+                await context.send_initial_metadata([*self.headers, *_identity(watch, ())])
             watch.code = status_of(error).name
             self._observer.failed(watch, error)
             raise
@@ -185,20 +184,11 @@ def _identity(watch: Watch, headers: Headers) -> list[tuple[str, str]]:
     return [(key.decode(), value.decode()) for key, value in ((b"x-request-id", watch.id), *headers)]
 
 
-def _headers(context: Any) -> dict[bytes, bytes]:
-    """Those of a call's headers that are read here."""
-    return {
-        _READ[key]: value.encode() if isinstance(value, str) else value
-        for key, value in context.invocation_metadata()
-        if key in _READ
-    }
-
-
 def build(servicer: Servicer, max_body_bytes: int, before: Sequence[Any] = ()) -> Any:
     """A gRPC server without a port; `before` are interceptors that every call passes first."""
     server = aio.server(
         ThreadPoolExecutor(1),  # grpc wants one for handlers that are not coroutines; we have none
-        interceptors=(*before, Refusals()),
+        interceptors=(*before, Refusals(servicer.headers)),
         options=[
             ("grpc.max_receive_message_length", max_body_bytes + _OVERHEAD_BYTES),
             ("grpc.max_send_message_length", -1),
