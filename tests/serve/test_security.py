@@ -20,6 +20,7 @@ from pipeline.service import request
 from pipeline.spec.sources import HOUSE
 
 from .conftest import Running
+from .sealed import TOO_BRIGHT
 
 SOURCES = [*sorted((HOUSE / "serve").rglob("*.py")), *sorted((HOUSE / "pipeline" / "spec").rglob("*.py"))]
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -103,6 +104,14 @@ def test_a_refusal_of_the_connection_is_no_page_either(server: Running) -> None:
     assert b"x-content-type-options: nosniff" in answer
     assert b"content-type: application/json" in answer
     assert b"script" not in answer
+
+
+def test_values_that_fail_in_the_model_write_nothing_to_the_log(server: Running) -> None:
+    lines = len(server.lines)
+    tensor = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [TOO_BRIGHT * 10] * 64}
+    assert request("127.0.0.1", server.port, "POST", "/v2/models/tiny/infer", {"inputs": [tensor]})[0] == 400
+    assert request("127.0.0.1", server.port, "GET", "/v2/health/ready")[0] == 200
+    assert server.lines[lines:] == []
 
 
 NOBODY = ["setpriv", "--reuid", "10001", "--regid", "10001", "--clear-groups"]
