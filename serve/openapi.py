@@ -20,6 +20,7 @@ _REFUSALS = {
     "400": "the request is wrong; the sentence names the field",
     "401": "no API key, or none that is known",
     "404": "no such model or version, or not offered",
+    "408": "the request did not arrive whole in time",
     "413": "the body, or what it would swell to, is larger than the bundle's limit",
     "415": "the body is of a type or coding the service does not read",
     "431": "the head of the request is too large",
