@@ -97,7 +97,7 @@ class App:
             answer = await self._ends[route.kind](asked)
         except Exception as error:
             answer = self._failed(asked, error)
-            if isinstance(error, TooLarge):
+            if isinstance(error, TooLarge) and error.more:
                 asked.watch.code = answer.status
                 await linger(asked.receive, send, answer, self._identity(asked), more=error.more)
                 return

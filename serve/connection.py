@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
             return True
         for exchange in (self.current, *self._queue):
             if exchange is not None:
-                exchange.half_closed = True
+                exchange.half_closed_at = self.loop.time()
         return self.current is not None
 
     def pause_writing(self) -> None:
@@ -208,7 +208,9 @@ class Connection(asyncio.Protocol):
         """Answered: the next one, or wait for it."""
         self._state.total_requests += 1
         self.current = None
-        if not exchange.keep_alive or self.transport.is_closing():
+        if self._refusal and exchange.gone and not self.transport.is_closing():
+            self._say_refusal()
+        elif not exchange.keep_alive or self.transport.is_closing():
             self.transport.close()
         elif self._queue:
             self._start(self._queue.popleft())
@@ -217,10 +219,8 @@ class Connection(asyncio.Protocol):
         elif self._half_closed:
             self.transport.close()
         else:
-            if self._reading is exchange:  # answered before its body was read: that is thrown away as it comes
-                self._due = self.loop.time() + BODY_SECONDS
-            else:
-                self._due = self.loop.time() + self._keep_alive_seconds
+            # Answered before its body was read, that is thrown away as it comes.
+            self._due = self.loop.time() + (BODY_SECONDS if self._reading is exchange else self._keep_alive_seconds)
             self._resume_reading()
 
     # What the listener asks for
@@ -268,15 +268,19 @@ class Connection(asyncio.Protocol):
         return last is not None and not last.keep_alive and self._reading is None
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
-        if not self._refusal:
-            made = request_id(None)
-            log.info("refused", extra=told(status=int(status), reason=text, request_id=made.decode()))
-            self._refused(f"http_{status:d}")
-            self._refusal = plain(status, text, b"%bx-request-id: %b\r\n" % (self.stamp, made))
-            if self._reading is not None:
-                self._reading.lose()  # the rest of it never comes
-            if self.current is None:
-                self._say_refusal()
+        if self._refusal:
+            return
+        if self._reading is not None and self._reading.answered:
+            self.transport.close()
+            return
+        if self._reading is not None:
+            self._reading.lose()  # the rest of it never comes
+        made = request_id(None)
+        log.info("refused", extra=told(status=int(status), reason=text, request_id=made.decode()))
+        self._refused(f"http_{status:d}")
+        self._refusal = plain(status, text, b"%bx-request-id: %b\r\n" % (self.stamp, made))
+        if self.current is None:
+            self._say_refusal()
 
     def _say_refusal(self) -> None:
         """And listen for a while to a client that is still sending."""

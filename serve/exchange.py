@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from serve.connection import Connection
 
 _HIGH_WATER_BYTES = 256 << 10  # of a body are handed over at once; below it the application is not woken
+_LISTENING_SECONDS = 0.1  # one that sends no more is believed to listen, while little is lost if it does not
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 _STATUS[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
 _CONTINUE = _STATUS[100] + b"\r\n"
@@ -33,7 +35,7 @@ class Exchange:
         "_size",
         "_waiter",
         "gone",
-        "half_closed",
+        "half_closed_at",
         "keep_alive",
         "scope",
         "task",
@@ -43,7 +45,7 @@ class Exchange:
         self._connection, self.scope, self.keep_alive = connection, scope, keep_alive
         self.task: asyncio.Task[None] | None = None
         self.gone = False  # the client is, and nobody waits for an answer
-        self.half_closed = False  # it sends no more, and very likely is gone too
+        self.half_closed_at = math.inf  # the time from which on it sends no more; it may be gone, or still listen
         self._chunks: list[bytes] = []
         self._size = 0
         self._more = True
@@ -57,12 +59,16 @@ class Exchange:
         scope["left"] = self.left
 
     def left(self) -> bool:
-        """Asked before a request that had to wait is computed: for one that may be gone it is not."""
-        return self.gone or self.half_closed
+        """Asked before a request that had to wait is computed: for a client that is gone, most likely, it is not."""
+        return self.gone or self._connection.loop.time() - self.half_closed_at > _LISTENING_SECONDS
 
     @property
     def waiting_for_body(self) -> bool:
         return self._waiter is not None and not self._waiter.done()
+
+    @property
+    def answered(self) -> bool:
+        return self._head is None
 
     # From the connection
 

@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import NUMPY_TYPES, Signature, TensorSpec
 from serve import bfloat16
-from serve.validate import check_names, check_outputs, check_shapes, shown
+from serve.validate import check_bytes, check_names, check_outputs, check_shapes, shown
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Parameters: TypeAlias = Mapping[str, bool | int | float | str]
@@ -74,7 +74,9 @@ class Request(NamedTuple):
                 raise InvalidPayload(
                     f"{name}: datatype {tensor.datatype[:40]!r} is not the model's {specs[name].datatype}"
                 )
-        check_shapes({name: given[name].shape for name in specs}, signature)
+        shapes = {name: given[name].shape for name in specs}
+        check_shapes(shapes, signature)
+        check_bytes(shapes, signature)
         return {name: _array(given[name], spec) for name, spec in specs.items()}
 
     def wishes(self, signature: Signature) -> Sequence[Wish]:

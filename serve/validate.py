@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy as np
 
 from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
+from serve.refusal import TooLarge
+
+_ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in NUMPY_TYPES.items()}
 
 Array = np.ndarray[Any, Any]
 _MOST_AXES = 16  # in a sentence
@@ -65,6 +69,13 @@ def check_shapes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> N
     for spec in signature.inputs:
         check_shape(shapes[spec.name], spec, signature.limits)
         _note_sizes(sizes, spec, shapes[spec.name])
+
+
+def check_bytes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> None:
+    """What the arrays will take, before they are made: a number of 8 bytes may be written with one digit."""
+    total = sum(math.prod(shapes[spec.name]) * _ITEM_BYTES[spec.datatype] for spec in signature.inputs)
+    if total > (most := signature.limits.max_body_bytes):
+        raise TooLarge(f"inputs: tensors of {total} bytes are larger than the limit of {most} bytes")
 
 
 def _note_sizes(sizes: dict[str, tuple[int, str]], spec: TensorSpec, shape: Sequence[int]) -> None:

@@ -93,6 +93,13 @@ def test_one_that_ended_inside_its_second_request_is_answered_the_first() -> Non
     assert answer.index(b"HTTP/1.1 200") < answer.index(b"HTTP/1.1 400")
 
 
+@pytest.mark.parametrize("version", [b"", b" HTTP/1.0", b" HTTP/1.1\r\nhost: x\r\nconnection: close"])
+def test_one_whose_body_goes_wrong_is_told_also_where_the_connection_ends_with_it(version: bytes) -> None:
+    answer = half_closed(b"POST /a" + version + b"\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabcd\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"\r\n\r\n") == 1
+
+
 def test_one_that_may_be_gone_is_not_computed_for_and_told_if_it_is_not() -> None:
     answer = half_closed(b"GET /waits HTTP/1.1\r\nhost: x\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 499 Client Closed Request\r\n")

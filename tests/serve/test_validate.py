@@ -7,7 +7,8 @@ import pytest
 
 from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
-from serve.validate import check_arrays, check_names, check_outputs, check_shape
+from serve.refusal import TooLarge
+from serve.validate import check_arrays, check_bytes, check_names, check_outputs, check_shape
 
 LIMITS = Limits(max_batch_size=4, max_body_bytes=1000)
 IMAGE = TensorSpec(name="image", datatype="FP32", shape=("batch", 2))
@@ -81,3 +82,12 @@ def test_axes_that_agree_are_accepted_and_so_is_what_is_not_finite() -> None:
     arrays = {"tokens": np.zeros((2, 5), np.int64), "mask": np.zeros((2, 5), np.bool_)}
     check_arrays(arrays, _signature(TEXT, MASK))
     check_arrays({"image": np.full((2, 2), np.nan, np.float32)}, _signature(IMAGE))
+
+
+def test_tensors_larger_than_a_body_may_be_are_refused_before_they_are_made() -> None:
+    signature = _signature(TEXT, MASK)  # 9 bytes for each token
+    check_bytes({"tokens": (1, 111), "mask": (1, 111)}, signature)
+    with pytest.raises(TooLarge, match="tensors of 1008 bytes are larger than the limit of 1000 bytes"):
+        check_bytes({"tokens": (1, 112), "mask": (1, 112)}, signature)
+    with pytest.raises(TooLarge):
+        check_bytes({"tokens": (1, 2**62), "mask": (1, 2**62)}, signature)
