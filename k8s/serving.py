@@ -11,7 +11,7 @@ from pipeline.spec.access import ANYBODY, Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
-from pipeline.spec.sections import Deploy, Serve
+from pipeline.spec.sections import Deploy, Serve, watching
 
 _QUANTITY = re.compile(r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")
 
@@ -85,8 +85,8 @@ def _fill_pod(pod: Object, config: Config, image: str, entry: Access) -> None:
         "limits": {"memory": deploy.memory},
     }
     ask_for_gpus(pod, container, deploy.gpus)
-    if not config.serve.page:
-        container["args"] = ["--no-page"]
+    if options := watching(config.serve):
+        container["args"] = options
     access.fill(pod, config, entry)
 
 

@@ -28,10 +28,11 @@ from pipeline.service import (
 from pipeline.smoke import check_golden, latency, wait_until_ready
 from pipeline.spec.access import Access
 from pipeline.spec.bundle import Bundle
+from pipeline.spec.config import Config
 from pipeline.spec.errors import ClusterError, StageError
 from pipeline.spec.files import write_json
 from pipeline.spec.run import Run
-from pipeline.spec.sections import Deploy
+from pipeline.spec.sections import Deploy, watching
 from pipeline.spec.step import run_step
 
 _SWITCH_SECONDS = 10.0
@@ -66,7 +67,7 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
 
 def _locally(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
     live = read_live(run.runs)
-    if live and live.alive and live.bundle == bundle.digest and _is_as_asked(live, run.config.deploy, access):
+    if live and live.alive and live.bundle == bundle.digest and _is_as_asked(live, run.config, access):
         asked = check_golden(live.host, live.port, bundle, access)
         _say(f"already live at {live.url}; golden answers are equal")
     else:
@@ -84,9 +85,10 @@ def _locally(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
     }
 
 
-def _is_as_asked(live: Live, config: Deploy, access: Access) -> bool:
-    place = (live.host, live.asked_port) == (config.host, config.port) and config.grpc_port in (0, live.grpc_port)
-    return place and live.access == access
+def _is_as_asked(live: Live, config: Config, access: Access) -> bool:
+    deploy = config.deploy
+    place = (live.host, live.asked_port) == (deploy.host, deploy.port) and deploy.grpc_port in (0, live.grpc_port)
+    return place and live.access == access and list(live.watching) == watching(config.serve)
 
 
 def _start(run: Run, bundle: Bundle, access: Access, old: Live | None) -> tuple[Live, int]:
@@ -120,6 +122,7 @@ def _start(run: Run, bundle: Bundle, access: Access, old: Live | None) -> tuple[
         since=now(),
         log=str(log),
         access=access,
+        watching=tuple(watching(run.config.serve)),
     )
     write_live(run.runs, live)
     if old is not None:
@@ -131,7 +134,7 @@ def _start(run: Run, bundle: Bundle, access: Access, old: Live | None) -> tuple[
 def _argv(run: Run, access: Access, port: int, grpc_port: int, standby: int) -> list[str]:
     ports = ["--port", str(port), "--grpc-port", str(grpc_port), "--standby", str(standby)]
     options = [*access.options, "--log-format", "text"]  # a file that people read
-    options += [] if run.config.serve.page else ["--no-page"]
+    options += watching(run.config.serve)
     return ["-m", "serve", str(run.bundle_path.resolve()), "--host", run.config.deploy.host, *ports, *options]
 
 

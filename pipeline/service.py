@@ -37,6 +37,7 @@ class Live(Frozen):
     since: str
     log: str
     access: Access = Access()
+    watching: tuple[str, ...] = ()  # the options of what people see of it
 
     @property
     def url(self) -> str:

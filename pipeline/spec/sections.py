@@ -183,6 +183,7 @@ class Serve(Section):
         0.0, ge=0, description="of requests that name none; 0: they wait as long as it takes"
     )
     page: bool = Field(True, description="a page for people at `GET /`")
+    log_requests: float = Field(0.0, ge=0, le=1, description="share of requests that get a line each in the log")
     canary: str = Field("", description="share of requests that a new bundle gets at first, as in 10%; empty: all")
     shadow: str = Field("", description="bundle that gets a copy of requests off the critical path: a run or a folder")
     shadow_share: float = Field(1.0, gt=0, le=1, description="share of requests that the shadow gets")
@@ -203,6 +204,12 @@ class Serve(Section):
             problem = "a canary gets less than all requests; leave it empty to give the new bundle all"
             raise PydanticCustomError("conflict", "{problem}", {"problem": problem})
         return str(value)
+
+
+def watching(serve: Serve) -> list[str]:
+    """Of what a deployment chooses, that which people see of the service, as its options."""
+    options = [] if serve.page else ["--no-page"]
+    return [*options, *(["--log-requests", f"{serve.log_requests:g}"] if serve.log_requests else [])]
 
 
 class Deploy(Section):

@@ -112,9 +112,9 @@ def test_what_is_secret_is_in_no_file_that_is_rendered(
 def test_what_a_deployment_says_of_the_service_reaches_its_command_line(
     configure: Configure, bundle: Bundle, entry: Access
 ) -> None:
-    config = configure(serve={"page": False})
+    config = configure(serve={"page": False, "log_requests": 0.01})
     container = _pod(serving.objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys)))["containers"][0]
-    assert container["args"] == ["--no-page", "--api-keys", "/access/api-keys"]
+    assert container["args"] == ["--no-page", "--log-requests", "0.01", "--api-keys", "/access/api-keys"]
     parse(["/bundle", *container["args"]])
 
 
