@@ -133,6 +133,9 @@ def _why_not_all_on_cuda(bundle: Bundle, session: Any) -> str:
 def _options(threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    # A thread that spins while it waits for work takes the core from whoever reads the next requests.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.log_severity_level = 4  # silent: errors are raised, and a client's values must not write to our log
     return options
 
