@@ -134,7 +134,8 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
             if served.canary is not None and not request.model_version:
                 served = await choose(served, call, watch.id)
             watch.served = served
-            await context.send_initial_metadata([*self.headers, *_identity(watch, served.headers)])
+            # Behind the answer: before it, it would be a write of its own.
+            context.set_trailing_metadata((*self.headers, *_identity(watch, served.headers)))
             timeout_seconds = of_call(context.time_remaining())
             served.admit(timeout_seconds)
             answer = await served.answer(call, timeout_seconds, watch=watch)
@@ -142,7 +143,7 @@ class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no type
             return answer
         except Exception as error:
             if watch.served is None:
-                await context.send_initial_metadata([*self.headers, *_identity(watch, ())])
+                context.set_trailing_metadata((*self.headers, *_identity(watch, ())))
             watch.code = status_of(error).name
             self._observer.failed(watch, error)
             raise

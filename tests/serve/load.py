@@ -116,7 +116,7 @@ class GrpcLoad(Clients):
                 except grpc.RpcError as error:
                     self._failed(error)
                 else:
-                    told = dict(call.initial_metadata())
+                    told = dict(call.trailing_metadata())
                     self.heard(told["x-served-by"], told["x-bundle-digest"])
 
     def _failed(self, error: Any) -> None:

@@ -71,11 +71,11 @@ def test_a_grpc_call_is_counted_and_answered_with_its_id(server: Running, bundle
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
         infer = GRPCInferenceServiceStub(channel).ModelInfer
         _, call = infer.with_call(_message(), timeout=20, metadata=[("x-request-id", "mine-7")])
-        found = dict(call.initial_metadata())
+        found = dict(call.trailing_metadata())
         assert (found["x-request-id"], found["x-bundle-digest"]) == ("mine-7", bundle.digest)
         with pytest.raises(grpc.RpcError) as refused:
             infer(_message(model_name="none"), timeout=20)
-        assert dict(refused.value.initial_metadata())["x-request-id"]
+        assert dict(refused.value.trailing_metadata())["x-request-id"]
     assert _sample(server, "pipe_requests_total", protocol="grpc", code="OK", model="tiny") == before + 1
     assert _sample(server, "pipe_requests_total", protocol="grpc", code="NOT_FOUND", model="") >= 1
 

@@ -59,7 +59,7 @@ def test_a_grpc_answer_names_the_bundle_and_the_process(
     stub: Any, server: Running, bundle: Bundle, image: np.ndarray[Any, Any]
 ) -> None:
     _, call = stub.ModelInfer.with_call(_request(image, raw=True), timeout=20)
-    metadata = dict(call.initial_metadata())
+    metadata = dict(call.trailing_metadata())
     assert metadata["x-bundle-digest"] == bundle.digest
     assert metadata["x-served-by"] == str(server.process.pid)
 
