@@ -41,7 +41,7 @@ class Refusals(AsyncExceptionToStatusInterceptor):
         name, garbage = method_name.rpartition("/")[2], isinstance(request_or_iterator, Garbage)
         if garbage or name != "ModelInfer":  # which tells of its bundle as well
             made = request_id(headers_of(context).get(b"x-request-id")).decode()
-            await context.send_initial_metadata([*self._headers, ("x-request-id", made)])
+            context.set_trailing_metadata((*self._headers, ("x-request-id", made)))
         if garbage:
             await context.abort(StatusCode.INVALID_ARGUMENT, f"the bytes are no message of {name}")
         return await super().intercept(method, request_or_iterator, context, method_name)

@@ -84,10 +84,10 @@ def test_other_grpc_calls_bear_an_id_too(server: Running) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
         stub = GRPCInferenceServiceStub(channel)
         _, call = stub.ServerLive.with_call(pb.ServerLiveRequest(), timeout=20, metadata=[("x-request-id", "mine-8")])
-        assert dict(call.initial_metadata())["x-request-id"] == "mine-8"
+        assert dict(call.trailing_metadata())["x-request-id"] == "mine-8"
         with pytest.raises(grpc.RpcError) as refused:
             stub.ModelMetadata(pb.ModelMetadataRequest(name="none"), timeout=20)
-        told = dict(refused.value.initial_metadata())
+        told = dict(refused.value.trailing_metadata())
         assert (refused.value.code(), told["x-served-by"]) == (grpc.StatusCode.NOT_FOUND, str(server.process.pid))
         assert told["x-request-id"]
 
