@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from serve import schemas
 from serve.model import OnnxPlane, Served
-from serve.routes import PATHS
+from serve.routes import PATHS, is_open
 from serve.schemas import Schema
 
 _MODEL = "/models/{model_name}"
@@ -65,10 +65,23 @@ def document(plane: OnnxPlane, version: str, *, keys: bool) -> Schema:
         "paths": paths,
         "components": {"schemas": schemes},
     }
-    if keys:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
-    return found
+    return _with_keys(found) if keys else found
+
+
+def _with_keys(document: Schema) -> Schema:
+    """Every operation asks for one but what probes look at."""
+    told = "an API key; the header `x-api-key: KEY` does as well"
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer", "description": told}}
+    document["security"] = [{"key": []}]
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            if is_open(path, method.upper()):
+                operation["security"] = []
+            else:
+                operation["responses"]["401"] = _refusal("401")
+                if method == "head":
+                    operation["responses"]["401"].pop("content")
+    return document
 
 
 def _places(plane: OnnxPlane, path: str) -> Iterable[tuple[str, str, Served]]:
@@ -129,7 +142,7 @@ def _of_model(kind: str, served: Served) -> Schema:
         asked["content"]["application/octet-stream"] = given["content"]["application/octet-stream"] = {
             "schema": {"type": "string", "format": "binary"}
         }
-    told = _answers(given, *_REFUSALS)
+    told = _answers(given, *(code for code in _REFUSALS if code != "401"))
     return {"parameters": _REQUEST_HEADERS[kind], "requestBody": {"required": True, **asked}, **told}
 
 
@@ -172,10 +185,13 @@ def _health(schema: Schema) -> Schema:
 
 
 def _answers(content: Schema, *refusals: str) -> Schema:
-    error = _json({"$ref": "#/components/schemas/Error"})
     responses = {"200": {"description": "the answer", "headers": _HEADERS, **content}}
-    responses |= {code: {"description": _REFUSALS[code], "headers": _HEADERS, **error} for code in refusals}
-    return {"responses": responses}
+    return {"responses": responses | {code: _refusal(code) for code in refusals}}
+
+
+def _refusal(code: str) -> Schema:
+    error = _json({"$ref": "#/components/schemas/Error"})
+    return {"description": _REFUSALS[code], "headers": _HEADERS, **error}
 
 
 def _without_bodies(told: Schema) -> Schema:

@@ -87,3 +87,38 @@ def test_long_data_gives_the_very_numbers_the_plain_reader_gives() -> None:
     (tensor,) = parse(body, None).inputs
     assert isinstance(tensor.data, np.ndarray)
     assert tensor.data.tolist() == data
+
+
+def test_whatever_becomes_of_a_body_both_readers_say_the_same_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [b"[", b"]", b"{", b"}", b",", b":", b'"', b"0", b"-", b".", b"e", b"9" * 20, b"true", b"null", b" "]
+    tokens += [b'"inputs"', b'"data"', b'"FP32"', b'"INT8"', b'"x"', b"\\", b"\xff", b"\0", b"1.0", b"[1]"]
+    two = {**INPUT, "shape": [1, 2]}
+    body = _body({**two, "data": [10, -0.25]}, {**two, "name": "k", "datatype": "INT8", "data": [10, 2]}, id="7")
+    random, read = np.random.default_rng(11), 0
+    for _ in range(3000):
+        place, most = int(random.integers(len(body))), int(random.integers(4))
+        changed = body[:place] + tokens[int(random.integers(len(tokens)))] + body[place + most :]
+        monkeypatch.setattr(flatjson, "LEAST_BYTES", 0)
+        fast = _told(changed)
+        monkeypatch.setattr(flatjson, "LEAST_BYTES", 10**9)
+        assert fast == _told(changed), changed
+        read += isinstance(fast, list)
+    assert read > 100
+
+
+def _told(body: bytes) -> Any:
+    """The inputs as they arrive, or the sentence."""
+    from tests.serve.test_tensors import _signature
+
+    try:
+        request = parse(body, None)
+    except InvalidPayload as error:
+        return str(error)
+    found: list[Any] = [request.id, request.outputs]
+    for tensor in request.inputs:
+        alone = request._replace(inputs=[tensor._replace(name="x", shape=[1, 2])], outputs=[])
+        try:
+            found.append(alone.arrays(_signature(tensor.datatype))["x"].tolist())
+        except (InvalidPayload, ValueError) as error:  # a signature knows no other datatypes
+            found.append(str(error))
+    return found

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
 
 ST = Path(sysconfig.get_path("scripts")) / "st"
+KEY = "a-key-that-nobody-guesses"
 RULES = Path(__file__).parent / "schemathesis.toml"
 
 
@@ -53,6 +54,16 @@ def test_the_service_is_what_its_openapi_says_for_every_version_and_many_request
     server: Running, tmp_path: Path
 ) -> None:
     _judge(server, tmp_path, "-n", "200", seconds=500)
+
+
+@pytest.mark.long
+def test_a_service_that_asks_for_a_key_is_what_its_openapi_says(
+    module_launcher: Launcher, bundle_path: Path, tmp_path: Path
+) -> None:
+    """Among what is asked here is whether it lets anybody in without one."""
+    (tmp_path / "keys").write_text(f"{KEY}\n")
+    server = module_launcher(bundle_path, options=["--api-keys", str(tmp_path / "keys")])
+    _judge(server, tmp_path, "-n", "5", "-H", f"Authorization: Bearer {KEY}", seconds=200)
 
 
 @pytest.mark.long

@@ -29,6 +29,22 @@ def test_raw_bytes_behind_the_json_go_to_their_inputs_in_order() -> None:
     assert [tensor.data for tensor in request.inputs] == [b"aaa", [1, 2], b"cc"]
 
 
+def test_null_is_as_good_as_nothing_said_where_nothing_need_be_said() -> None:
+    tensor = {**INPUT, "data": [1, 2]}
+    nulls = {"id": None, "parameters": None, "outputs": None, "model_name": None}
+    request = parse(json.dumps({"inputs": [{**tensor, "parameters": None}], **nulls}).encode(), None, "m")
+    assert request == parse(json.dumps({"inputs": [tensor]}).encode(), None, "m")
+    for key in ("name", "shape", "datatype", "data"):
+        with pytest.raises(InvalidPayload, match=rf"inputs\.0\.{key}: is missing"):
+            parse(json.dumps({"inputs": [{**tensor, key: None}]}).encode(), None)
+
+
+def test_a_body_may_name_the_model_only_as_the_url_does() -> None:
+    assert parse(b'{"inputs": [], "model_name": "m"}', None, "m").inputs == []
+    with pytest.raises(InvalidPayload, match="model_name: 'n' is not 'm', which the URL names"):
+        parse(b'{"inputs": [], "model_name": "n"}', None, "m")
+
+
 def test_each_output_may_say_for_itself_whether_it_is_sent_raw() -> None:
     fields = {
         "inputs": [],
