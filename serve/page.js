@@ -102,7 +102,7 @@
 
   function command(path, text) {
     const shell = el("pre", {});
-    const told = (body) => { shell.textContent = `curl -d '${body}' ${location.origin}${path}`; };
+    const told = (body) => { shell.textContent = `curl -d '${body.replaceAll("'", "'\\''")}' ${location.origin}${path}`; };
     told(text);
     return { shell: details("From the command line", shell), told };
   }

@@ -38,6 +38,7 @@ class Browser:
         argv = [PROGRAM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
         self.asked: list[str] = []
         self.complaints: list[str] = []
+        self.signed_in, self._password = 0, ""
         self._numbers, self._session = itertools.count(1), ""
         with ExitStack() as stack:
             process = subprocess.Popen(argv, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
@@ -52,10 +53,14 @@ class Browser:
         for domain in ("Page", "Network", "Log", "Runtime"):
             self.call(f"{domain}.enable")
 
-    def call(self, method: str, **parameters: Any) -> Any:
+    def _say(self, method: str, **parameters: Any) -> int:
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         self._socket.send(json.dumps(message | ({"sessionId": self._session} if self._session else {})))
+        return number
+
+    def call(self, method: str, **parameters: Any) -> Any:
+        number = self._say(method, **parameters)
         while True:
             answer = json.loads(self._socket.recv(timeout=SECONDS))
             if answer.get("id") == number:
@@ -63,8 +68,19 @@ class Browser:
                 return answer["result"]
             self._note(answer)
 
+    def sign_in(self, password: str) -> None:
+        """What a person types when the browser asks; once, as the browser remembers it."""
+        self._password = password
+        self.call("Fetch.enable", handleAuthRequests=True)
+
     def _note(self, event: dict[str, Any]) -> None:
         told = event.get("params", {})
+        if event.get("method") == "Fetch.requestPaused":
+            self._say("Fetch.continueRequest", requestId=told["requestId"])
+        elif event.get("method") == "Fetch.authRequired":
+            typed = {"response": "ProvideCredentials", "username": "anybody", "password": self._password}
+            self.signed_in += 1
+            self._say("Fetch.continueWithAuth", requestId=told["requestId"], authChallengeResponse=typed)
         if event.get("method") == "Network.requestWillBeSent":
             self.asked.append(told["request"]["url"])
         elif event.get("method") == "Runtime.exceptionThrown":

@@ -126,6 +126,22 @@ def test_every_control_has_a_name_and_every_picture_a_description(page: Browser)
     assert {"heading", "button", "image", "link"} <= {node["role"]["value"] for node in tree if not node["ignored"]}
 
 
+def test_behind_keys_the_browser_asks_once_and_the_page_works(
+    browser: Browser, bundle_path: Path, start: Launcher, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("a-key-nobody-guesses\n")
+    server = start(bundle_path, options=["--api-keys", str(tmp_path / "keys")])
+    browser.sign_in("a-key-nobody-guesses")
+    try:
+        browser.open(f"{server.url}/")
+        browser.press(".buttons button:nth-child(2)", "Enter")
+        assert browser.text(FIRST).isdigit()
+        browser.wait("document.getElementById('live-waiting').textContent === '0'")
+    finally:
+        browser.call("Fetch.disable")
+    assert browser.signed_in == 1
+
+
 def _resealed(bundle: Path, seal: Callable[[Path], str], *, codec: str = ECHO, instances: list[Any]) -> Path:
     """Its codec another, its example another; the golden tensors stay."""
     (bundle / "codec.py").write_text(codec)
