@@ -13,6 +13,7 @@ from serve.options import Options
 from serve.refusal import Unauthorized
 from serve.renewal import Renewed
 from serve.tls import Tls
+from serve.watch import request_id
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,17 @@ class KeyAsked(aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no ty
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         if details.method.rpartition("/")[2] not in OPEN_RPCS:
+            headers = {key.encode(): _bytes(value) for key, value in details.invocation_metadata}
             try:
-                self._keys.admit({key.encode(): _bytes(value) for key, value in details.invocation_metadata})
+                self._keys.admit(headers)
             except Unauthorized as refusal:
-                return _refused(str(refusal))
+                return _refused(str(refusal), request_id(headers.get(b"x-request-id")).decode())
         return await continuation(details)
 
 
-def _refused(text: str) -> Any:
+def _refused(text: str, made: str) -> Any:
     async def answer(_: Any, context: Any) -> None:
+        await context.send_initial_metadata([("x-request-id", made)])
         await context.abort(StatusCode.UNAUTHENTICATED, text)
 
     return grpc.unary_unary_rpc_method_handler(answer)

@@ -9,6 +9,8 @@ from pipeline.spec.errors import InvalidPayload
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
+_LONGEST = 500  # characters of a sentence
+
 
 class Refusal(Exception):
     """A sentence for the client; `code` is a name of gRPC's, `reason` a label of the metrics."""
@@ -17,6 +19,11 @@ class Refusal(Exception):
     code = "INVALID_ARGUMENT"
     reason = "invalid"
     headers: Headers = ()
+
+    def __str__(self) -> str:
+        """Bounded: it may hold a name that a client made up, and gRPC sends it in a header."""
+        text = super().__str__()
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 class Unknown(Refusal):

@@ -58,7 +58,7 @@ class Refusals(AsyncExceptionToStatusInterceptor):
         status = status_of(ex)
         if status is StatusCode.INTERNAL and not method_name.endswith("/ModelInfer"):  # which has told of it
             log.error("%s failed", method_name, exc_info=ex)
-        await context.abort(status, INTERNAL if status is StatusCode.INTERNAL else str(ex))
+        await context.abort(status, str(refusal_of(ex) or INTERNAL))
         raise ex  # never reached: abort raises
 
 

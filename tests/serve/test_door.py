@@ -113,6 +113,7 @@ def test_grpc_asks_for_the_same_keys_over_the_same_tls(closed: Closed) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=20)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert "x-request-id" in dict(caught.value.initial_metadata())
         for metadata in ([("x-api-key", KEY)], [("authorization", f"Bearer {KEY}")]):
             found = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=20)
             assert found.name == "tiny"
