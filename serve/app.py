@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve import openapi, page, page_data, v1, v2
 from serve.batcher import stays
-from serve.body import linger, read
+from serve.body import Room, linger, read
 from serve.canary import choose
 from serve.deadline import of_header
 from serve.keys import Keys
@@ -51,6 +51,12 @@ class Asked:
     scope: Scope
     receive: Receive
     watch: Watch
+    room: Room
+    held: int = 0  # bytes of its body
+
+    def hold(self, size: int, most: int) -> None:
+        self.room.take(size, most)
+        self.held += size
 
 
 class App:
@@ -58,6 +64,7 @@ class App:
 
     def __init__(self, plane: OnnxPlane, observer: Observer, keys: Keys | None = None, *, page: bool = True) -> None:
         self.plane, self.observer, self.keys, self.page = plane, observer, keys, page
+        self.room = Room()
         self._ends: dict[str, Callable[[Asked], Awaitable[Answer]]] = {
             "root": self._root,
             "page_counters": self._page_counters,
@@ -81,10 +88,11 @@ class App:
             return
         headers = dict(scope["headers"])
         watch = self.observer.begin(headers, scope["path"])
-        asked = Asked(_NOWHERE, headers, scope, receive, watch)
+        asked = Asked(_NOWHERE, headers, scope, receive, watch, self.room)
         try:
             await self._exchange(asked, send)
         finally:
+            self.room.held -= asked.held
             self.observer.ended(watch)
 
     async def _exchange(self, asked: Asked, send: Send) -> None:
@@ -127,7 +135,7 @@ class App:
         served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
         timeout_seconds = of_header(asked.headers)
         served.admit(timeout_seconds)
-        call = v1.Call(await read(asked.headers, asked.receive, served.max_body_bytes))
+        call = v1.Call(await read(asked.headers, asked.receive, served.max_body_bytes, asked.hold))
         if served.canary is not None and not asked.route.version:
             served = asked.watch.served = await choose(served, call, asked.watch.id)
         return Answer(await served.answer(call, timeout_seconds, asked.scope.get("left", stays), asked.watch))
@@ -138,7 +146,7 @@ class App:
         served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
         timeout_seconds = of_header(asked.headers)
         served.admit(timeout_seconds)
-        body = await read(asked.headers, asked.receive, served.max_body_bytes)
+        body = await read(asked.headers, asked.receive, served.max_body_bytes, asked.hold)
         call = v2.Call(served.name, body, None if length is None else length.decode("latin-1"))
         if served.canary is not None and not asked.route.version:
             served = asked.watch.served = await choose(served, call, asked.watch.id)

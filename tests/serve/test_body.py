@@ -36,7 +36,8 @@ def test_a_body_said_to_be_too_large_is_refused_before_it_is_sent(server: Runnin
 
 def test_a_body_of_unsaid_size_is_refused_where_it_passes_the_limit(server: Running) -> None:
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-    answer = _send(server, f"{HEAD}transfer-encoding: chunked\r\n\r\n".encode(), chunk, chunk, b"0\r\n\r\n")
+    head = f"{HEAD}connection: close\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    answer = _send(server, head, chunk, chunk, b"0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 

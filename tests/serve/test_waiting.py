@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -23,13 +25,14 @@ if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
 
 LONG, SHORT = 100.0, 0.0  # thousands of rounds of work
+MOST = 1 << 20  # bytes of a body
 PATH = "/v2/models/tiny/infer"
 
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher) -> Running:
     """A service of a slow model that takes one request at a time, lets three wait, and for 10 s at most."""
-    limits = Limits(max_batch_size=16, max_body_bytes=1 << 20, max_waiting=3, deadline_seconds=10)
+    limits = Limits(max_batch_size=16, max_body_bytes=MOST, max_waiting=3, deadline_seconds=10)
     runtime = Runtime(provider="cpu", threads=1, batch_rows=1)
     return module_launcher(slow(tmp_path_factory.mktemp("slow") / "bundle", limits, runtime))
 
@@ -168,6 +171,25 @@ def test_a_deadline_that_the_queue_makes_hopeless_is_refused_at_once(service: Se
     assert (answer.status_code, first.done()) == (503, False)
     assert "longer than its deadline" in answer.json()["error"]
     assert [one.result().status_code for one in (first, second)] == [200, 200]
+
+
+def test_many_large_bodies_at_once_do_not_take_the_memory_of_the_machine(service: Service) -> None:
+    """Four of the largest are held; of eight that are nearly whole, some are told to come again, and then can."""
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {MOST}\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", service.running.port))) for _ in range(8)]
+        senders = [service.threads.submit(sock.sendall, head + b" " * (MOST - 100)) for sock in socks]
+        refused, _, _ = select.select(socks, [], [], 20)
+        answer = refused[0].recv(1000)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in answer
+        assert b"other requests' bodies take" in answer
+        for sender in senders:
+            sender.result()
+        assert len(select.select(socks, [], [], 0)[0]) <= 4
+    service.until(lambda: service.value("pipe_requests_in_flight") == 0)
+    large = service.client.post(PATH, content=iter([b" " * (MOST // 2), b" " * (MOST // 2 - 1000), body(SHORT)]))
+    assert large.status_code == 200
 
 
 @pytest.mark.long
