@@ -12,9 +12,16 @@ import simdjson
 
 LEAST_BYTES = 8 << 10  # below it the plain reader is as fast
 
+_SAMPLE_BYTES = 256
 _Buffer: TypeAlias = tuple[Literal["d", "i", "u"], type[np.generic]]
 _FLOAT: _Buffer = ("d", np.float64)
 _BUFFERS: dict[str, _Buffer] = {"FP": _FLOAT, "BF": _FLOAT, "IN": ("i", np.int64), "UI": ("u", np.uint64)}
+
+
+def likely(text: bytes) -> bool:
+    """Whether the middle of it is numbers one after another."""
+    middle = len(text) // 2
+    return not text[middle : middle + _SAMPLE_BYTES].translate(None, b"0123456789+-.eE, \t\r\n")
 
 
 def read(text: bytes) -> dict[str, Any] | None:

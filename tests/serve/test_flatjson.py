@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.spec.errors import InvalidPayload
 from serve import flatjson
-from serve.v2 import parse
+from serve.v2 import Call, parse
 
 INPUT = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 0.1, -2e3]}
 
@@ -79,6 +79,24 @@ def test_long_data_gets_the_same_sentences_as_short(changes: dict[str, Any], sen
     assert len(body) > flatjson.LEAST_BYTES
     with pytest.raises(InvalidPayload, match=sentence):
         parse(body, None).arrays(_signature(changes.get("datatype", "FP32")))
+
+
+@pytest.mark.parametrize(
+    ("data", "flat"),
+    [
+        ([0.25, -1e-07] * 4000, True),
+        ([[0.25, 1.5]] * 4000, False),
+        ([True] * 8000, False),
+        (["1"] * 8000, False),
+    ],
+)
+def test_long_bodies_of_numbers_need_no_thread_and_all_others_do(data: list[Any], flat: bool) -> None:
+    body = _body({**INPUT, "data": data})
+    assert len(body) > 32 << 10
+    assert flatjson.likely(body) is flat
+    assert Call("tiny", body, None).quick is flat
+    assert not Call("tiny", body * 8, None).quick
+    assert Call("tiny", body * 8, "512").quick  # raw tensors behind a little JSON
 
 
 def test_long_data_gives_the_very_numbers_the_plain_reader_gives() -> None:
