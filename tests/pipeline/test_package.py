@@ -263,7 +263,7 @@ def test_the_index_is_passed_by_name_and_written_nowhere(
     assert (
         "building from https://user:secret@index.example/simple" in capfd.readouterr().out
     )  # it did reach the builder
-    assert not [path for path in run.path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
+    assert not [path for path in run.path.rglob("*") if path.is_file() and b"user:secret" in path.read_bytes()]
 
 
 def test_a_failed_build_is_loud_and_the_local_road_goes_on(
