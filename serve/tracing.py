@@ -87,7 +87,7 @@ def configured(environment: Mapping[str, str]) -> Tracer | None:
     names = exporters(environment)
     if not names:
         return None
-    if find_spec("opentelemetry.sdk") is None:
+    if not _installed():
         log.warning("OTEL_ variables ask for traces, but OpenTelemetry is not here: install pipe-road[tracing]")
         return None
     from opentelemetry.sdk.trace import TracerProvider
@@ -99,6 +99,13 @@ def configured(environment: Mapping[str, str]) -> Tracer | None:
             provider.add_span_processor(BatchSpanProcessor(exporter))
     log.info("tracing", extra=told(exporters=",".join(names)))
     return Tracer(provider)
+
+
+def _installed() -> bool:
+    try:
+        return find_spec("opentelemetry.sdk") is not None
+    except ModuleNotFoundError:  # nor is what it would be a part of
+        return False
 
 
 def exporters(environment: Mapping[str, str]) -> list[str]:

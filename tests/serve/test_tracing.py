@@ -4,7 +4,7 @@ import contextlib
 import http.server
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,8 +142,15 @@ def test_nothing_asked_for_is_nothing_loaded() -> None:
     assert configured({}) is None
 
 
-def test_asked_for_and_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
+def _gone(name: str) -> None:
+    raise ModuleNotFoundError(name)
+
+
+@pytest.mark.parametrize("find", [lambda name: None, _gone])
+def test_asked_for_and_not_installed_is_said(
+    find: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing, "find_spec", find)
     assert configured({"OTEL_TRACES_EXPORTER": "otlp"}) is None
     assert "install pipe-road[tracing]" in caplog.text
 
