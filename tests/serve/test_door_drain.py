@@ -9,7 +9,6 @@ import ssl
 import threading
 from pathlib import Path
 
-
 from serve.tls import Pair
 
 from . import certificates
