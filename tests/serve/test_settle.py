@@ -1,0 +1,19 @@
+"""The collector's share of the service."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import gc
+from serve.__main__ import settle
+gc.disable()
+settle()
+print(gc.isenabled(), gc.get_freeze_count() > 10_000, gc.get_threshold()[0])
+"""
+
+
+def test_what_is_loaded_at_the_start_is_never_looked_through_again() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["True", "True", "10000"]
