@@ -21,6 +21,7 @@ from serve.shadow import Mirror, open_mirror
 from serve.sockets import Sockets, check_free, reserve
 from serve.tracing import configured
 
+_TURN_SECONDS = 0.5e-3  # a thread that comes from an inference waits so long, at most, for one that reads
 _GARBAGE = 10_000  # new objects between two looks at the youngest; a request leaves none in circles
 
 log = logging.getLogger("serve")
@@ -67,6 +68,7 @@ def settle() -> None:
     gc.freeze()
     gc.enable()
     gc.set_threshold(_GARBAGE)
+    sys.setswitchinterval(_TURN_SECONDS)
 
 
 def _load(named: Named, options: Options) -> tuple[str, Predictor]:

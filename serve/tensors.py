@@ -35,6 +35,7 @@ _REFUSED = dict.fromkeys(
     "nothing is remembered from one request to the next",
 )
 _REFUSED["classification"] = "ask for the tensor and take its largest values"
+_FEW = 1024  # numbers; beyond it, what a call of numpy costs by itself is nothing
 _KINDS = {name: np.dtype(kind) for name, kind in NUMPY_TYPES.items()}
 
 
@@ -135,6 +136,11 @@ def _from_list(data: list[Any], datatype: str) -> tuple[Array, tuple[int, ...]]:
         raise _Unfit(f"data holds values that are not {named}")
     if kind.kind in "bO":
         return np.fromiter(values, kind, len(values)), nested
+    if datatype == "FP32" and len(values) < _FEW:  # one call does what numpy needs several for, range check and all
+        try:
+            return np.frombuffer(struct.pack(f"<{len(values)}f", *values), "<f4"), nested
+        except OverflowError:
+            raise _out_of_range(datatype) from None
     wide: Any = np.float64 if kind.kind == "f" else np.int64 if kind.kind == "i" else np.uint64
     try:
         return _narrowed(np.fromiter(values, wide, len(values)), datatype), nested

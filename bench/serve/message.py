@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+FRAME_BYTES = 5  # before a message in an HTTP/2 body
+
 
 def infer_request(model: str, name: str, datatype: str, shape: Sequence[int], raw: bytes) -> bytes:
     """`ModelInferRequest` with one input whose values travel as raw bytes."""

@@ -14,7 +14,7 @@ from bench.serve import raw
 from bench.serve.contenders import BINARY, GRPC, JSON, V1, Contender
 from bench.serve.load import Asking, Found, closed
 from bench.serve.message import framed, infer_request
-from bench.serve.running import Running, free_ports, log_file
+from bench.serve.running import Running, answers, free_ports, log_file
 from bench.serve.workloads import NAME, Workload
 from pipeline.spec.errors import PipelineError
 
@@ -98,6 +98,9 @@ def started(workload: Workload, contenders: Sequence[Contender], bundle: Path) -
             except PipelineError as error:
                 print(f"{one.name} is left out: {error}", file=sys.stderr)
                 continue
+            for wire in [wire for wire, ask in asking.items() if not answers(ask)]:
+                print(f"{one.name} over {wire} is left out: it answers without a prediction", file=sys.stderr)
+                del asking[wire]
             found.append(Started(one, running, asking))
             running.hold()
         yield found
@@ -114,8 +117,8 @@ def race(workload: Workload, contenders: Sequence[Contender], size: Size) -> tup
                     limit = _limit(workload, bundle, concurrency, size.seconds)
                     for one in everybody[:: 1 if number % 2 == 0 else -1]:
                         for wire, asking in one.asking.items():
-                            lap = _lap(one, asking, concurrency, size.seconds, limit, Path(folder))
-                            laps.setdefault((concurrency, one.contender.name, wire), []).append(lap)
+                            if lap := _lap(one, asking, concurrency, size.seconds, limit, Path(folder)):
+                                laps.setdefault((concurrency, one.contender.name, wire), []).append(lap)
     return [row(workload.name, *key, found) for key, found in laps.items()], starts
 
 
@@ -142,13 +145,17 @@ def _limit(workload: Workload, bundle: Path, concurrency: int, seconds: float) -
     return max(raw.rows_per_second(bundle / "model.onnx", workload.threads, seconds / len(rows), rows).values())
 
 
-def _lap(one: Started, asking: Asking, concurrency: int, seconds: float, limit: float, folder: Path) -> Lap:
+def _lap(one: Started, asking: Asking, concurrency: int, seconds: float, limit: float, folder: Path) -> Lap | None:
+    """None where it does not go on; the reason is told."""
     one.running.go_on()
     try:
         closed(asking, concurrency, 1, folder)  # so that it is warm, whatever it keeps
         before = one.running.cpu_seconds()
         found = closed(asking, concurrency, seconds, folder)
         cpu = one.running.cpu_seconds() - before
+    except PipelineError as error:
+        print(f"{one.contender.name} at {concurrency} misses a turn: {error}", file=sys.stderr)
+        return None
     finally:
         one.running.hold()
     return Lap(found, cpu / max(1, found.requests) * 1e6, limit)

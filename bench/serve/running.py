@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
+import grpc
 import psutil
 
 from bench.serve.load import Asking
+from bench.serve.message import FRAME_BYTES
 from pipeline.spec.errors import StageError
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +89,20 @@ class Running:
 
 
 def answers(asking: Asking) -> bool:
-    """One request over HTTP, and whether a prediction came back."""
+    """One request, and whether a prediction came back: h2load sees no status of gRPC, and would take any answer."""
+    return _answers_grpc(asking) if asking.grpc else _answers_http(asking)
+
+
+def _answers_grpc(asking: Asking) -> bool:
+    place = urlsplit(asking.url)
+    with grpc.insecure_channel(place.netloc) as channel:
+        try:
+            return bool(channel.unary_unary(place.path)(asking.body[FRAME_BYTES:], timeout=10))
+        except grpc.RpcError:
+            return False
+
+
+def _answers_http(asking: Asking) -> bool:
     place = urlsplit(asking.url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=10)
     try:
