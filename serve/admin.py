@@ -17,6 +17,7 @@ from serve.body import read
 from serve.fleet import Fleet
 from serve.logs import told
 from serve.refusal import Gone, Headers, Refusal, Unauthorized, Unknown, WrongMethod
+from serve.watch import request_id
 
 _MOST_BYTES = 64 << 10
 
@@ -42,6 +43,8 @@ class Admin:
         if scope["type"] != "http":
             return
         status, extra = int(HTTPStatus.OK), NO_HEADERS
+        made = request_id(dict(scope["headers"]).get(b"x-request-id"))
+        about = told(path=scope["path"], request_id=made.decode())
         try:
             body = await self._answer(scope, receive)
         except Gone:
@@ -49,13 +52,14 @@ class Admin:
         except Refusal as refusal:
             status, extra, body = refusal.status, refusal.headers, {"error": str(refusal)}
         except PipelineError as error:  # the bundle is not what it should be: whoever asked gets the reason
-            log.warning("refused: %s", error, extra=told(path=scope["path"]))
+            log.warning("refused: %s", error, extra=about)
             status, body = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
         except Exception as error:
-            log.exception("failed", extra=told(path=scope["path"]))
+            log.exception("failed", extra=about)
             status, body = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
         raw = orjson.dumps(body)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw)), *extra]
+        headers.append((b"x-request-id", made))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": raw})
 

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from serve.logs import told
+from serve.watch import request_id
+
 if TYPE_CHECKING:
     from serve.connection import Connection
 
@@ -96,10 +99,11 @@ class Exchange:
             if self._head is not None and not self.gone:
                 raise RuntimeError("the application ended without an answer")
         except Exception:  # the application answers for its own errors, so this is ours; never silent, never a leak
-            log.exception("%s %s failed", self.scope["method"], self.scope["path"])
+            made = request_id(dict(self.scope["headers"]).get(b"x-request-id"))
+            log.exception("request failed", extra=told(request_id=made.decode(), path=self.scope["path"]))
             if self._left < 0 and not self.gone:
-                error = plain(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error", self._connection.stamp)
-                self._connection.transport.write(error)
+                stamp = b"%bx-request-id: %b\r\n" % (self._connection.stamp, made)
+                self._connection.transport.write(plain(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error", stamp))
             self._head, self.keep_alive = None, False
         finally:
             self._connection.finished(self)

@@ -139,6 +139,7 @@ def test_series_come_and_go_with_the_versions_that_are_swapped_in_and_out(
             f"http://127.0.0.1:{port}{path}", json={"model": "tiny", **fields}, headers=headers, timeout=60
         )
         assert answer.status_code == 200, answer.text
+        assert answer.headers["x-request-id"]
         return answer.json()
 
     def requests() -> list[float]:
