@@ -26,6 +26,7 @@ from serve.watch import Watch
 
 INTERNAL = "internal error; the server's log has the details"
 _JSON = (b"content-type", b"application/json")
+_LENGTH = v2.LENGTH_HEADER.encode()
 _BINARY = (b"content-type", b"application/octet-stream")
 _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of any body unless told otherwise: read as JSON
 _PROTOCOLS = {"predict": "v1", "infer": "v2"}
@@ -141,7 +142,7 @@ class App:
         return Answer(await served.answer(call, timeout_seconds, asked.scope.get("left", stays), asked.watch))
 
     async def _infer(self, asked: Asked) -> Answer:
-        length = asked.headers.get(v2.LENGTH_HEADER.encode())
+        length = asked.headers.get(_LENGTH)
         check_content(asked.headers, "application/json", *([] if length is None else ["application/octet-stream"]))
         served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
         timeout_seconds = of_header(asked.headers)
@@ -153,7 +154,7 @@ class App:
         answer = await served.answer(call, timeout_seconds, asked.scope.get("left", stays), asked.watch)
         if answer.json_bytes is None:
             return Answer(answer.body)
-        said = (v2.LENGTH_HEADER.encode(), b"%d" % answer.json_bytes)
+        said = (_LENGTH, b"%d" % answer.json_bytes)
         return Answer(answer.body, (_BINARY, said))
 
     async def _root(self, asked: Asked) -> Answer:

@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from serve import head
 from serve.crowd import Outflow, make_room
-from serve.exchange import Exchange, plain, scope_of
+from serve.exchange import Exchange, plain, scope_of, stamp_of
 from serve.logs import told
 from serve.watch import request_id
 
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
     @property
     def stamp(self) -> bytes:
         """The headers that every answer carries."""
-        return b"".join([b"%b: %b\r\n" % pair for pair in self._state.default_headers])
+        return stamp_of(self._state.default_headers)
 
     async def drained(self) -> None:
         """Wait until the client has taken what was written before."""

@@ -24,6 +24,8 @@ _STATUS[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
 _CONTINUE = _STATUS[100] + b"\r\n"
 _CLOSE = b"connection: close\r\n"
 
+_stamped: list[Any] = [None, b""]  # the last list of headers, and it as bytes
+
 log = logging.getLogger(__name__)
 
 
@@ -173,6 +175,14 @@ class Exchange:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def stamp_of(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """As they are sent. uvicorn makes a new list when the second changes, so that the same one says the same."""
+    if _stamped[0] is not headers:
+        _stamped[:] = headers, b"".join([b"%b: %b\r\n" % pair for pair in headers])
+    found: bytes = _stamped[1]
+    return found
 
 
 def plain(status: HTTPStatus, text: str, stamp: bytes) -> bytes:
