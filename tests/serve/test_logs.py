@@ -24,12 +24,14 @@ class Lines(logging.Handler):
 @pytest.fixture
 def lines(request: pytest.FixtureRequest) -> Iterator[Lines]:
     handler, logger = Lines(getattr(request, "param", JsonFormatter)()), logging.getLogger("serve")
-    before = logger.level
+    before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # pytest's processes cannot tell each other of half a character
     yield handler
     logger.removeHandler(handler)
-    logger.setLevel(before)
+    logger.setLevel(before[0])
+    logger.propagate = before[1]
 
 
 def _watch(code: int | str) -> Watch:
