@@ -18,6 +18,8 @@ from bench.serve.running import Running, answers, free_ports, log_file
 from bench.serve.workloads import NAME, Workload
 from pipeline.spec.errors import PipelineError
 
+BARE = "bare runtime"
+
 
 @dataclass(frozen=True)
 class Size:
@@ -115,9 +117,10 @@ def race(workload: Workload, contenders: Sequence[Contender], size: Size) -> tup
             for concurrency in size.concurrency:
                 for number in range(size.rounds):
                     limit = _limit(workload, bundle, concurrency, size.seconds)
+                    laps.setdefault((concurrency, BARE, "-"), []).append(limit)
                     for one in everybody[:: 1 if number % 2 == 0 else -1]:
                         for wire, asking in one.asking.items():
-                            if lap := _lap(one, asking, concurrency, size.seconds, limit, Path(folder)):
+                            if lap := _lap(one, asking, concurrency, size.seconds, limit.raw, Path(folder)):
                                 laps.setdefault((concurrency, one.contender.name, wire), []).append(lap)
     return [row(workload.name, *key, found) for key, found in laps.items()], starts
 
@@ -139,10 +142,12 @@ def row(workload: str, concurrency: int, contender: str, wire: str, laps: Sequen
     )
 
 
-def _limit(workload: Workload, bundle: Path, concurrency: int, seconds: float) -> float:
+def _limit(workload: Workload, bundle: Path, concurrency: int, seconds: float) -> Lap:
     """The bare runtime where it is best with what so many clients can give it at once."""
     rows = [count for count in (1, 8, 32) if count <= concurrency]
-    return max(raw.rows_per_second(bundle / "model.onnx", workload.threads, seconds / len(rows), rows).values())
+    speed = raw.best(bundle / "model.onnx", workload.threads, seconds / len(rows), rows)
+    found = Found(round(speed.per_second), speed.per_second, speed.run_ms, speed.run_ms, 0)
+    return Lap(found, speed.cpu_us, speed.per_second)
 
 
 def _lap(one: Started, asking: Asking, concurrency: int, seconds: float, limit: float, folder: Path) -> Lap | None:
