@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from export import bundle
 from export.bundle import check_decoded
+from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
+from pipeline.spec.limits import SEALED
 from pipeline.spec.signature import TensorSpec
+from tests.serve.odd import slow
 
 SPECS = (TensorSpec(name="x", datatype="FP32", shape=("batch", 4)),)
 
@@ -42,3 +47,20 @@ def test_an_input_without_an_array_is_named(arrays: Any) -> None:
 @pytest.mark.parametrize("arrays", [None, np.zeros((2, 4), np.float32), [1]])
 def test_a_codec_that_gives_no_mapping_is_refused(arrays: Any) -> None:
     assert "not a mapping of input names to arrays" in refusal(arrays)
+
+
+def test_the_words_of_the_service_that_concern_the_model_travel_in_its_bundle(tmp_path: Path) -> None:
+    words = {
+        "provider": "cpu",
+        "threads": 3,
+        "max_batch_size": 5,
+        "max_body_bytes": 7000,
+        "batch_rows": 11,
+        "batch_delay_ms": 1.5,
+        "max_waiting": 13,
+        "deadline_seconds": 1.75,
+    }
+    assert words.keys() == set(SEALED)
+    config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "serve": words})
+    signature = bundle._signature(slow(tmp_path / "bundle"), config)
+    assert signature.limits.model_dump() | signature.runtime.model_dump() == words

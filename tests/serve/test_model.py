@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import asyncio
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.spec.limits import Limits, Runtime
+from serve.batcher import Rules
+from serve.loading import load
+from serve.model import Served
+from serve.refusal import Busy, Expired
+from tests.serve.odd import mixing, slow
+
+LIMITS = Limits(max_batch_size=16, max_body_bytes=1 << 20, max_waiting=5, deadline_seconds=7)
+RUNTIME = Runtime(provider="cpu", threads=1, batch_rows=9, batch_delay_ms=3)
+
+
+@dataclass
+class Asked:
+    """A request whose client said how long it waits, by the protocol's own word."""
+
+    timeout_seconds: float = math.inf
+    quick: bool = False
+
+    def key(self) -> str:
+        return ""
+
+    def read(self, predictor: Any) -> Any:
+        return {"x": np.zeros((1, 1), np.float32)}, ("y",)
+
+    def write(self, predictor: Any, outputs: Any, version: str) -> Any:
+        return outputs["y"].tolist()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    predictor = load(slow(tmp_path_factory.mktemp("slow") / "bundle", LIMITS, RUNTIME), None, None)
+    with ThreadPoolExecutor(2) as pool:
+        return Served("tiny", "1", predictor, pool)
+
+
+def test_requests_are_merged_as_the_bundle_says(served: Served) -> None:
+    assert served.batcher.rules == Rules(mergeable=True, rows=9, waiting=5, delay_seconds=0.003)
+    assert served.metadata(["1"])["properties"]["batching"] == "on"
+
+
+def test_a_model_that_mixes_rows_is_asked_one_request_at_a_time(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        found = Served("tiny", "1", load(mixing(tmp_path / "bundle"), None, None), pool)
+    assert not found.batcher.rules.mergeable
+    assert found.metadata(["1"])["properties"]["batching"].startswith("off: a golden request is answered otherwise")
+
+
+@pytest.mark.parametrize(
+    ("header", "parameter", "seconds"),
+    [(math.inf, math.inf, 7), (2, math.inf, 2), (math.inf, 3, 3), (2, 3, 2), (60, math.inf, 60), (60, 50, 50)],
+)
+def test_the_shortest_that_a_client_says_holds_and_else_what_the_bundle_says(
+    served: Served, header: float, parameter: float, seconds: float
+) -> None:
+    assert served._patience(Asked(parameter), header) == seconds
+
+
+def test_what_has_no_time_left_is_refused_before_its_body_is_read(served: Served) -> None:
+    with pytest.raises(Expired):
+        served.admit(0.0)
+    served.admit()
+    served.admit(1.0)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_request_is_read_run_and_written(tmp_path: Path, quick: bool) -> None:
+    async def ask() -> Any:
+        with ThreadPoolExecutor(2) as pool:
+            return await Served("tiny", "1", load(slow(tmp_path / "bundle"), None, None), pool).answer(
+                Asked(quick=quick)
+            )
+
+    assert asyncio.run(ask()) == [[1.0]]
+
+
+def test_requests_that_are_still_being_read_count_as_waiting(served: Served) -> None:
+    """Else as many as there are could queue before the threads that read them."""
+    served._reading = LIMITS.max_waiting
+    try:
+        with pytest.raises(Busy, match="5 requests wait already"):
+            served.admit()
+    finally:
+        served._reading = 0
+    served.admit()
