@@ -22,6 +22,14 @@ from pipeline.spec.frozen import Frozen
 _DRAIN_SECONDS = 30.0
 
 
+class Trial(Frozen):
+    """A bundle that gets a share of the requests beside the one that gets the rest."""
+
+    run: str
+    bundle: str
+    share: float
+
+
 class Live(Frozen):
     """`runs/live.json`: the service that answers now."""
 
@@ -37,7 +45,11 @@ class Live(Frozen):
     since: str
     log: str
     access: Access = Access()
-    watching: tuple[str, ...] = ()  # the options of what people see of it
+    admin_port: int = 0  # 0: it cannot be told anything
+    token: str = ""  # the file that holds the admin interface's
+    stamp: str = ""  # of what belongs to the process and not to the bundle
+    max_body_bytes: int = 0  # of any request it takes, whatever its bundle says
+    canary: Trial | None = None
 
     @property
     def url(self) -> str:
@@ -98,6 +110,12 @@ def end(pid: int, started: float, grace_seconds: float = _DRAIN_SECONDS) -> bool
         process.kill()
         process.wait(timeout=5)
     return True
+
+
+def forget_token(live: Live) -> None:
+    """It opens nothing any more."""
+    if live.token:
+        Path(live.token).unlink(missing_ok=True)
 
 
 def free_port(host: str, wanted: int, tries: int = 100) -> int:

@@ -33,9 +33,9 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path, tim
     raise StageError(f"the service was not ready within {timeout_seconds} s (log: {log})")
 
 
-def check_golden(host: str, port: int, bundle: Bundle, access: Access = ANYBODY) -> int:
+def check_golden(host: str, port: int, bundle: Bundle, access: Access = ANYBODY, version: str = "") -> int:
     """Every golden request over HTTP, answered as at export and by this bundle. Returns how many were asked."""
-    asked = list(golden_requests(bundle))
+    asked = list(golden_requests(bundle, version))
     for golden in asked:
         status, headers, answer = request(host, port, "POST", golden.path, golden.body, access=access)
         if status != 200:
@@ -47,9 +47,9 @@ def check_golden(host: str, port: int, bundle: Bundle, access: Access = ANYBODY)
     return len(asked)
 
 
-def latency(host: str, port: int, bundle: Bundle, access: Access = ANYBODY) -> dict[str, float]:
+def latency(host: str, port: int, bundle: Bundle, access: Access = ANYBODY, version: str = "") -> dict[str, float]:
     """Milliseconds of the first golden request, one after the other, as a client would see them."""
-    golden = next(golden_requests(bundle))
+    golden = next(golden_requests(bundle, version))
     times = []
     for _ in range(_LATENCY_REQUESTS):
         started = time.perf_counter()

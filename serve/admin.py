@@ -37,6 +37,7 @@ class Admin:
             "/switch": self._switch,
             "/canary": self._canary,
             "/shadow": self._shadow,
+            "/forget": self._forget,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,6 +93,11 @@ class Admin:
         """Without a bundle the one there is ends."""
         path = _folder(fields) if "bundle" in fields else None
         await self._fleet.shadow(_text(fields, "model"), path, _share(fields, below=1.000001))
+        return self._fleet.status()
+
+    async def _forget(self, fields: Fields) -> Any:
+        """Versions that were loaded and get no requests."""
+        self._fleet.forget(_text(fields, "model"))
         return self._fleet.status()
 
 

@@ -17,7 +17,7 @@ from serve.model import OnnxModel, OnnxPlane, Served
 from serve.options import Options
 from serve.predictor import Predictor
 from serve.refusal import Conflict
-from serve.shadow import Mirror, open_mirror
+from serve.shadow import Mirror, open_mirror, unlike
 
 Loaded = tuple[str, Predictor]  # a model's name, and one version of it that is proven
 
@@ -73,6 +73,9 @@ class Fleet:
         """All requests that name no version; a canary ends."""
         model = self._plane.model(name)
         served = model.served(version)
+        if model.mirror and (why := unlike(served.predictor.signature, model.mirror.signature)):
+            log.warning("the shadow ends: %s", why, extra=told(model=name, bundle=model.mirror.digest[:12]))
+            model.show(None)
         model.switch(served)
         log.info("switched", extra=_about(served))
         return served
@@ -86,15 +89,26 @@ class Fleet:
         model.share(Canary(candidate, share) if share else None)
         log.info("canary", extra=_about(candidate, share=share))
 
+    def forget(self, name: str) -> None:
+        """What was loaded and gets no requests."""
+        model = self._plane.model(name)
+        model.share(model.canary)
+
     async def shadow(self, name: str, path: Path | None, share: float) -> None:
         """A candidate that gets a copy of requests and answers nobody."""
         model = self._plane.model(name)
         mirror = None
         if path is not None:
-            signature = model.served().bundle.signature
-            mirror = await self._background(open_mirror, name, path, signature, share)
-        model.show(mirror)
+            mirror = await self._background(self._open_mirror, model, path, share)
+        if mirror is not model.mirror:
+            model.show(mirror)
         log.info("shadow", extra=told(model=name, bundle=mirror.digest[:12] if mirror else "none", share=share))
+
+    def _open_mirror(self, model: OnnxModel, path: Path, share: float) -> Mirror:
+        mirror = model.mirror  # the same again goes on with its counts
+        if mirror is not None and (mirror.digest, mirror.share) == (open_bundle(path).digest, share):
+            return mirror
+        return open_mirror(model.name, path, model.served().predictor.signature, share)
 
     def status(self) -> dict[str, Any]:
         return {"models": {model.name: model.status() for model in self._plane.models}}

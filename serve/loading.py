@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.spec.bundle import Bundle, open_bundle
+from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import BundleError
 from pipeline.spec.signature import Signature
 from serve.predictor import Predictor
@@ -22,12 +21,8 @@ log = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 
-def load(path: Path, provider: Provider | None, threads: int | None) -> Predictor:
-    """Whatever is wrong with it is raised here, before anybody's request meets it."""
-    return prove(open_bundle(path), provider, threads)
-
-
 def prove(bundle: Bundle, provider: Provider | None, threads: int | None) -> Predictor:
+    """Whatever is wrong with it is raised here, before anybody's request meets it."""
     predictor = Predictor(bundle, Session(bundle, provider, threads))
     verify(bundle, predictor)
     predictor.why_alone = predictor.why_alone or why_alone(bundle, predictor)

@@ -151,16 +151,23 @@ def _versions(served: Sequence[tuple[Served, bool]]) -> Iterator[Metric]:
 def _shares(served: Sequence[tuple[Served, bool]]) -> Iterator[Metric]:
     """What a new bundle gets beside the current version: requests of its own, or copies."""
     canary = GaugeMetricFamily("pipe_canary_share", "Share of the requests that a new version gets.", labels=_MODEL)
-    labels = ("model", "digest", "result")
-    shadow = CounterMetricFamily("pipe_shadow_requests", "Requests copied to a shadow, by its answer.", labels=labels)
+    labels = ("model", "digest")
+    shadow = CounterMetricFamily(
+        "pipe_shadow_requests", "Requests copied to a shadow, by its answer.", labels=(*labels, "result")
+    )
+    rows = CounterMetricFamily("pipe_shadow_rows", "Instances both have ranked.", labels=(*labels, "same_class"))
+    apart = GaugeMetricFamily("pipe_shadow_max_difference", "Largest difference of a number.", labels=labels)
     for one, _ in served:
         if one.canary is not None:
             canary.add_metric((one.name, one.canary.candidate.version), one.canary.share)
         if one.mirror is not None:
-            told = one.mirror.agreement
+            told, bundle = one.mirror.agreement, (one.name, one.mirror.digest)
             for result in ("same", "other", "failed", "dropped"):
-                shadow.add_metric((one.name, one.mirror.digest, result), getattr(told, result))
-    yield from (canary, shadow)
+                shadow.add_metric((*bundle, result), getattr(told, result))
+            rows.add_metric((*bundle, "true"), told.rows_same_class)
+            rows.add_metric((*bundle, "false"), told.rows - told.rows_same_class)
+            apart.add_metric(bundle, told.max_difference)
+    yield from (canary, shadow, rows, apart)
 
 
 def _requests(labelled: Labelled) -> Metric:

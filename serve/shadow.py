@@ -49,6 +49,7 @@ class Mirror:
 
     def __init__(self, name: str, path: Path, predictor: Predictor, share: float) -> None:
         self.name, self.path, self.digest, self.share = name, path, predictor.bundle.digest, share
+        self.signature = predictor.signature
         self.agreement = Agreement()
         golden = predictor.bundle.golden()
         self._predictor, self._rtol, self._atol = predictor, golden.rtol, golden.atol

@@ -9,15 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from pipeline.admin import Admin
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of, table
 from pipeline.compare import aligned, differences, results
 from pipeline.history import find_run, load_history
 from pipeline.project import Project
 from pipeline.report import write_report
-from pipeline.service import read_live
+from pipeline.service import Live, read_live
 from pipeline.spec.attempts import read_story
 from pipeline.spec.errors import ConfigError
-from pipeline.spec.run import STEPS
+from pipeline.spec.run import STEPS, Run
 from pipeline.tune.record import count_trials
 
 RunName = Annotated[str, typer.Argument(metavar="[RUN]", help="Run id, its beginning, its path, or `latest`.")]
@@ -44,9 +45,32 @@ def status(
     if live is not None:
         state = f"live at {live.url}" if live.alive else f"recorded at {live.url}, but its process {live.pid} is gone; `pipe deploy` starts it"  # fmt: skip  # noqa: E501
         line = f"service {live.name}: {state} (run {live.run}, bundle {live.bundle[:12]}, since {live.since})"
+        if live.canary is not None:
+            line += f"\ncanary: {live.canary.share:.3g} of the requests to run {live.canary.run}, bundle {live.canary.bundle[:12]}; `pipe promote` or `pipe rollback` ends it"  # fmt: skip  # noqa: E501
+        told = _told(live)
+        service = {**(service or {}), "told": told}
+        line += _shadow_line(told)
     lines = [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
     text = "\n".join([table(runs), "", *map(_again_line, again), *lines, line])
     emit(output, {"runs": runs, "began_again": again, "studies": studies, "service": service}, text)
+
+
+def _told(live: Live) -> dict[str, Any] | None:
+    """What the service itself says of its versions; None where it does not."""
+    admin = Admin(live)
+    return admin.status() if live.alive and live.admin_port and admin.answers() else None
+
+
+def _shadow_line(told: dict[str, Any] | None) -> str:
+    if told is None or (shadow := told["shadow"]) is None:
+        return ""
+    asked, rows = shadow["same"] + shadow["other"], shadow["rows"]
+    classes = f", {shadow['rows_same_class']} of {rows} instances of the same class" if rows else ""
+    return (
+        f"\nshadow: bundle {shadow['bundle'][:12]} gave the same answer to {shadow['same']} of {asked} requests"
+        f"{classes}, largest difference {shadow['max_difference']:.3g}; "
+        f"{shadow['failed']} failed, {shadow['dropped']} not asked"
+    )
 
 
 def _began_again(project: Project, names: list[str]) -> list[dict[str, Any]]:
@@ -74,6 +98,9 @@ def log(
 ) -> None:
     """Print what a step wrote."""
     found = find_run(project_of(context).runs, run)
+    live = read_live(found.runs)
+    if step == "service" and live is not None and live.run == found.id:
+        return _print_log(found, step, Path(live.log), follow, output)  # the process may be an earlier run's
     record = found.read().steps.get(step)
     if record is not None and record.reused_from:  # the log stays with the run that did the work
         found = find_run(found.runs, record.reused_from)
@@ -81,6 +108,10 @@ def log(
     if not path.exists():
         known = sorted(log.stem for log in path.parent.glob("*.log"))
         raise ConfigError(f"run {found.id} has no log of {step!r}; it has {', '.join(known) or 'none'}")
+    return _print_log(found, step, path, follow, output)
+
+
+def _print_log(found: Run, step: str, path: Path, follow: bool, output: Output) -> None:
     if output is Output.json:
         lines = path.read_text(errors="replace").splitlines()
         return emit(output, {"run": found.id, "step": step, "path": str(path), "lines": lines}, "")

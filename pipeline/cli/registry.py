@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from pipeline.cli.app import Output, OutputOption, app, emit, project_of
 from pipeline.cli.road import newest_bundle
 from pipeline.history import find_run
 from pipeline.lock import locked
+from pipeline.service import Live, read_live
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.registry import Entry
 
@@ -22,23 +24,52 @@ def promote(
     name: Annotated[str, typer.Argument(metavar="[RUN]", help="A run with a bundle; the newest by default.")] = "",
     output: OutputOption = Output.text,
 ) -> None:
-    """Make a run's bundle the champion that candidates have to beat."""
+    """Make a run's bundle the champion that candidates have to beat; a canary then gets all requests."""
     project = project_of(context)
-    run = find_run(project.runs, name) if name else newest_bundle(project)
-    if not (run.bundle_path / "manifest.json").is_file():
-        raise ConfigError(f"run {run.id} has no bundle; `pipe run --resume {run.id}` goes on to one")
     with locked(project.runs):
-        _tell(output, make_champion(run, run.bundle(), "promoted by hand"))
+        live = _live(project.runs)
+        if live and live.canary and (not name or find_run(project.runs, name).id == live.canary.run):
+            from pipeline.rollout import finish_canary  # numpy is slow to load
+
+            return _tell(output, finish_canary(project.runs, live), "; it gets all requests")
+        run = find_run(project.runs, name) if name else newest_bundle(project)
+        if not (run.bundle_path / "manifest.json").is_file():
+            raise ConfigError(f"run {run.id} has no bundle; `pipe run --resume {run.id}` goes on to one")
+        return _tell(output, make_champion(run, run.bundle(), "promoted by hand"))
 
 
 @app.command()
 def rollback(context: typer.Context, output: OutputOption = Output.text) -> None:
-    """Make the champion before the champion again; `pipe deploy RUN` serves it."""
+    """End a canary; without one, make the champion before the champion again and serve it where it is still loaded."""
     runs = project_of(context).runs
     with locked(runs):
-        _tell(output, go_back(runs))
+        live = _live(runs)
+        if live and live.canary:
+            from pipeline.rollout import end_canary  # numpy is slow to load
+
+            ended = end_canary(runs, live)
+            text = f"the canary of run {live.canary.run} has ended; bundle {ended.bundle[:12]} gets all requests"
+            return emit(output, {"canary": live.canary.model_dump(), "bundle": ended.bundle, "run": ended.run}, text)
+        entry = go_back(runs)
+        return _tell(output, entry, _serve_again(runs, live, entry))
 
 
-def _tell(output: Output, entry: Entry) -> None:
+def _live(runs: Path) -> Live | None:
+    live = read_live(runs)
+    return live if live and live.alive else None
+
+
+def _serve_again(runs: Path, live: Live | None, entry: Entry) -> str:
+    """Whether it answers already, in words."""
+    if live is None or live.bundle == entry.bundle:
+        return ""
+    from pipeline.rollout import go_back as switch_back  # numpy is slow to load
+
+    if switch_back(runs, live, entry):
+        return "; it was still loaded and gets all requests again"
+    return f"; `pipe deploy {entry.path.partition('/')[0]}` serves it"
+
+
+def _tell(output: Output, entry: Entry, more: str = "") -> None:
     run = entry.path.partition("/")[0]
-    emit(output, entry.model_dump() | {"run": run}, f"champion is bundle {entry.bundle[:12]} of run {run}")
+    emit(output, entry.model_dump() | {"run": run}, f"champion is bundle {entry.bundle[:12]} of run {run}{more}")

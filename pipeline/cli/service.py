@@ -14,7 +14,7 @@ from pipeline.cli.app import Output, OutputOption, app, emit, project_of
 from pipeline.cli.road import newest_bundle
 from pipeline.history import find_run
 from pipeline.lock import locked
-from pipeline.service import Live, end, read_live, request, write_live
+from pipeline.service import Live, end, forget_token, read_live, request, write_live
 from pipeline.spec.errors import ConfigError, InvalidPayload, StageError
 from pipeline.spec.run import Run
 
@@ -67,6 +67,8 @@ def stop(context: typer.Context, output: OutputOption = Output.text) -> None:
         live = read_live(project.runs)
         ended = live is not None and end(live.pid, live.process_started)
         write_live(project.runs, None)
+        if live is not None:
+            forget_token(live)
     text = f"ended {live.name} at {live.url} (pid {live.pid})" if live and ended else "no service was running"
     emit(output, {"ended": ended}, text)
     return None

@@ -19,12 +19,13 @@ class GoldenRequest:
     problem: Callable[[Any], str | None]  # what is wrong with an answer, if anything
 
 
-def golden_requests(bundle: Bundle) -> Iterator[GoldenRequest]:
-    """One through the codec where the task has an example, one on raw tensors."""
+def golden_requests(bundle: Bundle, version: str = "") -> Iterator[GoldenRequest]:
+    """One through the codec where the task has an example, one on raw tensors; of one version where it is named."""
     golden = bundle.golden()
+    name = f"{bundle.name}/versions/{version}" if version else bundle.name
     if golden.instances:
         yield GoldenRequest(
-            f"/v1/models/{bundle.name}:predict",
+            f"/v1/models/{name}:predict",
             {"instances": golden.instances},
             lambda answer: difference(
                 golden.predictions, _field(answer, "predictions"), golden.rtol, golden.atol, "predictions"
@@ -36,7 +37,7 @@ def golden_requests(bundle: Bundle) -> Iterator[GoldenRequest]:
         for array in [golden.inputs[spec.name]]
     ]
     yield GoldenRequest(
-        f"/v2/models/{bundle.name}/infer", {"inputs": tensors}, lambda answer: _compare_tensors(golden, answer)
+        f"/v2/models/{name}/infer", {"inputs": tensors}, lambda answer: _compare_tensors(golden, answer)
     )
 
 

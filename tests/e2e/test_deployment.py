@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -89,30 +90,83 @@ def test_the_next_candidate_is_compared_with_the_champion_and_then_reused(
     assert town.plan("--until", "evaluate", *NEXT)["evaluate"] == ("reuse", f"unchanged since {second.id}")
 
 
-def test_a_new_bundle_takes_the_port_over_and_no_request_fails(
+def _champion(town: Walker, name: str = "champion") -> str:
+    digest: str = json.loads((town.runs / "registry.json").read_text())["names"][name]["bundle"]
+    return digest
+
+
+def test_a_new_bundle_is_swapped_in_and_rolled_back_in_the_same_process_and_no_request_fails(
     town: Walker, live: Live, first: Run, second: Run
 ) -> None:
+    old, new = first.bundle().digest, second.bundle().digest
     with Client(live.port) as client:
         said = town.deploy(second).stderr
+        assert f"switched from bundle {old[:12]}, which stays loaded" in said
+        assert (_champion(town), _champion(town, "previous")) == (new, old)
+        assert "it was still loaded and gets all requests again" in town.pipe("rollback").stdout
+    assert client.errors == []
+    assert {status for status, _ in client.answers} == {200}
+    order = [bundle for bundle, _ in itertools.groupby(bundle for _, bundle in client.answers)]
+    assert order in ([old, new, old], [old, new]), "each change once; the way back may come after the last answer"
+    found = read_live(town.runs)
+    assert found is not None
+    assert (found.pid, found.bundle, found.run) == (live.pid, old, first.id)
+    assert town.ask("/v1/models/sides:predict", QUESTION)[1]["x-bundle-digest"] == old
+    assert _champion(town) == old
+
+
+def test_other_options_need_a_new_process_which_takes_the_port_over_and_no_request_fails(
+    town: Walker, live: Live, first: Run
+) -> None:
+    with Client(live.port) as client:
+        said = town.pipe("deploy", first.id, f"deploy.port={town.port}", "serve.page=false").stderr
+    assert "a new process takes over: packages, the service's own source or its options have changed" in said
     assert f"took over from pid {live.pid} (bundle {live.bundle[:12]})" in said
     assert client.errors == []
     assert {status for status, _ in client.answers} == {200}
-    order = list(dict.fromkeys(bundle for _, bundle in client.answers))
-    assert order == [first.bundle().digest, second.bundle().digest], "never back to the old one"
     assert not live.alive
-    registry = json.loads((town.runs / "registry.json").read_text())["names"]
-    assert registry["champion"]["bundle"] == second.bundle().digest
-    assert registry["previous"]["bundle"] == first.bundle().digest
+    assert not Path(live.token).exists()
+
+
+def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(
+    town: Walker, live: Live, first: Run, second: Run
+) -> None:
+    words = ("deploy", second.id, f"deploy.port={town.port}", "serve.canary=30%", f"serve.shadow={first.id}")
+    said = town.pipe(*words).stderr
+    assert f"canary at {live.url}: 0.3 of the requests, the rest to bundle {live.bundle[:12]}" in said
+    assert _champion(town) == live.bundle, "a canary is no champion yet"
+    with Client(live.port) as client:
+        wait_for(lambda: len(client.answers) > 60, seconds=20)
+    share = sum(bundle == second.bundle().digest for _, bundle in client.answers) / len(client.answers)
+    assert 0.02 < share < 0.7
+    status = town.pipe("status").stdout
+    assert f"canary: 0.3 of the requests to run {second.id}" in status
+    assert f"shadow: bundle {live.bundle[:12]} gave the same answer to " in status
+    assert f"the canary of run {second.id} has ended" in town.pipe("rollback").stdout
+    assert _answers(town, 20) == {live.bundle}
+    town.pipe(*words)
+    assert "; it gets all requests" in town.pipe("promote").stdout
+    assert _answers(town, 20) == {second.bundle().digest} == {_champion(town)}
+
+
+def _answers(town: Walker, count: int) -> set[str]:
+    return {town.ask("/v1/models/sides:predict", QUESTION)[1]["x-bundle-digest"] for _ in range(count)}
 
 
 def test_a_bundle_that_fails_leaves_the_old_one_live(town: Walker, live: Live, first: Run, second: Run) -> None:
     said = town.deploy(second, expect=1, env={"TINY_CODEC": "broken"}).stderr
+    assert "golden requests failed: ValueError: this codec is broken here" in said.splitlines()[-1]
+    assert read_live(town.runs) == live
+    assert _answers(town, 1) == {first.bundle().digest} == {_champion(town)}
+
+
+def test_a_process_that_fails_leaves_the_old_one_live(town: Walker, live: Live, first: Run, second: Run) -> None:
+    words = ("deploy", second.id, f"deploy.port={town.port}", "serve.page=false")
+    said = town.pipe(*words, expect=1, env={"TINY_CODEC": "broken"}).stderr
     assert "the service ended at its start" in said.splitlines()[-1]
     assert "this codec is broken here" in said
     assert read_live(town.runs) == live
-    assert town.ask("/v1/models/sides:predict", QUESTION)[1]["x-bundle-digest"] == first.bundle().digest
-    champion = json.loads((town.runs / "registry.json").read_text())["names"]["champion"]
-    assert champion["bundle"] == first.bundle().digest
+    assert _answers(town, 1) == {first.bundle().digest} == {_champion(town)}
     assert processes_of(town.latest) == [], "the one that failed was ended"
 
 

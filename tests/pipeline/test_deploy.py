@@ -5,9 +5,6 @@ from typing import Any
 import pytest
 
 from pipeline import deploy
-from pipeline.service import Live
-from pipeline.spec.access import ANYBODY
-from pipeline.spec.config import Config
 from pipeline.spec.registry import CHAMPION, read_registry
 from pipeline.spec.run import Run
 
@@ -34,25 +31,3 @@ def test_manifests_that_were_only_rendered_promote_nothing(new_run: NewRun, monk
     monkeypatch.setattr(deploy, "_locally", lambda *_: {"live": False})
     deploy.deploy(run, run.path)
     assert read_registry(run.runs).names == {}
-
-
-@pytest.mark.parametrize(
-    ("words", "as_asked"),
-    [({}, True), ({"page": False}, False), ({"log_requests": 0.5}, False), ({"page": True}, True)],
-)
-def test_a_service_that_would_look_otherwise_is_started_anew(words: dict[str, Any], as_asked: bool) -> None:
-    live = Live(
-        name="one",
-        run="run",
-        bundle="digest",
-        pid=1,
-        process_started=0.0,
-        host="127.0.0.1",
-        port=8081,
-        grpc_port=8082,
-        asked_port=8080,
-        since="now",
-        log="service.log",
-    )
-    config = Config.model_validate({"name": "one", "task": "task.py:One", "codec": "codec.py:One", "serve": words})
-    assert deploy._is_as_asked(live, config, ANYBODY) is as_asked

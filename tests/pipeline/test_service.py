@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.deploy import choose_ports
 from pipeline.service import (
     Live,
     end,
@@ -28,6 +27,7 @@ from pipeline.service import (
 )
 from pipeline.spec.errors import PipelineError, ResourceError, StageError
 from pipeline.spec.sections import Deploy
+from pipeline.start import choose_ports
 
 WAITING = "import time; print('up', flush=True); time.sleep(60)"
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

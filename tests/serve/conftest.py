@@ -39,6 +39,13 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory, picture: list[list[int
 
 
 @pytest.fixture(scope="session")
+def other_path(tmp_path_factory: pytest.TempPathFactory, picture: list[list[int]]) -> Path:
+    """The same with other weights: what the next training gives."""
+    source = (ROOT / "examples/digits/codec.py").read_text()
+    return build(tmp_path_factory.mktemp("other") / "bundle", "DigitsCodec", source, [picture, picture], digits, seed=8)
+
+
+@pytest.fixture(scope="session")
 def tricky_path(tmp_path_factory: pytest.TempPathFactory, picture: list[list[int]]) -> Path:
     """A sealed bundle whose codec waits or fails on request."""
     return build(

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.spec.bundle import Bundle, open_bundle
+from pipeline.spec.errors import BundleError
+from pipeline.spec.signature import Signature, TensorSpec
+from serve import shadow
+from serve.loading import prove
+from serve.predictor import Predictor
+from serve.session import Session
+from serve.shadow import Agreement, Mirror, count, open_mirror, unlike
+
+Array = np.ndarray[Any, Any]
+SECONDS = 20
+
+
+class Watched(Predictor):
+    """Tells when it has answered so many requests; waits while its gate is closed."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__(bundle, Session(bundle, "cpu", 1))
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.gate.set()
+        self.fails = False
+
+    def run(self, arrays: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        self.entered.set()
+        assert self.gate.wait(SECONDS)
+        if self.fails:
+            raise RuntimeError("no room")
+        return super().run(arrays, outputs)
+
+
+@pytest.fixture
+def candidate(other_path: Path) -> Watched:
+    return Watched(open_bundle(other_path))
+
+
+@pytest.fixture
+def mirror(candidate: Watched, other_path: Path) -> Iterator[Mirror]:
+    with closing(Mirror("tiny", other_path, candidate, 1.0)) as mirror:
+        yield mirror
+        candidate.gate.set()
+
+
+@pytest.fixture(scope="module")
+def asked(bundle: Bundle) -> tuple[dict[str, Array], dict[str, Array]]:
+    """What the current version was asked and answered."""
+    images = {"image": np.random.default_rng(2).random((4, 1, 8, 8)).astype(np.float32)}
+    return images, prove(bundle, "cpu", 1).run(images)
+
+
+def _until(what: Callable[[], bool]) -> None:
+    done = threading.Event()
+    for _ in range(4000):
+        if what():
+            return
+        done.wait(0.005)
+    raise AssertionError("it never happened")
+
+
+def test_a_candidate_that_is_the_same_agrees(bundle: Bundle, bundle_path: Path, asked: Any) -> None:
+    with closing(open_mirror("tiny", bundle_path, bundle.signature, 1.0)) as mirror:
+        mirror.offer(*asked)
+        _until(lambda: mirror.agreement.same == 1)
+    assert mirror.agreement == Agreement(same=1, rows=4, rows_same_class=4, max_difference=0.0)
+    assert mirror.status()["bundle"] == bundle.digest
+
+
+def test_a_candidate_that_is_another_is_measured(mirror: Mirror, candidate: Watched, asked: Any) -> None:
+    mirror.offer(*asked)
+    _until(lambda: mirror.agreement.other == 1)
+    images, outputs = asked
+    apart = np.abs(candidate.run(images)["logits"].astype(np.float64) - outputs["logits"])
+    assert mirror.agreement.max_difference == pytest.approx(float(apart.max()))
+    assert (mirror.agreement.same, mirror.agreement.rows) == (0, 4)
+    assert mirror.agreement.rows_same_class < 4
+
+
+def test_a_busy_shadow_is_not_asked_and_nobody_waits_for_it(mirror: Mirror, candidate: Watched, asked: Any) -> None:
+    candidate.gate.clear()
+    mirror.offer(*asked)
+    assert candidate.entered.wait(SECONDS)
+    for _ in range(shadow._WAITING + 5):
+        mirror.offer(*asked)
+    assert mirror.agreement.dropped == 5
+    candidate.gate.set()
+    _until(lambda: mirror.agreement.other == shadow._WAITING + 1)
+
+
+def test_a_candidate_that_fails_is_counted_and_told_once(
+    mirror: Mirror, candidate: Watched, asked: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    candidate.fails = True
+    mirror.offer(*asked)
+    mirror.offer(*asked)
+    _until(lambda: mirror.agreement.failed == 2)
+    assert caplog.text.count("shadow failed (told once, then counted): no room") == 1
+    candidate.fails = False
+    mirror.offer(*asked)
+    _until(lambda: mirror.agreement.other == 1)
+
+
+def test_only_the_share_is_copied(candidate: Watched, other_path: Path, asked: Any) -> None:
+    with closing(Mirror("tiny", other_path, candidate, 0.0)) as mirror:
+        for _ in range(100):
+            mirror.offer(*asked)
+        assert mirror.agreement.dropped == 0
+    assert not candidate.entered.is_set()
+
+
+def test_a_closed_shadow_ends_its_thread_even_when_it_was_full(mirror: Mirror, candidate: Watched, asked: Any) -> None:
+    candidate.gate.clear()
+    for _ in range(shadow._WAITING + 2):
+        mirror.offer(*asked)
+    mirror.close()
+    candidate.gate.set()
+    mirror._thread.join(SECONDS)
+    assert not mirror._thread.is_alive()
+    before = mirror.agreement.dropped
+    mirror.offer(*asked)
+    assert mirror.agreement.dropped == before
+
+
+def test_whole_numbers_must_be_equal_and_other_shapes_never_are() -> None:
+    agreement, one = Agreement(), np.array([[1, 2]])
+    count(agreement, {"y": one}, {"y": one}, 1.0, 1.0)
+    count(agreement, {"y": one}, {"y": one + 1}, 1.0, 1.0)
+    count(agreement, {"y": one}, {"y": one[0]}, 1.0, 1.0)
+    assert (agreement.same, agreement.other, agreement.max_difference) == (1, 2, 0.0)
+
+
+def test_infinities_and_empty_outputs_have_no_difference_to_tell() -> None:
+    agreement = Agreement()
+    for array in (np.array([[np.inf, np.nan]]), np.zeros((0, 2)), np.array(3.0)):
+        count(agreement, {"y": array}, {"y": array}, 0.0, 0.0)
+    assert (agreement.same, agreement.max_difference) == (3, 0.0)
+
+
+def test_a_candidate_that_takes_or_gives_something_else_is_refused(bundle: Bundle, bundle_path: Path) -> None:
+    mine = bundle.signature
+    wider = TensorSpec(name="image", datatype="FP32", shape=("batch", 1, 9, 9))
+    with pytest.raises(BundleError, match=r"it cannot shadow tiny: its inputs are image FP32 .*1, 8, 8.*, the current"):
+        open_mirror("tiny", bundle_path, mine.model_copy(update={"inputs": (wider,)}), 1.0)
+    poorer: Signature = mine.model_copy(update={"outputs": ()})
+    assert unlike(mine, poorer) == "it has no output logits"
+    assert unlike(poorer, mine) == ""
