@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.spec.bundle import open_bundle
-from serve.loading import prove
+from pipeline.spec.bundle import Bundle, open_bundle
+from pipeline.spec.errors import BundleError
+from serve.loading import buckets, prove, warm
+from serve.predictor import Predictor
 from tests.serve.odd import mixing, slow
 
 
@@ -23,3 +27,42 @@ def test_requests_of_a_model_that_does_not_are_merged(tmp_path: Path, caplog: py
     assert predictor.why_alone == ""
     assert "batching" not in caplog.text
     np.testing.assert_array_equal(predictor.run({"x": np.ones((1, 1), np.float32)})["y"], [[2]])
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(2, [1, 2]), (32, [1, 2, 4, 8, 16, 32]), (24, [1, 2, 4, 8, 16, 24])])
+def test_every_size_up_to_the_largest_batch_is_run_before_anybody_asks(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, rows: int, sizes: list[int]
+) -> None:
+    runtime = bundle.signature.runtime.model_copy(update={"batch_rows": rows})
+    small = replace(bundle, signature=bundle.signature.model_copy(update={"runtime": runtime}))
+    ran: list[int] = []
+    run = Predictor.run
+
+    def noted(self: Predictor, arrays: Any, outputs: Any = None) -> Any:
+        ran.append(len(arrays["image"]))
+        return run(self, arrays, outputs)
+
+    predictor = prove(small, "cpu", 1)
+    monkeypatch.setattr(Predictor, "run", noted)
+    warm(small, predictor)
+    assert ran == sizes == buckets(small.signature)
+
+
+def test_a_model_without_a_batch_axis_has_no_sizes(bundle: Bundle) -> None:
+    fixed = tuple(spec.model_copy(update={"shape": (1, 10)}) for spec in bundle.signature.outputs)
+    assert buckets(bundle.signature.model_copy(update={"outputs": fixed})) == []
+
+
+def test_a_size_the_model_cannot_run_stops_the_start(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = prove(bundle, "cpu", 1)
+
+    def narrow(arrays: Any, outputs: Any = None) -> Any:
+        if len(arrays["image"]) > 4:
+            raise RuntimeError("Reshape: 4 rows\nand no more")
+        return {}
+
+    monkeypatch.setattr(predictor, "run", narrow)
+    with pytest.raises(
+        BundleError, match=r"cannot run a batch of 8, .*: Reshape: 4 rows and no more; set"
+    ):
+        warm(bundle, predictor)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import onnxruntime
 import pytest
 
@@ -111,3 +112,28 @@ def test_a_service_says_where_it_listens_and_what_it_serves(own_bundle: Path, st
     assert told == ["starting", "ready", "draining", "stopped"]
     assert all(f"bundle={short}" in line for line in running.lines)
     assert f"url={running.url} grpc=127.0.0.1:{running.grpc_port}" in running.lines[1]
+
+
+def test_several_models_and_versions_are_served_by_one_process(
+    start: Launcher, bundle_path: Path, other_path: Path, tricky_path: Path
+) -> None:
+    """Of a name that is given twice the last answers, or gets the canary's share."""
+    options = (f"digits={other_path}", f"tricky={tricky_path}", "--canary", "50%", "--shadow", f"digits={bundle_path}")
+    running = start(Path(f"digits={bundle_path}"), options=options)
+    old, new = open_bundle(bundle_path), open_bundle(other_path)
+    golden = {"instances": old.golden().instances}
+    with httpx.Client(base_url=running.url, timeout=20) as client:
+        assert client.get("/v2/models").json()["models"] == ["digits", "tricky"]
+        assert client.get("/v2/models/digits").json()["versions"] == ["1", "2"]
+        assert client.get("/v2/health/ready").json()["ready"]
+        found = {client.post("/v1/models/digits:predict", json=golden).headers["x-bundle-digest"] for _ in range(40)}
+        assert found == {old.digest, new.digest}
+        for version, bundle in ((1, old), (2, new)):
+            answer = client.post(f"/v1/models/digits/versions/{version}:predict", json=golden)
+            assert answer.headers["x-bundle-digest"] == bundle.digest
+        assert client.get("/v2/models/tricky").json()["versions"] == ["1"]
+
+
+def test_a_shadow_of_no_model_there_is_stops_the_start(bundle_path: Path, port: str) -> None:
+    said = _refusal(bundle_path, "--port", port, "--shadow", f"big={bundle_path}")
+    assert "of which model? Write NAME=BUNDLE with one of tiny" in said
