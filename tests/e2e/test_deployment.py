@@ -132,7 +132,7 @@ def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(
     town: Walker, live: Live, first: Run, second: Run
 ) -> None:
     words = ("deploy", second.id, f"deploy.port={town.port}", "serve.canary=30%", f"serve.shadow={first.id}")
-    said = town.pipe(*words).stderr
+    said, run = town.pipe(*words).stderr, town.latest
     assert f"canary at {live.url}: 0.3 of the requests, the rest to bundle {live.bundle[:12]}" in said
     assert _champion(town) == live.bundle, "a canary is no champion yet"
     with Client(live.port) as client:
@@ -140,9 +140,9 @@ def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(
     share = sum(bundle == second.bundle().digest for _, bundle in client.answers) / len(client.answers)
     assert 0.02 < share < 0.7
     status = town.pipe("status").stdout
-    assert f"canary: 0.3 of the requests to run {second.id}" in status
+    assert f"canary: 0.3 of the requests to run {run.id}" in status
     assert f"shadow: bundle {live.bundle[:12]} gave the same answer to " in status
-    assert f"the canary of run {second.id} has ended" in town.pipe("rollback").stdout
+    assert f"the canary of run {run.id} has ended" in town.pipe("rollback").stdout
     assert _answers(town, 20) == {live.bundle}
     town.pipe(*words)
     assert "; it gets all requests" in town.pipe("promote").stdout
@@ -154,7 +154,7 @@ def _answers(town: Walker, count: int) -> set[str]:
 
 
 def test_a_bundle_that_fails_leaves_the_old_one_live(town: Walker, live: Live, first: Run, second: Run) -> None:
-    said = town.deploy(second, expect=1, env={"TINY_CODEC": "broken"}).stderr
+    said = town.deploy(second, expect=2, env={"TINY_CODEC": "broken"}).stderr
     assert "golden requests failed: ValueError: this codec is broken here" in said.splitlines()[-1]
     assert read_live(town.runs) == live
     assert _answers(town, 1) == {first.bundle().digest} == {_champion(town)}

@@ -191,6 +191,20 @@ def test_a_canary_answers_its_share_the_same_ids_always(
     assert told.status["canary"] is None
 
 
+def test_a_canary_answers_over_grpc_and_through_the_codec_too(
+    told: Told, bundle: Bundle, other: Bundle, other_path: Path, picture: list[Any]
+) -> None:
+    told.tell("/canary", version=told.load(other_path), share=0.5)
+    for load in (
+        GrpcLoad(told.running.grpc_port),
+        Load(told.running.port, {"instances": [picture]}, keep_alive=True),
+    ):
+        with load.running(clients=2):
+            load.answers(10, bundle=bundle.digest)
+            load.answers(10, bundle=other.digest)
+        assert load.failures == []
+
+
 def test_a_shadow_is_told_of_in_the_status_and_the_metrics(told: Told, other: Bundle, other_path: Path) -> None:
     told.tell("/shadow", bundle=str(other_path))
     assert told.ask().status_code == 200

@@ -86,9 +86,12 @@ def test_told_twice_to_end_the_service_does_not_wait(start: Launcher, tricky_pat
             slow.result()
 
 
-def test_ended_under_load_no_accepted_request_is_lost(start: Launcher, tricky_path: Path, picture: list[Any]) -> None:
+@pytest.mark.parametrize("keep_alive", [True, False])
+def test_ended_under_load_no_accepted_request_is_lost(
+    start: Launcher, tricky_path: Path, picture: list[Any], keep_alive: bool
+) -> None:
     running = start(tricky_path)
-    load = Load(running.port, {"instances": [{"image": picture}]}, keep_alive=True)
+    load = Load(running.port, {"instances": [{"image": picture}]}, keep_alive=keep_alive)
     with load.running(clients=8):
         load.answers(200)
         running.signal(signal.SIGTERM)
