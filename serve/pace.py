@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _QUICK_SECONDS = 300e-6  # a run below it costs less on the event loop than the way to a thread and back
+_FORGOTTEN = 1.1  # a run that was shorter than those after it counts so much less with each
 _KEPT = 0.8  # of what is known when something new is learned
 
 
@@ -12,7 +13,9 @@ class Pace:
         self._total_seconds = self._total_rows = 0.0  # of late, the older the less
 
     def learn(self, size: int, rows: int, seconds: float) -> None:
-        self._seconds[size] = _KEPT * self._seconds.get(size, seconds) + (1 - _KEPT) * seconds
+        # The shortest of late: on a busy machine other processes' turns count as ours, and the way to a thread
+        # and back would then be added to them.
+        self._seconds[size] = min(seconds, self._seconds.get(size, seconds) * _FORGOTTEN)
         self._total_seconds = _KEPT * self._total_seconds + seconds
         self._total_rows = _KEPT * self._total_rows + rows
 
