@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.spec.bundle import open_bundle
 from pipeline.spec.limits import Limits, Runtime
 from serve.batcher import Rules
-from serve.loading import load
+from serve.loading import prove
 from serve.model import Served
 from serve.refusal import Busy, Expired
 from tests.serve.odd import mixing, slow
@@ -40,7 +41,7 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    predictor = load(slow(tmp_path_factory.mktemp("slow") / "bundle", LIMITS, RUNTIME), None, None)
+    predictor = prove(open_bundle(slow(tmp_path_factory.mktemp("slow") / "bundle", LIMITS, RUNTIME)), None, None)
     with ThreadPoolExecutor(2) as pool:
         return Served("tiny", "1", predictor, pool)
 
@@ -52,7 +53,7 @@ def test_requests_are_merged_as_the_bundle_says(served: Served) -> None:
 
 def test_a_model_that_mixes_rows_is_asked_one_request_at_a_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        found = Served("tiny", "1", load(mixing(tmp_path / "bundle"), None, None), pool)
+        found = Served("tiny", "1", prove(open_bundle(mixing(tmp_path / "bundle")), None, None), pool)
     assert not found.batcher.rules.mergeable
     assert found.metadata(["1"])["properties"]["batching"].startswith("off: a golden request is answered otherwise")
 
@@ -78,7 +79,7 @@ def test_what_has_no_time_left_is_refused_before_its_body_is_read(served: Served
 def test_a_request_is_read_run_and_written(tmp_path: Path, quick: bool) -> None:
     async def ask() -> Any:
         with ThreadPoolExecutor(2) as pool:
-            return await Served("tiny", "1", load(slow(tmp_path / "bundle"), None, None), pool).answer(
+            return await Served("tiny", "1", prove(open_bundle(slow(tmp_path / "bundle")), None, None), pool).answer(
                 Asked(quick=quick)
             )
 
