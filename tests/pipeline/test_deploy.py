@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from pipeline import deploy
+from pipeline.spec.config import Config
+from pipeline.spec.errors import ConfigError
 from pipeline.spec.registry import CHAMPION, read_registry
 from pipeline.spec.run import Run
 
@@ -29,5 +31,27 @@ def test_manifests_that_were_only_rendered_promote_nothing(new_run: NewRun, monk
     run.partial("deploy").mkdir()
     monkeypatch.setattr(Run, "bundle", lambda self: bundle_of(self, "one"))
     monkeypatch.setattr(deploy, "_locally", lambda *_: {"live": False})
+    deploy.deploy(run, run.path)
+    assert read_registry(run.runs).names == {}
+
+
+@pytest.mark.parametrize("word", ["canary", "shadow"])
+def test_what_needs_two_bundles_in_one_process_is_refused_for_a_cluster(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    words = {"deploy": {"target": "kubernetes"}, "serve": {word: "10%"}}
+    config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", **words})
+    run = Run(new_run().path)
+    monkeypatch.setattr(Run, "config", config)
+    monkeypatch.setattr(Run, "bundle", lambda self: bundle_of(self, "one"))
+    with pytest.raises(ConfigError, match=rf"serve\.{word}: a pod on a cluster holds one bundle"):
+        deploy.deploy(run, run.path)
+
+
+def test_a_canary_is_no_champion_yet(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run()
+    run.partial("deploy").mkdir()
+    monkeypatch.setattr(Run, "bundle", lambda self: bundle_of(self, "one"))
+    monkeypatch.setattr(deploy, "_locally", lambda *_: {"live": True, "canary": 0.1})
     deploy.deploy(run, run.path)
     assert read_registry(run.runs).names == {}
