@@ -83,7 +83,8 @@ def _overload(options: argparse.Namespace, found: dict[str, Any], texts: list[st
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    """As Ctrl-C: processes are taken down first."""
+    """As Ctrl-C: processes are taken down first, and a second signal does not stop that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
 
 
