@@ -26,13 +26,16 @@ class Model:
         self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
         self.seconds = 0.001  # above what is run on the loop itself
+        self.busy = 0.0
 
     def __call__(self, arrays: Arrays, wanted: Sequence[str]) -> dict[str, Array]:
         self.batches.append(arrays["x"])
         self.entered.set()
         assert self.gate.wait(20)
         if self.seconds:
+            began = time.monotonic()
             time.sleep(self.seconds)
+            self.busy += time.monotonic() - began
         if (arrays["x"] < 0).any():
             raise ValueError(f"negative: {arrays['x'].min()}")
         return dict.fromkeys(wanted, arrays["x"] * 2)

@@ -161,9 +161,9 @@ def test_at_twice_the_capacity_all_of_the_capacity_is_of_use(model: Model, pool:
         await asyncio.gather(*tasks)
         seconds = time.monotonic() - start
         assert refused.count(Busy) > len(tasks) / 8
-        assert refused.count(Expired) < len(tasks) / 10
+        assert refused.count(Expired) < refused.count(Busy)
         assert len(model.batches) == len(took)
-        assert len(took) * model.seconds > 0.5 * seconds  # a sleep is longer than said; 0.9 is the bench's business
+        assert model.busy > 0.5 * seconds  # on a machine that does nothing else it is 0.9: the bench's business
         assert float(np.median(took)) <= patience
 
     run(body)
