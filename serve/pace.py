@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 _QUICK_SECONDS = 300e-6  # a run below it costs less on the event loop than the way to a thread and back
+_LONG_SECONDS = 0.05  # no other process's turn: the model's time depends on what it is given
+_WARY_RUNS = 1000  # after such a run, for which nothing of its size is trusted to be quick
 _FORGOTTEN = 1.1  # a run that was shorter than those after it counts so much less with each
 _KEPT = 0.8  # of what is known when something new is learned
 
@@ -10,18 +12,23 @@ _KEPT = 0.8  # of what is known when something new is learned
 class Pace:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # by the size of a batch
+        self._wary: dict[int, int] = {}  # runs still to go, by the size of a batch
         self._total_seconds = self._total_rows = 0.0  # of late, the older the less
 
     def learn(self, size: int, rows: int, seconds: float) -> None:
         # The shortest of late: on a busy machine other processes' turns count as ours, and the way to a thread
         # and back would then be added to them.
         self._seconds[size] = min(seconds, self._seconds.get(size, seconds) * _FORGOTTEN)
+        if seconds > _LONG_SECONDS:
+            self._wary[size] = _WARY_RUNS
+        elif self._wary:
+            self._wary[size] = max(0, self._wary.get(size, 0) - 1)
         self._total_seconds = _KEPT * self._total_seconds + seconds
         self._total_rows = _KEPT * self._total_rows + rows
 
     def quick(self, size: int) -> bool:
         """Unknown is not quick."""
-        return self._seconds.get(size, 1.0) < _QUICK_SECONDS
+        return self._seconds.get(size, 1.0) < _QUICK_SECONDS and not self._wary.get(size)
 
     def seconds(self, rows: int) -> float:
         """What this many rows take, in batches such as have run of late; 0 while nothing is known."""
