@@ -30,8 +30,9 @@ types: $(VENV)/.dev
 	cd examples/digits && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
 	cd examples/starter && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
 
+# In the order of the files: sorted by how many tests they have, those with few and long ones would come last, alone.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not long and not gpu"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu"
 
 docs: $(VENV)/.dev  ## write docs/config.md anew from the configuration's own fields
 	$(BIN)/python -m pipeline.reference > docs/config.md

@@ -76,7 +76,7 @@ def _imported(path: Path, base: Path) -> tuple[str, ...]:
 def _imports_in(source: bytes, file: str, package: tuple[str, ...]) -> tuple[str, ...]:
     """Every module name a source imports, anywhere in it; `from a import b` may mean the module a.b."""
     found: list[str] = []
-    for node in ast.walk(_parse(source, file)):
+    for node in _statements(_parse(source, file)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -87,16 +87,30 @@ def _imports_in(source: bytes, file: str, package: tuple[str, ...]) -> tuple[str
     return tuple(found)
 
 
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """All of them, however deep; not the expressions, which are nine of ten nodes and import nothing."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for below in getattr(node, name, ()):
+            if isinstance(below, ast.stmt):
+                yield below
+            yield from _statements(below)
+
+
 def _files_of(module: str, folders: list[Path], importer: Path) -> Iterator[Path]:
     """Files that importing a dotted name runs, in the first folder that has it: every __init__ and the module."""
     parts = module.split(".")
     for place in folders:
-        files = list(_walk(place, parts))
+        files = _ours(module) if place == HOUSE else list(_walk(place, parts))
         if files:
             if place != HOUSE:
                 _refuse_shadowed(parts[0], files[0], importer)
             yield from files
             return
+
+
+@functools.cache  # which files there are does not change under a command of ours, only what is in them
+def _ours(module: str) -> list[Path]:
+    return list(_walk(HOUSE, module.split(".")))
 
 
 def _walk(place: Path, parts: list[str]) -> Iterator[Path]:

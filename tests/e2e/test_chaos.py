@@ -42,6 +42,7 @@ def test_killed_training_loses_nothing_and_the_folder_is_not_kept(walker: Walker
     assert list((walker.runs / "chaos").iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_task_with_a_state_of_its_own_is_found_out_and_everything_is_kept(walker: Walker) -> None:
     walker.replace("task.py", *STATEFUL)
     done = walker.pipe("chaos", "train.processes=1", "--kills", "1", "--seed", "7", expect=1, seconds=300)

@@ -31,6 +31,7 @@ def until_held(walker: Walker) -> Run:
     return walker.latest
 
 
+@pytest.mark.long
 def test_a_killed_worker_costs_nothing_where_training_may_not_begin_again_by_itself(
     copied: Walker, expected: bytes
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_killed_worker_agent_and_node_cost_nothing(copied: Walker, expected: b
     assert "3 times by itself" in (run.path / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_training_that_always_loses_a_process_ends_with_the_reason(copied: Walker) -> None:
     at_every_step(copied, "assert self.steps < 3 or __import__('os').kill(__import__('os').getpid(), 9)")
     said = copied.pipe(*TRAIN, "train.restarts=1", "train.processes=1", expect=1).stderr
