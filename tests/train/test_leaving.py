@@ -23,7 +23,7 @@ IN_LOSS = "    def loss(self, outputs, batch):\n"
 SLOW = "        import time; time.sleep(0.01)\n"
 HANG = """
         import os, pathlib
-        if os.path.exists("hang"):
+        if self.steps >= 90:
             pathlib.Path(f"hangs-{os.getpid()}").touch()
             time.sleep(600)
 """
@@ -122,7 +122,6 @@ def test_who_is_told_twice_ends_at_once(slow: Project) -> None:
     slow.replace(SLOW, SLOW + HANG)
     run = slow.run(**LONG)
     processes = started(slow, run)
-    (slow.root / "hang").touch()
     for process in processes:
         await_true((slow.root / f"hangs-{process.pid}").exists, None)
         os.kill(process.pid, signal.SIGTERM)
