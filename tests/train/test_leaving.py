@@ -23,7 +23,8 @@ IN_LOSS = "    def loss(self, outputs, batch):\n"
 SLOW = "        import time; time.sleep(0.01)\n"
 HANG = """
         import os, pathlib
-        if self.steps >= 90:
+        Tiny.calls = getattr(Tiny, "calls", 0) + torch.is_grad_enabled()
+        if Tiny.calls >= 60:
             pathlib.Path(f"hangs-{os.getpid()}").touch()
             time.sleep(600)
 """
