@@ -68,17 +68,22 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_an_unchanged_rerun_reuses_all_but_deploy_says_why_and_takes_under_a_second(copied: Walker, first: Run) -> None:
-    own: list[float] = []
-    while len(own) < 4 and min(own, default=1.0) >= 1.0:
-        started, cpu = time.monotonic(), processor_seconds()
-        said = copied.pipe("run", "all").stderr
-        wall = time.monotonic() - started - copied.latest.read().steps["deploy"].seconds
-        own.append(min(wall, processor_seconds() - cpu))  # its own time, not what else the machine does
+def test_an_unchanged_rerun_reuses_all_but_deploy_and_says_why(copied: Walker, first: Run) -> None:
+    said = copied.pipe("run", "all").stderr
     assert f"export: reused, unchanged since {first.id}" in said
     steps = copied.latest.read().steps
     assert {name for name, record in steps.items() if record.reused_from == first.id} == set(STEPS) - {"deploy"}
     assert steps["train"].digest == first.read().steps["train"].digest
+
+
+@pytest.mark.long  # alone on the machine: beside other tests even its processor time grows by half
+def test_an_unchanged_rerun_takes_under_a_second(copied: Walker) -> None:
+    own: list[float] = []
+    while len(own) < 4 and min(own, default=1.0) >= 1.0:
+        started, cpu = time.monotonic(), processor_seconds()
+        copied.pipe("run", "all")
+        wall = time.monotonic() - started - copied.latest.read().steps["deploy"].seconds
+        own.append(min(wall, processor_seconds() - cpu))  # its own time, not what else the machine does
     assert min(own) < 1.0
 
 
