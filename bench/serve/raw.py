@@ -51,10 +51,10 @@ def _speed(session: Any, rows: int, seconds: float) -> Speed:
     batch = {source.name: np.ones((rows, *source.shape[1:]), kind)}
     for _ in range(3):
         session.run(None, batch)
-    runs, began, cpu = 0, time.perf_counter(), time.process_time()
-    while (took := time.perf_counter() - began) < seconds:
+    runs, took, began, cpu = 0, 0.0, time.perf_counter(), time.process_time()
+    while took < seconds:  # at least once, however busy the machine is
         session.run(None, batch)
-        runs += 1
+        runs, took = runs + 1, time.perf_counter() - began
     cpu = time.process_time() - cpu
     return Speed(rows, runs * rows / took, took / runs * 1e3, cpu / (runs * rows) * 1e6)
 
