@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 SECONDS = 20
 
 
-class Clients:
+class Clients(ABC):
     """What they were told; `refused` when nobody listens any more: nothing was accepted then, nothing lost."""
 
     def __init__(self) -> None:
@@ -54,8 +55,9 @@ class Clients:
             for one in done:
                 one.result()
 
+    @abstractmethod
     def _client(self) -> None:
-        raise NotImplementedError
+        """One client: asks, and notes what it hears, until it is told to stop."""
 
 
 class Load(Clients):
