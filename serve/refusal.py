@@ -32,6 +32,12 @@ class Unknown(Refusal):
     status, code, reason = HTTPStatus.NOT_FOUND, "NOT_FOUND", "unknown"
 
 
+class Unoffered(Refusal):
+    """The protocol has it; this service does not."""
+
+    status, code, reason = HTTPStatus.NOT_IMPLEMENTED, "UNIMPLEMENTED", "method"
+
+
 class Unauthorized(Refusal):
     """No API key, or none that is known."""
 

@@ -1,173 +1,162 @@
-"""The Open Inference Protocol over gRPC, answered by the same predictor as REST."""
+"""The gRPC side: one call from its name to its answer; every refusal a status with a sentence."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
+import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode, aio
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
-from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
-from kserve.protocol.grpc.servicer import InferenceServicer
-from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 
 from pipeline.spec.errors import InvalidPayload
-from pipeline.spec.signature import NUMPY_TYPES
+from serve.app import INTERNAL
 from serve.canary import choose
-from serve.deadline import of_call, of_parameter
+from serve.deadline import of_call
+from serve.keys import OPEN_RPCS, Keys
+from serve.message import Call, with_properties
 from serve.model import OnnxPlane
 from serve.observer import Observer
-from serve.predictor import Predictor
-from serve.refusal import Headers
-from serve.rpc_refusals import Refusals, headers_of, status_of
-from serve.tensors import Array, Parameters, Request, Tensor, Wish, refuse_parameters, to_raw
-from serve.validate import shown
+from serve.refusal import Unoffered
 from serve.watch import Watch
 
-_CONTENTS: dict[str, tuple[str, Any]] = {
-    "BOOL": ("bool_contents", np.bool_),
-    "UINT8": ("uint_contents", np.uint32),
-    "UINT16": ("uint_contents", np.uint32),
-    "UINT32": ("uint_contents", np.uint32),
-    "UINT64": ("uint64_contents", np.uint64),
-    "INT8": ("int_contents", np.int32),
-    "INT16": ("int_contents", np.int32),
-    "INT32": ("int_contents", np.int32),
-    "INT64": ("int64_contents", np.int64),
-    "FP32": ("fp32_contents", np.float32),
-    "FP64": ("fp64_contents", np.float64),
-    "BYTES": ("bytes_contents", np.object_),
-}
-_RAW_ONLY = ("FP16", "BF16")  # the protocol has no typed contents for them
-_NO_LOADING = "models are loaded by who runs this service (`pipe deploy`), never by its clients"
-_PROPERTY_TAG = 6 << 3 | 2  # ModelMetadataResponse.properties, a map of texts, which kserve's descriptors lack
-_QUICK_BYTES = 256 << 10  # of a message are read in well under a millisecond
+_SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _HOLD_SECONDS = 0.05  # answers wait at the end of a service, before and after clients are told of it
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
 
-log = logging.getLogger(__name__)
+Answered = Callable[[Any, Any, Watch], Awaitable[Any]]
 
 
-class Call:
-    """One inference."""
+class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ships no types
+    """Of every method of the protocol. Interceptors would cost a small model's call more than all the rest."""
 
-    def __init__(self, message: Any) -> None:
-        self._message = message  # pb.ModelInferRequest
-        self._request = Request("", (), ())
-        self._wishes: Sequence[Wish] = ()
-        self.quick = message.ByteSize() < _QUICK_BYTES
-
-    @property
-    def timeout_seconds(self) -> float:
-        return of_parameter(self._request.parameters.get("timeout", 0))
-
-    def key(self) -> str:
-        """The client's own id, which says who answers where versions share the requests."""
-        return str(self._message.id)
-
-    def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
-        self._request = parse(self._message)
-        self._wishes = self._request.wishes(predictor.signature)
-        return self._request.arrays(predictor.signature), [wish.name for wish in self._wishes]
-
-    def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any:
-        return render(self._message, version, self._wishes, outputs, predictor.datatypes)
-
-
-def parse(message: Any) -> Request:
-    """Raw contents, when used, are used for every input; answers then are raw as well."""
-    raws = message.raw_input_contents
-    if raws and len(raws) != len(message.inputs):
-        raise InvalidPayload(f"raw_input_contents: {len(raws)} given for {len(message.inputs)} inputs")
-    tensors = []
-    for index, one in enumerate(message.inputs):
-        if raws and one.HasField("contents"):
-            raise InvalidPayload(f"inputs: {one.name}: has contents beside raw_input_contents")
-        _parameters(one, f"inputs: {one.name}")
-        shape = list(one.shape)
-        if shape and min(shape) < 0:
-            raise InvalidPayload(f"inputs: {one.name}: shape {shown(shape)} has a negative axis")
-        tensors.append(Tensor(one.name, one.datatype, shape, raws[index] if raws else _contents(one)))
-    for wish in message.outputs:
-        _parameters(wish, f"outputs: {wish.name}")
-    outputs = [Wish(wish.name, bool(raws)) for wish in message.outputs]
-    return Request(message.id, tensors, outputs, binary=bool(raws), parameters=_parameters(message, "parameters"))
-
-
-def render(
-    message: Any, version: str, wishes: Sequence[Wish], outputs: Mapping[str, Array], datatypes: Mapping[str, str]
-) -> Any:
-    answer = pb.ModelInferResponse(model_name=message.model_name, model_version=version, id=message.id)
-    # Raw and typed outputs cannot be mixed in one answer.
-    raw = any(wish.binary or datatypes[wish.name] in _RAW_ONLY for wish in wishes)
-    for wish in wishes:
-        array, datatype = outputs[wish.name], datatypes[wish.name]
-        tensor = answer.outputs.add(name=wish.name, datatype=datatype, shape=array.shape)
-        if raw:
-            answer.raw_output_contents.append(to_raw(array, datatype))
-        else:
-            values = array.ravel().tolist()
-            values = [str(value).encode() for value in values] if datatype == "BYTES" else values
-            getattr(tensor.contents, _CONTENTS[datatype][0]).extend(values)
-    return answer
-
-
-class Servicer(InferenceServicer):  # type: ignore[misc]  # kserve ships no types
-    """kserve's servicer for health and metadata; inference by our rules, and no loading or unloading by clients."""
-
-    def __init__(self, plane: OnnxPlane, observer: Observer, headers: Sequence[tuple[str, str]]) -> None:
-        super().__init__(plane, ModelRepositoryExtension(plane.model_registry))
-        self._plane = plane
-        self._observer = observer
-        self.headers = headers
+    def __init__(
+        self, plane: OnnxPlane, observer: Observer, headers: Sequence[tuple[str, str]], keys: Keys | None = None
+    ) -> None:
+        self._plane, self._observer, self._keys = plane, observer, keys
+        self.headers = tuple(headers)
         self.released = asyncio.Event()  # until then, whoever asks a service that drains waits for the answer
+        servicer = Servicer(plane, observer)
+        self._handlers = {
+            f"/{_SERVICE.full_name}/{method.name}": self._handler(method, getattr(servicer, method.name))
+            for method in _SERVICE.methods
+        }
 
-    async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802  # the protocol's name
-        watch = self._observer.begin(headers_of(context), "ModelInfer")
+    def service(self, handler_call_details: Any) -> Any:
+        return self._handlers.get(handler_call_details.method)
+
+    def _handler(self, method: Any, answered: Answered) -> Any:
+        name, parse = method.name, GetMessageClass(method.input_type).FromString
+        keys = None if name in OPEN_RPCS else self._keys
+
+        async def handle(data: bytes, context: Any) -> Any:
+            headers = headers_of(context)
+            watch = self._observer.begin(headers, name)
+            try:
+                status, answer = StatusCode.OK, b""
+                try:
+                    if keys is not None:
+                        keys.admit(headers)
+                    answer = (await answered(_read(parse, data, name), context, watch)).SerializeToString()
+                except Exception as error:
+                    status, text = self._failed(watch, error)
+                watch.code = status.name
+                if self._plane.draining:
+                    await self.released.wait()
+                # Behind the answer: before it, it would be a write of its own.
+                context.set_trailing_metadata(self._identity(watch))
+                if status is not StatusCode.OK:
+                    await context.abort(status, text)
+                return answer
+            finally:
+                self._observer.ended(watch)
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    def _failed(self, watch: Watch, error: Exception) -> tuple[StatusCode, str]:
+        """The client's mistakes with their sentence; ours opaque, with the traceback in the log."""
+        refusal = self._observer.failed(watch, error)
+        return (StatusCode.INTERNAL, INTERNAL) if refusal is None else (StatusCode[refusal.code], str(refusal))
+
+    def _identity(self, watch: Watch) -> tuple[tuple[str, str], ...]:
+        """Which request this was, and which bundle answered it."""
+        bundle = () if watch.served is None else watch.served.trailers
+        return (*self.headers, ("x-request-id", watch.id.decode()), *bundle)
+
+
+class Servicer:
+    """What each method answers; its refusals are raised."""
+
+    def __init__(self, plane: OnnxPlane, observer: Observer) -> None:
+        self._plane, self._observer = plane, observer
+
+    async def ModelInfer(self, message: Any, context: Any, watch: Watch) -> Any:  # noqa: N802  # the protocol's name
         self._observer.asked(watch, "grpc")
-        try:
-            served, call = self._plane.served(request.model_name, request.model_version), Call(request)
-            if served.canary is not None and not request.model_version:
-                served = await choose(served, call, watch.id)
-            watch.served = served
-            # Behind the answer: before it, it would be a write of its own.
-            context.set_trailing_metadata((*self.headers, *_identity(watch, served.headers)))
-            timeout_seconds = of_call(context.time_remaining())
-            served.admit(timeout_seconds)
-            answer = await served.answer(call, timeout_seconds, watch=watch)
-            watch.code = StatusCode.OK.name
-            return answer
-        except Exception as error:
-            if watch.served is None:
-                context.set_trailing_metadata((*self.headers, *_identity(watch, ())))
-            watch.code = status_of(error).name
-            self._observer.failed(watch, error)
-            raise
-        finally:
-            if self._plane.draining:
-                await self.released.wait()
-            self._observer.ended(watch)
+        served, call = self._plane.served(message.model_name, message.model_version), Call(message)
+        if served.canary is not None and not message.model_version:
+            served = await choose(served, call, watch.id)
+        watch.served = served
+        timeout_seconds = of_call(context.time_remaining())
+        served.admit(timeout_seconds)
+        return await served.answer(call, timeout_seconds, watch=watch)
 
-    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
-        self._plane.served(request.name, request.version)
-        return pb.ModelReadyResponse(ready=await self._plane.model_ready(request.name))
+    async def ServerLive(self, _message: Any, _context: Any, _watch: Watch) -> Any:  # noqa: N802
+        return pb.ServerLiveResponse(live=True)
 
-    async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
-        found = await self._plane.model_metadata(request.name, request.version)
+    async def ServerReady(self, _message: Any, _context: Any, _watch: Watch) -> Any:  # noqa: N802
+        return pb.ServerReadyResponse(ready=await self._plane.ready())
+
+    async def ServerMetadata(self, _message: Any, _context: Any, _watch: Watch) -> Any:  # noqa: N802
+        return pb.ServerMetadataResponse(**self._plane.metadata())
+
+    async def ModelReady(self, message: Any, _context: Any, _watch: Watch) -> Any:  # noqa: N802
+        self._plane.served(message.name, message.version)
+        return pb.ModelReadyResponse(ready=await self._plane.model_ready(message.name))
+
+    async def ModelMetadata(self, message: Any, _context: Any, _watch: Watch) -> Any:  # noqa: N802
+        found = await self._plane.model_metadata(message.name, message.version)
         properties = found.pop("properties")
         return with_properties(pb.ModelMetadataResponse(**found), properties)
 
-    async def RepositoryModelLoad(self, request: Any, context: Any) -> None:  # noqa: N802, ARG002
-        await context.abort(StatusCode.UNIMPLEMENTED, _NO_LOADING)
+    async def RepositoryModelLoad(self, _message: Any, _context: Any, _watch: Watch) -> Any:  # noqa: N802
+        raise Unoffered("models are loaded by who runs this service (`pipe deploy`), never by its clients")
 
     RepositoryModelUnload = RepositoryModelLoad
 
 
-async def retire(server: Any, servicer: Servicer, grace_seconds: float) -> None:
+def headers_of(context: Any) -> dict[bytes, bytes]:
+    """What a call carries beside its message, as HTTP would carry it."""
+    return {
+        key.encode(): value if isinstance(value, bytes) else value.encode()
+        for key, value in context.invocation_metadata() or ()
+    }
+
+
+def _read(parse: Callable[[bytes], Any], data: bytes, name: str) -> Any:
+    """grpc would answer bytes that are no message as if it were the server's fault, with a traceback in its log."""
+    try:
+        return parse(data)
+    except DecodeError:
+        raise InvalidPayload(f"the bytes are no message of {name}") from None
+
+
+def build(calls: Calls, max_body_bytes: int) -> Any:
+    """A gRPC server without a port."""
+    return aio.server(
+        ThreadPoolExecutor(1),  # grpc wants one for handlers that are not coroutines; we have none
+        handlers=(calls,),
+        options=[
+            ("grpc.max_receive_message_length", max_body_bytes + _OVERHEAD_BYTES),
+            ("grpc.max_send_message_length", -1),
+        ],
+    )
+
+
+async def retire(server: Any, calls: Calls, grace_seconds: float) -> None:
     """End so that nobody's next call meets the end.
 
     gRPC fails a call that arrives after its server was told to stop and before the client was told of it. So
@@ -177,69 +166,5 @@ async def retire(server: Any, servicer: Servicer, grace_seconds: float) -> None:
     await asyncio.sleep(_HOLD_SECONDS)
     ended = asyncio.ensure_future(server.stop(grace=grace_seconds))
     await asyncio.sleep(_HOLD_SECONDS)
-    servicer.released.set()
+    calls.released.set()
     await ended
-
-
-def _identity(watch: Watch, headers: Headers) -> list[tuple[str, str]]:
-    return [(key.decode(), value.decode()) for key, value in ((b"x-request-id", watch.id), *headers)]
-
-
-def build(servicer: Servicer, max_body_bytes: int, before: Sequence[Any] = ()) -> Any:
-    """A gRPC server without a port; `before` are interceptors that every call passes first."""
-    server = aio.server(
-        ThreadPoolExecutor(1),  # grpc wants one for handlers that are not coroutines; we have none
-        interceptors=(*before, Refusals(servicer.headers)),
-        options=[
-            ("grpc.max_receive_message_length", max_body_bytes + _OVERHEAD_BYTES),
-            ("grpc.max_send_message_length", -1),
-        ],
-    )
-    add_GRPCInferenceServiceServicer_to_server(servicer, server)
-    return server
-
-
-def _contents(one: Any) -> Array | list[str]:
-    """The values where the datatype has them; elsewhere they would be overlooked."""
-    if one.datatype not in NUMPY_TYPES:
-        raise InvalidPayload(f"inputs: {one.name}: unknown datatype {one.datatype[:40]!r}")
-    if one.datatype in _RAW_ONLY:
-        raise InvalidPayload(f"inputs: {one.name}: {one.datatype} travels in raw_input_contents only")
-    place, kind = _CONTENTS[one.datatype]
-    for used, _ in one.contents.ListFields():
-        if used.name != place:
-            raise InvalidPayload(f"inputs: {one.name}: {one.datatype} travels in {place}, not in {used.name}")
-    values = getattr(one.contents, place)
-    if one.datatype != "BYTES":
-        return np.fromiter(values, kind, len(values))
-    try:
-        return [value.decode() for value in values]
-    except UnicodeDecodeError:
-        raise InvalidPayload(f"inputs: {one.name}: bytes_contents holds an element that is not UTF-8") from None
-
-
-def _parameters(one: Any, where: str) -> Parameters:
-    """As REST has them; one without a value says nothing."""
-    if not one.parameters:
-        return {}
-    chosen = ((name, value, value.WhichOneof("parameter_choice")) for name, value in one.parameters.items())
-    found = {name: getattr(value, choice) for name, value, choice in chosen if choice}
-    refuse_parameters(found, where)
-    return found
-
-
-def with_properties(message: Any, properties: Mapping[str, str]) -> Any:
-    """Field 6, written as the wire has it: an entry is a key (1) and a value (2), each behind tag and length."""
-    for pair in properties.items():
-        entry = b"".join(
-            bytes([tag, *_varint(len(text))]) + text for tag, text in zip((10, 18), map(str.encode, pair), strict=True)
-        )
-        message.MergeFromString(bytes([_PROPERTY_TAG, *_varint(len(entry))]) + entry)
-    return message
-
-
-def _varint(number: int) -> Iterator[int]:
-    while number > 0x7F:
-        yield number & 0x7F | 0x80
-        number >>= 7
-    yield number

@@ -123,8 +123,8 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self._listeners.append(listener)
 
     async def _start_grpc(self, address: Address) -> Any:
-        self._servicer = rpc.Servicer(self.dataplane, self.observer, self.headers)
-        server = rpc.build(self._servicer, self.fleet.max_body_bytes, self.door.interceptors)
+        self._calls = rpc.Calls(self.dataplane, self.observer, self.headers, self.door.keys)
+        server = rpc.build(self._calls, self.fleet.max_body_bytes)
         try:
             self.door.listen(server, str(address))
         except RuntimeError as error:
@@ -139,7 +139,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         for listener in self._listeners:
             listener.stop()
         if self._grpc_server is not None:
-            await rpc.retire(self._grpc_server, self._servicer, self.grace_period)
+            await rpc.retire(self._grpc_server, self._calls, self.grace_period)
         await asyncio.gather(*self._running)
         self.fleet.close()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -16,7 +16,7 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 from pipeline.spec.signature import NUMPY_TYPES
-from serve.rpc import _CONTENTS
+from serve.message import _CONTENTS
 from serve.tensors import to_raw
 from tests.serve.typed import build, sample
 

@@ -113,10 +113,20 @@ def test_grpc_asks_for_the_same_keys_over_the_same_tls(closed: Closed) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=20)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            assert "x-request-id" in dict(caught.value.initial_metadata())
+            assert "x-request-id" in dict(caught.value.trailing_metadata())
         for metadata in ([("x-api-key", KEY)], [("authorization", f"Bearer {KEY}")]):
             found = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=20)
             assert found.name == "tiny"
+
+
+def test_a_refused_key_is_counted_whatever_the_protocol(closed: Closed) -> None:
+    channel, stub = _stub(closed)
+    with channel, pytest.raises(grpc.RpcError):
+        stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), timeout=20)
+    assert (
+        b'pipe_rejected_total{model="",reason="unauthorized",version=""}'
+        in closed.ask("GET", "/metrics", x_api_key=KEY)[2]
+    )
 
 
 def test_grpc_without_tls_is_not_spoken(closed: Closed) -> None:
