@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from serve import openapi, page, page_data, v1, v2
+from serve import form, openapi, page, page_data, v1, v2
 from serve.batcher import stays
 from serve.body import Room, linger, read
 from serve.canary import choose
@@ -194,7 +194,8 @@ class App:
 
     async def _index(self, asked: Asked) -> Answer:
         body = await read(asked.headers, asked.receive, _INDEX_BYTES)
-        v2.check_index(body)
+        if body:
+            form.check_index(v1.parse_object(body))
         return json_answer(self.plane.index())
 
     async def _openapi(self, _: Asked) -> Answer:

@@ -120,7 +120,7 @@ class AccessLog:
             model=watch.model,
             version=watch.version,
             code=watch.code if isinstance(watch.code, str) else int(watch.code),
-            milliseconds=round((time.monotonic() - watch.began) * 1e3, 3),
+            milliseconds=round((watch.over - watch.began) * 1e3, 3),
         )
         _ACCESS.log(level, "request", extra=fields)
 

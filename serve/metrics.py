@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PHASES = ("read", "wait", "run", "write")
+_MANY = 256
 
 
 class Histogram:
@@ -37,6 +38,12 @@ class Histogram:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def add(self, values: Sequence[float]) -> None:
+        """Many at once, each of which then costs next to nothing."""
+        found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        self.counts = [count + int(more) for count, more in zip(self.counts, found, strict=True)]
+        self.total += sum(values)
 
     @property
     def count(self) -> int:
@@ -62,6 +69,7 @@ class Series:
         self.batch_rows, self.batch_requests = Histogram(SIZES), Histogram(SIZES)
         self.batch_seconds = Histogram(SECONDS)
         self._lock = threading.Lock()
+        self._fresh: list[Watch] = []  # ended, and not counted yet
 
     def batch(self, requests: int, rows: int, seconds: float) -> None:
         """From whatever thread ran it."""
@@ -70,16 +78,24 @@ class Series:
             self.batch_rows.observe(rows)
             self.batch_seconds.observe(seconds)
 
-    def answered(self, watch: Watch) -> None:
-        """A request whose answer is written, phase by phase."""
-        self.read.observe(watch.read - watch.reading)
-        self.wait.observe(watch.taken - watch.read)
-        self.run.observe(watch.ran - watch.taken)
-        self.write.observe(time.monotonic() - watch.ran)
-
     def ended(self, watch: Watch) -> None:
-        self.requests[watch.protocol, watch.code] += 1
-        self.seconds[watch.protocol].observe(time.monotonic() - watch.began)
+        """On the event loop. Counted when many have come together, or when somebody looks."""
+        self._fresh.append(watch)
+        if len(self._fresh) >= _MANY:
+            self.count()
+
+    def count(self) -> None:
+        """Bring all up to date; who reads them calls it first."""
+        fresh, self._fresh = self._fresh, []
+        for watch in fresh:
+            self.requests[watch.protocol, watch.code] += 1
+        for protocol in {watch.protocol for watch in fresh}:
+            self.seconds[protocol].add([one.over - one.began for one in fresh if one.protocol == protocol])
+        if answered := [watch for watch in fresh if watch.written]:
+            self.read.add([watch.read - watch.reading for watch in answered])
+            self.wait.add([watch.taken - watch.read for watch in answered])
+            self.run.add([watch.ran - watch.taken for watch in answered])
+            self.write.add([watch.written - watch.ran for watch in answered])
 
 
 class Metrics(Collector):
@@ -117,6 +133,8 @@ class Metrics(Collector):
         yield from _versions(served)
         yield from _shares(served)
         everything = [*labelled, (("", ""), self.unknown)]
+        for _, series in everything:
+            series.count()
         yield _requests(everything)
         yield _rejected(everything)
         yield _seconds(everything)

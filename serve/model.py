@@ -97,7 +97,7 @@ class Served:
             answer = call.write(predictor, outputs, self.version)
         else:
             answer = await loop.run_in_executor(self.pool, call.write, predictor, outputs, self.version)
-        self.series.answered(watch)
+        watch.written = clock()
         if self.mirror is not None:
             self.mirror.offer(arrays, outputs)
         return answer

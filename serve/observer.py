@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -51,6 +52,7 @@ class Observer:
         return refusal
 
     def ended(self, watch: Watch) -> None:
+        watch.over = time.monotonic()
         if watch.protocol:
             self.metrics.in_flight -= 1
             self.metrics.series(watch).ended(watch)

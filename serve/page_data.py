@@ -77,6 +77,7 @@ def counters(models: Sequence[tuple[Served, bool]], *, ready: bool) -> dict[str,
 
 def _counted(served: Served, current: bool) -> dict[str, Any]:
     series = served.series
+    series.count()
     histograms = list(series.seconds.values())
     refused = sum(count for (_, code), count in series.requests.items() if code not in (200, "OK"))
     return {

@@ -7,12 +7,13 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from pipeline.spec.errors import InvalidPayload
-from pipeline.spec.signature import NUMPY_TYPES, Signature, TensorSpec
+from pipeline.spec.signature import NUMPY_TYPES, Signature
 from serve import bfloat16
 from serve.validate import check_bytes, check_names, check_outputs, check_shapes, shown
 
@@ -35,17 +36,19 @@ _REFUSED = dict.fromkeys(
     "nothing is remembered from one request to the next",
 )
 _REFUSED["classification"] = "ask for the tensor and take its largest values"
+_MOST_SHAPES = 4096  # are kept
 _FEW = 1024  # numbers; beyond it, what a call of numpy costs by itself is nothing
 _KINDS = {name: np.dtype(kind) for name, kind in NUMPY_TYPES.items()}
 
 
-class Tensor(NamedTuple):
+class Tensor(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """One input as sent: its values as a list, as a flat array, or as raw little-endian bytes."""
 
     name: str
     datatype: str
-    shape: Sequence[int]
-    data: list[Any] | Array | bytes | memoryview
+    shape: Sequence[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
+    data: Any = None
+    parameters: Parameters | None = None
 
 
 class Wish(NamedTuple):
@@ -64,21 +67,20 @@ class Request(NamedTuple):
 
     def arrays(self, signature: Signature) -> dict[str, Array]:
         """The inputs in the signature's order, held against it in full; a sentence where they do not fit."""
-        given = {tensor.name: tensor for tensor in self.inputs}
-        specs = signature.input_specs
-        if len(given) != len(self.inputs) or given.keys() != specs.keys():
-            check_names([tensor.name for tensor in self.inputs], signature.inputs)
+        specs, found = signature.input_specs, self.inputs
+        given = {tensor.name: tensor for tensor in found}
+        if len(given) != len(found) or given.keys() != specs.keys():
+            check_names([tensor.name for tensor in found], signature.inputs)
         if self.outputs:
             check_outputs([wish.name for wish in self.outputs], signature.outputs)
-        for name, tensor in given.items():
-            if tensor.datatype != specs[name].datatype:
-                raise InvalidPayload(
-                    f"{name}: datatype {tensor.datatype[:40]!r} is not the model's {specs[name].datatype}"
-                )
-        shapes = {name: given[name].shape for name in specs}
-        check_shapes(shapes, signature)
-        check_bytes(shapes, signature)
-        return {name: _array(given[name], spec) for name, spec in specs.items()}
+        ordered = found if len(found) == 1 else [given[name] for name in specs]
+        shapes = tuple([tuple(tensor.shape) for tensor in ordered])
+        for tensor in ordered:
+            if tensor.datatype != (wanted := specs[tensor.name].datatype):
+                raise InvalidPayload(f"{tensor.name}: datatype {tensor.datatype[:40]!r} is not the model's {wanted}")
+        if shapes not in signature.fitting:
+            _check_fit(shapes, signature)
+        return {tensor.name: _array(tensor, shape) for tensor, shape in zip(ordered, shapes, strict=True)}
 
     def wishes(self, signature: Signature) -> Sequence[Wish]:
         return self.outputs or [Wish(name, self.binary) for name in signature.output_names]
@@ -101,16 +103,26 @@ def to_raw(array: Array, datatype: str) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _array(tensor: Tensor, spec: TensorSpec) -> Array:
-    data, shape = tensor.data, tuple(tensor.shape)
+def _check_fit(shapes: tuple[tuple[int, ...], ...], signature: Signature) -> None:
+    """Once for all requests of these shapes."""
+    named = dict(zip(signature.input_specs, shapes, strict=True))
+    check_shapes(named, signature)
+    check_bytes(named, signature)
+    if len(signature.fitting) < _MOST_SHAPES:
+        signature.fitting.add(shapes)
+
+
+def _array(tensor: Tensor, shape: tuple[int, ...]) -> Array:
+    """Of the datatype it names, which is the model's."""
+    data, datatype = tensor.data, tensor.datatype
     nested: tuple[int, ...] | None = None
     try:
         if isinstance(data, list):
-            found, nested = _from_list(data, spec.datatype)
+            found, nested = _from_list(data, datatype)
         elif isinstance(data, np.ndarray):
-            found = _narrowed(data, spec.datatype)
+            found = _narrowed(data, datatype)
         else:
-            found = _from_raw(data, spec.datatype)
+            found = _from_raw(data, datatype)
     except _Unfit as error:
         raise InvalidPayload(f"{tensor.name}: {error}") from None
     if nested is not None and len(nested) > 1 and nested != shape:

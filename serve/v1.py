@@ -49,7 +49,7 @@ def parse(body: bytes) -> Any:
     return fields["instances"]
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | memoryview) -> dict[str, Any]:
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -21,12 +21,26 @@ _UNTRACED: Mapping[str, bytes] = {}
 class Watch:
     """Times are of `time.monotonic`; a phase that was never reached is 0."""
 
-    __slots__ = ("began", "code", "id", "path", "protocol", "ran", "read", "reading", "served", "taken", "trace")
+    __slots__ = (
+        "began",
+        "code",
+        "id",
+        "over",
+        "path",
+        "protocol",
+        "ran",
+        "read",
+        "reading",
+        "served",
+        "taken",
+        "trace",
+        "written",
+    )
 
     def __init__(self, request_id: bytes = b"", path: str = "", protocol: str = "") -> None:
         self.id, self.path, self.protocol = request_id, path, protocol
         self.began = time.monotonic()
-        self.reading = self.read = self.taken = self.ran = 0.0
+        self.reading = self.read = self.taken = self.ran = self.written = self.over = 0.0
         self.trace: Mapping[str, bytes] = _UNTRACED
         self.served: Served | None = None
         self.code: int | str = "aborted"  # the client left before an answer began

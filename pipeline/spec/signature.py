@@ -61,6 +61,11 @@ class Signature(Frozen):
         return {spec.name: spec for spec in self.inputs}
 
     @cached_property
+    def fitting(self) -> set[tuple[tuple[int, ...], ...]]:
+        """Shapes of all inputs together that were found to fit, kept by who serves: few, and asked again and again."""
+        return set()
+
+    @cached_property
     def output_names(self) -> tuple[str, ...]:
         return tuple(spec.name for spec in self.outputs)
 

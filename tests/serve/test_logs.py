@@ -37,6 +37,7 @@ def lines(request: pytest.FixtureRequest) -> Iterator[Lines]:
 def _watch(code: int | str) -> Watch:
     watch = Watch(b"id-1", "/v1/models/tiny:predict", "v1")
     watch.code = code
+    watch.over = watch.began
     return watch
 
 

@@ -157,12 +157,35 @@ def test_what_a_new_bundle_gets_and_how_it_does_is_told(observer: Observer, load
 def test_phases_are_told_apart(observer: Observer, loaded: list[tuple[Any, bool]]) -> None:
     watch = Watch()
     watch.reading, watch.read, watch.taken = 1.0, 1.2, 1.5
-    watch.ran = 2.4
-    loaded[1][0].series.answered(watch)
+    watch.ran, watch.written, watch.over = 2.4, 2.5, 2.6
+    loaded[1][0].series.ended(watch)
     found = _values(observer.metrics)
     sums = [found["pipe_phase_seconds_sum", "tiny", "2", phase] for phase in ("read", "wait", "run")]
     assert sums == pytest.approx([0.2, 0.3, 0.9])
     assert found["pipe_phase_seconds_count", "tiny", "2", "write"] == 1
+
+
+def test_requests_are_counted_whether_few_or_many_have_come_since_the_last_look(
+    observer: Observer, loaded: list[tuple[Any, bool]]
+) -> None:
+    for number in range(1000):
+        watch = Watch(protocol="v2")
+        watch.served, watch.code, watch.over = loaded[1][0], 200 if number % 2 else 503, watch.began + 0.003
+        observer.ended(watch)
+        if number in (0, 300, 999):
+            found = _values(observer.metrics)
+            assert found["pipe_request_seconds_count", "tiny", "2", "v2"] == number + 1
+    assert found["pipe_requests_total", "tiny", "2", "v2", "200"] == 500
+    assert found["pipe_requests_total", "tiny", "2", "v2", "503"] == 500
+
+
+def test_values_added_together_count_as_those_added_one_by_one() -> None:
+    values = [0.5, 1, 1.5, 2, 4, 4.1, 100]
+    one, all_at_once = Histogram((1, 2, 4)), Histogram((1, 2, 4))
+    for value in values:
+        one.observe(value)
+    all_at_once.add(values)
+    assert (all_at_once.counts, all_at_once.total) == (one.counts, one.total)
 
 
 def test_a_histogram_counts_what_is_at_most_each_bound() -> None:
@@ -198,8 +221,7 @@ def test_watching_costs_less_than_ten_microseconds_a_request(
             watch = observer.begin({}, "/v2/models/tiny/infer")
             observer.asked(watch, "v2")
             watch.served, watch.code = served, 200
-            watch.reading = watch.read = watch.taken = watch.ran = watch.began
-            served.series.answered(watch)
+            watch.reading = watch.read = watch.taken = watch.ran = watch.written = watch.began
             served.series.batch(1, 1, 0.001)
             observer.ended(watch)
         return (time.perf_counter() - began) / count
