@@ -55,6 +55,14 @@ class Asked:
     room: Room
     held: int = 0  # bytes of its body
 
+    @property
+    def gone(self) -> Callable[[], bool]:
+        return self.scope.get("left", stays)  # type: ignore[no-any-return]
+
+    @property
+    def alone(self) -> bool:
+        return "alone" in self.scope and self.scope["alone"]()
+
     def hold(self, size: int, most: int) -> None:
         self.room.take(size, most)
         self.held += size
@@ -139,7 +147,7 @@ class App:
         call = v1.Call(await read(asked.headers, asked.receive, served.max_body_bytes, asked.hold))
         if served.canary is not None and not asked.route.version:
             served = asked.watch.served = await choose(served, call, asked.watch.id)
-        return Answer(await served.answer(call, timeout_seconds, asked.scope.get("left", stays), asked.watch))
+        return Answer(await served.answer(call, timeout_seconds, asked.gone, asked.watch, asked.alone))
 
     async def _infer(self, asked: Asked) -> Answer:
         length = asked.headers.get(_LENGTH)
@@ -151,7 +159,7 @@ class App:
         call = v2.Call(served.name, body, None if length is None else length.decode("latin-1"))
         if served.canary is not None and not asked.route.version:
             served = asked.watch.served = await choose(served, call, asked.watch.id)
-        answer = await served.answer(call, timeout_seconds, asked.scope.get("left", stays), asked.watch)
+        answer = await served.answer(call, timeout_seconds, asked.gone, asked.watch, asked.alone)
         if answer.json_bytes is None:
             return Answer(answer.body)
         said = (_LENGTH, b"%d" % answer.json_bytes)

@@ -103,13 +103,21 @@ class Batcher:
         deadline: float = math.inf,
         gone: Callable[[], bool] = stays,
         watch: Watch | None = None,
+        alone: bool = False,
     ) -> dict[str, Array]:
-        """The wanted outputs for these rows. A deadline is a time of `time.monotonic`."""
+        """The wanted outputs for these rows. A deadline is a time of `time.monotonic`.
+
+        `alone`: nobody else asks, so that nothing is gained by looking for company.
+        """
         self.admit(deadline)
         names = tuple(wanted)
         key, rows = key_of(arrays, names)
         answer: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
         item = Item(arrays, names, rows, key, deadline, gone, answer, time.monotonic(), watch or Watch())
+        if alone and not self._waiting and not self._running and self._pace.quick(size_of((item,))):
+            item.watch.taken = item.since
+            self._conclude([item], self._attempt([item]))
+            return answer.result()
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = Lane()

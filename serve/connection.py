@@ -207,6 +207,7 @@ class Connection(asyncio.Protocol):
     def finished(self, exchange: Exchange) -> None:
         """Answered: the next one, or wait for it."""
         self._state.total_requests += 1
+        Exchange.begun -= 1
         self.current = None
         if self._refusal and exchange.gone and not self.transport.is_closing():
             self._say_refusal()
@@ -260,6 +261,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, exchange: Exchange) -> None:
         self.current = exchange
+        Exchange.begun += 1
         exchange.task = self.loop.create_task(exchange.run(self._app))
 
     def _ended_by_client(self) -> bool:

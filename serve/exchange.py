@@ -46,6 +46,8 @@ class Exchange:
         "task",
     )
 
+    begun = 0  # of all connections, and not answered yet
+
     def __init__(self, connection: Connection, scope: dict[str, Any], keep_alive: bool) -> None:
         self._connection, self.scope, self.keep_alive = connection, scope, keep_alive
         self.task: asyncio.Task[None] | None = None
@@ -61,11 +63,15 @@ class Exchange:
         for name, value in scope["headers"]:
             if name == b"expect" and value.lower() == b"100-continue":
                 self._continue = True
-        scope["left"] = self.left
+        scope["left"], scope["alone"] = self.left, self.alone
 
     def left(self) -> bool:
         """Asked before a request that had to wait is computed: for a client that is gone, most likely, it is not."""
         return self.gone or self._connection.loop.time() - self.half_closed_at > _LISTENING_SECONDS
+
+    def alone(self) -> bool:
+        """Nobody else asks at the moment, not even who was heard in this turn of the loop and has not begun."""
+        return Exchange.begun == 1
 
     @property
     def waiting_for_body(self) -> bool:

@@ -33,14 +33,18 @@ class Item:
 
 def key_of(arrays: Arrays, wanted: tuple[str, ...]) -> tuple[Key, int]:
     """What may run together has one key; and the rows, by the first axis."""
-    kinds = tuple((name, array.dtype.char, array.shape[1:]) for name, array in arrays.items())
-    sizes = {array.shape[0] if array.ndim else 1 for array in arrays.values()}
-    return (wanted, kinds), max(sizes, default=1)
+    kinds, rows = [], 0
+    for name, array in arrays.items():
+        shape = array.shape
+        kinds.append((name, array.dtype.char, shape[1:]))
+        if shape and shape[0] > rows:
+            rows = shape[0]
+    return (wanted, tuple(kinds)), rows or 1
 
 
 def size_of(batch: Sequence[Item]) -> int:
     """Of the inputs, as a power of two."""
-    return sum(array.size for item in batch for array in item.arrays.values()).bit_length()
+    return sum([array.size for item in batch for array in item.arrays.values()]).bit_length()
 
 
 def rows_of(batch: Sequence[Item]) -> int:

@@ -80,6 +80,7 @@ class Served:
         timeout_seconds: float = math.inf,
         gone: Callable[[], bool] = stays,
         watch: Watch | None = None,
+        alone: bool = False,
     ) -> Any:
         """Read, run together with whoever asks at the same moment, write."""
         predictor, clock, loop = self.predictor, time.monotonic, asyncio.get_running_loop()
@@ -91,7 +92,7 @@ class Served:
             arrays, wanted = await self._read(call, loop)
         watch.read = clock()
         deadline = watch.began + self._patience(call, timeout_seconds)
-        outputs = await self.batcher.outputs(arrays, wanted, deadline, gone, watch)
+        outputs = await self.batcher.outputs(arrays, wanted, deadline, gone, watch, alone)
         watch.ran = clock()
         if call.quick:
             answer = call.write(predictor, outputs, self.version)

@@ -203,3 +203,27 @@ def test_a_thousand_requests_of_any_size_and_shape_get_exactly_their_own(
         assert len(model.batches) < 1000, "some were merged"
 
     run(body)
+
+
+def test_who_is_alone_is_answered_without_a_turn_of_the_loop_once_the_model_is_known_to_be_quick(
+    model: Model, pool: ThreadPoolExecutor
+) -> None:
+    async def body() -> None:
+        batcher, model.seconds = Batcher(model, MERGING, pool), 0
+        await batcher.outputs(rows(1), ("y",), alone=True)  # in a thread: nobody knows yet how long it takes
+        answered = batcher.outputs(rows(4), ("y",), alone=True)
+        with pytest.raises(StopIteration) as done:
+            answered.send(None)
+        assert done.value.value["y"].ravel().tolist() == [8]
+
+    run(body)
+
+
+def test_an_error_reaches_who_is_alone(model: Model, pool: ThreadPoolExecutor) -> None:
+    async def body() -> None:
+        batcher, model.seconds = Batcher(model, MERGING, pool), 0
+        await batcher.outputs(rows(1), ("y",), alone=True)
+        with pytest.raises(ValueError, match="negative: -3"):
+            await batcher.outputs(rows(-3), ("y",), alone=True)
+
+    run(body)
