@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from serve.model import Served
 
 _SANE = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:=+/-]{0,127}")
-_PREFIX = secrets.token_hex(8)
+_PREFIX = secrets.token_hex(8).encode()
 _NUMBERS = itertools.count(1)
 _UNTRACED: Mapping[str, bytes] = {}
 
@@ -58,4 +58,4 @@ def request_id(given: bytes | None) -> bytes:
     """The client's own where it is fit for a header and a log line, else one that no other process makes."""
     if given is not None and _SANE.fullmatch(given):
         return given
-    return b"%s-%d" % (_PREFIX.encode(), next(_NUMBERS))
+    return b"%b-%d" % (_PREFIX, next(_NUMBERS))
