@@ -7,7 +7,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from serve.model import Call, Served
+    from serve.served import Call, Served
 
 
 class Canary:

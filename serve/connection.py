@@ -11,7 +11,7 @@ import logging
 import sys
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from serve import head
 from serve.crowd import Outflow, make_room
-from serve.exchange import Exchange, plain, scope_of, stamp_of
+from serve.exchange import App, Exchange, plain, scope_of, stamp_of
 from serve.logs import told
 from serve.watch import request_id
 
@@ -30,8 +30,6 @@ BODY_SECONDS = 60.0  # for a body, likewise
 _GOODBYE_SECONDS = 2.0  # for a refused client to stop sending: closing on unread bytes would lose the answer
 
 log = logging.getLogger(__name__)
-
-App = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Connection(asyncio.Protocol):
@@ -207,7 +205,6 @@ class Connection(asyncio.Protocol):
     def finished(self, exchange: Exchange) -> None:
         """Answered: the next one, or wait for it."""
         self._state.total_requests += 1
-        Exchange.begun -= 1
         self.current = None
         if self._refusal and exchange.gone and not self.transport.is_closing():
             self._say_refusal()
@@ -261,8 +258,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, exchange: Exchange) -> None:
         self.current = exchange
-        Exchange.begun += 1
-        exchange.task = self.loop.create_task(exchange.run(self._app))
+        exchange.start(self._app)
 
     def _ended_by_client(self) -> bool:
         """What follows a request that says `connection: close` is nobody's."""

@@ -28,6 +28,8 @@ _stamped: list[Any] = [None, b""]  # the last list of headers, and it as bytes
 
 log = logging.getLogger(__name__)
 
+App = Callable[..., Coroutine[Any, Any, None]]
+
 
 class Exchange:
     __slots__ = (
@@ -101,7 +103,11 @@ class Exchange:
         self.gone = True
         self._wake()
 
-    async def run(self, app: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    def start(self, app: App) -> None:
+        Exchange.begun += 1
+        self.task = self._connection.loop.create_task(self.run(app))
+
+    async def run(self, app: App) -> None:
         try:
             await app(self.scope, self.receive, self.send)
             if self._head is not None and not self.gone:
@@ -114,6 +120,7 @@ class Exchange:
                 self._connection.transport.write(plain(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error", stamp))
             self._head, self.keep_alive = None, False
         finally:
+            Exchange.begun -= 1
             self._connection.finished(self)
             self.scope = {}  # which refers to this exchange: a circle would wait for the garbage collector
 

@@ -13,10 +13,11 @@ from pipeline.spec.bundle import Bundle, open_bundle
 from serve.canary import Canary
 from serve.loading import prove
 from serve.logs import told
-from serve.model import OnnxModel, OnnxPlane, Served
+from serve.model import OnnxModel, OnnxPlane
 from serve.options import Options
 from serve.predictor import Predictor
 from serve.refusal import Conflict
+from serve.served import Served
 from serve.shadow import Mirror, open_mirror, unlike
 
 Loaded = tuple[str, Predictor]  # a model's name, and one version of it that is proven

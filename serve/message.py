@@ -41,7 +41,8 @@ class Call:
         self._message = message  # pb.ModelInferRequest
         self._request = Request("", (), ())
         self._wishes: Sequence[Wish] = ()
-        self.quick = message.ByteSize() < _QUICK_BYTES
+        size = message.ByteSize()
+        self.quick, self.size = size < _QUICK_BYTES, size.bit_length()
 
     @property
     def timeout_seconds(self) -> float:

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from serve.watch import Watch
 
 if TYPE_CHECKING:
-    from serve.model import Served
+    from serve.served import Served
 
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -2,135 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any
 
 from kserve import Model
 from kserve.errors import ModelNotFound
 from kserve.protocol.dataplane import DataPlane
 
-from pipeline.spec.signature import TensorSpec
-from serve.batcher import Batcher, Rules, Seen, stays
 from serve.canary import Canary
-from serve.merging import Array
-from serve.metrics import Series
 from serve.predictor import Predictor
 from serve.refusal import Headers, Unknown
+from serve.served import Served, described
 from serve.shadow import Mirror
-from serve.watch import Watch
 
 _LEAST_DIGITS = 8  # of a digest that can stand for a version
-PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Runtime
-
-
-class Call(Protocol):
-    """One request in its wire format. `quick`: reading and writing may happen on the event loop."""
-
-    @property
-    def quick(self) -> bool: ...
-
-    @property
-    def timeout_seconds(self) -> float:
-        """How long the client waits, known once the call was read."""
-        ...
-
-    def key(self) -> str:
-        """The id the client gave it; empty where it gave none."""
-        ...
-
-    def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
-        """The arrays, checked in full, and the names of the outputs that are asked for."""
-        ...
-
-    def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any: ...
-
-
-class Served:
-    """One version of one model, which has answered its golden requests."""
-
-    canary: Canary | None = None  # who answers a share of the requests that name no version
-    mirror: Mirror | None = None  # who gets a copy of them
-
-    def __init__(self, name: str, version: str, predictor: Predictor, pool: Executor) -> None:
-        bundle = predictor.bundle
-        self.name, self.version, self.bundle, self.predictor = name, version, bundle, predictor
-        self.pool = pool
-        self.max_body_bytes = bundle.signature.limits.max_body_bytes
-        self.series = Series()
-        self.batcher = Batcher(predictor.run, rules_of(predictor), pool, Seen(self.series.batch))
-        self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
-        self.trailers = (("x-bundle-digest", bundle.digest),)  # the same as gRPC has it
-        self._deadline_seconds = bundle.signature.limits.deadline_seconds or math.inf
-        self._reading = 0  # requests that a thread of the pool reads, or will
-
-    def admit(self, timeout_seconds: float = math.inf) -> None:
-        """Refuse what has no room or no hope before its body costs anything."""
-        if timeout_seconds == math.inf:
-            timeout_seconds = self._deadline_seconds
-        self.batcher.admit(time.monotonic() + timeout_seconds, self._reading)
-
-    async def answer(
-        self,
-        call: Call,
-        timeout_seconds: float = math.inf,
-        gone: Callable[[], bool] = stays,
-        watch: Watch | None = None,
-        alone: bool = False,
-    ) -> Any:
-        """Read, run together with whoever asks at the same moment, write."""
-        predictor, clock, loop = self.predictor, time.monotonic, asyncio.get_running_loop()
-        watch = watch or Watch()
-        watch.served, watch.reading = self, clock()
-        if call.quick:
-            arrays, wanted = call.read(predictor)
-        else:
-            arrays, wanted = await self._read(call, loop)
-        watch.read = clock()
-        deadline = watch.began + self._patience(call, timeout_seconds)
-        outputs = await self.batcher.outputs(arrays, wanted, deadline, gone, watch, alone)
-        watch.ran = clock()
-        if call.quick:
-            answer = call.write(predictor, outputs, self.version)
-        else:
-            answer = await loop.run_in_executor(self.pool, call.write, predictor, outputs, self.version)
-        watch.written = clock()
-        if self.mirror is not None:
-            self.mirror.offer(arrays, outputs)
-        return answer
-
-    async def _read(self, call: Call, loop: asyncio.AbstractEventLoop) -> tuple[Mapping[str, Array], Sequence[str]]:
-        self._reading += 1
-        try:
-            return await loop.run_in_executor(self.pool, call.read, self.predictor)
-        finally:
-            self._reading -= 1
-
-    def _patience(self, call: Call, timeout_seconds: float) -> float:
-        """The shorter of what the client said; what the bundle says if it said nothing."""
-        said = min(timeout_seconds, call.timeout_seconds)
-        return self._deadline_seconds if said == math.inf else said
-
-    def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
-        session = self.predictor.session
-        return {
-            "name": self.name,
-            "versions": list(versions),
-            "platform": PLATFORM,
-            "inputs": [_metadata(spec) for spec in self.bundle.signature.inputs],
-            "outputs": [_metadata(spec) for spec in self.bundle.signature.outputs],
-            "properties": {
-                "bundle": self.bundle.digest,
-                "verdict": self.bundle.manifest.verdict,
-                "provider": session.provider,
-                "provider_fallback": session.fallback,
-                "batching": f"off: {self.predictor.why_alone}" if self.predictor.why_alone else "on",
-            },
-        }
 
 
 class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
@@ -219,10 +106,10 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
         raise Unknown(f"model {self.name!r} has no version {version[:64]!r}; there are {listed}")
 
     def get_input_types(self) -> list[dict[str, Any]]:
-        return [_metadata(spec) for spec in self.served().bundle.signature.inputs]
+        return [described(spec) for spec in self.served().bundle.signature.inputs]
 
     def get_output_types(self) -> list[dict[str, Any]]:
-        return [_metadata(spec) for spec in self.served().bundle.signature.outputs]
+        return [described(spec) for spec in self.served().bundle.signature.outputs]
 
 
 class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
@@ -283,17 +170,3 @@ class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
 
     async def infer(self, *_: Any, **__: Any) -> Any:
         raise ModelNotFound("requests go to a version of a model, not through the data plane")
-
-
-def rules_of(predictor: Predictor) -> Rules:
-    runtime, limits = predictor.signature.runtime, predictor.signature.limits
-    return Rules(
-        mergeable=not predictor.why_alone,
-        rows=runtime.batch_rows,
-        waiting=limits.max_waiting,
-        delay_seconds=runtime.batch_delay_ms / 1e3,
-    )
-
-
-def _metadata(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "datatype": spec.datatype, "shape": spec.protocol_shape}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from serve import schemas
-from serve.model import OnnxPlane, Served
+from serve.model import OnnxPlane
 from serve.routes import PATHS, is_open
 from serve.schemas import Schema
+from serve.served import Served
 
 _MODEL = "/models/{model_name}"
 _TEXT: Schema = {"type": "string"}

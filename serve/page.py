@@ -14,9 +14,10 @@ from urllib.parse import parse_qsl
 from pipeline.spec.html import Child, Html, el, table
 from pipeline.spec.signature import TensorSpec
 from serve.markdown import render as markdown
-from serve.model import OnnxPlane, Served
+from serve.model import OnnxPlane
 from serve.page_data import embedded
 from serve.refusal import Headers
+from serve.served import Served
 
 _HERE = Path(__file__).resolve().parent
 _ICON = (

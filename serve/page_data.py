@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from serve.model import Served
+from serve.served import Served
 
 _MOST_EXAMPLE_BYTES = 256 << 10  # a larger one would make the page heavy; the signature is enough to make another
 

@@ -33,9 +33,9 @@ class Unknown(Refusal):
 
 
 class Unoffered(Refusal):
-    """The protocol has it; this service does not."""
+    """gRPC has it; this service does not."""
 
-    status, code, reason = HTTPStatus.NOT_IMPLEMENTED, "UNIMPLEMENTED", "method"
+    code, reason = "UNIMPLEMENTED", "method"
 
 
 class Unauthorized(Refusal):

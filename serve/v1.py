@@ -14,13 +14,13 @@ from serve.predictor import Predictor
 
 
 class Call:
-    """One prediction. Never on the event loop: a codec is user code, and nobody knows how long it takes."""
+    """One prediction. Its codec is user code: nobody knows at first how long it takes."""
 
     quick = False
     timeout_seconds = math.inf  # the protocol has no word for it; the header has
 
     def __init__(self, body: bytes) -> None:
-        self._body = body
+        self._body, self.size = body, len(body).bit_length()
         self._count = 0
 
     def key(self) -> str:

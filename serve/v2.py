@@ -32,7 +32,7 @@ class Call:
         self._model, self._body, self._length = model, body, length_header
         self._parsed: Request | None = None
         self._wishes: Sequence[Wish] = ()
-        self.quick = _is_quick(body, length_header)
+        self.quick, self.size = _is_quick(body, length_header), len(body).bit_length()
 
     @property
     def timeout_seconds(self) -> float:

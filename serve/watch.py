@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from serve.model import Served
+    from serve.served import Served
 
 _SANE = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:=+/-]{0,127}")
 _PREFIX = secrets.token_hex(8).encode()

@@ -11,7 +11,8 @@ from pipeline.spec.bundle import open_bundle
 from serve import v1, v2
 from serve.canary import Canary, choose, place_of
 from serve.loading import prove
-from serve.model import OnnxModel, Served
+from serve.model import OnnxModel
+from serve.served import Served
 
 IDS = [f"request-{number}".encode() for number in range(4000)]
 

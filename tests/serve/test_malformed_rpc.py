@@ -146,14 +146,14 @@ def test_bytes_that_are_no_message_are_refused(server: Running) -> None:
 
 def test_after_all_of_them_the_server_is_as_it_was(server: Running, stub: Any) -> None:
     sizes = []
-    for _ in range(3):
+    for _ in range(4):
         for message, _, _ in CASES:
             with pytest.raises(grpc.RpcError):
                 stub.ModelInfer(message, timeout=20)
         sizes.append(psutil.Process(server.process.pid).memory_info().rss)
     answer = stub.ModelInfer(raw(), timeout=20)
     assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [0.0] * 10
-    assert sizes[2] - sizes[0] < 4 << 20, sizes
+    assert sizes[3] - sizes[1] < 4 << 20, sizes  # at first what is kept for reuse fills up
     assert "Traceback" not in server.log
 
 

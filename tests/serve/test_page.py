@@ -15,8 +15,8 @@ from pipeline.spec.bundle import Bundle
 from pipeline.spec.golden import Golden
 from serve import page, page_data
 from serve.canary import Canary
-from serve.model import Served
 from serve.predictor import Predictor
+from serve.served import Served
 from serve.session import Session
 from serve.shadow import Agreement
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,8 @@ from pipeline.spec.bundle import open_bundle
 from pipeline.spec.limits import Limits, Runtime
 from serve.batcher import Rules
 from serve.loading import prove
-from serve.model import Served
 from serve.refusal import Busy, Expired
+from serve.served import Served
 from tests.serve.odd import mixing, slow
 
 LIMITS = Limits(max_batch_size=16, max_body_bytes=1 << 20, max_waiting=5, deadline_seconds=7)
@@ -28,11 +30,16 @@ class Asked:
 
     timeout_seconds: float = math.inf
     quick: bool = False
+    size: int = 5
+    seconds: float = 0.0  # that its codec takes
+    thread: str = ""  # that read it last
 
     def key(self) -> str:
         return ""
 
     def read(self, predictor: Any) -> Any:
+        self.thread = threading.current_thread().name
+        time.sleep(self.seconds)
         return {"x": np.zeros((1, 1), np.float32)}, ("y",)
 
     def write(self, predictor: Any, outputs: Any, version: str) -> Any:
@@ -95,3 +102,19 @@ def test_requests_that_are_still_being_read_count_as_waiting(served: Served) -> 
     finally:
         served._reading = 0
     served.admit()
+
+
+def test_a_codec_that_is_known_to_be_quick_is_spared_the_way_to_a_thread_until_it_blocks(tmp_path: Path) -> None:
+    main = threading.current_thread().name
+
+    async def ask() -> list[bool]:
+        with ThreadPoolExecutor(2) as pool:
+            served = Served("tiny", "1", prove(open_bundle(slow(tmp_path / "bundle")), None, None), pool)
+            found = []
+            for seconds in (0.0, 0.0, 0.06, 0.0, 0.0):
+                await served.answer(call := Asked(seconds=seconds))
+                found.append(call.thread == main)
+            await served.answer(call := Asked(size=20))  # of this size nothing is known
+            return [*found, call.thread == main]
+
+    assert asyncio.run(ask()) == [False, True, True, False, False, False]
