@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from bench.serve.arrivals import Arrived
 from bench.serve.contenders import BINARY, CONTENDERS, JSON
 from bench.serve.load import Asking, closed
 from bench.serve.race import Started, started
@@ -34,6 +34,8 @@ class Rate:
     p50_ms: float
     p99_ms: float
     failed: int
+    client_cores: float  # of the processor, on average; both sides share the machine
+    service_cores: float
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Overload:
     refused: int  # 503
     refused_p99_ms: float
     failed: int  # everything else
+    late_p99_ms: float  # how long after its time the client sent a request; part of the times above
+    client_cores: float  # of the processor, on average; both sides share the machine
+    service_cores: float
 
 
 def rates(workload: Workload, seconds: float) -> list[Rate]:
@@ -55,9 +60,9 @@ def rates(workload: Workload, seconds: float) -> list[Rate]:
         top = _capacity(asking, folder)
         found = []
         for share in _SHARES:
-            told = _arrive(asking, top * share, seconds, folder)
-            failed = told["failed"] + told["sent"] - told["statuses"].get("200", 0)
-            found.append(Rate(workload.name, top * share, share, told["p50_ms"], told["p99_ms"], failed))
+            told, cores = _arrive(one, asking, top * share, seconds, folder)
+            failed = told.due - told.predictions
+            found.append(Rate(workload.name, top * share, share, told.p50_ms, told.p99_ms, failed, *cores))
         return found
 
 
@@ -66,48 +71,50 @@ def overload(workload: Workload, seconds: float) -> Overload:
         asking = one.asking[BINARY]
         before = _capacity(asking, folder)
         within = (*asking.headers, ("x-request-timeout", str(_DEADLINE_SECONDS)))
-        told = _arrive(Asking(asking.url, asking.body, within), 2 * before, seconds, folder)
+        told, cores = _arrive(one, Asking(asking.url, asking.body, within), 2 * before, seconds, folder)
         capacity = (before + _capacity(asking, folder)) / 2
-    return judged(workload.name, seconds, capacity, told)
+    return judged(workload.name, capacity, told, cores)
 
 
-def judged(workload: str, seconds: float, capacity: float, told: dict[str, Any]) -> Overload:
-    """`told` is what the arrivals counted."""
-    statuses = told["statuses"]
-    good, refused = statuses.get("200", 0), statuses.get("503", 0)
+def judged(workload: str, capacity: float, told: Arrived, cores: tuple[float, float]) -> Overload:
+    """`cores` of the client and of the service."""
     return Overload(
         workload,
-        seconds,
+        told.seconds,
         _DEADLINE_SECONDS,
         capacity,
-        goodput=good / seconds,
-        p99_ms=told["p99_ms"],
-        refused=refused,
-        refused_p99_ms=told["refused_p99_ms"],
-        failed=told["failed"] + sum(statuses.values()) - good - refused,
+        told.predictions / told.seconds,
+        told.p99_ms,
+        told.refused,
+        told.refused_p99_ms,
+        told.failed,
+        told.late_p99_ms,
+        *cores,
     )
 
 
 def text(rows: Sequence[Rate]) -> str:
     lines = [
         f"| {row.workload} | {row.per_second:,.0f} | {row.share:.2f} | {row.p50_ms:.2f} | {row.p99_ms:.2f} "
-        f"| {row.failed} |"
+        f"| {row.failed} | {row.client_cores:.2f} | {row.service_cores:.2f} |"
         for row in rows
     ]
-    return "\n".join(
-        ["| model | requests/s | of capacity | p50 ms | p99 ms | failed |", "|---|---|---|---|---|---|", *lines]
-    )
+    head = "| model | requests/s | of capacity | p50 ms | p99 ms | failed | client cores | service cores |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *lines])
 
 
 def overload_text(rows: Sequence[Overload]) -> str:
-    head = "| model | seconds | capacity/s | goodput ÷ capacity | p99 ms | deadline ms | 503 | their p99 ms | failed |"
+    head = (
+        "| model | seconds | capacity/s | goodput ÷ capacity | p99 ms | deadline ms | 503 | their p99 ms | failed "
+        "| sent late p99 ms | client cores | service cores |"
+    )
     lines = [
         f"| {row.workload} | {row.seconds:.0f} | {row.capacity:,.0f} | {row.goodput / row.capacity:.3f} "
         f"| {row.p99_ms:.0f} | {row.deadline_seconds * 1e3:.0f} | {row.refused} | {row.refused_p99_ms:.1f} "
-        f"| {row.failed} |"
+        f"| {row.failed} | {row.late_p99_ms:.1f} | {row.client_cores:.2f} | {row.service_cores:.2f} |"
         for row in rows
     ]
-    return "\n".join([head, "|---|---|---|---|---|---|---|---|---|", *lines])
+    return "\n".join([head, "|---" * 12 + "|", *lines])
 
 
 @contextmanager
@@ -126,14 +133,19 @@ def _capacity(asking: Asking, folder: Path) -> float:
     return closed(asking, _CLIENTS, 3, folder).per_second
 
 
-def _arrive(asking: Asking, rate: float, seconds: float, folder: Path) -> dict[str, Any]:
+def _arrive(
+    one: Started, asking: Asking, rate: float, seconds: float, folder: Path
+) -> tuple[Arrived, tuple[float, float]]:
+    """And the cores that client and service were busy with, on average."""
     body = folder / "arriving"
     body.write_bytes(asking.body)
     told = {"url": asking.url, "body": str(body), "headers": dict(asking.headers), "rate": rate, "seconds": seconds}
     argv = [sys.executable, "-m", "bench.serve.arrivals", json.dumps(told)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    before = one.running.cpu_seconds()
     done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=seconds + 120, check=False)
+    service = one.running.cpu_seconds() - before
     if done.returncode:
         raise StageError(f"the arrivals failed: {done.stderr.strip().splitlines()[-1:]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    found = Arrived.of(json.loads(done.stdout))
+    return found, (found.cpu_seconds / found.seconds, service / found.seconds)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.serve import race, table
+from bench.serve.arrivals import Arrived
 from bench.serve.contenders import BINARY, CONTENDERS, GRPC, JSON, V1, Contender
 from bench.serve.load import Asking, Found
 from bench.serve.openloop import judged
@@ -47,9 +48,11 @@ def test_the_table_shows_both_ratios_and_failures() -> None:
 
 
 def test_overload_is_judged_by_predictions_and_all_that_was_no_clean_refusal() -> None:
-    told = {"statuses": {"200": 900, "503": 800, "504": 5}, "failed": 2, "p99_ms": 900.0, "refused_p99_ms": 3.0}
-    found = judged("conv", 10, 100.0, told)
+    statuses = {200: 900, 503: 800, 504: 5}
+    told = Arrived(1707, 10.0, statuses, 300.0, 900.0, refused_p99_ms=3.0, late_p99_ms=0.1, cpu_seconds=1.0)
+    found = judged("conv", 100.0, told, (0.1, 1.9))
     assert (found.goodput, found.refused, found.failed) == (90.0, 800, 7)
+    assert (found.client_cores, found.service_cores) == (0.1, 1.9)
 
 
 def test_who_cannot_be_installed_is_left_out_with_the_reason(
