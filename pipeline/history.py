@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import secrets
@@ -21,6 +22,8 @@ from pipeline.spec.run import Run, RunFile, StepRecord
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic")
 
 
+_SECOND = len("20260131-235959")  # at the beginning of a run's name
+
 History: TypeAlias = list[tuple[Run, RunFile]]
 
 
@@ -28,15 +31,20 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def created(run: Run) -> datetime:
+    """To the microsecond; a run of an older version knows the second."""
+    return datetime.fromisoformat(run.read().created)
+
+
 def create_run(
     runs: Path, config: Config, wanted: tuple[str, ...], parent: str, study: str = "", trial: int | None = None
 ) -> Run:
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    run = Run(runs / f"{stamp}-{secrets.token_hex(2)}")
+    began = datetime.now(UTC)
+    run = Run(runs / f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
     (run.path / "logs").mkdir(parents=True)
     body = RunFile(
         id=run.id,
-        created=now(),
+        created=began.isoformat(timespec="microseconds"),
         parent=parent,
         wanted=wanted,
         config=config.model_dump(mode="json"),
@@ -59,10 +67,12 @@ def write_record(run: Run, record: StepRecord) -> StepRecord:
 
 
 def all_runs(runs: Path) -> list[Run]:
-    """Newest first; directory names start with the time."""
+    """Newest first. Directory names start with the second they were made in; what is of one second is asked."""
     if not runs.is_dir():
         return []
-    return [Run(path) for path in sorted(runs.iterdir(), reverse=True) if (path / "run.json").is_file()]
+    found = [Run(path) for path in sorted(runs.iterdir(), reverse=True) if (path / "run.json").is_file()]
+    seconds = [list(same) for _, same in itertools.groupby(found, lambda run: run.id[:_SECOND])]
+    return [run for same in seconds for run in (sorted(same, key=created, reverse=True) if len(same) > 1 else same)]
 
 
 def load_history(runs: Path) -> History:

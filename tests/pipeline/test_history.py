@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.history import (
+    all_runs,
     changed_outputs,
+    create_run,
     environment,
     find_run,
     link_outputs,
@@ -109,6 +111,13 @@ def test_a_run_is_found_by_its_id_its_beginning_its_path_or_as_the_latest(tmp_pa
     assert find_run(tmp_path, "20260101").id == "20260101-100000-aaaa"
     assert find_run(tmp_path, "20260101-100000-aaaa").id == "20260101-100000-aaaa"
     assert find_run(Path("/nowhere"), str(tmp_path / "20260101-100000-aaaa")).id == "20260101-100000-aaaa"
+
+
+def test_runs_of_one_second_are_told_apart_by_a_finer_time(tmp_path: Path, config: Config) -> None:
+    made = [create_run(tmp_path, config, ("prepare",), "") for _ in range(12)]
+    assert [run.id for run in all_runs(tmp_path)] == [run.id for run in reversed(made)]
+    assert len({run.id[:15] for run in made}) < len(made), "several in one second"
+    assert find_run(tmp_path, "latest") == made[-1]
 
 
 def test_a_name_that_fits_no_run_or_several_is_a_mistake(tmp_path: Path) -> None:
