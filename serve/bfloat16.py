@@ -39,19 +39,25 @@ def concerns(session: Any) -> bool:
 
 def run(session: Any, names: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
     """`session.run` for such a model: ONNX Runtime refuses its arrays there, but takes and gives values of its own."""
+    values = {node.name: _value(inputs[node.name], node.type) for node in session.get_inputs()}
     binding = session.io_binding()
-    for node in session.get_inputs():
-        array = np.asarray(inputs[node.name], order="C")
-        if node.type == _TYPE:
-            bits = to_bits(array)
-            value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
-            binding.bind_ortvalue_input(node.name, value)
-        else:
-            binding.bind_cpu_input(node.name, array)
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
     for name in names:
         binding.bind_output(name, "cpu")
-    session.run_with_iobinding(binding)
+    try:
+        session.run_with_iobinding(binding)
+    except RuntimeError:  # of whatever kind it was: a plain run tells whether the values or we are to blame
+        session.run_with_ort_values(list(names), values)
+        raise
     return [_array(value) for value in binding.get_outputs()]
+
+
+def _value(array: Array, kind: str) -> Any:
+    array = np.asarray(array, order="C")
+    if kind != _TYPE:
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(to_bits(array), _ONNX_BFLOAT16)
 
 
 def _array(value: Any) -> Array:

@@ -5,7 +5,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import onnxruntime
+import pytest
 from onnx import TensorProto, helper
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from serve import bfloat16
 
@@ -44,3 +46,22 @@ def test_a_model_of_bf16_runs_beside_other_types_empty_and_scalar(tmp_path: Path
         assert (found[0].shape, found[0].item()) == ((), 5)
         assert found[1].dtype == np.float32
         np.testing.assert_array_equal(found[1], x)
+
+
+def test_values_that_a_model_of_bf16_cannot_compute_with_are_told_like_those_of_any_other() -> None:
+    """ONNX Runtime says of a bound run only that it failed."""
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.BFLOAT16, ["rows", 4]),
+        helper.make_tensor_value_info("k", TensorProto.INT64, ["batch"]),
+    ]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.BFLOAT16, ["batch", 4])]
+    graph = helper.make_graph([helper.make_node("Gather", ["x", "k"], ["y"])], "g", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    x = np.ones((3, 4), np.float32)
+    with pytest.raises(InvalidArgument, match="indices element out of data bounds"):
+        bfloat16.run(session, ["y"], {"x": x, "k": np.array([3])})
+    (found,) = bfloat16.run(session, ["y"], {"x": x, "k": np.array([2, 0])})
+    np.testing.assert_array_equal(found, x[:2])
