@@ -11,10 +11,11 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from pipeline.spec.errors import PipelineError
+from pipeline.spec.errors import InvalidPayload, PipelineError
 from serve.admin_token import opens
 from serve.body import read
 from serve.fleet import Fleet
+from serve.jsonobject import parse_object
 from serve.logs import told
 from serve.refusal import Gone, Headers, Refusal, Unauthorized, Unknown, WrongMethod
 from serve.watch import request_id
@@ -52,6 +53,8 @@ class Admin:
             return
         except Refusal as refusal:
             status, extra, body = refusal.status, refusal.headers, {"error": str(refusal)}
+        except InvalidPayload as error:
+            status, body = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         except PipelineError as error:  # the bundle is not what it should be: whoever asked gets the reason
             log.warning("refused: %s", error, extra=about)
             status, body = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
@@ -75,7 +78,7 @@ class Admin:
             raise WrongMethod(f"{method[:16]} {path}: only {wanted}", wanted)
         if path == "/":
             return self._fleet.status()
-        return await self._changes[path](_fields(await read(headers, receive, _MOST_BYTES)))
+        return await self._changes[path](parse_object(await read(headers, receive, _MOST_BYTES)))
 
     async def _load(self, fields: Fields) -> Any:
         served = await self._fleet.load(_text(fields, "model"), _folder(fields))
@@ -99,16 +102,6 @@ class Admin:
         """Versions that were loaded and get no requests."""
         self._fleet.forget(_text(fields, "model"))
         return self._fleet.status()
-
-
-def _fields(body: bytes) -> Fields:
-    try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise Refusal(f"body: not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise Refusal("body: must be a JSON object")
-    return fields
 
 
 def _text(fields: Fields, name: str) -> str:

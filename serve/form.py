@@ -9,8 +9,8 @@ import msgspec
 
 from pipeline.spec.errors import InvalidPayload
 from serve import flatjson
+from serve.jsonobject import check_levels, parse_object
 from serve.tensors import Parameters, Tensor
-from serve.v1 import parse_object
 
 _FIELDS = ("id", "parameters", "inputs", "outputs", "model_name")
 _INPUT = ("name", "shape", "datatype", "parameters", "data")
@@ -41,9 +41,10 @@ def read(text: bytes | memoryview) -> Form:
     """Checked while it is parsed; what does not pass is read again, slowly, by who can say what is wrong."""
     if len(text) >= flatjson.LEAST_BYTES:
         return checked(flatjson.read(bytes(text)) or parse_object(text))
+    check_levels(text)
     try:
         return _DECODER.decode(text)
-    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+    except ValueError:  # msgspec's errors are ValueErrors
         return checked(parse_object(text))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 
 from pipeline.spec.errors import InvalidPayload
+from serve.jsonobject import parse_object
 from serve.predictor import Predictor
 
 
@@ -47,13 +48,3 @@ def parse(body: bytes) -> Any:
     if unknown := sorted(set(fields) - {"instances"}):
         raise InvalidPayload(f'body: unknown field "{unknown[0]}"; the only one is "instances"')
     return fields["instances"]
-
-
-def parse_object(body: bytes | memoryview) -> dict[str, Any]:
-    try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidPayload(f"body: not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidPayload("body: must be a JSON object")
-    return fields
