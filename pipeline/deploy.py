@@ -56,7 +56,7 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
 def _locally(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[str, Any]:
     live = read_live(run.runs)
     live = live if live and live.alive else None
-    fixed = [*access.options, *watching(run.config.serve)]
+    fixed = [*access.options, *watching(run.config.serve), "--keep-versions", str(run.config.serve.keep_versions)]
     order = Start(run, bundle, access, fixed, stamp_of(fixed), shadow_bundle(run.config, run, root))
     way, why = decide(live, run.config, bundle, order.stamp)
     if live is not None and way == "swap" and not Admin(live).answers():

@@ -72,7 +72,7 @@ def settle() -> None:
 
 
 def _load(named: Named, options: Options) -> tuple[str, Predictor]:
-    bundle = open_bundle(named.path)
+    bundle = options.overrides.of(open_bundle(named.path))
     name = named.name or bundle.name
     log.info("starting", extra=told(model=name, bundle=bundle.digest[:12]))
     return name, prove(bundle, options.provider, options.threads)

@@ -39,7 +39,7 @@ class Fleet:
     def _begin(self, name: str, predictor: Predictor) -> None:
         """Of several versions the last gets all requests, or the canary's share of them."""
         if (model := self._plane.model_registry.get_model(name)) is None:
-            self._plane.model_registry.update(model := OnnxModel(name))
+            self._plane.model_registry.update(model := OnnxModel(name, self._options.keep_versions))
         candidate = model.add(predictor, self._pool)
         if self._options.canary and model.current is not None:
             model.share(Canary(candidate, self._options.canary))
@@ -60,7 +60,7 @@ class Fleet:
         return held
 
     def _prove(self, model: OnnxModel, path: Path) -> Served | Predictor:
-        bundle = open_bundle(path)
+        bundle = self._options.overrides.of(open_bundle(path))
         if (held := model.holding(bundle.digest)) is not None:
             return held
         self._check(bundle)

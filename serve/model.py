@@ -23,12 +23,18 @@ _LEAST_DIGITS = 8  # of a digest that can stand for a version
 class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
     """A name in kserve's registry, and the versions behind it, in the order they were loaded."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, keep: int = 2) -> None:
+        """`keep`: most versions that stay loaded because they answer, or did so last."""
         super().__init__(name)
+        self._keep = keep
         self.versions: dict[str, Served] = {}
         self.current: Served | None = None
-        self.previous: Served | None = None  # stays loaded, so that going back takes no time
+        self._before: tuple[Served, ...] = ()  # the last first; they stay loaded, so that going back takes no time
         self._numbers = itertools.count(1)
+
+    @property
+    def previous(self) -> Served | None:
+        return self._before[0] if self._before else None
 
     @property
     def canary(self) -> Canary | None:
@@ -49,7 +55,7 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
         return next((served for served in self.versions.values() if served.bundle.digest == digest), None)
 
     def switch(self, served: Served) -> None:
-        """From now on requests that name no version are its; the one before is kept, older ones go.
+        """From now on requests that name no version are its; those before are kept, as many as may be, older ones go.
 
         One assignment decides it. A request that came before is answered by whom it met.
         """
@@ -58,7 +64,8 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
             served.mirror = self.mirror
             if before is not None:
                 before.canary = before.mirror = None
-            self.current, self.previous = served, before
+            past = [one for one in (before, *self._before) if one is not None and one is not served]
+            self.current, self._before = served, tuple(past[: self._keep - 1])
         self.share(None)
         self.ready = True
 
@@ -66,7 +73,7 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
         """Begin or end that a candidate gets a part of the requests; without a part it is not kept."""
         assert self.current is not None
         self.current.canary = canary
-        kept = {self.current, self.previous, canary.candidate if canary else None}
+        kept = {self.current, *self._before, canary.candidate if canary else None}
         self.versions = {version: served for version, served in self.versions.items() if served in kept}
 
     def show(self, mirror: Mirror | None) -> None:

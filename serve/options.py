@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.share import share_of
 from serve.logs import Format
+from serve.overrides import Overrides
 from serve.routes import MODEL_NAME
 from serve.session import Provider
 from serve.sockets import Address
@@ -42,6 +44,8 @@ class Options:
     shadow_share: float = 1.0
     admin: Address | None = None
     admin_token: Path | None = None
+    overrides: Overrides = field(default_factory=Overrides)
+    keep_versions: int = 2
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -63,6 +67,8 @@ def parse(argv: Sequence[str]) -> Options:
         shadow_share=given.shadow_share,
         admin=None if given.admin is None else Address("127.0.0.1", given.admin),
         admin_token=given.admin_token,
+        overrides=Overrides(**{one.name: getattr(given, one.name) for one in fields(Overrides)}),
+        keep_versions=given.keep_versions,
     )
     _check(options)
     return options
@@ -99,10 +105,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="listen on this local port alone until SIGUSR1, then take over the public one",
     )
+    _add_limits(parser)
     _add_door(parser)
     _add_rollout(parser)
     _add_logging(parser)
     return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """In place of what the bundle says, which is the default of each."""
+    for name, kind, text in (
+        ("--max-batch-size", _positive, "most instances in one request"),
+        ("--max-body-bytes", _positive, "largest request body, also once it is decompressed"),
+        ("--max-waiting", _positive, "most requests that wait; more are answered 503"),
+        ("--deadline-seconds", _seconds, "of requests that name none; 0: they wait as long as it takes"),
+        ("--batch-rows", _positive, "most instances that waiting requests are merged to; 1 merges none"),
+        ("--batch-delay-ms", _seconds, "longest wait for company, under load only"),
+    ):
+        parser.add_argument(name, type=kind, metavar="N", help=f"{text} (default: what the bundle says)")
 
 
 def _add_door(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +159,13 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         help="send copies of a model's requests to this bundle too and count how its answers differ",
     )
     parser.add_argument("--shadow-share", type=_share, default=1.0, metavar="SHARE", help="of requests (default: all)")
+    parser.add_argument(
+        "--keep-versions",
+        type=_positive,
+        default=2,
+        metavar="N",
+        help="versions of a model that stay loaded after a switch, the current one among them (default: %(default)s)",
+    )
     parser.add_argument(
         "--admin", type=_port, metavar="PORT", help="local port to change what is served (default: there is none)"
     )
@@ -198,6 +225,22 @@ def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive number")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < math.inf:  # nor is NaN
+        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive number")
+    return found
 
 
 def _share(text: str) -> float:

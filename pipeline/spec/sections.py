@@ -182,6 +182,9 @@ class Serve(Section):
     deadline_seconds: float = Field(
         0.0, ge=0, description="of requests that name none; 0: they wait as long as it takes"
     )
+    keep_versions: Positive = Field(
+        2, description="versions that stay loaded after a swap of the bundle, the current one among them"
+    )
     page: bool = Field(True, description="a page for people at `GET /`")
     log_requests: float = Field(0.0, ge=0, le=1, description="share of requests that get a line each in the log")
     canary: str = Field("", description="share of requests that a new bundle gets at first, as in 10%; empty: all")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,32 @@ def test_who_was_met_answers_though_it_is_let_go(
     with pytest.raises(Unknown, match="no version '1'"):
         plane.served("tiny", "1")
     assert abs(outputs["logits"] - bundle.golden().outputs["logits"]).max() < 1e-3
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("1", ["4"]), ("2", ["3", "4"]), ("3", ["2", "3", "4"])])
+def test_as_many_versions_stay_as_was_said_and_the_others_are_freed(
+    plane: OnnxPlane, bundle: Bundle, pool: Executor, picture: list[Any], tmp_path: Path, keep: str, kept: list[str]
+) -> None:
+    source = (bundle.path / "codec.py").read_text()
+    paths = [build(tmp_path / str(seed), "DigitsCodec", source, [picture], digits, seed=seed) for seed in (11, 12, 13)]
+    fleet = Fleet(plane, parse(["unused", "--keep-versions", keep]), pool, [("tiny", prove(bundle, "cpu", 1))])
+    model = plane.model("tiny")
+    sessions = {"1": weakref.ref(model.served("1").predictor.session)}
+
+    async def switched() -> None:
+        for path in paths:
+            version = (await fleet.load("tiny", path)).version
+            sessions[version] = weakref.ref(model.served(version).predictor.session)
+            fleet.switch("tiny", version)
+
+    asyncio.run(switched())
+    gc.collect()
+    assert sorted(model.versions) == kept
+    assert [version for version, session in sessions.items() if session() is not None] == kept
+    if len(kept) == 3:
+        fleet.switch("tiny", "2")
+        assert (model.previous and model.previous.version, sorted(model.versions)) == ("4", kept), "back, two at once"
+    fleet.close()
 
 
 def test_two_who_load_one_bundle_get_one_version(fleet: Fleet, plane: OnnxPlane, other_path: Path) -> None:

@@ -49,6 +49,11 @@ def test_ports_that_cannot_work_are_a_config_error(argv: list[str], sentence: st
         ["--provider", "tpu"],
         ["--canary", "200%"],
         ["--shadow-share", "2"],
+        ["--max-waiting", "0"],
+        ["--max-batch-size", "x"],
+        ["--deadline-seconds", "nan"],
+        ["--batch-delay-ms", "-1"],
+        ["--keep-versions", "0"],
     ],
 )
 def test_a_malformed_option_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
