@@ -17,10 +17,12 @@ from serve.batcher import stays
 from serve.body import Room, linger, read
 from serve.canary import choose
 from serve.deadline import of_header
+from serve.gate import PROTOCOLS, Gate
+from serve.jsonobject import parse_object
 from serve.keys import Keys
 from serve.model import OnnxPlane
 from serve.observer import Observer
-from serve.refusal import Headers, Refusal, TooLarge, Unknown, Unreadable
+from serve.refusal import Busy, Headers, Refusal, TooLarge, Unknown, Unreadable
 from serve.routes import Route, find, is_open
 from serve.watch import Watch
 
@@ -29,7 +31,6 @@ _JSON = (b"content-type", b"application/json")
 _LENGTH = v2.LENGTH_HEADER.encode()
 _BINARY = (b"content-type", b"application/octet-stream")
 _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of any body unless told otherwise: read as JSON
-_PROTOCOLS = {"predict": "v1", "infer": "v2"}
 _NOWHERE = Route("", ())
 _INDEX_BYTES = 4096  # of a question that has one word
 
@@ -73,7 +74,7 @@ class App:
 
     def __init__(self, plane: OnnxPlane, observer: Observer, keys: Keys | None = None, *, page: bool = True) -> None:
         self.plane, self.observer, self.keys, self.page = plane, observer, keys, page
-        self.room = Room()
+        self.room, self.gate = Room(), Gate(plane, observer, keys)
         self._ends: dict[str, Callable[[Asked], Awaitable[Answer]]] = {
             "root": self._root,
             "page_counters": self._page_counters,
@@ -95,6 +96,8 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        if (coming := scope.get("coming")) is not None:
+            coming.coming -= 1
         headers = dict(scope["headers"])
         watch = self.observer.begin(headers, scope["path"])
         asked = Asked(_NOWHERE, headers, scope, receive, watch, self.room)
@@ -109,7 +112,7 @@ class App:
             if self.keys is not None and not is_open(asked.scope["path"], asked.scope["method"]):
                 self.keys.admit(asked.headers)
             route = asked.route = find(asked.scope["path"], asked.scope["method"])
-            if (protocol := _PROTOCOLS.get(route.kind)) is not None:
+            if (protocol := PROTOCOLS.get(route.kind)) is not None:
                 self.observer.asked(asked.watch, protocol)
             answer = await self._ends[route.kind](asked)
         except Exception as error:
@@ -121,6 +124,8 @@ class App:
         await self._send(send, answer, asked)
 
     def _failed(self, asked: Asked, error: Exception) -> Answer:
+        if isinstance(error, Busy):
+            self.gate.refused()
         if (refusal := self.observer.failed(asked.watch, error)) is not None:
             return refused(refusal)
         return Answer(orjson.dumps({"error": INTERNAL}), status=HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -203,7 +208,7 @@ class App:
     async def _index(self, asked: Asked) -> Answer:
         body = await read(asked.headers, asked.receive, _INDEX_BYTES)
         if body:
-            form.check_index(v1.parse_object(body))
+            form.check_index(parse_object(body))
         return json_answer(self.plane.index())
 
     async def _openapi(self, _: Asked) -> Answer:

@@ -18,7 +18,7 @@ from serve.watch import Watch
 
 Run = Callable[[Arrays, Sequence[str]], dict[str, Array]]
 
-_CAUTION = 1.25  # an estimate that is a little low must not let in what then comes too late
+_CAUTION = 1.6  # other processes may take the machine meanwhile: what is let in must not come too late then
 _SWEEP_SECONDS = 0.02  # between two looks at a full queue for room that those who left have made
 _TICK_SECONDS = 1e-3  # the loop's timers may be early by less than it
 
@@ -31,7 +31,6 @@ class Rules:
     rows: int = 32
     waiting: int = 1024
     delay_seconds: float = 0.0
-    parallel: int = 1
 
 
 @dataclass(slots=True)
@@ -61,8 +60,8 @@ class Batcher:
         self._run, self.rules, self._pool, self._seen = run, rules, pool, seen or Seen()
         self._lanes: dict[Key, Lane] = {}
         self._pace = Pace()
-        self._waiting = self._rows = self._running = 0
-        self._scheduled = False
+        self._waiting = self._rows = 0
+        self._running = self._scheduled = False
         self._paused: asyncio.TimerHandle | None = None  # the turn after a wait for company
         self._alarm: asyncio.TimerHandle | None = None  # at the first deadline among those that wait
         self._alarm_at = math.inf
@@ -84,17 +83,18 @@ class Batcher:
                 self._sweep(now)
                 waiting = self._waiting + others
             if waiting >= self.rules.waiting:
-                raise Busy(f"{waiting} requests wait already; try again in a moment", self.expected_seconds(now))
-        if deadline < math.inf and self._waiting:  # where nobody waits the estimate is not asked: so it is renewed
-            seconds = self.expected_seconds(now)
+                raise Busy(
+                    f"{waiting} requests wait already; try again in a moment", self.expected_seconds(now, others)
+                )
+        if deadline < math.inf and waiting:  # where nobody waits the estimate is not asked: so it is renewed
+            seconds = self.expected_seconds(now, others)
             if now + seconds * _CAUTION > deadline:
                 raise Busy(f"the requests before it take about {seconds:.2g} s, longer than its deadline", seconds)
 
-    def expected_seconds(self, now: float) -> float:
+    def expected_seconds(self, now: float, others: int = 0) -> float:
         """Until one that comes now would be answered."""
         left = max(0.0, self._ends - now) if self._running else 0.0
-        ahead = self._pace.seconds(self._rows)
-        return left + (ahead + self._pace.seconds(1)) / self.rules.parallel
+        return left + self._pace.seconds(self._rows + others + 1)
 
     async def outputs(
         self,
@@ -132,7 +132,7 @@ class Batcher:
 
     def _schedule(self) -> None:
         """Look at what waits once all that arrived in this turn of the loop has been read."""
-        if self._scheduled or not self._waiting or self._running >= self.rules.parallel:
+        if self._scheduled or not self._waiting or self._running:
             return
         pause = self._pause() if self.rules.delay_seconds else 0.0
         if self._paused is not None:
@@ -157,7 +157,7 @@ class Batcher:
     def _turn(self) -> None:
         self._scheduled = False
         self._paused = None
-        if self._running >= self.rules.parallel:
+        if self._running:
             return
         if batch := self._take():
             self._start(batch)
@@ -185,6 +185,7 @@ class Batcher:
                     rows += item.rows
             if not lane.items:
                 del self._lanes[key]
+        self._pace.taken(rows, now, more=self._waiting > 0)
         return batch
 
     def _start(self, batch: list[Item]) -> None:
@@ -196,12 +197,12 @@ class Batcher:
         except RuntimeError:  # the pool is shut: the service ends
             self._conclude(batch, [Busy("the service ends; ask again")] * len(batch))
             return
-        self._running += 1
+        self._running = True
         self._ends = time.monotonic() + self._pace.seconds(rows_of(batch))
         work.add_done_callback(lambda done: self._finish(batch, done))
 
     def _finish(self, batch: list[Item], done: asyncio.Future[list[Any]]) -> None:
-        self._running -= 1
+        self._running = False
         if done.cancelled():  # the service ends
             answers: list[Any] = [Busy("the service ends; ask again")] * len(batch)
         else:

@@ -1,7 +1,6 @@
 """One HTTP/1.1 connection: requests in, in order, within limits; each answer out in one write.
 
-uvicorn runs it in place of its own protocol. It speaks ASGI to the application, and its costs are the service's
-own: no timers, no event and no second copy of the headers for each request.
+uvicorn runs it in place of its own protocol. It needs no timers, no event and no second copy of the headers.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import urllib.parse
 from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
@@ -22,11 +20,13 @@ from uvicorn.server import ServerState
 from serve import head
 from serve.crowd import Outflow, make_room
 from serve.exchange import App, Exchange, plain, scope_of, stamp_of
+from serve.gate import Gate
 from serve.logs import told
 from serve.watch import request_id
 
 HEAD_SECONDS = 10.0  # for a head, from its first byte to its last
 BODY_SECONDS = 60.0  # for a body, likewise
+_PROBE_SECONDS = 0.02  # after a client's last byte: most requests are answered by then, and need none
 _GOODBYE_SECONDS = 2.0  # for a refused client to stop sending: closing on unread bytes would lose the answer
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,10 @@ class Connection(asyncio.Protocol):
         app_state: dict[str, Any],  # noqa: ARG002  # the signature is uvicorn's
         _loop: asyncio.AbstractEventLoop | None = None,
         refused: Callable[[str], None] = lambda _: None,
+        gate: Gate | None = None,
     ) -> None:
-        self._refused = refused  # told the reason of each request that does not reach the application
+        # `_refused` is told the reason of each request that does not reach the application.
+        self._refused, self._gate = refused, gate
         self._app: App = config.loaded_app
         self._keep_alive_seconds = config.timeout_keep_alive
         self._most = config.limit_concurrency or sys.maxsize
@@ -56,15 +58,12 @@ class Connection(asyncio.Protocol):
         self._reading: Exchange | None = None  # the one whose body is still coming
         self._queue: deque[Exchange] = deque()
         self._refusal = b""  # sent when those before it are answered; nothing is read any more
-        self._url = b""
+        self._url, self._head_is_open = b"", False
         self._headers: list[tuple[bytes, bytes]] = []
-        self._head_is_open = False
         self._head_bytes = self._fed = 0  # of a head in several pieces, those before this one; and this one
         self._due = 0.0  # of the loop's clock: by then the client must have sent what we wait for
-        self.write_paused = False
-        self._outflow = Outflow()
-        self._ending = self._read_paused = self._half_closed = False
-        self._writable: asyncio.Future[None] | None = None
+        self.outflow = Outflow()
+        self._ending = self._read_paused = self._half_closed = self._discarding = False
 
     # What the transport tells
 
@@ -79,9 +78,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._state.connections.discard(self)
-        for exchange in (self.current, self._reading):
-            if exchange is not None:
-                exchange.lose()
+        for exchange in filter(None, (self.current, self._reading)):
+            exchange.lose()
         self._queue.clear()
         self.resume_writing()
         if self.current is not None and self.current.task is not None:  # the loop itself holds no reference to it
@@ -91,7 +89,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal:
             return
-        if not self._head_bytes and self._reading is None:
+        if not self._head_bytes and self._reading is None and not self._discarding:
             self._due = self.loop.time() + HEAD_SECONDS
         self._fed = len(data)
         try:
@@ -110,25 +108,25 @@ class Connection(asyncio.Protocol):
                 self._refuse(*too_long)
 
     def eof_received(self) -> bool:
-        """The client says no more; whether it still listens, nobody can tell. True: it is told something yet."""
+        """The client says no more; whether it still listens is found out. True: it is told something yet."""
         if self._base["scheme"] == "https":  # TLS knows no half
             return False
         self._half_closed = True
         if self._head_is_open or self._reading is not None:
             self._refuse(HTTPStatus.BAD_REQUEST, "the connection was closed for sending in the middle of a request")
             return True
-        for exchange in (self.current, *self._queue):
-            if exchange is not None:
-                exchange.half_closed_at = self.loop.time()
-        return self.current is not None
+        for exchange in filter(None, (self.current, *self._queue)):
+            exchange.half_closed = True
+        if self.current is None:
+            return False
+        self.loop.call_later(_PROBE_SECONDS, self.current.probe)
+        return True
 
     def pause_writing(self) -> None:
-        self.write_paused = True
+        self.outflow.pause()
 
     def resume_writing(self) -> None:
-        self.write_paused = False
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
+        self.outflow.resume()
 
     # What the parser tells
 
@@ -151,17 +149,11 @@ class Connection(asyncio.Protocol):
         if too_long := head.why_too_long(self._url, self._headers, size):
             self._refuse(*too_long)
             return
-        parser = self._parser
-        path, query = head.target(self._url)
-        text = path.decode("latin-1")
-        scope = self._base.copy()
-        scope["method"] = parser.get_method().decode("latin-1")
-        scope["path"] = urllib.parse.unquote(text) if "%" in text else text
-        scope["raw_path"], scope["query_string"], scope["headers"] = path, query, self._headers
-        keep_alive = parser.should_keep_alive()
-        if (version := parser.get_http_version()) != "1.1":
-            scope["http_version"], keep_alive = version, False
-        exchange = Exchange(self, scope, keep_alive and not self._ending)
+        scope, keep_alive = head.scope_of(self._base, self._parser, self._url, self._headers)
+        keep_alive = keep_alive and not self._ending
+        if self._gate is not None and self._gate.shut and keep_alive and self._turned_away(self._gate, scope):
+            return
+        exchange = Exchange(self, scope, keep_alive)
         self._reading = exchange
         if self.current is None:
             self._start(exchange)
@@ -177,6 +169,9 @@ class Connection(asyncio.Protocol):
         if self._reading is not None:
             self._reading.complete()
             self._reading = None
+        elif self._discarding:
+            self._discarding = False
+            self._due = self.loop.time() + self._keep_alive_seconds
 
     # What an exchange asks for
 
@@ -184,12 +179,6 @@ class Connection(asyncio.Protocol):
     def stamp(self) -> bytes:
         """The headers that every answer carries."""
         return stamp_of(self._state.default_headers)
-
-    async def drained(self) -> None:
-        """Wait until the client has taken what was written before."""
-        while self.write_paused and not self.transport.is_closing():
-            self._writable = self.loop.create_future()
-            await self._writable
 
     def wait_for_body(self) -> None:
         """The application wants it: read on, and give the client its time."""
@@ -234,7 +223,7 @@ class Connection(asyncio.Protocol):
 
     def sweep(self, now: float) -> None:
         """Called now and then: give up on a client that does not take its answer, or send what we wait for."""
-        if self._outflow.stuck(self.transport, now):
+        if self.outflow.stuck(self.transport, now):
             self.transport.abort()
             return
         if now < self._due or (self.current is not None and not self.current.waiting_for_body):
@@ -260,6 +249,17 @@ class Connection(asyncio.Protocol):
         self.current = exchange
         exchange.start(self._app)
 
+    def _turned_away(self, gate: Gate, scope: dict[str, Any]) -> bool:
+        """Answered on its head; of its body nothing is kept."""
+        in_turn = self.current is None and not self.outflow.paused
+        answer = gate.turned_away(scope, self.stamp, self._fed) if in_turn else None
+        if answer is None:
+            return False
+        self._discarding = True
+        self._due = self.loop.time() + BODY_SECONDS
+        self.transport.write(answer)
+        return True
+
     def _ended_by_client(self) -> bool:
         """What follows a request that says `connection: close` is nobody's."""
         last = self._queue[-1] if self._queue else self.current
@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         if self._refusal:
             return
-        if self._reading is not None and self._reading.answered:
+        if self._discarding or (self._reading is not None and self._reading.answered):
             self.transport.close()
             return
         if self._reading is not None:

@@ -48,10 +48,26 @@ def make_room(seats: Collection[Seat], most: int) -> bool:
 class Outflow:
     """What a client has not taken yet of its answers. One that takes nothing at all for a while is stuck."""
 
-    __slots__ = ("_due", "_left")
+    __slots__ = ("_due", "_left", "_writable", "paused")
 
     def __init__(self) -> None:
         self._left, self._due = 0, 0.0
+        self.paused = False  # so much is left that no more is to be written
+        self._writable: asyncio.Future[None] | None = None
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        """It has taken most of it, or is gone."""
+        self.paused = False
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
+    async def drained(self, transport: asyncio.WriteTransport) -> None:
+        while self.paused and not transport.is_closing():
+            self._writable = asyncio.get_running_loop().create_future()
+            await self._writable
 
     def stuck(self, transport: asyncio.WriteTransport, now: float) -> bool:
         """Asked now and then."""

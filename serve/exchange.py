@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
+import socket
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from serve.connection import Connection
 
 _HIGH_WATER_BYTES = 256 << 10  # of a body are handed over at once; below it the application is not woken
-_LISTENING_SECONDS = 0.1  # one that sends no more is believed to listen, while little is lost if it does not
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 _STATUS[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
 _CONTINUE = _STATUS[100] + b"\r\n"
@@ -42,7 +41,7 @@ class Exchange:
         "_size",
         "_waiter",
         "gone",
-        "half_closed_at",
+        "half_closed",
         "keep_alive",
         "scope",
         "task",
@@ -54,7 +53,7 @@ class Exchange:
         self._connection, self.scope, self.keep_alive = connection, scope, keep_alive
         self.task: asyncio.Task[None] | None = None
         self.gone = False  # the client is, and nobody waits for an answer
-        self.half_closed_at = math.inf  # the time from which on it sends no more; it may be gone, or still listen
+        self.half_closed = False  # it sends no more; it may be gone, or still listen
         self._chunks: list[bytes] = []
         self._size = 0
         self._more = True
@@ -68,8 +67,21 @@ class Exchange:
         scope["left"], scope["alone"] = self.left, self.alone
 
     def left(self) -> bool:
-        """Asked before a request that had to wait is computed: for a client that is gone, most likely, it is not."""
-        return self.gone or self._connection.loop.time() - self.half_closed_at > _LISTENING_SECONDS
+        """Asked before a request that had to wait is computed: for a client that is gone it is not.
+
+        One that closed its whole connection and one that only closed it for sending look the same, until something is
+        written: the first answers that with a reset. asyncio does not tell of it, for it reads no more.
+        """
+        if self.half_closed and not self.gone:
+            sock = self._connection.transport.get_extra_info("socket")
+            self.gone = sock is None or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        return self.gone
+
+    def probe(self) -> None:
+        """Write what a client may be told at any time before its answer, and HTTP/1.0 does not know."""
+        transport = self._connection.transport
+        if self._left < 0 and not self.gone and self.scope.get("http_version") == "1.1" and not transport.is_closing():
+            transport.write(_CONTINUE)
 
     def alone(self) -> bool:
         """Nobody else asks at the moment, not even who was heard in this turn of the loop and has not begun."""
@@ -149,8 +161,8 @@ class Exchange:
             self._begin(message["status"], message["headers"])
             return
         connection, body = self._connection, message.get("body", b"")
-        if connection.write_paused:
-            await connection.drained()
+        if connection.outflow.paused:
+            await connection.outflow.drained(connection.transport)
         if self._head is None or self._left < 0 or len(body) > self._left:
             raise RuntimeError("an answer that does not fit its content-length")
         self._left -= len(body)

@@ -1,9 +1,11 @@
-"""The head of an HTTP request: how long it may be, and what its target is."""
+"""The head of an HTTP request: how long it may be, what its target is, and how ASGI tells it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from typing import Any
 
 import httptools
 
@@ -31,6 +33,20 @@ def why_too_long_already(size: int) -> tuple[HTTPStatus, str] | None:
     if size <= MAX_BYTES + MAX_URL_BYTES:
         return None
     return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the head of the request is longer than {MAX_BYTES} bytes"
+
+
+def scope_of(base: Mapping[str, Any], parser: Any, url: bytes, headers: Pairs) -> tuple[dict[str, Any], bool]:
+    """`base` is what all requests of the connection have in common. And whether it goes on after this one."""
+    path, query = target(url)
+    text = path.decode("latin-1")
+    scope = {**base}
+    scope["method"] = parser.get_method().decode("latin-1")
+    scope["path"] = urllib.parse.unquote(text) if "%" in text else text
+    scope["raw_path"], scope["query_string"], scope["headers"] = path, query, headers
+    if (version := parser.get_http_version()) != "1.1":
+        scope["http_version"] = version
+        return scope, False
+    return scope, parser.should_keep_alive()
 
 
 def target(url: bytes) -> tuple[bytes, bytes]:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from serve.connection import Connection
 from serve.crowd import most_connections
+from serve.gate import Gate
 from serve.sockets import admit_no_more
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it
@@ -34,12 +35,13 @@ class Listener(uvicorn.Server):
         grace_seconds: int,
         tls: ssl.SSLContext | None = None,
         refused: Callable[[str], None] = lambda _: None,
+        gate: Gate | None = None,
     ) -> None:
         secure: dict[str, Any] = {} if tls is None else {"ssl_context_factory": lambda *_: tls}
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast("type[Connection]", functools.partial(Connection, refused=refused)),
+                http=cast("type[Connection]", functools.partial(Connection, refused=refused, gate=gate)),
                 lifespan="off",
                 ws="none",
                 log_config=None,

@@ -14,6 +14,8 @@ class Pace:
         self._seconds: dict[int, float] = {}  # by the size of a batch
         self._wary: dict[int, int] = {}  # runs still to go, by the size of a batch
         self._total_seconds = self._total_rows = 0.0  # of late, the older the less
+        self._taken: tuple[int, float] | None = None  # the batch before, where others waited behind it
+        self._spaced_seconds = self._spaced_rows = 0.0  # from batch to batch while others waited, likewise
 
     def learn(self, size: int, rows: int, seconds: float) -> None:
         # The shortest of late: on a busy machine other processes' turns count as ours, and the way to a thread
@@ -30,6 +32,21 @@ class Pace:
         """Unknown is not quick."""
         return self._seconds.get(size, 1.0) < _QUICK_SECONDS and not self._wary.get(size)
 
+    def taken(self, rows: int, now: float, *, more: bool) -> None:
+        """A batch begins, and whether `more` wait behind it: then it is all of the service that the next waits for,
+        whose own work for each request may be more than the model's. Where nobody waits any more that is forgotten:
+        an estimate that was too high lets nobody wait, and would never be renewed.
+        """
+        if self._taken is not None and rows:
+            before, began = self._taken
+            self._spaced_seconds = _KEPT * self._spaced_seconds + now - began
+            self._spaced_rows = _KEPT * self._spaced_rows + before
+        self._taken = (rows, now) if more and rows else None
+        if not more:
+            self._spaced_seconds = self._spaced_rows = 0.0
+
     def seconds(self, rows: int) -> float:
-        """What this many rows take, in batches such as have run of late; 0 while nothing is known."""
-        return rows * self._total_seconds / self._total_rows if self._total_rows else 0.0
+        """Until this many rows are done, in batches such as have run of late; 0 while nothing is known."""
+        alone = self._total_seconds / self._total_rows if self._total_rows else 0.0
+        queued = self._spaced_seconds / self._spaced_rows if self._spaced_rows else 0.0
+        return rows * max(alone, queued)

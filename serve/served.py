@@ -72,13 +72,14 @@ class Served:
         self.trailers = (("x-bundle-digest", bundle.digest),)  # the same as gRPC has it
         self._deadline_seconds = bundle.signature.limits.deadline_seconds or math.inf
         self._reading = 0  # requests that a thread of the pool reads, or will
+        self.coming = 0  # requests that the gate let in and the application has not begun with
         self._read_pace, self._write_pace = Pace(), Pace()
 
     def admit(self, timeout_seconds: float = math.inf) -> None:
         """Refuse what has no room or no hope before its body costs anything."""
         if timeout_seconds == math.inf:
             timeout_seconds = self._deadline_seconds
-        self.batcher.admit(time.monotonic() + timeout_seconds, self._reading)
+        self.batcher.admit(time.monotonic() + timeout_seconds, self._reading + self.coming)
 
     async def answer(
         self,

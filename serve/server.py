@@ -112,9 +112,9 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
 
     async def _listen(self, sock: socket.socket, app: ASGIApp, tls: Tls | None) -> None:
         context = None if tls is None else tls.context
-        listener = Listener(
-            app, sock, [*self.headers, *self.door.headers], self.grace_period, context, self.observer.metrics.refused
-        )
+        headers = [*self.headers, *self.door.headers]
+        refused, gate = self.observer.metrics.refused, self._app.gate if app is self._app else None
+        listener = Listener(app, sock, headers, self.grace_period, context, refused, gate)
         task = asyncio.create_task(listener.run_until_stopped())
         self._running.add(task)
         await self._first(listener.listening, task)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -62,16 +63,21 @@ class Client(threading.Thread):
         super().__init__()
         self._port, self._done = port, threading.Event()
         self.answers: list[tuple[int, str]] = []  # status, bundle
-        self.errors: list[OSError] = []
+        self.errors: list[Exception] = []
+        self.pids: set[int] = set()  # of the processes that answered
 
     def run(self) -> None:
         while not self._done.wait(0.005):
             try:
-                status, headers, _ = request("127.0.0.1", self._port, "POST", "/v1/models/sides:predict", QUESTION)
-            except OSError as error:
+                status, headers = self.ask()
+            except (OSError, http.client.HTTPException) as error:
                 self.errors.append(error)
             else:
                 self.answers.append((status, headers["x-bundle-digest"]))
+                self.pids.add(int(headers["x-served-by"]))
+
+    def ask(self) -> tuple[int, Mapping[str, str]]:
+        return request("127.0.0.1", self._port, "POST", "/v1/models/sides:predict", QUESTION)[:2]
 
     def __enter__(self) -> Client:
         self.start()
@@ -80,6 +86,26 @@ class Client(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self.join()
+
+
+class Keeper(Client):
+    """Keeps its connection until an answer says that it closes."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+
+    def ask(self) -> tuple[int, Mapping[str, str]]:
+        self._connection.request("POST", "/v1/models/sides:predict", json.dumps(QUESTION))
+        answer = self._connection.getresponse()
+        answer.read()
+        if answer.will_close:
+            self._connection.close()
+        return answer.status, {name.lower(): value for name, value in answer.headers.items()}
+
+    def __exit__(self, *words: object) -> None:
+        super().__exit__(*words)
+        self._connection.close()
 
 
 def test_the_next_candidate_is_compared_with_the_champion_and_then_reused(
@@ -118,12 +144,16 @@ def test_a_new_bundle_is_swapped_in_and_rolled_back_in_the_same_process_and_no_r
 def test_other_options_need_a_new_process_which_takes_the_port_over_and_no_request_fails(
     town: Walker, live: Live, first: Run
 ) -> None:
-    with Client(live.port) as client:
+    with Client(live.port) as client, Keeper(live.port) as keeper:
         said = town.pipe("deploy", first.id, f"deploy.port={town.port}", "serve.page=false").stderr
     assert "a new process takes over: packages, the service's own source or its options have changed" in said
     assert f"took over from pid {live.pid} (bundle {live.bundle[:12]})" in said
-    assert client.errors == []
-    assert {status for status, _ in client.answers} == {200}
+    new = read_live(town.runs)
+    assert new is not None
+    for one in (client, keeper):
+        assert one.errors == []
+        assert {status for status, _ in one.answers} == {200}
+        assert one.pids == {live.pid, new.pid}
     assert not live.alive
     assert not Path(live.token).exists()
 

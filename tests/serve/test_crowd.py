@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,20 +16,25 @@ from serve.connection import Connection
 from serve.listener import Listener
 
 HEAD = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n"
+WAIT_SECONDS = 0.15  # longer than a client that ended its side is left without a sign
+LEFT: list[bool] = []  # of each request, when it was answered
 LARGE = 20 << 20  # more than the kernel's buffers take
 
 
 async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """The length of the body; or for /large that many bytes; or for /waits nothing before the client may be gone."""
+    """The length of the body; or for /large that many bytes; /waits waits for a while, or until the client is gone."""
     size, more = 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             return
         size, more = size + len(message["body"]), message["more_body"]
-    while scope["path"] == "/waits" and not scope["left"]():
+    left, waits = scope["left"], scope["path"] == "/waits"
+    end = asyncio.get_running_loop().time() + WAIT_SECONDS
+    while waits and not left() and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.001)
-    status, body = (499, b"too late") if scope["path"] == "/waits" else (200, b"%d" % size)
+    LEFT.append(left())
+    status, body = 200, b"%d" % size
     body = b"x" * LARGE if scope["path"] == "/large" else body
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]})
     await send({"type": "http.response.body", "body": body})
@@ -100,9 +106,38 @@ def test_one_whose_body_goes_wrong_is_told_also_where_the_connection_ends_with_i
     assert answer.count(b"\r\n\r\n") == 1
 
 
-def test_one_that_may_be_gone_is_not_computed_for_and_told_if_it_is_not() -> None:
+def test_one_that_only_listens_is_waited_for_and_answered() -> None:
     answer = half_closed(b"GET /waits HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 499 Client Closed Request\r\n")
+    assert LEFT[-1] is False
+    sign, _, found = answer.partition(b"\r\n\r\n")
+    assert sign == b"HTTP/1.1 100 Continue", "what a client that is gone would have answered with a reset"
+    assert found.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert found.endswith(b"\r\n\r\n0")
+
+
+def test_one_of_http_1_0_that_only_listens_gets_its_answer_and_nothing_before() -> None:
+    answer = half_closed(b"GET /waits HTTP/1.0\r\n\r\n")
+    assert LEFT[-1] is False
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_one_that_closed_its_connection_is_known_to_be_gone(reset: bool) -> None:
+    async def what(listener: Listener, connect: Any) -> None:
+        before = len(LEFT)
+        _, writer = await connect()
+        if reset:
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.write(b"GET /waits HTTP/1.1\r\nhost: x\r\n\r\n")
+        while not listener.server_state.connections:
+            await asyncio.sleep(0.001)
+        writer.close()
+        while len(LEFT) == before:
+            await asyncio.sleep(0.001)
+        assert LEFT[-1] is True
+
+    talk(what)
 
 
 def test_one_that_says_nothing_at_all_and_ends_is_no_matter() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from serve.pace import Pace
 
 
@@ -50,3 +52,22 @@ def test_a_turn_of_another_process_is_no_reason_for_a_thread() -> None:
     pace.learn(5, 1, 1e-4)
     pace.learn(5, 1, 0.01)
     assert pace.quick(5)
+
+
+def test_a_queue_lasts_as_long_as_all_of_the_service_takes_for_a_batch() -> None:
+    pace = Pace()
+    for number in range(4):
+        pace.learn(5, 10, 0.01)
+        pace.taken(10, number * 0.05, more=True)
+    assert pace.seconds(100) == pytest.approx(0.5), "the model alone would take 0.1 s"
+
+
+def test_what_a_queue_took_is_forgotten_when_nobody_waits() -> None:
+    pace = Pace()
+    pace.learn(5, 10, 0.01)
+    pace.taken(10, 0.0, more=True)
+    pace.taken(10, 60.0, more=True)
+    assert pace.seconds(1) == pytest.approx(6)
+    pace.taken(1, 61.0, more=False)
+    pace.taken(1, 99.0, more=True)
+    assert pace.seconds(100) == pytest.approx(0.1)

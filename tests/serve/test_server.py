@@ -100,11 +100,13 @@ def test_ended_under_load_no_accepted_request_is_lost(
     assert running.process.wait(SECONDS) == 0
 
 
+@pytest.mark.parametrize("keep_alive", [False, True])
 def test_a_successor_takes_over_the_port_under_load_without_a_gap(
-    start: Launcher, tricky_path: Path, picture: list[Any]
+    start: Launcher, tricky_path: Path, picture: list[Any], keep_alive: bool
 ) -> None:
+    """Who keeps a connection is answered by the old one until that says, with an answer, that it closes it."""
     old = start(tricky_path)
-    load = Load(old.port, {"instances": [{"image": picture}]}, keep_alive=False)
+    load = Load(old.port, {"instances": [{"image": picture}]}, keep_alive=keep_alive)
     with load.running(clients=4):
         load.answers(50)
         new = start(tricky_path, port=old.port, grpc_port=old.grpc_port, standby=True)
@@ -116,7 +118,7 @@ def test_a_successor_takes_over_the_port_under_load_without_a_gap(
 
         new.signal(signal.SIGUSR1)
         new.wait_for("ready url=")
-        load.answers(50, by=pid)
+        load.answers(50, by=str(old.process.pid) if keep_alive else pid)
         assert old.stop() == 0
         load.answers(50, by=pid)
     assert load.failures == []
