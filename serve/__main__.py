@@ -18,7 +18,7 @@ from serve.logs import configure, fatal, told
 from serve.options import Named, Options, parse
 from serve.predictor import Predictor
 from serve.shadow import Mirror, open_mirror
-from serve.sockets import Sockets, check_free, reserve
+from serve.sockets import Sockets, reserve
 from serve.tracing import configured
 
 _TURN_SECONDS = 0.5e-3  # a thread that comes from an inference waits so long, at most, for one that reads
@@ -49,15 +49,16 @@ def serve(options: Options) -> None:
     share = options.standby is not None  # on stand-by the public port may be our predecessor's
     public = reserve(options.public, share=share)
     standby = None if options.standby is None else reserve(options.standby, share=False)
-    if options.grpc is not None:
-        check_free(options.grpc, share=share)
+    grpc = None if options.grpc is None else reserve(options.grpc, share=share)
     admin = None if options.admin is None else reserve(options.admin, share=False)
     token = None if options.admin_token is None else read_token(options.admin_token)
     loaded = [_load(named, options) for named in options.bundles]
     mirrors = [_shadow(named, options.shadow_share, dict(loaded)) for named in options.shadows]
     from serve.server import Service  # here, not above: kserve reads sys.argv and takes a second to import
 
-    service = Service(loaded, mirrors, options, Sockets(public, standby, admin), door, token, configured(os.environ))
+    service = Service(
+        loaded, mirrors, options, Sockets(public, standby, admin, grpc), door, token, configured(os.environ)
+    )
     settle()
     service.start(service.models)
 

@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.spec.errors import InvalidPayload
 
 HEADER = b"x-request-timeout"
+_UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}  # gRPC's
 
 
 def of_header(headers: Mapping[bytes, bytes]) -> float:
@@ -32,6 +33,11 @@ def of_parameter(value: Any) -> float:
     return value / 1e6 if value else math.inf
 
 
-def of_call(remaining: float | None) -> float:
-    """What a gRPC call has left."""
-    return math.inf if remaining is None else remaining
+def of_call(said: bytes | None) -> float:
+    """`grpc-timeout`: up to eight digits and a unit."""
+    if said is None:
+        return math.inf
+    digits, unit = said[:-1], said[-1:]
+    if unit not in _UNITS or not digits.isdigit() or len(digits) > 8:
+        raise InvalidPayload(f"grpc-timeout: {said[:40].decode('latin-1')!r} is no number of up to 8 digits and a unit")
+    return int(digits) * _UNITS[unit]

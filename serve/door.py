@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from serve.keys import Keys
 from serve.options import Options
@@ -41,10 +40,3 @@ class Door:
             pair = self.tls.pair
             found.append(Renewed("serve.tls_certificate", (pair.certificate, pair.key), self.tls.reload))
         return found
-
-    def listen(self, server: Any, address: str) -> None:
-        """Add the port to a gRPC server; RuntimeError where it is taken."""
-        if self.tls is None:
-            server.add_insecure_port(address)
-        else:
-            server.add_secure_port(address, self.tls.grpc_credentials())

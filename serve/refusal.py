@@ -82,7 +82,7 @@ class TooLong(Refusal):
 class TooManyHeaders(Refusal):
     """More headers, or longer ones, than a request needs."""
 
-    status, reason = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head"
+    status, code, reason = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "RESOURCE_EXHAUSTED", "head"
 
 
 class TooSlow(Refusal):

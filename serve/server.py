@@ -15,7 +15,6 @@ import uvloop
 from kserve import ModelServer
 from starlette.types import ASGIApp
 
-from pipeline.spec.errors import ResourceError
 from serve import rpc
 from serve.admin import Admin
 from serve.app import App
@@ -28,8 +27,9 @@ from serve.model import OnnxModel, OnnxPlane
 from serve.observer import Observer
 from serve.options import Options
 from serve.renewal import keep
+from serve.rpc_listener import RpcListener
 from serve.shadow import Mirror
-from serve.sockets import Address, Sockets, prefer
+from serve.sockets import Sockets, prefer
 from serve.tls import Tls
 from serve.tracing import Tracer
 
@@ -70,6 +70,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self.headers = [("x-served-by", str(os.getpid()))]
         self._public_wanted, self._stop_wanted = asyncio.Event(), asyncio.Event()
         self._listeners: list[Listener] = []
+        self._rpc: RpcListener | None = None
         self._running: set[asyncio.Task[None]] = set()
 
     @property
@@ -94,7 +95,8 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
             log.info("standby", extra=told(url=url, **self._identity()))
             await self._first(self._public_wanted, self._stop_wanted)
         if self._stop_wanted.is_set():
-            public.close()
+            for sock in filter(None, (public, self.sockets.grpc)):
+                sock.close()
         else:
             await self._go_public(public, take_over=standby is not None)
         await self._stop_wanted.wait()
@@ -102,11 +104,12 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         renewal.cancel()
 
     async def _go_public(self, public: socket.socket, *, take_over: bool) -> None:
-        if self.options.grpc is not None:
-            self._grpc_server = await self._start_grpc(self.options.grpc)
+        if self.sockets.grpc is not None:
+            await self._listen_grpc(self.sockets.grpc)
         await self._listen(public, self._app, self.door.tls)
         if take_over:
-            prefer(public)
+            for sock in filter(None, (public, self.sockets.grpc)):
+                prefer(sock)
         where = {"url": f"{self.door.scheme}://{self.options.public}", "grpc": str(self.options.grpc or "off")}
         log.info("ready", extra=told(**where, **self._identity()))
 
@@ -122,15 +125,13 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
             await task  # it ended before it listened: its error is ours
         self._listeners.append(listener)
 
-    async def _start_grpc(self, address: Address) -> Any:
-        self._calls = rpc.Calls(self.dataplane, self.observer, self.headers, self.door.keys)
-        server = rpc.build(self._calls, self.fleet.max_body_bytes)
-        try:
-            self.door.listen(server, str(address))
-        except RuntimeError as error:
-            raise ResourceError(f"gRPC port {address}: cannot listen; name another with --grpc-port") from error
-        await server.start()
-        return server
+    async def _listen_grpc(self, sock: socket.socket) -> None:
+        calls = rpc.Calls(
+            self.dataplane, self.observer, self.headers, self.fleet.max_body_bytes, self.door.keys, self._app.room
+        )
+        context = None if self.door.tls is None else self.door.tls.grpc_context
+        self._rpc = RpcListener(calls, sock, context, self.observer.metrics.refused)
+        await self._rpc.start()
 
     async def _drain(self) -> None:
         """Unready at once; every request that was accepted is answered; then the listeners are gone."""
@@ -138,8 +139,8 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         log.info("draining", extra=told(**self._identity()))
         for listener in self._listeners:
             listener.stop()
-        if self._grpc_server is not None:
-            await rpc.retire(self._grpc_server, self._calls, self.grace_period)
+        if self._rpc is not None:
+            await self._rpc.stop(self.grace_period)
         await asyncio.gather(*self._running)
         self.fleet.close()
         self._pool.shutdown(wait=False, cancel_futures=True)

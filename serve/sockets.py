@@ -38,6 +38,7 @@ class Sockets:
     public: socket.socket
     standby: socket.socket | None = None
     admin: socket.socket | None = None
+    grpc: socket.socket | None = None
 
 
 def reserve(address: Address, *, share: bool) -> socket.socket:
@@ -59,11 +60,6 @@ def reserve(address: Address, *, share: bool) -> socket.socket:
         raise ResourceError(f"port {address}: {error.strerror}; stop what holds it, or name another port") from error
     sock.setblocking(False)
     return sock
-
-
-def check_free(address: Address, *, share: bool) -> None:
-    """For a port that another library binds: say now, in our words, what would be wrong with it."""
-    reserve(address, share=share).close()
 
 
 def prefer(sock: socket.socket) -> None:

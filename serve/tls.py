@@ -5,9 +5,10 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.spec.errors import ConfigError
+
+_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; HTTP/2 forbids most others
 
 
 @dataclass(frozen=True)
@@ -32,34 +33,22 @@ class Tls:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.context = _context()
-        self._grpc: Any = None
+        self.context, self.grpc_context = _context("http/1.1"), _context("h2")
         self.reload()
 
     def reload(self) -> None:
         """As the files are now. Files that are wrong change nothing."""
-        self.pair.load_into(_context())  # half a replacement, on trial: the context in use stays whole
+        self.pair.load_into(_context(""))  # half a replacement, on trial: the context in use stays whole
         self.pair.load_into(self.context)
-        self._grpc = self._configuration()
-
-    def grpc_credentials(self) -> Any:
-        """gRPC asks for the configuration at every handshake."""
-        import grpc
-
-        return grpc.dynamic_ssl_server_credentials(self._grpc, lambda: self._grpc)
-
-    def _configuration(self) -> Any:
-        import grpc  # here, not above: a service without gRPC does without
-
-        return grpc.ssl_server_certificate_configuration(
-            [(self.pair.key.read_bytes(), self.pair.certificate.read_bytes())]
-        )
+        self.pair.load_into(self.grpc_context)
 
 
-def _context() -> ssl.SSLContext:
+def _context(protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_ciphers(_CIPHERS)
+    if protocol:
+        context.set_alpn_protocols([protocol])
     return context
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipeline.spec.errors import ResourceError
-from serve.sockets import Address, admit_no_more, check_free, prefer, reserve
+from serve.sockets import Address, admit_no_more, prefer, reserve
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_port_another_program_holds_is_refused_even_for_sharing(address: Addre
         stranger.listen()
         for share in (False, True):
             with pytest.raises(ResourceError, match=f"port {address}: Address already in use; stop what holds it"):
-                check_free(address, share=share)
+                reserve(address, share=share)
 
 
 def test_a_port_of_our_own_is_refused_unless_it_is_to_be_shared(address: Address) -> None:

@@ -1,0 +1,162 @@
+"""The transport of an HTTP/2 connection: how long a client may take, how many there may be, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import cast
+
+from serve.crowd import Outflow, make_room
+from serve.exchange import plain
+from serve.frames import Code, ConnectionFault, goaway
+from serve.logs import told
+from serve.stream import Application
+from serve.streams import Streams
+
+HEAD_SECONDS = 10.0  # for the greeting and for a head, from the first byte to the last
+IDLE_SECONDS = 300.0  # a connection stays without a request
+_ACK_SECONDS = 1.0  # for the client to hear that the connection ends
+_GOODBYE_SECONDS = 0.3  # to close it: what we closed on would reset it, and answers that were not read yet were lost
+_METHODS = (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC")  # as HTTP/1.1 begins
+
+log = logging.getLogger(__name__)
+
+
+class Connection(asyncio.Protocol):
+    """`seats` are all of its kind, and `most` of them there may be."""
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self,
+        app: Application,
+        seats: set[Connection],
+        most: int,
+        refused: Callable[[str], None],
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._app, self._seats, self._most, self._refused, self._stopping = app, seats, most, refused, stopping
+        self._loop = asyncio.get_running_loop()
+        self._outflow = Outflow()
+        self._due = self._loop.time() + HEAD_SECONDS
+        self._seen = -1  # the last stream there was, at the last look
+        self._retiring = self._closing = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # What the transport tells
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class, only by what it does
+        self._streams = Streams(self._app, self.transport.write, self._refused, self._settled)
+        self._streams.hello()
+        if not make_room(self._seats, self._most):
+            self._end(Code.ENHANCE_YOUR_CALM, f"{len(self._seats)} connections are being served already")
+        self._seats.add(self)
+        if self._stopping():
+            self.retire()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._closing = True
+        self._seats.discard(self)
+        self._streams.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        streams = self._streams
+        began = streams.beginning
+        try:
+            streams.receive(data)
+        except ConnectionFault as fault:
+            if not streams.greeted and data.startswith(_METHODS):
+                self._refused("h2_http1")
+                text = "this port speaks gRPC, which is HTTP/2; HTTP/1.1 is spoken on the other one"
+                self._goodbye(plain(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, text, b""))
+            else:
+                self._end(fault.code, str(fault))
+        else:
+            if streams.beginning and not began:
+                self._due = self._loop.time() + HEAD_SECONDS
+
+    def pause_writing(self) -> None:
+        """Who does not take answers asks nothing more meanwhile."""
+        self._streams.paused = True
+        self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if not self.transport.is_closing():
+            self._streams.paused = False
+            self.transport.resume_reading()
+            self._streams.send_rests()
+
+    # What the listener asks for
+
+    def retire(self) -> None:
+        """Say that the connection ends, answer what was asked before the client heard it, and close."""
+        if self._retiring or self._closing:
+            return
+        self._retiring = True
+        self._streams.retire()
+        patience = _GOODBYE_SECONDS if self._streams.beginning else _ACK_SECONDS
+        self._timer = self._loop.call_later(patience, self._streams.settle)
+
+    def sweep(self, now: float) -> None:
+        """Called now and then, with the loop's clock."""
+        if self._outflow.stuck(self.transport, now):
+            self.transport.abort()
+        if self._closing:
+            return
+        streams = self._streams
+        if streams.open or streams.last != self._seen:
+            self._seen = streams.last
+            if not streams.beginning:
+                self._due = now + IDLE_SECONDS
+        try:
+            streams.sweep(now)
+        except ConnectionFault as fault:
+            self._end(fault.code, str(fault))
+            return
+        if now >= self._due:
+            if streams.beginning:
+                self._end(Code.ENHANCE_YOUR_CALM, "the head did not arrive whole in time")
+            else:
+                self.retire()
+
+    # What another connection asks for
+
+    @property
+    def idle_until(self) -> float | None:
+        return None if self._streams.open else self._due
+
+    def give_way(self) -> None:
+        self._end(Code.NO_ERROR, "others wait for room")
+        self._seats.discard(self)
+
+    def _settled(self) -> None:
+        """Nothing is asked any more, and all is answered."""
+        self._goodbye(b"")
+
+    def _end(self, code: Code, text: str) -> None:
+        if self._closing:
+            return
+        log.info("refused", extra=told(reason=text, code=code.name))
+        self._refused(f"h2_{code.name.lower()}")
+        self._goodbye(goaway(self._streams.last, code, text))
+
+    def _goodbye(self, word: bytes) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self._streams.close()
+        if word:
+            self.transport.write(word)
+        self.transport.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(_GOODBYE_SECONDS, self.transport.close)
