@@ -15,9 +15,9 @@ class Goodwill:
     def __init__(self) -> None:
         self._left, self._since = _MOST, time.monotonic()
 
-    def spend(self) -> bool:
-        """For one such frame; False where it is used up."""
-        self._left -= 1
+    def spend(self, cost: int) -> bool:
+        """For one such frame, or as many; False where it is used up."""
+        self._left -= cost
         if self._left < 0:
             now = time.monotonic()
             self._left += min(_MOST, int((now - self._since) * _PER_SECOND))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import cast
@@ -13,12 +14,13 @@ from serve.exchange import plain
 from serve.frames import Code, ConnectionFault, goaway
 from serve.logs import told
 from serve.stream import Application
-from serve.streams import Streams
+from serve.streams import HELLO, Streams
 
 HEAD_SECONDS = 10.0  # for the greeting and for a head, from the first byte to the last
 IDLE_SECONDS = 300.0  # a connection stays without a request
 _ACK_SECONDS = 1.0  # for the client to hear that the connection ends
-_GOODBYE_SECONDS = 0.3  # to close it: what we closed on would reset it, and answers that were not read yet were lost
+_GOODBYE_SECONDS = 2.0  # to read its answers and close it
+_SILENT_SECONDS = 0.3  # where there never were any
 _METHODS = (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC")  # as HTTP/1.1 begins
 
 log = logging.getLogger(__name__)
@@ -49,8 +51,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class, only by what it does
-        self._streams = Streams(self._app, self.transport.write, self._refused, self._settled)
-        self._streams.hello()
+        self._streams = Streams(self._app, self.transport.write, self._tell, self._settled)
+        self.transport.write(HELLO)
         if not make_room(self._seats, self._most):
             self._end(Code.ENHANCE_YOUR_CALM, f"{len(self._seats)} connections are being served already")
         self._seats.add(self)
@@ -68,18 +70,18 @@ class Connection(asyncio.Protocol):
         if self._closing:
             return
         streams = self._streams
-        began = streams.beginning
+        before = streams.beginning, streams.last
         try:
             streams.receive(data)
         except ConnectionFault as fault:
-            if not streams.greeted and data.startswith(_METHODS):
+            if not streams.cutter.greeted and data.startswith(_METHODS):
                 self._refused("h2_http1")
                 text = "this port speaks gRPC, which is HTTP/2; HTTP/1.1 is spoken on the other one"
                 self._goodbye(plain(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, text, b""))
             else:
                 self._end(fault.code, str(fault))
         else:
-            if streams.beginning and not began:
+            if streams.beginning and before != (True, streams.last):
                 self._due = self._loop.time() + HEAD_SECONDS
 
     def pause_writing(self) -> None:
@@ -101,7 +103,7 @@ class Connection(asyncio.Protocol):
             return
         self._retiring = True
         self._streams.retire()
-        patience = _GOODBYE_SECONDS if self._streams.beginning else _ACK_SECONDS
+        patience = _SILENT_SECONDS if self._streams.beginning else _ACK_SECONDS
         self._timer = self._loop.call_later(patience, self._streams.settle)
 
     def sweep(self, now: float) -> None:
@@ -116,7 +118,7 @@ class Connection(asyncio.Protocol):
             if not streams.beginning:
                 self._due = now + IDLE_SECONDS
         try:
-            streams.sweep(now)
+            streams.sweep(time.monotonic())
         except ConnectionFault as fault:
             self._end(fault.code, str(fault))
             return
@@ -133,7 +135,7 @@ class Connection(asyncio.Protocol):
         return None if self._streams.open else self._due
 
     def give_way(self) -> None:
-        self._end(Code.NO_ERROR, "others wait for room")
+        self._goodbye(goaway(self._streams.last, Code.NO_ERROR))
         self._seats.discard(self)
 
     def _settled(self) -> None:
@@ -141,13 +143,16 @@ class Connection(asyncio.Protocol):
         self._goodbye(b"")
 
     def _end(self, code: Code, text: str) -> None:
-        if self._closing:
-            return
+        if not self._closing:
+            self._tell(code, text)
+            self._goodbye(goaway(self._streams.last, code, text))
+
+    def _tell(self, code: Code, text: str) -> None:
         log.info("refused", extra=told(reason=text, code=code.name))
         self._refused(f"h2_{code.name.lower()}")
-        self._goodbye(goaway(self._streams.last, code, text))
 
     def _goodbye(self, word: bytes) -> None:
+        """And listen for a while: closing on unread bytes resets the connection, and loses what is still on its way."""
         if self._closing:
             return
         self._closing = True
@@ -159,4 +164,5 @@ class Connection(asyncio.Protocol):
             self.transport.write_eof()
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(_GOODBYE_SECONDS, self.transport.close)
+        patience = _GOODBYE_SECONDS if self._streams.last else _SILENT_SECONDS
+        self._timer = self._loop.call_later(patience, self.transport.close)

@@ -54,7 +54,9 @@ class Outbox:
         return bool(self._rests)
 
     def answer(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> tuple[bytes, bool]:
-        """What to write now, and whether it is all of it."""
+        """What to write now, and whether it is all of it. Without a head, the trailers are."""
+        if not head:
+            return last(stream, trailers), True
         size, stream_id = len(body), stream.id
         if size <= self.window and size <= stream.window and size <= self.frame_bytes:
             self.window -= size

@@ -157,7 +157,7 @@ class Calls:
                 answer = await method.answered(await self._message(stream, asked, method), asked)
                 body = envelope.wrap(answer.SerializeToString())
             except Exception as error:
-                streams.refuse(stream, envelope.ANSWER + self._failed(asked, error) + self._identity(watch))
+                streams.answer(stream, b"", b"", envelope.ANSWER + self._failed(asked, error) + self._identity(watch))
             else:
                 watch.code = "OK"
                 streams.answer(stream, envelope.ANSWER, body, envelope.OK + self._identity(watch))
@@ -182,7 +182,7 @@ class Calls:
         stream.parts = []
         status, trailers = asked.head.status, self._failed(asked, error) + self._identity(asked.watch)
         if status == HTTPStatus.OK:
-            streams.refuse(stream, envelope.ANSWER + trailers)
+            streams.answer(stream, b"", b"", envelope.ANSWER + trailers)
         else:
             asked.watch.code = status
             head = hpack.status(status) + hpack.literals(((b"content-type", b"text/plain"),))

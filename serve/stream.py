@@ -55,7 +55,7 @@ class Stream:
 
 
 class Application(Protocol):
-    """Who answers: by `answer` or `refuse`, once, whenever it can."""
+    """Who answers: by `streams.answer`, once, whenever it can."""
 
     def understand(self, request: dict[bytes, bytes] | None) -> Any:
         """What a head means, kept and used again for the same; None: it was longer than it may be."""
@@ -70,7 +70,7 @@ class Application(Protocol):
         ...
 
     def complete(self, streams: Streams, stream: Stream) -> None:
-        """All of it is here, unless it was answered before."""
+        """All of it is here, and it was not answered before; from now on it is `running`, until it is answered."""
         ...
 
     def late(self, streams: Streams, stream: Stream) -> None:

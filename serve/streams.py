@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -13,30 +12,34 @@ from serve.frames import ACK, DATA, END_STREAM, HEADERS, Code, ConnectionFault, 
 from serve.goodwill import Goodwill
 from serve.heads import MOST_LIST_BYTES, Heads, Whole
 from serve.hpack import HpackError
-from serve.logs import told
-from serve.outbox import Outbox, last
+from serve.outbox import Outbox
 from serve.stream import Application, Stream
 
 BODY_SECONDS = 60.0  # for a request, from its first byte to its last
 MOST_STREAMS = 2048
 _WINDOW, _STREAM_WINDOW = 16 << 20, 4 << 20  # what a client may send before it hears from us again
+_DEAR_BYTES = 1 << 10  # a head that is longer costs us something
 _SMALL_BYTES = 256  # a piece of a body that is smaller serves nobody
 _HELD_BYTES = 64 << 20  # of answers that the client makes no room for
 _PING = b"retiring"
+HELLO = frames.settings(
+    {
+        frames.MAX_CONCURRENT_STREAMS: MOST_STREAMS,
+        frames.INITIAL_WINDOW_SIZE: _STREAM_WINDOW,
+        frames.MAX_HEADER_LIST_SIZE: MOST_LIST_BYTES,
+    }
+) + frames.window_update(0, _WINDOW - frames.FIRST_WINDOW)
 
-log = logging.getLogger(__name__)
+Write = Callable[[bytes], Any]
+Refused = Callable[[Code, str], None]
 
 
 class Streams:
-    def __init__(
-        self,
-        app: Application,
-        write: Callable[[bytes], Any],
-        refused: Callable[[str], None],
-        settled: Callable[[], None],
-    ) -> None:
+    """`settled` is called when nothing is asked any more and all is answered."""
+
+    def __init__(self, app: Application, write: Write, refused: Refused, settled: Callable[[], None]) -> None:
         self._app, self._write, self._refused, self._settled = app, write, refused, settled
-        self._cutter, self._heads, self._goodwill = frames.Cutter(), Heads(app.understand), Goodwill()
+        self.cutter, self._heads, self._goodwill = frames.Cutter(), Heads(app.understand), Goodwill()
         self.outbox = Outbox()
         self._agreed = False  # the client's first settings are here
         self.paused = False  # the transport takes no more for now
@@ -47,27 +50,13 @@ class Streams:
         self._retiring = self.retired = self.closed = False
 
     @property
-    def greeted(self) -> bool:
-        return self._cutter.greeted
-
-    @property
     def beginning(self) -> bool:
         """The client owes the rest of what it began: its greeting, or a head."""
         return not self._agreed or self._heads.open
 
-    def hello(self) -> None:
-        said = {
-            frames.MAX_CONCURRENT_STREAMS: MOST_STREAMS,
-            frames.INITIAL_WINDOW_SIZE: _STREAM_WINDOW,
-            frames.MAX_HEADER_LIST_SIZE: MOST_LIST_BYTES,
-        }
-        self._write(frames.settings(said) + frames.window_update(0, _WINDOW - frames.FIRST_WINDOW))
-
     def receive(self, data: bytes) -> None:
         """Raises ConnectionFault where the connection has to end."""
-        for kind, flags, stream_id, payload in self._cutter.feed(data):
-            if self.closed:
-                return
+        for kind, flags, stream_id, payload in self.cutter.feed(data):
             if self._heads.open and kind != frames.CONTINUATION:
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "a head is interrupted by another frame")
             try:
@@ -85,6 +74,7 @@ class Streams:
     # What the application asks for
 
     def answer(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> None:
+        """Without a head, the trailers are all of it."""
         stream.running = False
         if stream.gone:
             self._forget(stream)
@@ -96,15 +86,6 @@ class Streams:
             self._answered(stream)
         else:
             self.send_rests()
-
-    def refuse(self, stream: Stream, block: bytes) -> None:
-        """An answer without a body."""
-        stream.running = False
-        if stream.gone:
-            self._forget(stream)
-            return
-        self._write(last(stream, block))
-        self._answered(stream)
 
     # What the connection asks for
 
@@ -121,9 +102,8 @@ class Streams:
 
     def retire(self) -> None:
         """Ask for no new streams; those that cross this word on its way are still taken."""
-        if not self._retiring:
-            self._retiring = True
-            self._write(frames.goaway(frames.MOST_WINDOW, Code.NO_ERROR) + frames.frame(frames.PING, 0, 0, _PING))
+        self._retiring = True
+        self._write(frames.goaway(frames.MOST_WINDOW, Code.NO_ERROR) + frames.frame(frames.PING, 0, 0, _PING))
 
     def settle(self) -> None:
         """The client has heard it: what is here now is all there will be."""
@@ -158,7 +138,7 @@ class Streams:
             self._received = 0
         stream = self.open.get(stream_id)
         if stream is None or stream.complete or stream.gone or stream.sending:
-            self._late_data(stream, stream_id)
+            self._late_data(stream, stream_id, size)
             return
         payload = frames.unpadded(flags, payload)
         if payload:
@@ -175,10 +155,11 @@ class Streams:
             stream.received = 0
         self._app.grew(self, stream, len(payload))
 
-    def _late_data(self, stream: Stream | None, stream_id: int) -> None:
+    def _late_data(self, stream: Stream | None, stream_id: int, size: int) -> None:
         """Fine where the client could not know yet that the stream is closed."""
         self._opened_before(stream_id, "DATA")
-        self._spend()
+        if size < _SMALL_BYTES:
+            self._spend()
         if (stream is None and stream_id not in self._left) or (stream is not None and stream.complete):
             raise StreamFault(Code.STREAM_CLOSED, "DATA of a stream that is closed")
 
@@ -189,8 +170,9 @@ class Streams:
         if stream_id <= self.last:
             self._trailers(stream_id, flags, block)
             return
-        if not self.retired:
-            self.last = stream_id
+        self.last = self.last if self.retired else stream_id
+        if len(block) >= _DEAR_BYTES:
+            self._spend(4 * len(block) // _DEAR_BYTES)
         about, length = self._heads.read(block)
         if self.retired:  # the client was told that it will not be answered
             return
@@ -220,10 +202,11 @@ class Streams:
 
     def _complete(self, stream: Stream) -> None:
         stream.complete = True
+        if stream.id not in self.open:  # it was answered before
+            return
         if stream.length is not None and stream.length != stream.size:
             raise StreamFault(Code.PROTOCOL_ERROR, "the body is not as long as its content-length says")
-        if stream.id in self.open:
-            self._app.complete(self, stream)
+        self._app.complete(self, stream)
 
     def _other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if not self._agreed and (kind != frames.SETTINGS or flags & ACK):
@@ -291,8 +274,7 @@ class Streams:
 
     def _reset(self, stream_id: int, code: Code, text: str) -> None:
         self._spend()
-        log.info("refused", extra=told(reason=text, code=code.name))
-        self._refused(f"h2_{code.name.lower()}")
+        self._refused(code, text)
         self._write(frames.reset(stream_id, code))
         if (stream := self.open.get(stream_id)) is not None:
             if not stream.complete:
@@ -301,12 +283,12 @@ class Streams:
         elif stream_id == self.last:  # refused before it was opened
             self._left.append(stream_id)
 
-    def _spend(self) -> None:
-        if not self._goodwill.spend():
+    def _spend(self, cost: int = 1) -> None:
+        if not self._goodwill.spend(cost):
             raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "too many frames that serve nothing, or too many taken back")
 
     def _opened_before(self, stream_id: int, name: str) -> None:
-        if stream_id > self.last and not self.retired:
+        if not stream_id & 1 or (stream_id > self.last and not self.retired):
             raise ConnectionFault(Code.PROTOCOL_ERROR, f"{name} of a stream that was not opened")
 
 
