@@ -39,10 +39,9 @@ class Streams:
 
     def __init__(self, app: Application, write: Write, refused: Refused, settled: Callable[[], None]) -> None:
         self._app, self._write, self._refused, self._settled = app, write, refused, settled
-        self.cutter, self._heads, self._goodwill = frames.Cutter(), Heads(app.understand), Goodwill()
-        self.outbox = Outbox()
-        self._agreed = False  # the client's first settings are here
-        self.paused = False  # the transport takes no more for now
+        self.cutter, self.outbox = frames.Cutter(), Outbox()
+        self._heads, self._goodwill = Heads(app.understand), Goodwill()
+        self._agreed = self.paused = False  # the client's first settings are here; the transport takes no more for now
         self.open: dict[int, Stream] = {}
         self._left: deque[int] = deque(maxlen=64)  # streams that were answered while the client was still sending
         self.last = 0
@@ -90,7 +89,6 @@ class Streams:
     # What the connection asks for
 
     def send_rests(self) -> None:
-        """Of answers, as far as there is room for them."""
         while self.outbox.waits and not (self.closed or self.paused):
             data, done = self.outbox.take()
             if not data:
@@ -160,7 +158,8 @@ class Streams:
         self._opened_before(stream_id, "DATA")
         if size < _SMALL_BYTES:
             self._spend()
-        if (stream is None and stream_id not in self._left) or (stream is not None and stream.complete):
+        unknown = stream_id not in self._left and stream_id <= self.last
+        if unknown if stream is None else stream.complete:
             raise StreamFault(Code.STREAM_CLOSED, "DATA of a stream that is closed")
 
     def _head(self, whole: Whole | None) -> None:
