@@ -16,7 +16,13 @@ from serve.stream import Stream
 from serve.streams import Streams
 
 RANDOM = settings(deadline=None, database=None, derandomize=True)
-GRPC: list[Field] = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/echo"), (b"te", b"trailers")]
+GRPC: list[Field] = [
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/echo"),
+    (b":authority", b"x"),
+    (b"te", b"trailers"),
+]
 HELLO = PREFACE + frames.settings({})
 
 
