@@ -119,6 +119,15 @@ def test_grpc_asks_for_the_same_keys_over_the_same_tls(closed: Closed) -> None:
             assert found.name == "tiny"
 
 
+def test_many_large_calls_over_tls_are_answered(closed: Closed) -> None:
+    channel, stub = _stub(closed)
+    tensor = {"name": "image", "datatype": "FP32", "shape": [16, 1, 8, 8]}
+    asked = pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[b"\0" * 4096], id="7" * 60_000)
+    with channel:
+        calls = [stub.ModelInfer.future(asked, metadata=[("x-api-key", KEY)], timeout=20) for _ in range(100)]
+        assert {len(call.result().id) for call in calls} == {60_000}
+
+
 def test_a_refused_key_is_counted_whatever_the_protocol(closed: Closed) -> None:
     channel, stub = _stub(closed)
     with channel, pytest.raises(grpc.RpcError):
