@@ -32,6 +32,7 @@ from serve.watch import Watch
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
+_ROOM_BYTES = 16 << 20  # what one may take: unlike HTTP's, a message of 20 KB comes in pieces already
 _TYPE = b"application/grpc"
 _TYPES = (b"", b"+proto")  # behind it; others would be no protobuf
 
@@ -80,9 +81,8 @@ class Calls:
         headers: Sequence[tuple[str, str]],
         most_bytes: int,
         keys: Keys | None = None,
-        room: Room | None = None,
     ) -> None:
-        self._observer, self._keys, self._room = observer, keys, room or Room()
+        self._observer, self._keys, self._room = observer, keys, Room()
         self._most = most_bytes + _OVERHEAD_BYTES
         self._stamp = hpack.literals((name.encode(), value.encode()) for name, value in headers)
         self._bundles: dict[str, bytes] = {}
@@ -129,7 +129,7 @@ class Calls:
     def grew(self, streams: Streams, stream: Stream, size: int) -> None:
         try:
             envelope.check_size(stream.parts, stream.size, self._most)
-            self._room.take(size, self._most)
+            self._room.take(size, max(self._most, _ROOM_BYTES))
             stream.state.held += size
         except Refusal as error:
             self._refuse(streams, stream, error)

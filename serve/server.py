@@ -126,9 +126,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self._listeners.append(listener)
 
     async def _listen_grpc(self, sock: socket.socket) -> None:
-        calls = rpc.Calls(
-            self.dataplane, self.observer, self.headers, self.fleet.max_body_bytes, self.door.keys, self._app.room
-        )
+        calls = rpc.Calls(self.dataplane, self.observer, self.headers, self.fleet.max_body_bytes, self.door.keys)
         context = None if self.door.tls is None else self.door.tls.grpc_context
         self._rpc = RpcListener(calls, sock, context, self.observer.metrics.refused)
         await self._rpc.start()
