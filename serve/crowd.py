@@ -8,7 +8,8 @@ from collections.abc import Collection
 from typing import Protocol
 
 WRITE_SECONDS = 30.0  # for a client to take any byte of its answer
-_MOST = 16 << 10
+_MOST, _MOST_RPC = 16 << 10, 2 << 10
+_SHARE = 8  # one of so many files is for a connection of gRPC
 _OTHERS = 128  # files that are no connections of clients
 
 
@@ -25,12 +26,22 @@ class Seat(Protocol):
 
 def most_connections() -> int:
     """As many as the system lets this process have, within reason; it is asked for all it lets us."""
+    files = _files()
+    return max(_OTHERS, min(_MOST, files - _OTHERS - min(_MOST_RPC, files // _SHARE)))
+
+
+def most_rpc_connections() -> int:
+    """Of gRPC, beside those: few, as each has room for many calls."""
+    return min(_MOST_RPC, _files() // _SHARE)
+
+
+def _files() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST + _OTHERS
+    wanted = _MOST + _MOST_RPC + _OTHERS
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return _MOST if soft == resource.RLIM_INFINITY else max(_OTHERS, min(_MOST, soft - _OTHERS))
+    return wanted if soft == resource.RLIM_INFINITY else soft
 
 
 def make_room(seats: Collection[Seat], most: int) -> bool:

@@ -62,7 +62,7 @@ class StreamFault(Exception):
 
 
 class Cutter:
-    """Bytes in as they come, whole frames out, behind the preface of the connection."""
+    """Bytes in as they come; whole frames out, after a greeting."""
 
     __slots__ = ("greeted", "rest")
 
@@ -72,10 +72,8 @@ class Cutter:
     def feed(self, data: bytes) -> Iterator[Frame]:
         if self.rest:
             data = self.rest + data
-        if not self.greeted:
-            data = self._greet(data)
         position, end = 0, len(data)
-        while end - position >= 9 and self.greeted:
+        while end - position >= 9:
             high, low, kind, flags, stream_id = HEAD.unpack_from(data, position)
             length = high << 8 | low
             if length > FRAME_BYTES:
@@ -89,13 +87,15 @@ class Cutter:
             position = stop
         self.rest = data[position:]
 
-    def _greet(self, data: bytes) -> bytes:
-        if not data.startswith(PREFACE):
-            if not PREFACE.startswith(data):
+    def greet(self, data: bytes) -> bool:
+        """The beginning of all; True when it is whole, and what is behind it waits to be fed."""
+        self.rest += data
+        if not self.rest.startswith(PREFACE):
+            if not PREFACE.startswith(self.rest):
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "this is no HTTP/2 connection")
-            return data
-        self.greeted = True
-        return data[len(PREFACE) :]
+            return False
+        self.rest, self.greeted = self.rest[len(PREFACE) :], True
+        return True
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:

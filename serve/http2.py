@@ -52,7 +52,6 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class, only by what it does
         self._streams = Streams(self._app, self.transport.write, self._tell, self._settled)
-        self.transport.write(HELLO)
         if not make_room(self._seats, self._most):
             self._end(Code.ENHANCE_YOUR_CALM, f"{len(self._seats)} connections are being served already")
         self._seats.add(self)
@@ -72,7 +71,10 @@ class Connection(asyncio.Protocol):
         streams = self._streams
         before = streams.beginning, streams.last
         try:
-            streams.receive(data)
+            fresh = not streams.cutter.greeted
+            if fresh and not self._greet(data):
+                return
+            streams.receive(b"" if fresh else data)
         except ConnectionFault as fault:
             if not streams.cutter.greeted and data.startswith(_METHODS):
                 self._refused("h2_http1")
@@ -83,6 +85,15 @@ class Connection(asyncio.Protocol):
         else:
             if streams.beginning and before != (True, streams.last):
                 self._due = self._loop.time() + HEAD_SECONDS
+
+    def _greet(self, data: bytes) -> bool:
+        """Back, and not first: a client of an older HTTP is to be answered in its own words."""
+        if not self._streams.cutter.greet(data):
+            return False
+        self.transport.write(HELLO)
+        if self._retiring:
+            self._streams.retire()
+        return True
 
     def pause_writing(self) -> None:
         """Who does not take answers asks nothing more meanwhile."""
@@ -102,7 +113,8 @@ class Connection(asyncio.Protocol):
         if self._retiring or self._closing:
             return
         self._retiring = True
-        self._streams.retire()
+        if self._streams.cutter.greeted:
+            self._streams.retire()
         patience = _SILENT_SECONDS if self._streams.beginning else _ACK_SECONDS
         self._timer = self._loop.call_later(patience, self._streams.settle)
 
@@ -145,7 +157,8 @@ class Connection(asyncio.Protocol):
     def _end(self, code: Code, text: str) -> None:
         if not self._closing:
             self._tell(code, text)
-            self._goodbye(goaway(self._streams.last, code, text))
+            hello = b"" if self._streams.cutter.greeted else HELLO
+            self._goodbye(hello + goaway(self._streams.last, code, text))
 
     def _tell(self, code: Code, text: str) -> None:
         log.info("refused", extra=told(reason=text, code=code.name))

@@ -185,7 +185,8 @@ class Calls:
             streams.answer(stream, b"", b"", envelope.ANSWER + trailers)
         else:
             asked.watch.code = status
-            head = hpack.status(status) + hpack.literals(((b"content-type", b"text/plain"),))
+            allowed = error.headers if isinstance(error, Refusal) else ()
+            head = hpack.status(status) + hpack.literals(((b"content-type", b"text/plain"), *allowed))
             streams.answer(stream, head, str(error).encode() + b"\n", trailers)
         self._ended(asked)
 

@@ -9,7 +9,7 @@ import ssl
 import time
 from collections.abc import Callable
 
-from serve.crowd import most_connections
+from serve.crowd import most_rpc_connections
 from serve.http2 import Connection
 from serve.sockets import admit_no_more
 from serve.stream import Application
@@ -31,7 +31,7 @@ class RpcListener:
     ) -> None:
         self._app, self.socket, self._tls, self._refused = app, sock, tls, refused
         self.connections: set[Connection] = set()
-        self._most = most_connections()
+        self._most = most_rpc_connections()
         self._stopping = False
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None

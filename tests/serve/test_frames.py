@@ -18,7 +18,7 @@ FRAMES = st.lists(
 @RANDOM
 @given(wanted=FRAMES, cuts=st.lists(st.integers(1, 400), max_size=30))
 def test_frames_are_the_same_however_they_are_cut(wanted: list[frames.Frame], cuts: list[int]) -> None:
-    data = PREFACE + b"".join(frame(*one) for one in wanted)
+    data = b"".join(frame(*one) for one in wanted)
     cutter, position = Cutter(), 0
     found: list[frames.Frame] = []
     for size in (*cuts, len(data)):
@@ -28,18 +28,25 @@ def test_frames_are_the_same_however_they_are_cut(wanted: list[frames.Frame], cu
     assert cutter.rest == b""
 
 
+def test_a_greeting_may_come_in_pieces_and_with_what_follows_it() -> None:
+    cutter = Cutter()
+    assert not cutter.greet(PREFACE[:10])
+    assert cutter.greet(PREFACE[10:] + frame(frames.PING, 0, 0, b"12345678")[:5])
+    assert list(cutter.feed(frame(frames.PING, 0, 0, b"12345678")[5:])) == [(frames.PING, 0, 0, b"12345678")]
+
+
 def test_another_greeting_is_refused_at_its_first_wrong_byte() -> None:
     cutter = Cutter()
-    assert list(cutter.feed(PREFACE[:10])) == []
+    assert not cutter.greet(PREFACE[:10])
     with pytest.raises(ConnectionFault, match="no HTTP/2"):
-        list(cutter.feed(b"x"))
+        cutter.greet(b"x")
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_is_here() -> None:
     cutter = Cutter()
     head = frames.HEAD.pack(frames.FRAME_BYTES >> 8, 1, frames.DATA, 0, 1)
     with pytest.raises(ConnectionFault) as caught:
-        list(cutter.feed(PREFACE + head))
+        list(cutter.feed(head))
     assert caught.value.code is Code.FRAME_SIZE_ERROR
 
 

@@ -64,11 +64,11 @@ SAID = st.tuples(st.lists(FRAMES | CALLS, max_size=12), FLIPS)
 
 def written(said: tuple[list[frames.Frame], list[tuple[float, bytes, int]]]) -> bytes:
     made, flips = said
-    found = HELLO + b"".join([frame(*one) for one in made])
+    found = b"".join([frame(*one) for one in made])
     for share, more, size in flips:
         place = int(share * len(found))
         found = found[:place] + more + found[place + size :]
-    return found
+    return HELLO + found
 
 
 def hunt(count: int, test: Callable[..., None]) -> None:

@@ -210,6 +210,7 @@ def test_what_is_no_grpc_is_refused_as_http_does(wire: Wire, changes: Changes, s
     fields, body = wire.ask(b"", ends=False, changes=changes)
     assert (fields[":status"], fields["content-type"]) == (status, "text/plain")
     assert named in body.decode()
+    assert fields.get("allow") == ("POST" if status == "405" else None)
 
 
 def test_what_we_say_of_ourselves_is_in_every_answer(wire: Wire, server: Running) -> None:

@@ -118,7 +118,11 @@ class Talk:
         )
 
     def say(self, *said: bytes) -> list[Frame]:
-        self.streams.receive(b"".join(said))
+        data = b"".join(said)
+        if not self.streams.cutter.greeted:
+            assert self.streams.cutter.greet(data)
+            data = b""
+        self.streams.receive(data)
         return self.heard()
 
     def say_until_refused(self, said: Iterable[bytes]) -> Code:
