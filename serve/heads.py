@@ -16,7 +16,7 @@ from serve.hpack import Decoder, Field
 MOST_LIST_BYTES = 32 << 10  # of header fields, with 32 more for each
 _MOST_BLOCK_BYTES = 128 << 10  # as they are sent; what is too long for us is still read, so that it can be answered
 _MOST_PIECES = 64
-_KNOWN, _KNOWN_BYTES = 64, 2048  # heads that are remembered, and how long each is at most
+_KNOWN, _KNOWN_BYTES = 16, 1024  # heads that are remembered, and how long each is at most
 
 Meaning = tuple[Any, int | None]  # what the application makes of it, and how long its body is said to be
 Whole = tuple[int, int, bytes]  # stream, flags, block

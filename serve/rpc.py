@@ -145,7 +145,7 @@ class Calls:
 
     def lost(self, stream: Stream) -> None:
         self._failed(stream.state, Gone("the client took its call back before it was whole"))
-        self._ended(stream.state)
+        self._ended(stream)
 
     # One call
 
@@ -163,7 +163,7 @@ class Calls:
                 streams.answer(stream, envelope.ANSWER, body, envelope.OK + self._identity(watch))
         finally:
             self._running.discard(asked)
-            self._ended(asked)
+            self._ended(stream)
 
     async def _message(self, stream: Stream, asked: Asked, method: Method) -> Any:
         parts = stream.parts
@@ -188,7 +188,7 @@ class Calls:
             allowed = error.headers if isinstance(error, Refusal) else ()
             head = hpack.status(status) + hpack.literals(((b"content-type", b"text/plain"), *allowed))
             streams.answer(stream, head, str(error).encode() + b"\n", trailers)
-        self._ended(asked)
+        self._ended(stream)
 
     def _failed(self, asked: Asked, error: Exception) -> bytes:
         """The client's mistakes with their sentence; ours opaque, with the traceback in the log."""
@@ -197,9 +197,10 @@ class Calls:
         asked.watch.code = code
         return envelope.failure(code, text)
 
-    def _ended(self, asked: Asked) -> None:
+    def _ended(self, stream: Stream) -> None:
+        asked: Asked = stream.state
+        stream.state = None  # which refers to the stream: a circle would wait for the garbage collector
         self._room.held -= asked.held
-        asked.held = 0
         self._observer.ended(asked.watch)
 
     def _identity(self, watch: Watch) -> bytes:

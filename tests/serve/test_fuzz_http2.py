@@ -18,7 +18,7 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 from serve import frames
 from serve.frames import ConnectionFault, frame
 
-from .wire import GRPC, HELLO, Talk, answers, block, cut, greeted, request
+from .wire import GRPC, HELLO, Echoing, answers, block, cut, greeted, request
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -81,7 +81,7 @@ def hunt(count: int, test: Callable[..., None]) -> None:
 @pytest.mark.parametrize("count", [4 * FEW, pytest.param(4 * MANY, marks=pytest.mark.long)])
 def test_the_connection_understands_it_or_ends_and_holds_on_to_nothing(count: int) -> None:
     def test(said: Any) -> None:
-        talk = Talk()
+        talk = Echoing()
         with contextlib.suppress(ConnectionFault):
             talk.say(written(said))
         talk.streams.close()

@@ -10,17 +10,17 @@ import pytest
 from serve import frames, streams
 from serve.frames import ACK, END_HEADERS, END_STREAM, PADDED, PRIORITIZED, Code, Frame, frame
 
-from .wire import GRPC, Talk, answers, block, data, fields_of, greeted, head, request, resets
+from .wire import GRPC, Echoing, answers, block, data, fields_of, greeted, head, request, resets
 
 UINT = 4
 
 
 @pytest.fixture
-def talk() -> Talk:
+def talk() -> Echoing:
     return greeted()
 
 
-def test_a_request_is_answered(talk: Talk) -> None:
+def test_a_request_is_answered(talk: Echoing) -> None:
     found = talk.say(request(1))
     assert [(kind, flags) for kind, flags, _, _ in found] == [
         (frames.HEADERS, END_HEADERS),
@@ -32,7 +32,7 @@ def test_a_request_is_answered(talk: Talk) -> None:
     assert talk.streams.open == {}
 
 
-def test_however_it_is_cut_and_padded(talk: Talk) -> None:
+def test_however_it_is_cut_and_padded(talk: Echoing) -> None:
     whole = block(GRPC)
     said = (
         frame(frames.HEADERS, PADDED | PRIORITIZED, 1, b"\x03" + b"\0\0\0\0\x10" + whole[:7] + b"\0\0\0")
@@ -48,7 +48,7 @@ def test_however_it_is_cut_and_padded(talk: Talk) -> None:
     assert answers(found) == {1: b"hello"}
 
 
-def test_what_is_not_known_is_overlooked(talk: Talk) -> None:
+def test_what_is_not_known_is_overlooked(talk: Echoing) -> None:
     assert talk.say(frame(0xFA, 0xFF, 3, b"?"), frame(frames.PRIORITY, 0, 9, b"\0" * 5)) == []
     assert talk.say(frames.settings({0xABCD: 1, 2: 0, frames.MAX_CONCURRENT_STREAMS: 0})) == [
         (frames.SETTINGS, ACK, 0, b"")
@@ -57,12 +57,12 @@ def test_what_is_not_known_is_overlooked(talk: Talk) -> None:
     assert answers(talk.say(request(7))) == {7: b"hello"}
 
 
-def test_a_ping_is_answered_and_an_answer_is_not(talk: Talk) -> None:
+def test_a_ping_is_answered_and_an_answer_is_not(talk: Echoing) -> None:
     assert talk.say(frame(frames.PING, 0, 0, b"12345678")) == [(frames.PING, ACK, 0, b"12345678")]
     assert talk.say(frame(frames.PING, ACK, 0, b"12345678")) == []
 
 
-def test_a_client_whose_table_is_warm_is_understood_by_its_bytes(talk: Talk) -> None:
+def test_a_client_whose_table_is_warm_is_understood_by_its_bytes(talk: Echoing) -> None:
     encoder = hpack.Encoder()
     for number in range(1, 41, 2):
         said = frame(frames.HEADERS, END_HEADERS, number, bytes(encoder.encode(GRPC)))
@@ -70,7 +70,7 @@ def test_a_client_whose_table_is_warm_is_understood_by_its_bytes(talk: Talk) -> 
     assert talk.app.learnt == 2, "once to fill the table, once from it"
 
 
-def test_the_same_bytes_mean_another_thing_when_the_table_has_changed(talk: Talk) -> None:
+def test_the_same_bytes_mean_another_thing_when_the_table_has_changed(talk: Echoing) -> None:
     encoder = hpack.Encoder()
     seen = set()
     for number, path in enumerate((b"/a", b"/b", b"/b", b"/c", b"/c", b"/a")):
@@ -86,13 +86,13 @@ def test_the_same_bytes_mean_another_thing_when_the_table_has_changed(talk: Talk
 # What a client takes back
 
 
-def test_a_request_taken_back_before_it_is_whole_is_lost(talk: Talk) -> None:
+def test_a_request_taken_back_before_it_is_whole_is_lost(talk: Echoing) -> None:
     talk.say(head(1), data(1, b"he", 0), frames.reset(1, Code.CANCEL))
     assert talk.app.told[-1] == "lost 1"
     assert talk.streams.open == {}
 
 
-def test_one_taken_back_later_is_told_so_counts_until_it_is_done_and_is_not_answered(talk: Talk) -> None:
+def test_one_taken_back_later_is_told_so_counts_until_it_is_done_and_is_not_answered(talk: Echoing) -> None:
     talk.say(request(1, path=b"/waits"), frames.reset(1, Code.CANCEL))
     (_, stream), *_ = talk.app.waiting
     assert stream.left()
@@ -102,7 +102,7 @@ def test_one_taken_back_later_is_told_so_counts_until_it_is_done_and_is_not_answ
     assert talk.streams.open == {}
 
 
-def test_a_client_that_is_gone_takes_back_everything(talk: Talk) -> None:
+def test_a_client_that_is_gone_takes_back_everything(talk: Echoing) -> None:
     talk.say(head(1), request(3, path=b"/waits"))
     talk.streams.close()
     assert talk.app.told[-1] == "lost 1"
@@ -111,7 +111,7 @@ def test_a_client_that_is_gone_takes_back_everything(talk: Talk) -> None:
     assert talk.heard() == []
 
 
-def test_what_is_refused_early_may_still_be_sent_to_its_end(talk: Talk) -> None:
+def test_what_is_refused_early_may_still_be_sent_to_its_end(talk: Echoing) -> None:
     found = talk.say(head(1, [*GRPC[:2], (b":path", b"/refused")]))
     assert [kind for kind, *_ in found] == [frames.HEADERS, frames.RST_STREAM]
     assert resets(found) == {1: Code.NO_ERROR}
@@ -121,7 +121,7 @@ def test_what_is_refused_early_may_still_be_sent_to_its_end(talk: Talk) -> None:
     )
 
 
-def test_a_head_that_is_too_long_is_answered_and_the_next_understood(talk: Talk) -> None:
+def test_a_head_that_is_too_long_is_answered_and_the_next_understood(talk: Echoing) -> None:
     much = block([*GRPC, (b"x-much", b"y" * 40_000)])
     pieces = [much[place : place + 16384] for place in range(0, len(much), 16384)]
     said = frame(frames.HEADERS, 0, 1, pieces[0])
@@ -134,7 +134,7 @@ def test_a_head_that_is_too_long_is_answered_and_the_next_understood(talk: Talk)
 # Windows
 
 
-def test_a_large_body_is_given_room_as_it_comes(talk: Talk) -> None:
+def test_a_large_body_is_given_room_as_it_comes(talk: Echoing) -> None:
     found = talk.say(head(1))
     for _ in range(1000):
         found += talk.say(data(1, b"x" * 16384, 0))
@@ -147,7 +147,7 @@ def test_a_large_body_is_given_room_as_it_comes(talk: Talk) -> None:
     assert talk.app.told[-1] == "grew 1 16384"
 
 
-def test_a_large_answer_waits_for_room(talk: Talk) -> None:
+def test_a_large_answer_waits_for_room(talk: Echoing) -> None:
     body = b"x" * 100_000
     pieces = [body[place : place + 16384] for place in range(0, len(body), 16384)]
     found = talk.say(head(1), *(data(1, one, 0) for one in pieces), data(1, b""))
@@ -160,7 +160,7 @@ def test_a_large_answer_waits_for_room(talk: Talk) -> None:
     assert talk.streams.open == {}
 
 
-def test_a_large_answer_taken_back_is_dropped(talk: Talk) -> None:
+def test_a_large_answer_taken_back_is_dropped(talk: Echoing) -> None:
     talk.say(frames.settings({frames.INITIAL_WINDOW_SIZE: 1}), request(1))
     assert talk.streams.outbox.held == 4
     talk.say(frames.reset(1, Code.CANCEL))
@@ -168,13 +168,13 @@ def test_a_large_answer_taken_back_is_dropped(talk: Talk) -> None:
     assert "lost 1" not in talk.app.told
 
 
-def test_who_makes_no_room_opens_no_streams(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_makes_no_room_opens_no_streams(talk: Echoing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_HELD_BYTES", 10)
     talk.say(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}), request(1, b"x" * 11))
     assert resets(talk.say(request(3))) == {3: Code.REFUSED_STREAM}
 
 
-def test_what_is_not_taken_for_long_is_given_up(talk: Talk) -> None:
+def test_what_is_not_taken_for_long_is_given_up(talk: Echoing) -> None:
     talk.say(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}), request(1))
     talk.streams.sweep(0)
     assert talk.heard() == []
@@ -182,7 +182,7 @@ def test_what_is_not_taken_for_long_is_given_up(talk: Talk) -> None:
     assert resets(talk.heard()) == {1: Code.CANCEL}
 
 
-def test_what_does_not_come_for_long_is_given_up(talk: Talk) -> None:
+def test_what_does_not_come_for_long_is_given_up(talk: Echoing) -> None:
     talk.say(head(1))
     talk.streams.sweep(0)
     assert talk.app.told == ["opened 1"]
@@ -194,7 +194,7 @@ def test_what_does_not_come_for_long_is_given_up(talk: Talk) -> None:
 # The end
 
 
-def test_at_the_end_streams_are_taken_until_the_client_has_heard_of_it(talk: Talk) -> None:
+def test_at_the_end_streams_are_taken_until_the_client_has_heard_of_it(talk: Echoing) -> None:
     talk.say(request(1, path=b"/waits"))
     talk.streams.retire()
     goaway, ping = talk.heard()
@@ -208,7 +208,7 @@ def test_at_the_end_streams_are_taken_until_the_client_has_heard_of_it(talk: Tal
     assert talk.settled == [True]
 
 
-def test_an_idle_connection_ends_when_the_client_has_heard_of_it(talk: Talk) -> None:
+def test_an_idle_connection_ends_when_the_client_has_heard_of_it(talk: Echoing) -> None:
     talk.streams.retire()
     (_, ping) = talk.heard()
     assert talk.settled == []

@@ -7,11 +7,11 @@ import pytest
 from serve import frames
 from serve.frames import ACK, END_HEADERS, END_STREAM, PADDED, PRIORITIZED, Code, ConnectionFault, frame
 
-from .wire import GRPC, Talk, answers, data, greeted, head, request, resets
+from .wire import GRPC, Echoing, answers, data, greeted, head, request, resets
 
 
 @pytest.fixture
-def talk() -> Talk:
+def talk() -> Echoing:
     return greeted()
 
 
@@ -74,7 +74,7 @@ CONNECTION_FAULTS: dict[str, tuple[bytes, Code]] = {
 
 
 @pytest.mark.parametrize("name", CONNECTION_FAULTS)
-def test_who_breaks_the_rules_loses_the_connection(talk: Talk, name: str) -> None:
+def test_who_breaks_the_rules_loses_the_connection(talk: Echoing, name: str) -> None:
     said, code = CONNECTION_FAULTS[name]
     with pytest.raises(ConnectionFault) as caught:
         talk.say(said)
@@ -106,7 +106,7 @@ STREAM_FAULTS: dict[str, tuple[bytes, Code]] = {
 
 
 @pytest.mark.parametrize("name", STREAM_FAULTS)
-def test_who_breaks_them_in_one_stream_loses_that(talk: Talk, name: str) -> None:
+def test_who_breaks_them_in_one_stream_loses_that(talk: Echoing, name: str) -> None:
     said, code = STREAM_FAULTS[name]
     found = talk.say(said, request(3))
     assert resets(found) == {1: code}
@@ -119,4 +119,4 @@ def test_who_breaks_them_in_one_stream_loses_that(talk: Talk, name: str) -> None
 )
 def test_a_connection_begins_with_settings(said: bytes) -> None:
     with pytest.raises(ConnectionFault, match="begins with SETTINGS"):
-        Talk().say(frames.PREFACE, said)
+        Echoing().say(frames.PREFACE, said)

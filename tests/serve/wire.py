@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import hpack
@@ -12,7 +11,7 @@ from hypothesis import settings
 from serve import frames
 from serve.frames import END_HEADERS, END_STREAM, HEAD, PREFACE, Code, ConnectionFault, Frame, frame
 from serve.hpack import Field
-from serve.stream import Stream
+from serve.stream import Application, Stream
 from serve.streams import Streams
 
 RANDOM = settings(deadline=None, database=None, derandomize=True)
@@ -103,18 +102,15 @@ class Echo:
         self.told.append(f"lost {stream.id}")
 
 
-@dataclass
 class Talk:
     """One connection."""
 
-    app: Echo = field(default_factory=Echo)
-    refused: list[Code] = field(default_factory=list)
-    settled: list[bool] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, app: Application) -> None:
+        self.refused: list[Code] = []
+        self.settled: list[bool] = []
         self._out: list[bytes] = []
         self.streams = Streams(
-            self.app, self._out.append, lambda code, _: self.refused.append(code), lambda: self.settled.append(True)
+            app, self._out.append, lambda code, _: self.refused.append(code), lambda: self.settled.append(True)
         )
 
     def say(self, *said: bytes) -> list[Frame]:
@@ -139,8 +135,14 @@ class Talk:
         return found
 
 
-def greeted() -> Talk:
-    made = Talk()
+class Echoing(Talk):
+    def __init__(self) -> None:
+        self.app = Echo()
+        super().__init__(self.app)
+
+
+def greeted() -> Echoing:
+    made = Echoing()
     assert made.say(HELLO) == [(frames.SETTINGS, frames.ACK, 0, b"")]
     return made
 
