@@ -24,6 +24,6 @@ class Goodwill:
             self._since = now
         return self._left >= 0
 
-    def earn(self) -> None:
-        if self._left < _MOST:
+    def earn(self, worth: bool = True) -> None:
+        if worth and self._left < _MOST:
             self._left += _EARNED

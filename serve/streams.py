@@ -18,7 +18,7 @@ from serve.stream import Application, Stream
 BODY_SECONDS = 60.0  # for a request, from its first byte to its last
 MOST_STREAMS = 2048
 _WINDOW, _STREAM_WINDOW = 16 << 20, 4 << 20  # what a client may send before it hears from us again
-_DEAR_BYTES = 1 << 10  # a head that is longer costs us something
+_DEAR_BYTES = 1 << 10  # a longer head costs us something, and a shorter piece of an answer is worth nothing
 _SMALL_BYTES = 256  # a piece of a body that is smaller serves nobody
 _HELD_BYTES = 64 << 20  # of answers that the client makes no room for
 _PING = b"retiring"
@@ -94,7 +94,7 @@ class Streams:
             if not data:
                 return
             self._write(data)
-            self._goodwill.earn()
+            self._goodwill.earn(len(data) >= _DEAR_BYTES)
             for stream in done:
                 self._answered(stream)
 

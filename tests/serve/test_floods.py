@@ -33,6 +33,11 @@ FLOODS: dict[str, list[bytes]] = {
     "updates": [frames.window_update(0, 1)],
     "empty data": [head(1), data(1, b"", 0)],
     "crumbs": [head(1), data(1, b"x", 0)],
+    "crumbs of room": [
+        frames.settings({frames.INITIAL_WINDOW_SIZE: 0}),
+        request(1, b"x" * 16_384),
+        frames.window_update(1, 1),
+    ],
     "padding alone": [head(1), frame(frames.DATA, PADDED, 1, b"\xc8" + b"\0" * 200)],
     "data of closed streams": [request(1), data(1, b"x", 0)],
 }
