@@ -19,18 +19,22 @@ from serve.watch import Watch
 Run = Callable[[Arrays, Sequence[str]], dict[str, Array]]
 
 _CAUTION = 1.6  # other processes may take the machine meanwhile: what is let in must not come too late then
+_TURN_SECONDS = 0.005  # for full batches that run on the loop, one after the other
 _SWEEP_SECONDS = 0.02  # between two looks at a full queue for room that those who left have made
 _TICK_SECONDS = 1e-3  # the loop's timers may be early by less than it
 
 
 @dataclass(frozen=True)
 class Rules:
-    """`mergeable`: the model answers each row by itself. `waiting`: most requests that wait."""
+    """`mergeable`: the model answers each row by itself. `waiting`: most requests that wait. `computes`: on processors
+    of this machine, so that of a run only the time counts that its thread has one of them.
+    """
 
     mergeable: bool
     rows: int = 32
     waiting: int = 1024
     delay_seconds: float = 0.0
+    computes: bool = False
 
 
 @dataclass(slots=True)
@@ -159,8 +163,11 @@ class Batcher:
         self._paused = None
         if self._running:
             return
-        if batch := self._take():
+        end = time.monotonic() + _TURN_SECONDS
+        while batch := self._take():
             self._start(batch)
+            if self._running or self._rows < self.rules.rows or time.monotonic() >= end:
+                break  # else another at once, for a turn of the loop is long when many ask
         self._schedule()
 
     def _oldest(self) -> Lane:
@@ -223,7 +230,7 @@ class Batcher:
 
     def _attempt(self, batch: list[Item]) -> list[Any]:
         """The outputs of each, or what was raised for it alone."""
-        began = time.perf_counter()
+        began, computing = time.perf_counter(), time.thread_time()
         try:
             found = split(self._run(merge(batch), batch[0].wanted), batch)
         except Exception as error:  # it may be one request's fault: by halves, it is found and the others are answered
@@ -232,7 +239,8 @@ class Batcher:
             half = len(batch) // 2
             return [*self._attempt(batch[:half]), *self._attempt(batch[half:])]
         seconds, rows = time.perf_counter() - began, rows_of(batch)
-        self._pace.learn(size_of(batch), rows, seconds)
+        own = time.thread_time() - computing if self.rules.computes else math.inf
+        self._pace.learn(size_of(batch), rows, seconds, own)
         self._seen.batch(len(batch), rows, seconds)
         return found
 
