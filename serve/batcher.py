@@ -175,9 +175,10 @@ class Batcher:
         return next(iter(lanes)) if len(lanes) == 1 else min(lanes, key=lambda lane: lane.items[0].since)
 
     def _take(self) -> list[Item]:
-        """The oldest that waits, and those it can run with. Who gave up or came too late is left out."""
+        """The oldest that waits, and those it can run with. Who gave up, came too late or would be late is left out."""
         batch: list[Item] = []
         rows, now = 0, time.monotonic()
+        done = now + self._pace.run_seconds(min(self._rows, self.rules.rows))
         while not batch and self._lanes:
             lane = self._oldest()
             key = lane.items[0].key
@@ -186,7 +187,8 @@ class Batcher:
                 self._waiting -= 1
                 self._rows -= item.rows
                 lane.rows -= item.rows
-                if not settled(item, now):
+                # Of those for whom it is too late the last is computed: else an estimate too high was never renewed.
+                if not settled(item, now, done if batch or self._waiting else now):
                     item.watch.taken = now
                     batch.append(item)
                     rows += item.rows
@@ -272,8 +274,8 @@ class Batcher:
                 del self._lanes[key]
 
 
-def settled(item: Item, now: float) -> bool:
-    """Whether nobody waits for it any more; whom it concerns is told."""
+def settled(item: Item, now: float, done: float = -math.inf) -> bool:
+    """Whether nobody waits for it any more, or would when it was `done`; whom it concerns is told."""
     if item.answer.done():
         return True
     if item.gone():
@@ -281,5 +283,8 @@ def settled(item: Item, now: float) -> bool:
         return True
     if now >= item.deadline:
         item.answer.set_exception(Expired("the deadline passed while the request waited; it was not computed"))
+        return True
+    if done > item.deadline:
+        item.answer.set_exception(Busy("the requests before it took so long that it would come after its deadline"))
         return True
     return False

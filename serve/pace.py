@@ -53,6 +53,9 @@ class Pace:
 
     def seconds(self, rows: int) -> float:
         """Until this many rows are done, in batches such as have run of late; 0 while nothing is known."""
-        alone = self._total_seconds / self._total_rows if self._total_rows else 0.0
         queued = self._spaced_seconds / self._spaced_rows if self._spaced_rows else 0.0
-        return rows * max(alone, queued)
+        return max(self.run_seconds(rows), rows * queued)
+
+    def run_seconds(self, rows: int) -> float:
+        """What the model alone takes for them."""
+        return rows * self._total_seconds / self._total_rows if self._total_rows else 0.0
