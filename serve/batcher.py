@@ -19,18 +19,22 @@ from serve.watch import Watch
 Run = Callable[[Arrays, Sequence[str]], dict[str, Array]]
 
 _CAUTION = 1.6  # other processes may take the machine meanwhile: what is let in must not come too late then
+_TURN_SECONDS = 0.005  # for full batches that run on the loop, one after the other
 _SWEEP_SECONDS = 0.02  # between two looks at a full queue for room that those who left have made
 _TICK_SECONDS = 1e-3  # the loop's timers may be early by less than it
 
 
 @dataclass(frozen=True)
 class Rules:
-    """`mergeable`: the model answers each row by itself. `waiting`: most requests that wait."""
+    """`mergeable`: the model answers each row by itself. `waiting`: most requests that wait. `computes`: on processors
+    of this machine, so that of a run only the time counts that its thread has one of them.
+    """
 
     mergeable: bool
     rows: int = 32
     waiting: int = 1024
     delay_seconds: float = 0.0
+    computes: bool = False
 
 
 @dataclass(slots=True)
@@ -159,8 +163,11 @@ class Batcher:
         self._paused = None
         if self._running:
             return
-        if batch := self._take():
+        end = time.monotonic() + _TURN_SECONDS
+        while batch := self._take():
             self._start(batch)
+            if self._running or self._rows < self.rules.rows or time.monotonic() >= end:
+                break  # else another at once, for a turn of the loop is long when many ask
         self._schedule()
 
     def _oldest(self) -> Lane:
@@ -168,9 +175,10 @@ class Batcher:
         return next(iter(lanes)) if len(lanes) == 1 else min(lanes, key=lambda lane: lane.items[0].since)
 
     def _take(self) -> list[Item]:
-        """The oldest that waits, and those it can run with. Who gave up or came too late is left out."""
+        """The oldest that waits, and those it can run with. Who gave up, came too late or would be late is left out."""
         batch: list[Item] = []
         rows, now = 0, time.monotonic()
+        done = now + self._pace.run_seconds(min(self._rows, self.rules.rows))
         while not batch and self._lanes:
             lane = self._oldest()
             key = lane.items[0].key
@@ -179,7 +187,8 @@ class Batcher:
                 self._waiting -= 1
                 self._rows -= item.rows
                 lane.rows -= item.rows
-                if not settled(item, now):
+                # Of those for whom it is too late the last is computed: else an estimate too high was never renewed.
+                if not settled(item, now, done if batch or self._waiting else now):
                     item.watch.taken = now
                     batch.append(item)
                     rows += item.rows
@@ -223,7 +232,7 @@ class Batcher:
 
     def _attempt(self, batch: list[Item]) -> list[Any]:
         """The outputs of each, or what was raised for it alone."""
-        began = time.perf_counter()
+        began, computing = time.perf_counter(), time.thread_time()
         try:
             found = split(self._run(merge(batch), batch[0].wanted), batch)
         except Exception as error:  # it may be one request's fault: by halves, it is found and the others are answered
@@ -232,7 +241,8 @@ class Batcher:
             half = len(batch) // 2
             return [*self._attempt(batch[:half]), *self._attempt(batch[half:])]
         seconds, rows = time.perf_counter() - began, rows_of(batch)
-        self._pace.learn(size_of(batch), rows, seconds)
+        own = time.thread_time() - computing if self.rules.computes else math.inf
+        self._pace.learn(size_of(batch), rows, seconds, own)
         self._seen.batch(len(batch), rows, seconds)
         return found
 
@@ -264,8 +274,8 @@ class Batcher:
                 del self._lanes[key]
 
 
-def settled(item: Item, now: float) -> bool:
-    """Whether nobody waits for it any more; whom it concerns is told."""
+def settled(item: Item, now: float, done: float = -math.inf) -> bool:
+    """Whether nobody waits for it any more, or would when it was `done`; whom it concerns is told."""
     if item.answer.done():
         return True
     if item.gone():
@@ -273,5 +283,8 @@ def settled(item: Item, now: float) -> bool:
         return True
     if now >= item.deadline:
         item.answer.set_exception(Expired("the deadline passed while the request waited; it was not computed"))
+        return True
+    if done > item.deadline:
+        item.answer.set_exception(Busy("the requests before it took so long that it would come after its deadline"))
         return True
     return False

@@ -7,6 +7,7 @@ would say, and it is counted and logged alike; whatever else may be wrong with a
 
 from __future__ import annotations
 
+import asyncio
 import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 PROTOCOLS = {"predict": "v1", "infer": "v2"}
 _SHUT_SECONDS = 1.0  # since the last refusal
+_AT_ONCE = 256  # in one turn of the loop: it reads on as long as clients ask again, and nothing else is done meanwhile
 _UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\n"
 _KIND = b"content-type: application/json\r\n"
 
@@ -35,6 +37,7 @@ class Gate:
         self._plane, self._observer, self._keys = plane, observer, keys
         self.shut = False
         self._refused_at = 0.0
+        self._turned = 0  # away, in this turn of the loop
 
     def refused(self) -> None:
         """A request met no room."""
@@ -46,6 +49,8 @@ class Gate:
         If that one came whole, in the `fed` bytes that were read with its head, it counts as waiting until the
         application has begun with it: of many that arrive in one turn of the loop each sees those before it.
         """
+        if self._turned >= _AT_ONCE:
+            return None
         headers = dict(scope["headers"])
         try:
             if self._keys is not None:
@@ -70,8 +75,14 @@ class Gate:
             scope["coming"] = served
         return None
 
+    def _next_turn(self) -> None:
+        self._turned = 0
+
     def _answer(self, watch: Watch, busy: Busy, stamp: bytes) -> bytes:
         self.refused()
+        if not self._turned:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._turned += 1
         self._observer.failed(watch, busy)
         watch.code = HTTPStatus.SERVICE_UNAVAILABLE
         self._observer.ended(watch)

@@ -17,6 +17,7 @@ from serve.metrics import Series
 from serve.pace import Pace
 from serve.predictor import Predictor
 from serve.refusal import Headers
+from serve.session import CPU
 from serve.shadow import Mirror
 from serve.watch import Watch
 
@@ -156,6 +157,7 @@ def rules_of(predictor: Predictor) -> Rules:
         rows=runtime.batch_rows,
         waiting=limits.max_waiting,
         delay_seconds=runtime.batch_delay_ms / 1e3,
+        computes=predictor.session.provider == CPU,
     )
 
 

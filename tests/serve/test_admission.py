@@ -123,6 +123,24 @@ def test_a_deadline_that_cannot_be_met_is_refused_before_it_waits(model: Model, 
     run(body)
 
 
+def test_who_would_come_late_is_refused_before_the_run_and_who_waits_last_is_tried(
+    model: Model, pool: ThreadPoolExecutor
+) -> None:
+    async def body() -> None:
+        batcher, soon = Batcher(model, Rules(mergeable=True, rows=4), pool), time.monotonic() + 15
+        asked = (ask(batcher, rows(value), deadline=soon) for value in (1, 2, 3))
+        first, *late, last = await behind_a_gate(model, batcher, *asked, ask(batcher, rows(4), deadline=soon))
+        batcher._pace.learn(0, 1, 100.0)  # a row takes minutes of late, or so it seems
+        model.gate.set()
+        assert await first == [200]
+        for one in late:
+            with pytest.raises(Busy, match="would come after its deadline"):
+                await one
+        assert await last == [8], "else nobody would ever know that the estimate was wrong"
+
+    run(body)
+
+
 def test_an_estimate_that_was_far_too_high_refuses_nobody_for_long(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, Rules(mergeable=True, rows=1), pool)

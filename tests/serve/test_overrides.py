@@ -34,7 +34,7 @@ def test_what_is_said_holds_and_what_is_not_is_the_bundles(bundle: Bundle, pool:
     assert found.signature.runtime.threads == bundle.signature.runtime.threads
     assert found.digest == bundle.digest
     served = Served("tiny", "1", prove(found, "cpu", 1), pool)
-    assert served.batcher.rules == Rules(mergeable=True, rows=4, waiting=7, delay_seconds=0.0015)
+    assert served.batcher.rules == Rules(mergeable=True, rows=4, waiting=7, delay_seconds=0.0015, computes=True)
     assert served.max_body_bytes == 5000
     assert served._deadline_seconds == 0.5
     with pytest.raises(InvalidPayload, match="limit of 2"):

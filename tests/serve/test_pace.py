@@ -71,3 +71,20 @@ def test_what_a_queue_took_is_forgotten_when_nobody_waits() -> None:
     pace.taken(1, 61.0, more=False)
     pace.taken(1, 99.0, more=True)
     assert pace.seconds(100) == pytest.approx(0.1)
+
+
+def test_a_long_turn_of_another_process_is_no_long_run() -> None:
+    pace = Pace()
+    pace.learn(5, 1, 1e-4, 1e-4)
+    pace.learn(5, 1, 1.0, 1e-4)
+    assert pace.quick(5), "it had the processor for a moment only"
+    pace.learn(5, 1, 1.0, 0.9)
+    assert not pace.quick(5)
+
+
+def test_a_run_that_waits_for_its_turn_in_a_thread_is_known_to_be_quick() -> None:
+    pace = Pace()
+    for _ in range(3):
+        pace.learn(5, 1, 0.02, 1e-4)
+    assert pace.quick(5)
+    assert pace.seconds(1) == pytest.approx(0.02), "who waits for it waits for all of it"

@@ -54,7 +54,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def test_requests_are_merged_as_the_bundle_says(served: Served) -> None:
-    assert served.batcher.rules == Rules(mergeable=True, rows=9, waiting=5, delay_seconds=0.003)
+    assert served.batcher.rules == Rules(mergeable=True, rows=9, waiting=5, delay_seconds=0.003, computes=True)
     assert served.metadata(["1"])["properties"]["batching"] == "on"
 
 
