@@ -17,10 +17,14 @@ _READ_SECONDS = 60.0
 
 # The plural under which the API serves each kind we make.
 _PLURALS = {
+    "ConfigMap": "configmaps",
     "Deployment": "deployments",
+    "HTTPRoute": "httproutes",
     "HorizontalPodAutoscaler": "horizontalpodautoscalers",
     "InferenceService": "inferenceservices",
+    "Ingress": "ingresses",
     "Job": "jobs",
+    "JobSet": "jobsets",
     "NetworkPolicy": "networkpolicies",
     "PersistentVolumeClaim": "persistentvolumeclaims",
     "Pod": "pods",
@@ -28,6 +32,10 @@ _PLURALS = {
     "Secret": "secrets",
     "Service": "services",
     "ServiceAccount": "serviceaccounts",
+    "ServiceMonitor": "servicemonitors",
+    "ServingRuntime": "servingruntimes",
+    "TrainJob": "trainjobs",
+    "TrainingRuntime": "trainingruntimes",
 }
 
 

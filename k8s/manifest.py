@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
 
-import yaml
-
+from k8s.kustomize import Object as Object
+from k8s.kustomize import build
 from pipeline.spec.errors import ConfigError
-
-Object: TypeAlias = dict[str, Any]
 
 HTTP_PORT = 8080
 GRPC_PORT = 8081
@@ -22,11 +19,10 @@ _HERE = Path(__file__).resolve().parent
 _IMAGE = re.compile(r"^[a-z0-9][\w.\-/:]*?(?::(?P<tag>\w[\w.\-]{0,127}))?(?P<digest>@sha256:[0-9a-f]{64})?$", re.ASCII)
 
 
-def load(folder: str) -> dict[str, Object]:
-    """The objects of one folder by their kind."""
-    files = sorted((_HERE / folder).glob("*.yaml"))
-    found = [yaml.safe_load(file.read_text()) for file in files if file.name != "kustomization.yaml"]
-    return {item["kind"]: item for item in found}
+def load(family: str, layers: Iterable[str] = ()) -> dict[str, Object]:
+    """The objects of one family by their kind, with components laid on."""
+    place = _HERE / family
+    return {item["kind"]: item for item in build(place / "base", [place / "components" / name for name in layers])}
 
 
 def identity(name: str, component: str) -> dict[str, str]:
@@ -51,10 +47,3 @@ def check_image(image: str) -> None:
         raise ConfigError(f"image {image!r}: not a container image name; write it as name:tag or name@sha256:…")
     if match["digest"] is None and match["tag"] in (None, "latest"):
         raise ConfigError(f"image {image!r}: `latest` means another image every day; name a fixed tag or a digest")
-
-
-def ask_for_gpus(pod: Object, container: Object, count: int) -> None:
-    """GPUs are asked for as limits, and their nodes are usually tainted against everything else."""
-    if count:
-        container["resources"].setdefault("limits", {})[GPU] = str(count)
-        pod["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]

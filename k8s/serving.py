@@ -5,37 +5,45 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from k8s import access
-from k8s.manifest import BUNDLE_ANNOTATION, Object, ask_for_gpus, check_image, describe, identity, load
+from k8s import access, inference, options, placement, reach
+from k8s.manifest import BUNDLE_ANNOTATION, Object, check_image, describe, identity, load
+from k8s.names import LABEL, fitting
 from pipeline.spec.access import ANYBODY, Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
-from pipeline.spec.sections import Deploy, Serve, watching
+from pipeline.spec.sections import Deploy, Serve
 
 _QUANTITY = re.compile(r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")
+# What is leaned on comes before what leans on it.
+_ORDER = (
+    "ServiceAccount", "NetworkPolicy", "ConfigMap", "Service", "ServingRuntime", "Deployment", "InferenceService",
+    "HorizontalPodAutoscaler", "PodDisruptionBudget", "HTTPRoute", "Ingress", "ServiceMonitor",
+)  # fmt: skip
 
 
 def objects(config: Config, bundle: Bundle, image: str, entry: Access = ANYBODY) -> list[dict[str, Any]]:
-    """In the order they are applied; the workload comes after what it leans on."""
+    """In the order they are applied."""
     _check(config.deploy)
     _check_alone(config.serve)
     check_image(image)
-    parts = load("serve" if config.deploy.mode == "deployment" else "kserve")
-    for item in parts.values():
+    parts = _loaded(config)
+    for kind, item in parts.items():
         labels = {**identity(config.name, "serving"), "app.kubernetes.io/version": bundle.digest[:12]}
-        describe(item, config.name, config.deploy.namespace, labels, {BUNDLE_ANNOTATION: bundle.digest})
-    selector = identity(config.name, "serving")
-    parts["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] = selector
-    parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] = selector
-    order = ["ServiceAccount", "NetworkPolicy"]
+        name = options_name(config) if kind == "ConfigMap" else config.name
+        describe(item, name, config.deploy.namespace, labels, {BUNDLE_ANNOTATION: bundle.digest})
+    options.fill(parts["ConfigMap"], config)
+    reach.fill_policy(parts["NetworkPolicy"], config)
+    reach.fill_routes(parts, config)
+    parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] = identity(config.name, "serving")
+    runtime = parts.pop("ServingRuntime", None)
     if config.deploy.mode == "deployment":
         _fill_deployment(parts, config, image, entry)
-        order += ["Service", "Deployment", "HorizontalPodAutoscaler"]
     else:
-        _fill_inference_service(parts["InferenceService"], config, image, entry)
-        order += ["InferenceService"]
-    return [parts[kind] for kind in [*order, "PodDisruptionBudget"]]
+        _fill_inference_service(parts, config, image, entry)
+    if runtime is not None:
+        inference.stored(parts, runtime, config.deploy)
+    return [parts[kind] for kind in _ORDER if kind in parts]
 
 
 def service_name(config: Config) -> str:
@@ -43,40 +51,60 @@ def service_name(config: Config) -> str:
     return config.name if config.deploy.mode == "deployment" else f"{config.name}-predictor"
 
 
+def options_name(config: Config) -> str:
+    return fitting(f"{config.name}-options", LABEL)
+
+
+def _loaded(config: Config) -> dict[str, Object]:
+    """The folder's own objects, and the components that the configuration asks for."""
+    deploy = config.deploy
+    placed = placement.layers(deploy.gpus, deploy)
+    if deploy.mode == "deployment":
+        return load("serve", [*placed, *reach.layers(deploy)])
+    parts = load("kserve", [*placed, *inference.layers(deploy)])
+    if deploy.storage_uri:
+        parts["ServingRuntime"] = load("kserve", ["storage"])["ServingRuntime"]
+    return parts
+
+
 def _fill_deployment(parts: dict[str, Object], config: Config, image: str, entry: Access) -> None:
     selector = identity(config.name, "serving")
     deployment, autoscaler = parts["Deployment"], parts["HorizontalPodAutoscaler"]["spec"]
     deployment["spec"]["selector"]["matchLabels"] = selector
     template = deployment["spec"]["template"]
-    template["metadata"] = _pod_metadata(deployment)
+    template["metadata"] = _pod_metadata(template["metadata"], deployment, parts["ConfigMap"])
     _fill_pod(template["spec"], config, image, entry)
     parts["Service"]["spec"]["selector"] = selector
     autoscaler["scaleTargetRef"]["name"] = config.name
     autoscaler["minReplicas"] = config.deploy.replicas
     autoscaler["maxReplicas"] = config.deploy.max_replicas
+    for metric in autoscaler["metrics"]:
+        if metric["type"] == "Pods":
+            metric["pods"]["target"]["averageValue"] = str(config.deploy.in_flight)
 
 
-def _fill_inference_service(service: Object, config: Config, image: str, entry: Access) -> None:
+def _fill_inference_service(parts: dict[str, Object], config: Config, image: str, entry: Access) -> None:
+    service = parts["InferenceService"]
     predictor = service["spec"]["predictor"]
-    predictor.update(_pod_metadata(service))
-    predictor["minReplicas"] = config.deploy.replicas
-    predictor["maxReplicas"] = config.deploy.max_replicas
+    predictor.update(_pod_metadata(predictor, service, parts["ConfigMap"]))
+    inference.fill(service, config.deploy)
     _fill_pod(predictor, config, image, entry)
 
 
-def _pod_metadata(owner: Object) -> Object:
+def _pod_metadata(own: Object, owner: Object, settings: Object) -> Object:
     """Pods carry their owner's labels and the bundle; what is meant for the owner's controller stays with it."""
     metadata = owner["metadata"]
-    return {
-        "labels": dict(metadata["labels"]),
-        "annotations": {BUNDLE_ANNOTATION: metadata["annotations"][BUNDLE_ANNOTATION]},
+    notes = {
+        BUNDLE_ANNOTATION: metadata["annotations"][BUNDLE_ANNOTATION],
+        options.OPTIONS_ANNOTATION: options.digest(settings),
     }
+    return {"labels": {**own["labels"], **metadata["labels"]}, "annotations": notes}
 
 
 def _fill_pod(pod: Object, config: Config, image: str, entry: Access) -> None:
     deploy = config.deploy
     pod["serviceAccountName"] = config.name
-    for spread in pod["topologySpreadConstraints"]:
+    for spread in pod.get("topologySpreadConstraints", []):
         spread["labelSelector"]["matchLabels"] = identity(config.name, "serving")
     container = pod["containers"][0]
     container["image"] = image
@@ -84,9 +112,8 @@ def _fill_pod(pod: Object, config: Config, image: str, entry: Access) -> None:
         "requests": {"cpu": deploy.cpu, "memory": deploy.memory},
         "limits": {"memory": deploy.memory},
     }
-    ask_for_gpus(pod, container, deploy.gpus)
-    if options := watching(config.serve):
-        container["args"] = options
+    placement.place(pod, container, deploy.gpus, deploy)
+    options.refer(container, options_name(config), config)
     access.fill(pod, config, entry)
 
 
@@ -110,3 +137,6 @@ def _check(deploy: Deploy) -> None:
             raise ConfigError(f"deploy.{key}: {value!r} is not a Kubernetes quantity; write it as in 500m or 512Mi")
     if not re.match(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$", deploy.namespace):
         raise ConfigError(f"deploy.namespace: {deploy.namespace!r} is not a namespace name (a-z, 0-9 and -)")
+    if deploy.storage_uri and deploy.mode != "inferenceservice":
+        raise ConfigError("deploy.storage_uri: only KServe fetches bundles; set deploy.mode=inferenceservice")
+    reach.check(deploy)

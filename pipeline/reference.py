@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from pipeline.spec.config import Config
-from pipeline.spec.sections import Section
+from pipeline.spec.section import Section
 
 _HEAD = """# `pipe.yaml`
 

@@ -10,8 +10,10 @@ from typing import Any, get_args
 import yaml
 from pydantic import Field, ValidationError
 
+from pipeline.spec.cluster import Cluster
 from pipeline.spec.errors import ConfigError, ConflictError
-from pipeline.spec.sections import Deploy, Evaluate, Export, Package, Prepare, Section, Serve, Train, Tune
+from pipeline.spec.section import Section
+from pipeline.spec.sections import Deploy, Evaluate, Export, Package, Prepare, Serve, Train, Tune
 
 
 class Config(Section):
@@ -27,6 +29,7 @@ class Config(Section):
     package: Package = Field(default_factory=Package, description="the container")
     serve: Serve = Field(default_factory=Serve, description="the service's limits")
     deploy: Deploy = Field(default_factory=Deploy, description="where it runs")
+    cluster: Cluster = Field(default_factory=Cluster, description="the pods that run the steps on a cluster")
     tune: Tune = Field(default_factory=Tune, description="the search for better settings")
 
 

@@ -1,0 +1,85 @@
+"""Who reaches the pods, and what they reach: the network policy, the way in from outside, and Prometheus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from k8s.manifest import Object, identity
+from pipeline.spec.config import Config
+from pipeline.spec.errors import ConfigError
+from pipeline.spec.sections import Deploy
+
+_DOWNLOADS = ("s3://", "gs://", "https://")  # KServe's initializer fetches the bundle from within the pod
+_ROUTES = {"ingress": "ingress", "gateway": "httproute"}
+
+
+def layers(deploy: Deploy) -> list[str]:
+    """The components of the plain folder that the configuration asks for."""
+    chosen = [] if deploy.sidecar else ["istio-free"]
+    if deploy.metrics_adapter == "prometheus":
+        chosen.append("in-flight")
+    if deploy.service_monitor:
+        chosen.append("servicemonitor")
+    return [*chosen, *([_ROUTES[deploy.expose]] if deploy.expose != "none" else [])]
+
+
+def check(deploy: Deploy) -> None:
+    """Words that do not go together, before a cluster says so."""
+    if deploy.expose == "gateway" and not deploy.gateway.rpartition("/")[2]:
+        raise ConfigError("deploy.expose=gateway needs deploy.gateway=NAME or NAMESPACE/NAME, the Gateway to bind to")
+    if deploy.mode == "deployment":
+        return
+    for word, idle in (("expose", "none"), ("metrics_adapter", "none"), ("service_monitor", False)):
+        if getattr(deploy, word) != idle:
+            raise ConfigError(
+                f"deploy.{word}={getattr(deploy, word)}: KServe makes the Service, its routes and its autoscaler "
+                "itself; leave it out, or set deploy.mode=deployment"
+            )
+
+
+def fill_policy(item: Object, config: Config) -> None:
+    deploy, spec = config.deploy, item["spec"]
+    spec["podSelector"]["matchLabels"] = identity(config.name, "serving")
+    if deploy.clients:
+        names = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": sorted(deploy.clients)}
+        spec["ingress"][0]["from"] = [{"namespaceSelector": {"matchExpressions": [names]}}]
+    wanted = [*deploy.egress, *(["443"] if deploy.storage_uri.startswith(_DOWNLOADS) else [])]
+    spec["egress"] += [_way_out(text) for text in dict.fromkeys(wanted)]
+
+
+def _way_out(text: str) -> dict[str, Any]:
+    network, _, port = text.rpartition(":")
+    ports = [{"port": int(port), "protocol": "TCP"}]
+    return {"to": [{"ipBlock": {"cidr": network}}], "ports": ports} if network else {"ports": ports}
+
+
+def fill_routes(parts: dict[str, Object], config: Config) -> None:
+    """Those of them that there are."""
+    if "HTTPRoute" in parts:
+        _fill_http_route(parts["HTTPRoute"]["spec"], config)
+    if "Ingress" in parts:
+        _fill_ingress(parts["Ingress"]["spec"], config)
+    if "ServiceMonitor" in parts:
+        parts["ServiceMonitor"]["spec"]["selector"]["matchLabels"] = identity(config.name, "serving")
+        parts["ServiceMonitor"]["metadata"]["labels"].update(config.deploy.monitor_labels)
+
+
+def _fill_http_route(spec: Object, config: Config) -> None:
+    namespace, _, name = config.deploy.gateway.rpartition("/")
+    spec["parentRefs"] = [{"name": name, **({"namespace": namespace} if namespace else {})}]
+    spec["hostnames"] = [config.deploy.hostname]
+    if not config.deploy.hostname:
+        del spec["hostnames"]
+    for rule in spec["rules"]:
+        rule["backendRefs"][0]["name"] = config.name
+
+
+def _fill_ingress(spec: Object, config: Config) -> None:
+    rule = spec["rules"][0]
+    rule["host"] = config.deploy.hostname
+    if not config.deploy.hostname:
+        del rule["host"]
+    for path in rule["http"]["paths"]:
+        path["backend"]["service"]["name"] = config.name
+    if config.deploy.ingress_class:
+        spec["ingressClassName"] = config.deploy.ingress_class
