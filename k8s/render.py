@@ -23,6 +23,14 @@ def write(objects: Iterable[Mapping[str, Any]], directory: Path) -> list[Path]:
     return [directory / name for name in sorted(texts)]
 
 
+def write_documents(files: Mapping[str, Iterable[Mapping[str, Any]]], directory: Path) -> list[Path]:
+    """What an engine reads as one file: it is submitted, not applied, so that no kustomization lists it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, documents in sorted(files.items()):
+        write_atomic(directory / name, "---\n".join(_text(item) for item in documents))
+    return [directory / name for name in sorted(files)]
+
+
 def _text(value: Mapping[str, Any]) -> str:
     """Keys in the order people read them: apiVersion, kind, metadata, spec."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120)

@@ -22,21 +22,30 @@ RENDEZVOUS_PORT = 29400
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
-def objects(config: Config, image: str, run_dir: str) -> list[dict[str, Any]]:
+def objects(config: Config, image: str, run_dir: str, name: str = "") -> list[dict[str, Any]]:
     """In the order they are applied. `run_dir` is the run directory in the pods, on the shared volume, seen from /."""
     check_image(image)
     run_dir = _absolute(run_dir)
-    job = job_name(config, run_dir)
+    job = name or job_name(config, run_dir)
     parts = _filled(config, image, run_dir, job)
     workload = parts.pop("Job")
     if config.cluster.queue:
         workload["metadata"]["labels"][QUEUE_LABEL] = config.cluster.queue
-    claims = [] if config.cluster.claim else [parts["PersistentVolumeClaim"]]
     if config.cluster.workload == "job":
-        return [*claims, parts["Service"], workload]
+        return [*claims(config), parts["Service"], workload]
     if config.cluster.workload == "jobset":
-        return [*claims, as_jobset(workload)]
-    return [*claims, *as_trainjob(workload)]
+        return [*claims(config), as_jobset(workload)]
+    return [*claims(config), *as_trainjob(workload)]
+
+
+def claims(config: Config) -> list[dict[str, Any]]:
+    """The volume of the runs, where it is ours to make."""
+    if config.cluster.claim:
+        return []
+    item = load("train")["PersistentVolumeClaim"]
+    describe(item, claim_name(config), config.deploy.namespace, identity(config.name, "training"), {})
+    _fill_claim(item, config.cluster)
+    return [item]
 
 
 def job_name(config: Config, run_dir: str) -> str:
@@ -56,38 +65,46 @@ def node_args(config: Config, job: str, run_dir: str) -> list[str]:
     return [run_dir, f"--processes={_processes(train)}", f"--nodes={train.nodes}", f"--rendezvous={where}"]
 
 
-def fill_claim(item: Object, cluster: Cluster) -> None:
-    spec = item["spec"]
-    spec["accessModes"] = [cluster.claim_access]
-    spec["resources"]["requests"]["storage"] = cluster.claim_size
-    if cluster.claim_class:
-        spec["storageClassName"] = cluster.claim_class
-
-
 def _first_pod(cluster: Cluster, job: str) -> str:
     """Its host name: an Indexed Job's under our own Service, a JobSet's under the one it makes."""
     return f"{job}-0.{job}" if cluster.workload == "job" else f"{job}-node-0-0.{job}"
 
 
+def pod(config: Config, image: str, mount: str, gpus: int) -> Object:
+    """The pod of training before it is placed on nodes; a single step takes it as it is."""
+    made: Object = load("train", placement.layers(gpus, config.cluster))["Job"]["spec"]["template"]["spec"]
+    for container in (*made["initContainers"], *made["containers"]):
+        container["image"] = image
+    _fill_pod(made, config, mount)
+    return made
+
+
+def gpus_of(train: Train) -> int:
+    return _processes(train) if train.device == "cuda" else 0
+
+
 def _filled(config: Config, image: str, run_dir: str, job: str) -> dict[str, Object]:
-    gpus = _gpus(config.train)
-    parts = load("train", placement.layers(gpus, config.cluster))
-    labels = identity(config.name, "training")
-    described = {"PersistentVolumeClaim": (claim_name(config), labels)}
-    for kind, item in parts.items():
-        name, own = described.get(kind, (job, {**labels, "app.kubernetes.io/instance": job}))
-        describe(item, name, config.deploy.namespace, own, {})
-    fill_claim(parts["PersistentVolumeClaim"], config.cluster)
+    parts = load("train")
+    labels = {**identity(config.name, "training"), "app.kubernetes.io/instance": job}
+    for item in parts.values():
+        describe(item, job, config.deploy.namespace, labels, {})
     parts["Service"]["spec"]["selector"]["app.kubernetes.io/instance"] = job
-    _fill_job(parts["Job"], config, job)
-    pod = parts["Job"]["spec"]["template"]["spec"]
-    waiter, trainer = pod["initContainers"][0], pod["containers"][0]
-    waiter["image"] = trainer["image"] = image
-    waiter["args"] = [_first_pod(config.cluster, job)]
+    made = pod(config, image, str(PurePosixPath(run_dir).parent), gpus_of(config.train))  # the volume holds all runs
+    trainer = made["containers"][0]
+    made["initContainers"][0]["args"] = [_first_pod(config.cluster, job)]
     trainer["args"] = node_args(config, job, run_dir)
-    _fill_pod(pod, config, str(PurePosixPath(run_dir).parent))  # the volume holds all runs
-    placement.place(pod, trainer, gpus, config.cluster)
+    placement.place(made, trainer, gpus_of(config.train), config.cluster)
+    parts["Job"]["spec"]["template"]["spec"] = made
+    _fill_job(parts["Job"], config, job)
     return parts
+
+
+def _fill_claim(item: Object, cluster: Cluster) -> None:
+    spec = item["spec"]
+    spec["accessModes"] = [cluster.claim_access]
+    spec["resources"]["requests"]["storage"] = cluster.claim_size
+    if cluster.claim_class:
+        spec["storageClassName"] = cluster.claim_class
 
 
 def _fill_job(job: Object, config: Config, name: str) -> None:
@@ -100,11 +117,11 @@ def _fill_job(job: Object, config: Config, name: str) -> None:
     template["spec"]["subdomain"] = name
 
 
-def _fill_pod(pod: Object, config: Config, mount: str) -> None:
-    cluster, trainer = config.cluster, pod["containers"][0]
+def _fill_pod(made: Object, config: Config, mount: str) -> None:
+    cluster, trainer = config.cluster, made["containers"][0]
     requests = {"cpu": cluster.cpu or str(_processes(config.train)), "memory": cluster.memory}
     trainer["resources"]["requests"] = requests
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    volumes = {volume["name"]: volume for volume in made["volumes"]}
     volumes["runs"]["persistentVolumeClaim"]["claimName"] = claim_name(config)
     volumes["shared-memory"]["emptyDir"]["sizeLimit"] = cluster.shared_memory
     place = next(place for place in trainer["volumeMounts"] if place["name"] == "runs")
@@ -116,10 +133,6 @@ def _fill_pod(pod: Object, config: Config, mount: str) -> None:
 def _processes(train: Train) -> int:
     """A pod cannot count GPUs before it has them: one with `device: cuda`, two processes on CPU, unless told."""
     return train.processes or (1 if train.device == "cuda" else 2)
-
-
-def _gpus(train: Train) -> int:
-    return _processes(train) if train.device == "cuda" else 0
 
 
 def _absolute(run_dir: str) -> str:

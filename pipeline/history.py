@@ -41,10 +41,23 @@ def create_run(
 ) -> Run:
     began = datetime.now(UTC)
     run = Run(runs / f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
+    return begin_run(run, config, wanted, parent, study, trial, began)
+
+
+def begin_run(
+    run: Run,
+    config: Config,
+    wanted: tuple[str, ...],
+    parent: str = "",
+    study: str = "",
+    trial: int | None = None,
+    began: datetime | None = None,
+) -> Run:
+    """In a directory that somebody else has named, unless the time it began names it."""
     (run.path / "logs").mkdir(parents=True)
     body = RunFile(
         id=run.id,
-        created=began.isoformat(timespec="microseconds"),
+        created=(began or datetime.now(UTC)).isoformat(timespec="microseconds"),
         parent=parent,
         wanted=wanted,
         config=config.model_dump(mode="json"),

@@ -1,22 +1,55 @@
-"""Writing the training manifests without running anything."""
+"""Writing manifests without running anything: of training, and of the whole road as a workflow."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from k8s.render import write
+from k8s import argo, kfp
+from k8s.render import write, write_documents
 from k8s.training import objects
+from k8s.workflow import Task
 from pipeline.project import Project
-from pipeline.spec.config import Config
+from pipeline.spec.config import Config, override_config
 from pipeline.spec.errors import ConfigError
+from pipeline.spec.run import STEPS
+from pipeline.steps import KINDS, argv_of
+
+ENGINES = ("argo", "kfp")
 
 
 def render_training(project: Project, config: Config, directory: str) -> list[Path]:
-    """The Job that would train this project on a cluster."""
+    """What would train this project on a cluster."""
+    return list(write(objects(config, _image(config), "runs/train"), _target(project, directory, "train")))
+
+
+def render_workflow(project: Project, config: Config, engine: str, directory: str) -> list[Path]:
+    """All steps, each as the plan calls it, for the engine that walks them."""
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine {engine}: there are {' and '.join(ENGINES)}")
+    image, config = _image(config), override_config(config, ["deploy.target=kubernetes"])  # a pod serves nobody itself
+    target = _target(project, directory, engine)
+    if engine == "argo":
+        return list(write_documents({"workflow.yaml": argo.objects(config, tasks(config, argo.RUN), image)}, target))
+    return list(write_documents({"pipeline.yaml": kfp.documents(config, tasks(config, kfp.RUN), image)}, target))
+
+
+def tasks(config: Config, run: str) -> tuple[Task, ...]:
+    """The steps as a graph: each after those it reads from."""
+    return tuple(
+        Task(step, argv_of(step, config, run), tuple(name for name in STEPS if name in KINDS[step].upstream))
+        for step in STEPS
+    )
+
+
+def _image(config: Config) -> str:
     if not config.train.image:
         raise ConfigError(
             "train.image is empty; name the image the training pods run, as in train.image=registry/name:1"
         )
-    target = project.runs / "manifests" / "train" if directory == "default" else Path(directory)
+    return config.train.image
+
+
+def _target(project: Project, directory: str, name: str) -> Path:
+    target = project.runs / "manifests" / name if directory == "default" else Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    return list(write(objects(config, config.train.image, "runs/train"), target))
+    return target
