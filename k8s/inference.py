@@ -84,6 +84,8 @@ def _variant(candidate: Object) -> dict[str, Any]:
     """A predictor with a name of its own and a fixed number of replicas: a canary is not scaled by itself."""
     predictor = {word: value for word, value in candidate["spec"]["predictor"].items() if word not in _SCALING}
     _check_stored(predictor)
+    if "model" in predictor:  # the CRD asks for the container's name here, which the stable predictor does without
+        predictor["model"] = {"name": "kserve-container", **predictor["model"]}
     return copy.deepcopy({**predictor, "name": _variant_name(predictor), "minReplicas": 1})
 
 

@@ -21,7 +21,7 @@ def fitting(text: str, limit: int = LABEL) -> str:
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if plain and not plain[0].isalpha():
         plain = f"x-{plain}"
-    if plain == text and len(plain) <= limit:
+    if plain and plain == text and len(plain) <= limit:
         return plain
     head = plain[: limit - _HASH - 1].rstrip("-") or "x"
     return f"{head}-{digest_bytes(text.encode())[:_HASH]}"

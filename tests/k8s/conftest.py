@@ -40,9 +40,11 @@ def configure() -> Configure:
         deploy: dict[str, Any] | None = None,
         train: dict[str, Any] | None = None,
         serve: dict[str, Any] | None = None,
+        cluster: dict[str, Any] | None = None,
     ) -> Config:
         body = {"name": "twice", "task": "task.py:T", "codec": "codec.py:C", "deploy": deploy or {}}
-        return parse_config({**body, "train": train or {}, "serve": serve or {}}, source="test")
+        more = {"train": train or {}, "serve": serve or {}, "cluster": cluster or {}}
+        return parse_config({**body, **more}, source="test")
 
     return make
 

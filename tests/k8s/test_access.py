@@ -12,10 +12,10 @@ from k8s.deploy import deploy
 from pipeline.spec.access import Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ConfigError
-from serve.options import parse
 
 from .api_server import ApiServer
 from .conftest import Configure
+from .invariants import check
 from .schemas import validate
 
 KEY, PRIVATE = "a-key-of-the-tests", "-----BEGIN PRIVATE KEY-----\nsecret\n"
@@ -46,8 +46,9 @@ def test_the_service_finds_the_secret_where_it_is_told_to_look(
     volume = next(one for one in pod["volumes"] if one["name"] == "access")
     assert volume["secret"]["secretName"] == secret["metadata"]["name"]
     assert mount["readOnly"]
-    paths = container["args"][1::2]
-    assert container["args"][::2] == ["--api-keys", "--tls-certificate", "--tls-key"]
+    words = container["args"][-6:]  # after those of the ConfigMap
+    paths = words[1::2]
+    assert words[::2] == ["--api-keys", "--tls-certificate", "--tls-key"]
     assert sorted(paths) == sorted(f"{mount['mountPath']}/{name}" for name in secret["data"])
 
 
@@ -73,7 +74,7 @@ def test_without_keys_and_tls_there_is_no_secret(configure: Configure, bundle: B
     assert access.secrets(configure(), Access()) == []
     assert access.command(configure(), Access()) == ""
     pod = _pod(serving.objects(configure(), bundle, "twice:1"))
-    assert "args" not in pod["containers"][0]
+    assert not [word for word in pod["containers"][0]["args"] if word.startswith(("--api", "--tls"))]
     assert [volume["name"] for volume in pod["volumes"]] == ["tmp"]
 
 
@@ -113,9 +114,11 @@ def test_what_a_deployment_says_of_the_service_reaches_its_command_line(
     configure: Configure, bundle: Bundle, entry: Access
 ) -> None:
     config = configure(serve={"page": False, "log_requests": 0.01})
-    container = _pod(serving.objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys)))["containers"][0]
-    assert container["args"] == ["--no-page", "--log-requests", "0.01", "--api-keys", "/access/api-keys"]
-    parse(["/bundle", *container["args"]])
+    objects = serving.objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys))
+    container, settings = _pod(objects)["containers"][0], next(item for item in objects if item["kind"] == "ConfigMap")
+    assert container["args"][-3:] == ["--no-page", "--api-keys", "/access/api-keys"]
+    assert settings["data"] == {"LOG_FORMAT": "json", "LOG_REQUESTS": "0.01"}
+    check(objects)  # the service takes this command line
 
 
 @pytest.mark.parametrize("word", ["canary", "shadow"])

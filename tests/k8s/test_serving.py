@@ -8,8 +8,10 @@ from k8s import serving
 from k8s.manifest import BUNDLE_ANNOTATION
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ConfigError
+from serve.metrics import Metrics
 
 from .conftest import Configure
+from .invariants import check
 from .schemas import validate
 
 IMAGE = "registry.example:5000/twice:1"
@@ -17,7 +19,30 @@ DEPLOYS: tuple[dict[str, Any], ...] = (
     {},
     {"replicas": 1, "max_replicas": 1},
     {"replicas": 3, "max_replicas": 9, "cpu": "2", "memory": "8Gi", "gpus": 2, "namespace": "models"},
+    {"spot": True, "sidecar": False, "node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"]},
+    {"gpus": 1, "spot": True, "sidecar": False, "clients": ["shop"], "egress": ["10.0.0.0/8:4318", "443"]},
+    {"environment": {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://10.1.2.3:4318"}},
 )
+PLAIN: tuple[dict[str, Any], ...] = (
+    {"expose": "ingress"},
+    {"expose": "ingress", "hostname": "twice.example", "ingress_class": "nginx"},
+    {"expose": "gateway", "gateway": "edge"},
+    {"expose": "gateway", "gateway": "infra/edge", "hostname": "twice.example", "spot": True},
+    {"metrics_adapter": "prometheus", "in_flight": 4, "service_monitor": True, "monitor_labels": {"release": "p"}},
+)
+KSERVE: tuple[dict[str, Any], ...] = (
+    {"kserve_mode": "Knative"},
+    {"kserve_mode": "Knative", "gpus": 1, "spot": True, "sidecar": False},
+    {"storage_uri": "pvc://bundles/twice"},
+    {"storage_uri": "s3://bundles/twice", "storage_secret": "store", "gpus": 1},
+    {"storage_uri": "oci://registry.example/twice@sha256:" + "0" * 64, "kserve_mode": "Knative"},
+)
+ALL = [
+    *({**deploy, "mode": mode} for mode in ("deployment", "inferenceservice") for deploy in DEPLOYS),
+    *PLAIN,
+    *({**deploy, "mode": "inferenceservice"} for deploy in KSERVE),
+]
+IN_FLIGHT = "pipe_requests_in_flight"
 MODES = ("deployment", "inferenceservice")
 
 
@@ -34,40 +59,16 @@ def pod_of(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, str], dict[str, 
     return predictor["labels"], predictor
 
 
-@pytest.mark.parametrize("deploy", DEPLOYS)
-@pytest.mark.parametrize("mode", MODES)
-def test_every_object_is_what_the_api_accepts(
-    mode: str, deploy: dict[str, Any], configure: Configure, bundle: Bundle
+@pytest.mark.parametrize("deploy", ALL, ids=lambda deploy: "-".join(deploy) or "default")
+def test_whatever_is_configured_the_api_accepts_it_and_its_parts_agree(
+    deploy: dict[str, Any], configure: Configure, bundle: Bundle
 ) -> None:
-    for item in serving.objects(configure({**deploy, "mode": mode}), bundle, IMAGE):
+    made = serving.objects(configure(deploy), bundle, IMAGE)
+    for item in made:
         validate(item)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_selector_finds_the_pods(mode: str, configure: Configure, bundle: Bundle) -> None:
-    parts = objects(configure({"mode": mode}), bundle)
-    labels, spec = pod_of(parts)
-    selectors = [
-        parts["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
-        parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
-        spec["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"],
-    ]
-    if mode == "deployment":
-        selectors += [parts["Service"]["spec"]["selector"], parts["Deployment"]["spec"]["selector"]["matchLabels"]]
-    for selector in selectors:
-        assert selector == {"app.kubernetes.io/name": "twice", "app.kubernetes.io/component": "serving"}
-        assert selector.items() <= labels.items()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_ports_agree_from_the_network_policy_to_the_container(mode: str, configure: Configure, bundle: Bundle) -> None:
-    parts = objects(configure({"mode": mode}), bundle)
-    ports = {port["name"]: port["containerPort"] for port in pod_of(parts)[1]["containers"][0]["ports"]}
-    assert ports == {"http": 8080, "grpc": 8081}
-    allowed = parts["NetworkPolicy"]["spec"]["ingress"][0]["ports"]
-    assert [port["port"] for port in allowed] == list(ports.values())
-    if mode == "deployment":
-        assert {port["targetPort"]: port["port"] for port in parts["Service"]["spec"]["ports"]} == ports
+    check(made)
+    namespaces = {item["metadata"]["namespace"] for item in made}
+    assert namespaces == {deploy.get("namespace", "default")}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -94,17 +95,10 @@ def test_pods_meet_the_restricted_security_standard(mode: str, configure: Config
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_pod_may_drain_after_it_left_the_endpoints(mode: str, configure: Configure, bundle: Bundle) -> None:
-    spec = pod_of(objects(configure({"mode": mode}), bundle))[1]
-    pause = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert spec["terminationGracePeriodSeconds"] >= pause + 30
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_the_bundle_is_named_on_the_objects_and_on_the_pods(mode: str, configure: Configure, bundle: Bundle) -> None:
     parts = objects(configure({"mode": mode}), bundle)
     owner = parts["Deployment"]["spec"]["template"]["metadata"] if mode == "deployment" else pod_of(parts)[1]
-    assert owner["annotations"] == {BUNDLE_ANNOTATION: bundle.digest}
+    assert owner["annotations"][BUNDLE_ANNOTATION] == bundle.digest
     assert all(item["metadata"]["annotations"][BUNDLE_ANNOTATION] == bundle.digest for item in parts.values())
     assert all(item["metadata"]["labels"]["app.kubernetes.io/version"] == bundle.digest[:12] for item in parts.values())
 
@@ -175,6 +169,12 @@ def test_an_image_that_stays_is_taken(image: str, configure: Configure, bundle: 
         ({"memory": "lots"}, "deploy.memory"),
         ({"cpu": "-1"}, "deploy.cpu"),
         ({"namespace": "My_Models"}, "deploy.namespace"),
+        ({"storage_uri": "pvc://a/b"}, "deploy.storage_uri: only KServe"),
+        ({"expose": "gateway"}, "needs deploy.gateway"),
+        ({"mode": "inferenceservice", "expose": "ingress"}, "deploy.expose=ingress: KServe makes"),
+        ({"mode": "inferenceservice", "metrics_adapter": "prometheus"}, "deploy.metrics_adapter"),
+        ({"mode": "inferenceservice", "service_monitor": True}, "deploy.service_monitor"),
+        ({"environment": {"LOG_FORMAT": "text"}}, "deploy.environment.LOG_FORMAT: is set"),
     ],
 )
 def test_settings_a_cluster_would_refuse_are_named_before(
@@ -182,3 +182,36 @@ def test_settings_a_cluster_would_refuse_are_named_before(
 ) -> None:
     with pytest.raises(ConfigError, match=key):
         serving.objects(configure(deploy), bundle, IMAGE)
+
+
+def test_the_autoscaler_looks_at_requests_in_flight_where_an_adapter_is_named(
+    configure: Configure, bundle: Bundle
+) -> None:
+    def metrics(deploy: dict[str, Any]) -> list[Any]:
+        found: list[Any] = objects(configure(deploy), bundle)["HorizontalPodAutoscaler"]["spec"]["metrics"]
+        return found
+
+    assert [metric["type"] for metric in metrics({})] == ["Resource"]
+    _, pods = metrics({"metrics_adapter": "prometheus", "in_flight": 4})
+    assert pods["pods"] == {
+        "metric": {"name": IN_FLIGHT},
+        "target": {"type": "AverageValue", "averageValue": "4"},
+    }
+
+
+def test_the_metric_of_the_autoscaler_is_one_the_service_has() -> None:
+    assert IN_FLIGHT in {family.name for family in Metrics(list).collect()}
+
+
+def test_a_change_of_the_config_map_rolls_out(configure: Configure, bundle: Bundle) -> None:
+    def note(**serve: Any) -> str:
+        template = objects(configure(serve=serve), bundle)["Deployment"]["spec"]["template"]
+        return str(template["metadata"]["annotations"]["pipe-road/options"])
+
+    assert note() == note() != note(log_requests=0.5)
+
+
+@pytest.mark.parametrize("name", ["RawDeployment", "Serverless"])
+def test_a_deprecated_mode_is_answered_with_its_new_name(name: str, configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is the deprecated name of (Standard|Knative)"):
+        configure({"kserve_mode": name})

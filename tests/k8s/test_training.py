@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from k8s import training
-from pipeline.node import PASSING_EXIT_CODE
+from pipeline.node import _GRACE_SECONDS, PASSING_EXIT_CODE
 from pipeline.spec.errors import ConfigError, DataError, ResourceError, StageError
 from pipeline.spec.failure import LEFT
 
 from .conftest import Configure
+from .invariants import check
 from .schemas import validate
 
 TRAINS: tuple[dict[str, Any], ...] = (
@@ -31,10 +32,86 @@ def trainer(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return container
 
 
+@pytest.mark.parametrize("workload", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("train", TRAINS)
-def test_every_object_is_what_the_api_accepts(train: dict[str, Any], configure: Configure) -> None:
-    for item in objects(configure(train=train)).values():
+def test_every_object_is_what_the_api_accepts(train: dict[str, Any], workload: str, configure: Configure) -> None:
+    parts = objects(configure(train=train, cluster={"workload": workload, "spot": True, "queue": "team"}))
+    for item in parts.values():
         validate(item)
+    check(list(parts.values()))
+
+
+@pytest.mark.parametrize(
+    ("workload", "kinds"),
+    [("job", {"Service", "Job"}), ("jobset", {"JobSet"}), ("trainjob", {"TrainingRuntime", "TrainJob"})],
+)
+def test_each_workload_brings_what_it_needs_and_asks_the_queue_once(
+    workload: str, kinds: set[str], configure: Configure
+) -> None:
+    parts = objects(configure(cluster={"workload": workload, "queue": "team", "claim": "shared"}))
+    assert set(parts) == kinds
+    queued = {kind for kind, item in parts.items() if training.QUEUE_LABEL in item["metadata"]["labels"]}
+    assert queued == {{"job": "Job", "jobset": "JobSet", "trainjob": "TrainJob"}[workload]}
+
+
+@pytest.mark.parametrize("workload", ["jobset", "trainjob"])
+def test_nodes_of_a_set_meet_at_the_name_that_jobset_gives_its_first_pod(workload: str, configure: Configure) -> None:
+    parts = objects(configure(train={"nodes": 3}, cluster={"workload": workload}))
+    if workload == "jobset":
+        name, spec = parts["JobSet"]["metadata"]["name"], parts["JobSet"]["spec"]
+    else:
+        name, spec = parts["TrainJob"]["metadata"]["name"], parts["TrainingRuntime"]["spec"]["template"]["spec"]
+        assert parts["TrainJob"]["spec"]["trainer"]["numNodes"] == 3
+        assert parts["TrainJob"]["spec"]["runtimeRef"]["name"] == parts["TrainingRuntime"]["metadata"]["name"]
+    (job,) = spec["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    host = f"{name}-{job['name']}-0-0.{name}"
+    assert pod["initContainers"][0]["args"] == [host]
+    assert f"--rendezvous={host}:{training.RENDEZVOUS_PORT}" in pod["containers"][0]["args"]
+    assert len(f"{name}-node-0-9999-abcde") <= 63
+    assert spec["network"]["enableDNSHostnames"] is True
+
+
+def test_kubeflow_trainer_finds_its_container_and_so_does_the_failure_policy(configure: Configure) -> None:
+    runtime = objects(configure(cluster={"workload": "trainjob"}))["TrainingRuntime"]["spec"]["template"]["spec"]
+    (job,) = runtime["replicatedJobs"]
+    assert job["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    spec = job["template"]["spec"]
+    assert [item["name"] for item in spec["template"]["spec"]["containers"]] == ["node"]
+    assert spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["containerName"] == "node"
+
+
+def test_words_of_the_cluster_reach_the_pods(configure: Configure) -> None:
+    cluster = {
+        "cpu": "7", "memory": "9Gi", "shared_memory": "3Gi", "secret": "store", "deadline_seconds": 60,
+        "keep_seconds": 5, "claim_size": "1Ti", "claim_class": "fast", "claim_access": "ReadWriteOnce",
+    }  # fmt: skip
+    parts = objects(configure(cluster=cluster))
+    spec, pod = parts["Job"]["spec"], parts["Job"]["spec"]["template"]["spec"]
+    assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (60, 5)
+    assert trainer(parts)["resources"]["requests"] == {"cpu": "7", "memory": "9Gi"}
+    assert trainer(parts)["envFrom"] == [{"secretRef": {"name": "store"}}]
+    assert {"medium": "Memory", "sizeLimit": "3Gi"} in [volume.get("emptyDir") for volume in pod["volumes"]]
+    claim = parts["PersistentVolumeClaim"]["spec"]
+    assert (claim["accessModes"], claim["storageClassName"]) == (["ReadWriteOnce"], "fast")
+    assert claim["resources"]["requests"]["storage"] == "1Ti"
+
+
+def test_a_claim_that_is_there_is_used_and_not_made(configure: Configure) -> None:
+    parts = objects(configure(cluster={"claim": "shared"}))
+    assert "PersistentVolumeClaim" not in parts
+    volumes = parts["Job"]["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "runs", "persistentVolumeClaim": {"claimName": "shared"}} in volumes
+
+
+def test_a_pod_that_is_asked_to_go_has_time_for_a_checkpoint(configure: Configure) -> None:
+    """Longer than a node waits for its processes; on spot nodes, what their notice leaves."""
+    grace = [
+        objects(configure(cluster={"spot": spot}))["Job"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+        for spot in (False, True)
+    ]
+    assert grace[0] > _GRACE_SECONDS
+    assert grace[1] == 30
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

@@ -1,0 +1,182 @@
+"""What holds for all objects we make, however they are configured: one function for each promise."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from serve.options import parse
+from serve.routes import find
+
+Object = dict[str, Any]
+DRAIN_SECONDS = 25  # serve.server gives accepted requests so long
+
+
+def check(objects: Sequence[Object]) -> None:
+    """All of them, on one set of objects that is applied together."""
+    parts = {item["kind"]: item for item in objects}
+    assert len(parts) == len(objects), "each kind once"
+    text = json.dumps(objects)
+    assert ":latest" not in text
+    for pod in pods(objects):
+        _check_security(pod)
+        _check_mounts(pod)
+    if served := [item for item in objects if item["kind"] in ("Deployment", "InferenceService")]:
+        _check_serving(parts, served[0])
+    if "Job" in parts:
+        _check_job(parts["Job"], parts["Service"])
+
+
+def pods(objects: Sequence[Object]) -> Iterator[Object]:
+    """Every pod spec, wherever it stands; of a service with a runtime, both parts as one."""
+    runtime = next((item["spec"] for item in objects if item["kind"] == "ServingRuntime"), {})
+    for item in objects:
+        if item["kind"] == "InferenceService":
+            yield {**runtime, **item["spec"]["predictor"]}
+        elif item["kind"] != "ServingRuntime":
+            yield from _pods_in(item)
+
+
+def _pods_in(value: Any) -> Iterator[Object]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _pods_in(item)
+    elif isinstance(value, dict):
+        if "containers" in value:
+            yield value
+        else:
+            for inner in value.values():
+                yield from _pods_in(inner)
+
+
+def _check_security(pod: Object) -> None:
+    """Pod Security Standard `restricted`, and a root file system that nobody writes."""
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        own = container["securityContext"]
+        both = {**pod.get("securityContext", {}), **own}
+        assert (both["runAsNonRoot"], both["runAsUser"] > 0) == (True, True)
+        assert both["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
+        assert own["capabilities"] == {"drop": ["ALL"]}
+        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+    assert pod["automountServiceAccountToken"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+    assert all("hostPath" not in volume for volume in pod["volumes"])
+
+
+def _check_mounts(pod: Object) -> None:
+    there = {volume["name"] for volume in pod["volumes"]}
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        assert {mount["name"] for mount in container.get("volumeMounts", [])} <= there
+
+
+def _check_serving(parts: dict[str, Object], owner: Object) -> None:
+    (pod,) = pods(list(parts.values()))
+    (container,) = pod["containers"]
+    labels = owner["spec"]["template"]["metadata"]["labels"] if owner["kind"] == "Deployment" else pod["labels"]
+    for selector in _selectors(parts, pod):
+        assert selector
+        assert selector.items() <= labels.items()
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    _check_probes(container, ports)
+    knative = owner["metadata"].get("annotations", {}).get("serving.kserve.io/deploymentMode") == "Knative"
+    if not knative:
+        _check_drain(pod, container)
+        allowed = {port["port"] for port in parts["NetworkPolicy"]["spec"]["ingress"][0]["ports"]}
+        assert allowed == set(ports.values())
+    _check_options(container, parts["ConfigMap"])
+    assert pod["serviceAccountName"] == parts["ServiceAccount"]["metadata"]["name"]
+    assert parts["ServiceAccount"]["automountServiceAccountToken"] is False
+    assert parts["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    _check_budget(parts, owner)
+    if owner["kind"] == "Deployment":
+        _check_ways_in(parts, ports)
+    elif "ServingRuntime" in parts:
+        assert owner["spec"]["predictor"]["model"]["runtime"] == parts["ServingRuntime"]["metadata"]["name"]
+
+
+def _selectors(parts: dict[str, Object], pod: Object) -> Iterator[dict[str, str]]:
+    yield parts["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+    yield parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]
+    for spread in pod.get("topologySpreadConstraints", []):
+        yield spread["labelSelector"]["matchLabels"]
+    if "Deployment" in parts:
+        yield parts["Deployment"]["spec"]["selector"]["matchLabels"]
+        yield parts["Service"]["spec"]["selector"]
+    if "ServiceMonitor" in parts:
+        yield parts["ServiceMonitor"]["spec"]["selector"]["matchLabels"]
+
+
+def _check_probes(container: Object, ports: dict[str, int]) -> None:
+    """They ask paths that the service has, at a port the container has."""
+    assert {"readinessProbe", "livenessProbe"} <= set(container)
+    for name, kind in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
+        if name in container:
+            asked = container[name]["httpGet"]
+            assert find(asked["path"], "GET").kind == kind
+            assert asked["port"] in {*ports, *ports.values()}
+
+
+def _check_drain(pod: Object, container: Object) -> None:
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pause > 0
+    assert pod["terminationGracePeriodSeconds"] >= pause + DRAIN_SECONDS
+
+
+def _check_options(container: Object, settings: Object) -> None:
+    """The command line is one that the service takes, once the ConfigMap's values stand in it."""
+    assert container["envFrom"][0]["configMapRef"]["name"] == settings["metadata"]["name"]
+    words = [re.sub(r"\$\((\w+)\)", lambda found: settings["data"][found[1]], word) for word in container["args"]]
+    parse([*(container["command"][3:] if "command" in container else ["/bundle"]), *words])
+
+
+def _check_budget(parts: dict[str, Object], owner: Object) -> None:
+    """An eviction is possible at the fewest replicas there may be."""
+    assert parts["PodDisruptionBudget"]["spec"]["maxUnavailable"] == 1
+    if owner["kind"] == "InferenceService":
+        predictor = owner["spec"]["predictor"]
+        assert 1 <= predictor["minReplicas"] <= predictor["maxReplicas"]
+        return
+    scaler = parts["HorizontalPodAutoscaler"]["spec"]
+    assert "replicas" not in owner["spec"], "the autoscaler owns the number"
+    assert scaler["scaleTargetRef"] == {
+        "apiVersion": owner["apiVersion"],
+        "kind": owner["kind"],
+        "name": owner["metadata"]["name"],
+    }
+    assert 1 <= scaler["minReplicas"] <= scaler["maxReplicas"]
+    strategy = owner["spec"]["strategy"]["rollingUpdate"]
+    assert strategy["maxUnavailable"] or strategy["maxSurge"]
+
+
+def _check_ways_in(parts: dict[str, Object], ports: dict[str, int]) -> None:
+    service = parts["Service"]
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
+    reached = {(service["metadata"]["name"], port) for port in (*ports, *ports.values())}
+    if "HTTPRoute" in parts:
+        for rule in parts["HTTPRoute"]["spec"]["rules"]:
+            assert {(ref["name"], ref["port"]) for ref in rule["backendRefs"]} <= reached
+    if "Ingress" in parts:
+        for path in parts["Ingress"]["spec"]["rules"][0]["http"]["paths"]:
+            backend = path["backend"]["service"]
+            assert (backend["name"], backend["port"]["name"]) in reached
+    if "ServiceMonitor" in parts:
+        (endpoint,) = parts["ServiceMonitor"]["spec"]["endpoints"]
+        assert endpoint["port"] in ports
+        assert find(endpoint["path"], "GET").kind == "metrics"
+
+
+def _check_job(job: Object, service: Object) -> None:
+    spec = job["spec"]
+    template = spec["template"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["backoffLimitPerIndex"] > 0
+    assert spec["activeDeadlineSeconds"] > 0
+    assert "ttlSecondsAfterFinished" in spec
+    assert spec["podFailurePolicy"]["rules"][0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert template["spec"]["restartPolicy"] == "Never"
+    assert template["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert len(f"{job['metadata']['name']}-{spec['completions']}") <= 63
