@@ -66,7 +66,7 @@ def _template(task: Task, config: Config, image: str) -> Object:
     if task.step == "train" and config.train.most_nodes > 1:
         return _of_several_pods(task, config, image)
     pod = workflow.step_pod(task, config, image)
-    placed = {word: pod[word] for word in ("nodeSelector", "tolerations", "affinity") if word in pod}
+    placed: dict[str, Any] = {word: pod[word] for word in ("nodeSelector", "tolerations", "affinity") if word in pod}
     account = config.cluster.service_account if task.step == "deploy" else ""
     return {
         "name": task.step,

@@ -16,8 +16,10 @@ RUN = f"{MOUNT}/{{{{$.inputs.parameters['run']}}}}"
 _JOB = "{{$.pipeline_job_uuid}}"  # each submission is a run of its own
 _SCHEMA = "2.1.0"
 _TRIES = 6
-_GIGA = {"m": 1e-12, "": 1e-9, "k": 1e-6, "Ki": 1024e-9, "M": 1e-3, "Mi": 1024**2 * 1e-9, "G": 1.0, "Gi": 1024**3 * 1e-9,
-         "T": 1e3, "Ti": 1024**4 * 1e-9}  # fmt: skip
+_GIGA = {
+    "m": 1e-12, "": 1e-9, "k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3,
+    "Ki": 1024e-9, "Mi": 1024**2 * 1e-9, "Gi": 1024**3 * 1e-9, "Ti": 1024**4 * 1e-9,
+}  # fmt: skip
 
 
 def documents(config: Config, tasks: Sequence[Task], image: str) -> list[Object]:

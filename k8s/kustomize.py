@@ -12,6 +12,7 @@ import yaml
 
 Object: TypeAlias = dict[str, Any]
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _KNOWN = {"apiVersion", "kind", "resources", "components", "patches", "images"}
 _IMAGE = re.compile(r"^(?P<name>.+?)(?::(?P<tag>[^:/@]+))?(?:@(?P<digest>.+))?$")
 
@@ -27,18 +28,22 @@ def build(directory: Path, layers: Iterable[Path] = ()) -> list[Object]:
 def _accumulate(directory: Path, given: list[Object]) -> list[Object]:
     """In kustomize's order: resources, components, then the folder's own patches and images."""
     file = directory / "kustomization.yaml"
-    asked = yaml.safe_load(file.read_text())
+    asked = _read(file)[0]
     if strange := sorted(asked.keys() - _KNOWN):
         raise ValueError(f"{file}: {strange[0]}: not among the words built here ({', '.join(sorted(_KNOWN))})")
     objects = list(given)
     for name in asked.get("resources", []):
         place = directory / name
-        objects += build(place) if place.is_dir() else list(yaml.safe_load_all(place.read_text()))
+        objects += build(place) if place.is_dir() else _read(place)
     for name in asked.get("components", []):
         objects = _accumulate(directory / name, objects)
     for patch in asked.get("patches", []):
         objects = _patched(objects, patch, file)
     return [_with_images(item, asked.get("images", [])) for item in objects]
+
+
+def _read(file: Path) -> list[Object]:
+    return list(yaml.load_all(file.read_text(), _LOADER))
 
 
 def _patched(objects: list[Object], entry: Mapping[str, Any], file: Path) -> list[Object]:
@@ -75,9 +80,7 @@ def operated(item: Object, operations: Iterable[Mapping[str, Any]]) -> Object:
     """RFC 6902: add, replace and remove."""
     result = copy.deepcopy(item)
     for operation in operations:
-        *parents, last = (
-            part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:]
-        )
+        *parents, last = (part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:])
         place: Any = result
         for part in parents:
             place = place[int(part)] if isinstance(place, list) else place[part]

@@ -16,11 +16,21 @@ _KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kust
 def write(objects: Iterable[Mapping[str, Any]], directory: Path) -> list[Path]:
     """Every file written, sorted."""
     directory.mkdir(parents=True, exist_ok=True)
+    clear(directory)
     texts = {f"{item['kind']}-{item['metadata']['name']}.yaml".lower(): _text(item) for item in objects}
     texts["kustomization.yaml"] = _text({**_KUSTOMIZATION, "resources": sorted(texts)})
     for name, text in texts.items():
         write_atomic(directory / name, text)
     return [directory / name for name in sorted(texts)]
+
+
+def clear(directory: Path) -> None:
+    """Take away what an earlier rendering listed: a file that is in no kustomization any more would only mislead."""
+    file = directory / "kustomization.yaml"
+    listed = yaml.safe_load(file.read_text())["resources"] if file.is_file() else []
+    for name in listed:
+        if Path(name).name == name:  # ours are all beside it
+            (directory / name).unlink(missing_ok=True)
 
 
 def write_documents(files: Mapping[str, Iterable[Mapping[str, Any]]], directory: Path) -> list[Path]:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="run directory, the same for all steps")
     options = parser.parse_args(own)
     if os.environ.get(POD_NUMBER, "0") != "0":
-        os.execvp(given[0], given)  # noqa: S606 - the same process: signals reach it
+        os.execvp(given[0], given)  # the same process: signals reach it
     signal.signal(signal.SIGTERM, _leave)
     try:
         walk(options.step, Run(options.run.absolute()), given, os.environ.get(CONFIG, ""))

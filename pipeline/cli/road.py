@@ -138,8 +138,11 @@ def _copy_manifests(run: Run, render: str | None) -> None:
     """`--render DIR` wants them there too."""
     if render in (None, "default"):
         return
+    from k8s.render import clear
+
     directory = Path(str(render))
     directory.mkdir(parents=True, exist_ok=True)
+    clear(directory)
     print(f"manifests are in {directory}; apply them with: kubectl apply --server-side -k {directory}", file=sys.stderr)
     for path in sorted((run.output("deploy") / "manifests").glob("*")):
         (directory / path.name).write_bytes(path.read_bytes())

@@ -31,7 +31,7 @@ def check(objects: Sequence[Object]) -> None:
 
 def pods(objects: Sequence[Object]) -> Iterator[Object]:
     """Every pod spec, wherever it stands; of a service with a runtime, both parts as one."""
-    runtime = next((item["spec"] for item in objects if item["kind"] == "ServingRuntime"), {})
+    runtime: Object = next((item["spec"] for item in objects if item["kind"] == "ServingRuntime"), {})
     for item in objects:
         if item["kind"] == "InferenceService":
             yield {**runtime, **item["spec"]["predictor"]}

@@ -73,9 +73,7 @@ def test_a_knative_canary_gets_its_share_of_the_newest_revision(configure: Confi
 
 
 def test_a_standard_canary_stands_beside_the_stable_version(configure: Configure, bundle: Bundle) -> None:
-    stable, candidate = (
-        version(configure, bundle, letter * 64, storage_uri="pvc://bundles/twice") for letter in "ab"
-    )
+    stable, candidate = (version(configure, bundle, letter * 64, storage_uri="pvc://bundles/twice") for letter in "ab")
     split = with_canary(stable, candidate, 10)
     validate(split)
     assert split["spec"]["predictor"] == stable["spec"]["predictor"]
@@ -88,9 +86,7 @@ def test_a_standard_canary_stands_beside_the_stable_version(configure: Configure
 
 def test_promoting_keeps_the_canarys_own_pods(configure: Configure, bundle: Bundle) -> None:
     """By the predictor's name, which its Deployment is named after."""
-    stable, candidate = (
-        version(configure, bundle, letter * 64, storage_uri="pvc://bundles/twice") for letter in "ab"
-    )
+    stable, candidate = (version(configure, bundle, letter * 64, storage_uri="pvc://bundles/twice") for letter in "ab")
     (entry,) = with_canary(stable, candidate, 50)["spec"]["canary"]
     made = promoted(candidate)
     validate(made)

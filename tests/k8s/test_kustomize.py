@@ -39,7 +39,10 @@ def test_our_folders_are_built_as_kubectl_builds_them(folder: Path) -> None:
 
 
 def test_a_merge_adds_changes_and_removes() -> None:
-    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4, "c": None, "e": 5}}) == {"a": {"b": 4, "e": 5}, "d": 3}
+    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4, "c": None, "e": 5}}) == {
+        "a": {"b": 4, "e": 5},
+        "d": 3,
+    }
 
 
 def test_a_merge_of_lists_is_refused_for_its_result_depends_on_the_schema() -> None:

@@ -73,7 +73,9 @@ def test_a_stored_bundle_is_served_by_the_same_container() -> None:
 
 
 def test_a_jobset_and_a_trainjob_hold_the_jobs_own_pods() -> None:
-    job = json.loads(json.dumps(load("train")["Job"]).replace("model-train-0.model-train", "model-train-node-0-0.model-train"))
+    job = json.loads(
+        json.dumps(load("train")["Job"]).replace("model-train-0.model-train", "model-train-node-0-0.model-train")
+    )
     standing = {item["kind"]: item for name in ("jobset", "trainjob") for item in build(ROOT / "train" / name)}
     made = {item["kind"]: item for item in (as_jobset(job), *as_trainjob(job))}
     assert {kind: standing[kind] for kind in made} == made

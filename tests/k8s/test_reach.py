@@ -65,9 +65,7 @@ def test_a_route_binds_to_the_gateway(
     route = made(configure({"expose": "gateway", "gateway": gateway}), bundle, "HTTPRoute")
     assert route["parentRefs"] == [parent]
     assert "hostnames" not in route
-    named = made(
-        configure({"expose": "gateway", "gateway": gateway, "hostname": "a.example"}), bundle, "HTTPRoute"
-    )
+    named = made(configure({"expose": "gateway", "gateway": gateway, "hostname": "a.example"}), bundle, "HTTPRoute")
     assert named["hostnames"] == ["a.example"]
 
 

@@ -71,7 +71,9 @@ def strangers(given: Any, taken: Any, place: str = "") -> list[str]:
     """What a model dropped because it does not know it."""
     if isinstance(given, dict):
         gone = [f"{place}/{name}" for name in given if name not in taken]
-        return gone + [text for name in given if name in taken for text in strangers(given[name], taken[name], f"{place}/{name}")]
+        return gone + [
+            text for name in given if name in taken for text in strangers(given[name], taken[name], f"{place}/{name}")
+        ]
     if isinstance(given, list):
         return [text for one, other in zip(given, taken, strict=True) for text in strangers(one, other, place)]
     return []
@@ -124,7 +126,9 @@ def test_every_step_runs_the_plans_command_in_the_one_image(step: str, configure
 
 def test_a_step_comes_after_those_it_reads_from(configure: Configure) -> None:
     config = configure()
-    dag = {task["name"]: set(task.get("dependencies", ())) for task in templates(of_argo(config))["road"]["dag"]["tasks"]}
+    dag = {
+        task["name"]: set(task.get("dependencies", ())) for task in templates(of_argo(config))["road"]["dag"]["tasks"]
+    }
     root = of_kfp(config)[0]["root"]["dag"]["tasks"]
     assert dag == {name: set(task.get("dependentTasks", ())) for name, task in root.items()}
     assert dag == {step: KINDS[step].upstream for step in STEPS}
@@ -185,8 +189,7 @@ def test_training_on_several_pods_is_a_jobset_that_argo_waits_for(configure: Con
 def test_all_pods_of_a_workflow_know_of_the_same_run(configure: Configure) -> None:
     """The first makes it of what it is told; the others must have been told the same."""
     made = of_argo(configure(**MANY))
-    texts = {text for text in _configs(made)}
-    assert len(texts) == 1
+    assert len(set(_configs(made))) == 1
 
 
 def _configs(made: Object) -> list[str]:
@@ -194,7 +197,7 @@ def _configs(made: Object) -> list[str]:
     for template in templates(made).values():
         container = template.get("container")
         if "resource" in template:
-            ((pod,),) = (list(pods([yaml.safe_load(template["resource"]["manifest"])])),)
+            (pod,) = pods([yaml.safe_load(template["resource"]["manifest"])])
             (container,) = pod["containers"]
         if container:
             found += [entry["value"] for entry in container["env"] if entry["name"] == CONFIG]

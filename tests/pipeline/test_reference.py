@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pipeline.reference import reference
 from pipeline.spec.config import Config
-from pipeline.spec.sections import Section
+from pipeline.spec.section import Section
 from pipeline.spec.sources import HOUSE
 
 

@@ -121,3 +121,30 @@ def test_the_training_job_is_rendered_without_running_anything(pipe: Pipe, start
     assert paths
     assert all((starter / path).is_file() for path in paths)
     assert "registry/tiny:1" in "".join((starter / path).read_text() for path in paths)
+
+
+@pytest.mark.parametrize(("engine", "name"), [("argo", "workflow.yaml"), ("kfp", "pipeline.yaml")])
+def test_the_road_is_rendered_as_a_workflow_the_same_every_time(
+    engine: str, name: str, pipe: Pipe, starter: Path
+) -> None:
+    words = ("--engine", engine, "train.image=registry/tiny:1")
+    for folder in ("a", "b"):
+        paths = json.loads(pipe("render", "workflow", folder, *words, "-o", "json").stdout)
+        assert paths == [f"{folder}/{name}"]
+    first, second = ((starter / folder / name).read_bytes() for folder in ("a", "b"))
+    assert first == second
+    assert b"registry/tiny:1" in first
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("render", "workflow"), "train.image is empty"),
+        (("render", "workflow", "--engine", "airflow"), "there are argo and kfp"),
+        (("render", "road"), "write it as `pipe render workflow"),
+        (("render", "workflow", "a", "b"), "write it as `pipe render workflow"),
+        (("render", "workflow", "train.image=a:latest"), "`latest` means another image every day"),
+    ],
+)
+def test_a_workflow_that_cannot_be_rendered_is_told(words: tuple[str, ...], said: str, pipe: Pipe) -> None:
+    assert said in complaint(pipe, *words)

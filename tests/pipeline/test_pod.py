@@ -1,0 +1,147 @@
+"""One step in a pod of a workflow: real processes, as a container starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from k8s.workflow import CONFIG, MOUNT
+from pipeline.project import Project
+from pipeline.render import render_workflow
+from pipeline.spec.config import override_config
+from pipeline.spec.run import STEPS, Run
+from pipeline.spec.sources import HOUSE
+
+TINY = Path(__file__).resolve().parents[1] / "project"
+IMAGE = "registry.example/train@sha256:" + "1" * 64
+OURS = "python -m pipeline.prepare"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Project:
+    shutil.copytree(TINY, tmp_path / "sides", ignore=shutil.ignore_patterns("__pycache__", ".mypy_cache"))
+    return Project(tmp_path / "sides", tmp_path / "volume")
+
+
+def start(project: Project, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    paths = {"PYTHONPATH": str(HOUSE), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(
+        words, cwd=project.root, env={**os.environ, **paths, "PYTHONSAFEPATH": "1", **env},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def config_text(project: Project) -> str:
+    return json.dumps(project.config().model_dump(mode="json"))
+
+
+def pod(step: str, run: Path, *argv: str) -> tuple[str, ...]:
+    return ("python", "-m", "pipeline.pod", step, str(run), "--", *argv)
+
+
+def test_the_first_step_makes_the_run_and_its_record(tiny: Project) -> None:
+    run = tiny.runs / "wf-1"
+    argv = ("python", "-m", "pipeline.prepare", str(run))
+    done = start(tiny, *pod("prepare", run, *argv), **{CONFIG: config_text(tiny)})
+    assert done.returncode == 0, done.stderr
+    record = Run(run).read().steps["prepare"]
+    assert (record.status, record.argv) == ("done", argv)
+    assert Run(run).config == tiny.config()
+    assert (run / "prepare" / "data.json").is_file()
+
+
+def test_another_command_than_the_images_own_is_refused(tiny: Project) -> None:
+    run = tiny.runs / "wf-1"
+    done = start(tiny, *pod("prepare", run, "python", "-m", "prepare"), **{CONFIG: config_text(tiny)})
+    assert done.returncode == 2
+    assert f"prepare: the workflow says `python -m prepare`, this image `{OURS} {run}`" in done.stderr
+
+
+def test_a_step_whose_inputs_are_missing_does_not_make_them(tiny: Project) -> None:
+    run = tiny.runs / "wf-1"
+    argv = ("python", "-m", "pipeline.node", str(run))
+    done = start(tiny, *pod("train", run, *argv), **{CONFIG: config_text(tiny)})
+    assert done.returncode == 2
+    assert "but prepare has to run: never run" in done.stderr
+    assert not (run / "prepare").exists()
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "does not say what"), ("{", "not JSON"), ("{}", "`name` is missing")])
+def test_a_run_that_cannot_be_made_is_told(text: str, said: str, tiny: Project) -> None:
+    run = tiny.runs / "wf-1"
+    done = start(tiny, *pod("prepare", run, *OURS.split(), str(run)), **{CONFIG: text})
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert not run.exists()
+
+
+def test_a_pod_that_takes_part_runs_the_command_and_keeps_no_books(tiny: Project) -> None:
+    run = tiny.runs / "wf-1"
+    own = "import os, sys; print(os.getpid()); sys.exit(7)"
+    done = start(tiny, *pod("train", run, "python", "-c", own), JOB_COMPLETION_INDEX="1")
+    assert (done.returncode, done.stderr) == (7, "")
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("words", [("train", "run"), ("train", "run", "--")])
+def test_a_command_is_asked_for(words: tuple[str, ...], tiny: Project) -> None:
+    done = start(tiny, "python", "-m", "pipeline.pod", *words)
+    assert done.returncode != 0
+    assert "usage: python -m pipeline.pod STEP RUN -- ARGV" in done.stderr
+
+
+@pytest.mark.long
+def test_a_rendered_workflow_walks_the_whole_road(tiny: Project, tmp_path: Path) -> None:
+    """Container after container, as Argo starts them; all but the last, which needs a cluster."""
+    words = ["train.image=" + IMAGE, "package.build=never"]
+    config = override_config(tiny.config(), words, "test")
+    (file,) = render_workflow(tiny, config, "argo", str(tmp_path / "out"))
+    made = list(yaml.safe_load_all(file.read_text()))[-1]
+    templates = {template["name"]: template for template in made["spec"]["templates"]}
+    for task in templates["road"]["dag"]["tasks"][:-1]:
+        container = templates[task["name"]]["container"]
+        command = [_submitted(word, tiny) for word in container["command"]]
+        env = {entry["name"]: _submitted(entry["value"], tiny) for entry in container["env"]}
+        done = start(tiny, *command, **env)
+        assert done.returncode == 0, done.stderr
+    run = Run(tiny.runs / "road-abcde")
+    assert {name: record.status for name, record in run.read().steps.items()} == dict.fromkeys(STEPS[:-1], "done")
+    assert run.bundle().manifest.verdict in ("pass", "no-baseline")
+
+
+def _submitted(text: str, project: Project) -> str:
+    """What Argo puts in for its variables, and the volume of this machine."""
+    return text.replace("{{workflow.name}}", "road-abcde").replace(f"{MOUNT}/", f"{project.runs}/")
+
+
+@pytest.mark.long
+def test_a_pod_that_is_evicted_leaves_a_run_that_another_goes_on_with(tiny: Project) -> None:
+    run = tiny.runs / "wf-1"
+    slow = override_config(tiny.config(), ["train.epochs=100"], "test")  # long enough to be caught at it
+    env = {CONFIG: json.dumps(slow.model_dump(mode="json"))}
+    assert start(tiny, *pod("prepare", run, *OURS.split(), str(run)), **env).returncode == 0
+    argv = pod("train", run, "python", "-m", "pipeline.node", str(run))
+    paths = {"PYTHONPATH": str(HOUSE), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    with subprocess.Popen(
+        argv, cwd=tiny.root, env={**os.environ, **paths, "PYTHONSAFEPATH": "1", **env},
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        next(line for line in process.stderr if "train |" in line)  # its processes have begun
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGTERM, rest
+    assert Run(run).read().steps["train"].status == "interrupted"
+    assert not (run / "train").exists()
+    done = start(tiny, *argv, **env)
+    assert done.returncode == 0, done.stderr
+    assert Run(run).read().steps["train"].status == "done"
