@@ -148,7 +148,9 @@ def _check_budget(parts: dict[str, Object], owner: Object) -> None:
     }
     assert 1 <= scaler["minReplicas"] <= scaler["maxReplicas"]
     strategy = owner["spec"]["strategy"]["rollingUpdate"]
-    assert strategy["maxUnavailable"] or strategy["maxSurge"]
+    assert (strategy["maxUnavailable"], strategy["maxSurge"]) == (0, 1), (
+        "the old version answers until the new one does"
+    )
 
 
 def _check_ways_in(parts: dict[str, Object], ports: dict[str, int]) -> None:

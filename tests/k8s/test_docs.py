@@ -1,0 +1,91 @@
+"""What docs/kubernetes.md tells to type or to write is typed and built, as far as no cluster is needed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from k8s import serving
+from k8s.kustomize import build
+from pipeline.project import Project, example
+from pipeline.render import render_training, render_workflow
+from pipeline.spec.bundle import Bundle
+from pipeline.spec.config import parse_config
+from pipeline.spec.sources import HOUSE
+
+from .invariants import check
+from .schemas import validate
+
+TEXT = (HOUSE / "docs" / "kubernetes.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+IMAGE = "registry.example/serve@sha256:" + "1" * 64
+
+
+def lines(language: str) -> list[list[str]]:
+    return [shlex.split(line) for kind, body in BLOCKS if kind == language for line in body.splitlines()]
+
+
+def test_every_folder_that_kubectl_is_pointed_to_is_built_and_valid() -> None:
+    folders = [words[words.index("-k") + 1] for words in lines("text") if words[0] == "kubectl" and "-k" in words]
+    assert folders
+    for folder in folders:
+        objects = build(HOUSE / folder)
+        check(objects)
+        for item in objects:
+            validate(item)
+
+
+def test_the_overlays_of_the_table_are_those_that_are_there() -> None:
+    rows = re.findall(r"^\| `(k8s/\w+)` \| ([^|]+) \|", TEXT, re.MULTILINE)
+    assert len(rows) == 3
+    for folder, names in rows:
+        assert sorted(re.findall(r"`([\w-]+)`", names)) == sorted(
+            path.name for path in (HOUSE / folder / "overlays").iterdir()
+        )
+
+
+def test_an_overlay_of_ones_own_is_built_as_it_is_written(tmp_path: Path) -> None:
+    ((file, body),) = [
+        (found[1], body) for _, body in BLOCKS if (found := re.match(r"# file: (\S+)\n", body)) is not None
+    ]
+    shutil.copytree(HOUSE / "k8s", tmp_path / "k8s", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text(body)
+    objects = build((tmp_path / file).parent)
+    check(objects)
+    (deployment,) = (item for item in objects if item["kind"] == "Deployment")
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"].startswith("registry.example/flowers@")
+
+
+@pytest.mark.parametrize("body", [body for kind, body in BLOCKS if kind == "yaml" and not body.startswith("# file:")])
+def test_every_configuration_makes_objects_that_the_api_accepts(body: str, bundle: Bundle, tmp_path: Path) -> None:
+    config = parse_config({"name": "twice", "task": "t.py:T", "codec": "c.py:C", **yaml.safe_load(body)}, "docs")
+    objects = serving.objects(config, bundle, config.deploy.image or IMAGE)
+    project = Project(tmp_path, tmp_path / "runs")
+    image = config.train.model_copy(update={"image": config.train.image or IMAGE})
+    files = render_training(project, config.model_copy(update={"train": image}), "default")
+    trained = [yaml.safe_load(file.read_text()) for file in files if file.name != "kustomization.yaml"]
+    for made in (objects, trained):
+        check(made)
+        for item in made:
+            validate(item)
+
+
+def test_every_rendering_that_needs_no_run_is_one_that_works(tmp_path: Path) -> None:
+    project, done = Project(example("starter"), tmp_path / "runs"), 0
+    for words in lines("sh"):
+        overrides = [word for word in words if "=" in word]
+        if words[:3] == ["pipe", "run", "train"]:
+            assert render_training(project, project.config(overrides), str(tmp_path / words[4]))
+            done += 1
+        if words[:3] == ["pipe", "render", "workflow"]:
+            engine = words[words.index("--engine") + 1]
+            (file,) = render_workflow(project, project.config(overrides), engine, str(tmp_path / words[3]))
+            assert f"`{file.parent.name}/{file.name}`" in TEXT or f"{file.parent.name}/{file.name}`" in TEXT
+            done += 1
+    assert done == 3
