@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from k8s.workflow import CONFIG, MOUNT
+from pipeline.pod import main, walk
 from pipeline.project import Project
 from pipeline.render import render_workflow
 from pipeline.spec.config import override_config
+from pipeline.spec.errors import ConfigError
 from pipeline.spec.run import STEPS, Run
 from pipeline.spec.sources import HOUSE
 
@@ -60,27 +62,33 @@ def test_the_first_step_makes_the_run_and_its_record(tiny: Project) -> None:
 
 def test_another_command_than_the_images_own_is_refused(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
-    done = start(tiny, *pod("prepare", run, "python", "-m", "prepare"), **{CONFIG: config_text(tiny)})
-    assert done.returncode == 2
-    assert f"prepare: the workflow says `python -m prepare`, this image `{OURS} {run}`" in done.stderr
+    with pytest.raises(ConfigError) as caught:
+        walk("prepare", Run(run), ("python", "-m", "prepare"), config_text(tiny))
+    assert f"prepare: the workflow says `python -m prepare`, this image `{OURS} {run}`" in str(caught.value)
 
 
-def test_a_step_whose_inputs_are_missing_does_not_make_them(tiny: Project) -> None:
+def test_a_step_whose_inputs_are_missing_does_not_make_them(tiny: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny.root)
     run = tiny.runs / "wf-1"
-    argv = ("python", "-m", "pipeline.node", str(run))
-    done = start(tiny, *pod("train", run, *argv), **{CONFIG: config_text(tiny)})
-    assert done.returncode == 2
-    assert "but prepare has to run: never run" in done.stderr
+    with pytest.raises(ConfigError, match="but prepare has to run: never run"):
+        walk("train", Run(run), ("python", "-m", "pipeline.node", str(run)), config_text(tiny))
     assert not (run / "prepare").exists()
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "does not say what"), ("{", "not JSON"), ("{}", "`name` is missing")])
-def test_a_run_that_cannot_be_made_is_told(text: str, said: str, tiny: Project) -> None:
+def test_a_run_that_cannot_be_made_is_told(
+    text: str, said: str, tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(CONFIG, text)
     run = tiny.runs / "wf-1"
-    done = start(tiny, *pod("prepare", run, *OURS.split(), str(run)), **{CONFIG: text})
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert said in done.stderr
+    asked = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["prepare", str(run), "--", *OURS.split(), str(run)]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, asked)
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert said in told
     assert not run.exists()
 
 
@@ -92,11 +100,10 @@ def test_a_pod_that_takes_part_runs_the_command_and_keeps_no_books(tiny: Project
     assert not run.exists()
 
 
-@pytest.mark.parametrize("words", [("train", "run"), ("train", "run", "--")])
-def test_a_command_is_asked_for(words: tuple[str, ...], tiny: Project) -> None:
-    done = start(tiny, "python", "-m", "pipeline.pod", *words)
-    assert done.returncode != 0
-    assert "usage: python -m pipeline.pod STEP RUN -- ARGV" in done.stderr
+@pytest.mark.parametrize("words", [["train", "run"], ["train", "run", "--"]])
+def test_a_command_is_asked_for(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"usage: python -m pipeline\.pod STEP RUN -- ARGV"):
+        main(words)
 
 
 @pytest.mark.long
