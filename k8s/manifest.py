@@ -20,9 +20,10 @@ _IMAGE = re.compile(r"^[a-z0-9][\w.\-/:]*?(?::(?P<tag>\w[\w.\-]{0,127}))?(?P<dig
 
 
 def load(family: str, layers: Iterable[str] = ()) -> dict[str, Object]:
-    """The objects of one family by their kind, with components laid on."""
+    """The objects of a family's base by their kind, with components laid on; or of a folder that stands alone."""
     place = _HERE / family
-    return {item["kind"]: item for item in build(place / "base", [place / "components" / name for name in layers])}
+    base = place if (place / "kustomization.yaml").is_file() else place / "base"
+    return {item["kind"]: item for item in build(base, [place / "components" / name for name in layers])}
 
 
 def identity(name: str, component: str) -> dict[str, str]:

@@ -9,22 +9,49 @@ import pytest
 
 from k8s.manifest import load
 
-from .schemas import validate
+from .schemas import CRDS, FILES, validate
 
 
 @pytest.mark.parametrize(
-    ("folder", "kind", "path"),
+    ("folder", "layers", "kind", "path"),
     [
-        ("serve", "Deployment", ("spec", "template", "spec")),
-        ("kserve", "InferenceService", ("spec", "predictor")),
-        ("train", "Job", ("spec", "template", "spec")),
+        ("serve", [], "ConfigMap", ()),
+        ("serve", [], "Deployment", ("spec", "template", "spec")),
+        ("serve", [], "HorizontalPodAutoscaler", ("spec", "metrics", 0)),
+        ("serve", ["httproute"], "HTTPRoute", ("spec", "rules", 0)),
+        ("serve", ["ingress"], "Ingress", ("spec",)),
+        ("serve", ["servicemonitor"], "ServiceMonitor", ("spec", "endpoints", 0)),
+        ("kserve", [], "InferenceService", ("spec", "predictor")),
+        ("kserve", ["storage"], "ServingRuntime", ("spec", "containers", 0)),
+        ("train", [], "Job", ("spec", "template", "spec")),
+        ("train/jobset", [], "JobSet", ("spec", "replicatedJobs", 0, "template", "spec")),
+        ("train/trainjob", [], "TrainingRuntime", ("spec", "mlPolicy")),
+        ("train/trainjob", [], "TrainJob", ("spec", "trainer")),
     ],
 )
-def test_a_misspelt_field_is_noticed(folder: str, kind: str, path: tuple[str, ...]) -> None:
-    item = load(folder)[kind]
-    place: dict[str, Any] = item
+def test_a_misspelt_field_is_noticed(folder: str, layers: list[str], kind: str, path: tuple[Any, ...]) -> None:
+    item = load(folder, layers)[kind]
+    validate(item)
+    place: Any = item
     for name in path:
         place = place[name]
     place["serviceAcountName"] = "typo"
     with pytest.raises(jsonschema.ValidationError, match="serviceAcountName"):
         validate(item)
+
+
+def test_a_wrong_type_and_a_missing_field_are_noticed() -> None:
+    job = load("train/jobset")["JobSet"]
+    job["spec"]["replicatedJobs"][0]["replicas"] = "one"
+    with pytest.raises(jsonschema.ValidationError, match="'one' is not of type 'integer'"):
+        validate(job)
+    trained = load("train/trainjob")["TrainJob"]
+    del trained["spec"]["runtimeRef"]
+    with pytest.raises(jsonschema.ValidationError, match="'runtimeRef' is a required property"):
+        validate(trained)
+
+
+@pytest.mark.skipif(not CRDS.is_dir(), reason=f"no CRDs at {CRDS}")
+@pytest.mark.parametrize("kind", sorted(FILES))
+def test_each_kind_has_the_schema_it_is_held_against(kind: str) -> None:
+    assert len(list(CRDS.glob(FILES[kind]))) == 1

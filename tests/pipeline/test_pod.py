@@ -6,14 +6,18 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from k8s.workflow import CONFIG, MOUNT
+from pipeline.node import POD_NUMBER
 from pipeline.pod import main, walk
 from pipeline.project import Project
 from pipeline.render import render_workflow
@@ -116,9 +120,7 @@ def test_a_rendered_workflow_walks_the_whole_road(tiny: Project, tmp_path: Path)
     templates = {template["name"]: template for template in made["spec"]["templates"]}
     for task in templates["road"]["dag"]["tasks"][:-1]:
         container = templates[task["name"]]["container"]
-        command = [_submitted(word, tiny) for word in container["command"]]
-        env = {entry["name"]: _submitted(entry["value"], tiny) for entry in container["env"]}
-        done = start(tiny, *command, **env)
+        done = start(tiny, *_words(container, tiny), **_environment(container, tiny))
         assert done.returncode == 0, done.stderr
     run = Run(tiny.runs / "road-abcde")
     assert {name: record.status for name, record in run.read().steps.items()} == dict.fromkeys(STEPS[:-1], "done")
@@ -152,3 +154,37 @@ def test_a_pod_that_is_evicted_leaves_a_run_that_another_goes_on_with(tiny: Proj
     done = start(tiny, *argv, **env)
     assert done.returncode == 0, done.stderr
     assert Run(run).read().steps["train"].status == "done"
+
+
+@pytest.mark.long
+def test_pods_of_a_workflow_train_together(tiny: Project, tmp_path: Path) -> None:
+    """Those of the JobSet that Argo makes: the first keeps the books, and all meet where the run says."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["train.image=" + IMAGE, "train.nodes=2", "train.processes=1", "cluster.workload=jobset"]
+    (file,) = render_workflow(tiny, override_config(tiny.config(), words, "test"), "argo", str(tmp_path / "out"))
+    text = file.read_text().replace("{{workflow.name}}-train-node-0-0.{{workflow.name}}-train:29400", meeting)
+    made = list(yaml.safe_load_all(text))[-1]
+    templates = {template["name"]: template for template in made["spec"]["templates"]}
+    first = templates["prepare"]["container"]
+    assert start(tiny, *_words(first, tiny), **_environment(first, tiny)).returncode == 0
+    (job,) = yaml.safe_load(templates["train"]["resource"]["manifest"])["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    with ThreadPoolExecutor(2) as pods:
+        done = list(pods.map(lambda number: _pod(container, tiny, number), ("0", "1")))
+    assert [pod.returncode for pod in done] == [0, 0], "".join(pod.stderr for pod in done)
+    run = Run(tiny.runs / "road-abcde")
+    assert run.read().steps["train"].status == "done"
+    assert len(list((run.path / "logs").glob("train*.log"))) == 2
+
+
+def _pod(container: dict[str, Any], project: Project, number: str) -> subprocess.CompletedProcess[str]:
+    return start(project, *_words(container, project), **{**_environment(container, project), POD_NUMBER: number})
+
+
+def _words(container: dict[str, Any], project: Project) -> list[str]:
+    return [_submitted(word, project) for word in container["command"]]
+
+
+def _environment(container: dict[str, Any], project: Project) -> dict[str, str]:
+    return {entry["name"]: _submitted(entry["value"], project) for entry in container["env"] if "value" in entry}
