@@ -21,13 +21,13 @@ _AGAIN = "lastRetry.status == 'Error' or asInt(lastRetry.exitCode) > 3"  # 1 to 
 _NAME = 26  # what is left of a JobSet's name beside `-road-`, five letters and `-train`
 
 
-def objects(config: Config, tasks: Sequence[Task], image: str) -> list[Object]:
-    """What training leans on first, if it is ours to make; the workflow is created, not applied: it has no name."""
+def made(config: Config, tasks: Sequence[Task], image: str) -> Object:
+    """To be created, not applied: its name is given when it is submitted."""
     config = _meeting(config)
     labels = {**identity(config.name, "workflow"), "app.kubernetes.io/managed-by": "pipe"}
     pod = workflow.step_pod(tasks[0], config, image)
     dag = [{"name": task.step, "template": task.step, **_after(task)} for task in tasks]
-    made = {
+    return {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
         "metadata": {
@@ -47,7 +47,6 @@ def objects(config: Config, tasks: Sequence[Task], image: str) -> list[Object]:
             ],
         },
     }
-    return [*training.claims(config), made]
 
 
 def _meeting(config: Config) -> Config:
@@ -85,8 +84,8 @@ def _of_several_pods(task: Task, config: Config, image: str) -> Object:
             f"train.nodes={config.train.nodes}: in an Argo Workflow, training on several pods is a JobSet; "
             "set cluster.workload=jobset (JobSet must be installed), or train.nodes=1"
         )
-    (made,) = (item for item in training.objects(config, image, RUN, _SET) if item["kind"] == "JobSet")
-    (job,) = made["spec"]["replicatedJobs"]
+    (found,) = (item for item in training.objects(config, image, RUN, _SET) if item["kind"] == "JobSet")
+    (job,) = found["spec"]["replicatedJobs"]
     trainer = job["template"]["spec"]["template"]["spec"]["containers"][0]
     trainer["command"] = workflow.command(task, RUN)
     del trainer["args"]  # where the pods meet stands in the run's configuration
@@ -98,6 +97,6 @@ def _of_several_pods(task: Task, config: Config, image: str) -> Object:
             "setOwnerReference": True,
             "successCondition": "status.terminalState == Completed",
             "failureCondition": "status.terminalState == Failed",
-            "manifest": yaml.safe_dump(made, sort_keys=False, width=120),
+            "manifest": yaml.safe_dump(found, sort_keys=False, width=120),
         },
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from k8s import argo, kfp
 from k8s.render import write, write_documents
-from k8s.training import objects
+from k8s.training import claims, objects
 from k8s.workflow import Task
 from pipeline.project import Project
 from pipeline.spec.config import Config, override_config
@@ -23,14 +23,17 @@ def render_training(project: Project, config: Config, directory: str) -> list[Pa
 
 
 def render_workflow(project: Project, config: Config, engine: str, directory: str) -> list[Path]:
-    """All steps, each as the plan calls it, for the engine that walks them."""
+    """All steps, each as the plan calls it, for the engine that walks them; and the volume of the runs."""
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine}: there are {' and '.join(ENGINES)}")
     image, config = _image(config), override_config(config, ["deploy.target=kubernetes"])  # a pod serves nobody itself
     target = _target(project, directory, engine)
+    files = {"claim.yaml": found} if (found := claims(config)) else {}
     if engine == "argo":
-        return list(write_documents({"workflow.yaml": argo.objects(config, tasks(config, argo.RUN), image)}, target))
-    return list(write_documents({"pipeline.yaml": kfp.documents(config, tasks(config, kfp.RUN), image)}, target))
+        files["workflow.yaml"] = [argo.made(config, tasks(config, argo.RUN), image)]
+    else:
+        files["pipeline.yaml"] = kfp.documents(config, tasks(config, kfp.RUN), image)
+    return write_documents(files, target)
 
 
 def tasks(config: Config, run: str) -> tuple[Task, ...]:

@@ -85,7 +85,7 @@ def test_every_rendering_that_needs_no_run_is_one_that_works(tmp_path: Path) -> 
             done += 1
         if words[:3] == ["pipe", "render", "workflow"]:
             engine = words[words.index("--engine") + 1]
-            (file,) = render_workflow(project, project.config(overrides), engine, str(tmp_path / words[3]))
-            assert f"`{file.parent.name}/{file.name}`" in TEXT or f"{file.parent.name}/{file.name}`" in TEXT
+            for file in render_workflow(project, project.config(overrides), engine, str(tmp_path / words[3])):
+                assert f"{file.parent.name}/{file.name}" in TEXT
             done += 1
     assert done == 3

@@ -45,10 +45,7 @@ PLATFORM = {
 
 
 def of_argo(config: Config) -> Object:
-    (*claims, made) = argo.objects(config, tasks(config, argo.RUN), IMAGE)
-    for item in claims:
-        validate(item)
-    return made
+    return argo.made(config, tasks(config, argo.RUN), IMAGE)
 
 
 def of_kfp(config: Config) -> tuple[Object, Object]:

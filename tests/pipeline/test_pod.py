@@ -115,8 +115,8 @@ def test_a_rendered_workflow_walks_the_whole_road(tiny: Project, tmp_path: Path)
     """Container after container, as Argo starts them; all but the last, which needs a cluster."""
     words = ["train.image=" + IMAGE, "package.build=never"]
     config = override_config(tiny.config(), words, "test")
-    (file,) = render_workflow(tiny, config, "argo", str(tmp_path / "out"))
-    made = list(yaml.safe_load_all(file.read_text()))[-1]
+    _, file = render_workflow(tiny, config, "argo", str(tmp_path / "out"))
+    made = yaml.safe_load(file.read_text())
     templates = {template["name"]: template for template in made["spec"]["templates"]}
     for task in templates["road"]["dag"]["tasks"][:-1]:
         container = templates[task["name"]]["container"]
@@ -162,9 +162,9 @@ def test_pods_of_a_workflow_train_together(tiny: Project, tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as free:
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
     words = ["train.image=" + IMAGE, "train.nodes=2", "train.processes=1", "cluster.workload=jobset"]
-    (file,) = render_workflow(tiny, override_config(tiny.config(), words, "test"), "argo", str(tmp_path / "out"))
+    _, file = render_workflow(tiny, override_config(tiny.config(), words, "test"), "argo", str(tmp_path / "out"))
     text = file.read_text().replace("{{workflow.name}}-train-node-0-0.{{workflow.name}}-train:29400", meeting)
-    made = list(yaml.safe_load_all(text))[-1]
+    made = yaml.safe_load(text)
     templates = {template["name"]: template for template in made["spec"]["templates"]}
     first = templates["prepare"]["container"]
     assert start(tiny, *_words(first, tiny), **_environment(first, tiny)).returncode == 0

@@ -130,7 +130,8 @@ def test_the_road_is_rendered_as_a_workflow_the_same_every_time(
     words = ("--engine", engine, "train.image=registry/tiny:1")
     for folder in ("a", "b"):
         paths = json.loads(pipe("render", "workflow", folder, *words, "-o", "json").stdout)
-        assert paths == [f"{folder}/{name}"]
+        assert paths == [f"{folder}/claim.yaml", f"{folder}/{name}"]
+    assert not pipe("render", "workflow", "c", *words, "cluster.claim=shared").stdout.count("claim.yaml")
     first, second = ((starter / folder / name).read_bytes() for folder in ("a", "b"))
     assert first == second
     assert b"registry/tiny:1" in first
