@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import platform
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxrunt
 
 
 _SECOND = len("20260131-235959")  # at the beginning of a run's name
+_TIMED = re.compile(r"\d{8}-\d{6}-")
 
 History: TypeAlias = list[tuple[Run, RunFile]]
 
@@ -83,9 +85,15 @@ def all_runs(runs: Path) -> list[Run]:
     """Newest first. Directory names start with the second they were made in; what is of one second is asked."""
     if not runs.is_dir():
         return []
-    found = [Run(path) for path in sorted(runs.iterdir(), reverse=True) if (path / "run.json").is_file()]
-    seconds = [list(same) for _, same in itertools.groupby(found, lambda run: run.id[:_SECOND])]
+    found = [Run(path) for path in runs.iterdir() if (path / "run.json").is_file()]
+    found.sort(key=lambda run: (_second(run), run.id), reverse=True)
+    seconds = [list(same) for _, same in itertools.groupby(found, _second)]
     return [run for same in seconds for run in (sorted(same, key=created, reverse=True) if len(same) > 1 else same)]
+
+
+def _second(run: Run) -> str:
+    """Its name begins with it; a run that a workflow has named tells it itself."""
+    return run.id[:_SECOND] if _TIMED.match(run.id) else f"{created(run):%Y%m%d-%H%M%S}"
 
 
 def load_history(runs: Path) -> History:
