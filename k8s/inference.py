@@ -11,6 +11,7 @@ from pipeline.spec.sections import Deploy
 
 _PLACE = "/mnt/models"  # where KServe puts what `storageUri` names
 _COMMAND = ["python", "-m", "serve", _PLACE, "--host=0.0.0.0", "--port=8080", "--grpc-port=8081"]
+_VERSION = "app.kubernetes.io/version"
 _SCALING = ("autoScaling", "maxReplicas", "scaleMetric", "scaleMetricType", "scaleTarget", "containerConcurrency")
 
 
@@ -54,51 +55,45 @@ def _format(runtime: Object) -> dict[str, str]:
     return found
 
 
-def with_canary(stable: Object, candidate: Object, percent: int) -> Object:
+def with_canary(candidate: Object, deploy: Deploy) -> Object:
     """The service in which the candidate gets a share of the requests, and the stable version the rest.
 
     Knative keeps the revision that served until now; in Standard mode both versions stand in the object.
     """
-    if not 0 <= percent <= 100:
-        raise ConfigError(f"a canary gets 0 to 100 per cent of the requests, not {percent}")
-    if candidate["metadata"]["annotations"]["serving.kserve.io/deploymentMode"] == "Knative":
-        split = copy.deepcopy(candidate)
-        split["spec"]["predictor"]["canaryTrafficPercent"] = percent
+    split = copy.deepcopy(candidate)
+    predictor = split["spec"]["predictor"]
+    if deploy.kserve_mode == "Knative":
+        predictor["canaryTrafficPercent"] = deploy.canary_percent
         return split
-    split = copy.deepcopy(stable)
-    split["spec"]["canary"] = [{"predictor": _variant(candidate), "trafficPercent": percent}]
+    split["spec"]["canary"] = [{"predictor": _variant(candidate), "trafficPercent": deploy.canary_percent}]
+    predictor["model"]["storageUri"] = deploy.stable_uri
+    del predictor["annotations"][BUNDLE_ANNOTATION], predictor["labels"][_VERSION]  # they are the candidate's
     return split
 
 
-def promoted(candidate: Object) -> Object:
-    """All requests go to the candidate; in Standard mode its pods stay the ones they are, by their name."""
-    service = copy.deepcopy(candidate)
-    predictor = service["spec"]["predictor"]
-    if service["metadata"]["annotations"]["serving.kserve.io/deploymentMode"] == "Standard":
-        _check_stored(predictor)
-        predictor["name"] = _variant_name(predictor)
-    return service
+def check(deploy: Deploy) -> None:
+    """What KServe asks of a canary, before it does."""
+    if not deploy.canary_percent:
+        return
+    if deploy.mode != "inferenceservice":
+        raise ConfigError("deploy.canary_percent: is KServe's; set deploy.mode=inferenceservice")
+    if not deploy.render:
+        raise ConfigError(
+            "deploy.canary_percent: golden requests cannot choose which version answers them; render the manifests "
+            "(`pipe deploy --render`), apply them, and render them anew without it when the canary has done well"
+        )
+    stored = deploy.storage_uri and deploy.stable_uri and deploy.storage_uri != deploy.stable_uri
+    if deploy.kserve_mode == "Standard" and not stored:
+        raise ConfigError(
+            "deploy.canary_percent: in Standard mode KServe tells the versions apart by where their bundles are "
+            "stored; set deploy.storage_uri and deploy.stable_uri, or deploy.kserve_mode=Knative"
+        )
 
 
 def _variant(candidate: Object) -> dict[str, Any]:
     """A predictor with a name of its own and a fixed number of replicas: a canary is not scaled by itself."""
     predictor = {word: value for word, value in candidate["spec"]["predictor"].items() if word not in _SCALING}
-    _check_stored(predictor)
-    if "model" in predictor:  # the CRD asks for the container's name here, which the stable predictor does without
-        predictor["model"] = {"name": "kserve-container", **predictor["model"]}
-    return copy.deepcopy({**predictor, "name": _variant_name(predictor), "minReplicas": 1})
-
-
-def _check_stored(predictor: Object) -> None:
-    containers = predictor.get("containers", [])
-    named = any(entry["name"] == "STORAGE_URI" for item in containers for entry in item.get("env", []))
-    if "model" not in predictor and not named:
-        raise ConfigError(
-            "a KServe canary in Standard mode is told from the stable version by where its bundle is stored; set "
-            "deploy.storage_uri, or deploy.kserve_mode=Knative, or deploy.mode=deployment"
-        )
-
-
-def _variant_name(predictor: Object) -> str:
-    digest: str = predictor["annotations"][BUNDLE_ANNOTATION]
-    return f"v-{digest[:8]}"
+    # The CRD asks for the container's name here, which the stable predictor does without.
+    model = {"name": "kserve-container", **predictor["model"]}
+    name = f"v-{predictor['annotations'][BUNDLE_ANNOTATION][:8]}"
+    return copy.deepcopy({**predictor, "model": model, "name": name, "minReplicas": 1})

@@ -43,6 +43,8 @@ def objects(config: Config, bundle: Bundle, image: str, entry: Access = ANYBODY)
         _fill_inference_service(parts, config, image, entry)
     if runtime is not None:
         inference.stored(parts, runtime, config.deploy)
+    if config.deploy.canary_percent:
+        parts["InferenceService"] = inference.with_canary(parts["InferenceService"], config.deploy)
     return [parts[kind] for kind in _ORDER if kind in parts]
 
 
@@ -140,3 +142,4 @@ def _check(deploy: Deploy) -> None:
     if deploy.storage_uri and deploy.mode != "inferenceservice":
         raise ConfigError("deploy.storage_uri: only KServe fetches bundles; set deploy.mode=inferenceservice")
     reach.check(deploy)
+    inference.check(deploy)

@@ -82,6 +82,10 @@ class ServingPods(Placed):
         description="mode=inferenceservice: where KServe finds the bundle (`pvc://`, `s3://`, `oci://`); empty: image",
     )
     storage_secret: Name = Field("", description="Secret with the credentials for `storage_uri`")
+    canary_percent: Annotated[int, Field(ge=0, lt=100)] = Field(
+        0, description="mode=inferenceservice, rendered: share of the requests that this bundle gets; 0: all"
+    )
+    stable_uri: str = Field("", description="canary in Standard mode: where the version is stored that gets the rest")
 
     @field_validator("kserve_mode", mode="before")
     @classmethod

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from k8s import serving
-from k8s.inference import promoted, with_canary
 from k8s.manifest import BUNDLE_ANNOTATION
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ConfigError
@@ -20,15 +19,6 @@ MODE = {"mode": "inferenceservice"}
 def service(configure: Configure, bundle: Bundle, **deploy: Any) -> dict[str, Any]:
     made = serving.objects(configure({**MODE, **deploy}), bundle, IMAGE)
     return next(item for item in made if item["kind"] == "InferenceService")
-
-
-def version(configure: Configure, bundle: Bundle, digest: str, **deploy: Any) -> dict[str, Any]:
-    """As rendered of another bundle."""
-    made = service(configure, bundle, **deploy)
-    made["spec"]["predictor"]["annotations"][BUNDLE_ANNOTATION] = digest
-    if "model" in made["spec"]["predictor"]:
-        made["spec"]["predictor"]["model"]["storageUri"] = f"pvc://bundles/{digest}"
-    return made
 
 
 def test_a_stored_bundle_needs_no_image_of_its_own(configure: Configure, bundle: Bundle) -> None:
@@ -62,47 +52,45 @@ def test_knative_scales_by_requests_and_gets_nothing_that_it_refuses(configure: 
 
 
 def test_a_knative_canary_gets_its_share_of_the_newest_revision(configure: Configure, bundle: Bundle) -> None:
-    stable = version(configure, bundle, "a" * 64, kserve_mode="Knative")
-    candidate = version(configure, bundle, "b" * 64, kserve_mode="Knative")
-    split = with_canary(stable, candidate, 10)
-    validate(split)
-    assert split["spec"]["predictor"]["canaryTrafficPercent"] == 10
-    assert split["spec"]["predictor"]["annotations"][BUNDLE_ANNOTATION] == "b" * 64
-    assert "canaryTrafficPercent" not in candidate["spec"]["predictor"]
-    assert promoted(candidate) == candidate
+    made = service(configure, bundle, kserve_mode="Knative", canary_percent=10, render=True)
+    validate(made)
+    whole = service(configure, bundle, kserve_mode="Knative", render=True)
+    assert made["spec"]["predictor"] == {**whole["spec"]["predictor"], "canaryTrafficPercent": 10}
 
 
 def test_a_standard_canary_stands_beside_the_stable_version(configure: Configure, bundle: Bundle) -> None:
-    stable, candidate = (version(configure, bundle, letter * 64, storage_uri="pvc://bundles/twice") for letter in "ab")
-    split = with_canary(stable, candidate, 10)
-    validate(split)
-    assert split["spec"]["predictor"] == stable["spec"]["predictor"]
-    (entry,) = split["spec"]["canary"]
-    assert entry["trafficPercent"] == 10
-    assert entry["predictor"]["name"] == "v-bbbbbbbb"
-    assert entry["predictor"]["model"]["storageUri"].endswith("b" * 64)
-    assert not {"maxReplicas", "scaleMetric", "scaleTarget"} & set(entry["predictor"])
-
-
-def test_promoting_keeps_the_canarys_own_pods(configure: Configure, bundle: Bundle) -> None:
-    """By the predictor's name, which its Deployment is named after."""
-    stable, candidate = (version(configure, bundle, letter * 64, storage_uri="pvc://bundles/twice") for letter in "ab")
-    (entry,) = with_canary(stable, candidate, 50)["spec"]["canary"]
-    made = promoted(candidate)
+    uris = {"storage_uri": "pvc://bundles/new", "stable_uri": "pvc://bundles/old"}
+    made = service(configure, bundle, **uris, canary_percent=10, render=True)
     validate(made)
-    assert made["spec"]["predictor"]["name"] == entry["predictor"]["name"]
-    assert "canary" not in made["spec"]
-    assert made["spec"]["predictor"]["maxReplicas"] == 6
+    stable, (entry,) = made["spec"]["predictor"], made["spec"]["canary"]
+    assert entry["trafficPercent"] == 10
+    assert stable["model"]["storageUri"] == "pvc://bundles/old"
+    assert entry["predictor"]["model"]["storageUri"] == "pvc://bundles/new"
+    assert entry["predictor"]["name"] == f"v-{bundle.digest[:8]}"
+    assert not {"maxReplicas", "scaleMetric", "scaleTarget"} & set(entry["predictor"])
+    assert entry["predictor"]["annotations"][BUNDLE_ANNOTATION] == bundle.digest
+    assert bundle.digest[:12] not in str(stable), "its pods are of another bundle"
+    assert stable["model"]["runtime"] == entry["predictor"]["model"]["runtime"] == "twice"
 
 
-def test_what_standard_mode_cannot_tell_apart_is_refused(configure: Configure, bundle: Bundle) -> None:
-    stable, candidate = (version(configure, bundle, letter * 64) for letter in "ab")
-    with pytest.raises(ConfigError, match=r"set deploy\.storage_uri"):
-        with_canary(stable, candidate, 10)
+@pytest.mark.parametrize(
+    ("deploy", "said"),
+    [
+        ({"render": False, "kserve_mode": "Knative"}, "render the manifests"),
+        ({"mode": "deployment"}, "set deploy.mode=inferenceservice"),
+        ({}, "set deploy.storage_uri and deploy.stable_uri"),
+        ({"storage_uri": "pvc://a/b"}, "set deploy.storage_uri and deploy.stable_uri"),
+        ({"storage_uri": "pvc://a/b", "stable_uri": "pvc://a/b"}, "set deploy.storage_uri and deploy.stable_uri"),
+    ],
+)
+def test_a_canary_that_kserve_cannot_have_is_refused(
+    deploy: dict[str, Any], said: str, configure: Configure, bundle: Bundle
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        serving.objects(configure({**MODE, "render": True, "canary_percent": 10, **deploy}), bundle, IMAGE)
 
 
-@pytest.mark.parametrize("percent", [-1, 101])
-def test_a_share_is_a_share(percent: int, configure: Configure, bundle: Bundle) -> None:
-    made = service(configure, bundle, kserve_mode="Knative")
-    with pytest.raises(ConfigError, match="0 to 100"):
-        with_canary(made, made, percent)
+@pytest.mark.parametrize("percent", [-1, 100, 101])
+def test_a_share_is_a_share(percent: int, configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=r"deploy\.canary_percent"):
+        configure({**MODE, "canary_percent": percent})
