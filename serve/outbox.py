@@ -41,13 +41,14 @@ class Rest:
 
 
 class Outbox:
-    __slots__ = ("_rests", "first_window", "frame_bytes", "held", "window")
+    __slots__ = ("_moved", "_rests", "first_window", "frame_bytes", "held", "window")
 
     def __init__(self) -> None:
         self.window = self.first_window = FIRST_WINDOW
         self.frame_bytes = FRAME_BYTES
         self.held = 0  # bytes that wait
-        self._rests: dict[int, Rest] = {}  # those that wait longest first
+        self._rests: dict[int, Rest] = {}  # whose turn is next, first
+        self._moved = 0.0  # when any of them did
 
     @property
     def waits(self) -> bool:
@@ -90,9 +91,11 @@ class Outbox:
                 moved = True
                 size += now
                 self._move(rest, now, parts)
-                if not rest.data:
+                del self._rests[rest.stream.id]
+                if rest.data:
+                    self._rests[rest.stream.id] = rest  # behind the others
+                else:
                     parts.append(rest.trailers)
-                    del self._rests[rest.stream.id]
                     done.append(rest.stream)
         return b"".join(parts), done
 
@@ -100,7 +103,7 @@ class Outbox:
         stream = rest.stream
         parts += (HEAD.pack(size >> 8, size & 0xFF, DATA, 0, stream.id), bytes(rest.data[:size]))
         rest.data = rest.data[size:]
-        rest.since = time.monotonic()
+        self._moved = rest.since = time.monotonic()
         stream.window -= size
         self.window -= size
         self.held -= size
@@ -110,9 +113,17 @@ class Outbox:
         if (rest := self._rests.pop(stream.id, None)) is not None:
             self.held -= len(rest.data)
 
-    def stuck(self, now: float) -> list[Stream]:
-        """Those whose client makes no room for anything."""
-        return [rest.stream for rest in self._rests.values() if now - rest.since > WRITE_SECONDS]
+    def stuck(self, now: float, *, paused: bool) -> list[Stream]:
+        """Those whose client makes no room; while the transport itself is `paused`, that is nobody's fault here."""
+        found = []
+        for rest in self._rests.values():
+            if paused:
+                rest.since = now
+            # With room of its own, it waits for its turn in the connection's.
+            since = max(rest.since, self._moved) if rest.stream.window > 0 else rest.since
+            if now - since > WRITE_SECONDS:
+                found.append(rest.stream)
+        return found
 
     def agree(self, payload: bytes, streams: Iterable[Stream]) -> None:
         """To the client's settings."""

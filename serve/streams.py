@@ -113,7 +113,7 @@ class Streams:
 
     def sweep(self, now: float) -> None:
         """Give up on what does not come and what is not taken."""
-        for stream in self.outbox.stuck(now):
+        for stream in self.outbox.stuck(now, paused=self.paused):
             self._reset(stream.id, Code.CANCEL, "the client makes no room for its answer")
         for stream in tuple(self.open.values()):
             if not (stream.complete or stream.sending or stream.gone) and now - stream.since > BODY_SECONDS:

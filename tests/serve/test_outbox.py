@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,8 +137,35 @@ def test_who_makes_no_room_for_long_is_stuck() -> None:
     outbox = Outbox()
     stream = stream_of(1, 0)
     outbox.answer(stream, b"head", b"body", b"end")
-    assert outbox.stuck(stream.since) == []
-    assert outbox.stuck(stream.since + WRITE_SECONDS + 1) == [stream]
+    assert outbox.stuck(stream.since, paused=False) == []
+    assert outbox.stuck(stream.since + WRITE_SECONDS + 1, paused=False) == [stream]
+
+
+def test_who_waits_for_the_transport_is_not_stuck() -> None:
+    outbox = Outbox()
+    stream = stream_of(1, 0)
+    outbox.answer(stream, b"head", b"body", b"end")
+    assert outbox.stuck(stream.since + 1000, paused=True) == []
+    assert outbox.stuck(stream.since + 1000 + WRITE_SECONDS, paused=False) == []
+    assert outbox.stuck(stream.since + 1001 + WRITE_SECONDS, paused=False) == [stream]
+
+
+def test_nor_is_who_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    outbox = Outbox()
+    outbox.window = 0
+    first, second = stream_of(1, 1 << 20), stream_of(3, 1 << 20)
+    for stream in (first, second):
+        outbox.answer(stream, b"head", b"x" * 40_000, b"end")
+    turns = []
+    for _ in range(3):
+        outbox.widen(16_384)
+        now += WRITE_SECONDS - 1
+        turns += [number for kind, _, number, _ in cut(outbox.take()[0]) if kind == frames.DATA]
+        assert outbox.stuck(now + 2, paused=False) == []
+    assert turns == [1, 3, 1]
+    assert outbox.stuck(now + WRITE_SECONDS + 1, paused=False) == [second, first]
 
 
 def test_a_window_is_neither_widened_by_nothing_nor_beyond_the_most() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -52,3 +53,20 @@ def test_half_a_replacement_changes_nothing(certify: Certify) -> None:
 
 def test_what_is_no_longer_safe_is_not_spoken(certify: Certify) -> None:
     assert Tls(certify("first")).context.minimum_version >= ssl.TLSVersion.TLSv1_2
+
+
+@pytest.mark.parametrize(("offered", "agreed"), [(["h2"], "h2"), (["h2", "http/1.1"], "h2"), (["http/1.1"], None)])
+def test_the_port_of_grpc_agrees_to_its_own_protocol_alone(
+    certify: Certify, offered: list[str], agreed: str | None
+) -> None:
+    tls = Tls(certify("first"))
+    client = ssl.create_default_context()
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    client.set_alpn_protocols(offered)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(back, there), tls.grpc_context.wrap_bio(there, back, server_side=True)]
+    for _ in range(4):
+        for end in ends:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    assert [end.selected_alpn_protocol() for end in ends] == [agreed, agreed]
