@@ -61,7 +61,7 @@ def begin(directory: Path) -> None:
 
 def write_dockerfile(directory: Path, name: str, recipe: Recipe, notes: Mapping[str, str]) -> None:
     """With everything filled in, so that it can be built by hand as well."""
-    if not _IMAGE_NAME.match(recipe.base):
+    if not _IMAGE_NAME.fullmatch(recipe.base):
         raise ConfigError(f"package.base: {recipe.base!r} is not an image name; write it as python:3.11-slim")
     values = {"BASE": recipe.base, "ACCELERATOR": recipe.accelerator}
     values |= {argument: notes[key] for argument, key in _NOTED.items() if key in notes}

@@ -48,7 +48,7 @@ def parse(text: str) -> Reference:
     if host == _HUB and "/" not in repository:
         repository = f"library/{repository}"
     checks = [(_HOST, host), (_REPOSITORY, repository), *([(_TAG, tag)] if ":" in path else [])]
-    if not all(pattern.match(part) for pattern, part in [*checks, *([(_DIGEST, digest)] if at else [])]):
+    if not all(pattern.fullmatch(part) for pattern, part in [*checks, *([(_DIGEST, digest)] if at else [])]):
         raise ConfigError(
             f"image {text!r}: not a container image name; write it as host/name:tag or host/name@sha256:…"
         )
