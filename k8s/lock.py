@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
@@ -50,6 +51,11 @@ def _for_accelerator(pin: str, forms: Mapping[str, str]) -> str:
 
 def locked(wanted: Iterable[str]) -> list[str]:
     """The closure of some requirements over installed distributions."""
+    return list(_closure(tuple(wanted)))
+
+
+@functools.cache  # what is installed does not change under a process, and reading it takes a while
+def _closure(wanted: tuple[str, ...]) -> tuple[str, ...]:
     waiting = [Requirement(text) for text in wanted]
     versions: dict[str, str] = {}
     followed: set[tuple[str, str]] = set()  # a distribution and one of its extras; "" is none
@@ -62,7 +68,7 @@ def locked(wanted: Iterable[str]) -> list[str]:
             if (name, extra) not in followed:
                 followed.add((name, extra))
                 waiting += [need for need in needs if applies(need, extra)]
-    return [f"{name}=={versions[name]}" for name in sorted(versions)]
+    return tuple(f"{name}=={versions[name]}" for name in sorted(versions))
 
 
 def applies(requirement: Requirement, extra: str) -> bool:

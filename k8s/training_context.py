@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -36,11 +37,17 @@ def content_of(root: Path, references: tuple[str, ...], include: Iterable[str]) 
     further = {path for pattern in include for path in _matches(root, pattern)}
     further |= {path for path in [root / "pipe.yaml"] if path.is_file()}
     files = {**sources, **{path.relative_to(root).as_posix(): digest_file(path) for path in further}}
-    owners = packages_distributions()
+    owners = _owners()
     modules = sorted(outside_imports(root, *references))
     packages = {name for module in modules for name in owners.get(module, ())[:1]}
     missing = tuple(module for module in modules if module not in owners)
     return Content(dict(sorted(files.items())), tuple(sorted(packages)), missing)
+
+
+@functools.cache  # it reads every installed file list, and nothing is installed under a process
+def _owners() -> Mapping[str, list[str]]:
+    """Which distribution a module came with."""
+    return packages_distributions()
 
 
 def notes_of(name: str, content: Content) -> dict[str, str]:
