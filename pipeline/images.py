@@ -84,6 +84,8 @@ def _build(package: Package, order: Order, env: Mapping[str, str]) -> dict[str, 
         if needed:
             raise StageError(f"{reason}; install one, or set package.build=auto")
         return _without_image(None, reason, order)
+    if "@" not in package.base:
+        print(f"note: package.base={package.base} is a tag, which may move; name it by digest to pin it")
     print(f"building {order.image} with {search.builder}", flush=True)
     context, id_file = order.folder / "context", order.folder / ".image-id"
     built = build(search.builder, order.image, context, id_file, env, order.notes)

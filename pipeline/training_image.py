@@ -40,6 +40,9 @@ def package_training(
     write_json(partial / "image.json", record)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
+    for built in final.parent.glob("train-*/context"):  # of what was made before, its record is enough
+        if built.parent != final:
+            shutil.rmtree(built)
     say(f"train.image={record['reference'] or record['image']}")
     return record
 

@@ -42,6 +42,8 @@ def test_an_unchanged_project_is_not_built_again_and_a_changed_one_is(project: P
     (project.root / "shapes.py").write_text("def size():\n    return 3\n")
     assert make(project)[0]["image"] != first["image"]
     assert called.read_text().count("podman build") == 2
+    assert len(list(project.runs.glob("images/train-*/image.json"))) == 2
+    assert len(list(project.runs.glob("images/train-*/context"))) == 1, "the old one's record is enough"
 
 
 def test_one_that_was_not_pushed_yet_is(project: Project, builders: PutBuilders) -> None:
