@@ -80,11 +80,11 @@ def build(
 
 
 def save(builder: str, image: str, archive: Path, env: Mapping[str, str]) -> None:
-    """The image as one file, to look into."""
+    """The image as one file to look into: in Docker's form, in which nobody compresses the layers."""
     argv = {
         "docker": ["docker", "save", "--output", str(archive), image],
-        "podman": ["podman", "save", "--quiet", "--format", "oci-archive", "--output", str(archive), image],
-        "buildah": ["buildah", "push", "--quiet", image, f"oci-archive:{archive}"],
+        "podman": ["podman", "save", "--quiet", "--format", "docker-archive", "--output", str(archive), image],
+        "buildah": ["buildah", "push", "--quiet", image, f"docker-archive:{archive}"],
     }[builder]
     archive.unlink(missing_ok=True)  # podman adds to what is there
     status, last = _run(argv, env)
