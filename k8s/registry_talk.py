@@ -63,6 +63,7 @@ class Talk:
         """Until there is an answer worth having."""
         answer = self._patiently(ask)
         if answer.status == 401 and (challenge := answer.headers.get("www-authenticate")):
+            self._token = ""  # a token may be given by the very host that no longer takes the last one
             self._token = self._authorization(challenge)
             if self._token:
                 answer = self._patiently(ask)
@@ -90,8 +91,11 @@ class Talk:
         url, home = ask.url, urlsplit(ask.url).netloc
         for _ in range(_REDIRECTS):
             place = urlsplit(url)
-            known = {"Authorization": self._token} if self._token and place.netloc == home else {}
-            answer = _once(ask, place, {**ask.headers, **known})
+            known = {"Authorization": self._token} if self._token else {}
+            headers = {**known, **ask.headers}
+            if place.netloc != home:
+                headers.pop("Authorization", None)
+            answer = _once(ask, place, headers)
             if answer.status not in (301, 302, 303, 307, 308):
                 return answer
             url = urljoin(url, answer.headers.get("location", ""))

@@ -82,20 +82,29 @@ class _Handler(BaseHTTPRequestHandler):
             return self._token(given, body)
         if registry.busy:
             return self._send(registry.busy.pop(0), {"Retry-After": "0"})
-        wanted = {"none": "", "basic": registry.basic, "bearer": f"Bearer {TOKEN}"}[registry.auth]
-        if wanted and given != wanted:
-            realm = f'Bearer realm="http://{registry.host}/token",service="tests",scope="repository:x:pull,push"'
-            challenge = realm if registry.auth == "bearer" else 'Basic realm="tests"'
+        if challenge := self._challenge(given):
             return self._send(401, {"WWW-Authenticate": challenge}, _errors("UNAUTHORIZED", "who are you?"))
         kind = "manifests" if "/manifests/" in url.path else "blobs"
         getattr(self, f"_{kind}")(url.path.rpartition("/")[2], url.query, body)
         return None
 
+    def _challenge(self, given: str) -> str:
+        """What it wants to know; a token to read with is not one to write with."""
+        if self.registry.auth == "none" or (self.registry.auth == "basic" and given == self.registry.basic):
+            return ""
+        if self.registry.auth == "basic":
+            return 'Basic realm="tests"'
+        rights = "pull" if self.command in ("GET", "HEAD") else "pull,push"
+        if given.startswith(f"Bearer {TOKEN}:{rights}"):
+            return ""
+        return f'Bearer realm="http://{self.registry.host}/token",service="tests",scope="repository:twice:{rights}"'
+
     def _token(self, given: str, body: bytes) -> None:
-        refreshed = parse_qs(body.decode()).get("refresh_token") == ["an-identity"]
+        asked = {**parse_qs(urlsplit(self.path).query), **parse_qs(body.decode())}
+        refreshed = asked.get("refresh_token") == ["an-identity"]
         if given != self.registry.basic and not refreshed:
             return self._send(401, {}, _errors("DENIED", "wrong password"))
-        return self._send(200, {}, json.dumps({"token": TOKEN}).encode())
+        return self._send(200, {}, json.dumps({"token": f"{TOKEN}:{asked['scope'][0].rpartition(':')[2]}"}).encode())
 
     def _manifests(self, name: str, _query: str, body: bytes) -> None:
         held = self.registry.manifests
