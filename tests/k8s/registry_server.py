@@ -22,6 +22,7 @@ class RegistryServer:
     user: tuple[str, str] = ("ann", "secret")
     busy: list[int] = field(default_factory=list)  # statuses it gives first, one each
     lie: str = ""  # the digest it says a manifest has
+    realm: str = ""  # where it says that tokens are given; empty: here
     redirect: str = ""  # where it sends those who ask for a blob
     blobs: dict[str, bytes] = field(default_factory=dict)
     manifests: dict[str, tuple[str, bytes]] = field(default_factory=dict)  # by tag and digest
@@ -97,7 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         rights = "pull" if self.command in ("GET", "HEAD") else "pull,push"
         if given.startswith(f"Bearer {TOKEN}:{rights}"):
             return ""
-        return f'Bearer realm="http://{self.registry.host}/token",service="tests",scope="repository:twice:{rights}"'
+        realm = self.registry.realm or f"http://{self.registry.host}/token"
+        return f'Bearer realm="{realm}",service="tests",scope="repository:twice:{rights}"'
 
     def _token(self, given: str, body: bytes) -> None:
         asked = {**parse_qs(urlsplit(self.path).query), **parse_qs(body.decode())}

@@ -82,6 +82,14 @@ def test_who_may_not_is_told_how_to_log_in(
     assert registry.blobs == {}
 
 
+def test_a_login_is_not_sent_in_the_clear_to_another_machine(
+    registry: RegistryServer, image: tuple[Layout, str]
+) -> None:
+    registry.auth, registry.realm = "bearer", "http://tokens.example/token"
+    with pytest.raises(StageError, match=r"in the clear, to http://tokens\.example"):
+        repository(registry, ANN).push(*image, "1")
+
+
 def test_a_busy_registry_is_asked_again(registry: RegistryServer, image: tuple[Layout, str]) -> None:
     registry.busy = [429, 503]
     assert repository(registry).push(*image, "1") == image[1]
