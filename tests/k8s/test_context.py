@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 
+from k8s import training_context
 from k8s.context import Recipe, fill_arguments, write_requirements
 from k8s.training_context import content_of, write_training_context
 from pipeline.spec.digest import digest_tree
@@ -84,6 +86,19 @@ def test_the_training_context_holds_all_steps_and_the_project_and_is_the_same_ev
     assert {"torch", "onnx", "onnxruntime-gpu[cuda,cudnn]", "safetensors"} <= {
         line.partition("==")[0] for line in pins.splitlines()
     }
+
+
+def test_where_we_are_installed_without_a_checkout_our_metadata_go_along(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package step in a pod locks by them what we need."""
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr(training_context, "HOUSE", tmp_path / "site-packages")
+    content = content_of(project, REFERENCES, [])
+    write_training_context("round", project, content, Recipe("python:3.11-slim", "cpu"), tmp_path / "context")
+    (ours,) = distributions(path=[str(tmp_path / "context" / "app")])
+    assert ours.name == "pipe-road"
+    assert any(need.startswith("kserve") for need in ours.requires or [])
 
 
 def test_of_a_folder_of_wheels_only_what_the_requirements_name_goes_along(tmp_path: Path) -> None:
