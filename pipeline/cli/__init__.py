@@ -16,7 +16,21 @@ from pipeline.cli.app import app
 from pipeline.spec import leash
 from pipeline.spec.errors import ConfigError, PipelineError
 
-__all__ = ["app", "bench", "chaos", "join", "look", "main", "package", "project", "registry", "render", "road", "service", "tune"]
+__all__ = [
+    "app",
+    "bench",
+    "chaos",
+    "join",
+    "look",
+    "main",
+    "package",
+    "project",
+    "registry",
+    "render",
+    "road",
+    "service",
+    "tune",
+]
 
 _RUN = re.compile(r"latest$|\d|[^=]*/")  # what can follow `--resume` and be a run: no step or key begins so
 

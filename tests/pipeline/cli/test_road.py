@@ -8,7 +8,6 @@ import pytest
 from .conftest import Pipe
 
 PROJECT = "name: tiny\ntask: task.py:Task\ncodec: codec.py:Codec\n"
-
 IMAGE = f"registry/tiny@sha256:{'5' * 64}"
 
 
