@@ -1,18 +1,20 @@
-"""Container builders: which of them really works here, the command that builds an image, and running it."""
+"""Container builders: which of them really works here, and having one build, save and push an image."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from k8s.reference import Reference, parse
+from pipeline.spec.errors import StageError
+
 BUILDERS = ("docker", "podman", "buildah")
 
 _ANSWER_SECONDS = 30
-_TAIL_LINES = 15
 # Passed on by name: the builder reads the values itself, so that a password in a URL reaches no file and no argv.
 _PASSED_ON = (
     "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST",
@@ -35,7 +37,7 @@ class Search:
 @dataclass(frozen=True)
 class Built:
     image_digest: str | None  # None: the build failed
-    tail: tuple[str, ...]  # the builder's last lines
+    said: str  # the last thing the builder said
 
 
 def find_builder(wanted: str, env: Mapping[str, str]) -> Search:
@@ -49,17 +51,83 @@ def find_builder(wanted: str, env: Mapping[str, str]) -> Search:
     return Search(None, tuple(refusals))
 
 
-def build_argv(builder: str, image: str, context: Path, env: Mapping[str, str]) -> list[str]:
-    """The same command whoever runs it, but for what the environment adds."""
+def build_argv(
+    builder: str, image: str, context: Path, env: Mapping[str, str], annotations: Mapping[str, str] | None = None
+) -> list[str]:
+    """The same command whoever runs it, but for what the environment adds.
+
+    Docker writes its own kind of manifest, which has no annotations: there the image's labels say the same.
+    """
     passed = [part for name in _PASSED_ON if env.get(name) for part in ("--build-arg", name)]
+    if builder != "docker":
+        for name, value in sorted((annotations or {}).items()):
+            passed += ["--annotation", f"{name}={value}"]
     return [builder, "build", "--tag", image, *passed, str(context)]
 
 
-def build(builder: str, image: str, context: Path, id_file: Path, env: Mapping[str, str]) -> Built:
+def build(
+    builder: str, image: str, context: Path, id_file: Path, env: Mapping[str, str], annotations: Mapping[str, str]
+) -> Built:
     """Run it, its output going where ours goes; the image is known by the digest the builder leaves in a file."""
-    argv = build_argv(builder, image, context, env)
+    argv = build_argv(builder, image, context, env, annotations)
     argv[2:2] = ["--iidfile", str(id_file)]
-    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    status, last = _run(argv, env)
+    if status != 0 or not id_file.is_file():
+        return Built(None, f"{builder} ended with status {status}: {last}")
+    digest = id_file.read_text().strip().removeprefix("sha256:")  # buildah leaves the prefix out
+    id_file.unlink()
+    return Built(f"sha256:{digest}", last)
+
+
+def save(builder: str, image: str, archive: Path, env: Mapping[str, str]) -> None:
+    """The image as one file to look into: in Docker's form, in which nobody compresses the layers."""
+    argv = {
+        "docker": ["docker", "save", "--output", str(archive), image],
+        "podman": ["podman", "save", "--quiet", "--format", "docker-archive", "--output", str(archive), image],
+        "buildah": ["buildah", "push", "--quiet", image, f"docker-archive:{archive}"],
+    }[builder]
+    archive.unlink(missing_ok=True)  # podman adds to what is there
+    status, last = _run(argv, env)
+    if status != 0:
+        raise StageError(f"{builder} built {image} but cannot save it to {archive} (status {status}: {last})")
+
+
+def push(builder: str, image: str, digest_file: Path, env: Mapping[str, str]) -> str:
+    """To the registry its name says; returns the digest the registry knows it by."""
+    reference = parse(image)
+    if builder == "docker":
+        argv = ["docker", "push", image]  # speaks to this machine's registries without TLS by itself
+    else:
+        argv = [builder, "push", "--digestfile", str(digest_file)]
+        argv += [*(["--tls-verify=false"] if reference.plain else []), image, f"docker://{image}"]
+    status, last = _run(argv, env)
+    if status != 0:
+        raise StageError(
+            f"{builder} could not push {image} (status {status}: {last}); is the registry up, and are we logged in "
+            f"(`{builder} login {reference.host}`)?"
+        )
+    if builder == "docker":
+        return _docker_digest(image, reference, env)
+    digest = digest_file.read_text().strip()
+    digest_file.unlink()
+    return digest
+
+
+def _docker_digest(image: str, reference: Reference, env: Mapping[str, str]) -> str:
+    argv = ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", image]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False, env=dict(env))
+    found = [parse(name) for name in (json.loads(done.stdout) or [])] if done.returncode == 0 else []
+    for name in found:
+        if (name.host, name.repository) == (reference.host, reference.repository):
+            return name.digest
+    raise StageError(
+        f"docker pushed {image} but does not tell its digest: {done.stderr.strip() or done.stdout.strip()}"
+    )
+
+
+def _run(argv: list[str], env: Mapping[str, str]) -> tuple[int, str]:
+    """Its status, and the last thing it said; all it says is in our own output as it comes."""
+    last = "it said nothing"
     with subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", env=dict(env),
@@ -67,12 +135,8 @@ def build(builder: str, image: str, context: Path, id_file: Path, env: Mapping[s
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
-            tail.append(line.rstrip())
-    if process.returncode != 0 or not id_file.is_file():
-        return Built(None, (*tail, f"{builder} ended with status {process.returncode}"))
-    digest = id_file.read_text().strip().removeprefix("sha256:")  # buildah leaves the prefix out
-    id_file.unlink()
-    return Built(f"sha256:{digest}", tuple(tail))
+            last = line.strip() or last
+    return process.returncode, last[:300]
 
 
 def _refusal(name: str, env: Mapping[str, str]) -> str | None:

@@ -17,6 +17,7 @@ GPU = "nvidia.com/gpu"
 
 _HERE = Path(__file__).resolve().parent
 _IMAGE = re.compile(r"^[a-z0-9][\w.\-/:]*?(?::(?P<tag>\w[\w.\-]{0,127}))?(?P<digest>@sha256:[0-9a-f]{64})?$", re.ASCII)
+_CONTENT_TAG = re.compile(r"[0-9a-f]{12}")  # the beginning of the digest of a bundle or of a build context
 
 
 def load(family: str, layers: Iterable[str] = ()) -> dict[str, Object]:
@@ -43,8 +44,20 @@ def describe(item: Object, name: str, namespace: str, labels: Mapping[str, str],
 
 def check_image(image: str) -> None:
     """An image must mean one thing for ever: a fixed tag or a digest."""
-    match = _IMAGE.match(image)
+    match = _IMAGE.fullmatch(image)
     if match is None:
         raise ConfigError(f"image {image!r}: not a container image name; write it as name:tag or name@sha256:…")
     if match["digest"] is None and match["tag"] in (None, "latest"):
         raise ConfigError(f"image {image!r}: `latest` means another image every day; name a fixed tag or a digest")
+
+
+def check_pinned(image: str, word: str) -> None:
+    """What goes to a cluster is named by what is inside: by digest, or by the tag `pipe package` makes of one."""
+    check_image(image)
+    match = _IMAGE.fullmatch(image)
+    assert match is not None
+    if match["digest"] is None and not _CONTENT_TAG.fullmatch(match["tag"]):
+        raise ConfigError(
+            f"{word}: {image!r} is named by a tag, which may mean another image tomorrow; name it by digest, as in "
+            "name@sha256:… (`pipe package --push` gives it)"
+        )

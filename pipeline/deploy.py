@@ -38,8 +38,11 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
         if getattr(run.config.serve, word):
             raise ConfigError(f"serve.{word}: a pod on a cluster holds one bundle; this is for a local service alone")
     from k8s.deploy import deploy as deploy_to_cluster  # the local road does without
+    from k8s.manifest import check_pinned
 
-    image = run.config.deploy.image or json.loads((run.output("package") / "image.json").read_text())["image"]
+    record = json.loads((run.output("package") / "image.json").read_text())
+    image = run.config.deploy.image or record.get("reference") or record["image"]
+    check_pinned(image, "deploy.image")
     directory, render = run.partial("deploy") / "manifests", run.config.deploy.render
 
     def final(text: str) -> str:

@@ -160,13 +160,13 @@ def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def data_files(root: Path, patterns: tuple[str, ...]) -> dict[str, str]:
+def data_files(root: Path, patterns: tuple[str, ...], word: str = "prepare.files") -> dict[str, str]:
     """Digests of the data files a project declares; a pattern that finds nothing is a mistake."""
     found: dict[str, str] = {}
     for pattern in patterns:
         files = [path for path in sorted(root.glob(pattern)) if path.is_file()]
         if not files:
-            raise ConfigError(f"prepare.files: no file matches {pattern!r} in {root}")
+            raise ConfigError(f"{word}: no file matches {pattern!r} in {root}")
         found |= {path.relative_to(root).as_posix(): digest_file(path) for path in files}
     return found
 

@@ -14,7 +14,7 @@ from pipeline.spec.registry import read_registry
 from pipeline.spec.sources import HOUSE, house_sources, project_sources
 from pipeline.steps import KINDS
 
-_DOCKERFILE = "k8s/images/serve.Dockerfile"
+_IMAGE_FILES = ("k8s/images/serve.Dockerfile", "k8s/images/slim.py")
 
 
 def parts_of(step: str, config: Config, project: Project, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -31,7 +31,9 @@ def parts_of(step: str, config: Config, project: Project, outputs: Mapping[str, 
     if step == "prepare":
         parts |= _prefixed("file", data_files(project.root, config.prepare.files))
     if step == "package":
-        parts[f"house:{_DOCKERFILE}"] = digest_file(HOUSE / _DOCKERFILE)
+        parts |= _prefixed("house", {name: digest_file(HOUSE / name) for name in _IMAGE_FILES})
+        if config.package.wheels:
+            parts |= _prefixed("file", data_files(project.root, (f"{config.package.wheels}/*.whl",), "package.wheels"))
     if step == "evaluate":
         champion = read_registry(project.runs).champion_for(outputs.get("train", {}).get("model.safetensors"))
         parts["baseline:champion"] = champion.bundle if champion else "the task's own"

@@ -1,36 +1,48 @@
-"""The package step: the bundle as a container build context, and as an image where a builder works."""
+"""The package step: the bundle as a container build context, and as images where they can be made."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from k8s.builder import Built, build, build_argv, find_builder
 from k8s.context import write_context
+from k8s.login import login_of
+from k8s.modelcar import Base, notes_of, write_modelcar
+from k8s.oci import Layout
+from k8s.reference import parse
+from k8s.registry import Repository
+from pipeline.images import Order, base_name, make, recipe_of
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
-from pipeline.spec.errors import ConfigError, GateError, StageError
+from pipeline.spec.errors import ConfigError, GateError
 from pipeline.spec.files import write_json
 from pipeline.spec.run import Run
 from pipeline.spec.step import run_step
 
 
-def package(run: Run, root: Path) -> None:  # noqa: ARG001 - every step is called alike; this one needs no project
+def package(run: Run, root: Path) -> None:
     config, bundle = run.config, run.bundle()
     check_verdict(bundle)
-    record: dict[str, Any] = {
-        "image": image_name(config, bundle),
+    image, partial = image_name(config, bundle), run.partial("package")
+    _check_push(config)
+    recipe = recipe_of(config.package, root, bundle.signature.runtime.provider == "cuda" or config.deploy.gpus > 0)
+    context = write_context(bundle, recipe, partial / "context")
+    print(f"build context ready: {run.output('package') / 'context'}, digest {context[:12]}")
+    needed = config.deploy.target == "kubernetes" or (config.package.push and config.package.build != "never")
+    order = Order(image, partial, run.output("package"), run.log("package"), notes_of(bundle), needed)
+    record = {
+        "image": image,
         "bundle": bundle.digest,
-        "context": write_context(bundle, config.package.base, run.partial("package") / "context"),
-        "base": config.package.base,
+        "context": context,
+        "base": recipe.base,
+        "accelerator": recipe.accelerator,
+        **make(config, order, recipe.accelerator, bundle, os.environ),
+        "modelcar": _modelcar(config, bundle, run, os.environ) if config.package.modelcar else None,
     }
-    print(f"build context ready: {run.output('package') / 'context'}, digest {record['context'][:12]}")
-    built = _build(run, config, record["image"], os.environ)
-    write_json(run.partial("package") / "image.json", {**record, **built})
+    write_json(partial / "image.json", record)
 
 
 def check_verdict(bundle: Bundle) -> None:
@@ -45,44 +57,31 @@ def check_verdict(bundle: Bundle) -> None:
 
 def image_name(config: Config, bundle: Bundle) -> str:
     """Tagged by what is inside, so that a tag never moves."""
-    name = config.package.image or config.name
-    if "@" in name or ":" in name.rpartition("/")[2]:
-        raise ConfigError(f"package.image: {name!r} has a tag; give the name alone, the bundle's digest is the tag")
-    return f"{name}:{bundle.digest[:12]}"
+    return f"{base_name(config)}:{bundle.digest[:12]}"
 
 
-def _build(run: Run, config: Config, image: str, env: Mapping[str, str]) -> dict[str, Any]:
-    """What image.json says of the build; raises where the road may not go on without an image."""
-    if config.package.build == "never":
-        return _without_image(None, "package.build is never", run, image)
-    search = find_builder(config.package.builder, env)
-    if search.builder is None:
-        if config.package.build == "require":
-            raise StageError(f"no container builder works: {search.reason}; install one, or set package.build=auto")
-        return _without_image(None, f"no container builder works: {search.reason}", run, image)
-    partial = run.partial("package")
-    print(f"building {image} with {search.builder}", flush=True)
-    built = build(search.builder, image, partial / "context", partial / ".image-id", env)
-    if built.image_digest is None:
-        return _failed(run, config, image, search.builder, built)
-    print(f"built {image}, {built.image_digest}")
-    return {"builder": search.builder, "image_digest": built.image_digest, "reason": ""}
+def _check_push(config: Config) -> None:
+    if config.package.push and config.package.build == "never" and not config.package.modelcar:
+        raise ConfigError("package.push: there is nothing to push with package.build=never; set package.modelcar=true")
 
 
-def _failed(run: Run, config: Config, image: str, builder: str, built: Built) -> dict[str, Any]:
-    reason = f"{builder} could not build {image}: {built.tail[-1]}; its whole output is in {run.log('package')}"
-    if config.package.build == "require" or config.deploy.target == "kubernetes":
-        raise StageError(f"{reason}; package.build=never goes on without an image")
-    print(f"WARNING: {reason}; its last lines:", file=sys.stderr)
-    for line in built.tail:
-        print(f"  {line}", file=sys.stderr)
-    return _without_image(builder, reason, run, image)
-
-
-def _without_image(builder: str | None, reason: str, run: Run, image: str) -> dict[str, Any]:
-    command = shlex.join(build_argv(builder or "docker", image, run.output("package") / "context", {}))
-    print(f"no image was built: {reason}\nto build it by hand: {command}", flush=True)
-    return {"builder": builder, "image_digest": None, "reason": reason}
+def _modelcar(config: Config, bundle: Bundle, run: Run, env: Mapping[str, str]) -> dict[str, Any]:
+    """Needs no builder; the digest is known before any registry has seen it."""
+    name = f"{base_name(config)}-modelcar:{bundle.digest[:12]}"
+    reference, base = parse(name), None
+    if config.package.modelcar_base:
+        below = parse(config.package.modelcar_base)
+        base = Base(below, Repository(below, login_of(below.host, env)))
+    directory = run.partial("package") / "modelcar"
+    index = write_modelcar(bundle, directory, name, base)
+    record = {"image": name, "digest": index.digest, "reference": None, "uri": None}
+    print(f"modelcar ready: {run.output('package') / 'modelcar'}, {index.digest}", flush=True)
+    if config.package.push:
+        repository = Repository(reference, login_of(reference.host, env))
+        pushed = reference.at(repository.push(Layout(directory), index.digest, reference.tag))
+        record |= {"reference": pushed, "uri": f"oci://{pushed}"}
+        print(f"pushed {pushed}; KServe's storageUri: {record['uri']}", flush=True)
+    return record
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from k8s import argo, kfp
+from k8s.manifest import check_pinned
 from k8s.render import write, write_documents
 from k8s.training import claims, objects
 from k8s.workflow import Task
@@ -47,8 +48,9 @@ def tasks(config: Config, run: str) -> tuple[Task, ...]:
 def _image(config: Config) -> str:
     if not config.train.image:
         raise ConfigError(
-            "train.image is empty; name the image the training pods run, as in train.image=registry/name:1"
+            "train.image is empty; name the image the training pods run: `pipe package --train --push` makes it"
         )
+    check_pinned(config.train.image, "train.image")
     return config.train.image
 
 

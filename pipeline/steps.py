@@ -59,7 +59,7 @@ KINDS = {
         StepKind(
             "package",
             "pipeline.package",
-            ("name", "package", "deploy.target"),
+            ("name", "package", "deploy.target", "deploy.gpus"),
             inputs=("export/bundle/manifest.json",),
             packages=("kserve", "onnxruntime-gpu", "onnxruntime", "numpy", "pydantic"),
             user_code=False,

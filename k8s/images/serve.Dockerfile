@@ -1,5 +1,19 @@
 # The prediction service: Python, the locked requirements, our source and one bundle. The packager fills the defaults.
 ARG BASE=python:3.11-slim
+FROM ${BASE} AS packages
+ARG ACCELERATOR=cpu
+# Where pip looks is the builder's business: read while building, kept nowhere in the context and not in the image.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_TRUSTED_HOST
+COPY requirements-${ACCELERATOR}.txt slim.py /build/
+COPY wheels /build/wheels
+RUN python3 -m venv --without-pip /venv \
+ && python3 -m pip --python /venv/bin/python install --no-cache-dir --no-compile --disable-pip-version-check \
+    --find-links /build/wheels -r /build/requirements-${ACCELERATOR}.txt
+COPY app /app
+RUN python3 /build/slim.py /venv /app
+
 FROM ${BASE}
 ARG BASE=python:3.11-slim
 ARG NAME=model
@@ -9,20 +23,14 @@ LABEL org.opencontainers.image.title="${NAME}" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.base.name="${BASE}" \
       pipe-road.bundle="${BUNDLE}"
-
-# Where pip looks is the builder's business: read while building, kept nowhere in the context.
-ARG PIP_INDEX_URL
-ARG PIP_EXTRA_INDEX_URL
-ARG PIP_TRUSTED_HOST
-COPY requirements.txt /requirements.txt
-RUN python -m pip install --no-cache-dir --disable-pip-version-check -r /requirements.txt
-
-ENV PYTHONSAFEPATH=1 \
+ENV PATH=/venv/bin:$PATH \
+    PYTHONSAFEPATH=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     PYTHONPATH=/app \
     HOME=/tmp
-COPY app /app
+COPY --from=packages /venv /venv
+COPY --from=packages /app /app
 COPY bundle /bundle
 USER 10001:10001
 EXPOSE 8080 8081

@@ -11,12 +11,26 @@ from types import FrameType
 
 import typer
 
-from pipeline.cli import bench, chaos, join, look, project, registry, render, road, service, tune
+from pipeline.cli import bench, chaos, join, look, package, project, registry, render, road, service, tune
 from pipeline.cli.app import app
 from pipeline.spec import leash
 from pipeline.spec.errors import ConfigError, PipelineError
 
-__all__ = ["app", "bench", "chaos", "join", "look", "main", "project", "registry", "render", "road", "service", "tune"]
+__all__ = [
+    "app",
+    "bench",
+    "chaos",
+    "join",
+    "look",
+    "main",
+    "package",
+    "project",
+    "registry",
+    "render",
+    "road",
+    "service",
+    "tune",
+]
 
 _RUN = re.compile(r"latest$|\d|[^=]*/")  # what can follow `--resume` and be a run: no step or key begins so
 

@@ -15,7 +15,7 @@ from pipeline.project import Project, find_project
 
 COMMANDS = [
     "init", "doctor", "plan", "run", "join", "status", "log", "diff", "compare", "report", "verify", "serve", "predict",
-    "deploy", "render", "promote", "rollback", "stop", "gc", "repro", "tune", "chaos", "bench",
+    "package", "deploy", "render", "promote", "rollback", "stop", "gc", "repro", "tune", "chaos", "bench",
 ]  # fmt: skip
 
 

@@ -53,7 +53,14 @@ def latency(facts: Facts) -> Child:
 def package(facts: Facts) -> Child:
     if not facts.image:
         return None
-    names = {"image": "image", "builder": "builder", "image_digest": "digest", "context": "context", "reason": "note"}
+    names = {
+        "image": "image",
+        "builder": "builder",
+        "image_digest": "digest",
+        "reference": "pushed as",
+        "context": "context",
+        "reason": "note",
+    }
     return pairs((label, str(facts.image.get(key) or "")) for key, label in names.items())
 
 

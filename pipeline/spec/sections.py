@@ -142,12 +142,22 @@ class Export(Section):
 
 
 class Package(Section):
-    """The container of the prediction service."""
+    """The container of the prediction service, and that of the training pods."""
 
     build: Literal["auto", "never", "require"] = Field("auto", description="`auto` builds where a builder works")
     builder: Literal["auto", "docker", "podman", "buildah"] = Field("auto", description="which builder")
     base: str = Field("python:3.11-slim", description="base image; name it by digest to pin it")
-    image: str = Field("", description="image name without tag; empty means the model's name")
+    image: str = Field("", description="image name without tag, as in registry/name; empty means the model's name")
+    accelerator: Literal["auto", "cpu", "gpu"] = Field(
+        "auto", description="`gpu` brings CUDA; `auto` does where `serve.provider` is cuda or pods ask for GPUs"
+    )
+    push: bool = Field(False, description="push what is built to the registry its name says; `--push` sets it")
+    modelcar: bool = Field(False, description="also write the bundle as a data-only OCI image for KServe's `oci://`")
+    modelcar_base: str = Field(
+        "", description="image, by digest, under the data of a modelcar; KServe's sidecar form needs one with `sh`"
+    )
+    wheels: str = Field("", description="folder of wheels in the project that pip takes before asking an index")
+    include: tuple[str, ...] = Field((), description="globs of further project files that the training image holds")
 
 
 class Serve(Section):

@@ -42,6 +42,16 @@ def project_sources(root: Path, *references: str) -> dict[str, str]:
     return _digests(base, _closure(entry, base, folders, only=None))
 
 
+def outside_imports(root: Path, *references: str) -> set[str]:
+    """Top-level modules the user's files import that are neither theirs nor ours nor Python's own."""
+    base = root.resolve()
+    files = [base / name for name in project_sources(root, *references)]
+    folders = {base, *(path.parent for path in files)}
+    known = {*sys.stdlib_module_names, *PACKAGES}
+    found = {module.partition(".")[0] for path in files for module in _imported(path, base)} - known
+    return {name for name in found if not any(list(_walk(folder, [name])) for folder in folders)}
+
+
 def code_digest(root: Path, *references: str) -> str:
     """One digest of the user's code: the first link of the chain."""
     return digest_mapping(project_sources(root, *references))

@@ -21,6 +21,7 @@ from .walker import Walker, processes_of, wait_for
 
 NO_CLUSTER = {"KUBECONFIG": "/nowhere"}
 NEXT = ("train.seed=1", "train.processes=1", "evaluate.margin=0.5")
+IMAGE = f"registry/sides@sha256:{'5' * 64}"
 QUESTION = {"instances": [[0.0, 0.9]]}
 
 
@@ -238,16 +239,16 @@ def test_the_services_log_can_be_read(town: Walker, live: Live) -> None:
 def test_without_a_cluster_the_manifests_are_there_and_the_exit_status_says_it_is_not_done(
     town: Walker, first: Run
 ) -> None:
-    target = ("deploy.target=kubernetes", "deploy.image=registry/sides:1")
+    target = ("deploy.target=kubernetes", f"deploy.image={IMAGE}")
     done = town.pipe("deploy", first.id, *target, expect=1, env=NO_CLUSTER)
     manifests = town.latest.output("deploy") / "manifests"
     assert f"kubectl apply --server-side -k {manifests}" in done.stderr.splitlines()[-1]
     assert (manifests / "kustomization.yaml").is_file()
-    assert "registry/sides:1" in "".join(path.read_text() for path in manifests.iterdir())
+    assert IMAGE in "".join(path.read_text() for path in manifests.iterdir())
 
 
 def test_only_rendering_is_a_success(town: Walker, first: Run, tmp_path: Path) -> None:
-    words = ("deploy", first.id, "deploy.image=registry/sides:1", "--render")
+    words = ("deploy", first.id, f"deploy.image={IMAGE}", "--render")
     town.pipe(*words, env=NO_CLUSTER)
     rendered = {path.name for path in (town.latest.output("deploy") / "manifests").iterdir()}
     town.pipe(*words, str(tmp_path / "out"), env=NO_CLUSTER)

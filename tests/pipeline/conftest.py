@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,11 @@ from pipeline.history import create_run
 from pipeline.project import Project
 from pipeline.spec.bundle import Ancestors, Bundle, Manifest
 from pipeline.spec.config import Config, parse_config
-from pipeline.spec.run import Run
+from pipeline.spec.files import write_json
+from pipeline.spec.run import Run, RunFile
 from pipeline.spec.signature import Limits, Runtime, Signature
+
+from .packing import MakeRun, PutBuilders, saved_image, write_bundle
 
 CONFIG = "name: tiny\ntask: task.py:T\ncodec: codec.py:C\n"
 TASK = "from codec import C\nfrom shapes import size\n\n\nclass T:\n    width = size()\n"
@@ -50,3 +54,37 @@ def bundle_of(run: Run, digest: str, verdict: str = "pass") -> Bundle:
     limits, runtime = Limits(max_batch_size=1, max_body_bytes=1), Runtime(provider="cpu", threads=1)
     signature = Signature(inputs=(), outputs=(), codec="C", limits=limits, runtime=runtime)
     return Bundle(run.bundle_path, digest, manifest, signature)
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    def make(name: str = "first", verdict: str = "pass", **sections: dict[str, Any]) -> Run:
+        run = Run(tmp_path / "runs" / name)
+        write_bundle(run.bundle_path, verdict)
+        config = {"name": "twice", "task": "task.py:T", "codec": "codec.py:C", **sections}
+        file = RunFile(id=name, created="2026-01-01", wanted=("package",), config=config, environment={})
+        write_json(run.path / "run.json", file.model_dump())
+        run.partial("package").mkdir()
+        return run
+
+    return make
+
+
+@pytest.fixture
+def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PutBuilders:
+    """Puts these programs on a PATH where no other builder is."""
+
+    def put(**scripts: str) -> Path:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        (folder / "image.tar").write_bytes(saved_image())
+        for tool in ("sh", "dirname", "basename", "cp"):
+            found = next(path for place in ("/bin", "/usr/bin") if (path := Path(place, tool)).exists())
+            (folder / tool).symlink_to(found)
+        for name, text in scripts.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", str(folder))
+        return folder
+
+    return put

@@ -4,108 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any
 
-import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
-from pipeline import package
-from pipeline.spec.bundle import Ancestors, open_bundle, write_manifest
-from pipeline.spec.digest import digest_file, digest_mapping, digest_tree
-from pipeline.spec.errors import BundleError, ConfigError, GateError, StageError
-from pipeline.spec.files import write_json
-from pipeline.spec.golden import Golden
-from pipeline.spec.run import Run, RunFile
-from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.spec.bundle import open_bundle
+from pipeline.spec.digest import digest_mapping, digest_tree
+from pipeline.spec.errors import BundleError, ConfigError, GateError
 from pipeline.spec.sources import HOUSE
 
-MakeRun = Callable[..., Run]
-DIGEST = "5" * 64
-
-# A builder that answers `info`, keeps its arguments, and leaves an image id as the real ones do.
-WORKING = f"""#!/bin/sh
-[ "$1" = info ] && exit 0
-echo "$0 $*" > "$(dirname "$0")/called"
-echo "building from $PIP_INDEX_URL"
-while [ $# -gt 0 ]; do [ "$1" = --iidfile ] && printf %s sha256:{DIGEST} > "$2"; shift; done
-"""
-FAILING = """#!/bin/sh
-[ "$1" = info ] && exit 0
-echo "Step 4: RUN pip"
-echo "no space left on device"
-exit 3
-"""
-NO_DAEMON = """#!/bin/sh
-echo "Cannot connect to the daemon" >&2
-exit 1
-"""
-
-
-def write_bundle(directory: Path, verdict: str) -> None:
-    """A model that doubles its input."""
-    directory.mkdir(parents=True)
-    row = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "twice", row[:1], row[1:])
-    opset = [helper.make_opsetid("", 20)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), directory / "model.onnx")
-    spec = {name: TensorSpec(name=name, datatype="FP32", shape=("batch", 2)) for name in ("x", "y")}
-    limits, runtime = Limits(max_batch_size=8, max_body_bytes=1024), Runtime(provider="cpu", threads=1)
-    signature = Signature(inputs=(spec["x"],), outputs=(spec["y"],), codec="C", limits=limits, runtime=runtime)
-    write_json(directory / "signature.json", signature.model_dump())
-    x = np.ones((1, 2), np.float32)
-    Golden({"x": x}, {"y": 2 * x}, [], [], rtol=1e-3, atol=1e-4).write(directory)
-    (directory / "codec.py").write_text("class C: ...\n")
-    (directory / "card.md").write_text("# twice\n")
-    digest = digest_file(directory / "model.onnx")
-    write_manifest(directory, "twice", verdict, Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx=digest))
-
-
-@pytest.fixture
-def make_run(tmp_path: Path) -> MakeRun:
-    def make(name: str = "first", verdict: str = "pass", **sections: dict[str, Any]) -> Run:
-        run = Run(tmp_path / "runs" / name)
-        write_bundle(run.bundle_path, verdict)
-        config = {"name": "twice", "task": "task.py:T", "codec": "codec.py:C", **sections}
-        file = RunFile(id=name, created="2026-01-01", wanted=("package",), config=config, environment={})
-        write_json(run.path / "run.json", file.model_dump())
-        run.partial("package").mkdir()
-        return run
-
-    return make
-
-
-@pytest.fixture
-def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Puts these programs on a PATH where no other builder is."""
-
-    def put(**scripts: str) -> Path:
-        folder = tmp_path / "bin"
-        folder.mkdir()
-        for tool in ("sh", "dirname"):
-            found = next(path for place in ("/bin", "/usr/bin") if (path := Path(place, tool)).exists())
-            (folder / tool).symlink_to(found)
-        for name, text in scripts.items():
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        monkeypatch.setenv("PATH", str(folder))
-        return folder
-
-    return put
-
-
-def pack(run: Run) -> dict[str, Any]:
-    package.package(run, run.path)
-    record: dict[str, Any] = json.loads((run.partial("package") / "image.json").read_text())
-    return record
-
-
-def context_of(run: Run) -> Path:
-    return run.partial("package") / "context"
-
+from .packing import MakeRun, context_of, pack
 
 NEVER = {"build": "never"}
 
@@ -119,16 +28,23 @@ def test_the_context_is_complete_and_its_digest_is_on_record(make_run: MakeRun) 
         "Dockerfile",
         "app",
         "bundle",
-        "requirements.txt",
+        "requirements-cpu.txt",
+        "requirements-gpu.txt",
+        "slim.py",
+        "wheels",
     ]
     assert record == {
         "image": f"twice:{run.bundle().digest[:12]}",
         "bundle": run.bundle().digest,
         "context": digest_mapping(digest_tree(context)),
         "base": "python:3.11-slim",
+        "accelerator": "cpu",
         "builder": None,
         "image_digest": None,
         "reason": "package.build is never",
+        "reference": None,
+        "sbom": "sbom.cdx.json",
+        "modelcar": None,
     }
     assert open_bundle(context / "bundle").digest == run.bundle().digest
 
@@ -147,15 +63,45 @@ def test_the_same_bundle_gives_the_same_context_whatever_the_umask(make_run: Mak
     assert {path.stat().st_mode & 0o777 for path in context_of(run).rglob("*") if path.is_dir()} == {0o755}
 
 
-def test_requirements_are_pinned_and_without_torch(make_run: MakeRun) -> None:
+@pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
+def test_requirements_are_pinned_and_without_torch(accelerator: str, make_run: MakeRun) -> None:
     run = make_run(package=NEVER)
     pack(run)
-    lines = (context_of(run) / "requirements.txt").read_text().splitlines()
-    names = [line.partition("==")[0] for line in lines]
+    lines = (context_of(run) / f"requirements-{accelerator}.txt").read_text().splitlines()
+    names = [line.partition("==")[0].partition("[")[0] for line in lines]
     assert all(line.count("==") == 1 and line.partition("==")[2] for line in lines)
     assert names == sorted(set(names))
-    assert {"kserve", "numpy", "onnxruntime-gpu", "pydantic", "psutil", "uvloop"} <= set(names)
+    runtime = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu"}[accelerator]
+    assert {"kserve", "numpy", runtime, "pydantic", "psutil", "uvloop"} <= set(names)
     assert not {"torch", "onnx", "safetensors", "pipe-road"} & set(names)
+
+
+@pytest.mark.parametrize(
+    ("sections", "accelerator"),
+    [
+        ({}, "cpu"),
+        ({"deploy": {"gpus": 1}}, "gpu"),
+        ({"package": {**NEVER, "accelerator": "gpu"}}, "gpu"),
+        ({"package": {**NEVER, "accelerator": "cpu"}, "deploy": {"gpus": 1}}, "cpu"),
+    ],
+)
+def test_an_image_brings_cuda_where_it_will_be_used(
+    sections: dict[str, Any], accelerator: str, make_run: MakeRun
+) -> None:
+    run = make_run(**{"package": NEVER, **sections})
+    assert pack(run)["accelerator"] == accelerator
+    assert f"ARG ACCELERATOR={accelerator}" in (context_of(run) / "Dockerfile").read_text().splitlines()
+
+
+def test_wheels_of_the_project_go_along(make_run: MakeRun) -> None:
+    run = make_run(package={**NEVER, "wheels": "wheels"})
+    (run.path / "wheels").mkdir()
+    with pytest.raises(ConfigError, match=r"package\.wheels: no wheel in"):
+        pack(run)
+    name = f"numpy-{version('numpy')}-py3-none-any.whl"
+    (run.path / "wheels" / name).write_bytes(b"")
+    pack(run)
+    assert (context_of(run) / "wheels" / name).is_file()
 
 
 def test_the_dockerfile_names_base_and_bundle_and_runs_as_nobody_in_particular(make_run: MakeRun) -> None:
@@ -218,75 +164,6 @@ def test_a_tampered_bundle_is_refused(make_run: MakeRun) -> None:
         file.write(b"\xff")
     with pytest.raises(BundleError, match="content changed"):
         pack(run)
-
-
-def test_without_a_builder_it_says_who_was_looked_for_and_how_to_build_by_hand(
-    make_run: MakeRun, builders: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    builders(docker=NO_DAEMON)
-    run = make_run()
-    record = pack(run)
-    assert record["builder"] is None
-    assert record["reason"] == (
-        "no container builder works: docker is installed but its daemon does not answer "
-        "(Cannot connect to the daemon); podman is not installed; buildah is not installed"
-    )
-    out = capsys.readouterr().out
-    assert f"docker build --tag {record['image']} {run.output('package') / 'context'}" in out
-
-
-def test_a_required_build_without_a_builder_stops_the_road(make_run: MakeRun, builders: Callable[..., Path]) -> None:
-    builders()
-    with pytest.raises(StageError, match="podman is not installed"):
-        pack(make_run(package={"build": "require", "builder": "podman"}))
-
-
-def test_the_first_builder_that_answers_builds_the_image(make_run: MakeRun, builders: Callable[..., Path]) -> None:
-    builders(docker=NO_DAEMON, podman=WORKING)
-    record = pack(make_run())
-    assert (record["builder"], record["image_digest"], record["reason"]) == ("podman", f"sha256:{DIGEST}", "")
-
-
-def test_the_index_is_passed_by_name_and_written_nowhere(
-    make_run: MakeRun,
-    builders: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    folder = builders(buildah=WORKING)
-    monkeypatch.setenv("PIP_INDEX_URL", "https://user:secret@index.example/simple")
-    run = make_run()
-    pack(run)
-    called = (folder / "called").read_text()
-    assert "--build-arg PIP_INDEX_URL " in called
-    assert "secret" not in called
-    assert (
-        "building from https://user:secret@index.example/simple" in capfd.readouterr().out
-    )  # it did reach the builder
-    assert not [path for path in run.path.rglob("*") if path.is_file() and b"user:secret" in path.read_bytes()]
-
-
-def test_a_failed_build_is_loud_and_the_local_road_goes_on(
-    make_run: MakeRun, builders: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    builders(docker=FAILING)
-    run = make_run()
-    record = pack(run)
-    assert (record["builder"], record["image_digest"]) == ("docker", None)
-    assert "docker ended with status 3" in record["reason"]
-    err = capsys.readouterr().err
-    assert "WARNING" in err
-    assert "no space left on device" in err
-    assert str(run.log("package")) in err
-
-
-@pytest.mark.parametrize("sections", [{"package": {"build": "require"}}, {"deploy": {"target": "kubernetes"}}])
-def test_a_failed_build_stops_a_road_that_needs_the_image(
-    sections: dict[str, Any], make_run: MakeRun, builders: Callable[..., Path]
-) -> None:
-    builders(docker=FAILING)
-    with pytest.raises(StageError, match="docker could not build"):
-        pack(make_run(**sections))
 
 
 def test_as_a_process_it_leaves_its_error_for_the_runner(make_run: MakeRun) -> None:

@@ -8,6 +8,7 @@ import pytest
 from .conftest import Pipe
 
 PROJECT = "name: tiny\ntask: task.py:Task\ncodec: codec.py:Codec\n"
+IMAGE = f"registry/tiny@sha256:{'5' * 64}"
 
 
 def complaint(pipe: Pipe, *words: str) -> str:
@@ -117,24 +118,25 @@ def test_there_is_nothing_to_deploy_before_the_first_bundle(pipe: Pipe) -> None:
 
 def test_the_training_job_is_rendered_without_running_anything(pipe: Pipe, starter: Path) -> None:
     assert "train.image is empty" in complaint(pipe, "run", "train", "--render")
-    paths = json.loads(pipe("run", "train", "--render", "out", "train.image=registry/tiny:1", "-o", "json").stdout)
+    assert "name it by digest" in complaint(pipe, "run", "train", "--render", "train.image=registry/tiny:1")
+    paths = json.loads(pipe("run", "train", "--render", "out", f"train.image={IMAGE}", "-o", "json").stdout)
     assert paths
     assert all((starter / path).is_file() for path in paths)
-    assert "registry/tiny:1" in "".join((starter / path).read_text() for path in paths)
+    assert IMAGE in "".join((starter / path).read_text() for path in paths)
 
 
 @pytest.mark.parametrize(("engine", "name"), [("argo", "workflow.yaml"), ("kfp", "pipeline.yaml")])
 def test_the_road_is_rendered_as_a_workflow_the_same_every_time(
     engine: str, name: str, pipe: Pipe, starter: Path
 ) -> None:
-    words = ("--engine", engine, "train.image=registry/tiny:1")
+    words = ("--engine", engine, f"train.image={IMAGE}")
     for folder in ("a", "b"):
         paths = json.loads(pipe("render", "workflow", folder, *words, "-o", "json").stdout)
         assert paths == [f"{folder}/claim.yaml", f"{folder}/{name}"]
     assert not pipe("render", "workflow", "c", *words, "cluster.claim=shared").stdout.count("claim.yaml")
     first, second = ((starter / folder / name).read_bytes() for folder in ("a", "b"))
     assert first == second
-    assert b"registry/tiny:1" in first
+    assert IMAGE.encode() in first
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,216 @@
+"""The images for real: built on a base made here, pushed, pulled by digest, run as a restricted pod runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+
+from k8s.reference import parse
+from k8s.registry import Repository
+from pipeline.history import all_runs
+from pipeline.service import request
+from pipeline.smoke import check_golden
+from pipeline.spec.bundle import open_bundle
+from pipeline.spec.run import Run
+
+from .containers import BASE, Containers, megabytes, registry, wheel_for_cpu, why_not
+from .walker import Walker, free_pair, wait_for
+
+LIMIT_MEGABYTES = 450
+QUESTION = {"instances": [[0.0, 0.9]]}
+
+pytestmark = [
+    pytest.mark.container,
+    pytest.mark.long,
+    pytest.mark.skipif(bool(why_not()), reason=f"no containers here: {why_not()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def containers() -> Iterator[Containers]:
+    """With a base image. In a short path of its own: the tools make sockets below it."""
+    folder = Path(tempfile.mkdtemp(prefix="pipe-"))
+    made = Containers.make(folder)
+    try:
+        made.make_base()
+        yield made
+        made.clear()
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def address(containers: Containers) -> Iterator[str]:
+    with registry(containers.folder) as host:
+        yield host
+
+
+@pytest.fixture(scope="module")
+def walker(road: Walker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walker]:
+    walker = road.copy(tmp_path_factory.mktemp("packed") / "sides")
+    yield walker
+    walker.stop()
+
+
+@pytest.fixture(scope="module")
+def packed(walker: Walker, containers: Containers, address: str) -> dict[str, Any]:
+    """What `pipe package` says after it built, pushed and made a modelcar."""
+    words = [f"package.base={BASE}", "package.builder=buildah", "package.build=require"]
+    options = ("--push", "--modelcar", "-o", "json")
+    named = f"package.image={address}/team/sides"
+    done = walker.pipe("package", *words, named, *options, env=containers.env, seconds=580)
+    record: dict[str, Any] = json.loads(done.stdout)
+    containers.call("podman", "rmi", "--force", record["image"])
+    containers.call("buildah", "pull", "--tls-verify=false", record["reference"])  # what runs came from the registry
+    return record
+
+
+@pytest.fixture
+def run(walker: Walker, packed: dict[str, Any]) -> Run:
+    return Run(walker.runs / packed["run"])
+
+
+def test_the_service_is_small_and_without_torch(containers: Containers, packed: dict[str, Any]) -> None:
+    with containers.mounted(packed["reference"]) as root, containers.mounted(BASE) as base:
+        size = megabytes(root) - megabytes(base)
+        packages = next(root.glob("venv/lib/python3*/site-packages"))
+        assert (packages / "kserve").is_dir(), "looked at in the right place"
+        assert not list(packages.glob("torch*"))
+        assert not list(packages.glob("nvidia*"))
+    print(f"{size:.0f} MB beyond the base")
+    assert size <= LIMIT_MEGABYTES
+
+
+def test_it_serves_as_a_restricted_pod_does_and_drains_without_losing_a_request(
+    containers: Containers, packed: dict[str, Any], run: Run
+) -> None:
+    port = free_pair()
+    options = ("--host", "127.0.0.1", "--port", str(port), "--grpc-port", str(port + 1))
+    with containers.running("--name", "service", packed["reference"], *options) as process:
+        wait_for(lambda: process.poll() is not None or ready(port), 60)
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert check_golden("127.0.0.1", port, run.bundle()) > 0
+        with Crowd(port) as crowd:
+            wait_for(lambda: len(crowd.answers) > 50)
+            containers.call("podman", "kill", "--signal", "TERM", "service")
+            assert process.wait(timeout=40) == 0
+        assert set(crowd.answers) <= {200, 503}
+        assert crowd.lost == []
+
+
+def test_it_runs_as_nobody_and_can_write_nowhere_but_in_tmp(containers: Containers, packed: dict[str, Any]) -> None:
+    program = "import os; print(os.getuid(), [p for p in ('/', '/app', '/bundle', '/venv', '/etc') if os.access(p, 2)])"
+    assert containers.run("--entrypoint", "python", packed["reference"], "-c", program) == "10001 []"
+
+
+def test_the_image_says_which_bundle_it_holds(containers: Containers, packed: dict[str, Any], run: Run) -> None:
+    reference = parse(packed["reference"])
+    manifest = Repository(reference, None).manifest(reference.digest)
+    assert manifest["annotations"]["pipe-road.bundle"] == packed["bundle"] == run.bundle().digest
+    labels = json.loads(containers.call("podman", "inspect", "--format", "{{json .Labels}}", packed["reference"]))
+    assert labels["pipe-road.bundle"] == packed["bundle"]
+    with containers.mounted(packed["reference"]) as root:
+        assert open_bundle(root / "bundle").digest == packed["bundle"]
+
+
+def test_the_bill_of_materials_lists_what_is_installed(
+    containers: Containers, packed: dict[str, Any], run: Run
+) -> None:
+    text = (run.output("package") / packed["sbom"]).read_text()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    listed = {part["purl"] for part in json.loads(text)["components"] if "purl" in part}
+    program = (
+        "from importlib.metadata import distributions as d\n"
+        "print(*(f'pkg:pypi/{x.name.lower().replace(chr(95), chr(45))}@{x.version}' for x in d()))"
+    )
+    installed = set(containers.run("--entrypoint", "python", packed["reference"], "-c", program).split())
+    assert len(installed) > 40
+    assert installed <= listed
+    assert any(purl.startswith("pkg:deb/debian/libc6@") for purl in listed)
+
+
+def test_a_modelcar_comes_back_by_digest_and_is_served(containers: Containers, packed: dict[str, Any]) -> None:
+    car = packed["modelcar"]
+    assert car["uri"] == f"oci://{car['reference']}"
+    containers.call("buildah", "pull", "--tls-verify=false", car["reference"])
+    port = free_pair()
+    options = ("--host", "127.0.0.1", "--port", str(port), "--grpc-port", str(port + 1))
+    with containers.mounted(car["reference"]) as root:
+        assert open_bundle(root / "models").digest == packed["bundle"]
+        served = ("-v", f"{root}/models:/mnt/models:ro", "--entrypoint", "python", packed["reference"])
+        with containers.running(*served, "-m", "serve", "/mnt/models", *options) as process:
+            wait_for(lambda: process.poll() is not None or ready(port), 60)
+            assert check_golden("127.0.0.1", port, open_bundle(root / "models")) > 0
+
+
+def test_every_step_runs_in_the_training_image(containers: Containers, walker: Walker) -> None:
+    wheel = wheel_for_cpu(os.environ)
+    if wheel is None:
+        pytest.skip("no wheel of torch for CPU in a folder of PIP_FIND_LINKS")
+    (walker.folder / "wheels").mkdir()
+    (walker.folder / "wheels" / wheel.name).symlink_to(wheel)
+    words = ("package.wheels=wheels", f"package.base={BASE}", "package.builder=buildah", "package.build=require")
+    done = walker.pipe("package", "--train", *words, "-o", "json", env=containers.env, seconds=590)
+    image = json.loads(done.stdout)["image"]
+    fresh = walker.folder / "runs" / "in-pods"
+    fresh.mkdir(mode=0o777)
+    fresh.chmod(0o777)
+    (fresh / "run.json").write_text((all_runs(walker.runs)[-1].path / "run.json").read_text())
+    (fresh / "run.json").chmod(0o666)
+    (fresh / "logs").mkdir()
+    (fresh / "logs").chmod(0o777)
+    for step, module in STEPS.items():
+        containers.run("-v", f"{walker.runs}:/project/runs", image, "python", "-m", module, "runs/in-pods")
+        Run(fresh).partial(step).rename(Run(fresh).output(step))
+    assert open_bundle(Run(fresh).bundle_path).manifest.verdict in ("pass", "no-baseline")
+
+
+STEPS = {
+    "prepare": "pipeline.prepare",
+    "train": "pipeline.node",
+    "evaluate": "evaluate",
+    "export": "export",
+    "package": "pipeline.package",
+}
+
+
+def ready(port: int) -> bool:
+    try:
+        return request("127.0.0.1", port, "GET", "/v2/health/ready")[0] == 200
+    except OSError:
+        return False
+
+
+class Crowd:
+    """Asks one thing after the other until nobody listens any more; a request that was taken must be answered."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._thread = port, threading.Thread(target=self._ask)
+        self.answers: list[int] = []
+        self.lost: list[OSError] = []
+
+    def _ask(self) -> None:
+        while True:
+            try:
+                self.answers.append(request("127.0.0.1", self._port, "POST", "/v1/models/sides:predict", QUESTION)[0])
+            except ConnectionRefusedError:
+                return  # it has ended
+            except OSError as error:
+                self.lost.append(error)
+
+    def __enter__(self) -> Crowd:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+
+from k8s.oci import Layout
+from pipeline.spec.run import Run
+
+from .walker import Walker
+
+
+def test_a_modelcar_is_made_of_a_bundle_that_is_there_and_nothing_else_runs(copied: Walker) -> None:
+    before = copied.latest
+    record = json.loads(copied.pipe("package", "--modelcar", "-o", "json").stdout)
+    run = Run(copied.runs / record["run"])
+    assert {name: step.reused_from for name, step in run.read().steps.items()} == {
+        "prepare": before.id,
+        "train": before.id,
+        "evaluate": before.id,
+        "export": before.id,
+        "package": "",
+    }
+    assert record["bundle"] == before.bundle().digest
+    layout = Layout(run.output("package") / "modelcar")
+    assert len(layout.read(record["modelcar"]["digest"])["manifests"]) == 2
+    copied.pipe("verify", run.id)
+
+
+def test_what_cannot_be_asked_together_is_refused(copied: Walker) -> None:
+    assert "made of a bundle" in copied.pipe("package", "--train", "--modelcar", expect=2).stderr
+    assert "takes overrides alone" in copied.pipe("package", "train", expect=2).stderr
+    assert "names no registry" in copied.pipe("package", "--push", "--train", expect=2).stderr
+
+
+def test_of_the_training_image_the_context_is_made_where_nothing_is_built(copied: Walker) -> None:
+    record = json.loads(copied.pipe("package", "--train", "-o", "json").stdout)
+    folder = copied.runs / "images" / f"train-{record['context'][:12]}"
+    assert sorted(path.name for path in (folder / "context" / "project").iterdir()) == [
+        "codec.py", "pipe.yaml", "points.py", "task.py",
+    ]  # fmt: skip
+    assert record["reason"] == "package.build is never"

@@ -1,0 +1,60 @@
+"""What the serving image takes, without building one: its requirements and our source, as a build lays them down."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from k8s.context import Recipe, write_context
+from pipeline.spec.bundle import Bundle
+
+LIMIT_MEGABYTES = 450
+
+# With nothing of this environment in sight: what is not in the image must not be found here.
+STARTS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import serve.__main__, serve.server
+assert not {"torch", "onnx"} & set(sys.modules)
+print(sys.modules["kserve"].__file__)
+"""
+
+
+@pytest.mark.long
+def test_the_image_for_cpu_stays_below_its_limit_and_starts(bundle: Bundle, tmp_path: Path) -> None:
+    context = tmp_path / "context"
+    write_context(bundle, Recipe("python:3.11-slim", "cpu"), context)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = tmp_path / "venv" / "lib" / version / "site-packages"
+    install = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "--disable-pip-version-check",
+        "--target",
+        str(packages),
+    ]
+    call(*install, "-r", str(context / "requirements-cpu.txt"))
+    call(str(context / "slim.py"), str(tmp_path / "venv"), str(context / "app"))
+    size = sum(map(blocks, (tmp_path / "venv", context / "app", context / "bundle"))) / 1e6
+    print(f"{size:.0f} MB beyond the base")
+    assert size <= LIMIT_MEGABYTES
+    found = call("-I", "-S", "-c", STARTS, str(packages), str(context / "app"))
+    assert Path(found.strip()).is_relative_to(packages)
+
+
+def call(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def blocks(folder: Path) -> int:
+    """Bytes on a disk: whole blocks."""
+    return sum((Path(parent) / name).lstat().st_blocks * 512 for parent, _, names in os.walk(folder) for name in names)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from k8s.inventory import Package, packages, read_image
+from pipeline.spec.errors import StageError
+
+SITE = "venv/lib/python3.11/site-packages"
+NUMPY = b"Metadata-Version: 2.4\nName: numpy\nVersion: 2.4.6\nLicense-Expression: BSD-3-Clause\n\nThe text.\n"
+DPKG = b"""Package: libc6
+Status: install ok installed
+Architecture: amd64
+Version: 2.36-9+deb12u10
+Description: GNU C Library
+ continued: here
+
+Package: gone
+Status: deinstall ok config-files
+Version: 1
+"""
+APK = b"C:Q1abc\nP:musl\nV:1.2.5-r0\nA:x86_64\nL:MIT\n\nP:busybox\nV:1.36.1-r15\nA:x86_64\n"
+
+
+def tar_of(files: Mapping[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def oci(layers: Sequence[bytes]) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+
+    def put(content: bytes) -> dict[str, str]:
+        digest = hashlib.sha256(content).hexdigest()
+        files[f"blobs/sha256/{digest}"] = content
+        return {"digest": f"sha256:{digest}"}
+
+    manifest = {"layers": [put(gzip.compress(layer)) for layer in layers]}
+    index = {"manifests": [put(json.dumps(manifest).encode())]}
+    files["index.json"] = json.dumps({"manifests": [put(json.dumps(index).encode())]}).encode()
+    return files
+
+
+def docker(layers: Sequence[bytes]) -> dict[str, bytes]:
+    names = [f"{i}/layer.tar" for i in range(len(layers))]
+    manifest = json.dumps([{"Config": "config.json", "Layers": names}]).encode()
+    return {**dict(zip(names, layers, strict=True)), "manifest.json": manifest}
+
+
+@pytest.mark.parametrize("form", [oci, docker])
+def test_later_layers_replace_and_hide_what_earlier_ones_hold(form: object, tmp_path: Path) -> None:
+    layers = [
+        {
+            "var/lib/dpkg/status": DPKG,
+            f"{SITE}/old-1.dist-info/METADATA": b"Name: old\nVersion: 1\n",
+            "opt/lib/python3/site-packages/swept-1.dist-info/METADATA": b"Name: swept\nVersion: 1\n",
+            "usr/share/doc/METADATA": b"Name: no-package\nVersion: 1\n",
+        },
+        {
+            f"./{SITE}/numpy-2.4.6.dist-info/METADATA": NUMPY,
+            f"{SITE}/.wh.old-1.dist-info": b"",
+            "opt/lib/.wh..wh..opq": b"",
+        },
+    ]
+    archive = tmp_path / "image.tar"
+    archive.write_bytes(tar_of(form([tar_of(layer) for layer in layers])))  # type: ignore[operator]
+    assert read_image(archive) == [
+        Package("deb", "libc6", "2.36-9+deb12u10", architecture="amd64"),
+        Package("pypi", "numpy", "2.4.6", "BSD-3-Clause"),
+    ]
+
+
+def test_alpines_books_are_read_too() -> None:
+    assert packages({"lib/apk/db/installed": APK}) == [
+        Package("apk", "busybox", "1.36.1-r15", "", "x86_64"),
+        Package("apk", "musl", "1.2.5-r0", "MIT", "x86_64"),
+    ]
+
+
+def test_what_is_no_image_is_named(tmp_path: Path) -> None:
+    archive = tmp_path / "image.tar"
+    archive.write_bytes(tar_of({"readme": b"hello"}))
+    with pytest.raises(StageError, match="neither Docker's nor OCI's"):
+        read_image(archive)
+
+
+def test_a_layer_packed_in_a_strange_way_is_named(tmp_path: Path) -> None:
+    archive = tmp_path / "image.tar"
+    archive.write_bytes(tar_of(docker([b"\x28\xb5\x2f\xfd" + bytes(2000)])))
+    with pytest.raises(StageError, match=r"layer 0/layer\.tar"):
+        read_image(archive)

@@ -1,0 +1,104 @@
+"""Runs with a real small bundle to be packed, and the container tools of a machine that has none."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from pipeline import package
+from pipeline.spec.bundle import Ancestors, write_manifest
+from pipeline.spec.digest import digest_file
+from pipeline.spec.files import write_json
+from pipeline.spec.golden import Golden
+from pipeline.spec.run import Run
+from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+
+MakeRun = Callable[..., Run]
+PutBuilders = Callable[..., Path]
+DIGEST = "5" * 64
+PUSHED = "7" * 64
+
+# A builder that answers `info`, keeps its arguments, leaves digests where the real ones do, and saves what it is given.
+WORKING = f"""#!/bin/sh
+here="$(dirname "$0")"
+echo "$(basename "$0") $*" >> "$here/called"
+case "$1" in
+info) exit 0 ;;
+build)
+    echo "building from $PIP_INDEX_URL"
+    while [ $# -gt 0 ]; do [ "$1" = --iidfile ] && printf %s sha256:{DIGEST} > "$2"; shift; done ;;
+save) while [ $# -gt 0 ]; do [ "$1" = --output ] && cp "$here/image.tar" "$2"; shift; done ;;
+image) echo '["r.example/other@sha256:{DIGEST}","r.example/twice@sha256:{PUSHED}"]' ;;
+push)
+    while [ $# -gt 0 ]; do
+        [ "$1" = --digestfile ] && printf %s sha256:{PUSHED} > "$2"
+        case "$1" in docker-archive:*) cp "$here/image.tar" "${{1#docker-archive:}}" ;; esac
+        shift
+    done ;;
+esac
+"""
+FAILING = """#!/bin/sh
+[ "$1" = info ] && exit 0
+echo "Step 4: RUN pip"
+echo "no space left on device"
+exit 3
+"""
+NO_DAEMON = """#!/bin/sh
+echo "Cannot connect to the daemon" >&2
+exit 1
+"""
+NOT_ALLOWED = WORKING.replace("push)", 'push) case "$*" in *docker://*) echo "denied: log in first"; exit 1 ;; esac')
+INSTALLED = b"Name: numpy\nVersion: 2.0\n"
+
+
+def write_bundle(directory: Path, verdict: str) -> None:
+    """A model that doubles its input."""
+    directory.mkdir(parents=True)
+    row = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "twice", row[:1], row[1:])
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), directory / "model.onnx")
+    spec = {name: TensorSpec(name=name, datatype="FP32", shape=("batch", 2)) for name in ("x", "y")}
+    limits, runtime = Limits(max_batch_size=8, max_body_bytes=1024), Runtime(provider="cpu", threads=1)
+    signature = Signature(inputs=(spec["x"],), outputs=(spec["y"],), codec="C", limits=limits, runtime=runtime)
+    write_json(directory / "signature.json", signature.model_dump())
+    x = np.ones((1, 2), np.float32)
+    Golden({"x": x}, {"y": 2 * x}, [], [], rtol=1e-3, atol=1e-4).write(directory)
+    (directory / "codec.py").write_text("class C: ...\n")
+    (directory / "card.md").write_text("# twice\n")
+    digest = digest_file(directory / "model.onnx")
+    write_manifest(directory, "twice", verdict, Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx=digest))
+
+
+def saved_image() -> bytes:
+    """With one package installed, as the builders save it."""
+    layer = _tar({"venv/lib/python3.11/site-packages/numpy-2.0.dist-info/METADATA": INSTALLED})
+    return _tar({"layer.tar": layer, "manifest.json": json.dumps([{"Layers": ["layer.tar"]}]).encode()})
+
+
+def _tar(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def pack(run: Run) -> dict[str, Any]:
+    package.package(run, run.path)
+    record: dict[str, Any] = json.loads((run.partial("package") / "image.json").read_text())
+    return record
+
+
+def context_of(run: Run) -> Path:
+    return run.partial("package") / "context"
