@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,28 +17,17 @@ from pipeline.spec.errors import ResourceError
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 60.0
 
-# The plural under which the API serves each kind we make.
-_PLURALS = {
-    "ConfigMap": "configmaps",
-    "Deployment": "deployments",
-    "HTTPRoute": "httproutes",
-    "HorizontalPodAutoscaler": "horizontalpodautoscalers",
-    "InferenceService": "inferenceservices",
-    "Ingress": "ingresses",
-    "Job": "jobs",
-    "JobSet": "jobsets",
-    "NetworkPolicy": "networkpolicies",
-    "PersistentVolumeClaim": "persistentvolumeclaims",
-    "Pod": "pods",
-    "PodDisruptionBudget": "poddisruptionbudgets",
-    "Secret": "secrets",
-    "Service": "services",
-    "ServiceAccount": "serviceaccounts",
-    "ServiceMonitor": "servicemonitors",
-    "ServingRuntime": "servingruntimes",
-    "TrainJob": "trainjobs",
-    "TrainingRuntime": "trainingruntimes",
-}
+_MOST_TRIES = 6  # of a request that an overloaded server puts off
+_LONGEST_PAUSE_SECONDS = 20.0
+_REPEATABLE = ("GET", "PATCH", "DELETE")  # a second time they find done what the first did
+
+
+class Unreachable(ResourceError):
+    """No answer, or none that means anything; another one may come later."""
+
+
+class Broken(Unreachable):
+    """A stream ended in its middle: what it told so far holds, and the rest can be asked for again."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +72,63 @@ class Connection:
         read_seconds: float = _READ_SECONDS,
         more: Mapping[str, str] | None = None,
     ) -> Answer:
-        """Any status is an answer; only a server that cannot be reached is an error."""
+        """Any status is an answer; only a server that cannot be reached is an error.
+
+        What the server puts off (429, or 503 with a time to come again) is asked again, as is what a connection
+        that was cut may be asked twice.
+        """
         import urllib3
 
-        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": "pipe", **(more or {})}
+        headers = {"Content-Type": content_type, **(more or {})}
+        for left in reversed(range(_MOST_TRIES)):
+            try:
+                response = self._send(method, path, query, body, headers, read_seconds)
+            except urllib3.exceptions.ProtocolError as error:
+                if not left or method not in _REPEATABLE:
+                    raise self._silent(error) from error
+                continue
+            except urllib3.exceptions.HTTPError as error:
+                raise self._silent(error) from error
+            answer = Answer(response.status, _lower(response.headers), response.data)
+            if left and (pause := pause_of(answer)) is not None:
+                time.sleep(pause)
+                continue
+            break
+        return answer
+
+    def lines(self, path: str, query: Mapping[str, str], read_seconds: float) -> Lines | Answer:
+        """The lines of a long answer as they come, or a refusal; a cut connection or silence raises Broken."""
+        import urllib3
+
+        try:
+            response = self._send("GET", path, query, None, {}, read_seconds, preload_content=False)
+            if not 200 <= response.status < 300:
+                return Answer(response.status, _lower(response.headers), response.read())
+        except urllib3.exceptions.HTTPError as error:
+            raise Broken(str(error)) from error
+        return Lines(response)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: bytes | None,
+        more: Mapping[str, str],
+        read_seconds: float,
+        **options: Any,
+    ) -> Any:
+        import urllib3
+
+        headers = {"Accept": "application/json", "User-Agent": "pipe", **more}
         for setting in self.configuration.auth_settings().values():
             headers[setting["key"]] = setting["value"]
         url = f"{self.server}{path}" + (f"?{urlencode(query)}" if query else "")
         timeout = urllib3.Timeout(connect=_CONNECT_SECONDS, read=read_seconds)
-        try:
-            response = self.pool.request(method, url, body=body, headers=headers, timeout=timeout, retries=False)
-        except urllib3.exceptions.HTTPError as error:
-            raise ResourceError(
-                f"the Kubernetes API server {self.server} (context {self.context}) does not answer: {error}"
-            ) from error
-        names = {name.lower(): response.headers[name] for name in response.headers}  # repeated ones come joined
-        return Answer(response.status, names, response.data)
+        return self.pool.request(method, url, body=body, headers=headers, timeout=timeout, retries=False, **options)
+
+    def _silent(self, error: Exception) -> Unreachable:
+        return Unreachable(f"the Kubernetes API server {self.server} (context {self.context}) does not answer: {error}")
 
 
 def connect(context: str) -> Connection:
@@ -114,7 +146,52 @@ def path_of(item: Mapping[str, Any], namespace: str, name: str = "") -> str:
     """The REST path of an object, or without a name of its collection."""
     version, kind = item["apiVersion"], item["kind"]
     root = f"/apis/{version}" if "/" in version else f"/api/{version}"
-    return f"{root}/namespaces/{namespace}/{_PLURALS[kind]}" + (f"/{name}" if name else "")
+    return f"{root}/namespaces/{namespace}/{plural(kind)}" + (f"/{name}" if name else "")
+
+
+def plural(kind: str) -> str:
+    """As the API serves a kind; all that we make follow the rule."""
+    word = kind.lower()
+    return f"{word[:-1]}ies" if word.endswith("y") else f"{word}es" if word.endswith("s") else f"{word}s"
+
+
+def pause_of(answer: Answer) -> float | None:
+    """Seconds to wait before the same request may be made again; None where that is not the answer's meaning."""
+    asked = answer.headers.get("retry-after", "")
+    if answer.status not in (429, 503) or not asked.isdecimal():
+        return None
+    return min(float(asked), _LONGEST_PAUSE_SECONDS)
+
+
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): headers[name] for name in headers}  # repeated ones come joined
+
+
+class Lines:
+    """The lines of an answer that may go on for ever."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    def __iter__(self) -> Iterator[bytes]:
+        import urllib3
+
+        rest = b""
+        try:
+            for part in self._response.stream(1 << 16):
+                *whole, rest = (rest + part).split(b"\n")
+                yield from whole
+        except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:  # the last of a socket closed meanwhile
+            raise Broken(str(error)) from error
+        finally:
+            self._response.close()
+        if rest:
+            yield rest
+
+    def close(self) -> None:
+        """From another thread: whoever waits for the next line stops waiting."""
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # it may have ended by itself
+            self._response.shutdown()
 
 
 def _load(configuration: Any, context: str) -> str:

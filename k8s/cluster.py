@@ -10,14 +10,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from k8s.api import Answer, Connection, connect, path_of
-from k8s.manifest import BUNDLE_ANNOTATION, Object
-from k8s.rollout import Progress, judge, pod_troubles
-from pipeline.spec.errors import ResourceError, StageError
+from k8s.diff import changes
+from k8s.manifest import BUNDLE_ANNOTATION, Object, label
+from k8s.refusal import refusal
+from k8s.rollout import Progress, crashed, judge, pod_troubles
+from pipeline.spec.errors import PipelineError, ResourceError, StageError
 
 Say = Callable[[str], None]
 
+
+@dataclass(frozen=True)
+class Change:
+    """What a plan says of one object."""
+
+    label: str
+    new: bool
+    fields: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        if self.new:
+            return [f"plan: {self.label}: new"]
+        return [f"plan: {self.label}: {field}" for field in self.fields]
+
+
 _NONE: Mapping[str, str] = {}
-_APPLY = {"fieldManager": "pipe", "force": "true", "fieldValidation": "Strict"}
+_APPLY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
+_LAST_LINES = 10
 _DEPLOYMENT = {"apiVersion": "apps/v1", "kind": "Deployment"}
 _POD = {"apiVersion": "v1", "kind": "Pod"}
 _WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
@@ -51,14 +69,47 @@ class Cluster:
         """Where things will go, for people to read before they go there."""
         return f"context {self.context}, server {self.connection.server}, Kubernetes {self.version}"
 
-    def apply(self, objects: Sequence[Object], namespace: str, say: Say) -> list[str]:
-        """Server-side apply; all are tried as a dry run first, so that a refusal leaves nothing half applied."""
+    def plan(self, objects: Sequence[Object], namespace: str, take_over: bool = False) -> list[Change]:
+        """What applying would change, by the API server's own word; changes nothing."""
+        return [self._change(item, namespace, take_over) for item in objects]
+
+    def apply(self, objects: Sequence[Object], namespace: str, say: Say, take_over: bool = False) -> list[str]:
+        """Server-side apply; the plan of all comes first, so that a refusal leaves nothing half applied."""
+        for change in self.plan(objects, namespace, take_over):
+            for line in change.lines():
+                say(line)
         for item in objects:
-            self._patch(item, namespace, {**_APPLY, "dryRun": "All"})
-        for item in objects:
-            for warning in _warnings(self._patch(item, namespace, _APPLY)):
-                say(f"warning: {_label(item)}: {warning}")
-        return [_label(item) for item in objects]
+            for warning in _warnings(self._patch(item, namespace, _applying(take_over))):
+                say(f"warning: {label(item)}: {warning}")
+        return [label(item) for item in objects]
+
+    def read(self, item: Object, namespace: str) -> Object | None:
+        """As it is on the cluster; None when it is not there."""
+        answer = self.connection.request("GET", path_of(item, namespace, item["metadata"]["name"]))
+        if answer.status == 404:
+            return None
+        if not answer.ok:
+            raise refusal(answer, label(item), namespace, item["apiVersion"])
+        found: Object = answer.json()
+        return found
+
+    def delete(self, item: Object, namespace: str) -> None:
+        """The object that is there now, if any, and no later one of its name."""
+        if (live := self.read(item, namespace)) is None:
+            return
+        options = {"preconditions": {"uid": live["metadata"]["uid"]}, "propagationPolicy": "Background"}
+        path = path_of(item, namespace, item["metadata"]["name"])
+        answer = self.connection.request("DELETE", path, body=json.dumps(options).encode())
+        if not answer.ok and answer.status != 404:
+            raise refusal(answer, label(item), namespace, item["apiVersion"])
+
+    def pods(self, item: Object, namespace: str) -> list[Object]:
+        """Of this version of a workload: old ones may still end, and their state says nothing about the new."""
+        answer = self.connection.request("GET", path_of(_POD, namespace), {"labelSelector": _selector(item)})
+        if not answer.ok:
+            raise refusal(answer, "listing pods", namespace)
+        found: list[Object] = answer.json()["items"]
+        return found
 
     def wait(self, objects: Sequence[Object], namespace: str, timeout_seconds: float, say: Say) -> None:
         """Until every workload is rolled out; says what changes, and at the end what it is stuck on."""
@@ -80,18 +131,28 @@ class Cluster:
         answer = self.connection.request("POST", _proxy_path(namespace, service, port, path), body=data, more=headers)
         return answer.status, dict(answer.headers), answer.body
 
+    def ask_pod(
+        self, namespace: str, pod: str, path: str, body: Any = None, headers: Mapping[str, str] = _NONE
+    ) -> tuple[int, dict[str, str], bytes]:
+        """One pod, whatever Service stands before it; `pod` may begin with `https:` and end with `:port`."""
+        place = f"/api/v1/namespaces/{namespace}/pods/{pod}/proxy{path}"
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+        answer = self.connection.request("GET" if data is None else "POST", place, body=data, more=headers)
+        return answer.status, dict(answer.headers), answer.body
+
+    def _change(self, item: Object, namespace: str, take_over: bool) -> Change:
+        secret = item["kind"] == "Secret"  # is written, never read
+        live = None if secret else self.read(item, namespace)
+        answer = self._patch(item, namespace, {**_applying(take_over), "dryRun": "All"})
+        return Change(label(item), live is None and not secret, () if secret else tuple(changes(live, answer.json())))
+
     def _patch(self, item: Object, namespace: str, query: dict[str, str]) -> Answer:
         path = path_of(item, namespace, item["metadata"]["name"])
         body = json.dumps(item).encode()  # JSON is YAML
         answer = self.connection.request("PATCH", path, query, body, "application/apply-patch+yaml")
-        if answer.ok:
-            return answer
-        if answer.status == 404 and item["kind"] == "InferenceService":
-            raise StageError(
-                f"{_label(item)}: the cluster knows no {item['apiVersion']} ({answer.reason}); "
-                "install KServe, or set deploy.mode=deployment"
-            )
-        raise StageError(f"{_label(item)}: the cluster refused it ({answer.status}): {answer.reason}")
+        if not answer.ok:
+            raise refusal(answer, label(item), namespace, item["apiVersion"])
+        return answer
 
     def _wait_for(self, item: Object, namespace: str, deadline: float, timeout_seconds: float, say: Say) -> None:
         said = ""
@@ -99,13 +160,14 @@ class Cluster:
             progress, troubles = self._look(item, namespace)
             text = "; ".join([progress.text, *troubles])
             if text != said:
-                say(f"{_label(item)}: {text}")
+                say(f"{label(item)}: {text}")
                 said = text
             if progress.done:
                 return
             if progress.failed or time.monotonic() >= deadline:
+                self._tell_last_words(item, namespace, say)
                 raise StageError(
-                    f"{_label(item)} did not get ready within {timeout_seconds:g} s: {text}; look closer with "
+                    f"{label(item)} did not get ready within {timeout_seconds:g} s: {text}; look closer with "
                     f"`kubectl --context {self.context} -n {namespace} describe pods -l {_selector(item)}`"
                 )
             time.sleep(min(self.poll_seconds, max(0.0, deadline - time.monotonic())))
@@ -114,7 +176,7 @@ class Cluster:
         """The state of a workload and, until it is rolled out, of its pods."""
         try:
             progress = self._progress(item, namespace)
-            return progress, [] if progress.done else self._troubles(item, namespace)
+            return progress, [] if progress.done else self.troubles(item, namespace)
         except ResourceError as error:  # a restarting API server must not end a roll-out that goes on without it
             return Progress(False, str(error)), []
 
@@ -123,7 +185,7 @@ class Cluster:
         if answer.status in _PASSING:
             return Progress(False, f"the API server answers {answer.status}")
         if not answer.ok:
-            raise StageError(f"{_label(item)}: cannot be read ({answer.status}): {answer.reason}")
+            raise StageError(f"{label(item)}: cannot be read ({answer.status}): {answer.reason}")
         progress = judge(answer.json())
         if progress.done and item["kind"] == "InferenceService":
             return self._progress_behind(item, namespace) or progress
@@ -141,14 +203,30 @@ class Cluster:
             return Progress(False, "KServe has not taken over the new version yet")
         return judge(deployment)
 
-    def _troubles(self, item: Object, namespace: str) -> list[str]:
-        path = path_of(_POD, namespace)
-        answer = self.connection.request("GET", path, {"labelSelector": _selector(item)})
-        return pod_troubles(answer.json()["items"]) if answer.ok else [f"its pods cannot be listed: {answer.reason}"]
+    def troubles(self, item: Object, namespace: str) -> list[str]:
+        try:
+            return pod_troubles(self.pods(item, namespace))
+        except PipelineError as error:
+            return [str(error)]
+
+    def _tell_last_words(self, item: Object, namespace: str, say: Say) -> None:
+        """Of each container that ended badly, which its reason alone seldom explains."""
+        try:
+            found = crashed(self.pods(item, namespace))
+        except PipelineError:
+            return  # what hides the pods is told as what the roll-out is stuck on
+        for pod, container, before in found:
+            query = {"container": container, "tailLines": str(_LAST_LINES), "previous": str(before).lower()}
+            answer = self.connection.request("GET", f"{path_of(_POD, namespace, pod)}/log", query)
+            words = answer.body.decode(errors="replace") if answer.ok else f"(its log cannot be read: {answer.reason})"
+            say(f"the last lines of {pod}:")
+            for line in words.splitlines():
+                say(f"    {line}")
 
 
-def _label(item: Object) -> str:
-    return f"{item['kind'].lower()}/{item['metadata']['name']}"
+def _applying(take_over: bool) -> dict[str, str]:
+    """Fields that somebody else has set are left to them, and told, unless they are to be taken over."""
+    return {**_APPLY, "force": "true"} if take_over else dict(_APPLY)
 
 
 def _selector(item: Object) -> str:

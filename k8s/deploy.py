@@ -3,15 +3,91 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from k8s import access, render, serving, smoke
 from k8s.cluster import Cluster, Say
+from k8s.lease import Lease, holder
+from k8s.manifest import BUNDLE_ANNOTATION, Object
+from k8s.trial import Trial, canary_name, deployment_of
 from pipeline.spec.access import ANYBODY, Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
-from pipeline.spec.errors import ClusterError, ResourceError
+from pipeline.spec.errors import ClusterError, ConfigError, GateError, ResourceError, StageError
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One bundle on its way to a cluster."""
+
+    config: Config
+    bundle: Bundle
+    objects: list[Object]
+    entry: Access
+    cluster: Cluster
+    say: Say
+    check: Callable[[], None]  # raises when somebody else deploys
+
+    @property
+    def namespace(self) -> str:
+        return self.config.deploy.namespace
+
+    @property
+    def workload(self) -> Object:
+        return next(item for item in self.objects if item["kind"] in ("Deployment", "InferenceService"))
+
+    def roll(self) -> dict[str, Any]:
+        """A canary first, where one is asked for; what it left behind is gone when all requests are given over."""
+        serving = self.cluster.read(self.workload, self.namespace)
+        if self.config.rollout.canary and (judged := self._try_beside(serving)) is not None:
+            return {"canary": self.config.rollout.canary, "judged": judged, "applied": []}
+        objects, rules = [*access.secrets(self.config, self.entry), *self.objects], self.config.rollout
+        self.check()
+        applied = self.cluster.apply(objects, self.namespace, self.say, rules.take_over)
+        self.say(f"applied {', '.join(applied)}")
+        self.cluster.wait(self.objects, self.namespace, self.config.deploy.timeout_seconds, self.say)
+        service, headers = _address(self.config, self.entry), self.entry.headers()
+        self._end_canary()
+        asked = smoke.check(self.cluster, self.namespace, service, self.bundle, self.say, headers)
+        self.say(f"{asked} golden requests answered as at export")
+        return {"canary": None, "applied": applied, "golden": {"requests": asked}}
+
+    def _try_beside(self, serving: Object | None) -> str | None:
+        """How the canary was judged, where it stays beside the stable version; None when all may be given over."""
+        if self.config.deploy.mode != "deployment":
+            raise ConfigError("rollout.canary: is for deploy.mode=deployment; KServe shares requests out itself")
+        if serving is None:
+            self.say("rollout.canary: nothing serves yet, so this bundle gets all requests")
+            return None
+        if serving["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION) == self.bundle.digest:
+            self.say("rollout.canary: this bundle serves already")
+            return None
+        judged = self._trial(serving).walk()
+        if judged.verdict == "go back":
+            raise StageError(f"the canary has ended, the stable version serves all requests: {judged.text}")
+        return judged.text if judged.verdict == "watch" else None
+
+    def _trial(self, serving: Object) -> Trial:
+        return Trial(
+            self.cluster,
+            self.namespace,
+            self.bundle,
+            deployment_of(self.objects),
+            serving,
+            self.config.rollout,
+            self.config.deploy.timeout_seconds,
+            self.entry.headers(),
+            bool(self.entry.tls_key),
+            self.say,
+            self.check,
+        )
+
+    def _end_canary(self) -> None:
+        if self.config.deploy.mode == "deployment":
+            self.cluster.delete(deployment_of(self.objects), self.namespace)
 
 
 def deploy(
@@ -23,7 +99,8 @@ def deploy(
     say: Say,
     entry: Access = ANYBODY,
 ) -> dict[str, Any]:
-    """Render, apply, wait, prove; returns what is worth recording."""
+    """Render, plan, apply, wait, prove; returns what is worth recording."""
+    check_verdict(bundle, config.rollout.force_reason)
     objects = serving.objects(config, bundle, image, entry)
     namespace = config.deploy.namespace
     files = render.write(objects, directory)
@@ -37,6 +114,7 @@ def deploy(
         "manifests": [file.name for file in files],
         "golden": {"requests": 0},
         "applied": [],
+        "force_reason": config.rollout.force_reason,
     }
     say(f"rendered {len(files)} manifests to {directory}")
     if render_only:
@@ -47,12 +125,33 @@ def deploy(
     except ResourceError as error:
         raise ClusterError(f"no cluster to deploy to: {error}. The manifests are in {directory}; {by_hand}") from error
     say(f"deploying to {cluster.describe()}, namespace {namespace}")
-    applied = cluster.apply([*access.secrets(config, entry), *objects], namespace, say)
-    say(f"applied {', '.join(applied)}")
-    cluster.wait(objects, namespace, config.deploy.timeout_seconds, say)
-    asked = smoke.check(cluster, namespace, _address(config, entry), bundle, say, entry.headers())
-    say(f"{asked} golden requests answered as at export")
-    return {**record, "context": cluster.context, "applied": applied, "golden": {"requests": asked}}
+    with lease_of(cluster, config).held(config.rollout.wait_seconds, say) as check:
+        found = Delivery(config, bundle, objects, entry, cluster, say, check).roll()
+    return {**record, **found, "context": cluster.context, "server": cluster.connection.server}
+
+
+def lease_of(cluster: Cluster, config: Config) -> Lease:
+    return Lease(cluster.connection, config.deploy.namespace, f"{config.name}-deploy", holder())
+
+
+def check_verdict(bundle: Bundle, force_reason: str) -> None:
+    """What the gate rejected does not serve, unless somebody says why it shall."""
+    verdict = bundle.manifest.verdict
+    if verdict in ("pass", "no-baseline") or verdict.startswith("forced") or force_reason:
+        return
+    raise GateError(
+        f"{bundle.path}: its verdict is {verdict!r}; `--force-reason WHY` deploys it all the same, with that on record"
+    )
+
+
+def end_canary(config: Config, say: Say) -> None:
+    """The stable version gets all requests again."""
+    cluster = Cluster.connect(config.deploy.context)
+    namespace = config.deploy.namespace
+    say(f"on {cluster.describe()}, namespace {namespace}")
+    made = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": canary_name(config.name)}}
+    with lease_of(cluster, config).held(config.rollout.wait_seconds, say):
+        cluster.delete(made, namespace)
 
 
 def _address(config: Config, entry: Access) -> str:

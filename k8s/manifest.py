@@ -42,6 +42,11 @@ def describe(item: Object, name: str, namespace: str, labels: Mapping[str, str],
         metadata["annotations"] = annotations
 
 
+def label(item: Object) -> str:
+    """An object as kubectl names it."""
+    return f"{item['kind'].lower()}/{item['metadata']['name']}"
+
+
 def check_image(image: str) -> None:
     """An image must mean one thing for ever: a fixed tag or a digest."""
     match = _IMAGE.fullmatch(image)

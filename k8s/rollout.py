@@ -31,7 +31,45 @@ def judge(live: Object) -> Progress:
 
 def pod_troubles(pods: Iterable[Object]) -> list[str]:
     """One sentence for each pod that cannot start, with the reason the cluster gives."""
-    return [f"{pod['metadata']['name']}: {trouble}" for pod in pods if (trouble := _trouble(pod))]
+    return [f"{pod['metadata']['name']}: {trouble}" for pod in pods if (trouble := pod_trouble(pod))]
+
+
+def pod_trouble(pod: Object) -> str | None:
+    """Why a pod cannot start, or how it failed, with the reason the cluster gives."""
+    status = pod.get("status", {})
+    for container in _containers(status):
+        waiting: Any = container.get("state", {}).get("waiting", {})
+        reason = waiting.get("reason")
+        if reason and reason not in ("ContainerCreating", "PodInitializing"):
+            return f"{reason}: {_detail(container, waiting)}"
+        ended = container.get("state", {}).get("terminated", {})
+        if ended.get("exitCode"):
+            return how_it_ended(ended)
+    scheduled = _conditions(status).get("PodScheduled", {})
+    if status.get("phase") == "Pending" and scheduled.get("status") == "False":
+        return f"Pending: {scheduled.get('message') or scheduled.get('reason', 'not scheduled')}"
+    if status.get("phase") == "Failed":
+        return f"{status.get('reason', 'Failed')}: {status.get('message', 'the pod failed')}"
+    return None
+
+
+def crashed(pods: Iterable[Object]) -> list[tuple[str, str, bool]]:
+    """Pod and container of each process that ended badly, and whether the one before it is meant: its log says why."""
+    found = []
+    for pod in pods:
+        for container in _containers(pod.get("status", {})):
+            now, before = (container.get(state, {}).get("terminated", {}) for state in ("state", "lastState"))
+            if now.get("exitCode") or before.get("exitCode"):
+                found.append((pod["metadata"]["name"], container.get("name", ""), not now.get("exitCode")))
+    return found
+
+
+def how_it_ended(ended: Object) -> str:
+    said = f", {ended['message'].strip()}" if ended.get("message") else ""
+    killed = "; it needs more memory than its limit" if ended.get("reason") == "OOMKilled" else ""
+    return (
+        f"the container ended with {ended.get('reason', 'an error')}, exit code {ended.get('exitCode')}{said}{killed}"
+    )
 
 
 def _judge_deployment(live: Object, status: Object) -> Progress:
@@ -68,21 +106,6 @@ def _conditions(status: Object) -> dict[str, Object]:
     return {item["type"]: item for item in status.get("conditions", [])}
 
 
-def _trouble(pod: Object) -> str | None:
-    status = pod.get("status", {})
-    for container in _containers(status):
-        waiting: Any = container.get("state", {}).get("waiting", {})
-        reason = waiting.get("reason")
-        if reason and reason not in ("ContainerCreating", "PodInitializing"):
-            return f"{reason}: {_detail(container, waiting)}"
-    scheduled = _conditions(status).get("PodScheduled", {})
-    if status.get("phase") == "Pending" and scheduled.get("status") == "False":
-        return f"Pending: {scheduled.get('message') or scheduled.get('reason', 'not scheduled')}"
-    if status.get("phase") == "Failed":
-        return f"{status.get('reason', 'Failed')}: {status.get('message', 'the pod failed')}"
-    return None
-
-
 def _containers(status: Object) -> Iterator[Object]:
     yield from status.get("initContainerStatuses", [])
     yield from status.get("containerStatuses", [])
@@ -91,7 +114,4 @@ def _containers(status: Object) -> Iterator[Object]:
 def _detail(container: Object, waiting: Object) -> str:
     """For a crash, how the process ended says more than how long the kubelet waits."""
     ended = container.get("lastState", {}).get("terminated")
-    if not ended:
-        return str(waiting.get("message", "no message"))
-    said = f", {ended['message'].strip()}" if ended.get("message") else ""
-    return f"the container ended with {ended.get('reason', 'an error')}, exit code {ended.get('exitCode')}{said}"
+    return how_it_ended(ended) if ended else str(waiting.get("message", "no message"))

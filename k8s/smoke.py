@@ -16,6 +16,9 @@ _PATIENCE_SECONDS = 30.0  # endpoints and proxies follow a roll-out with a delay
 _NOT_THERE_YET = (502, 503, 504)
 
 
+Ask = Callable[[str, Any], tuple[int, dict[str, str], bytes]]  # path and body → status, headers, body
+
+
 def check(
     cluster: Cluster,
     namespace: str,
@@ -25,18 +28,29 @@ def check(
     entry: Mapping[str, str],
 ) -> int:
     """Returns how many requests were answered as they should be."""
+    asked, unnamed = _check(bundle, lambda path, body: cluster.post(namespace, service, "http", path, body, entry))
+    if unnamed:
+        say("warning: the answers came without an x-bundle-digest header; only their values were checked")
+    return asked
+
+
+def check_pod(cluster: Cluster, namespace: str, pod: str, bundle: Bundle, entry: Mapping[str, str]) -> int:
+    """One pod by itself, whoever else stands behind its Service."""
+    return _check(bundle, lambda path, body: cluster.ask_pod(namespace, pod, path, body, entry))[0]
+
+
+def _check(bundle: Bundle, ask: Ask) -> tuple[int, int]:
+    """How many were asked, and how many answers named no bundle."""
     unnamed = 0
     asked = list(golden_requests(bundle))
     for golden in asked:
-        status, headers, raw = _ask(cluster, namespace, service, golden.path, golden.body, entry)
+        status, headers, raw = _patiently(ask, golden.path, golden.body)
         if status != 200:
             raise StageError(f"golden request {golden.path}: answered {status}: {raw.decode(errors='replace')[:200]}")
         unnamed += _check_header(golden.path, headers, bundle)
         if problem := golden.problem(_parse(golden.path, raw)):
             raise StageError(f"golden request {golden.path}: {problem}; what runs is not what was judged")
-    if unnamed:
-        say("warning: the answers came without an x-bundle-digest header; only their values were checked")
-    return len(asked)
+    return len(asked), unnamed
 
 
 def _check_header(path: str, headers: dict[str, str], bundle: Bundle) -> bool:
@@ -50,12 +64,10 @@ def _check_header(path: str, headers: dict[str, str], bundle: Bundle) -> bool:
     return digest is None
 
 
-def _ask(
-    cluster: Cluster, namespace: str, service: str, path: str, body: Any, entry: Mapping[str, str]
-) -> tuple[int, dict[str, str], bytes]:
+def _patiently(ask: Ask, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        answer = cluster.post(namespace, service, "http", path, body, entry)
+        answer = ask(path, body)
         if answer[0] not in _NOT_THERE_YET or time.monotonic() >= deadline:
             return answer
         time.sleep(0.5)

@@ -21,10 +21,10 @@ def continue_with(run: Run, words: Sequence[str]) -> Run:
     for word in words:
         key = word.partition("=")[0]
         section, _, name = key.partition(".")
-        if section != "train" or name not in WHERE:
+        if section != "jobs" and key not in ("deploy.context", "deploy.namespace") and not _is_where(section, name):
             raise ConfigError(
                 f"{key} says what the run computes, and it has computed with another value; a run that goes on may "
-                f"change where it trains, by train.{', '.join(WHERE)}; `pipe run {word}` starts a new one"
+                f"change where it trains, by jobs.* and train.{', '.join(WHERE)}; `pipe run {word}` starts a new one"
             )
     if not words:
         return run
@@ -34,3 +34,7 @@ def continue_with(run: Run, words: Sequence[str]) -> Run:
     kept = [word for word in body.continued if word.partition("=")[0] not in changed]
     write_run(run, body.model_copy(update={"continued": (*kept, *words)}))
     return Run(run.path)
+
+
+def _is_where(section: str, name: str) -> bool:
+    return section == "train" and name in WHERE

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from pipeline.admin import Admin
 from pipeline.champion import promote
+from pipeline.placed import record as record_placed
 from pipeline.rollout import decide, shadow_bundle, stamp_of, swap
 from pipeline.service import Live, read_live
 from pipeline.smoke import latency
@@ -27,7 +29,7 @@ def deploy(run: Run, root: Path) -> None:
     on_cluster = run.config.deploy.target == "kubernetes"
     record = _on_cluster(run, bundle, access) if on_cluster else _locally(run, bundle, access, root)
     write_json(run.partial("deploy") / "deploy.json", record)
-    if record["live"] and bundle.manifest.verdict == "forced":
+    if record["live"] and (bundle.manifest.verdict == "forced" or record.get("force_reason")):
         _say("forced past the gate: it serves, but the champion that candidates must beat stays as it was")
     elif record["live"] and not record.get("canary"):
         promote(run, bundle)
@@ -53,6 +55,8 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
         record = deploy_to_cluster(run.config, bundle, image, directory, render, lambda text: _say(final(text)), access)
     except ClusterError as error:
         raise ClusterError(final(str(error))) from error
+    if not render:
+        record_placed(run, run.config.name, record)
     return {**record, "live": not render}
 
 
@@ -100,5 +104,11 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
+def _leave(signal_number: int, _frame: object) -> None:
+    """What is under way is undone on the way out: a lease is given back, a canary ends."""
+    sys.exit(128 + signal_number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
     sys.exit(run_step("deploy", deploy, sys.argv[1:]))

@@ -49,6 +49,15 @@ class Display:
         else:
             print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
+    def ask(self, question: str) -> bool:
+        """Yes where there is nobody to ask, or no answer."""
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            return True
+        if self._progress is not None:
+            self._progress.stop()  # it would draw over the question
+        print(question, end="", file=sys.stderr, flush=True)
+        return not sys.stdin.readline().strip().lower().startswith("n")
+
     def start(self, run: Run, step: str, reason: str) -> None:
         self._run, self._step = run, step
         log = run.log(step)

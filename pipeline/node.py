@@ -52,7 +52,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.host = socket.gethostname()
-        self.log = self.run.log(f"train-{self.host}" if self.joined else "train")
+        own = self.joined or POD_NUMBER in self.env  # whoever follows the pods of a Job keeps the log of them all
+        self.log = self.run.log(f"train-{self.host}" if own else "train")
         self.per_node = processes_per_node(self.train, count_gpus(self.env))
         self.presence = Presence(self.run)
         self.news = News(self.run, self.log, self.train.restarts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pipeline.continued import continue_with
 from pipeline.display import Display
+from pipeline.executor import executor_of, is_on_cluster
 from pipeline.history import (
     History,
     changed_outputs,
@@ -22,7 +23,7 @@ from pipeline.history import (
 from pipeline.keys import parts_of
 from pipeline.launch import prepare_log, said_since
 from pipeline.launchers import check_launcher
-from pipeline.outcome import exit_status, failure
+from pipeline.outcome import failure
 from pipeline.plan import Step, decide
 from pipeline.project import Project
 from pipeline.spec.config import Config, override_config
@@ -34,7 +35,7 @@ from pipeline.spec.errors import (
     clear_error,
 )
 from pipeline.spec.run import Run, RunFile, StepRecord
-from pipeline.steps import DEPLOYED, argv_of
+from pipeline.steps import DEPLOYED, argv_of, run_argument
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,14 @@ def resume_road(project: Project, run: Run, order: Order, display: Display, word
 
 def _is_of_a_deployment(word: str) -> bool:
     section, _, name = word.partition(".")
-    return section == "deploy" or (section == "serve" and name in DEPLOYED)
+    return section in ("deploy", "rollout") or (section == "serve" and name in DEPLOYED)
 
 
 def redeploy(project: Project, source: Run, overrides: Sequence[str], display: Display) -> Run:
     """Deploy a bundle as it was made then, whatever has changed in the project since; a new, linked run."""
     if strange := [override for override in overrides if not _is_of_a_deployment(override.partition("=")[0])]:
         raise ConfigError(
-            f"{strange[0]}: a deployment changes deploy.* and serve.{{{','.join(DEPLOYED)}}} alone; "
+            f"{strange[0]}: a deployment changes deploy.*, rollout.* and serve.{{{','.join(DEPLOYED)}}} alone; "
             "`pipe run` changes the others"
         )
     config, body = override_config(source.config, overrides), source.read()
@@ -162,15 +163,26 @@ def check_config(config: Config) -> None:
     """What one section cannot see of another."""
     if config.deploy.grpc_port == config.deploy.port:
         raise ConfigError(f"deploy.grpc_port and deploy.port are both {config.deploy.port}; give each its own")
-    if config.train.launcher == "torchrun" and config.train.most_nodes > 1 and not config.train.rendezvous:
+    if config.jobs.executor == "kubernetes":
+        from pipeline.on_cluster import check  # others do without the manifests
+
+        check(config)
+    if waits_for_others(config) and not config.train.rendezvous:
         raise ConfigError(
             f"train.nodes={config.train.nodes} needs train.rendezvous=HOST:PORT, an address all nodes reach; "
             "on a cluster, `pipe run train --render DIR` writes the Job"
         )
 
 
+def waits_for_others(config: Config) -> bool:
+    """Whether training here is one machine of several, which people start; on a cluster pods are."""
+    several = config.train.launcher == "torchrun" and config.train.most_nodes > 1
+    return several and not is_on_cluster("train", config)
+
+
 def _foresee(road: Road) -> None:
-    if any(step.name == "train" and step.action == "run" for step in road.preview()):
+    here = not is_on_cluster("train", road.config)
+    if any(step.name == "train" and step.action == "run" for step in road.preview()) and here:
         check_launcher(road.config.train)
 
 
@@ -200,10 +212,13 @@ def _reuse(road: Road, run: Run, step: Step) -> StepRecord:
 
 
 def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
-    _clear(run, step, display)
+    root = road.project.root
+    executor = executor_of(step.name, root, run.config, road.order.cores, display.say, display.ask)
+    if not executor.goes_on(run, step):
+        _clear(run, step, display)
     log = run.log(step.name)
     began = prepare_log(log)
-    argv = argv_of(step.name, road.config, _run_argument(road.project, run))
+    argv = argv_of(step.name, road.config, run_argument(root, run))
     record = StepRecord(
         step=step.name,
         status="running",
@@ -215,11 +230,11 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
     )
     write_record(run, record)
     display.start(run, step.name, step.reason)
-    if step.name == "train" and road.config.train.most_nodes > 1 and road.config.train.launcher == "torchrun":
+    if step.name == "train" and waits_for_others(road.config):
         display.say(f"on each other machine, in this folder: pipe join {run.id}")
     started = time.monotonic()
     try:
-        status = exit_status(road.project.root, run, record, road.order.cores, display.tick)
+        status = executor.exit_status(run, record, display.tick)
     except BaseException as error:
         ending = "pruned" if isinstance(error, Pruned) else "interrupted"
         display.end(ending)
@@ -256,10 +271,3 @@ def _clear(run: Run, step: Step, display: Display) -> None:
     if (partial / "checkpoints").is_dir():
         display.say(f"{step.name}: starting over, its checkpoints were made under other settings or sources")
     shutil.rmtree(partial, ignore_errors=True)
-
-
-def _run_argument(project: Project, run: Run) -> str:
-    """Relative to the project where it can be: the same words in a pod that mounts the project elsewhere."""
-    if run.path.is_relative_to(project.root):
-        return run.path.relative_to(project.root).as_posix()
-    return str(run.path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.launchers import torchrun
 from pipeline.spec.config import Config
 from pipeline.spec.limits import SEALED
-from pipeline.spec.run import STEPS
+from pipeline.spec.run import STEPS, Run
 from pipeline.spec.sections import Serve, Train
 
 # Words of the serve section that a deployment chooses; the others travel in the bundle.
@@ -68,7 +69,7 @@ KINDS = {
         StepKind(
             "deploy",
             "pipeline.deploy",
-            ("name", "deploy", *(f"serve.{name}" for name in DEPLOYED)),
+            ("name", "deploy", "rollout", *(f"serve.{name}" for name in DEPLOYED)),
             inputs=("export/bundle/manifest.json", "package/image.json"),
             user_code=False,
             cached=False,  # what is live may have changed: it always looks
@@ -86,6 +87,11 @@ def argv_of(step: str, config: Config, run_directory: str) -> tuple[str, ...]:
     if step == "evaluate" and config.evaluate.processes > 1:
         return torchrun(config.evaluate.processes, python)
     return python
+
+
+def run_argument(root: Path, run: Run) -> str:
+    """Relative to the project where it can be: the same words in a pod that mounts the project elsewhere."""
+    return run.path.relative_to(root).as_posix() if run.path.is_relative_to(root) else str(run.path)
 
 
 def processes_per_node(train: Train, gpus: int) -> int:

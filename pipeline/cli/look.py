@@ -11,6 +11,7 @@ import typer
 
 from pipeline.admin import Admin
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of, table
+from pipeline.cluster_state import told_of_cluster
 from pipeline.compare import aligned, differences, results
 from pipeline.history import find_run, load_history
 from pipeline.project import Project
@@ -50,9 +51,13 @@ def status(
         told = _told(live)
         service = {**(service or {}), "told": told}
         line += _shadow_line(told)
+    cluster = told_of_cluster(project)
     lines = [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
-    text = "\n".join([table(runs), "", *map(_again_line, again), *lines, line])
-    emit(output, {"runs": runs, "began_again": again, "studies": studies, "service": service}, text)
+    lines += [line] if live is not None or cluster is None else []
+    lines += cluster.lines() if cluster else []
+    text = "\n".join([table(runs), "", *map(_again_line, again), *lines])
+    found = {"runs": runs, "began_again": again, "studies": studies, "service": service}
+    emit(output, found | {"cluster": cluster.facts() if cluster else None}, text)
 
 
 def _told(live: Live) -> dict[str, Any] | None:

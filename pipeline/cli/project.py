@@ -16,6 +16,7 @@ from pipeline.display import Display
 from pipeline.doctor import examine
 from pipeline.history import find_run, load_history
 from pipeline.lock import locked
+from pipeline.placed import read_placed
 from pipeline.project import example
 from pipeline.runner import Order, run_road
 from pipeline.service import read_live
@@ -74,7 +75,9 @@ def gc(
         return emit(output, {"removed": [], "dry_run": dry_run}, "nothing to remove")
     with locked(runs):
         live = read_live(runs)
+        placed = read_placed(runs)
         needed = {live.run} if live else set()
+        needed |= {version.run for version in placed.versions} if placed else set()
         needed |= {entry.path.partition("/")[0] for entry in read_registry(runs).names.values()}
         history = load_history(runs)
         newest = [run.id for run, body in history if not body.study][:keep]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from pipeline.project import Project
 from pipeline.report import write_report
 from pipeline.runner import Order, Road, latest_unfinished, redeploy, resume_road, run_road
 from pipeline.service import read_live
+from pipeline.spec.config import override_config
 from pipeline.spec.errors import ConfigError, Interrupted
 from pipeline.spec.run import STEPS, Run
 
@@ -26,6 +28,11 @@ Words = Annotated[list[str] | None, typer.Argument(metavar="[STEP…] [KEY=VALUE
 From = Annotated[str | None, typer.Option("--from", help="First step; the ones before it must be up to date.")]
 Until = Annotated[str | None, typer.Option("--until", help="Last step.")]
 Force = Annotated[list[str] | None, typer.Option("--force", help="Run this step though nothing changed; or `all`.")]
+Resume = Annotated[
+    str | None, typer.Option("--resume", metavar="[RUN]", help="Go on with a stopped run; overrides say where.")
+]
+Executor = Annotated[str | None, typer.Option("--executor", metavar="[local|kubernetes]", help="Where steps run.")]
+Context = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig; else the current one.")]
 Render = Annotated[str | None, typer.Option("--render", metavar="[DIR]", help="Only write Kubernetes manifests.")]
 
 
@@ -57,11 +64,11 @@ def run(
     start: From = None,
     until: Until = None,
     force: Force = None,
-    resume: Annotated[
-        str | None, typer.Option("--resume", metavar="[RUN]", help="Go on with a stopped run; overrides say where.")
-    ] = None,
+    resume: Resume = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="The same as `pipe plan`.")] = False,
     render: Render = None,
+    executor: Executor = None,
+    cluster_context: Context = None,
     output: OutputOption = Output.text,
 ) -> None:
     """Walk the road: all of it, or the named steps and what they need."""
@@ -69,6 +76,7 @@ def run(
         return plan(context, words, start, until, force, output=output)
     project = project_of(context)
     names, overrides = split_words(words)
+    overrides += where(executor, cluster_context)
     if render is not None:
         if names == ["train"]:
             from pipeline.render import render_training  # other commands do without the manifests
@@ -96,19 +104,49 @@ def deploy(
         list[str] | None, typer.Argument(metavar="[RUN] [KEY=VALUE…]", help="A run with a bundle, and overrides.")
     ] = None,
     render: Render = None,
+    canary: Annotated[
+        float | None, typer.Option("--canary", metavar="PERCENT", help="Share of the requests it gets at first.")
+    ] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="On a cluster: go on to all requests, or back, by what is measured.")
+    ] = False,
+    force_reason: Annotated[
+        str | None, typer.Option("--force-reason", metavar="WHY", help="Deploy a bundle that failed its gate.")
+    ] = None,
+    cluster_context: Context = None,
     output: OutputOption = Output.text,
 ) -> None:
     """Deploy the bundle of a run that is there already."""
     project = project_of(context)
     names, overrides = split_words(words)
+    overrides += where(None, cluster_context)
     if render is not None:
         overrides += ["deploy.target=kubernetes", "deploy.render=true"]
     display = Display(live=sys.stderr.isatty())
     with locked(project.runs):
         source = find_run(project.runs, names[0]) if names else newest_bundle(project)
+        target = override_config(source.config, overrides).deploy.target
+        overrides += taking_over(target, canary, auto, force_reason)
         found = finish(project, lambda: redeploy(project, source, overrides, display))
     _copy_manifests(found, render)
     emit_run(output, found)
+
+
+def where(executor: str | None, context: str | None) -> list[str]:
+    """Options that are words of the configuration."""
+    given = {"jobs.executor": executor, "deploy.context": context}
+    return [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+
+
+def taking_over(target: str, canary: float | None, auto: bool, force_reason: str | None) -> list[str]:
+    """Options of a roll-out as words; here a canary shares one process, on a cluster it has pods of its own."""
+    if target == "local":
+        if auto:
+            raise ConfigError("--auto: is for a cluster; here `pipe promote` or `pipe rollback` ends a canary")
+        return [] if canary is None else [f"serve.canary='{canary:g}%'"]
+    words = [] if canary is None else [f"rollout.canary={canary:g}"]
+    words += ["rollout.auto=true"] if auto else []
+    return words + ([f"rollout.force_reason={json.dumps(force_reason)}"] if force_reason else [])
 
 
 def split_words(words: list[str] | None) -> tuple[list[str], list[str]]:

@@ -12,6 +12,8 @@ from pydantic import Field, ValidationError
 
 from pipeline.spec.cluster import Cluster
 from pipeline.spec.errors import ConfigError, ConflictError
+from pipeline.spec.jobs import Jobs
+from pipeline.spec.rollout import Rollout
 from pipeline.spec.section import Section
 from pipeline.spec.sections import Deploy, Evaluate, Export, Package, Prepare, Serve, Train, Tune
 
@@ -30,6 +32,8 @@ class Config(Section):
     serve: Serve = Field(default_factory=Serve, description="the service's limits")
     deploy: Deploy = Field(default_factory=Deploy, description="where it runs")
     cluster: Cluster = Field(default_factory=Cluster, description="the pods that run the steps on a cluster")
+    rollout: Rollout = Field(default_factory=Rollout, description="how a bundle takes over on a cluster")
+    jobs: Jobs = Field(default_factory=Jobs, description="steps on a cluster")
     tune: Tune = Field(default_factory=Tune, description="the search for better settings")
 
 

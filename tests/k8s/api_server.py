@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -13,39 +15,68 @@ from urllib.parse import parse_qs, urlsplit
 import kubernetes_validate
 import yaml
 
+from . import streams
+from .http_edge import serve_http
+from .object_store import Conflict, Object, Store
+from .played import Nodes
+from .requested import KINDS, Requested, parse
+
 TOKEN = "a-secret-token"
+_OWN_GROUPS = ("", "apps", "autoscaling", "batch", "coordination.k8s.io", "networking.k8s.io", "policy")
 Answer = tuple[int, dict[str, str], Any]
 Service = Callable[[str, Any], Answer]
 
 
+@dataclass
+class Fault:
+    """What the next requests of a kind meet instead of an answer."""
+
+    where: Callable[[Requested], bool]
+    status: int = 503
+    times: int = 1
+    headers: dict[str, str] = field(default_factory=dict)
+    drop: bool = False  # the connection is cut instead
+    seconds: float = 0.0  # it is answered, but late
+
+
 class ApiServer:
-    """`namespaces` and `crds` say what the cluster knows; `pods`, `unready_polls` and `statuses` how it behaves."""
+    """What the cluster knows, allows and does can be changed by a test at any time."""
 
     def __init__(self) -> None:
         self.namespaces = {"default"}
         self.crds: set[str] = set()
-        self.objects: dict[str, dict[str, Any]] = {}
-        self.pods: list[dict[str, Any]] = []
-        self.statuses: dict[str, dict[str, Any]] = {}  # by kind, in place of what a working controller writes
+        self.store = Store()
+        self.nodes = Nodes(self.store)
+        self.statuses: dict[str, Object] = {}  # by kind, in place of what a working controller writes
         self.unready_polls = 1
-        self.failing_reads: list[int] = []  # HTTP statuses of the next reads of a workload
         self.warning = ""
+        self.quota: dict[str, str] = {}  # by kind, what is exceeded
+        self.rules: list[Object] | None = None  # of a Role; None allows everything
+        self.faults: list[Fault] = []
+        self.cut_after: list[int] = []  # lines or events after which the next streams are dropped
         self.service: Service = lambda path, body: (503, {}, {"message": "no endpoints available"})
+        self.pod: Callable[[str, str, Any], Answer] = lambda pod, path, body: (503, {}, {"message": "no such port"})
         self.requests: list[tuple[str, str, dict[str, str], str]] = []  # method, path, query, content type
+        self.seen: set[tuple[str, str, str]] = set()  # API group, resource, verb
         self.proxied: list[dict[str, str]] = []  # headers of the requests to the model
+        self.closing = threading.Event()
         self._polls: dict[str, int] = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
+        self._edge = serve_http(self)
+
+    @property
+    def objects(self) -> dict[str, Object]:
+        return self.store.objects
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return self._edge.url
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self.closing.set()
+        with self.store.changed:
+            self.store.changed.notify_all()
+        self.nodes.close()
+        self._edge.close()
 
     def write_kubeconfig(self, path: Path, token: str = TOKEN) -> None:
         body = {
@@ -58,110 +89,182 @@ class ApiServer:
         }
         path.write_text(yaml.safe_dump(body))
 
+    def fail(self, method: str, part: str, **fault: Any) -> None:
+        """The next requests with this method and this in their path."""
+        self.faults.append(Fault(lambda asked: asked.method == method and part in asked.target, **fault))
+
+    def add(self, item: Object, namespace: str = "default") -> str:
+        """As somebody else would have; returns its path."""
+        plural = next(plural for plural, kind in KINDS.items() if kind == item["kind"])
+        root = f"/apis/{item['apiVersion']}" if "/" in item["apiVersion"] else f"/api/{item['apiVersion']}"
+        path = f"{root}/namespaces/{namespace}/{plural}/{item['metadata']['name']}"
+        self.store.create(path, item)
+        return path
+
+    def add_pod(self, name: str, labels: dict[str, str], status: Object) -> str:
+        metadata = {"name": name, "labels": labels}
+        return self.add({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {}, "status": status})
+
+    def fault_of(self, asked: Requested) -> Fault | None:
+        fault = next((fault for fault in self.faults if fault.where(asked)), None)
+        if fault is not None:
+            fault.times -= 1
+            if fault.times == 0:
+                self.faults.remove(fault)
+        return fault
+
     def answer(self, method: str, target: str, headers: dict[str, str], body: bytes) -> Answer:
         path = urlsplit(target).path
         query = {name: values[0] for name, values in parse_qs(urlsplit(target).query).items()}
         self.requests.append((method, path, query, headers.get("content-type", "")))
         if headers.get("authorization") != f"Bearer {TOKEN}":
-            return _status(401, "Unauthorized")
+            return status_of(401, "Unauthorized")
+        asked = parse(method, target, path, query)
+        if fault := self.fault_of(asked):
+            time.sleep(fault.seconds)
+            if fault.drop:
+                raise ConnectionAbortedError
+            if not fault.seconds:
+                return status_of(fault.status, "the server is busy", fault.headers)
         if path == "/version":
             return 200, {}, {"gitVersion": "v1.37.0"}
-        if "/proxy/" in path:
-            self.proxied.append(headers)
-            return self._proxy(path, body)
-        if method == "PATCH":
-            return self._apply(path, query, headers, body)
-        if path.endswith("/pods"):
-            wanted = dict(pair.split("=") for pair in query["labelSelector"].split(","))
-            found = [pod for pod in self.pods if wanted.items() <= pod["metadata"]["labels"].items()]
-            return 200, {}, {"kind": "PodList", "apiVersion": "v1", "items": found}
-        return self._read(path)
-
-    def _apply(self, path: str, query: dict[str, str], headers: dict[str, str], body: bytes) -> Answer:
-        if headers.get("content-type") != "application/apply-patch+yaml" or "fieldManager" not in query:
-            return _status(415, "server-side apply needs its content type and a fieldManager")
-        item = yaml.safe_load(body)
-        version, namespace = item["apiVersion"], path.split("/namespaces/")[1].split("/")[0]
-        if version.startswith("serving.kserve.io") and version not in self.crds:
+        if asked.group not in _OWN_GROUPS and f"{asked.group}/{asked.version}" not in self.crds:
             return 404, {}, "404 page not found\n"
-        if namespace not in self.namespaces:
-            return _status(404, f'namespaces "{namespace}" not found')
-        if not version.startswith("serving.kserve.io"):
-            try:
-                kubernetes_validate.validate(item, kubernetes_validate.latest_version(), strict=True)
-            except kubernetes_validate.ValidationError as error:
-                return _status(400, f"strict decoding error: {error.message}")
-        if query.get("dryRun") != "All":
-            self.objects[path] = self._stored(path, item)
-        return 200, {"Warning": f'299 - "{self.warning}"'} if self.warning else {}, item
+        return self._allowed(asked, headers, body)
 
-    def _stored(self, path: str, item: dict[str, Any]) -> dict[str, Any]:
-        old = self.objects.get(path)
-        generation = old["metadata"]["generation"] + (old["spec"] != item["spec"]) if old and "spec" in item else 1
-        self._polls[path] = 0
-        return {**item, "metadata": {**item["metadata"], "generation": generation}}
+    def _allowed(self, asked: Requested, headers: dict[str, str], body: bytes) -> Answer:
+        verbs = [asked.verb]
+        if asked.verb == "patch" and asked.path not in self.objects:
+            verbs.append("create")  # server-side apply of what is not there needs both
+        for verb in verbs:
+            self.seen.add((asked.group, asked.resource, verb))
+            if not self._may(asked, verb):
+                return status_of(403, asked.forbidden(verb), kind=asked.resource)
+        if asked.namespace not in self.namespaces and asked.method in ("PATCH", "POST", "PUT"):
+            return status_of(404, f'namespaces "{asked.namespace}" not found')
+        if "/proxy/" in asked.path:
+            self.proxied.append(headers)
+            return self._proxy(asked, body)
+        try:
+            return self._act(asked, headers, body)
+        except Conflict as conflict:
+            return status_of(409, str(conflict))
+
+    def _may(self, asked: Requested, verb: str) -> bool:
+        return self.rules is None or any(
+            asked.group in rule["apiGroups"] and asked.resource in rule["resources"] and verb in rule["verbs"]
+            for rule in self.rules
+        )
+
+    def _act(self, asked: Requested, headers: dict[str, str], body: bytes) -> Answer:
+        if asked.method == "PATCH":
+            return self._apply(asked, headers, body)
+        if asked.method == "POST":
+            item = json.loads(body)
+            return 201, {}, self.store.create(f"{asked.path}/{item['metadata']['name']}", item)
+        if asked.subresource == "log":
+            return self._log(asked)
+        if not asked.name:
+            return self._watch(asked) if asked.verb == "watch" else self._list(asked)
+        if asked.path not in self.objects:
+            return status_of(404, f'{asked.resource} "{asked.name}" not found')
+        if asked.method == "PUT":
+            return 200, {}, self.store.replace(asked.path, json.loads(body))
+        if asked.method == "DELETE":
+            return self._delete(asked, json.loads(body) if body else {})
+        return self._read(asked.path)
+
+    def _apply(self, asked: Requested, headers: dict[str, str], body: bytes) -> Answer:
+        if headers.get("content-type") != "application/apply-patch+yaml" or "fieldManager" not in asked.query:
+            return status_of(415, "server-side apply needs its content type and a fieldManager")
+        item = yaml.safe_load(body)
+        if asked.group in _OWN_GROUPS and (problem := _problem(json.dumps(item))):
+            return status_of(400, f"strict decoding error: {problem}")
+        if message := self.quota.get(item["kind"]):
+            return status_of(403, f'{asked.resource} "{asked.name}" is forbidden: exceeded quota: {message}')
+        dry, force = asked.query.get("dryRun") == "All", asked.query.get("force") == "true"
+        kept = self.store.apply(asked.path, item, asked.query["fieldManager"], force, keep=not dry)
+        if not dry:
+            self._polls[asked.path] = 0
+            self.nodes.see(asked.path, item)
+        return 200, {"Warning": f'299 - "{self.warning}"'} if self.warning else {}, kept
+
+    def _delete(self, asked: Requested, options: Object) -> Answer:
+        gone = self.store.delete(asked.path, options.get("preconditions", {}).get("uid", ""))
+        if gone["kind"] in ("Job", "Deployment") and options.get("propagationPolicy") in ("Background", "Foreground"):
+            self.nodes.forget(asked.path)
+        return 200, {}, gone
+
+    def _list(self, asked: Requested) -> Answer:
+        with self.store.changed:
+            found = [self._shown(item, count=False) for item in self.store.below(asked.path, asked.labels)]
+            return 200, {}, {"kind": "List", "metadata": {"resourceVersion": str(self.store.version)}, "items": found}
 
     def _read(self, path: str) -> Answer:
-        if self.failing_reads:
-            return _status(self.failing_reads.pop(0), "the server is busy")
-        if path not in self.objects:
-            return _status(404, f'"{path.rsplit("/", 1)[1]}" not found')
-        self._polls[path] += 1
-        item = self.objects[path]
-        return 200, {}, {**item, "status": self._status_of(path, item)}
+        return 200, {}, self._shown(self.objects[path], count=True, path=path)
 
-    def _status_of(self, path: str, item: dict[str, Any]) -> dict[str, Any]:
+    def _shown(self, item: Object, count: bool, path: str = "") -> Object:
+        if "status" in item or item["kind"] not in ("Deployment", "InferenceService"):
+            return item
+        self._polls[path] = self._polls.get(path, 0) + count
+        return {**item, "status": self._status_of(item, self._polls[path] > self.unready_polls)}
+
+    def _status_of(self, item: Object, ready: bool) -> Object:
         if item["kind"] in self.statuses:
             return self.statuses[item["kind"]]
-        generation, ready = item["metadata"]["generation"], self._polls[path] > self.unready_polls
+        generation = item["metadata"]["generation"]
         if item["kind"] == "InferenceService":
             conditions = [{"type": "Ready", "status": "True" if ready else "False", "message": "pods start"}]
             return {"observedGeneration": generation, "conditions": conditions}
-        wanted = item["spec"].get("replicas", 1)
-        available = wanted if ready else 0
-        return {
-            "observedGeneration": generation,
-            "replicas": wanted,
-            "updatedReplicas": wanted,
-            "availableReplicas": available,
-        }
+        wanted = item["spec"].get("replicas", self.nodes.replicas or 1)
+        counts = {"replicas": wanted, "updatedReplicas": wanted, "availableReplicas": wanted if ready else 0}
+        return {"observedGeneration": generation, **counts}
 
-    def _proxy(self, path: str, body: bytes) -> Answer:
-        root, _, rest = path.partition("/proxy/")
-        name, _, port = root.rsplit("/", 1)[1].removeprefix("https:").partition(":")
-        services = {key.rsplit("/", 1)[1] for key, item in self.objects.items() if item["kind"] == "Service"}
-        services |= {
-            item["metadata"]["name"] + "-predictor"
-            for item in self.objects.values()
-            if item["kind"] == "InferenceService"
-        }
-        if name not in services or port != "http":
-            return _status(404, f'services "{name}:{port}" not found')
-        return self.service(f"/{rest}", json.loads(body) if body else None)
+    def _watch(self, asked: Requested) -> Answer:
+        since = int(asked.query.get("resourceVersion") or 0)
+        if since < self.store.oldest:
+            gone = status_of(410, f"too old resource version: {since} ({self.store.oldest})")[2]
+            return 200, {}, iter([json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n"])
+        return 200, {}, self._dropped(streams.events(self.store, asked, since, self.closing))
+
+    def _log(self, asked: Requested) -> Answer:
+        pod = self.nodes.pods.get(asked.path)
+        if pod is None:
+            return status_of(404, f'pods "{asked.name}" not found')
+        if self.objects[asked.path]["status"]["phase"] == "Pending":
+            return status_of(400, f'container in pod "{asked.name}" is waiting to start: ContainerCreating')
+        text = streams.log(self.store, pod, asked.query, self.closing)
+        if asked.query.get("follow") == "true":
+            return 200, {"Content-Type": "text/plain"}, self._dropped(text)
+        return 200, {"Content-Type": "text/plain"}, b"".join(text).decode()
+
+    def _dropped(self, stream: Iterator[bytes]) -> Iterator[bytes]:
+        return streams.cut(stream, self.cut_after.pop(0)) if self.cut_after else stream
+
+    def _proxy(self, asked: Requested, body: bytes) -> Answer:
+        rest = "/" + asked.target.partition("/proxy/")[2]
+        name, _, port = asked.name.removeprefix("https:").partition(":")
+        if asked.resource == "pods/proxy":
+            if f"{asked.path.partition('/pods/')[0]}/pods/{name}" not in self.objects:
+                return status_of(404, f'pods "{name}" not found')
+            return self.pod(name, rest, json.loads(body) if body else None)
+        names = {"Service": "", "InferenceService": "-predictor"}
+        made = [(item["kind"], item["metadata"]["name"]) for item in self.objects.values()]
+        if name not in {made_name + names[kind] for kind, made_name in made if kind in names} or port != "http":
+            return status_of(404, f'services "{name}:{port}" not found')
+        return self.service(rest, json.loads(body) if body else None)
 
 
-def _status(code: int, message: str) -> Answer:
-    return code, {}, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
+@cache
+def _problem(text: str) -> str:
+    """What the strict schema says against an object; most are applied several times."""
+    try:
+        kubernetes_validate.validate(json.loads(text), kubernetes_validate.latest_version(), strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return str(error.message)
+    return ""
 
 
-def _handler_of(server: ApiServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def _handle(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            status, extra, answer = server.answer(self.command, self.path, headers, body)
-            data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(data)), **extra}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
-
-        do_GET = do_POST = do_PATCH = _handle  # noqa: N815 - names the standard library looks up
-
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the overridden method's signature
-            """Quiet."""
-
-    return Handler
+def status_of(code: int, message: str, headers: dict[str, str] | None = None, kind: str = "") -> Answer:
+    body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
+    return code, headers or {}, {**body, "details": {"kind": kind}}

@@ -11,6 +11,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from k8s.api import connect
+from k8s.engine import Engine
 from pipeline.spec.bundle import Ancestors, Bundle, open_bundle, write_manifest
 from pipeline.spec.config import Config, parse_config
 from pipeline.spec.digest import digest_file
@@ -19,6 +21,7 @@ from pipeline.spec.golden import Golden
 from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
 
 from .api_server import Answer, ApiServer
+from .engines import Start, Witness, worked
 
 Configure = Callable[..., Config]
 CODEC = """
@@ -108,3 +111,24 @@ def model(bundle: Bundle) -> Callable[[str, Any], Answer]:
         return 404, header, {"error": f"no {path}"}
 
     return answer
+
+
+@pytest.fixture
+def said() -> Witness:
+    return Witness()
+
+
+@pytest.fixture
+def claim(api: ApiServer) -> str:
+    body = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "twice-runs"}, "spec": {}}
+    return api.add(body)
+
+
+@pytest.fixture
+def engine(api: ApiServer, claim: str, tmp_path: Path, configure: Configure, said: Witness) -> Start:
+    def make(step: str = "prepare", key: str = "k" * 64, timeout_seconds: float = 60, **train: Any) -> Engine:
+        found = worked(configure, step, key, **train)
+        tick = lambda: None  # noqa: E731 - nothing to show
+        return Engine(connect(""), "default", found, tmp_path / step, tmp_path / "log", timeout_seconds, said, tick)
+
+    return make

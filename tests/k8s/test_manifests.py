@@ -82,7 +82,7 @@ def test_a_jobset_and_a_trainjob_hold_the_jobs_own_pods() -> None:
     assert standing["PersistentVolumeClaim"] == load("train")["PersistentVolumeClaim"]
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder.name != "access"], ids=str)  # has no pods
 def test_images_are_named_by_digest(folder: Path) -> None:
     images = re.findall(r'"image": "([^"]*)"', json.dumps(build(ROOT / folder)))
     assert images

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
 import re
 from pathlib import Path
 
@@ -166,3 +169,20 @@ def test_the_bar_of_training_fills_as_its_journal_grows(run: Run) -> None:
     assert (bar.completed, bar.total) == (30, 120)
     assert re.search(r"step 30/120, .* left$", bar.fields["facts"])
     display.end("done")
+
+
+@pytest.mark.parametrize(("typed", "yes"), [("\n", True), ("y\n", True), ("n\n", False), ("No\n", False)])
+def test_a_question_is_asked_on_a_terminal(typed: str, yes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "r+b", buffering=0) as raw, os.fdopen(ours, "r+b", buffering=0) as terminal:
+        stream = io.TextIOWrapper(raw, write_through=True)
+        monkeypatch.setattr("sys.stdin", stream)
+        monkeypatch.setattr("sys.stderr", stream)
+        terminal.write(typed.encode())
+        assert Display(live=False).ask("Cancel it? ") is yes
+        stream.detach()
+
+
+def test_without_a_terminal_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert Display(live=False).ask("Cancel it? ")

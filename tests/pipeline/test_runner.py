@@ -121,7 +121,8 @@ def test_only_a_whole_bundle_is_deployed_again(project: Project, config: Config)
     with pytest.raises(BundleError, match="export/file changed on disk; it must not be deployed"):
         redeploy(project, run, [], QUIET)
     with pytest.raises(
-        ConfigError, match=r"train\.lr=1: a deployment changes deploy\.\* and serve\.\{.*page,.*api_keys.*\} alone"
+        ConfigError,
+        match=r"train\.lr=1: a deployment changes deploy\.\*, rollout\.\* and serve\.\{.*api_keys.*\} alone",
     ):
         redeploy(project, run, ["train.lr=1"], QUIET)
     assert len(load_history(project.runs)) == 1

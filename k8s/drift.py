@@ -1,0 +1,58 @@
+"""What serves on a cluster, compared with what was put there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from k8s.cluster import Cluster
+from k8s.manifest import BUNDLE_ANNOTATION, Object, label
+from k8s.rollout import judge
+from pipeline.spec.errors import PipelineError
+
+_WORKLOADS = ("Deployment", "InferenceService")
+
+
+@dataclass(frozen=True)
+class State:
+    """Of one deployment, as people and programs read it."""
+
+    state: str
+    troubles: tuple[str, ...] = ()
+    drift: tuple[str, ...] = field(default=())
+
+
+def look(context: str, namespace: str, manifests: Path, bundle: str) -> State:
+    """`manifests` are those that were applied; a cluster that does not answer is a state too."""
+    objects = read_manifests(manifests)
+    workload = next((item for item in objects if item["kind"] in _WORKLOADS), None)
+    if workload is None:
+        return State(f"its manifests are gone from {manifests}")
+    try:
+        cluster = Cluster.connect(context)
+        live = cluster.read(workload, namespace)
+        if live is None:
+            return State("gone", drift=(f"{label(workload)} is not on the cluster any more",))
+        progress = judge(live)
+        troubles = () if progress.done else tuple(cluster.troubles(workload, namespace))
+        return State(progress.text, troubles, tuple(_drift(cluster, objects, live, namespace, bundle)))
+    except PipelineError as error:
+        return State(f"cannot be told: {error}")
+
+
+def read_manifests(folder: Path) -> list[Object]:
+    files = sorted(folder.glob("*.yaml")) if folder.is_dir() else []
+    found = [item for file in files for item in yaml.safe_load_all(file.read_text())]
+    return [item for item in found if item and item["kind"] != "Kustomization"]
+
+
+def _drift(cluster: Cluster, objects: Sequence[Object], live: Object, namespace: str, bundle: str) -> list[str]:
+    """Fields that are not as they were put; what was put is applied again in a dry run, as its owner would."""
+    serving = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION, "none")
+    found = [] if serving == bundle else [f"bundle {serving[:12]} serves, {bundle[:12]} is recorded"]
+    for change in cluster.plan(objects, namespace, take_over=True):
+        found += [f"{change.label} is gone"] if change.new else [f"{change.label}: {field}" for field in change.fields]
+    return found

@@ -1,0 +1,117 @@
+"""Following a collection of the API server: listed, then watched; listed anew when its history has expired."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+
+from k8s.api import Answer, Broken, Connection, Lines
+from k8s.manifest import Object
+from k8s.refusal import refusal
+from pipeline.spec.errors import PipelineError
+
+_WATCH_SECONDS = 240
+_SILENCE_SECONDS = 300.0  # bookmarks come each minute or so
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 10.0
+_WORTH_SAYING = 3
+_PASSING = (408, 410, 429, 500, 502, 503, 504)
+_EXPIRED = 410
+
+See = Callable[[Mapping[str, Object]], None]
+
+
+class Watcher:
+    """Tells `see` all objects by name, again after each change; runs in a thread of its own until it is closed."""
+
+    def __init__(self, connection: Connection, path: str, selector: str, see: See, say: Callable[[str], None]) -> None:
+        self._connection, self._path, self._selector = connection, path, selector
+        self._see, self._say = see, say
+        self._known: dict[str, Object] = {}
+        self._version = ""
+        self._failures = 0  # in a row
+        self._closed = threading.Event()
+        self._lines: Lines | None = None
+        self.error: PipelineError | None = None  # what no second try would mend
+        self._thread = threading.Thread(target=self._follow, name=f"watch {path}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._lines is not None:
+            self._lines.close()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._watch() if self._version else self._list()
+            except Broken as error:
+                self._failures += 1
+                if self._failures == _WORTH_SAYING and not self._closed.is_set():
+                    self._say(f"the cluster does not answer ({error}); what runs there goes on, and so does asking")
+                self._closed.wait(min(_PAUSE_SECONDS * 2 ** min(self._failures, 10), _LONGEST_PAUSE_SECONDS))
+            except PipelineError as error:
+                self.error = error
+                return
+
+    def _list(self) -> None:
+        try:
+            answer = self._connection.request("GET", self._path, {"labelSelector": self._selector})
+        except PipelineError as error:
+            raise Broken(str(error)) from error
+        self._check(answer)
+        body = answer.json()
+        self._version = body["metadata"]["resourceVersion"]
+        self._known = {item["metadata"]["name"]: item for item in body["items"]}
+        self._see(dict(self._known))
+
+    def _watch(self) -> None:
+        query = {"watch": "true", "labelSelector": self._selector, "resourceVersion": self._version}
+        query |= {"allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_SECONDS)}
+        found = self._connection.lines(self._path, query, _SILENCE_SECONDS)
+        if isinstance(found, Answer):
+            return self._check(found)
+        self._lines = found
+        if self._closed.is_set():
+            return found.close()
+        self._answers()
+        try:
+            self._read(found)
+        except Broken:  # a stream that was cut is taken up where it ended
+            self._closed.wait(_PAUSE_SECONDS)
+        return None
+
+    def _read(self, lines: Lines) -> None:
+        for line in lines:
+            event = json.loads(line)
+            item = event["object"]
+            if event["type"] == "ERROR":
+                if item.get("code") == _EXPIRED:
+                    self._version = ""  # some changes cannot be told any more
+                    return
+                raise Broken(str(item.get("message")))
+            self._version = item["metadata"]["resourceVersion"]
+            name = item["metadata"].get("name", "")
+            if event["type"] == "DELETED":
+                self._known.pop(name, None)
+            elif event["type"] != "BOOKMARK":
+                self._known[name] = item
+            if event["type"] != "BOOKMARK":
+                self._see(dict(self._known))
+
+    def _answers(self) -> None:
+        if self._failures >= _WORTH_SAYING:
+            self._say("the cluster answers again")
+        self._failures = 0
+
+    def _check(self, answer: Answer) -> None:
+        if answer.ok:
+            return self._answers()
+        if answer.status == _EXPIRED:
+            self._version = ""
+        elif answer.status in _PASSING:
+            raise Broken(f"{answer.status}: {answer.reason}")
+        else:
+            raise refusal(answer, f"watching {self._path.rsplit('/', 1)[1]}", self._path.split("/")[-2])
+        return None

@@ -1,0 +1,90 @@
+"""Deploying, promoting, rolling back and looking, on the API server of the tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.history import all_runs
+from pipeline.spec.bundle import Bundle
+
+from ..k8s.api_server import Answer, ApiServer
+from .walker import Walker
+
+ON_CLUSTER = ("deploy.target=kubernetes", "deploy.image=registry.test/sides:1")
+DEPLOYMENT = "/apis/apps/v1/namespaces/default/deployments/sides"
+NEXT = ("train.seed=1", "train.processes=1", "evaluate.margin=0.5")
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    server = ApiServer()
+    server.unready_polls = 0
+    server.write_kubeconfig(tmp_path / "kubeconfig")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    yield server
+    server.close()
+
+
+def answers(bundle: Bundle, path: str) -> Answer:
+    """As the pods of a bundle answer its golden requests."""
+    golden, header = bundle.golden(), {"x-bundle-digest": bundle.digest}
+    if path.startswith("/v1/"):
+        return 200, header, {"predictions": golden.predictions}
+    outputs = [
+        {"name": name, "shape": list(array.shape), "data": array.ravel().tolist()}
+        for name, array in golden.outputs.items()
+    ]
+    return 200, header, {"outputs": outputs}
+
+
+def serving(api: ApiServer, walker: Walker, name: str = "sides") -> Bundle:
+    """What a Deployment's pods were started with."""
+    path = f"/apis/apps/v1/namespaces/default/deployments/{name}"
+    digest = api.objects[path]["metadata"]["annotations"]["pipe-road/bundle"]
+    bundles = (run.bundle() for run in all_runs(walker.runs) if run.bundle_path.is_dir())
+    return next(bundle for bundle in bundles if bundle.digest == digest)
+
+
+def cluster_of(walker: Walker) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(walker.pipe("status", "-o", "json").stdout)["cluster"]
+    return found
+
+
+def test_a_bundle_goes_to_the_cluster_is_replaced_tried_beside_and_taken_back(api: ApiServer, copied: Walker) -> None:
+    first = copied.latest
+    api.service = lambda path, body: answers(serving(api, copied), path)
+    done = copied.pipe("deploy", first.id, *ON_CLUSTER)
+    assert f"deploying to context small, server {api.url}" in done.stderr
+    assert "plan: deployment/sides: new" in done.stderr
+    assert "there is no way back" in copied.pipe("rollback", expect=2).stderr
+
+    copied.pipe("run", "--until", "package", *NEXT)
+    second = copied.latest
+    copied.pipe("deploy", second.id, *ON_CLUSTER)
+    found = cluster_of(copied)
+    assert (found["current"]["bundle"], found["previous"]["bundle"]) == (second.bundle().digest, first.bundle().digest)
+    assert found["drift"] == []
+
+    copied.pipe("rollback")
+    assert serving(api, copied).digest == first.bundle().digest
+
+    api.nodes.replicas = 1
+    api.pod = lambda pod, path, body: answers(serving(api, copied, "sides-canary"), path)
+    done = copied.pipe("deploy", second.id, *ON_CLUSTER, "--canary", "50")
+    assert "canary: 1 pod beside 1 get about 50 % of the requests" in done.stderr
+    assert cluster_of(copied)["canary"]["bundle"] == second.bundle().digest
+    assert serving(api, copied).digest == first.bundle().digest
+
+    copied.pipe("promote")
+    assert serving(api, copied).digest == second.bundle().digest
+    assert not [path for path in api.objects if path.endswith("sides-canary")]
+    assert cluster_of(copied)["canary"] is None
+    api.store.change(DEPLOYMENT, lambda item: item["spec"].update(progressDeadlineSeconds=7))
+    assert "deployment/sides: spec.progressDeadlineSeconds: 7 → 600" in cluster_of(copied)["drift"]

@@ -1,0 +1,130 @@
+"""The road with its steps as Jobs, on a cluster whose pods really run the argv they are given."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.history import all_runs
+
+from ..k8s.api_server import ApiServer
+from ..k8s.played import Played
+from .walker import Walker, wait_for
+
+IMAGE = f"train.image=registry.test/sides@sha256:{'0' * 64}"
+WORDS = ("--executor", "kubernetes", IMAGE, "train.processes=1")
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    server = ApiServer()
+    server.write_kubeconfig(tmp_path / "kubeconfig")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    server.add({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "sides-runs"}, "spec": {}})
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def walker(api: ApiServer, tmp_path: Path) -> Walker:
+    """A project whose folder of runs is the volume of the pods."""
+    walker = Walker.fresh(tmp_path / "sides")
+    api.nodes.play = lambda pod: play(pod, walker.folder)
+    return walker
+
+
+def play(pod: Played, folder: Path) -> int:
+    """As a node would: the command, its environment, the volume where it is mounted; SIGTERM when it must go."""
+    container = pod.spec["containers"][0]
+    words = [*container["command"], *container.get("args", [])]
+    argv = [sys.executable if word == "python" else word.replace("/project/", f"{folder}/") for word in words]
+    env = {item["name"]: item.get("value", str(pod.index)) for item in container["env"]}
+    known = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    process = subprocess.Popen(
+        argv,
+        cwd=folder,
+        env={**known, **env, "HOME": str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    ended = threading.Event()
+    threading.Thread(target=_end_with_pod, args=(pod, process, ended), daemon=True).start()
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            pod.log(line.rstrip("\n"))
+    ended.set()
+    return process.returncode
+
+
+def _end_with_pod(pod: Played, process: subprocess.Popen[str], ended: threading.Event) -> None:
+    while not ended.wait(0.05):
+        if pod.gone.is_set():
+            process.terminate()
+            return
+
+
+def test_a_step_on_the_cluster_is_a_step_like_any_other(api: ApiServer, walker: Walker) -> None:
+    done = walker.pipe("run", "--until", "prepare", *WORDS)
+    assert f"on context small, server {api.url}, namespace default" in done.stderr
+    run = walker.latest
+    record = run.read().steps["prepare"]
+    assert record.status == "done"
+    assert list(record.argv) == ["python", "-m", "pipeline.prepare", f"runs/{run.id}"]
+    assert record.outputs
+    assert run.log("prepare").read_text()
+    assert not [path for path in api.objects if "/jobs/" in path or "/services/" in path]
+    assert walker.plan(*WORDS[2:])["prepare"][0] == "reuse", "where it ran is no part of what it computed"
+
+
+@pytest.mark.long
+def test_a_mistake_in_a_pod_is_told_like_one_here(walker: Walker) -> None:
+    walker.replace("task.py", "class Sides", "raise RuntimeError('spoilt')\n\n\nclass Sides")
+    done = walker.pipe("run", "--until", "prepare", *WORDS, expect=2)
+    assert "spoilt" in done.stderr
+
+
+def test_without_an_image_or_a_cluster_nothing_is_begun(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = walker.pipe("run", "--until", "prepare", "--executor", "kubernetes", expect=2)
+    assert "train.image is empty" in refused.stderr
+    assert not walker.runs.exists() or not list(walker.runs.glob("*/run.json"))
+    assert "elsewhere" in walker.pipe("run", "--until", "prepare", *WORDS, "--context", "elsewhere", expect=2).stderr
+
+
+@pytest.mark.long
+def test_a_killed_pipe_finds_its_training_again_which_went_on(api: ApiServer, walker: Walker) -> None:
+    with walker.held(20, "run", "--until", "export", *WORDS) as process:
+        wait_for(lambda: any("-train-" in pod for pod in list(api.nodes.pods)))
+        wait_for(lambda: (walker.latest.path / "logs" / "train").exists())
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+    done = walker.pipe("run", "--resume")
+    assert "was started before; following it" in done.stderr
+    records = walker.latest.read().steps
+    assert {name: record.status for name, record in records.items()} == dict.fromkeys(
+        ("prepare", "train", "evaluate", "export"), "done"
+    )
+    trained = [query for method, path, query, _ in api.requests if method == "PATCH" and "-train-" in path]
+    assert sum("dryRun" not in query for query in trained) == 2, "one Service and one Job in all"
+
+
+@pytest.mark.long
+def test_an_interrupted_training_is_cancelled_and_goes_on_from_its_checkpoint(api: ApiServer, walker: Walker) -> None:
+    with walker.held(30, "run", "--until", "train", *WORDS) as process:
+        wait_for(lambda: all_runs(walker.runs) and walker.latest.partial("train").exists())
+        wait_for(lambda: list(walker.checkpoints.glob("*")))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert not [path for path in api.objects if "/jobs/" in path or "/pods/" in path]
+    assert walker.latest.read().steps["train"].status == "interrupted"
+    walker.pipe("run", "--resume")
+    assert "resumed from" in walker.latest.log("train").read_text()

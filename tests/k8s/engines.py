@@ -1,0 +1,48 @@
+"""Steps on the API server of the tests: engines for them, and what they said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from k8s.engine import Engine
+from k8s.job_state import Ending
+from k8s.jobs import Work, work
+from pipeline.spec.config import Config
+
+IMAGE = f"registry.test/twice@sha256:{'0' * 64}"
+Start = Callable[..., Engine]
+
+
+class Witness:
+    """What the engine said, and an event for each sentence that is waited for."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.on: dict[str, Callable[[], None]] = {}
+
+    def __call__(self, text: str) -> None:
+        self.said.append(text)
+        for part in [part for part in self.on if part in text]:
+            self.on.pop(part)()
+
+
+def worked(configure: Callable[..., Config], step: str, key: str = "k" * 64, **train: Any) -> Work:
+    config = configure(train={"image": IMAGE, **train})
+    module = "pipeline.node" if step == "train" else f"pipeline.{step}"
+    return work(config, step, "run-1", key, ("python", "-m", module, "runs/run-1"), {"PYTHONSAFEPATH": "1"})
+
+
+def run(engine: Engine) -> Ending:
+    engine.start()
+    found = engine.follow()
+    engine.remove()
+    return found
+
+
+def logged(engine: Engine) -> list[str]:
+    return engine.log.read_text().splitlines()
+
+
+def logged_by(engine: Engine) -> list[str]:
+    return logged(engine) if engine.log.exists() else []

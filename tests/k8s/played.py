@@ -1,0 +1,167 @@
+"""The nodes of the cluster of the tests: pods that do what a test says, and the controllers that count them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from .object_store import Object, Store
+
+INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+class Played:
+    """One pod: a test's function gets it, writes its log, changes its state and returns its exit status."""
+
+    def __init__(self, store: Store, path: str, job: str, index: int) -> None:
+        self.store, self.path, self.job, self.index = store, path, job, index
+        self.gone = threading.Event()
+        self._lines: list[tuple[str, str]] = []
+        self.ended = False
+
+    @property
+    def name(self) -> str:
+        return self.path.rsplit("/", 1)[1]
+
+    @property
+    def spec(self) -> Object:
+        item: Object = self.store.objects[self.path]["spec"]
+        return item
+
+    def log(self, line: str) -> None:
+        """With a time in nanoseconds, as the kubelet keeps it."""
+        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{time.time_ns() % 10**9:09d}Z"
+        with self.store.changed:
+            self._lines.append((stamp, line))
+            self.store.changed.notify_all()
+
+    def lines(self, since: str = "") -> list[tuple[str, str]]:
+        """The API knows whole seconds alone."""
+        return [pair for pair in self._lines if pair[0][:19] >= since[:19]]
+
+    def status(self, **status: Any) -> None:
+        if not self.gone.is_set():
+            self.store.set_status(self.path, status)
+
+    def run(self) -> None:
+        state = {"state": {"running": {}}, "restartCount": 0, **self._container()}
+        self.status(phase="Running", containerStatuses=[state])
+
+    def end(self, code: int, reason: str = "", **more: Any) -> None:
+        ended = {"exitCode": code, "reason": reason or ("Error" if code else "Completed")}
+        state = {"state": {"terminated": ended}, "restartCount": 0, **self._container()}
+        self.status(phase="Failed" if code else "Succeeded", containerStatuses=[state], **more)
+
+    def close(self) -> None:
+        with self.store.changed:
+            self.ended = True
+            self.store.changed.notify_all()
+
+    def _container(self) -> Object:
+        container = self.spec["containers"][0]
+        return {"name": container["name"], "image": container["image"], "ready": True}
+
+
+Play = Callable[[Played], int]
+
+
+class Nodes:
+    """Runs pods of Jobs, each in a thread; keeps their logs as long as the pods."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.play: Play = lambda pod: 0
+        self.replicas = 0  # of a Deployment that names none; 0: Deployments stay without pods
+        self.pods: dict[str, Played] = {}
+        self._threads: list[threading.Thread] = []
+
+    def see(self, path: str, item: Object) -> None:
+        """A Job was applied: as many pods as it asks for are made, once; those of a Deployment follow its number."""
+        if item["kind"] == "Deployment" and self.replicas:
+            self._scale(path, item)
+        if item["kind"] != "Job" or any(pod.job == path for pod in self.pods.values()):
+            return
+        spec = item["spec"]
+        for index in range(spec.get("completions") or 1):
+            self.start(path, index)
+
+    def start(self, path: str, index: int, name: str = "") -> Played:
+        job = self.store.objects[path]
+        template = copy.deepcopy(job["spec"]["template"])
+        where = self._pod(path, index) + name
+        labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": job["metadata"]["name"]}
+        metadata = {"name": where.rsplit("/", 1)[1], "labels": labels, "annotations": {INDEX: str(index)}}
+        pod = Played(self.store, where, path, index)
+        self.pods[where] = pod
+        body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        self.store.create(where, {**body, "status": {"phase": "Pending"}})
+        thread = threading.Thread(target=self._live, args=(pod, path))
+        self._threads.append(thread)
+        thread.start()
+        return pod
+
+    def _scale(self, path: str, item: Object) -> None:
+        self.forget(path)
+        ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+        labels = item["spec"]["template"]["metadata"]["labels"]
+        for index in range(item["spec"].get("replicas", self.replicas)):
+            where = self._pod(path, index)
+            body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": where.rsplit("/", 1)[1], "labels": labels}}
+            self.store.create(where, {**body, "spec": {}, "status": ready})
+            self.pods[where] = Played(self.store, where, path, index)
+
+    def forget(self, path: str) -> None:
+        """A Job or a Deployment is deleted with its pods."""
+        for where in [where for where, pod in self.pods.items() if pod.job == path]:
+            self.lose(where)
+
+    def lose(self, where: str) -> None:
+        """The pod's node is gone, and its log with it."""
+        pod = self.pods.pop(where)
+        pod.gone.set()
+        pod.close()
+        with self.store.changed:
+            if where in self.store.objects:
+                self.store.delete(where)
+
+    def close(self) -> None:
+        for pod in list(self.pods.values()):
+            pod.gone.set()
+        for thread in self._threads:
+            thread.join(30)
+            assert not thread.is_alive(), "a pod of this test does not end when it is told to"
+
+    def _live(self, pod: Played, job: str) -> None:
+        pod.run()
+        code = self.play(pod)
+        if code >= 0 and not pod.gone.is_set():
+            if self.store.objects[pod.path]["status"]["phase"] not in ("Failed", "Succeeded"):
+                pod.end(code)
+            self._count(job)
+        pod.close()
+
+    def _count(self, path: str) -> None:
+        def change(job: Object) -> None:
+            pods = [pod for pod in self.pods.values() if pod.job == path]
+            phases = [self.store.objects[pod.path]["status"]["phase"] for pod in pods if pod.path in self.store.objects]
+            done, failed = phases.count("Succeeded"), phases.count("Failed")
+            status: Object = {"succeeded": done, "failed": failed, "active": len(phases) - done - failed}
+            if failed:
+                reason = {"reason": "PodFailurePolicy", "message": "a container failed with a code that ends the Job"}
+                status["conditions"] = [{"type": "Failed", "status": "True", **reason}]
+            elif done == (job["spec"].get("completions") or 1):
+                status["conditions"] = [{"type": "Complete", "status": "True"}]
+            job["status"] = status
+
+        with self.store.changed:
+            if path in self.store.objects:
+                self.store.change(path, change)
+
+    @staticmethod
+    def _pod(job: str, index: int) -> str:
+        namespace = job.split("/namespaces/")[1].split("/")[0]
+        return f"/api/v1/namespaces/{namespace}/pods/{job.rsplit('/', 1)[1]}-{index}"

@@ -1,0 +1,59 @@
+"""What the API server of the tests tells bit by bit: events of a watch, lines of a log."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from .object_store import Store, selected
+from .played import Played
+from .requested import Requested
+
+
+def events(store: Store, asked: Requested, since: int, closing: threading.Event) -> Iterator[bytes]:
+    """Until its time is over, or its history expires."""
+    deadline = time.monotonic() + float(asked.query.get("timeoutSeconds", 60))
+    while not closing.is_set():
+        with store.changed:
+            new = [event for event in store.events if event[0] > since]
+            if not new and time.monotonic() < deadline and since >= store.oldest:
+                store.changed.wait(0.2)
+                continue
+            ends, now = not new, store.version
+        for version, kind, path, item in new:
+            since = version
+            if path.rpartition("/")[0] == asked.path and selected(item, asked.labels):
+                yield json.dumps({"type": kind, "object": item}).encode() + b"\n"
+        if "allowWatchBookmarks" in asked.query and since >= store.oldest:
+            mark = {"kind": "Bookmark", "metadata": {"resourceVersion": str(max(since, now))}}
+            yield json.dumps({"type": "BOOKMARK", "object": mark}).encode() + b"\n"
+        if ends:
+            return
+
+
+def log(store: Store, pod: Played, query: Mapping[str, str], closing: threading.Event) -> Iterator[bytes]:
+    lines = pod.lines(query.get("sinceTime", ""))
+    if "tailLines" in query:
+        lines = lines[-int(query["tailLines"]) :]
+    stamped, follow = query.get("timestamps") == "true", query.get("follow") == "true"
+    shown = len(pod.lines()) - len(lines)
+    while True:
+        with store.changed:
+            new, ended = pod.lines()[shown:], pod.ended or closing.is_set() or not follow
+            if not new and not ended:
+                store.changed.wait(0.2)
+                continue
+        shown += len(new)
+        for stamp, line in new:
+            yield (f"{stamp} {line}\n" if stamped else f"{line}\n").encode()
+        if ended and shown == len(pod.lines()):
+            return
+
+
+def cut(stream: Iterator[bytes], after: int) -> Iterator[bytes]:
+    """As a load balancer does that ends long connections."""
+    for _ in range(after):
+        yield next(stream, b"")
+    raise ConnectionAbortedError
