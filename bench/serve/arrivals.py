@@ -30,6 +30,7 @@ from bench.serve.load import percentile
 
 _WAIT_SECONDS = 3.0  # the longest answers for which there are connections enough
 _MOST_CONNECTIONS = 4096
+_LAST = b"\r\nconnection: close\r\n"
 _OPENING = 32  # connections at once: a service is to be overrun by requests, not by these
 _TICK_SECONDS = 0.001  # the loop's timers know no shorter one: it would go round without a pause
 _LAST_SECONDS = 30.0  # for the last answers
@@ -90,7 +91,7 @@ class Client(asyncio.Protocol):
             self._rest = data
             return
         self._rest = b""
-        self._clients.answered(self, int(data[9:12]))
+        self._clients.answered(self, int(data[9:12]), last=_LAST in data.partition(b"\r\n\r\n")[0].lower() + b"\r\n")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._clients.gone(self)
@@ -122,10 +123,14 @@ class Clients:
         else:
             self._due.append(due)
 
-    def answered(self, client: Client, status: int) -> None:
+    def answered(self, client: Client, status: int, *, last: bool) -> None:
+        """`last`: the service closes the connection, and would lose what it is asked on it."""
         self.answers.append((status, client.due, client.sent, self._loop.time()))
         client.due = -1.0
-        self.free(client)
+        if last:
+            client.transport.close()
+        else:
+            self.free(client)
 
     def free(self, client: Client) -> None:
         self._all.add(client)

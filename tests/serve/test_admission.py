@@ -181,7 +181,7 @@ def test_at_twice_the_capacity_all_of_the_capacity_is_of_use(model: Model, pool:
         assert refused.count(Busy) > len(tasks) / 8
         assert refused.count(Expired) < refused.count(Busy)
         assert len(model.batches) == len(took)
-        assert model.busy > 0.5 * seconds  # on a machine that does nothing else it is 0.9: the bench's business
+        assert model.busy > 0.3 * seconds  # on a machine that does nothing else it is 0.9: the bench's business
         assert float(np.median(took)) <= patience
 
     run(body)
