@@ -41,11 +41,13 @@ def read(text: bytes | memoryview) -> Form:
     """Checked while it is parsed; what does not pass is read again, slowly, by who can say what is wrong."""
     if len(text) >= flatjson.LEAST_BYTES:
         return checked(flatjson.read(bytes(text)) or parse_object(text))
-    check_levels(text)
     try:
-        return _DECODER.decode(text)
-    except ValueError:  # msgspec's errors are ValueErrors
+        form = _DECODER.decode(text)
+    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return checked(parse_object(text))
+    if any(type(one.data) is list and one.data and type(one.data[0]) is list for one in form.inputs):
+        check_levels(text)  # so little text cannot be deep at much cost, and only lists in lists are looked into
+    return form
 
 
 def checked(fields: Mapping[str, Any]) -> Form:
