@@ -115,7 +115,8 @@ def test_values_that_fail_in_the_model_write_nothing_to_the_log(server: Running)
     tensor = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [TOO_BRIGHT * 10] * 64}
     assert request("127.0.0.1", server.port, "POST", "/v2/models/tiny/infer", {"inputs": [tensor]})[0] == 400
     assert request("127.0.0.1", server.port, "GET", "/v2/health/ready")[0] == 200
-    assert server.lines[lines:] == []
+    # Of a connection that an earlier test had refused the line may come late.
+    assert [line for line in server.lines[lines:] if "serve.connection refused" not in line] == []
 
 
 ENDLESS = "n" * 20_000
