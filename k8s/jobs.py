@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from k8s import placement, training
-from k8s.manifest import Object, check_image, describe, identity, load
+from k8s.manifest import Object, check_pinned, describe, identity, load
 from pipeline.spec.config import Config
 from pipeline.spec.digest import digest_bytes
 from pipeline.spec.errors import ConfigError
@@ -47,8 +47,10 @@ def work(config: Config, step: str, run: str, key: str, argv: tuple[str, ...], e
     """`argv` is what would run here; its last word is the run directory, relative to the project where it can be."""
     image = config.train.image
     if not image:
-        raise ConfigError("train.image is empty; name the image the steps' pods run, as in train.image=registry/name:1")
-    check_image(image)
+        raise ConfigError(
+            "train.image is empty; name the image the steps' pods run: `pipe package --train --push` makes it"
+        )
+    check_pinned(image, "train.image")
     run_dir = PurePosixPath(config.jobs.project, argv[-1])
     parts = training.objects(config, image, str(run_dir))
     trainer = next((item for item in parts if item["kind"] == "Job"), None)

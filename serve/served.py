@@ -70,7 +70,6 @@ class Served:
         self.series = Series()
         self.batcher = Batcher(predictor.run, rules_of(predictor), pool, Seen(self.series.batch))
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
-        self.trailers = (("x-bundle-digest", bundle.digest),)  # the same as gRPC has it
         self._deadline_seconds = bundle.signature.limits.deadline_seconds or math.inf
         self._reading = 0  # requests that a thread of the pool reads, or will
         self.coming = 0  # requests that the gate let in and the application has not begun with

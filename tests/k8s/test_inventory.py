@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import json
-import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from k8s.inventory import Package, packages, read_image
 from pipeline.spec.errors import StageError
+from tests.pipeline.packing import tar_of
 
 SITE = "venv/lib/python3.11/site-packages"
 NUMPY = b"Metadata-Version: 2.4\nName: numpy\nVersion: 2.4.6\nLicense-Expression: BSD-3-Clause\n\nThe text.\n"
@@ -27,16 +26,6 @@ Status: deinstall ok config-files
 Version: 1
 """
 APK = b"C:Q1abc\nP:musl\nV:1.2.5-r0\nA:x86_64\nL:MIT\n\nP:busybox\nV:1.36.1-r15\nA:x86_64\n"
-
-
-def tar_of(files: Mapping[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def oci(layers: Sequence[bytes]) -> dict[str, bytes]:

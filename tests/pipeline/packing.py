@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,11 @@ def write_bundle(directory: Path, verdict: str) -> None:
 
 def saved_image() -> bytes:
     """With one package installed, as the builders save it."""
-    layer = _tar({"venv/lib/python3.11/site-packages/numpy-2.0.dist-info/METADATA": INSTALLED})
-    return _tar({"layer.tar": layer, "manifest.json": json.dumps([{"Layers": ["layer.tar"]}]).encode()})
+    layer = tar_of({"venv/lib/python3.11/site-packages/numpy-2.0.dist-info/METADATA": INSTALLED})
+    return tar_of({"layer.tar": layer, "manifest.json": json.dumps([{"Layers": ["layer.tar"]}]).encode()})
 
 
-def _tar(files: dict[str, bytes]) -> bytes:
+def tar_of(files: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, content in files.items():
