@@ -1,4 +1,4 @@
-"""How the service is entered: the files of API keys and of TLS that a deployment names, and our own way in."""
+"""How a service is entered, by people and by bundles: the files of keys that a deployment names, and our own way in."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.frozen import Frozen
 from pipeline.spec.sections import Serve
+from pipeline.spec.signing import Trust
 
 KEY_VARIABLE = "PIPE_API_KEY"
 
@@ -21,6 +22,7 @@ class Access(Frozen):
     api_keys: str = ""
     tls_certificate: str = ""
     tls_key: str = ""
+    require_signature: str = ""  # of public keys
 
     @classmethod
     def of(cls, serve: Serve, root: Path) -> Access:
@@ -39,6 +41,11 @@ class Access(Frozen):
         """For `python -m serve`."""
         given = ((f"--{name.replace('_', '-')}", getattr(self, name)) for name in type(self).model_fields)
         return [word for option, path in given if path for word in (option, path)]
+
+    @property
+    def trust(self) -> Trust | None:
+        """Whose signature a bundle must bear."""
+        return Trust(Path(self.require_signature)) if self.require_signature else None
 
     @property
     def scheme(self) -> str:

@@ -19,7 +19,10 @@ class Rule(NamedTuple):
 
 def conflict(train: Mapping[str, Any]) -> str:
     """The first conflict as a sentence, or nothing."""
-    words = {**train, **{name: min(train[name], MANY) for name in ("tensor", "pipeline", "accumulate", "workers")}}
+    words = {
+        **train,
+        **{name: min(train[name], MANY) for name in ("tensor", "expert", "pipeline", "accumulate", "workers")},
+    }
     words["bucket_mb"] = train["bucket_mb"] > 0
     words["nodes"] = RANGE if isinstance(train["nodes"], str) else train["nodes"]
     for rule in RULES:
@@ -74,6 +77,17 @@ RULES = (
         "only one of them can cut the model",
         "use pipeline=1; tensor goes with parallel=fsdp",
     ),
+    Rule("expert", {MANY}, "pipeline", {1}, "its stages are not cut again", "use pipeline=1"),
+    Rule("expert", {MANY}, "precision", {"fp32", "bf16"}, "experts overflow apart", "use precision=bf16"),
+    Rule("expert", {MANY}, "compile", {False}, "other numbers of tokens travel at each step", "use compile=false"),
+    Rule("expert", {MANY}, "compress", {"none"}, WHOLE, "use compress=none"),
+    Rule("expert", {MANY}, "sync", {"allreduce"}, WHOLE, "use sync=allreduce"),
+    Rule("expert", {MANY}, "static_graph", {False}, "it is a promise to DDP", "use static_graph=false"),
+    Rule("expert", {MANY}, "bucket_mb", {False}, BUCKETS, "use bucket_mb=0"),
+    Rule("expert", {MANY}, "balance", {"equal"}, "processes that share experts work in step", "use balance=equal"),
+    Rule("expert", {MANY}, "backend", {"torch"}, OWN, "use backend=torch"),
+    Rule("expert", {MANY}, "elastic", {"close"}, SHARDS, "use elastic=close"),
+    Rule("batch_size", {"auto"}, "expert", {1}, "its trials hold the whole model", NUMBER),
     Rule("balance", {"auto"}, "parallel", {"ddp"}, "shards are waited for within the passes", "use balance=equal"),
     Rule("balance", {"auto"}, "tensor", {1}, "processes that share layers work in step", "use balance=equal"),
     Rule("balance", {"auto"}, "pipeline", {1}, "stages work in step", "use balance=equal"),

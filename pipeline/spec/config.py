@@ -13,9 +13,12 @@ from pydantic import Field, ValidationError
 from pipeline.spec.cluster import Cluster
 from pipeline.spec.errors import ConfigError, ConflictError
 from pipeline.spec.jobs import Jobs
+from pipeline.spec.model import Model
 from pipeline.spec.rollout import Rollout
 from pipeline.spec.section import Section
 from pipeline.spec.sections import Deploy, Evaluate, Export, Package, Prepare, Serve, Train, Tune
+
+_GONE = (("evaluate", "force_reason"),)  # `pipe gate override` took its place
 
 
 class Config(Section):
@@ -24,7 +27,9 @@ class Config(Section):
     name: str = Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", description="model name in URLs and on the cluster")
     task: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$", description="`file.py:Class` of the task")
     codec: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$", description="`file.py:Class` of the codec")
+    registry: str = Field("", description="folder or fsspec URL of the model registry; empty: beside the runs")
     prepare: Prepare = Field(default_factory=Prepare, description="checks of the data")
+    model: Model = Field(default_factory=Model, description="pretrained weights")
     train: Train = Field(default_factory=Train, description="training")
     evaluate: Evaluate = Field(default_factory=Evaluate, description="the gate")
     export: Export = Field(default_factory=Export, description="ONNX and its proof")
@@ -58,6 +63,15 @@ def override_config(config: Config, overrides: Iterable[str], source: str = "ove
     for override in overrides:
         _apply(values, override)
     return parse_config(values, source)
+
+
+def parse_recorded(values: Mapping[str, Any], source: str) -> Config:
+    """Of an older run: words that have gone since are passed over."""
+    sections = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    for section, word in _GONE:
+        if isinstance(sections.get(section), dict):
+            sections[section].pop(word, None)
+    return parse_config(sections, source)
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> Config:
@@ -115,9 +129,14 @@ def _sentence(item: dict[str, Any]) -> str:
     if item["type"] == "missing":
         return f"`{place}` is missing"
     if item["type"] == "string_pattern_mismatch":
-        form = "small letters, digits and dashes, 40 at most" if place == "name" else "`file.py:Class`"
+        forms = {
+            "name": "small letters, digits and dashes, 40 at most",
+            "task": "`file.py:Class`",
+            "codec": "`file.py:Class`",
+        }
+        form = forms.get(place, f"what fits {item['ctx']['pattern']}")
         return f"`{place}`: write it as {form} (found {item['input']!r})"
-    if item["type"] == "conflict":
+    if item["type"] in ("conflict", "form"):
         return f"`{place}`: {item['msg']}"
     found = repr(item["input"])
     message = item["msg"][:1].lower() + item["msg"][1:]

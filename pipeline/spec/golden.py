@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class Golden:
     predictions: list[Any]
     rtol: float
     atol: float
+    # Of a language model: ids of a prompt and of its greedy answer, up to the first token that is nearly a tie.
+    generated: list[dict[str, list[int]]] = field(default_factory=list)
 
     def write(self, directory: Path) -> None:
         arrays = {f"input.{name}": array for name, array in self.inputs.items()}
@@ -35,7 +37,7 @@ class Golden:
             "atol": self.atol,
             "instances": self.instances,
             "predictions": self.predictions,
-        }
+        } | ({"generated": self.generated} if self.generated else {})
         write_json(directory / "golden.json", body)
 
     @classmethod

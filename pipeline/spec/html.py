@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-_VOID = {"meta", "link", "br", "input"}
+_VOID = {"meta", "link", "br", "img", "input"}
 
 
 class Html(str):
@@ -34,12 +34,21 @@ def flat(*children: Child) -> Html:
     return Html("".join(_text(child) for child in children))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = True) -> Html:
-    """The first column names the row; the others are numbers unless said otherwise."""
-    kind = "number" if numbers else None
-    body = [el("tr", el("th", row[0], scope="row"), [el("td", cell, class_=kind) for cell in row[1:]]) for row in rows]
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = True, words: Sequence[int] = ()
+) -> Html:
+    """The first column names the row; the others are numbers unless said otherwise, or but for those in `words`."""
+
+    def kind(place: int) -> str | None:
+        return "number" if numbers and place not in words else None
+
+    body = [
+        el("tr", el("th", row[0], scope="row"), [el("td", cell, class_=kind(i)) for i, cell in enumerate(row) if i])
+        for row in rows
+    ]
     first, *others = head
-    heading = el("tr", el("th", first, scope="col"), [el("th", name, scope="col", class_=kind) for name in others])
+    names = [el("th", name, scope="col", class_=kind(i)) for i, name in enumerate(others, 1)]
+    heading = el("tr", el("th", first, scope="col"), names)
     return el("div", el("table", el("thead", heading), el("tbody", body)), class_="scroll")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pipeline.spec.frozen import Frozen
@@ -12,6 +13,8 @@ class Limits(Frozen):
     max_body_bytes: int
     max_waiting: int = 1024
     deadline_seconds: float = 0.0  # of requests that name none; 0: none
+    max_cache_bytes: int = 256 << 20  # of a language model, for the keys and values of all texts being written
+    axes: Mapping[str, int] = {}  # how long a named axis may be, as the task says it
 
 
 class Runtime(Frozen):
@@ -23,4 +26,5 @@ class Runtime(Frozen):
     batch_delay_ms: float = 0.0
 
 
-SEALED = (*Limits.model_fields, *Runtime.model_fields)  # words of the serve section that travel in the bundle
+# Words of the serve section that travel in the bundle.
+SEALED = tuple(name for name in (*Limits.model_fields, *Runtime.model_fields) if name != "axes")

@@ -9,21 +9,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.spec.config import Config, override_config, parse_config
+from pipeline.spec.config import Config, override_config, parse_recorded
 from pipeline.spec.errors import PipelineError
 from pipeline.spec.frozen import Frozen
+from pipeline.spec.override import Override, read_override
 
 if TYPE_CHECKING:
     from pipeline.spec.bundle import Bundle
+    from pipeline.spec.signing import Trust
 
 STEPS = ("prepare", "train", "evaluate", "export", "package", "deploy")
 
 
 class StepRecord(Frozen):
-    """What is known of one step of one run; `done` is the only status whose outputs may be reused."""
+    """What is known of one step of one run."""
 
     step: str
-    status: Literal["running", "done", "failed", "rejected", "interrupted", "pruned"]
+    # `overridden`: rejected, and let pass by a person
+    status: Literal["running", "done", "failed", "rejected", "overridden", "interrupted", "pruned"]
     key: str
     parts: Mapping[str, str]  # the named parts the key is made of
     argv: tuple[str, ...] = ()
@@ -33,6 +36,11 @@ class StepRecord(Frozen):
     digest: str = ""  # of outputs
     reused_from: str = ""  # run whose files these are
     reason: str = ""  # why it ran, was reused or failed
+
+    @property
+    def complete(self) -> bool:
+        """Its outputs may be used, in this run and in others."""
+        return self.status in ("done", "overridden")
 
 
 class RunFile(Frozen):
@@ -74,10 +82,10 @@ class Run:
     def bundle_path(self) -> Path:
         return self.output("export") / "bundle"
 
-    def bundle(self) -> Bundle:
+    def bundle(self, trust: Trust | None = None) -> Bundle:
         from pipeline.spec.bundle import open_bundle  # brings numpy, which most commands do without
 
-        return open_bundle(self.bundle_path)
+        return open_bundle(self.bundle_path, trust)
 
     @property
     def runs(self) -> Path:
@@ -100,9 +108,14 @@ class Run:
     @cached_property
     def planned(self) -> Config:
         """As it was begun, which is what its results are known by."""
-        return parse_config(self.read().config, source=str(self.path / "run.json"))
+        return parse_recorded(self.read().config, source=str(self.path / "run.json"))
 
     def verdict(self) -> dict[str, object]:
         """The verdict of a complete evaluation."""
         body: dict[str, object] = json.loads((self.output("evaluate") / "verdict.json").read_text())
         return body
+
+    def override(self, verdict_digest: str) -> Override | None:
+        """A person's word on this very verdict; one on another counts for nothing."""
+        found = read_override(self.path)
+        return found if found is not None and found.verdict == verdict_digest else None

@@ -9,17 +9,12 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.spec.cluster import ServingPods
 from pipeline.spec.combinations import conflict
+from pipeline.spec.evaluation import Evaluate as Evaluate
+from pipeline.spec.exporting import Export as Export
+from pipeline.spec.forms import BytesRequest, CpuRequest, Namespace
+from pipeline.spec.preparing import Prepare as Prepare
 from pipeline.spec.section import Fraction, Natural, Port, Positive, Section, Seed
 from pipeline.spec.share import share_of
-
-
-class Prepare(Section):
-    """What is checked before training."""
-
-    leaks: Literal["error", "warn"] = Field("error", description="what a sample found in two splits does to the road")
-    files: tuple[str, ...] = Field(
-        (), description="globs of data files the task reads; a change in one reruns the road"
-    )
 
 
 class Train(Section):
@@ -49,6 +44,10 @@ class Train(Section):
     workers: Natural = Field(0, description="processes that load samples for each training process; columns need none")
     parallel: Literal["ddp", "fsdp"] = Field("ddp", description="every process holds the model, or a share of it")
     tensor: Positive = Field(1, description="processes that share every layer (tensor parallel)")
+    expert: Positive = Field(1, description="processes that share the experts of every mixture (expert parallel)")
+    expert_balance: float = Field(
+        0.001, ge=0, description="DeepSeek-V3's routers: how far a step moves their bias towards idle experts; 0: not"
+    )
     pipeline: Positive = Field(1, description="processes that hold consecutive layers (pipeline parallel)")
     pipeline_schedule: Literal["gpipe", "1f1b"] = Field("1f1b", description="order in which stages take micro-batches")
     sync: Literal["allreduce", "local_sgd", "diloco", "parameter_server"] = Field(
@@ -116,31 +115,6 @@ class Train(Section):
         return self
 
 
-class Evaluate(Section):
-    """What the candidate must prove."""
-
-    metric: str = Field("accuracy", description="metric of the task the candidate is compared by; higher is better")
-    margin: float = Field(0.01, ge=0, description="how much worse than the baseline the interval's lower bound may be")
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="level of the bootstrap interval")
-    resamples: int = Field(10_000, ge=100, description="bootstrap resamples")
-    require: dict[str, float] = Field({}, description="absolute floors, as in `{accuracy: 0.9}`")
-    force_reason: str = Field("", description="pass a failing candidate, with this reason on record for ever")
-    batch_size: Positive = Field(256, description="samples per forward pass")
-    processes: Positive = Field(1, description="processes that share the test set")
-    seed: Seed = Field(0, description="seed of the bootstrap")
-
-
-class Export(Section):
-    """How the ONNX file is made and what it must agree on."""
-
-    opset: Annotated[int, Field(ge=18, le=25)] = Field(20, description="ONNX operator set")
-    rtol: float = Field(1e-3, ge=0, description="relative tolerance against torch")
-    atol: float = Field(1e-4, ge=0, description="absolute tolerance against torch")
-    batch_sizes: tuple[Positive, ...] = Field((1, 2, 7, 256), min_length=1, description="sizes the test set is run at")
-    external_data: Literal["auto", "always"] = Field("auto", description="`auto` keeps weights inside up to 1 GiB")
-    golden: Positive = Field(4, description="test samples kept in the bundle as golden requests")
-
-
 class Package(Section):
     """The container of the prediction service, and that of the training pods."""
 
@@ -175,6 +149,9 @@ class Serve(Section):
     deadline_seconds: float = Field(
         0.0, ge=0, description="of requests that name none; 0: they wait as long as it takes"
     )
+    max_cache_bytes: Positive = Field(
+        256 << 20, description="language models: memory for keys and values of all texts that are being written"
+    )
     keep_versions: Positive = Field(
         2, description="versions that stay loaded after a swap of the bundle, the current one among them"
     )
@@ -184,6 +161,7 @@ class Serve(Section):
     shadow: str = Field("", description="bundle that gets a copy of requests off the critical path: a run or a folder")
     shadow_share: float = Field(1.0, gt=0, le=1, description="share of requests that the shadow gets")
     api_keys: str = Field("", description="file with one API key a line; empty: anybody may ask")
+    require_signature: str = Field("", description="file of public keys; bundles that none of them signed are refused")
     tls_certificate: str = Field("", description="PEM file; with `tls_key` HTTP and gRPC are encrypted")
     tls_key: str = Field("", description="PEM file of the certificate's private key")
 
@@ -217,14 +195,14 @@ class Deploy(ServingPods):
     grpc_port: Natural = Field(0, description="gRPC port of the local service; 0 means the HTTP port plus 1")
     timeout_seconds: Positive = Field(120, description="longest wait for a ready service")
     mode: Literal["deployment", "inferenceservice"] = Field("deployment", description="plain Kubernetes or KServe")
-    namespace: str = Field("default", description="Kubernetes namespace")
+    namespace: Namespace = Field("default", description="Kubernetes namespace")
     context: str = Field("", description="kubeconfig context; empty means the current one")
     image: str = Field("", description="image to run; empty means the one `package` named")
     render: bool = Field(False, description="only write the Kubernetes manifests; `--render` sets it")
     replicas: Positive = Field(2, description="replicas the autoscaler never goes below")
     max_replicas: Positive = Field(6, description="replicas the autoscaler never goes above")
-    cpu: str = Field("500m", description="CPU request of a serving pod")
-    memory: str = Field("512Mi", description="memory request and limit of a serving pod")
+    cpu: CpuRequest = Field("500m", description="CPU request of a serving pod")
+    memory: BytesRequest = Field("512Mi", description="memory request and limit of a serving pod")
     gpus: Natural = Field(0, description="GPUs a serving pod asks for")
 
 

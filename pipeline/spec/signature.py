@@ -6,8 +6,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import model_validator
 
 from pipeline.spec.frozen import Frozen
+from pipeline.spec.generation import Generation
 from pipeline.spec.limits import Limits, Runtime
 
 __all__ = ["NUMPY_TYPES", "Datatype", "Limits", "Runtime", "Signature", "TensorSpec"]
@@ -52,8 +54,18 @@ class Signature(Frozen):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     codec: str  # class name in the bundle's codec.py
+    requires: tuple[str, ...] = ()  # name==version of the packages the codec needs beside numpy
     limits: Limits
     runtime: Runtime
+    generation: Generation | None = None  # what makes it a language model
+    variant: str = "fp32"  # what the file was made of: the same tensors go in and come out of all of them
+
+    @model_validator(mode="after")
+    def _speaks_of_its_own_tensors(self) -> Signature:
+        names = ({spec.name for spec in self.inputs}, {spec.name for spec in self.outputs})
+        if self.generation and (absent := list(self.generation.absent(*names))):
+            raise ValueError(f"generation names tensors that the graph does not have: {', '.join(absent)}")
+        return self
 
     @cached_property
     def input_specs(self) -> dict[str, TensorSpec]:
@@ -70,12 +82,10 @@ class Signature(Frozen):
         return tuple(spec.name for spec in self.outputs)
 
     @property
-    def mergeable(self) -> bool:
-        """Whether several requests can be one batch: every input and output has the same first axis by name."""
+    def why_alone(self) -> str:
+        """Why several requests cannot be one batch; empty where every input and output has the same first axis."""
+        if self.variant == "int8-dynamic":
+            return "int8-dynamic rounds by the range of the whole batch: one client's values would coarsen another's"
         first = {spec.shape[:1] for spec in (*self.inputs, *self.outputs)}
-        return (
-            bool(self.inputs)
-            and len(first) == 1
-            and all(isinstance(axis, str) for shape in first for axis in shape)
-            and first != {()}
-        )
+        shared = len(first) == 1 and first != {()} and all(isinstance(axis, str) for shape in first for axis in shape)
+        return "" if self.inputs and shared else "its inputs and outputs do not share a first axis"

@@ -135,7 +135,7 @@ def _refuse_shadowed(name: str, file: Path, importer: Path) -> None:
     """A local module that Python would not import, because an installed one has its name, is a trap."""
     taken = name in sys.stdlib_module_names or name in PACKAGES
     if not taken and (origin := _installed(name)):
-        taken = Path(origin).resolve() != file
+        taken = Path(origin).resolve() != file.resolve()  # a module may be linked into several projects
     if taken:
         raise ConfigError(
             f"{importer.name} imports `{name}`, a name already taken outside the project; rename your {name}.py"

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import Dataset
 
+    from pipeline.spec.generation import Prompting
+
     Batch: TypeAlias = Mapping[str, Tensor]
     # One declared output is a bare tensor; several are a mapping by their declared names.
     Outputs: TypeAlias = Tensor | Mapping[str, Tensor]
@@ -55,6 +57,53 @@ class HasExample(Protocol):
 
 
 @runtime_checkable
+class HasText(Protocol):
+    def text(self, batch: Batch) -> Sequence[str]:
+        """Each sample as a person would read it; the report shows those the model does worst on."""
+
+
+@runtime_checkable
+class HasFiles(Protocol):
+    """Model, data and codec need the same files, as a tokenizer; they lie in the run, in `prepare/files/`."""
+
+    def make_files(self, folder: Path) -> None:
+        """Called once, in prepare: write them. Those of a pretrained model that are no weights are there already."""
+
+    def use_files(self, folder: Path) -> None:
+        """Called in every step right after the task is built; in prepare after they were made."""
+
+
+@runtime_checkable
+class HasPretrained(Protocol):
+    def adapt(self, folder: Path) -> nn.Module:
+        """The module that `model.pretrained` begins: by the folder's config.json, with head and frozen parts as wanted.
+
+        It reads no weights: those of the folder are filled in by their names. It is called several times, and must
+        build the same each time.
+        """
+
+
+@runtime_checkable
+class HasAxes(Protocol):
+    """Axes beside the batch that differ from request to request, as the length of a text."""
+
+    # Input → names of its axes, the batch first: `{"input_ids": ("batch", "sequence")}`. One name is one size.
+    axes: Mapping[str, Sequence[str]]
+    longest: Mapping[str, int]  # how long each of them may be: `{"sequence": 512}`
+
+
+@runtime_checkable
+class Generates(Protocol):
+    """A language model: its bundle holds a decoder with a cache, and the service answers prompts."""
+
+    def language_model(self, model: nn.Module) -> nn.Module:
+        """The causal model of `transformers` in what `model()` gave: itself, or a part of it."""
+
+    def prompting(self) -> Prompting:
+        """Ids that begin and end a text, and the chat template where there is one."""
+
+
+@runtime_checkable
 class HasParallelize(Protocol):
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Sequence[str] | None:
         """How the model is cut over the processes of `mesh`, whose one axis is called `tensor` or `pipeline`.
@@ -77,6 +126,45 @@ class Classifier(Protocol):
         """True class index per sample."""
 
 
+@runtime_checkable
+class Regressor(Protocol):
+    """A task without `classes` that has these two adds mae, rmse, r2 and spearman."""
+
+    def predicted(self, outputs: Outputs) -> Tensor:
+        """A number per sample."""
+
+    def actual(self, batch: Batch) -> Tensor:
+        """The true number per sample."""
+
+
+@runtime_checkable
+class Ranker(Protocol):
+    """A sample is one item of a query's list; adds ndcg, mrr and auc, each a mean over queries."""
+
+    def predicted(self, outputs: Outputs) -> Tensor:
+        """A score per sample, the greater the further up in its list."""
+
+    def actual(self, batch: Batch) -> Tensor:
+        """How relevant each sample is: 0 is not at all."""
+
+    def queries(self, batch: Batch) -> Tensor:
+        """The whole number of the query each sample belongs to."""
+
+
+@runtime_checkable
+class HasProbabilities(Protocol):
+    """Adds the calibration of a classifier, its Brier score and its auc."""
+
+    def probabilities(self, outputs: Outputs) -> Tensor:
+        """[samples, classes]: rows between 0 and 1 that add up to 1."""
+
+
+@runtime_checkable
+class HasSlices(Protocol):
+    def slices(self, batch: Batch) -> Mapping[str, Sequence[str]]:
+        """Groups that must not get worse unseen: a label per sample under each name; "" for a sample in none."""
+
+
 def load_task(reference: str, root: Path) -> Task:
     """Import and build the task, and say which required part is missing."""
     kind = load_class(reference, root)
@@ -90,6 +178,10 @@ def load_task(reference: str, root: Path) -> Task:
     for attribute in ("inputs", "outputs"):
         if not _are_names(getattr(task, attribute, None)):
             raise ConfigError(f'{reference}: set `{attribute} = ("name", ...)`, the names of the model\'s {attribute}')
+    pair = [name for name in ("make_files", "use_files") if callable(getattr(task, name, None))]
+    if len(pair) == 1:
+        other = "use_files" if pair == ["make_files"] else "make_files"
+        raise ConfigError(f"{reference}: has {pair[0]}(folder) without {other}(folder); a task needs both or neither")
     return task
 
 

@@ -2,19 +2,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from pipeline.spec.bundle import REQUIRED, open_bundle
 from pipeline.spec.digest import digest_file
 from pipeline.spec.errors import BundleError
+from pipeline.spec.files import write_json
+from pipeline.spec.provenance import PROVENANCE, statement
 
 from .conftest import SIGNATURE, seal
 
-NAMES = [*REQUIRED, "weights/part.bin"]
+NAMES = [*REQUIRED, "codec.py", "weights/part.bin"]
 
 
 def edit(bundle: Path, change: dict[str, Any]) -> None:
@@ -61,10 +65,19 @@ def test_a_missing_file_is_named(bundle: Path, name: str) -> None:
     assert f"missing {name}" in refusal(bundle)
 
 
-@pytest.mark.parametrize("name", REQUIRED)
+@pytest.mark.parametrize("name", [*REQUIRED, "codec.py"])
 def test_a_manifest_cannot_leave_out_what_every_bundle_has(bundle: Path, name: str) -> None:
     edit(bundle, {"files": {path: entry for path, entry in entries(bundle).items() if path != name}})
     assert f"not in the manifest: {name}" in refusal(bundle)
+
+
+def test_only_a_model_without_a_codec_needs_no_file_of_one(bundle: Path) -> None:
+    (bundle / "codec.py").unlink()
+    seal(bundle)
+    assert "missing codec.py" in refusal(bundle)
+    (bundle / "signature.json").write_text(SIGNATURE.model_copy(update={"codec": ""}).model_dump_json())
+    seal(bundle)
+    assert open_bundle(bundle).signature.codec == ""
 
 
 @pytest.mark.parametrize("name", ["extra.py", "weights/extra.bin", ".hidden", "weights/manifest.json"])
@@ -142,3 +155,75 @@ def test_a_sealed_signature_that_makes_no_sense_is_refused(bundle: Path, text: s
     (bundle / "signature.json").write_text(text)
     seal(bundle)
     assert "not a valid signature" in refusal(bundle)
+
+
+def test_a_file_of_the_manifests_own_name_deeper_down_is_sealed_too(bundle: Path) -> None:
+    (bundle / "weights" / "manifest.json").write_text("{}")
+    seal(bundle)
+    assert "weights/manifest.json" in open_bundle(bundle).manifest.files
+
+
+def test_a_file_that_has_another_name_elsewhere_is_refused(bundle: Path) -> None:
+    os.link(bundle / "codec.py", bundle.parent / "codec.py")
+    os.link(bundle / "codec.py", bundle.parent / "again.py")
+    said = refusal(bundle)
+    assert "codec.py: has 2 more names elsewhere (a hard link)" in said
+    assert "`cp -r`" in said
+
+
+def test_what_later_runs_reuse_has_names_in_them_and_nowhere_else(bundle: Path) -> None:
+    """As `pipe` links it; `export.partial` is what a killed one leaves."""
+    runs = bundle.parent / "runs"
+    own = runs / "first" / "export" / "bundle"
+    shutil.copytree(bundle, own)
+    (runs / "first" / "run.json").write_text("{}")
+    for name, step in (("second", "export"), ("third", "export.partial")):
+        shutil.copytree(own, runs / name / step / "bundle", copy_function=os.link)
+        (runs / name / "run.json").write_text("{}")
+        assert open_bundle(runs / name / step / "bundle").digest == open_bundle(own).digest
+    os.link(own / "card.md", bundle.parent / "card.md")
+    assert "card.md: has 1 more name elsewhere" in refusal(own)
+
+
+def model(bundle: Path, location: str) -> None:
+    tensor = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=[4], raw_data=b"0" * 16)
+    onnx.external_data_helper.set_external_data(tensor, location)
+    node = onnx.helper.make_node("Constant", [], ["w"], value=tensor)  # not an initializer: it is read all the same
+    graph = onnx.helper.make_graph([node], "g", [], [])
+    (bundle / "model.onnx").write_bytes(onnx.helper.make_model(graph).SerializeToString())
+    seal(bundle)
+
+
+@pytest.mark.parametrize("location", ["../outside", "/etc/hostname", "weights/part.bin", "gone", "", "."])
+def test_weights_that_a_sealed_model_keeps_elsewhere_are_refused(bundle: Path, location: str) -> None:
+    (bundle.parent / "outside").write_bytes(b"0" * 16)
+    model(bundle, location)
+    assert f"keeps weights in {location!r}, which is no plain file beside it" in refusal(bundle)
+
+
+def test_weights_beside_the_model_are_its_own(bundle: Path) -> None:
+    (bundle / "model.data").write_bytes(b"0" * 16)
+    model(bundle, "model.data")
+    assert "model.data" in open_bundle(bundle).manifest.files
+
+
+def test_a_sealed_model_that_hides_where_its_weights_are_is_refused(bundle: Path) -> None:
+    (bundle / "model.onnx").write_bytes(b"\x0f location")
+    seal(bundle)
+    assert "is not an ONNX file that can be read" in refusal(bundle)
+
+
+def test_a_provenance_is_about_the_bundle_it_lies_in(bundle: Path) -> None:
+    raw = (bundle / "manifest.json").read_bytes()
+    body = statement(open_bundle(bundle).manifest, raw, {"name": "pairs"}, {"torch": "2"}, {"python": "3"})
+    write_json(bundle / PROVENANCE, body)
+    digest = open_bundle(bundle).digest
+    assert seal(bundle) == digest, "it is not part of what it tells of"
+    for change, said in (
+        ({"subject": []}, "is about another bundle"),
+        ({"_type": "x"}, "is no in-toto statement"),
+    ):
+        write_json(bundle / PROVENANCE, {**body, **change})
+        assert said in refusal(bundle)
+    (bundle / PROVENANCE).write_text("{")
+    assert "not valid JSON" in refusal(bundle)

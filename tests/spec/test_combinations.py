@@ -15,6 +15,7 @@ DEFAULTS = Train().model_dump()
 CHOICES: dict[str, tuple[Any, ...]] = {
     "parallel": ("ddp", "fsdp"),
     "tensor": (1, MANY),
+    "expert": (1, MANY),
     "pipeline": (1, MANY),
     "accumulate": (1, MANY),
     "sync": ("allreduce", "local_sgd", "diloco", "parameter_server"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.spec.config import Config, load_config, override_config, parse_config
+from pipeline.spec.config import Config, load_config, override_config, parse_config, parse_recorded
 from pipeline.spec.errors import ConfigError, ConflictError
 
 MINIMAL: dict[str, Any] = {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:DigitsCodec"}
@@ -40,7 +40,7 @@ def test_a_key_of_another_section_is_found_there() -> None:
 
 
 def test_a_key_like_no_other_lists_those_that_are_known() -> None:
-    assert "known keys here: leaks, files" in refusal(prepare={"qqqqqqqq": 1})
+    assert "known keys here: leaks, near," in refusal(prepare={"qqqqqqqq": 1})
 
 
 def test_a_missing_key_is_named() -> None:
@@ -115,14 +115,21 @@ def test_exponents_without_a_dot_are_numbers_though_yaml_reads_them_as_text() ->
 
 
 def test_an_override_may_hold_a_list_or_an_equals_sign() -> None:
-    found = override_config(config(), ["export.batch_sizes=[1, 4]", "evaluate.force_reason=a=b"])
+    found = override_config(config(), ["export.batch_sizes=[1, 4]", "deploy.context=a=b"])
     assert found.export.batch_sizes == (1, 4)
-    assert found.evaluate.force_reason == "a=b"
+    assert found.deploy.context == "a=b"
 
 
 def test_an_override_without_a_value_empties_the_text() -> None:
-    forced = config(evaluate={"force_reason": "demo"})
-    assert override_config(forced, ["evaluate.force_reason="]).evaluate.force_reason == ""
+    chosen = config(deploy={"context": "there"})
+    assert override_config(chosen, ["deploy.context="]).deploy.context == ""
+
+
+def test_a_word_that_has_gone_is_passed_over_in_a_run_of_before_and_refused_in_a_new_one() -> None:
+    values = {"name": "a", "task": "t.py:T", "codec": "c.py:C", "evaluate": {"force_reason": "", "margin": 0.5}}
+    assert parse_recorded(values, "run.json").evaluate.margin == 0.5
+    with pytest.raises(ConfigError, match=r"unknown key `evaluate\.force_reason`"):
+        parse_config(values, "pipe.yaml")
 
 
 @pytest.mark.parametrize("override", ["train.epochs", "=3", "train.lr.deep=1", "train.lr=[1"])

@@ -5,6 +5,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from pipeline.spec.generation import Cache, Generation
 from pipeline.spec.signature import NUMPY_TYPES, Datatype, Limits, Runtime, Signature, TensorSpec
 
 
@@ -20,7 +21,19 @@ def test_the_names_of_a_signature_are_at_hand_and_are_no_part_of_its_file() -> N
     signature = Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
     assert signature.input_specs == {"x": spec}
     assert signature.output_names == ("x",)
-    assert set(signature.model_dump()) == {"inputs", "outputs", "codec", "limits", "runtime"}
+    told = {"inputs", "outputs", "codec", "requires", "limits", "runtime", "generation", "variant"}
+    assert set(signature.model_dump()) == told
+
+
+def test_requests_are_merged_where_all_share_a_named_axis_and_rounding_does_not_look_at_the_batch() -> None:
+    spec = TensorSpec(name="x", datatype="FP32", shape=("batch", 2))
+    limits, runtime = Limits(max_batch_size=1, max_body_bytes=1), Runtime(provider="cpu", threads=1)
+    whole = Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
+    assert whole.why_alone == whole.model_copy(update={"variant": "int8-static"}).why_alone == ""
+    assert "the range of the whole batch" in whole.model_copy(update={"variant": "int8-dynamic"}).why_alone
+    for shape in (("rows", 2), (4, 2), ()):
+        other = spec.model_copy(update={"shape": shape})
+        assert "do not share a first axis" in whole.model_copy(update={"outputs": (other,)}).why_alone
 
 
 def test_a_named_axis_is_minus_one_in_the_protocol() -> None:
@@ -30,3 +43,24 @@ def test_a_named_axis_is_minus_one_in_the_protocol() -> None:
 def test_a_datatype_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="datatype"):
         TensorSpec(name="x", datatype="FP31", shape=())
+
+
+def test_generation_that_names_tensors_the_graph_lacks_is_refused_and_names_them() -> None:
+    ids = TensorSpec(name="input_ids", datatype="INT64", shape=("batch", "sequence"))
+    parts = {
+        "inputs": (
+            ids,
+            *(ids.model_copy(update={"name": name}) for name in ("attention_mask", "position_ids", "past")),
+        ),
+        "outputs": (ids.model_copy(update={"name": "logits"}), ids.model_copy(update={"name": "present"})),
+        "codec": "C",
+        "limits": Limits(max_batch_size=1, max_body_bytes=1),
+        "runtime": Runtime(provider="cpu", threads=1),
+    }
+    cache = Cache(input="past", output="present")
+    whole = Signature(**parts, generation=Generation(caches=(cache,), positions_limit=8))
+    assert Signature.model_validate_json(whole.model_dump_json()) == whole
+    for absent in ({"caches": (Cache(input="past.1", output="present"),)}, {"logits": "scores"}, {"mask": "m"}):
+        kinds = {"caches": (cache,), "positions_limit": 8, **absent}
+        with pytest.raises(ValueError, match=r"that the graph does not have: (past\.1|scores|m)"):
+            Signature(**parts, generation=Generation(**kinds))

@@ -95,6 +95,20 @@ def test_a_local_module_that_python_would_pass_over_is_refused(tmp_path: Path, n
         project_sources(tmp_path, "task.py:Net")
 
 
+def test_a_module_that_is_linked_into_the_project_counts_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "project").mkdir()
+    write(tmp_path / "project", {"task.py": "import my_linked\nclass Net: ...\n"})
+    write(tmp_path, {"my_linked.py": "x = 1\n"})
+    (tmp_path / "project" / "my_linked.py").symlink_to("../my_linked.py")
+    monkeypatch.syspath_prepend(tmp_path / "project")  # as in a step that has loaded the task
+    before = project_sources(tmp_path / "project", "task.py:Net")
+    assert set(before) == {"task.py", "my_linked.py"}
+    write(tmp_path, {"my_linked.py": "x = 2\n"})
+    assert project_sources(tmp_path / "project", "task.py:Net")["my_linked.py"] != before["my_linked.py"]
+
+
 def test_a_module_inside_a_package_may_bear_any_name(tmp_path: Path) -> None:
     files = {"task.py": "import my_pkg.net\nclass Net: ...\n", "my_pkg/net.py": "import json\n", "my_pkg/json.py": ""}
     write(tmp_path, files)
