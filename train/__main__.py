@@ -7,11 +7,14 @@ import os
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.spec import chaos
 from pipeline.spec.attempts import read_story
+from pipeline.spec.building import build_model
+from pipeline.spec.companions import open_task
 from pipeline.spec.data import Samples, open_split
 from pipeline.spec.errors import DataError
 from pipeline.spec.files import write_json
@@ -19,7 +22,6 @@ from pipeline.spec.fingerprint import fingerprint
 from pipeline.spec.rank import Rank
 from pipeline.spec.run import Run
 from pipeline.spec.step import run_step
-from pipeline.spec.task import load_task
 from pipeline.spec.weights import save_weights
 from train.agreement import check_splits
 from train.attempts import begin
@@ -33,7 +35,8 @@ from train.journal import Journal
 from train.ledger import Ledger
 from train.parameter_server import Asynchronous
 from train.peril import arm
-from train.resuming import resume
+from train.pretrained.opening import beginning_of
+from train.resuming import Found, find, resume
 from train.seeding import be_deterministic
 from train.snapshot import Mirrors, open_memory
 from train.summary import last_line, summarise
@@ -51,35 +54,42 @@ def train(run: Run, root: Path) -> None:
     with join(config, Rank.from_env(), run.path) as group, watched(group, run, root, config.timeout_seconds):
         if folder := os.environ.get(chaos.VARIABLE):
             arm(Trap(Path(folder), group))
-        task = load_task(run.config.task, root)
+        task = open_task(run, root)
         splits = [open_split(task, name) for name in ("train", "validation")]
         check_splits(task, splits, group)
         if group.rank.first:
             _check_unchanged(run, splits)
         splits[0] = splits[0].first(config.samples)
-        batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"))
+        make = partial(build_model, task, run)
+        batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"), make)
+        identity = _identity(run, len(splits[0]), batch_size)
+        place = place_of(config.checkpoints, run.partial("train"), run.id)
+        store = CheckpointStore(place, config.keep_checkpoints, identity, group, config.timeout_seconds)
+        mirrors = None
+        if config.snapshot == "memory":
+            mirrors = Mirrors(open_memory(run), socket.gethostname(), identity, group, config.timeout_seconds)
+        found = find(store, mirrors, run.partial("train"), identity, group)
         kind = Asynchronous if config.sync == "parameter_server" and group.size > 1 else Trainer
-        trainer = kind(task, run.config, group, splits[0], splits[1], batch_size)
+        with beginning_of(run, root, make, group, resumes=found.saved is not None) as begin:
+            trainer = kind(task, run.config, group, splits[0], splits[1], batch_size, begin)
+        trainer.mirrors = mirrors
         gate = run.config.evaluate
         check_metrics(task, trainer.strategy, splits[1], group, {gate.metric, *gate.require})
-        _fit(trainer, run, group)
+        _fit(trainer, run, group, store, found)
 
 
-def _fit(trainer: Trainer, run: Run, group: Group) -> None:
-    config, directory = run.config.train, run.partial("train")
-    identity: dict[str, Any] = {
-        "samples": trainer.order.samples,
-        "batch_size": trainer.order.batch_size,
-        "seed": config.seed,
-    }
+def _identity(run: Run, samples: int, batch_size: int) -> dict[str, Any]:
+    """What the order of samples depends on."""
+    config = run.config.train
+    found: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": config.seed}
     if config.checkpoints and (record := run.read().steps.get("train")):
-        identity["key"] = record.key  # there, nobody throws away what other sources or settings made
-    place = place_of(config.checkpoints, directory, run.id)
-    store = CheckpointStore(place, config.keep_checkpoints, identity, group, config.timeout_seconds)
-    if config.snapshot == "memory":
-        folder = open_memory(run)
-        trainer.mirrors = Mirrors(folder, socket.gethostname(), identity, group, config.timeout_seconds)
-    progress = resume(trainer, store, directory, identity, group)
+        found["key"] = record.key  # there, nobody throws away what other sources or settings made
+    return found
+
+
+def _fit(trainer: Trainer, run: Run, group: Group, store: CheckpointStore, found: Found) -> None:
+    directory = run.partial("train")
+    progress = resume(trainer, found, group)
     journal = Journal(directory, progress.step) if group.rank.first else None
     trainer.attempt = begin(run, group, progress.step)
     ledger = Ledger(directory, group, trainer.order, progress.step, trainer.attempt.number)

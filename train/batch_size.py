@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipeline.spec.data import Samples
 from pipeline.spec.errors import ResourceError
@@ -22,6 +23,7 @@ from train.memory import budget_bytes
 from train.trial import Trial
 
 FILE = "batch_size.json"
+Make = Callable[[], nn.Module]
 _ALIKE = 0.03  # of two speeds this close, the smaller batch is taken: it makes more steps of an epoch
 _PATIENCE = 2  # doublings without a gain after which no larger batch is timed
 
@@ -40,7 +42,9 @@ class Choice:
     timed: tuple[Timed, ...]
 
 
-def decide_batch_size(task: Task, config: Train, group: Group, samples: Samples, directory: Path) -> int:
+def decide_batch_size(
+    task: Task, config: Train, group: Group, samples: Samples, directory: Path, make: Make | None = None
+) -> int:
     """The configured one, or that of the earlier processes of this run, or what trials find."""
     if config.batch_size != "auto":
         return config.batch_size
@@ -49,17 +53,20 @@ def decide_batch_size(task: Task, config: Train, group: Group, samples: Samples,
     known: int | None = group.share(json.loads(path.read_text())["batch_size"] if _first_has(path, group) else None)
     if known is not None:
         return known
-    choice = find_batch_size(task, config, group, samples)
+    choice = find_batch_size(task, config, group, samples, make)
     if group.rank.first:
         write_json(path, asdict(choice))
         print(describe(choice), flush=True)
     return choice.batch_size
 
 
-def find_batch_size(task: Task, config: Train, group: Group, samples: Samples) -> Choice:
-    """All processes try the same sizes in the same order, and hear of each what it was for the others."""
+def find_batch_size(task: Task, config: Train, group: Group, samples: Samples, make: Make | None = None) -> Choice:
+    """All processes try the same sizes in the same order, and hear of each what it was for the others.
+
+    `make` builds the model, where it is not the task's own; which weights it has is all one.
+    """
     budget = budget_bytes(config.memory_mb, group)
-    trial = Trial(task, config, samples, group.device)
+    trial = Trial(task, config, samples, group.device, make)
     exchange = max(group.gather(_exchange_seconds(trial, group)))
     candidates = sizes(len(samples), group.data_size, config.accumulate)
     largest, timed = 0, list[Timed]()

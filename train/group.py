@@ -94,6 +94,11 @@ def join(config: Train, rank: Rank, directory: Path) -> Iterator[Group]:
             f"train.{word}={model_size}: {rank.world_size} processes cannot be shared out; "
             f"make train.processes a multiple of {model_size}"
         )
+    if config.expert > 1 and rank.world_size // model_size % config.expert:
+        raise ConfigError(
+            f"train.expert={config.expert}: {rank.world_size // model_size} copies cannot share the experts; "
+            f"make train.processes a multiple of {config.expert * model_size}"
+        )
     if rank.world_size == 1:
         yield Group(rank, device)
         return

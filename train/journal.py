@@ -13,7 +13,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 
 from pipeline.spec.files import unwritable, write_atomic
 
-_NO_CURVE = {"total_steps", "batch_size"}  # the same in every line
+_NO_CURVE = {"total_steps", "batch_size", "expert_loads"}  # the same in every line, or too many
 
 
 class Journal:

@@ -19,9 +19,9 @@ def make_optimizer(model: nn.Module, kind: str, weight_decay: float) -> torch.op
         {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
         for (decayed, _), parameters in sorted(rows.items(), key=lambda row: not row[0][0])
     ]
-    if kind == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=True)
     plain = all(type(parameter) is nn.Parameter for parameters in rows.values() for parameter in parameters)
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=plain)  # torch has no fused one for what is cut
     one_kind = len({(p.dtype, p.device) for parameters in rows.values() for p in parameters}) == 1
     return (LeanAdamW if plain and one_kind else torch.optim.AdamW)(groups, lr=0.0, fused=True)
 

@@ -96,6 +96,7 @@ class Asynchronous(Trainer):
         self.watch.at(work.step, "forward and backward")
         seed_step(self.config.seed, work.step, 0)
         loss, norm, row = self._served.gradient(work.weights, batch)
+        self.routing.stepped()
         found = Result(work.step, work.version, len(indices), float(loss), float(norm), row)
         for what, value in (("loss", found.loss), ("gradient", found.norm)):
             if not math.isfinite(value):

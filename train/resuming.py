@@ -5,34 +5,47 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.spec.errors import BundleError, StageError
-from train.checkpoint import CheckpointStore, Progress
+from train.checkpoint import CheckpointStore, Progress, Saved
 from train.group import Group
 from train.proof import FILE, read_lines
-from train.snapshot import newest_snapshot
+from train.snapshot import Mirrors, newest_snapshot
 from train.trainer import Trainer
 
 
-def resume(
-    trainer: Trainer, store: CheckpointStore, directory: Path, identity: Mapping[str, Any], group: Group
-) -> Progress:
-    """All take part and go on from the same step."""
-    saved, what, mirrors = store.newest(), "checkpoint", trainer.mirrors
+class Found(NamedTuple):
+    """What there is to go on from; nothing where training begins."""
+
+    saved: Saved | None
+    what: str
+
+
+def find(
+    store: CheckpointStore, mirrors: Mirrors | None, directory: Path, identity: Mapping[str, Any], group: Group
+) -> Found:
+    """All take part and find the same. It is known before a model is made: one that goes on needs no weights."""
+    saved = store.newest()
     step = saved.progress.step if saved else 0
     if mirrors is not None:
         snapshot = newest_snapshot(
             mirrors, identity, group, lambda found: found.step > step and _stands(found, store, directory)
         )
-        saved, what = (snapshot, "snapshot") if snapshot is not None else (saved, what)
-    progress = Progress() if saved is None else saved.progress
-    if saved is not None:
-        trainer.restore(saved)
+        if snapshot is not None:
+            return Found(snapshot, "snapshot")
+    return Found(saved, "checkpoint")
+
+
+def resume(trainer: Trainer, found: Found, group: Group) -> Progress:
+    """All take part and go on from the same step."""
+    progress = Progress() if found.saved is None else found.saved.progress
+    if found.saved is not None:
+        trainer.restore(found.saved)
         if group.rank.first:
-            print(f"resumed from the {what} of step {progress.step} of {trainer.total_steps}", flush=True)
-    if mirrors is not None:
-        mirrors.begin(group.share(secrets.token_hex(4)), progress.step)
+            print(f"resumed from the {found.what} of step {progress.step} of {trainer.total_steps}", flush=True)
+    if trainer.mirrors is not None:
+        trainer.mirrors.begin(group.share(secrets.token_hex(4)), progress.step)
     return progress
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline.spec.config import Config
 from pipeline.spec.data import Samples
 from pipeline.spec.errors import ConfigError, DataError
+from pipeline.spec.sections import Train
 from pipeline.spec.task import Task
 from train.balance import Balance
 from train.compiling import check_compiler, sizes_differ, take_any_size
@@ -27,10 +28,13 @@ from train.pauses import Pauses
 from train.peril import reached
 from train.phase import phase
 from train.precision import Precision
+from train.pretrained.beginning import Beginning
+from train.routing import Routing
 from train.schedule import learning_rate
 from train.seeding import seed_step
 from train.state import Progress
 from train.strategy import Part, make_strategy
+from train.texts import check_texts
 from train.trace import Tracer
 from train.validation import validate
 from train.window import Window
@@ -45,26 +49,31 @@ if TYPE_CHECKING:
 
 class Trainer:
     def __init__(
-        self, task: Task, config: Config, group: Group, train: Samples, validation: Samples, batch_size: int
+        self,
+        task: Task,
+        config: Config,
+        group: Group,
+        train: Samples,
+        validation: Samples,
+        batch_size: int,
+        begin: Callable[[], Beginning] | None = None,
     ) -> None:
-        self._task, self._group, self.config = task, group, config.train
-        self._validation = validation
+        self._task, self._group, self.config, self._validation = task, group, config.train, validation
         self.order = Order(len(train), batch_size, self.config.seed)
         self.total_steps = self.config.epochs * self.order.steps_per_epoch
-        exact = self.config.elastic == "exact"
-        slices = self.config.elastic_shards if exact else group.data_size
-        if self.order.smallest_batch < slices:
-            what = "shards" if exact else "processes"
-            raise ConfigError(f"train.batch_size={batch_size} leaves some of {slices} {what} without work")
+        slices = _slices(self.config, group, self.order)
         if self.config.compile:
             check_compiler(group.device)
         differ = self.config.balance == "auto" or sizes_differ(self.order, slices * self.config.accumulate)
         self._any_size = self.config.compile and differ
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
         self._precision = Precision(self.config.precision, group.device)
-        self.strategy = make_strategy(task.model(), Objective(task, self._precision), group, self.config, train)
+        model, filling = begin() if begin else (task.model(), None)
+        check_texts(task, model, (train, validation))
+        self.strategy = make_strategy(model, Objective(task, self._precision), group, self.config, train, filling)
         optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
         self._optimizer = self.strategy.adopt(optimizer)
+        self.routing = Routing(self.strategy, group, self.config.expert_balance)
         self._trained = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._feed = Feed(train, group, self.config.seed, self.config.workers)
         self._balance = Balance(self.config.balance, group, self.strategy)
@@ -77,6 +86,7 @@ class Trainer:
         self.attempt: Attempt | None = None
         self.mirrors: Mirrors | None = None  # where snapshots are made
         self.strategy.warm_up(lambda: self._parts(0))
+        self.routing.reset()
 
     def restore(self, saved: Saved) -> None:
         self.strategy.restore(self._optimizer, saved)
@@ -148,6 +158,7 @@ class Trainer:
         self._precision.step(self._optimizer)
         for parameter in self._trained:
             parameter.grad = None
+        self.routing.stepped()
         self.strategy.updated(step)
 
     def _parts(self, step: int) -> Iterator[Part]:
@@ -200,7 +211,7 @@ class Trainer:
     def _log(self, step: int, journal: Journal | None) -> None:
         self.watch.at(step - 1, "update")
         self._review(step)
-        measured = self._meter.measure(self._window)
+        measured, routed = self._meter.measure(self._window), self.routing.told()
         if measured.broken:  # a loss can be infinite while its gradient is not
             self._refuse("loss", self._group.gather(self._window.broken()[0]), step - self._window.steps)
         if journal:
@@ -210,6 +221,7 @@ class Trainer:
                 "lr": self._optimizer.param_groups[0]["lr"],
                 **measured.values,
                 **self._balance.told(),
+                **routed,
                 **self.pauses.told(),
             }
             journal.record(step, self.order.epoch_of(step - 1), values)
@@ -249,6 +261,16 @@ class Trainer:
 
     def _out_of_patience(self, progress: Progress) -> bool:
         return 0 < self.config.patience <= progress.stale_epochs
+
+
+def _slices(config: Train, group: Group, order: Order) -> int:
+    """Of each batch; none may be empty."""
+    exact = config.elastic == "exact"
+    slices = config.elastic_shards if exact else group.data_size
+    if order.smallest_batch < slices:
+        what = "shards" if exact else "processes"
+        raise ConfigError(f"train.batch_size={order.batch_size} leaves some of {slices} {what} without work")
+    return slices
 
 
 def _every(steps: int, step: int) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.spec.data import Samples
 from pipeline.spec.sections import Train
@@ -24,10 +25,17 @@ _MARGIN = 1.25  # what libraries need beside: conv nets and transformers peaked 
 class Trial:
     """No pass here waits for another process: whoever runs out of memory leaves nobody behind."""
 
-    def __init__(self, task: Task, config: Train, samples: Samples, device: torch.device) -> None:
+    def __init__(
+        self,
+        task: Task,
+        config: Train,
+        samples: Samples,
+        device: torch.device,
+        make: Callable[[], nn.Module] | None = None,
+    ) -> None:
         seed_step(config.seed, -1, 0)
         self._objective = Objective(task, Precision(config.precision, device))
-        self.model = task.model().to(device).train()
+        self.model = (make or task.model)().to(device).train()
         self._optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         self._samples, self._device = samples, device
         self._measured: dict[int, int] = {}

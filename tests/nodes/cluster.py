@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.network import network
-from pipeline.history import all_runs
 from pipeline.spec.attempts import Event, newest, read_events
 from pipeline.spec.run import Run
+from pipeline.spec.runs import all_runs
 
 from ..e2e.walker import PIPE, Walker, environment, wait_for
 from .machine import Machine

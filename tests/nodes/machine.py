@@ -77,7 +77,7 @@ class Machine:
             return []
         here = _namespace(self._init)
         found = [one for one in psutil.process_iter() if _namespace(one) == here and {*words} <= {*_command(one)}]
-        return sorted(found, key=lambda process: process.pid)
+        return sorted(found, key=lambda process: process.create_time())  # numbers begin anew when they are used up
 
     @property
     def _init(self) -> psutil.Process:

@@ -12,6 +12,8 @@ import pytest
 from ..e2e.walker import wait_for
 from .cluster import Cluster, cluster
 
+pytestmark = pytest.mark.long  # a minute and a half
+
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -35,6 +37,7 @@ def test_joined_machines_wait_for_a_lost_coordinator_that_resumes(three: Cluster
     three.trains(processes=3)
 
 
+@pytest.mark.long
 def test_a_full_disk_is_told_with_its_host_and_training_goes_on_when_there_is_room(three: Cluster) -> None:
     first = three.machines[0]
     folder = three.walker.checkpoints

@@ -102,6 +102,7 @@ def test_a_machine_that_is_asked_to_end_makes_a_checkpoint_first_and_the_others_
     three.trains(processes=3)
 
 
+@pytest.mark.long
 def test_a_machine_behind_a_cut_link_is_dropped_and_comes_back_with_the_link(three: Cluster) -> None:
     machine = three.machines[1]
     machine.host.cut()

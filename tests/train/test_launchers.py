@@ -50,6 +50,7 @@ def test_a_process_that_nobody_joins_says_what_it_waited_for(project: Project) -
     assert "waited 1 s for rank 0 to publish where to meet" in str(failure(run))
 
 
+@pytest.mark.long
 @needs_mpirun
 def test_a_bug_under_mpirun_ends_every_process_and_is_told_with_its_rank(project: Project) -> None:
     project.replace(

@@ -51,6 +51,13 @@ def test_an_optimizer_with_less_state_needs_less() -> None:
     assert trial(Wide(), optimizer="sgd").needed_bytes(2) < trial(Wide(), optimizer="adamw").needed_bytes(2)
 
 
+def test_the_model_is_the_one_that_will_be_trained() -> None:
+    """What begins with pretrained weights is not built by the task's model()."""
+    task, model = Wide(), nn.Linear(256, 3)
+    samples = Samples("train", task.data("train"))
+    assert Trial(task, Train(), samples, CPU, lambda: model).model is model  # type: ignore[arg-type]
+
+
 def test_a_step_is_timed() -> None:
     seconds = trial(Wide()).seconds(8, passes=2)
     assert seconds is not None

@@ -39,9 +39,10 @@ class Alone:
 
     lockstep = True  # every process sees the same gradient norm at every step
     together = False  # a forward pass of one process needs those of the others
+    counting = True  # the pass under way is of samples that no other process tells of
 
     def __init__(self, model: nn.Module, objective: Objective, group: Group, config: Train) -> None:
-        self.model = model.to(group.device)  # its parameters are what the optimizer updates
+        self.model = placed(model, group.device)  # its parameters are what the optimizer updates
         self.objective, self.group, self.config = objective, group, config
         self.traffic = Traffic()
         self.stopwatch = Stopwatch(group.device, self.traffic)
@@ -126,8 +127,9 @@ class Alone:
 
     def shared_room(self, optimizer: torch.optim.Optimizer, saved: Saved) -> dict[str, Tensor]:
         """Where weights and optimizer state are to be filled in, by their names in the checkpoint."""
+        weights = self.weights()  # first: with it FSDP puts back the pieces of what a forward pass has left whole
         moments = room_for_optimizer(self.model, optimizer, saved.shapes("optimizer."))
-        return {**above("weights.", self.weights()), **above("optimizer.", moments)}
+        return {**above("weights.", weights), **above("optimizer.", moments)}
 
     def weights(self) -> dict[str, Tensor]:
         """By name, those of the model's tensors that this process has."""
@@ -148,3 +150,11 @@ class Alone:
         """Tensors for what this process told of itself; none when the run resumes with another number of processes."""
         stored = saved.shapes(self._own_prefix) if saved.world_size == self.group.size else {}
         return {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in stored.items()}
+
+
+def placed(model: nn.Module, device: torch.device) -> nn.Module:
+    """On the device; what has no memory yet will get it there."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return model.to(device)
+    found: nn.Module = model._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+    return found

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from torch import nn
 
 from pipeline.spec.errors import ConfigError
+from train.families.adapted import linear_in
+from train.families.latent import cut_by_outputs
 
 # Names as models in use have them, below the module that owns both: layers cut by output, then the one cut by input.
 # Those with more layers stand first: w1 and w3 belong to one pair where both are there.
@@ -84,6 +86,9 @@ def share_heads(model: nn.Module, pair: Pair, size: int) -> None:
 
 def _candidates(model: nn.Module) -> Iterator[Pair]:
     for owner, module in model.named_modules():
+        if latent := _latent(module):
+            columns = tuple(_below(owner, name) for name in latent)
+            yield Pair(owner, columns, _below(owner, "o_proj"), attention=True)
         for families, attention in ((_ATTENTION, True), (_MLP, False)):
             for columns, rows in families:
                 for row in rows:
@@ -91,6 +96,11 @@ def _candidates(model: nn.Module) -> Iterator[Pair]:
                         yield Pair(owner, tuple(_below(owner, name) for name in columns), _below(owner, row), attention)
         if isinstance(module, nn.Sequential):
             yield from _neighbours(owner, module)
+
+
+def _latent(module: nn.Module) -> tuple[str, ...]:
+    names = cut_by_outputs(module)
+    return names if all(_layer(module, name) is not None for name in (*names, "o_proj")) else ()
 
 
 def _fits(module: nn.Module, columns: tuple[str, ...], row: str) -> bool:
@@ -105,7 +115,7 @@ def _layer(module: nn.Module, path: str) -> nn.Linear | None:
         if child is None:
             return None
         module = child
-    return module if isinstance(module, nn.Linear) else None
+    return linear_in(module)
 
 
 def _neighbours(owner: str, row: nn.Sequential) -> Iterator[Pair]:
@@ -123,8 +133,11 @@ def _check(model: nn.Module, pair: Pair, size: int) -> None:
     for name, count in _heads(model.get_submodule(holder)).items():
         if pair.attention and count % size:
             _refuse(holder, f"{size} processes cannot share its {count} heads ({name})")
+    width = getattr(model.get_submodule(holder), "head_dim", None) if pair.attention else None
     for name in pair.columns:
         layer = _layer(model, name)
+        if layer and isinstance(width, int) and layer.out_features // width % size:
+            _refuse(name, f"{size} processes cannot share its {layer.out_features // width} heads")
         if layer and layer.out_features % size:
             _refuse(name, f"{size} processes cannot share its {layer.out_features} outputs")
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.spec.data import Samples, forward
@@ -19,10 +19,12 @@ from pipeline.spec.errors import ConfigError
 from pipeline.spec.sections import Train
 from train.group import Group
 from train.objective import Objective
+from train.pretrained.filling import Filling
 from train.strategy.alone import Alone, Part
 from train.strategy.buffers import only_statistics
-from train.strategy.pieces import average, clip, local
-from train.strategy.plan import cut_layers
+from train.strategy.lent import Lent
+from train.strategy.pieces import average, clip, gradients, local
+from train.strategy.plan import cut_layers, cut_mixtures
 from train.strategy.units import holds_parameters, units
 
 if TYPE_CHECKING:
@@ -30,13 +32,26 @@ if TYPE_CHECKING:
 
 
 class Sharded(Alone):
-    """`parallel: fsdp`, `tensor: N`, or both."""
+    """`parallel: fsdp`, `tensor: N`, `expert: N`, or several of them.
+
+    Experts are cut over more processes than the rest, so copies of them are fewer: `copies` is the axis on which their
+    gradients meet.
+    """
+
+    copies: DeviceMesh
 
     def __init__(
-        self, model: nn.Module, objective: Objective, group: Group, config: Train, samples: Samples | None = None
+        self,
+        model: nn.Module,
+        objective: Objective,
+        group: Group,
+        config: Train,
+        samples: Samples | None = None,
+        filling: Filling | None = None,
     ) -> None:
-        self._samples = samples
-        self.together = config.parallel == "fsdp"  # the others' weights; those of a tensor group share each batch
+        self._samples, self._filling = samples, filling
+        # The others' weights, or their experts; those of a tensor group share each batch.
+        self.together = config.parallel == "fsdp" or config.expert > 1
         super().__init__(model, objective, group, config)
 
     def wrap(self) -> nn.Module:
@@ -46,18 +61,19 @@ class Sharded(Alone):
         # As DistributedDataParallel does: what a training pass may read is the first process's before every step.
         self._equal_buffers = self.group.model_size == 1 and not only_statistics(self.model)
         if self.group.model_size > 1:
-            cut_layers(self.model, self.objective.task, self.mesh["tensor"], self._try)
-        if self.together:
+            cut_layers(self.model, self.objective.task, self.mesh["tensor"], self._try, self._lent())
+        self._experts = self._cut_experts()
+        if self.config.parallel == "fsdp":
             self._shard()
+        if self._filling:  # only now: of what was cut, this process reads its own piece
+            self._filling.fill(self.model, self.group.device)
         return super().wrap()
 
     def backward(self, parts: Iterable[Part]) -> Tensor:
         if self._equal_buffers:
             self.group.sync_buffers(self.model)
-        if self.together:
-            total = super().backward(_padded(parts, self.config.accumulate))
-        else:
-            total = super().backward(parts)
+        total = super().backward(self._counted(_padded(parts, self.config.accumulate) if self.together else parts))
+        if self.config.parallel != "fsdp":
             with self.stopwatch.waiting():
                 self._average()
         return total if self._first else torch.zeros_like(total)
@@ -87,9 +103,11 @@ class Sharded(Alone):
         for parameter in self.model.parameters():
             if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-        if self.group.data_size > 1:
-            copies = self.group.data_size
-            self.traffic.sent_bytes += average(self.model.parameters(), self.mesh.get_group("data"), copies)
+        experts = [parameter for parameter in self._parameters if _of_experts(parameter)]
+        others = [parameter for parameter in self._parameters if not _of_experts(parameter)]
+        for parameters, mesh in ((others, self.mesh["data"]), (experts, self.copies)):
+            if mesh.size() > 1 and gradients(parameters):
+                self.traffic.sent_bytes += average(parameters, mesh.get_group(), mesh.size())
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Of a piece that several processes hold, the first one's is counted."""
@@ -97,8 +115,29 @@ class Sharded(Alone):
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
             held = dict(zip(names, parameter.placements, strict=True))
-        replicated = [name for name in self.mesh.mesh_dim_names or () if name not in held or held[name].is_replicate()]
-        return all(self.mesh.get_local_rank(name) == 0 for name in replicated)
+        mesh = self._mixture if _of_experts(parameter) else self.mesh
+        replicated = [name for name in mesh.mesh_dim_names or () if name not in held or held[name].is_replicate()]
+        return all(mesh.get_local_rank(name) == 0 for name in replicated)
+
+    def _cut_experts(self) -> list[nn.Module]:
+        """Neighbours among the copies of the model share the experts of every layer."""
+        expert, tensor = self.config.expert, self.config.tensor
+        if expert * tensor == 1:
+            return []
+        shape = (self.group.data_size // expert, expert, tensor)
+        self._mixture = init_device_mesh(self.group.device.type, shape, mesh_dim_names=("copies", "expert", "tensor"))
+        self.copies = self._mixture["copies"]
+        holders = self._mixture["expert", "tensor"]
+        holders._flatten()  # then one exchange puts whole tensors together, not two
+        return cut_mixtures(self.model, holders, self._try, self._lent())
+
+    def _lent(self) -> Lent:
+        return Lent(self._filling, self.group.device)
+
+    def _counted(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            self.counting = self._first and part.count > 0
+            yield part
 
     def _shard(self) -> None:
         """Each repeated block by itself, so that only one of them at a time is whole, and the rest with the root."""
@@ -109,11 +148,25 @@ class Sharded(Alone):
             for module in self.model.modules():
                 if isinstance(module, _BatchNorm) and holds_parameters(module):
                     fully_shard(module, mesh=self.mesh["data"], mp_policy=plain)
+        for module in self._experts:  # over fewer processes, and their arguments in the type they come in
+            policy = replace(cast, cast_forward_inputs=False)
+            fully_shard(module, mesh=self.copies, mp_policy=policy, shard_placement_fn=self._placement)
         for block in blocks:
             if not isinstance(block, FSDPModule):
                 fully_shard(block, mesh=self.mesh["data"], mp_policy=cast)
         fully_shard(self.model, mesh=self.mesh["data"], mp_policy=replace(cast, output_dtype=torch.float32))
         self._count(blocks)
+
+    def _placement(self, parameter: nn.Parameter) -> Shard:
+        """Beside the axis of the experts, which is cut already."""
+        count = self.copies.size()
+        for axis in range(1, parameter.ndim):
+            if parameter.shape[axis] % count == 0:
+                return Shard(axis)
+        raise ConfigError(
+            f"train.parallel=fsdp: {count} copies of the experts cannot share weights of {tuple(parameter.shape)}; "
+            "use another number of processes, or train.parallel=ddp"
+        )
 
     def _refuse_tied(self, blocks: list[nn.Module]) -> None:
         """Each of two blocks would cut its own copy of a tensor they share, and the copies would drift apart."""
@@ -137,7 +190,13 @@ class Sharded(Alone):
         again = {parameter for block in blocks for parameter in block.parameters()}  # for the backward pass too
         width = (self.objective.precision.type or torch.float32).itemsize
         self._gathered_bytes = sum(local(p).numel() * width * (2 if p in again else 1) for p in parameters)
-        self._reduced_bytes = sum(p.numel() for p in parameters) * torch.float32.itemsize
+        copies = {id(p): self.copies.size() for p in parameters if _of_experts(p)}
+        numbers = sum(local(p).numel() * copies[id(p)] if id(p) in copies else p.numel() for p in parameters)
+        self._reduced_bytes = numbers * torch.float32.itemsize
+
+
+def _of_experts(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "expert" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _padded(parts: Iterable[Part], count: int) -> Iterator[Part]:

@@ -20,23 +20,35 @@ from pipeline.spec.sections import Train
 from pipeline.spec.task import HasParallelize
 from train.group import Group
 from train.objective import Objective
-from train.state import Progress, State
+from train.pretrained.filling import Filling
+from train.state import Progress, State, above, room_for_optimizer
 from train.strategy.alone import Alone, Part
+from train.strategy.lent import Lent
 from train.strategy.pieces import average, clip
-from train.strategy.rehearsal import FEW, rehearse
+from train.strategy.rehearsal import FEW, Rehearsal, rehearse
 from train.strategy.stages import Cut, Stage, cannot, check_begins, choose_begins
-from train.strategy.units import holds_parameters, units
+from train.strategy.tied import Tied
+from train.strategy.units import Unit, holds_parameters, units
 
 if TYPE_CHECKING:
     from pipeline.spec.task import Outputs
+    from train.checkpoint.saved import Saved
+
+_MOMENTS = "optimizer."
 
 
 class Staged(Alone):
     def __init__(
-        self, model: nn.Module, objective: Objective, group: Group, config: Train, samples: Samples | None
+        self,
+        model: nn.Module,
+        objective: Objective,
+        group: Group,
+        config: Train,
+        samples: Samples | None,
+        filling: Filling | None = None,
     ) -> None:
         assert samples is not None
-        self._samples = samples
+        self._samples, self._filling = samples, filling
         self._schedules: dict[tuple[int, int], PipelineScheduleSingle] = {}
         super().__init__(model, objective, group, config)
 
@@ -45,15 +57,14 @@ class Staged(Alone):
         self.mesh = init_device_mesh(self.group.device.type, shape, mesh_dim_names=("data", "pipeline"))
         self.model.eval()
         row = list(units(self.model, wanted := self._named_begins()))
-        seen = rehearse(row, self._try)
-        called = {name: self.model.get_submodule(name) for name in dict.fromkeys(seen.order)}
-        if not wanted:
-            repeated = {unit.name for unit in row if unit.repeated and holds_parameters(unit.module)}
-            sizes = [sum(p.numel() for p in module.parameters() if p.requires_grad) for module in called.values()]
-            may_begin = [name in repeated and bool(seen.calls[name].places) for name in called]
-            wanted = [list(called)[place] for place in choose_begins(sizes, may_begin, self.group.model_size)]
-        self._cut = Cut(self.model, row, seen, wanted)
-        self._stage = Stage(self.model, self._cut, seen, self.mesh.get_local_rank("pipeline"))
+        with Lent(self._filling, self.group.device).passing(self.model):
+            seen = rehearse(row, self._try)
+            self._cut = Cut(self.model, row, seen, wanted or self._chosen_begins(row, seen))
+        index = self.mesh.get_local_rank("pipeline")
+        self._stage = Stage(self.model, self._cut, seen, index, self.group.device)
+        if self._filling:  # only now: what other stages hold has its place taken
+            self._filling.fill(self.model, self.group.device)
+        self._tied = Tied(self._cut.ties, index, self.model)
         self._passage = _Passage(self._stage, self.objective, self.model, self.group)
         self._check(seen.outputs)
         self.model.train()
@@ -72,11 +83,12 @@ class Staged(Alone):
             with self.stopwatch.waiting():
                 copies = self.group.data_size
                 self.traffic.sent_bytes += average(self.model.parameters(), self.mesh.get_group("data"), copies)
+        self.traffic.sent_bytes += self._tied.add_up(self.group.rank.rank)
         return total
 
     def clip(self, limit: float) -> Tensor:
         own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return clip(own, limit, lambda _: self.group.data_rank == 0)
+        return clip(own, limit, lambda one: self.group.data_rank == 0 and self._tied.counts(one))
 
     def settle(self) -> None:
         """Running statistics are those of the stage that computes them, on the first copy of the model."""
@@ -104,7 +116,17 @@ class Staged(Alone):
         """What stands on every stage is told by the one that computes it."""
         found = super().state(optimizer, progress)
         strange = {f"weights.{name}" for name, stage in self._cut.tensors.items() if stage != self._stage.index}
-        return replace(found, tensors={n: tensor for n, tensor in found.tensors.items() if n not in strange})
+        tensors = {n: tensor for n, tensor in found.tensors.items() if n not in strange and not n.startswith(_MOMENTS)}
+        moments = self._tied.without(self.moments(optimizer))
+        return replace(found, tensors={**tensors, **above(_MOMENTS, moments)})
+
+    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        return self._tied.of_whole(super().moments(optimizer))
+
+    def shared_room(self, optimizer: torch.optim.Optimizer, saved: Saved) -> dict[str, Tensor]:
+        stored = self._tied.of_stage(saved.shapes(_MOMENTS))
+        moments = self._tied.of_whole(room_for_optimizer(self.model, optimizer, stored))
+        return {**above("weights.", self.weights()), **above(_MOMENTS, moments)}
 
     def _pass(self, count: int, parts: list[Part]) -> Tensor:
         """Forward and backward of micro-batches of `count` samples, in the order of the schedule."""
@@ -151,6 +173,13 @@ class Staged(Alone):
         check_begins(self.model, names, self.group.model_size)
         return names
 
+    def _chosen_begins(self, row: list[Unit], seen: Rehearsal) -> list[str]:
+        called = {name: self.model.get_submodule(name) for name in dict.fromkeys(seen.order)}
+        repeated = {unit.name for unit in row if unit.repeated and holds_parameters(unit.module)}
+        sizes = [sum(p.numel() for p in module.parameters() if p.requires_grad) for module in called.values()]
+        may_begin = [name in repeated and bool(seen.calls[name].places) for name in called]
+        return [list(called)[place] for place in choose_begins(sizes, may_begin, self.group.model_size)]
+
     def _try(self, count: int) -> Outputs:
         """A pass of the whole model, as validation makes it but for gradients."""
         return self.objective.outputs(self.model, self._example(count))
@@ -164,7 +193,7 @@ class Staged(Alone):
         with torch.no_grad():
             found = self.predict(self._example(FEW[0]))
         pairs = zip(tree_leaves(found), tree_leaves(expected), strict=True) if self._stage.last else ()
-        same = all(torch.allclose(a, b, rtol=0.01, atol=0.01 * float(b.abs().max())) for a, b in pairs)
+        same = all(torch.allclose(a, b, rtol=0.01, atol=0.01 * float(b.detach().abs().max())) for a, b in pairs)
         if not all(self.group.gather(same)):
             raise ConfigError(
                 cannot("its outputs differ then, so more goes from stage to stage than each unit hands to the next")

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeline.spec.errors import ConfigError
 from train.strategy.rehearsal import Answer, Rehearsal
+from train.strategy.tied import find_ties
 from train.strategy.units import Unit, holds_parameters
 
 
@@ -41,7 +42,7 @@ class Cut:
             name: self.units.get(below[name], 0) if name in below else self._of_direct(tensor, seen)
             for name, tensor in model.state_dict(keep_vars=True).items()
         }
-        self._refuse_tied(model)
+        self.ties = find_ties(model, self.tensors)
 
     def _of_units(self, order: list[str]) -> dict[str, int]:
         stage = 0
@@ -66,21 +67,14 @@ class Cut:
             return self.stages - 1
         return 0
 
-    def _refuse_tied(self, model: nn.Module) -> None:
-        first: dict[nn.Parameter, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            other = first.setdefault(parameter, name)
-            if self.tensors[name] != self.tensors[other]:
-                raise ConfigError(cannot(f"{other} and {name} are one tensor and would be in two stages"))
-
 
 class Stage:
     """One stage of a model that is cut in place: weights of other stages take no memory."""
 
-    def __init__(self, model: nn.Module, cut: Cut, seen: Rehearsal, index: int) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, seen: Rehearsal, index: int, device: torch.device) -> None:
         self._model, self.index, self.last = model, index, index == cut.stages - 1
         self._received: tuple[Tensor, ...] = ()
-        self._count = 0
+        self._count, self._device = 0, device
         self.takes = seen.carried[cut.begins[index - 1]] if index else []
         self.gives = [] if self.last else seen.carried[cut.begins[index]]
         self._leave_out(cut, seen)
@@ -115,7 +109,6 @@ class Stage:
 
     def _leave_out(self, cut: Cut, seen: Rehearsal) -> None:
         self.left_out = set()  # parameters of other stages
-        self._device = next(self._model.parameters()).device
         for name, stage in cut.units.items():
             unit = self._model.get_submodule(name)
             if stage < self.index and holds_parameters(unit):

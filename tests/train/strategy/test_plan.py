@@ -76,6 +76,33 @@ def test_what_cannot_be_cut_is_named_with_the_way_out(model: nn.Module, said: st
         find_pairs(model, 2)
 
 
+def latent(heads: int) -> nn.Module:
+    module = linear(
+        q_a_proj=(8, 6),
+        q_b_proj=(6, heads * 5),
+        kv_a_proj_with_mqa=(8, 6),
+        kv_b_proj=(4, heads * 6),
+        o_proj=(heads * 3, 8),
+    )
+    module.kv_lora_rank, module.num_heads = 4, heads  # type: ignore[assignment]
+    return nn.ModuleDict({"mine": module})
+
+
+def test_latent_attention_is_cut_by_heads_where_they_leave_the_latents() -> None:
+    (pair,) = find_pairs(latent(4), 2)
+    assert (pair.columns, pair.row) == (("mine.q_b_proj", "mine.kv_b_proj"), "mine.o_proj")
+    with pytest.raises(ConfigError, match=re.escape("mine cannot be cut: 2 processes cannot share its 3 heads")):
+        find_pairs(latent(3), 2)
+
+
+def test_heads_are_counted_by_their_width_where_their_number_is_not_written_down() -> None:
+    """As in transformers' Llama and Qwen2, with fewer heads for keys and values."""
+    module = linear(q_proj=(8, 16), k_proj=(8, 4), v_proj=(8, 4), o_proj=(16, 8))
+    module.head_dim = 4  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="k_proj cannot be cut: 2 processes cannot share its 1 heads"):
+        find_pairs(module, 2)
+
+
 WRONG = '''
 import os, sys
 import torch

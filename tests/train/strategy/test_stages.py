@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from typing import Any
 
 import pytest
@@ -86,7 +85,7 @@ def stages_of(model: nn.Module, begins: list[str], example: Any = tokens) -> lis
     for index in range(len(begins) + 1):
         own = copy.deepcopy(model)
         row, rehearsal = seen(own, example)
-        found.append((own, Stage(own, Cut(own, row, rehearsal, begins), rehearsal, index)))
+        found.append((own, Stage(own, Cut(own, row, rehearsal, begins), rehearsal, index, torch.device("cpu"))))
     return found
 
 
@@ -159,14 +158,18 @@ class Twice(Llama):
         return out
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (Tied(), "embed.weight and head.weight are one tensor and would be in two stages"),
-        (Twice(), "embed is called in two stages"),
-    ],
-)
-def test_what_two_stages_would_share_is_named(model: nn.Module, said: str) -> None:
+def test_a_unit_that_two_stages_would_call_is_named() -> None:
+    model = Twice()
     row, rehearsal = seen(model)
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match="embed is called in two stages"):
         Cut(model, row, rehearsal, ["layers.2"])
+
+
+def test_a_weight_of_two_stages_is_told_by_the_one_of_its_first_name() -> None:
+    model = Tied()
+    row, rehearsal = seen(model)
+    (tie,) = Cut(model, row, rehearsal, ["layers.2"]).ties
+    assert (dict(tie.names), tie.keeper, tie.name) == ({0: "embed.weight", 1: "head.weight"}, 0, "embed.weight")
+    assert not Cut(Llama(), *seen(Llama()), ["layers.2"]).ties
+    model.embed.weight.requires_grad_(False)
+    assert not Cut(model, *seen(model), ["layers.2"]).ties, "what is frozen stays equal by itself"

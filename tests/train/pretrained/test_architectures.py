@@ -1,0 +1,194 @@
+"""Each architecture in the official layout: loaded, adapted, trained for a step, saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from pipeline.spec.config import parse_config
+from pipeline.spec.data import Samples
+from pipeline.spec.errors import DataError
+from pipeline.spec.pretrained import open_pretrained
+from pipeline.spec.rank import Rank
+from pipeline.spec.weights import load_weights, save_weights
+from train.checkpoint import CheckpointStore, Progress
+from train.group import Group
+from train.pretrained.beginning import Beginning, from_files
+from train.seeding import seed_step
+from train.trainer import Trainer
+
+from .folders import BLOCK, EIGHT_BITS, quantised, write_folder
+from .official import CONFIGS, write_official
+
+CPU = torch.device("cpu")
+SEEDED = partial(seed_step, 0, -1, 0)
+
+
+class Labels(nn.Module):
+    """A body with another head."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.body = AutoModel.from_config(AutoConfig.from_pretrained(folder))
+        self.score = nn.Linear(self.body.config.hidden_size, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.score(self.body(ids).last_hidden_state[:, -1])
+        return found
+
+
+class Labelling:
+    inputs, outputs = ("ids",), ("label",)
+
+    def data(self, split: str) -> dict[str, Any]:
+        torch.manual_seed(len(split))
+        return {"ids": torch.randint(0, 48, (8, 6)), "label": torch.randint(0, 3, (8,))}
+
+    def model(self) -> nn.Module:
+        raise AssertionError
+
+    def loss(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch["label"])
+
+    def metrics(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"accuracy": (outputs.argmax(1) == batch["label"]).float()}
+
+
+def causal(folder: Path) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return model
+
+
+def filled(make: Any, folder: Path, *allow: str) -> nn.Module:
+    begun = from_files(partial(make, folder), open_pretrained(folder), allow, SEEDED)
+    begun.filling.fill(begun.model, CPU)
+    return begun.model.eval()
+
+
+def ids() -> Tensor:
+    return torch.arange(18).view(2, 9) * 5 % 48
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_official(tmp_path_factory.mktemp("official") / request.param, request.param)
+
+
+@torch.no_grad()
+def test_its_logits_are_those_that_transformers_itself_loads(folder: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ours = filled(causal, folder)
+    assert torch.equal(ours(ids()).logits, theirs(ids()).logits)
+    assert len(open_pretrained(folder).weights) > 1, "the layout with an index"
+
+
+@pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v2", "qwen2", "llama"], indirect=True)
+def test_adapted_with_a_new_head_it_is_trained_saved_and_read_again(folder: Path, tmp_path: Path) -> None:
+    found, allow = open_pretrained(folder), ("score.*", "lm_head.weight")
+    made: list[Beginning] = []
+
+    def begin() -> Beginning:
+        made.append(from_files(partial(Labels, folder), found, allow, SEEDED))
+        return made[0]
+
+    task, group = Labelling(), Group(Rank(), CPU)
+    words = {"epochs": 1, "batch_size": 8, "lr": 0.01, "device": "cpu"}
+    config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": words}, source="test")
+    train, validation = (Samples(split, task.data(split)) for split in ("train", "validation"))
+    trainer = Trainer(task, config, group, train, validation, 8, begin)  # type: ignore[arg-type]
+    body = AutoModel.from_pretrained(folder)
+    begun = {name: tensor.clone() for name, tensor in trainer.strategy.model.state_dict().items()}
+    for name, tensor in body.state_dict().items():
+        assert torch.equal(begun[f"body.{name}"], tensor), name
+    trainer.fit(Progress(), CheckpointStore(tmp_path / "checkpoints", 1, {}, group), None)
+    trained = trainer.strategy.model.state_dict()
+    moved = {name for name, tensor in trained.items() if not torch.equal(tensor, begun[name])}
+    balanced = {name for name in trained if name.endswith("e_score_correction_bias")}  # by training, without a gradient
+    assert moved == {name for name, _ in trainer.strategy.model.named_parameters()} | balanced
+    save_weights(trained, tmp_path / "model.safetensors")
+    again = load_weights(Labels(folder), tmp_path / "model.safetensors")
+    with torch.no_grad():
+        assert torch.equal(again(ids()), trainer.strategy.model.eval()(ids()))
+
+
+def test_a_new_head_begins_by_the_seed_whatever_else_was_drawn(tmp_path: Path) -> None:
+    folder, heads = write_official(tmp_path / "qwen2", "qwen2"), list[Tensor]()
+    for noise in (1, 2):
+        torch.manual_seed(noise)
+        heads.append(filled(Labels, folder, "score.*").get_parameter("score.weight").detach())
+    assert torch.equal(*heads)
+    assert 0.05 < float(heads[0].std()) < 0.5, "as nn.Linear begins them"
+
+
+@torch.no_grad()
+def test_an_official_checkpoint_of_eight_bits_is_the_model_of_its_numbers(tmp_path: Path) -> None:
+    """Experts, attention and shared experts are eight-bit matrices, the rest is bf16."""
+    whole = write_official(tmp_path / "whole", "deepseek_v3")
+    eight, plain = dict[str, Tensor](), dict[str, Tensor]()
+    for path in open_pretrained(whole).weights.values():
+        for name, tensor in load_file(path).items():
+            if name.endswith("proj.weight") or "kv_a_proj" in name:
+                parts = quantised(tensor)
+                eight |= {name + more: part for more, part in parts.items()}
+                plain[name] = parts[""].float() * spread(parts["_scale_inv"], tensor.shape)
+            else:
+                eight[name] = plain[name] = tensor.bfloat16()
+    config = json.loads((whole / "config.json").read_text())
+    ours = filled(causal, write_folder(tmp_path / "eight", eight, 3, {**config, **EIGHT_BITS}))
+    theirs = AutoModelForCausalLM.from_pretrained(write_folder(tmp_path / "plain", plain, config=config)).eval()
+    assert torch.equal(ours(ids()).logits, theirs(ids()).logits)
+
+
+def spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    return scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[: shape[0], : shape[1]]
+
+
+def edited(folder: Path, gone: str, **added: Tensor) -> Path:
+    """The same in one file, without the weights whose names begin so."""
+    state = {name: t for path in open_pretrained(folder).weights.values() for name, t in load_file(path).items()}
+    left = {name: tensor for name, tensor in state.items() if not gone or not name.startswith(gone)} | added
+    config = json.loads((folder / "config.json").read_text())
+    return write_folder(folder.with_name(f"{folder.name}-edited"), left, config=config)
+
+
+def test_an_expert_that_is_not_there_is_told(tmp_path: Path) -> None:
+    folder = edited(write_official(tmp_path / "v3", "deepseek_v3"), "model.layers.1.mlp.experts.2.up_proj")
+    with pytest.raises(
+        DataError, match=r"made of the weights of 4 experts; missing: \['mlp.experts.2.up_proj.weight'\]"
+    ):
+        filled(causal, folder)
+    folder = edited(write_official(tmp_path / "v2", "deepseek_v2"), "model.layers.1.mlp.experts.3.")
+    with pytest.raises(DataError, match=r"experts.gate_up_proj is \[3, 16, 16\] in .*, and \[4, 16, 16\] in the model"):
+        filled(causal, folder)
+
+
+def test_the_layer_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+    """Official DeepSeek-V3 files have it after the last layer; another surplus layer is none."""
+    more = {"model.layers.2.eh_proj.weight": torch.ones(16, 32), "model.layers.2.enorm.weight": torch.ones(16)}
+    folder = edited(write_official(tmp_path / "v3", "deepseek_v3"), "", **more)
+    assert filled(causal, folder).get_parameter("lm_head.weight").shape == (48, 16)
+    further = edited(tmp_path / "v3", "", **{"model.layers.3.enorm.weight": torch.ones(16)})
+    with pytest.raises(DataError, match=r"unexpected: model.layers.3.enorm.weight \[16\]"):
+        filled(causal, further)
+
+
+def test_a_head_of_transformers_own_is_one_too(tmp_path: Path) -> None:
+    folder = write_official(tmp_path / "llama", "llama")
+
+    def make(folder: Path) -> nn.Module:
+        config = AutoConfig.from_pretrained(folder, num_labels=5)
+        found: nn.Module = AutoModelForSequenceClassification.from_config(config)
+        return found
+
+    ours = filled(make, folder, "score.weight", "lm_head.weight")
+    assert ours.get_parameter("score.weight").shape == (5, 16)
+    assert torch.equal(ours.get_parameter("model.norm.weight"), AutoModel.from_pretrained(folder).norm.weight)

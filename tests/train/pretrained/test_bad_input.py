@@ -1,0 +1,147 @@
+"""What a person may put in place of official weights: prepare names the file and says what it expected."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.prepare import prepare
+from pipeline.spec.errors import PipelineError
+from pipeline.spec.run import Run, RunFile
+
+from .official import write_official
+
+TASK = """
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+class Words:
+    inputs, outputs = ("input_ids",), ("logits",)
+
+    def model(self):
+        raise AssertionError("the pretrained one is adapted")
+
+    def adapt(self, folder):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, use_cache=False))
+
+    def data(self, split):
+        kept = Path(__file__).with_name("long.npy" if split == "test" else "short.npy")
+        return {"input_ids": np.load(kept) + {"train": 0, "validation": 1, "test": 2}[split]}
+
+    def loss(self, outputs, batch):
+        return outputs.mean()
+
+    def metrics(self, outputs, batch):
+        return {"mean": outputs.mean(dim=(1, 2))}
+"""
+
+
+@pytest.fixture(scope="module")
+def official(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_official(tmp_path_factory.mktemp("official") / "llama", "llama")
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 47}}}))
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path, official: Path) -> Path:
+    shutil.copytree(official, tmp_path / "llama")
+    (tmp_path / "task.py").write_text(TASK)
+    for name in ("short", "long"):
+        np.save(tmp_path / f"{name}.npy", np.arange(16).reshape(2, 8))
+    return tmp_path
+
+
+def prepared(root: Path) -> None:
+    run = Run(root / "runs" / "one")
+    run.partial("prepare").mkdir(parents=True)
+    config = {"name": "x", "task": "task.py:Words", "codec": "codec.py:C", "model": {"pretrained": "llama"}}
+    file = RunFile(id="one", created="2026-01-01", wanted=("prepare",), config=config, environment={})
+    (run.path / "run.json").write_text(file.model_dump_json())
+    prepare(run, root)
+
+
+def shard(root: Path) -> Path:
+    return min((root / "llama").glob("*.safetensors"))
+
+
+def rewritten(root: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The first weight of the first shard is another one."""
+    tensors = load_file(path := shard(root))
+    name = min(tensors)
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, path)
+
+
+def configured(root: Path, **words: Any) -> None:
+    path = root / "llama" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | words))
+
+
+def unknown(root: Path) -> None:
+    configured(root, model_type="mamba", architectures=["MambaForCausalLM"])
+
+
+def other_tokenizer(root: Path) -> None:
+    path = root / "llama" / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 48}}}))
+
+
+def too_long(root: Path) -> None:
+    np.save(root / "long.npy", np.zeros((2, 65), int))
+
+
+def other_ids(root: Path) -> None:
+    np.save(root / "short.npy", np.full((2, 8), 48))
+
+
+def truncated(root: Path) -> None:
+    with shard(root).open("r+b") as file:
+        file.truncate(shard(root).stat().st_size - 10)
+
+
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "unknown architecture": (unknown, r"llama/config.json: model_type 'mamba' \(architectures: MambaForCausalLM\) is"),
+    "tokenizer": (other_tokenizer, r"files/tokenizer.json: its highest id is 48, but .* embedding has 48 rows"),
+    "ids": (other_ids, r"data\('train'\): column `input_ids` holds the id 48, but the model's embedding has 48 rows"),
+    "positions": (too_long, r"data\('test'\): a text has 65 positions, but the model knows 64 \(max_position_emb"),
+    "dtype": (
+        lambda root: rewritten(root, torch.Tensor.long),
+        r"embed_tokens.weight is of type I64 in model-00001-.*, and float32",
+    ),
+    "shape": (
+        lambda root: rewritten(root, lambda one: one[1:]),
+        r"embed_tokens.weight is \[47, 16\] in model-00001-.* and \[48, 16\]",
+    ),
+    "truncated": (truncated, r"model-00001-of-\d+.safetensors: truncated: \d+ bytes expected by its header, \d+ found"),
+    "no shard": (
+        lambda root: shard(root).unlink(),
+        r"index.json: model-00001.* is not in the folder",
+    ),
+}
+
+
+def test_a_folder_as_it_should_be_is_taken(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared(project)
+    assert "pretrained: llama" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_told_with_its_file_and_what_was_expected(
+    project: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, sentence = BAD[name]
+    spoil(project)
+    with pytest.raises(PipelineError, match=sentence):
+        prepared(project)
+    assert "Traceback" not in "".join(capsys.readouterr())

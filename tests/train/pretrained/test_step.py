@@ -1,0 +1,191 @@
+"""From prepare to evaluate, as real processes: weights are read once, checked, and never missed afterwards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.spec.digest import digest_file
+from pipeline.spec.errors import DataError, read_error
+from pipeline.spec.pretrained import Pretrained, open_pretrained
+from pipeline.spec.rank import Rank
+from pipeline.spec.run import Run, RunFile
+from train.group import Group
+from train.pretrained.opening import check_recorded
+
+from ...nursery import launch
+from ..conftest import failure, journal, weights
+from .folders import write_folder
+
+TASK = """
+import json
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Tiny:
+    inputs = ("x",)
+    outputs = ("y",)
+    counts = {"train": 37, "validation": 11, "test": 5}
+
+    def model(self):
+        raise AssertionError("the pretrained one is adapted")
+
+    def adapt(self, folder):
+        width = json.loads((folder / "config.json").read_text())["hidden_size"]
+        return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def data(self, split):
+        x = np.random.default_rng(len(split)).normal(size=(self.counts[split], 3)).astype(np.float32)
+        return {"x": x, "target": np.sin(x.sum(axis=1, keepdims=True)), "index": np.arange(len(x))}
+
+    def loss(self, outputs, batch):
+        return nn.functional.mse_loss(outputs, batch["target"])
+
+    def metrics(self, outputs, batch):
+        return {"closeness": -(outputs - batch["target"]).abs()[:, 0]}
+"""
+STATE = {
+    "0.weight": torch.full((8, 3), 0.25),
+    "0.bias": torch.linspace(-1, 1, 8),
+    "2.weight": torch.full((1, 8), 0.5),
+}
+ALLOW = ["2.bias"]
+
+
+class Road:
+    """A project with a folder of weights, and the processes of its steps."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "task.py").write_text(TASK)
+        self.weights = write_folder(root / "tiny", STATE, config={"model_type": "llama", "hidden_size": 8})
+        (self.weights / "tokenizer.json").write_text("{}")
+
+    def run(self, name: str = "one", **model: Any) -> Run:
+        run = Run(self.root / "runs" / name)
+        run.path.mkdir(parents=True)
+        words = {"epochs": 2, "batch_size": 10, "lr": 0.02, "device": "cpu", "log_every": 1, "timeout_seconds": 20}
+        config = {
+            "name": "tiny",
+            "task": "task.py:Tiny",
+            "codec": "codec.py:C",
+            "evaluate": {"metric": "closeness"},
+            "train": {**words, "parallel": "fsdp", "checkpoint_every": 2, "keep_checkpoints": 9},
+            "model": {"pretrained": "tiny", "allow": ALLOW, **model},
+        }
+        file = RunFile(id=name, created="2026-01-01", wanted=("train",), config=config, environment={})
+        (run.path / "run.json").write_text(file.model_dump_json())
+        return run
+
+    def step(self, module: str, run: Run, processes: int = 1) -> str:
+        done = launch(("-m", module, str(run.path)), self.root, processes, {"PIPE_LEASH": "0"})
+        return done.stdout + done.stderr
+
+    def prepared(self, **model: Any) -> Run:
+        run = self.run(**model)
+        assert "digest" in self.step("pipeline.prepare", run)
+        run.partial("prepare").rename(run.output("prepare"))
+        return run
+
+
+@pytest.fixture
+def road(tmp_path: Path) -> Road:
+    return Road(tmp_path)
+
+
+def test_prepare_keeps_the_small_files_and_says_what_everything_was(road: Road) -> None:
+    run = road.prepared()
+    kept = run.output("prepare") / "files"
+    assert {path.name for path in kept.iterdir()} == {"config.json", "tokenizer.json"}
+    recorded = json.loads((run.output("prepare") / "pretrained.json").read_text())
+    weights = road.weights / "model.safetensors"
+    assert recorded["files"]["model.safetensors"] == {"sha256": digest_file(weights), "bytes": weights.stat().st_size}
+    report = json.loads((run.output("prepare") / "data.json").read_text())
+    assert report["pretrained"] == recorded["digest"]
+    assert report["files"]["config.json"] == recorded["files"]["config.json"]["sha256"]
+
+
+def test_what_does_not_fit_stops_the_road_in_prepare(road: Road) -> None:
+    run = road.run(allow=["3.*"])
+    road.step("pipeline.prepare", run)
+    error = read_error(run.partial("prepare"))
+    assert isinstance(error, DataError)
+    assert "missing: 2.bias [1], in no file" in str(error)
+
+
+def test_training_begins_with_the_weights_and_goes_on_without_them(road: Road) -> None:
+    run = road.prepared()
+    assert "begins with tiny, digest" in road.step("train", run, 2)
+    whole = weights(run)
+    first = journal(run)[0]["loss"]
+    assert first == pytest.approx(first_loss(), rel=0.3), "that of the weights, after a step or two"
+    kept = run.partial("train") / "checkpoints"
+    for path in kept.iterdir():
+        if int(path.name[5:]) > 4:
+            shutil.rmtree(path)
+    shutil.rmtree(road.weights)
+    (run.partial("train") / "model.safetensors").unlink()
+    assert "resumed from the checkpoint of step 4" in road.step("train", run, 2)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(run).items())
+    run.partial("train").rename(run.output("train"))
+    assert "no-baseline" in road.step("evaluate", run)
+
+
+def first_loss() -> float:
+    scope: dict[str, Any] = {}
+    exec(TASK, scope)
+    task = scope["Tiny"]()
+    batch = {name: torch.as_tensor(column) for name, column in task.data("train").items()}
+    x = torch.tanh(batch["x"] @ STATE["0.weight"].T + STATE["0.bias"])
+    return float(task.loss(x @ STATE["2.weight"].T, batch))
+
+
+def test_training_refuses_weights_that_are_not_those_of_prepare(road: Road) -> None:
+    run, path = road.prepared(), road.weights / "model.safetensors"
+    body = path.read_bytes()
+    path.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
+    road.step("train", run)
+    assert str(failure(run)) == f"{path}: changed since prepare looked at it; `pipe run all` prepares it anew"
+
+
+def test_every_difference_from_what_prepare_found_is_told(road: Road) -> None:
+    path, alone = road.weights / "model.safetensors", Group(Rank(), torch.device("cpu"))
+    before = {name: entry(file) for name, file in open_pretrained(road.weights).files.items()}
+    check_recorded(open_pretrained(road.weights), before, alone)
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-4])
+    (road.weights / "config.json").write_text('{"model_type": "llama", "hidden_size": 9}')
+    (road.weights / "tokenizer_config.json").write_text("{}")
+    (road.weights / "tokenizer.json").unlink()
+    told = []
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        left = {other: file for other, file in before.items() if other == name}
+        found = open_pretrained(road.weights)
+        only = Pretrained(found.folder, {n: p for n, p in found.files.items() if n == name}, {})
+        with pytest.raises(DataError) as caught:
+            check_recorded(only, left, alone)
+        told.append(str(caught.value))
+    assert "config.json: changed since" in told[0]
+    assert f"model.safetensors: {size - 4} bytes, prepare found {size}" in told[1]
+    assert "tokenizer.json: gone since" in told[2]
+    assert "tokenizer_config.json: new since" in told[3]
+
+
+def entry(file: Path) -> dict[str, Any]:
+    return {"sha256": digest_file(file), "bytes": file.stat().st_size}
+
+
+def test_a_task_that_cannot_adapt_says_so(road: Road) -> None:
+    path = road.root / "task.py"
+    path.write_text(path.read_text().replace("def adapt", "def other"))
+    run = road.run()
+    road.step("pipeline.prepare", run)
+    assert "task.py:Tiny: has no method adapt(folder)" in str(read_error(run.partial("prepare")))
