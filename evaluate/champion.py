@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 import torch
 from torch import Tensor
 
-from pipeline.spec.bundle import Bundle, open_bundle
+from pipeline.spec.bundle import Bundle
 from pipeline.spec.data import Samples, bare
 from pipeline.spec.errors import BundleError
-from pipeline.spec.registry import Entry
 from pipeline.spec.signature import NUMPY_TYPES, TensorSpec
 from pipeline.spec.task import Task
 
@@ -25,21 +23,10 @@ _MEND = "restore it, or name another champion with `pipe promote`"
 _ERRORS_ONLY = 3  # ONNX Runtime's severity: warnings about absent GPUs say nothing here
 
 
-def open_champion(entry: Entry, runs: Path) -> Bundle:
-    """Verify the champion's bundle, and that it is the one the registry means."""
-    path = runs / entry.path
-    try:
-        bundle = open_bundle(path)
-    except (BundleError, OSError) as error:
-        raise BundleError(f"champion {entry.bundle[:12]}: {error}; {_MEND}") from error
-    if bundle.digest != entry.bundle:
-        raise BundleError(f"champion {entry.bundle[:12]}: {path} holds another bundle, {bundle.digest[:12]}; {_MEND}")
-    return bundle
-
-
 def champion_predictor(bundle: Bundle, task: Task, samples: Samples) -> Predictor:
     """Runs on the CPU with as many threads as torch has, so that processes side by side do not fight."""
-    _check_fit(bundle, task, samples.batch([0]))
+    caches = _caches_of(bundle)
+    _check_fit(bundle, task, samples.batch([0]), caches)
     options = ort.SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
     options.intra_op_num_threads = torch.get_num_threads()
@@ -49,7 +36,9 @@ def champion_predictor(bundle: Bundle, task: Task, samples: Samples) -> Predicto
         raise BundleError(f"champion {bundle.digest[:12]}: does not load: {error}; {_MEND}") from error
 
     def predict(batch: Batch) -> Outputs:
-        feed = {spec.name: batch[spec.name].numpy() for spec in bundle.signature.inputs}
+        feed = {spec.name: batch[spec.name].numpy() for spec in bundle.signature.inputs if spec.name not in caches}
+        rows = len(next(iter(batch.values())))
+        feed |= {spec.name: _nothing_read(spec, rows) for spec in bundle.signature.inputs if spec.name in caches}
         try:
             arrays = session.run(list(task.outputs), feed)
         except Exception as error:
@@ -59,10 +48,24 @@ def champion_predictor(bundle: Bundle, task: Task, samples: Samples) -> Predicto
     return predict
 
 
-def _check_fit(bundle: Bundle, task: Task, first: Mapping[str, Tensor]) -> None:
+def _caches_of(bundle: Bundle) -> set[str]:
+    """Inputs of a language model that hold what it has read; its test data is read from the beginning."""
+    generation = bundle.signature.generation
+    return {cache.input for cache in generation.caches} if generation else set()
+
+
+def _nothing_read(spec: TensorSpec, rows: int) -> np.ndarray[Any, Any]:
+    """[batch, heads, past, width] with a past of 0."""
+    _, heads, _, width = spec.shape
+    return np.zeros((rows, heads, 0, width), np.dtype(NUMPY_TYPES[spec.datatype]))
+
+
+def _check_fit(bundle: Bundle, task: Task, first: Mapping[str, Tensor], caches: set[str]) -> None:
     """Its inputs are columns of today's data, and it answers what today's task reads."""
     where = f"champion {bundle.digest[:12]} ({bundle.name})"
     for spec in bundle.signature.inputs:
+        if spec.name in caches:
+            continue
         if problem := _mismatch(spec, first.get(spec.name)):
             raise BundleError(f"{where}: does not take this task's data: {problem}; {_MEND}")
     answers = [spec.name for spec in bundle.signature.outputs]

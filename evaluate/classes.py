@@ -15,21 +15,21 @@ def confusion(actual: Integers, predicted: Integers, count: int) -> Integers:
     return np.bincount(actual * count + predicted, minlength=count * count).reshape(count, count)
 
 
-def per_class(matrix: Integers, classes: Sequence[str]) -> dict[str, dict[str, float]]:
-    """A ratio with nothing to divide by (a class never seen, or never predicted) counts as 0."""
+def per_class(matrix: Integers, classes: Sequence[str]) -> dict[str, dict[str, float | None]]:
+    """A ratio with nothing to divide by is None: the recall of a class never seen, the precision of one never said."""
     right = np.diag(matrix)
     seen, claimed = matrix.sum(axis=1), matrix.sum(axis=0)
     precision, recall, f1 = _ratio(right, claimed), _ratio(right, seen), _ratio(2 * right, seen + claimed)
     return {
         str(name): {
             "samples": int(seen[i]),
-            "precision": float(precision[i]),
-            "recall": float(recall[i]),
-            "f1": float(f1[i]),
+            "precision": precision[i],
+            "recall": recall[i],
+            "f1": f1[i],
         }
         for i, name in enumerate(classes)
     }
 
 
-def _ratio(part: Integers, whole: Integers) -> Integers:
-    return np.divide(part, whole, out=np.zeros(len(whole)), where=whole > 0)
+def _ratio(part: Integers, whole: Integers) -> list[float | None]:
+    return [float(one / all_) if all_ else None for one, all_ in zip(part.tolist(), whole.tolist(), strict=True)]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from evaluate.calibration import Calibration, brier_gain, calibration_of
 from evaluate.classes import confusion, per_class
-from evaluate.gate import Verdict
-from evaluate.prediction import PREDICTED, Array, Columns
-from evaluate.statistics import Interval, McNemar, bootstrap_interval, mcnemar
+from evaluate.columns import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, SLICE, Array, Columns
+from evaluate.gate import Judged, Verdict
+from evaluate.measure import Measure, measures, values_of
+from evaluate.rule import Comparison
+from evaluate.slices import Slice, groups, judge_slices
 from pipeline.spec.errors import ConfigError, DataError
-from pipeline.spec.sections import Evaluate
+from pipeline.spec.evaluation import Evaluate
+from pipeline.spec.statistics.interval import Interval
+from pipeline.spec.statistics.paired import McNemar, mcnemar, permutation_p_value
+from pipeline.spec.statistics.power import smallest_difference
 
-CANDIDATE, BASELINE, ACTUAL = "candidate.", "baseline.", "actual"
+_RESAMPLES_TOLD = 1000  # of intervals that decide nothing
 
 
 @dataclass(frozen=True)
@@ -27,51 +33,118 @@ class Evidence:
 
     @cached_property
     def candidate(self) -> Columns:
+        """The task's own metrics, one value per sample."""
         return self._metrics(CANDIDATE)
 
     @cached_property
     def baseline(self) -> Columns | None:
         return self._metrics(BASELINE) if self.kind else None
 
+    @cached_property
+    def measures(self) -> dict[str, Measure]:
+        return measures(self.columns, self.classes, self.kind is not None)
+
     @property
     def samples(self) -> int:
         return len(next(iter(self.columns.values())))
 
-    def check(self, metric: str) -> None:
+    def check(self, config: Evaluate) -> None:
         """The compared metric exists, and candidate and baseline were measured alike."""
-        if metric not in self.candidate:
-            raise ConfigError(f"evaluate.metric: the task has no metric {metric} (it has {', '.join(self.candidate)})")
         if self.baseline is not None and (differing := sorted(self.candidate.keys() ^ self.baseline.keys())):
             raise DataError(f"metrics(): {', '.join(differing)} is returned for only one of candidate and baseline")
+        if config.metric not in self.measures:
+            known = ", ".join(self.measures)
+            raise ConfigError(f"evaluate.metric: the task has no metric {config.metric} (it has {known})")
+        if config.calibration and CANDIDATE + PROBABILITIES not in self.columns:
+            raise ConfigError("evaluate.calibration: needs a classifier whose task has probabilities(outputs)")
 
-    def difference(self, config: Evaluate) -> Interval | None:
-        """None without a baseline, or where a value is not finite: the gate then says so."""
-        if self.baseline is None:
+    def judged(self, config: Evaluate) -> Judged:
+        """All that the rules look at."""
+        found = self.measures
+        baseline = None if self.kind is None else values_of(found, "baseline")
+        calibration = self.calibration(config)
+        return Judged(
+            samples=self.samples,
+            candidate=values_of(found, "candidate"),
+            baseline=baseline,
+            lower=frozenset(name for name, one in found.items() if one.lower),
+            undefined={name: one.why for name, one in found.items() if one.why},
+            notes=tuple(one.note for one in found.values() if one.note),
+            comparison=self.comparison(config),
+            slices=self.slices(config),
+            calibration=calibration.get("candidate"),
+            baseline_calibration=calibration.get("baseline"),
+            brier_gain=self._brier_gain(config) if "baseline" in calibration else None,
+        )
+
+    def comparison(self, config: Evaluate) -> Comparison | None:
+        """None without a baseline, or where a value is not finite or undefined: the gate then says so."""
+        measure = self.measures[config.metric]
+        if self.kind is None or measure.candidate is None:
             return None
-        values = self.candidate[config.metric] - self.baseline[config.metric]
-        if not math.isfinite(values.sum()):
+        difference = measure.difference(config.confidence, config.resamples, config.seed)
+        if difference is None:
             return None
-        return bootstrap_interval(values, config.confidence, config.resamples, config.seed)
+        values = measure.contributions()
+        return Comparison(
+            samples=len(values),
+            difference=difference,
+            detectable=smallest_difference(values, config.confidence),
+            p_value=permutation_p_value(values, config.resamples, config.seed),
+            unit=measure.unit,
+        )
+
+    @cached_property
+    def labels(self) -> Columns:
+        return {name.removeprefix(SLICE): self.columns[name] for name in self.columns if name.startswith(SLICE)}
+
+    def slices(self, config: Evaluate) -> tuple[Slice, ...]:
+        """By the metric that decides; one that has no value per sample cannot be looked at slice by slice."""
+        found = list(groups(self.labels, self.columns.get(ACTUAL), self.classes))
+        values = self.measures[config.metric].slices
+        if values is None:
+            why = f"{config.metric} has no value of its own for each sample; not judged"
+            return tuple(Slice(one.name, len(one.members), None, None, None, None, False, True, why) for one in found)
+        return judge_slices(config, found, *values)
+
+    def calibration(self, config: Evaluate) -> dict[str, Calibration]:
+        """By owner; empty where the task states no probabilities."""
+        owners = {"candidate": CANDIDATE, "baseline": BASELINE}
+        stated = {who: self.columns.get(owner + PROBABILITIES) for who, owner in owners.items()}
+        # Its intervals tell; the rule about the baseline has one of its own.
+        told = config.model_copy(update={"resamples": min(config.resamples, _RESAMPLES_TOLD)})
+        actual = self.columns.get(ACTUAL)
+        return {
+            who: calibration_of(told, rows, actual)
+            for who, rows in stated.items()
+            if rows is not None and actual is not None
+        }
 
     def mcnemar(self, metric: str) -> McNemar | None:
-        return None if self.baseline is None else mcnemar(self.candidate[metric], self.baseline[metric])
+        if self.baseline is None or metric not in self.candidate:
+            return None
+        return mcnemar(self.candidate[metric], self.baseline[metric])
+
+    def _brier_gain(self, config: Evaluate) -> Interval:
+        rows = [self.columns[owner + PROBABILITIES] for owner in (CANDIDATE, BASELINE)]
+        return brier_gain(config, rows[0], rows[1], self.columns[ACTUAL])
 
     def _metrics(self, owner: str) -> Columns:
         named = {name.removeprefix(owner): values for name, values in self.columns.items() if name.startswith(owner)}
-        return {name: values for name, values in named.items() if self.classes is None or name != PREDICTED}
+        return {name: values for name, values in named.items() if name not in (PREDICTED, PROBABILITIES)}
 
 
-def means(columns: Columns) -> dict[str, float]:
-    return {name: float(values.mean()) for name, values in columns.items()}
-
-
-def metrics_body(evidence: Evidence, test_fingerprint: str) -> dict[str, Any]:
+def metrics_body(config: Evaluate, evidence: Evidence, test_fingerprint: str) -> dict[str, Any]:
     """metrics.json; a value that is not finite is null, JSON has no other word for it."""
+    found = evidence.measures
     body: dict[str, Any] = {
         "samples": evidence.samples,
         "test_fingerprint": test_fingerprint,
-        "candidate": _finite(means(evidence.candidate)),
-        "baseline": None if evidence.baseline is None else _finite(means(evidence.baseline)),
+        "candidate": _finite(found, values_of(found, "candidate")),
+        "baseline": None if evidence.kind is None else _finite(found, values_of(found, "baseline")),
+        "intervals": _intervals(config, evidence),
+        "lower_is_better": [name for name, one in found.items() if one.lower],
+        "undefined": {name: one.why for name, one in found.items() if one.why},
         "classes": None,
         "per_class": None,
         "confusion": None,
@@ -84,25 +157,56 @@ def metrics_body(evidence: Evidence, test_fingerprint: str) -> dict[str, Any]:
 
 
 def verdict_body(
-    config: Evaluate, evidence: Evidence, difference: Interval | None, verdict: Verdict, checkpoint: str
+    config: Evaluate, evidence: Evidence, judged: Judged, verdict: Verdict, checkpoint: str, test_fingerprint: str
 ) -> dict[str, Any]:
     """verdict.json"""
-    test = evidence.mcnemar(config.metric)
+    test, comparison = evidence.mcnemar(config.metric), judged.comparison
     return {
         "verdict": verdict.verdict,
-        "forced_reason": config.force_reason if verdict.verdict == "forced" else "",
         "metric": config.metric,
+        "rule": config.rule,
         "margin": config.margin,
         "confidence": config.confidence,
         "samples": evidence.samples,
         "baseline": None if evidence.kind is None else {"kind": evidence.kind, "bundle": evidence.bundle},
-        "difference": None if difference is None else asdict(difference),
+        "difference": None if comparison is None else asdict(comparison.difference),
+        "detectable": None if comparison is None or math.isinf(comparison.detectable) else comparison.detectable,
+        "p_value": None if comparison is None else comparison.p_value,
         "mcnemar": None if test is None else asdict(test),
         "rules": [asdict(rule) for rule in verdict.rules],
+        "slices": [asdict(one) for one in judged.slices],
+        "calibration": _calibration_body(judged),
+        "warnings": list(verdict.warnings),
         "checkpoint": checkpoint,
+        "test_fingerprint": test_fingerprint,
         "summary": verdict.summary,
     }
 
 
-def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+def _calibration_body(judged: Judged) -> dict[str, Any] | None:
+    if judged.calibration is None:
+        return None
+    other = judged.baseline_calibration
+    return {"candidate": judged.calibration.body(), "baseline": None if other is None else other.body()}
+
+
+def _intervals(config: Evaluate, evidence: Evidence) -> dict[str, Any]:
+    """Of every metric and of its difference, where positive is better."""
+    found, resamples = evidence.measures, min(config.resamples, _RESAMPLES_TOLD)
+    level = config.confidence
+
+    def bounds(interval: Interval | None) -> list[float] | None:
+        return None if interval is None else [interval.low, interval.high]
+
+    body: dict[str, Any] = {"confidence": level, "resamples": resamples}
+    body["candidate"] = {name: bounds(one.interval("candidate", level, resamples)) for name, one in found.items()}
+    if evidence.kind is not None:
+        body["baseline"] = {name: bounds(one.interval("baseline", level, resamples)) for name, one in found.items()}
+        differences = {name: one.difference(level, resamples, config.seed) for name, one in found.items()}
+        body["difference"] = {name: None if one is None else asdict(one) for name, one in differences.items()}
+    return body
+
+
+def _finite(found: Mapping[str, Measure], values: Mapping[str, float]) -> dict[str, float | None]:
+    known = {name: values.get(name, math.nan) for name in found}
+    return {name: value if math.isfinite(value) else None for name, value in known.items()}

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from evaluate.columns import PREDICTED, PROBABILITIES, Array, Columns
 from pipeline.spec.data import forward
 from pipeline.spec.errors import DataError
-from pipeline.spec.task import Classifier, Task
+from pipeline.spec.task import Classifier, HasProbabilities, Regressor, Task
 
 if TYPE_CHECKING:
     from pipeline.spec.task import Batch, Outputs, Predictor
 
-Array: TypeAlias = np.ndarray[Any, Any]
-Columns: TypeAlias = dict[str, Array]  # one value per sample under each name
-
-PREDICTED = "predicted"  # the column of class indices, beside one column for each metric
+_SUM_SLACK = 1e-3
 
 
 def candidate_predictor(model: nn.Module, task: Task, device: torch.device) -> Predictor:
@@ -42,11 +40,42 @@ def measure(task: Task, predict: Predictor, batch: Batch) -> Columns:
     if not isinstance(values, Mapping) or not values:
         raise DataError("metrics(): must return a mapping of metric names to one value per sample")
     found = {name: _per_sample(name, value, count) for name, value in values.items()}
+    if taken := sorted({PREDICTED, PROBABILITIES} & found.keys()):
+        raise DataError(f"metrics(): a metric cannot be called {taken[0]!r}; give it another name")
+    return found | _said(task, outputs, count)
+
+
+def _said(task: Task, outputs: Outputs, count: int) -> Columns:
+    """Beside the metrics: what was answered, by the kind of the task."""
     if isinstance(task, Classifier):
-        if PREDICTED in found:
-            raise DataError(f"metrics(): a classifier's metric cannot be called {PREDICTED!r}; give it another name")
-        found[PREDICTED] = classes_of(task, "predicted", task.predicted(outputs), count)
-    return found
+        found = {PREDICTED: classes_of(task, "predicted", task.predicted(outputs), count)}
+        if isinstance(task, HasProbabilities):
+            found[PROBABILITIES] = _probabilities(task.probabilities(outputs), count, len(task.classes))
+        return found
+    if isinstance(task, HasProbabilities):
+        raise DataError("probabilities(): needs `classes`, predicted() and actual() beside it")
+    if isinstance(task, Regressor):
+        return {PREDICTED: numbers_of("predicted", task.predicted(outputs), count)}
+    return {}
+
+
+def numbers_of(method: str, value: object, count: int) -> Array:
+    """What predicted() or actual() of a task without classes returned."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != (count,):
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"{method}(): must be one number per sample, shape ({count},), found {found}")
+    return value.detach().cpu().to(torch.float64).numpy()
+
+
+def _probabilities(value: object, count: int, classes: int) -> Array:
+    if not isinstance(value, Tensor) or tuple(value.shape) != (count, classes):
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"probabilities(): must have shape ({count}, {classes}), a row per sample, found {found}")
+    rows = value.detach().cpu().to(torch.float32).numpy()
+    right = np.isfinite(rows).all() and (rows >= 0).all() and (np.abs(rows.sum(axis=1) - 1) <= _SUM_SLACK).all()
+    if not right:
+        raise DataError("probabilities(): a row is not between 0 and 1 with a sum of 1; is a softmax missing?")
+    return rows
 
 
 def classes_of(task: Classifier, method: str, value: Tensor, count: int) -> Array:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evaluate.prediction import Columns, join
+from evaluate.columns import Columns
+from evaluate.prediction import join
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.rank import Rank
 

@@ -16,8 +16,9 @@ from torch import nn
 from pipeline.spec.bundle import Ancestors, write_manifest
 from pipeline.spec.digest import digest_file
 from pipeline.spec.files import write_atomic, write_json
+from pipeline.spec.generation import Cache, Generation
 from pipeline.spec.golden import Golden
-from pipeline.spec.registry import CHAMPION, Entry, Registry, write_registry
+from pipeline.spec.registry import CHAMPION, Entry, Wanted, change_registry
 from pipeline.spec.run import Run, RunFile
 from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.spec.weights import save_weights
@@ -102,13 +103,13 @@ class Project:
         save_weights(model.state_dict(), run.output("train") / "model.safetensors")
         return run
 
-    def crown(self, answers: str, checkpoint: str = "other", inputs: str = "pair") -> Path:
+    def crown(self, answers: str, checkpoint: str = "other", inputs: str = "pair", cached: bool = False) -> Path:
         """Make a bundle that answers so the champion; returns the bundle's directory."""
         bundle = self.runs / "old" / "export" / "bundle"
         bundle.mkdir(parents=True)
-        digest = write_bundle(bundle, WEIGHTS[answers], inputs)
+        digest = write_bundle(bundle, WEIGHTS[answers], inputs, cached)
         entry = Entry(bundle=digest, checkpoint=checkpoint, path="old/export/bundle")
-        write_registry(self.runs, Registry().assign(CHAMPION, entry, "test"))
+        change_registry(self.runs, "", lambda _: Wanted(CHAMPION, entry, "test"))
         return bundle
 
 
@@ -125,21 +126,32 @@ def with_baseline(project: Project) -> Project:
     return project
 
 
-def write_bundle(directory: Path, weights: Any, inputs: str) -> str:
-    """A bundle of scores = pair · weightsᵀ."""
+KEPT = (("past.0.key", "past"), ("present.0.key", "total"))
+
+
+def write_bundle(directory: Path, weights: Any, inputs: str, cached: bool = False) -> str:
+    """A bundle of scores = pair · weightsᵀ; if `cached`, it takes and gives what a language model keeps."""
+    kept = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 1, axis, 4]) for name, axis in KEPT]
     matrix = numpy_helper.from_array(np.asarray(weights, np.float32).T, "weight")
     graph = helper.make_graph(
-        [helper.make_node("MatMul", [inputs, "weight"], ["scores"])],
+        [helper.make_node("MatMul", [inputs, "weight"], ["scores"])]
+        + [helper.make_node("Identity", [KEPT[0][0]], [KEPT[1][0]])] * cached,
         "linear",
-        [helper.make_tensor_value_info(inputs, TensorProto.FLOAT, ["batch", 2])],
-        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", 2])],
+        [helper.make_tensor_value_info(inputs, TensorProto.FLOAT, ["batch", 2]), *kept[:cached]],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["batch", 2]), *kept[1 : 1 + cached]],
         [matrix],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     onnx.save(model, directory / "model.onnx")
+    specs = [TensorSpec(name=name, datatype="FP32", shape=("batch", 1, axis, 4)) for name, axis in KEPT]
+    generation = Generation(
+        ids=inputs, mask=inputs, positions=inputs, logits="scores", positions_limit=8,
+        caches=(Cache(input=KEPT[0][0], output=KEPT[1][0]),),
+    )  # fmt: skip
     signature = Signature(
-        inputs=(TensorSpec(name=inputs, datatype="FP32", shape=("batch", 2)),),
-        outputs=(TensorSpec(name="scores", datatype="FP32", shape=("batch", 2)),),
+        inputs=(TensorSpec(name=inputs, datatype="FP32", shape=("batch", 2)), *specs[:cached]),
+        outputs=(TensorSpec(name="scores", datatype="FP32", shape=("batch", 2)), *specs[1 : 1 + cached]),
+        generation=generation if cached else None,
         codec="Codec",
         limits=Limits(max_batch_size=8, max_body_bytes=1024),
         runtime=Runtime(provider="cpu", threads=1),

@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from evaluate.evaluation import evaluate
+from pipeline.spec.bundle import open_bundle
+from pipeline.spec.champion import publish
 from pipeline.spec.digest import digest_file
 from pipeline.spec.errors import BundleError, GateError
+from pipeline.spec.files import write_json
+from pipeline.spec.registry import Wanted, change_registry, read_registry
 from pipeline.spec.run import Run
 
 if TYPE_CHECKING:
@@ -23,6 +28,32 @@ def test_the_champion_is_the_baseline_even_where_the_task_has_its_own(with_basel
     bundle = with_baseline.crown("wrong")
     run = with_baseline.run("right")
     evaluate(run, with_baseline.root)
+    assert baseline_of(run) == {"kind": "champion", "bundle": digest_file(bundle / "manifest.json")}
+    assert json.loads((run.partial("evaluate") / "metrics.json").read_text())["baseline"] == {"accuracy": 0.0}
+    told = json.loads((run.partial("evaluate") / "champion.json").read_text())
+    assert (told["run"], told["bundle"], told["reason"]) == ("old", digest_file(bundle / "manifest.json"), "test")
+    assert told["registry"] == "", "its own run had it"
+
+
+def test_a_champion_whose_run_is_gone_comes_from_the_shared_registry(project: Project, tmp_path: Path) -> None:
+    word = str(tmp_path / "shared")
+    bundle = project.crown("right")
+    entry = read_registry(project.runs, "").names["champion"]
+    change_registry(project.runs, word, lambda _: Wanted("champion", entry, "shared"))
+    publish(open_bundle(bundle), project.runs, word)
+    shutil.rmtree(bundle)
+    run = project.run("right")
+    body = json.loads((run.path / "run.json").read_text())
+    write_json(run.path / "run.json", {**body, "config": {**body["config"], "registry": word}})
+    evaluate(Run(run.path), project.root)
+    assert baseline_of(run) == {"kind": "champion", "bundle": entry.bundle}
+    assert json.loads((run.partial("evaluate") / "champion.json").read_text())["registry"] == word
+
+
+def test_a_champion_that_keeps_what_it_has_read_reads_the_test_data_from_the_beginning(project: Project) -> None:
+    bundle = project.crown("wrong", cached=True)
+    run = project.run("right")
+    evaluate(run, project.root)
     assert baseline_of(run) == {"kind": "champion", "bundle": digest_file(bundle / "manifest.json")}
     assert json.loads((run.partial("evaluate") / "metrics.json").read_text())["baseline"] == {"accuracy": 0.0}
 
@@ -42,7 +73,7 @@ def test_a_champion_is_not_judged_against_itself(project: Project) -> None:
 
 def test_a_champion_whose_bundle_is_gone_is_named_with_its_mend(project: Project) -> None:
     shutil.rmtree(project.crown("right"))
-    with pytest.raises(BundleError, match=r"champion \w{12}: .*old/export/bundle: not a bundle.*`pipe promote`"):
+    with pytest.raises(BundleError, match=r"champion \w{12}: .*old/export/bundle is gone, .*`pipe promote`"):
         evaluate(project.run("right"), project.root)
 
 

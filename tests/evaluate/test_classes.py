@@ -18,7 +18,7 @@ def test_confusion_and_ratios_agree_with_scikit_learn() -> None:
         assert [row["precision"], row["recall"], row["f1"], row["samples"]] == pytest.approx([e[i] for e in expected])
 
 
-def test_a_class_that_is_never_seen_nor_predicted_counts_as_zero() -> None:
+def test_a_class_that_is_never_seen_nor_predicted_has_no_ratios() -> None:
     matrix = confusion(np.array([0, 0, 1]), np.array([0, 1, 1]), 3)
     assert matrix.tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0]]
-    assert per_class(matrix, "abc")["c"] == {"samples": 0, "precision": 0, "recall": 0, "f1": 0}
+    assert per_class(matrix, "abc")["c"] == {"samples": 0, "precision": None, "recall": None, "f1": None}
