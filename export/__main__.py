@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +14,118 @@ import onnx
 import onnxruntime
 import torch
 
-from export.bundle import fill
-from export.card import card
-from export.convert import check_external_data, convert, tensor_specs
-from export.parity import require_equal, verify
+from export.bundle import Sources, fill
+from export.card import about_codec, card
+from export.convert import tensor_specs
+from export.formats import FILE as FORMATS_FILE
+from export.formats import FOLDER as FORMATS
+from export.formats import Original, require_formats, write_formats
+from export.origin import write_provenance
+from export.proof import Proven, prove
+from export.variants.choice import decide
+from export.variants.contest import FP32, Contest, Entry, check_wanted, contenders, ship
+from export.variants.record import FILE as VARIANTS
+from export.variants.record import rows, story, table
+from pipeline.spec.building import build_model
 from pipeline.spec.bundle import Ancestors, open_bundle, write_manifest
+from pipeline.spec.companions import FOLDER, open_task
 from pipeline.spec.data import check_columns, open_split
 from pipeline.spec.digest import digest_file
 from pipeline.spec.errors import GateError, StageError
+from pipeline.spec.facts import read_facts
 from pipeline.spec.files import write_json
+from pipeline.spec.override import FILE as OVERRIDE
+from pipeline.spec.override import OVERRIDDEN, Override, passed_gate, write_override
 from pipeline.spec.run import Run
 from pipeline.spec.sources import code_digest
 from pipeline.spec.step import run_step
-from pipeline.spec.task import load_task
 from pipeline.spec.weights import load_weights
-
-ALLOWED = ("pass", "no-baseline", "forced")
 
 
 def export(run: Run, root: Path) -> None:
     config, weights = run.config, run.output("train") / "model.safetensors"
-    verdict = _allowed_verdict(run, digest_file(weights))
+    verdict, override = _allowed_verdict(run, digest_file(weights))
     bundle = run.partial("export") / "bundle"
     shutil.rmtree(bundle, ignore_errors=True)
     bundle.mkdir(parents=True)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells of every optional package that is missing
-    task = load_task(config.task, root)
+    for chatty in ("torch.onnx", "onnx_ir"):  # they tell of every optional package that is missing, and of themselves
+        logging.getLogger(chatty).setLevel(logging.ERROR)
+    task = open_task(run, root)
+    check_wanted(task, config)
     test = open_split(task, "test")
     check_columns(task, test)
-    model = load_weights(task.model(), weights)
-    convert(model, task, test.batch([i % len(test) for i in range(3)]), config.export, bundle / "model.onnx")
-    onnx.checker.check_model(bundle / "model.onnx", full_check=True)
-    check_external_data(bundle / "model.onnx")
-    tensor_specs(bundle / "model.onnx")  # a fixed batch axis is told here, before other batch sizes fail on it
-    comparisons = verify(task, model, test, bundle / "model.onnx", config.export)
-    write_json(run.partial("export") / "parity.json", _parity(run, comparisons, len(test), bundle / "model.onnx"))
-    require_equal(comparisons, config.export)
-    signature = fill(bundle, task, test, config, root)
+    model = load_weights(build_model(task, run), weights)
+    file = bundle / "model.onnx"
+    proven = prove(task, model, test, config.export, file)
+    write_json(run.partial("export") / "parity.json", _parity(run, proven, len(test), file))
+    proven.require()
+    print("\n".join(_proof(proven, len(test))), flush=True)
+    _formats(run, Original(task, model, test, config.export, file, {one.name: one for one in tensor_specs(file)[0]}))
+    shipped = _ship(run, Contest(task, model, test, config, file, run.partial("export") / "variants"))
+    write_json(run.partial("export") / "parity.json", _parity(run, proven, len(test), file, shipped.name))
+    said = replace(proven.said, variant=shipped.name, error=shipped.rounding)
+    signature = fill(bundle, task, test, config, Sources(root, run.output("prepare") / FOLDER), said)
+    if override is not None:
+        write_override(bundle, override)
     ancestors = _ancestors(run, root, weights, bundle)
-    (bundle / "card.md").write_text(card(config.name, signature, verdict, ancestors))
-    digest = write_manifest(bundle, config.name, str(verdict["verdict"]), ancestors)
+    (bundle / "card.md").write_text(card(read_facts(run), signature, ancestors, about_codec(bundle, signature.codec)))
+    digest = write_manifest(bundle, config.name, OVERRIDDEN if override else str(verdict["verdict"]), ancestors)
+    write_provenance(bundle, run, signature)
     open_bundle(bundle)  # what a server will do
-    worst = max(found["max_abs_error"] for found in comparisons)
-    print(f"equal to torch on {len(test)} test samples at batch sizes {list(config.export.batch_sizes)}")
-    print(f"largest difference {worst:.2g}; bundle {digest[:12]}")
+    print(f"bundle {digest[:12]}, variant {shipped.name}")
 
 
-def _allowed_verdict(run: Run, checkpoint: str) -> dict[str, Any]:
-    """The verdict lets this very checkpoint pass."""
+def _proof(proven: Proven, samples: int) -> Iterator[str]:
+    worst = max(found["max_abs_error"] for found in proven.everything)
+    sizes = sorted({found["batch_size"] for found in proven.comparisons})
+    yield f"equal to torch on {samples} test samples at batch sizes {sizes}; largest difference {worst:.2g}"
+    if proven.greedy:
+        yield f"greedy answers to {proven.greedy['prompts']} prompts are torch's, {proven.greedy['tokens']} tokens"
+
+
+def _formats(run: Run, original: Original) -> None:
+    """Other forms, made of the proven file before a variant takes its place."""
+    if original.config.formats == ("onnx",):
+        return
+    rows = write_formats(original, run.partial("export") / FORMATS)
+    write_json(run.partial("export") / FORMATS_FILE, rows)
+    for row in rows:
+        if row["passed"]:
+            print(f"{row['format']}: equal to torch, largest difference {row['max_abs_error']:.2g}", flush=True)
+    require_formats(rows)
+
+
+def _ship(run: Run, contest: Contest) -> Entry:
+    """The chosen variant, in the bundle; what became of the others is on record, whether one passed or not."""
+    metric, record = run.config.evaluate.metric, run.partial("export") / VARIANTS
+    shutil.rmtree(contest.folder, ignore_errors=True)
+    entries = contest.entries()
+    found = decide(run.config.export, contenders(entries))
+    write_json(record, rows(entries, found.reasons, found.name, metric))
+    print("\n".join([*table(entries, found.name, metric), *story(entries, found.reasons)]), flush=True)
+    if found.refusal:
+        raise StageError(found.refusal)
+    shipped = next(one for one in entries if one.name == found.name)
+    shipped = replace(shipped, rounding=contest.rounding(shipped))
+    ship(shipped, contest.path)
+    shutil.rmtree(contest.folder, ignore_errors=True)
+    return shipped
+
+
+def _allowed_verdict(run: Run, checkpoint: str) -> tuple[dict[str, Any], Override | None]:
+    """The verdict lets this very checkpoint pass, or a person does in spite of it."""
     verdict = run.verdict()
-    if verdict["verdict"] not in ALLOWED:
-        raise GateError(f"the verdict is `{verdict['verdict']}`: {verdict['summary']}")
     if verdict["checkpoint"] != checkpoint:
         raise StageError("the verdict is about another checkpoint than train/model.safetensors; evaluate again")
-    return verdict
+    if passed_gate(str(verdict["verdict"])):
+        return verdict, None
+    override = run.override(digest_file(run.output("evaluate") / "verdict.json"))
+    if override is None:
+        raise GateError(
+            f"the verdict is `{verdict['verdict']}`: {verdict['summary']}; "
+            f"`pipe gate override {run.id} --reason WHY` goes past it, on record"
+        )
+    return verdict, override
 
 
 def _ancestors(run: Run, root: Path, weights: Path, bundle: Path) -> Ancestors:
@@ -75,19 +135,25 @@ def _ancestors(run: Run, root: Path, weights: Path, bundle: Path) -> Ancestors:
         checkpoint=digest_file(weights),
         verdict=digest_file(run.output("evaluate") / "verdict.json"),
         onnx=digest_file(bundle / "model.onnx"),
+        override=digest_file(bundle / OVERRIDE) if (bundle / OVERRIDE).exists() else "",
     )
 
 
-def _parity(run: Run, comparisons: list[dict[str, Any]], samples: int, model: Path) -> dict[str, Any]:
+def _parity(run: Run, proven: Proven, samples: int, model: Path, variant: str = FP32) -> dict[str, Any]:
+    """`runs` hold fp32 against torch; `variant` and what follows is of the file that is shipped."""
     config = run.config.export
     return {
+        "variant": variant,
         "rtol": config.rtol,
         "atol": config.atol,
         "samples": samples,
-        "opset": config.opset,
         "onnx_bytes": model.stat().st_size,
         "onnx_sha256": digest_file(model),
-        "runs": comparisons,
+        "runs": proven.comparisons,
+        **({"greedy": proven.greedy} if proven.greedy else {}),
+        **proven.file,
+        "coverage": proven.coverage.rows,
+        "left_out": proven.coverage.left_out,
         "versions": {"torch": torch.__version__, "onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__},
     }
 

@@ -1,45 +1,69 @@
-"""Filling the bundle: codec, signature, golden requests, card, and the manifest that seals them."""
+"""Filling the bundle: signature, codec, the files it shares with the model, and golden requests."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from export.convert import tensor_specs
-from export.parity import open_session, run
-from pipeline.spec.codec import Codec, load_codec
+from export.golden import golden
+from export.requirements import check_requirements
+from export.tokens import check_tokenizer
+from pipeline.spec.codec import FILES, build_codec, codec_class, required, shared_files
 from pipeline.spec.config import Config
 from pipeline.spec.data import Samples
 from pipeline.spec.errors import ConfigError
-from pipeline.spec.golden import Golden
-from pipeline.spec.signature import NUMPY_TYPES, Limits, Runtime, Signature, TensorSpec
+from pipeline.spec.generation import Generation
+from pipeline.spec.signature import Limits, Runtime, Signature
 from pipeline.spec.sources import project_sources
-from pipeline.spec.task import HasExample, Task
+from pipeline.spec.task import Task
 
 
-def fill(bundle: Path, task: Task, test: Samples, config: Config, root: Path) -> Signature:
+@dataclass(frozen=True)
+class Sources:
+    """Where the bundle's parts that are not computed come from."""
+
+    root: Path  # the project
+    files: Path  # what model, data and codec share
+
+
+@dataclass(frozen=True)
+class Said:
+    """What is known of the model beside its graph."""
+
+    axes: Mapping[str, int] = field(default_factory=dict)  # how long each may be
+    generation: Generation | None = None
+    variant: str = "fp32"
+    error: float = 0.0  # what another processor may answer otherwise, where it rounds the variant its own way
+
+
+def fill(bundle: Path, task: Task, test: Samples, config: Config, sources: Sources, said: Said) -> Signature:
     """Everything beside model.onnx, which is there already; the manifest comes last, from the caller."""
-    signature = _signature(bundle, config)
+    kind = codec_class(config.codec, sources.root)
+    requires = check_requirements(config.codec, sources.root, required(kind, config.codec))
+    signature = _signature(bundle, config, said, requires)
     (bundle / "signature.json").write_text(signature.model_dump_json(indent=2) + "\n")
-    _copy_codec(bundle, config.codec, root)
-    codec = load_codec(config.codec, root)
-    _golden(bundle, task, test, codec, signature, config).write(bundle)
+    _copy_codec(bundle, config.codec, sources.root)
+    _copy_files(bundle, shared_files(kind, config.codec), sources.files)
+    codec = build_codec(kind, config.codec, bundle / FILES)
+    check_tokenizer(bundle, signature)
+    golden(bundle, task, test, codec, signature, config, said.error).write(bundle)
     return signature
 
 
-def _signature(bundle: Path, config: Config) -> Signature:
+def _signature(bundle: Path, config: Config, said: Said, requires: tuple[str, ...] = ()) -> Signature:
     inputs, outputs = tensor_specs(bundle / "model.onnx")
     return Signature(
         inputs=inputs,
         outputs=outputs,
         codec=config.codec.partition(":")[2],
-        limits=Limits(**config.serve.model_dump(include=set(Limits.model_fields))),
+        requires=requires,
+        limits=Limits(**config.serve.model_dump(include=set(Limits.model_fields)), axes=said.axes),
         runtime=Runtime(**config.serve.model_dump(include=set(Runtime.model_fields))),
+        generation=said.generation,
+        variant=said.variant,
     )
 
 
@@ -51,50 +75,9 @@ def _copy_codec(bundle: Path, reference: str, root: Path) -> None:
     shutil.copyfile(root / file, bundle / "codec.py")
 
 
-def _golden(
-    bundle: Path, task: Task, test: Samples, codec: Codec, signature: Signature, config: Config
-) -> Golden:  # fmt: skip
-    session = open_session(bundle / "model.onnx")
-    batch = test.batch(range(min(config.export.golden, len(test))))
-    inputs = {name: batch[name].numpy() for name in task.inputs}
-    instances = list(task.example()) if isinstance(task, HasExample) else []
-    predictions: list[Any] = []
-    if instances:
-        arrays = codec.decode(instances)
-        check_decoded(arrays, signature.inputs, len(instances))
-        predictions = list(codec.encode(run(session, arrays)))
-        if len(predictions) != len(instances):
-            raise ConfigError(f"codec: encode() gives {len(predictions)} predictions for {len(instances)} instances")
-    return Golden(
-        inputs=inputs,
-        outputs=run(session, inputs),
-        instances=_plain(instances, "example()"),
-        predictions=_plain(predictions, "encode()"),
-        rtol=config.export.rtol,
-        atol=config.export.atol,
-    )
-
-
-def check_decoded(arrays: Any, specs: tuple[TensorSpec, ...], count: int) -> None:
-    """What the codec makes of the example is what the model takes."""
-    if not isinstance(arrays, Mapping):
-        raise ConfigError(f"codec: decode() gives {type(arrays).__name__}, not a mapping of input names to arrays")
-    for spec in specs:
-        array = arrays.get(spec.name)
-        if not isinstance(array, np.ndarray):
-            raise ConfigError(f"codec: decode() gives no array `{spec.name}`, which the model takes")
-        if array.dtype != NUMPY_TYPES[spec.datatype]:
-            raise ConfigError(f"codec: decode() gives `{spec.name}` as {array.dtype}, the model takes {spec.datatype}")
-        fits = len(array.shape) == len(spec.shape) and array.shape[0] == count and all(
-            isinstance(want, str) or want == have for want, have in zip(spec.shape, array.shape, strict=True)
-        )  # fmt: skip
-        if not fits:
-            raise ConfigError(f"codec: decode() gives `{spec.name}` of shape {list(array.shape)}, the model takes {list(spec.shape)}")  # fmt: skip  # noqa: E501
-
-
-def _plain(value: list[Any], what: str) -> list[Any]:
-    try:
-        plain: list[Any] = json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} must give plain JSON values: {error}") from error
-    return plain
+def _copy_files(bundle: Path, names: Sequence[str], source: Path) -> None:
+    for name in names:
+        if not (source / name).is_file():
+            raise ConfigError(f"codec: wants the file {name}, which the task's make_files() did not write")
+        (bundle / FILES / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, bundle / FILES / name)

@@ -1,24 +1,29 @@
-"""torch → ONNX with a named dynamic batch axis, free of traces of the machine that made it."""
+"""torch → ONNX with named dynamic axes, free of traces of the machine that made it."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx
 import torch
-from onnx.external_data_helper import uses_external_data
 from torch import Tensor, nn
 
+from export.axes import BATCH, axes_of, sizes_of
+from export.experts import grouped_experts, translations
+from export.hidden import inspect
+from export.trace import Trace, Traced, owner, place
 from pipeline.spec.data import named
-from pipeline.spec.errors import StageError
+from pipeline.spec.errors import BundleError, StageError
+from pipeline.spec.external import check_inside
 from pipeline.spec.sections import Export
 from pipeline.spec.signature import TensorSpec
 from pipeline.spec.task import Task
 
-BATCH = "batch"
 _INSIDE_BYTES = 1 << 30  # protobuf ends at 2 GiB; weights above this go to a file of their own
 
 
@@ -34,30 +39,66 @@ class _Ordered(nn.Module):
         return tuple(named(self._task, self.model(*inputs)).values())
 
 
-def convert(model: nn.Module, task: Task, batch: Mapping[str, Tensor], config: Export, path: Path) -> None:
+@dataclass(frozen=True)
+class Written:
+    """What a file was made of, to find out where it went wrong if it did."""
+
+    traced: Traced
+    program: torch.export.ExportedProgram | None  # its values have the names of the file's tensors
+    limits: str  # sizes for which alone the trace holds
+
+
+def convert(model: nn.Module, task: Task, batch: Mapping[str, Tensor], config: Export, path: Path) -> Written:
     """Write `path`; the batch shows types and shapes, and must hold two samples at least."""
+    return write_onnx(traced_of(model, task, batch), config, path)
+
+
+def traced_of(model: nn.Module, task: Task, batch: Mapping[str, Tensor]) -> Traced:
+    named_axes = axes_of(task)
+    sizes_of(task, batch)
+    one = torch.export.Dim(BATCH)
+    axes = tuple(dict(enumerate(named_axes[name])) if named_axes else {0: one} for name in task.inputs)
     inputs = tuple(batch[name] for name in task.inputs)
-    axis = torch.export.Dim(BATCH)
-    with warnings.catch_warnings():
+    return Traced(_Ordered(model, task), inputs, task.inputs, task.outputs, (axes,))
+
+
+def write_onnx(traced: Traced, config: Export, path: Path) -> Written:
+    traced.module.eval()
+    with warnings.catch_warnings(), grouped_experts(traced.module):
         warnings.simplefilter("ignore")  # the exporter warns about its own internals
+        seen = inspect(traced)
         try:
             program = torch.onnx.export(
-                _Ordered(model, task).eval(),
-                inputs,
+                traced.module,
+                traced.arguments,
                 dynamo=True,
                 verbose=False,
-                input_names=list(task.inputs),
-                output_names=list(task.outputs),
-                dynamic_shapes=(tuple({0: axis} for _ in inputs),),
+                input_names=list(traced.inputs),
+                output_names=list(traced.outputs),
+                dynamic_shapes=traced.axes,
                 opset_version=config.opset,
+                custom_translation_table=translations(),
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            raise StageError(f"the model does not export to ONNX: {_first_cause(error)}") from error
+            raise StageError(_untranslated(error, seen) or _refused(error, seen)) from error
     assert program is not None
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in traced.module.state_dict().values())
     external = config.external_data == "always" or weights > _INSIDE_BYTES
     program.save(path, external_data=external)
     _strip(path)
+    return Written(traced, program.exported_program, seen.limits)
+
+
+def save_plain(model: onnx.ModelProto, path: Path, external: bool) -> None:
+    """As `write_onnx` leaves a file, of a model that is in memory already."""
+    _bare(model)
+    if external:  # in the order of the graph, from the beginning of a fresh file
+        outside = f"{path.name}.data"
+        (path.parent / outside).unlink(missing_ok=True)
+        onnx.save(model, path, save_as_external_data=True, location=outside)
+        _strip(path)
+    else:
+        path.write_bytes(model.SerializeToString(deterministic=True))
 
 
 def tensor_specs(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -77,13 +118,10 @@ def tensor_specs(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, 
 
 def check_external_data(path: Path) -> None:
     """Weights kept outside the file are plain files beside it, named without any path."""
-    for initializer in onnx.load(path, load_external_data=False).graph.initializer:
-        if not uses_external_data(initializer):
-            continue
-        location = next((entry.value for entry in initializer.external_data if entry.key == "location"), "")
-        target = path.parent / location
-        if not location or Path(location).name != location or target.is_symlink() or not target.is_file():
-            raise StageError(f"{path.name}: initializer {initializer.name} keeps its data in {location!r}, outside the bundle")  # fmt: skip  # noqa: E501
+    try:
+        check_inside(path)
+    except BundleError as error:
+        raise StageError(str(error)) from error
 
 
 def _spec(value: Any) -> TensorSpec:
@@ -93,14 +131,18 @@ def _spec(value: Any) -> TensorSpec:
 
 
 def _strip(path: Path) -> None:
-    """Drop source paths and stack traces: they say where it was made and make equal models differ."""
     model = onnx.load(path, load_external_data=False)
+    _bare(model)
+    path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def _bare(model: onnx.ModelProto) -> None:
+    """Drop source paths and stack traces: they say where it was made and make equal models differ."""
     model.doc_string = ""
     del model.metadata_props[:]
     for function in model.functions:
         _strip_graph(function)
     _strip_graph(model.graph)
-    path.write_bytes(model.SerializeToString(deterministic=True))
 
 
 def _strip_graph(graph: onnx.GraphProto | onnx.FunctionProto) -> None:
@@ -116,6 +158,24 @@ def _strip_graph(graph: onnx.GraphProto | onnx.FunctionProto) -> None:
             attribute.doc_string = ""
             for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
                 _strip_graph(inner)
+
+
+def _untranslated(error: BaseException, seen: Trace) -> str:
+    """Told where an operator has no translation, with the place that calls it."""
+    found = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>", str(error))
+    if not found:
+        return ""
+    nodes = seen.program.graph.nodes if seen.program is not None else ()
+    called = [node for node in nodes if str(node.target) == f"{found[1]}.{found[2]}"]
+    where = f" in {owner(called[0])}{place(called[0])}" if called else ""
+    return (
+        f"the model calls {found[1].replace('.', '::', 1)}{where}, which has no form in ONNX; write it with torch's "
+        "other operators"
+    )
+
+
+def _refused(error: BaseException, seen: Trace) -> str:
+    return f"the model does not export to ONNX: {_first_cause(error)}" + (f"; {seen.limits}" if seen.limits else "")
 
 
 def _first_cause(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import onnxruntime
 import torch
 from torch import nn
 
+from export.axes import MASK, Variant, variants
 from pipeline.spec.data import Samples, bare, forward, named
 from pipeline.spec.errors import StageError
 from pipeline.spec.sections import Export
@@ -43,7 +44,13 @@ class Comparison:
 def open_session(path: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime raises a dozen types without a common base
+        told = " ".join(str(error).split())
+        raise StageError(
+            f"{path.name}: the ONNX Runtime {onnxruntime.__version__} that will serve it cannot load it: {told}"
+        ) from error
 
 
 def verify(task: Task, model: nn.Module, samples: Samples, path: Path, config: Export) -> list[dict[str, Any]]:
@@ -59,13 +66,38 @@ def verify(task: Task, model: nn.Module, samples: Samples, path: Path, config: E
     return [asdict(comparison) for comparison in comparisons]
 
 
-def require_equal(comparisons: Sequence[Mapping[str, Any]], config: Export) -> None:
+def compare_all(
+    task: Task,
+    model: nn.Module,
+    samples: Samples,
+    config: Export,
+    parts: Mapping[int, Sequence[Arrays]],
+    seconds: float,
+) -> list[dict[str, Any]]:
+    """Answers to the whole test set that were given elsewhere, by batch size."""
+    reference = torch_outputs(task, model, samples, max(config.batch_sizes))
+    found = {
+        size: {name: np.concatenate([one[name] for one in each]) for name in task.outputs}
+        for size, each in parts.items()
+    }
+    return [asdict(compare(task, samples, reference, each, config, size, seconds)) for size, each in found.items()]
+
+
+@torch.no_grad()
+def judged_by(task: Task, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Arrays:
+    """What evaluation saw."""
+    return named_arrays(task, forward(model, task, batch))
+
+
+def require_equal(comparisons: Sequence[Mapping[str, Any]], config: Export, why: str = "") -> None:
+    """`why`: what is known of the cause."""
     for found in comparisons:
         if found["beyond_tolerance"] or found["unexplained_flips"]:
             raise StageError(
                 f"the ONNX file is not the model: at batch size {found['batch_size']}, {found['beyond_tolerance']} "
                 f"elements differ beyond rtol={config.rtol}, atol={config.atol} (worst {found['max_abs_error']:.3g} "
                 f"in {found['worst']}) and {found['unexplained_flips']} predictions flip without being ties"
+                + (f"; {why}" if why else "")
             )
 
 
@@ -102,6 +134,48 @@ def compare(
     )
 
 
+def measure(
+    pairs: Mapping[str, tuple[np.ndarray[Any, Any], ...]],
+    config: Export,
+    rows: int,
+    seconds: float,
+    text: str,
+    chosen: str = "",
+) -> Comparison:
+    """Expected and found of one run that is no pass over the test set; `chosen`: the output whose largest is taken."""
+    beyond, flips, unexplained, largest, relative, worst = 0, 0, 0, 0.0, 0.0, text
+    for name, (expected, found) in pairs.items():
+        if found.shape != expected.shape:
+            raise StageError(
+                f"at {text}, the ONNX file answers `{name}` of shape {found.shape}, torch {expected.shape}"
+            )
+        close = np.isclose(found, expected, rtol=config.rtol, atol=config.atol)
+        error = np.nan_to_num(_distance(found.astype(np.float64), expected.astype(np.float64)), nan=np.inf)
+        beyond += int((~close).sum())
+        if error.size and error.max() >= largest:
+            largest, worst = float(error.max()), f"`{name}` at {text}"
+        if error.size:
+            relative = max(relative, float((error / np.maximum(np.abs(expected), 1e-12)).max()))
+        if name == chosen:
+            flipped = found.argmax(axis=-1) != expected.argmax(axis=-1)
+            flips, unexplained = int(flipped.sum()), int((flipped & ~close.all(axis=-1)).sum())
+    return Comparison(rows, _finite(largest), _finite(relative), beyond, flips, unexplained, {}, seconds, worst)
+
+
+def together(parts: Sequence[Comparison]) -> Comparison:
+    """Several runs told as one."""
+    worst = max(parts, key=lambda one: one.max_abs_error)
+    return replace(
+        worst,
+        batch_size=max(one.batch_size for one in parts),
+        max_rel_error=max(one.max_rel_error for one in parts),
+        beyond_tolerance=sum(one.beyond_tolerance for one in parts),
+        flips=sum(one.flips for one in parts),
+        unexplained_flips=sum(one.unexplained_flips for one in parts),
+        seconds=sum(one.seconds for one in parts),
+    )
+
+
 @torch.no_grad()
 def torch_outputs(task: Task, model: nn.Module, samples: Samples, size: int) -> Arrays:
     parts = [named_arrays(task, forward(model, task, batch)) for batch in samples.batches(range(len(samples)), size)]
@@ -118,7 +192,46 @@ def onnx_outputs(task: Task, session: onnxruntime.InferenceSession, samples: Sam
 
 def run(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray[Any, Any]]) -> Arrays:
     names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, dict(inputs)), strict=True))
+    try:
+        found = session.run(names, dict(inputs))
+    except Exception as error:  # ONNX Runtime raises a dozen types without a common base
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
+        raise StageError(f"ONNX Runtime cannot run the file on {shapes}: {' '.join(str(error).split())}") from error
+    return dict(zip(names, found, strict=True))
+
+
+@torch.no_grad()
+def verify_variants(task: Task, model: nn.Module, samples: Samples, path: Path, config: Export) -> list[dict[str, Any]]:
+    """Lengths, batch sizes and padding that the exporter was never shown."""
+    session, found = open_session(path), []
+    for one in variants(task, samples):
+        try:
+            expected = named_arrays(task, forward(model, task, one.batch))
+        except RuntimeError as error:  # a window that is longer than the text
+            print(f"not compared at {one.text}: torch itself refuses it ({' '.join(str(error).split())[:160]})")
+            continue
+        found.append(asdict(_variant(task, session, one, expected, config)))
+    if len({one["worst"].rpartition(" at ")[2] for one in found}) < 2:
+        raise StageError(
+            "fewer than two shapes beside the traced one could be compared; show longer samples to test on"
+        )
+    return found
+
+
+def _variant(
+    task: Task, session: onnxruntime.InferenceSession, one: Variant, expected: Arrays, config: Export
+) -> Comparison:
+    started = time.perf_counter()
+    found = run(session, {name: one.batch[name].numpy() for name in task.inputs})
+    seconds = time.perf_counter() - started
+    mask = one.batch[MASK].numpy() == 1 if MASK in one.batch else np.ones((0, 0), dtype=bool)
+    pairs = {name: tuple(_seen(arrays[name], mask) for arrays in (expected, found)) for name in expected}
+    return measure(pairs, config, one.rows, seconds, one.text)
+
+
+def _seen(array: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """An answer for each position says nothing where there is padding."""
+    return array[mask] if array.shape[:2] == mask.shape else array
 
 
 def named_arrays(task: Task, outputs: Any) -> Arrays:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.convert import convert
+from export.convert import Written, convert
 from pipeline.spec.data import Samples, open_split
 from pipeline.spec.sections import Export
 from pipeline.spec.task import Task
@@ -70,6 +70,7 @@ class Exported:
     test: Samples
     path: Path
     config: Export
+    written: Written
 
 
 Exporter = Callable[..., Exported]
@@ -83,7 +84,7 @@ def exported(tmp_path: Path) -> Exporter:
         config = Export(**settings)
         model, test, path = task.model().eval(), open_split(task, "test"), tmp_path / name / "model.onnx"
         path.parent.mkdir()
-        convert(model, task, test.batch(range(3)), config, path)
-        return Exported(task, model, test, path, config)
+        written = convert(model, task, test.batch(range(3)), config, path)
+        return Exported(task, model, test, path, config, written)
 
     return make

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from export import bundle
-from export.bundle import check_decoded
+from export.bundle import Said
+from export.golden import check_decoded
 from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.limits import SEALED
@@ -59,8 +60,9 @@ def test_the_words_of_the_service_that_concern_the_model_travel_in_its_bundle(tm
         "batch_delay_ms": 1.5,
         "max_waiting": 13,
         "deadline_seconds": 1.75,
+        "max_cache_bytes": 17,
     }
     assert words.keys() == set(SEALED)
     config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "serve": words})
-    signature = bundle._signature(slow(tmp_path / "bundle"), config)
-    assert signature.limits.model_dump() | signature.runtime.model_dump() == words
+    signature = bundle._signature(slow(tmp_path / "bundle"), config, Said(axes={"sequence": 9}))
+    assert signature.limits.model_dump() | signature.runtime.model_dump() == {**words, "axes": {"sequence": 9}}

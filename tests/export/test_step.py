@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from torch import nn
 
 from export.__main__ import export
 from pipeline.spec.bundle import open_bundle
-from pipeline.spec.digest import digest_file
-from pipeline.spec.errors import ConfigError, GateError, PipelineError, StageError
+from pipeline.spec.digest import digest_file, digest_tree
+from pipeline.spec.errors import BundleError, ConfigError, DataError, GateError, PipelineError, StageError
 from pipeline.spec.files import write_json
 from pipeline.spec.golden import difference
+from pipeline.spec.override import Override, write_override
 from pipeline.spec.run import Run, RunFile
 from pipeline.spec.weights import save_weights
+from pipeline.verify import verify_bundle
 
 TASK = """
 import numpy as np
@@ -76,17 +78,6 @@ FIXED = """class Fixed(nn.Linear):
 """
 
 
-@pytest.fixture(autouse=True)
-def forget_the_project(tmp_path: Path) -> Iterator[None]:
-    """What is imported from the project is gone afterwards."""
-    modules, path = set(sys.modules), list(sys.path)
-    yield
-    sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     (tmp_path / "sums_task.py").write_text(TASK)
@@ -100,14 +91,15 @@ def judged(root: Path, verdict: str = "pass", checkpoint: str | None = None, **s
     for step in ("prepare", "train", "evaluate"):
         run.output(step).mkdir(parents=True)
     run.partial("export").mkdir()
-    config = {"name": "sums", "task": "sums_task.py:Sums", "codec": "sums_codec.py:Codec", **sections}
+    config: dict[str, Any] = {"name": "sums", "task": "sums_task.py:Sums", "codec": "sums_codec.py:Codec"}
+    config |= {"evaluate": {"metric": "size"}, **sections}
     file = RunFile(id=run.id, created="2026-01-01", wanted=("export",), config=config, environment={})
     (run.path / "run.json").write_text(file.model_dump_json())
     write_json(run.output("prepare") / "data.json", {})
     torch.manual_seed(0)
     save_weights(nn.Linear(3, 1).state_dict(), run.output("train") / "model.safetensors")
     found = checkpoint or digest_file(run.output("train") / "model.safetensors")
-    body = {"verdict": verdict, "checkpoint": found, "summary": "size is 1", "rules": [], "forced_reason": "because"}
+    body = {"verdict": verdict, "checkpoint": found, "summary": "size is 1", "rules": []}
     write_json(run.output("evaluate") / "verdict.json", body)
     return run
 
@@ -143,8 +135,29 @@ def test_the_same_model_is_the_same_bundle_to_the_byte(root: Path) -> None:
     for _ in range(2):
         run = judged(root)
         export(run, root)
-        digests.add(open_bundle(run.partial("export") / "bundle").digest)
+        bundle = run.partial("export") / "bundle"
+        digests.add((open_bundle(bundle).digest, digest_file(bundle / "provenance.json")))
     assert len(digests) == 1
+    check_provenance(run, bundle)
+
+
+def check_provenance(run: Run, directory: Path) -> None:
+    """It tells what the bundle was made of."""
+    said = json.loads((directory / "provenance.json").read_text())
+    assert (said["_type"], said["predicateType"]) == (
+        "https://in-toto.io/Statement/v1",
+        "https://slsa.dev/provenance/v1",
+    )
+    subjects = {one["name"]: one["digest"]["sha256"] for one in said["subject"]}
+    assert subjects == {path.name: digest_file(path) for path in directory.iterdir() if path.name != "provenance.json"}
+    made = said["predicate"]["buildDefinition"]
+    found = {one["name"]: one for one in made["resolvedDependencies"]}
+    ancestors = open_bundle(directory).manifest.ancestors
+    for name in ("code", "data", "checkpoint", "verdict"):
+        assert found[name]["digest"] == {"sha256": getattr(ancestors, name)}
+    assert found["torch"]["uri"] == f"pkg:pypi/torch@{metadata.version('torch')}"
+    assert made["externalParameters"]["config"]["export"] == run.config.export.model_dump(mode="json")
+    assert len(said["predicate"]["runDetails"]["builder"]["version"]["source"]) == 64
 
 
 def test_no_file_of_the_bundle_tells_where_it_was_made(root: Path) -> None:
@@ -159,10 +172,18 @@ def test_a_rejected_candidate_is_not_exported(root: Path) -> None:
     assert "`fail`: size is 1" in refusal(judged(root, verdict="fail"), root, GateError)
 
 
-def test_a_forced_one_says_so_on_its_card(root: Path) -> None:
-    run = judged(root, verdict="forced")
+def test_an_overridden_one_says_so_in_its_card_its_manifest_and_its_lineage(root: Path) -> None:
+    run = judged(root, verdict="fail")
+    verdict = digest_file(run.output("evaluate") / "verdict.json")
+    write_override(run.path, Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="0" * 64))
+    assert "`pipe gate override" in refusal(run, root, GateError), "a word about another verdict"
+    given = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict=verdict)
+    write_override(run.path, given)
     export(run, root)
-    assert "Forced: because." in (run.partial("export") / "bundle" / "card.md").read_text()
+    bundle = open_bundle(run.partial("export") / "bundle")
+    assert (bundle.manifest.verdict, bundle.override) == ("overridden", given)
+    assert bundle.manifest.ancestors.override == digest_file(run.path / "override.json")
+    assert "overridden by ann@here, 2026-01-02: shown on Monday" in (bundle.path / "card.md").read_text()
 
 
 def test_the_verdict_on_another_checkpoint_is_worth_nothing(root: Path) -> None:
@@ -206,3 +227,69 @@ def test_a_model_that_names_its_batch_size_is_told_where_to_look(root: Path) -> 
     assert "the batch axis of" in text
     assert "look in the model for a reshape that names the batch size" in text
     assert "the batch axis of" in refusal(judged(root), root, StageError)
+
+
+FED_TASK = """
+
+    def make_files(self, folder): ...
+
+    def use_files(self, folder):
+        self.scale = float((folder / "scale.txt").read_text())
+"""
+
+FED_CODEC = """
+import numpy as np
+import yaml
+
+
+class Codec:
+    files = ("scale.txt",)
+    requires = ("pyyaml",)
+
+    def __init__(self, folder):
+        self.scale = yaml.safe_load((folder / "scale.txt").read_text())
+
+    def decode(self, instances):
+        return {"x": np.asarray(instances, np.float32) * np.float32(self.scale)}
+
+    def encode(self, outputs):
+        return [{"sum": float(row[0])} for row in outputs["y"]]
+"""
+
+
+def fed(root: Path) -> Run:
+    """A run whose task and codec share a file, and whose prepare made one more."""
+    (root / "sums_task.py").write_text(TASK + FED_TASK)
+    (root / "sums_codec.py").write_text(FED_CODEC)
+    run = judged(root)
+    files = run.output("prepare") / "files"
+    files.mkdir()
+    (files / "scale.txt").write_text("2.5")
+    (files / "other.txt").write_text("the task's own")
+    write_json(run.output("prepare") / "data.json", {"files": digest_tree(files)})
+    return run
+
+
+def test_files_of_the_codec_travel_in_the_bundle_and_answer_from_there(root: Path) -> None:
+    run = fed(root)
+    export(run, root)
+    path = run.partial("export") / "bundle"
+    bundle = open_bundle(path)
+    assert [name for name in bundle.manifest.files if "/" in name] == ["files/scale.txt"]
+    assert bundle.signature.requires == (f"pyyaml=={metadata.version('pyyaml')}",)
+    assert [*verify_bundle(path)][-1] == "golden requests are answered as at export"
+    (path / "files" / "scale.txt").write_text("2.6")
+    with pytest.raises(BundleError, match=r"scale.txt: content changed since export"):
+        open_bundle(path)
+
+
+def test_a_file_that_prepare_did_not_make_is_named(root: Path) -> None:
+    run = fed(root)
+    edit(root / "sums_codec.py", 'files = ("scale.txt",)', 'files = ("scale.txt", "offset.txt")')
+    assert "wants the file offset.txt, which the task's make_files() did not write" in refusal(run, root, ConfigError)
+
+
+def test_a_file_altered_since_prepare_stops_the_export(root: Path) -> None:
+    run = fed(root)
+    (run.output("prepare") / "files" / "scale.txt").write_text("2.6")
+    assert "scale.txt: not as prepare left it" in refusal(run, root, DataError)

@@ -1,0 +1,160 @@
+"""Tiny random language models of the official architectures, as tasks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from export.convert import tensor_specs
+from export.parity import judged_by, open_session, run
+from export.proof import Proven, prove
+from pipeline.spec.data import Samples, open_split
+from pipeline.spec.generation import Generation, Prompting
+from pipeline.spec.greedy import Decoder
+from pipeline.spec.sections import Export
+
+WORDS, COUNT, LENGTH, POSITIONS = 61, 9, 11, 40
+MASKED = ("input_ids", "attention_mask")
+PROMPTS = ((3, 1, 4), (1, 5, 9, 2, 6, 5, 3), (5,), (8, 9, 7, 9))
+CODEC = """
+class Codec:
+    files = ("tokenizer.json",)
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def decode(self, instances):
+        return {}
+
+    def encode(self, outputs):
+        return []
+"""
+
+
+@dataclass
+class Text:
+    """A task around any net that takes ids; its text is random, and padded on the left."""
+
+    net: nn.Module
+    inputs: tuple[str, ...] = ("input_ids",)
+    outputs: tuple[str, ...] = ("logits",)
+
+    def model(self) -> nn.Module:
+        return self.net
+
+    def data(self, split: str) -> dict[str, Any]:
+        ids = np.random.default_rng(0).integers(0, WORDS, size=(COUNT, LENGTH))
+        mask = np.arange(LENGTH) >= np.arange(COUNT)[:, None] % 4
+        return {"input_ids": ids, "attention_mask": mask.astype(np.int64)}
+
+    def loss(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+        return torch.zeros(())
+
+    def metrics(self, outputs: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"ones": torch.ones(COUNT)}
+
+
+@dataclass
+class Language(Text):
+    """That generates."""
+
+    said: Prompting = field(default_factory=Prompting)
+
+    def model(self) -> nn.Module:
+        return Masked(self.net)
+
+    def language_model(self, model: nn.Module) -> nn.Module:
+        return self.net
+
+    def prompting(self) -> Prompting:
+        return self.said
+
+
+class Masked(nn.Module):
+    """As it is judged: without a cache."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        found: Tensor = self.net(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return found
+
+
+def causal(kind: str, head: str = "CausalLM", **settings: Any) -> Any:
+    """Weights large enough that the likeliest token is likeliest by far."""
+    import transformers
+
+    torch.manual_seed(0)
+    size = {"vocab_size": WORDS, "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": POSITIONS}
+    body = getattr(transformers, f"{kind}Config")(**{**size, **_KINDS[kind], **settings})
+    net = getattr(transformers, f"{kind}For{head}")(body).eval()
+    for weight in net.parameters():
+        if weight.ndim > 1:
+            nn.init.normal_(weight, std=0.4)
+    return net
+
+
+@dataclass(frozen=True)
+class Made:
+    task: Language
+    test: Samples
+    path: Path
+    proven: Proven
+
+    @property
+    def generation(self) -> Generation:
+        assert self.proven.said.generation is not None
+        return self.proven.said.generation
+
+    def judged(self, batch: Any) -> Any:
+        task: Any = self.task
+        return judged_by(task, self.task.model(), batch)
+
+    def decoder(self, path: Path | None = None) -> Decoder:
+        session, specs = open_session(path or self.path), tensor_specs(self.path)[0]
+        return Decoder(lambda feed: run(session, feed), self.generation, {spec.name: spec for spec in specs})
+
+
+def make(kind: str, folder: Path, **settings: Any) -> Made:
+    said = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
+    task: Any = Language(causal(kind, **settings), inputs=MASKED, said=said)
+    test, path = open_split(task, "test"), folder / "model.onnx"
+    return Made(task, test, path, prove(task, task.model(), test, Export(), path))
+
+
+def tokenizer(folder: Path, words: int = WORDS) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    body = {"model": {"type": "BPE", "vocab": {f"w{index}": index for index in range(words)}, "merges": []}}
+    (folder / "tokenizer.json").write_text(json.dumps({**body, "added_tokens": []}))
+
+
+_DENSE = {"intermediate_size": 24, "num_hidden_layers": 1, "num_key_value_heads": 2}
+_KINDS: dict[str, dict[str, Any]] = {
+    "Qwen2": _DENSE,
+    "Llama": _DENSE,
+    "DeepseekV3": {
+        "intermediate_size": 24,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 6,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+    },
+}

@@ -1,0 +1,73 @@
+"""The architectures that are exported, each in the forms it comes in; minutes in all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from export.bundle import Said
+from export.proof import prove
+from pipeline.spec.data import open_split
+from pipeline.spec.errors import StageError
+from pipeline.spec.sections import Export
+
+from .languages import MASKED, POSITIONS, Language, Masked, Text, causal, make
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["Qwen2", "Llama"])
+def test_distilled_architectures_keep_keys_and_values_of_their_own_heads(kind: str, tmp_path: Path) -> None:
+    made = make(kind, tmp_path)
+    made.proven.require()
+    assert made.decoder().specs["past.0.key"].shape == ("batch", 2, "past", 4)
+    assert made.proven.greedy
+    assert made.proven.greedy["ties"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings", [{"n_group": 2, "topk_group": 1}, {"q_lora_rank": None}, {"rope_interleave": False}]
+)
+def test_forms_of_deepseek_are_torchs_too(settings: dict[str, Any], tmp_path: Path) -> None:
+    made = make("DeepseekV3", tmp_path, **settings)
+    made.proven.require()
+
+
+class Restless(torch.nn.Module):
+    """A router that adds noise, when it is judged as when it is served."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = Masked(self.net)(input_ids, attention_mask)
+        return found + torch.rand_like(found)
+
+
+@pytest.mark.long
+def test_a_language_model_that_answers_by_chance_is_told_so(tmp_path: Path) -> None:
+    task: Any = Language(causal("Llama"), inputs=MASKED)
+    proven = prove(task, Restless(task.net), open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    assert proven.greedy is None
+    with pytest.raises(StageError, match="torch answers `logits` differently each time it is asked the same"):
+        proven.require()
+
+
+class Labels(Text):
+    axes: ClassVar[Any] = dict.fromkeys(MASKED, ("batch", "sequence"))
+    longest: ClassVar[Any] = {"sequence": POSITIONS}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["DeepseekV3", "Qwen2", "Llama"])
+def test_a_head_of_labels_takes_texts_of_every_length(kind: str, tmp_path: Path) -> None:
+    net = causal(kind, head="SequenceClassification", num_labels=3, pad_token_id=0)
+    task: Any = Labels(Masked(net), inputs=MASKED)
+    proven = prove(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    proven.require()
+    assert proven.said == Said(axes={"sequence": POSITIONS})
+    assert {found["batch_size"] for found in proven.comparisons} >= {1, 2, 5, 7}

@@ -1,0 +1,157 @@
+"""An optimised file is what is verified and shipped, or it is not used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import helper, numpy_helper
+from torch import nn
+
+from export import proof
+from export.optimize import Optimised, forget_plain, kind_of, operators, optimise, put_back
+from export.parity import open_session
+from export.runtime import check_file
+from pipeline.spec.data import open_split
+from pipeline.spec.digest import digest_file
+from pipeline.spec.sections import Export
+
+from .conftest import Small, pairs
+
+FEED = {"x": np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)}
+
+
+def network(folder: Path, external: bool = False) -> Path:
+    """A layer norm spelt out, a product with a bend after it, and a constant that is computed: work for each level."""
+    folder.mkdir(exist_ok=True)
+    rng, value, make = np.random.default_rng(1), helper.make_tensor_value_info, helper.make_node
+    numbers = {"w": rng.normal(size=(16, 16)), "b": rng.normal(size=16), "gain": np.ones(16), "shift": np.zeros(16)}
+    numbers |= {"two": np.array(2.0), "epsilon": np.array(1e-5), "one": np.array(1.0)}
+    nodes = [
+        make("Add", ["one", "one"], ["computed"]),
+        make("Identity", ["x"], ["same"]),
+        make("ReduceMean", ["same", "last"], ["mean"], keepdims=1),
+        make("Sub", ["same", "mean"], ["centred"]),
+        make("Pow", ["centred", "computed"], ["squared"]),
+        make("ReduceMean", ["squared", "last"], ["variance"], keepdims=1),
+        make("Add", ["variance", "epsilon"], ["safe"]),
+        make("Sqrt", ["safe"], ["deviation"]),
+        make("Div", ["centred", "deviation"], ["normed"]),
+        make("Mul", ["normed", "gain"], ["scaled"]),
+        make("Add", ["scaled", "shift"], ["shifted"]),
+        make("Gemm", ["shifted", "w", "b"], ["product"]),
+        make("Relu", ["product"], ["y"]),
+    ]
+    weights = [numpy_helper.from_array(np.asarray(number, np.float32), name) for name, number in numbers.items()]
+    weights.append(numpy_helper.from_array(np.array([-1], np.int64), "last"))
+    given, answered = ([value(name, onnx.TensorProto.FLOAT, ["batch", 16])] for name in ("x", "y"))
+    model = helper.make_model(
+        helper.make_graph(nodes, "net", given, answered, weights),
+        opset_imports=[helper.make_opsetid("", 20)],
+        ir_version=10,
+    )
+    path = folder / "model.onnx"
+    onnx.save(model, path, save_as_external_data=external, location="model.onnx.data", size_threshold=256)
+    return path
+
+
+def answer(path: Path) -> Any:
+    return open_session(path).run(None, FEED)[0]
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize(("level", "operator"), [("basic", "Gemm"), ("extended", "com.microsoft.FusedGemm")])
+def test_the_file_is_written_anew_and_answers_the_same(
+    tmp_path: Path, level: str, operator: str, external: bool
+) -> None:
+    path = network(tmp_path / "bundle", external)
+    expected, before = answer(path), sorted(one.name for one in path.parent.iterdir())
+    found = optimise(path, nn.Identity(), Export(optimize=level))
+    assert found is not None
+    assert found.nodes[1] < found.nodes[0]
+    assert operator in operators(path)
+    assert sorted(one.name for one in path.parent.iterdir()) == before
+    check_file(path)
+    assert np.allclose(answer(path), expected, atol=1e-5)
+    forget_plain(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_fusions_of_transformers_are_told_by_what_they_made(tmp_path: Path) -> None:
+    path = network(tmp_path / "bundle")
+    expected = answer(path)
+    found = optimise(path, nn.Identity(), Export(optimize="transformers"))
+    assert found is not None
+    assert found.fused["LayerNormalization"] == 1
+    check_file(path)
+    assert np.allclose(answer(path), expected, atol=1e-5)
+
+
+def test_the_same_file_is_optimised_to_the_same_bytes(tmp_path: Path) -> None:
+    digests = set()
+    for name in ("a", "b"):
+        path = network(tmp_path / name)
+        optimise(path, nn.Identity(), Export(optimize="extended"))
+        assert str(tmp_path).encode() not in path.read_bytes()
+        digests.add(digest_file(path))
+    assert len(digests) == 1
+
+
+def test_nothing_is_done_where_nothing_is_asked_for(tmp_path: Path) -> None:
+    path = network(tmp_path / "bundle")
+    before = path.read_bytes()
+    assert optimise(path, nn.Identity(), Export()) is None
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_the_plain_file_comes_back_byte_for_byte(tmp_path: Path, external: bool) -> None:
+    path = network(tmp_path / "bundle", external)
+    before = {one.name: one.read_bytes() for one in path.parent.iterdir()}
+    found = optimise(path, nn.Identity(), Export(optimize="extended"))
+    assert found is not None
+    back = put_back(path, found, "it is another")
+    assert {one.name: one.read_bytes() for one in path.parent.iterdir()} == before
+    assert (back.asked, back.used, back.reason) == ("extended", "none", "it is another")
+
+
+def test_the_fusions_are_those_of_the_models_kind() -> None:
+    class Configured(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.config: Any = type("Config", (), {"model_type": kind})()
+
+    assert [kind_of(nn.Sequential(Configured(kind))) for kind in ("gpt2", "roberta")] == ["gpt2", "bert"]
+    assert kind_of(nn.Identity()) == "bert"
+
+
+def test_an_optimised_file_that_is_another_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoilt(path: Path, model: nn.Module, config: Export) -> Optimised | None:
+        found = optimise(path, model, config)
+        proto = onnx.load(path)
+        weight = next(one for one in proto.graph.initializer if one.dims[:] == [3, 4] or one.dims[:] == [4, 3])
+        weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 2, weight.name))
+        onnx.save(proto, path)
+        return found
+
+    monkeypatch.setattr(proof, "optimise", spoilt)
+    torch.manual_seed(0)
+    task: Any = Small(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), pairs())
+    (tmp_path / "bundle").mkdir()
+    path = tmp_path / "bundle" / "model.onnx"
+    proven = proof.prove(task, task.net, open_split(task, "test"), Export(optimize="basic"), path)
+    proven.require()
+    told = proven.file["optimize"]
+    assert (told["asked"], told["used"]) == ("basic", "none")
+    assert told["reason"].startswith("optimised it is not the model: ")
+    assert "the first node that is wrong is `" in told["reason"]
+    assert "export.optimize=basic is not used: optimised it is not the model" in capsys.readouterr().out
+    assert [one.name for one in tmp_path.iterdir()] == ["bundle"]
+    assert json.dumps(proven.file)

@@ -1,0 +1,239 @@
+"""All variants of one file: what passes, what is stopped and where it goes wrong, and what is shipped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from export.convert import save_plain
+from export.variants.choice import decide
+from export.variants.contest import Contest, Entry, check_wanted, contenders, ship
+from export.variants.making import MAKERS, Maker, Material
+from export.variants.record import rows, story, table
+from pipeline.spec.data import open_split
+from pipeline.spec.digest import digest_file
+from pipeline.spec.errors import ConfigError
+
+from .net import CLASSES, Hills, config, write
+
+ALL = ["fp32", "fp16", "int8-dynamic", "int8-static"]
+Damage = Callable[[onnx.ModelProto], None]
+
+
+def contest(folder: Path, makers: Mapping[str, Maker] = MAKERS, task: Any = None, **export: Any) -> Contest:
+    task = task or Hills()
+    path = write(folder / "bundle" / "model.onnx", external=export.get("external_data") == "always")
+    settings = config(**{"variants": ALL, **export})
+    return Contest(task, task.model(), open_split(task, "test"), settings, path, folder / "variants", makers)
+
+
+def by_name(entries: list[Entry]) -> dict[str, Entry]:
+    return {one.name: one for one in entries}
+
+
+def damaging(name: str, damage: Damage) -> dict[str, Maker]:
+    """The real makers, with what one of them wrote damaged."""
+
+    def maker(material: Material, path: Path) -> str:
+        told = MAKERS[name](material, path)
+        model = onnx.load(path)
+        damage(model)
+        save_plain(model, path, external=False)
+        return told
+
+    return {**MAKERS, name: maker}
+
+
+def half_of_the_classes(model: onnx.ModelProto) -> None:
+    """As a quantiser leaves it whose scales of half the channels are wrong: their weights are zero."""
+    for tensor in model.graph.initializer:
+        array = numpy_helper.to_array(tensor).copy()
+        if array.ndim == 2 and CLASSES in array.shape:
+            array[(slice(None), slice(0, 4)) if array.shape[1] == CLASSES else slice(0, 4)] = 0
+            tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+
+
+def not_a_number(model: onnx.ModelProto) -> None:
+    bias = next(one for one in model.graph.initializer if numpy_helper.to_array(one).dtype == np.float16)
+    array = numpy_helper.to_array(bias)
+    bias.CopyFrom(numpy_helper.from_array(np.full_like(array, np.nan), bias.name))
+
+
+def another_output(model: onnx.ModelProto) -> None:
+    old = model.graph.output[0].name
+    model.graph.output[0].name = "other"
+    for node in model.graph.node:
+        node.output[:] = ["other" if name == old else name for name in node.output]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Contest, list[Entry]]:
+    one = contest(tmp_path_factory.mktemp("contest"))
+    return one, one.entries()
+
+
+def test_undamaged_variants_pass_and_are_measured_by_themselves(whole: tuple[Contest, list[Entry]]) -> None:
+    entries = whole[1]
+    assert [one.name for one in entries] == ALL
+    assert [one.faults for one in entries] == [()] * 4
+    errors = [one.apart.largest for one in entries if one.apart]
+    assert errors[0] < 1e-5 < errors[1] < errors[3]
+    for one in entries:
+        assert one.judged is not None
+        assert (one.judged.samples, one.judged.reference) == (256, 1.0)
+        assert one.judged.value > 0.97
+        assert one.timing is not None
+        assert one.timing.p50_ms.keys() == {1, 32}
+        assert one.first_wrong is None
+    assert [one.bytes for one in entries] == [one.path.stat().st_size for one in entries]
+
+
+def test_the_record_has_what_the_report_reads_and_is_plain_json(whole: tuple[Contest, list[Entry]]) -> None:
+    entries = whole[1]
+    found = decide(whole[0].config.export, contenders(entries))
+    body = json.loads(json.dumps(rows(entries, found.reasons, found.name, "accuracy"), allow_nan=False))
+    assert [(row["variant"], row["chosen"], row["passed"]) for row in body] == [
+        ("fp32", True, True),
+        ("fp16", False, True),
+        ("int8-dynamic", False, True),
+        ("int8-static", False, True),
+    ]
+    static = body[3]
+    assert static["metric"] == {"name": "accuracy", "value": static["metric"]["value"], "reference": 1.0}
+    assert static["difference"].keys() == {"estimate", "low", "high"}
+    assert static["p50_ms"].keys() == static["p99_ms"].keys() == {"1", "32"}
+    assert static["note"] == "ranges from 256 rows of training samples"
+    assert static["first_wrong"] is None
+    lines = table(entries, found.name, "accuracy")
+    assert [line.split()[:2] for line in lines[:2]] == [["variant", "accuracy"], ["*", "fp32"]]
+    assert len(lines) == 5
+    assert len(story(entries, found.reasons)) == 4
+
+
+def test_another_processor_may_round_otherwise_by_no_more_than_the_rounding_itself(
+    whole: tuple[Contest, list[Entry]],
+) -> None:
+    slack = {one.name: whole[0].rounding(one) for one in whole[1]}
+    largest = {one.name: one.apart.largest for one in whole[1] if one.apart}
+    assert slack["fp32"] == 0
+    assert slack["fp16"] == largest["fp16"]
+    assert slack["int8-dynamic"] == largest["int8-dynamic"] / 4
+    assert 0 <= slack["int8-static"] < 2 * largest["int8-static"]
+
+
+def test_half_the_classes_quantised_to_zero_is_stopped_named_and_never_shipped(tmp_path: Path) -> None:
+    one = contest(tmp_path, damaging("int8-static", half_of_the_classes), choose="int8-static")
+    before = digest_file(one.path)
+    entries = one.entries()
+    broken = by_name(entries)["int8-static"]
+    assert any("accuracy is" in fault and "misses the margin of -0.05" in fault for fault in broken.faults)
+    assert any("export.int8_noise" in fault for fault in broken.faults)
+    assert broken.first_wrong is not None
+    assert (broken.first_wrong.node, broken.first_wrong.op) == ("last", "Gemm")
+    found = decide(one.config.export, contenders(entries))
+    assert (found.name, "export.choose=int8-static is not shipped: accuracy is" in found.refusal) == ("", True)
+    assert not any(row["chosen"] for row in rows(entries, found.reasons, "", "accuracy"))
+    assert "the first node that is wrong is `last` (Gemm)" in story(entries, found.reasons)[3]
+    fastest = decide(config(variants=ALL, choose="fastest-that-passes").export, contenders(entries))
+    assert fastest.name in ("fp32", "fp16", "int8-dynamic")
+    assert digest_file(one.path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("fp16", not_a_number, "over export.fp16_tolerance=0.05"),
+        ("int8-dynamic", half_of_the_classes, "misses the margin"),
+        ("fp16", another_output, "its inputs and outputs are others than those of fp32, which codec and clients know"),
+    ],
+)
+def test_damage_of_any_kind_is_a_fault_of_that_variant_alone(
+    name: str, damage: Damage, message: str, tmp_path: Path
+) -> None:
+    entries = by_name(contest(tmp_path, damaging(name, damage), variants=["fp32", name]).entries())
+    assert entries["fp32"].faults == ()
+    assert message in "; ".join(entries[name].faults)
+
+
+def test_a_quantiser_that_breaks_down_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    def broken(material: Material, path: Path) -> str:
+        raise KeyError("a scale")
+
+    entries = by_name(contest(tmp_path, {**MAKERS, "int8-static": broken}, variants=ALL[2:]).entries())
+    assert entries["int8-static"].faults == ("it cannot be made: KeyError: 'a scale'",)
+    assert entries["int8-static"].bytes == 0
+    assert entries["int8-dynamic"].faults == ()
+    body = rows(list(entries.values()), dict.fromkeys(entries, ""), "fp32", "accuracy")
+    assert [row["p50_ms"] is None for row in body] == [False, False, True]
+
+
+def test_calibration_data_of_another_type_is_a_sentence_in_its_row(tmp_path: Path) -> None:
+    task = Hills({"x": np.ones((64, 16)), "label": np.zeros(64, np.int64)})
+    entries = by_name(contest(tmp_path, task=task, variants=["int8-static"]).entries())
+    assert "data('train') gives `x` as float64, the model takes float32" in entries["int8-static"].faults[0]
+    assert entries["fp32"].faults == ()
+
+
+def test_a_budget_is_judged_for_each_by_what_it_costs(tmp_path: Path) -> None:
+    limit = 0.011  # megabytes, between fp32 and int8
+    budget = {"megabytes": limit, "p50_ms": 1e6, "p99_ms": 1e-9}
+    entries = by_name(contest(tmp_path, variants=["int8-static"], budget=budget).entries())
+    assert [len(entries[name].faults) for name in ("fp32", "int8-static")] == [2, 1]
+    assert entries["fp32"].faults[0].endswith("MB exceed export.budget megabytes=0.011")
+    assert "over export.budget p99_ms=1e-09" in entries["int8-static"].faults[0]
+
+
+def test_a_floor_that_torch_reaches_holds_for_the_file_as_well(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"variant_margin": 1, "int8_noise": 1, "evaluate": {"require": {"accuracy": 0.999}}}
+    makers = damaging("int8-static", half_of_the_classes)
+    entries = by_name(contest(tmp_path, makers, variants=["int8-static"], **settings).entries())
+    assert "is below the required 0.999, which torch's answers reach" in entries["int8-static"].faults[0]
+
+
+def test_the_very_bytes_that_were_judged_are_shipped_with_weights_outside_as_well(tmp_path: Path) -> None:
+    one = contest(tmp_path, variants=["fp16"], external_data="always")
+    entry = by_name(one.entries())["fp16"]
+    assert entry.faults == ()
+    before, size = digest_file(entry.path), entry.bytes
+    ship(entry, one.path)
+    assert digest_file(one.path) == before
+    assert sum(path.stat().st_size for path in one.path.parent.iterdir()) == size
+
+
+def test_a_metric_that_the_task_does_not_have_is_told_with_those_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no metric size \(it has accuracy\)"):
+        contest(tmp_path, evaluate={"metric": "size"}).entries()
+
+
+def test_a_single_test_sample_judges_no_variant(tmp_path: Path) -> None:
+    one = contest(tmp_path, variants=["int8-dynamic"])
+    few = Contest(one.task, one.model, one.test.first(1), one.config, one.path, one.folder)
+    entries = by_name(few.entries())
+    assert entries["int8-dynamic"].faults == ("accuracy cannot be judged on a single test sample",)
+    assert entries["fp32"].faults == ()  # it is proven number by number
+
+
+class Talk(Hills):
+    def language_model(self, model: Any) -> Any:
+        return model
+
+    def prompting(self) -> Any:
+        raise AssertionError("nothing is asked of it")
+
+
+def test_a_language_model_is_fp32_and_has_no_budget_of_time(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"fp16 of a language model is refused.*write variants: \[fp32\]"):
+        check_wanted(Talk(), config(variants=["fp16"]))
+    with pytest.raises(ConfigError, match=r"export.budget: p50_ms of a language model depends on the text"):
+        check_wanted(Talk(), config(budget={"p50_ms": 1}))
+    (entry,) = contest(tmp_path, task=Talk(), variants=["fp32"], budget={"megabytes": 1e-6}).entries()
+    assert entry.faults[0].endswith("MB exceed export.budget megabytes=1e-06")
+    assert entry.judged is None
+    check_wanted(Hills(), config(variants=ALL))
