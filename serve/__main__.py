@@ -8,18 +8,23 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pipeline.spec.bundle import open_bundle
 from pipeline.spec.errors import ConfigError, PipelineError
+from pipeline.spec.imports import without
 from serve.admin_token import read_token
 from serve.door import Door
 from serve.loading import prove
 from serve.logs import configure, fatal, told
 from serve.options import Named, Options, parse
-from serve.predictor import Predictor
+from serve.runtime.predictor import Predictor
 from serve.shadow import Mirror, open_mirror
 from serve.sockets import Sockets, reserve
 from serve.tracing import configured
+
+if TYPE_CHECKING:
+    from serve.server import Service
 
 _TURN_SECONDS = 0.5e-3  # a thread that comes from an inference waits so long, at most, for one that reads
 _GARBAGE = 10_000  # new objects between two looks at the youngest; a request leaves none in circles
@@ -53,14 +58,19 @@ def serve(options: Options) -> None:
     admin = None if options.admin is None else reserve(options.admin, share=False)
     token = None if options.admin_token is None else read_token(options.admin_token)
     loaded = [_load(named, options) for named in options.bundles]
-    mirrors = [_shadow(named, options.shadow_share, dict(loaded)) for named in options.shadows]
-    from serve.server import Service  # here, not above: kserve reads sys.argv and takes a second to import
-
-    service = Service(
+    mirrors = [_shadow(named, options, dict(loaded)) for named in options.shadows]
+    service = service_class()(
         loaded, mirrors, options, Sockets(public, standby, admin, grpc), door, token, configured(os.environ)
     )
     settle()
     service.start(service.models)
+
+
+def service_class() -> type[Service]:
+    """Imported late: kserve reads sys.argv and takes a second."""
+    with without("kubernetes_validate"):
+        from serve.server import Service
+    return Service
 
 
 def settle() -> None:
@@ -73,18 +83,18 @@ def settle() -> None:
 
 
 def _load(named: Named, options: Options) -> tuple[str, Predictor]:
-    bundle = options.overrides.of(open_bundle(named.path))
+    bundle = options.overrides.of(open_bundle(named.path, options.trust))
     name = named.name or bundle.name
     log.info("starting", extra=told(model=name, bundle=bundle.digest[:12]))
     return name, prove(bundle, options.provider, options.threads)
 
 
-def _shadow(named: Named, share: float, models: Mapping[str, Predictor]) -> Mirror:
+def _shadow(named: Named, options: Options, models: Mapping[str, Predictor]) -> Mirror:
     """Of the model it names, or of the only one."""
     name = named.name or (next(iter(models)) if len(models) == 1 else "")
     if name not in models:
         raise ConfigError(f"--shadow {named.path}: of which model? Write NAME=BUNDLE with one of {', '.join(models)}")
-    return open_mirror(name, named.path, models[name].signature, share)
+    return open_mirror(name, named.path, models[name].signature, options.shadow_share, options.trust)
 
 
 def _end(code: int) -> None:

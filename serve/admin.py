@@ -15,8 +15,8 @@ from pipeline.spec.errors import InvalidPayload, PipelineError
 from serve.admin_token import opens
 from serve.body import read
 from serve.fleet import Fleet
-from serve.jsonobject import parse_object
 from serve.logs import told
+from serve.protocol.jsonobject import parse_object
 from serve.refusal import Gone, Headers, Refusal, Unauthorized, Unknown, WrongMethod
 from serve.watch import request_id
 

@@ -5,68 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-import orjson
 from starlette.types import Receive, Scope, Send
 
-from serve import form, openapi, page, page_data, v1, v2
-from serve.batcher import stays
+from serve.asked import Answer, Asked, Flow, check_content, json_answer
 from serve.body import Room, linger, read
 from serve.canary import choose
 from serve.deadline import of_header
 from serve.gate import PROTOCOLS, Gate
-from serve.jsonobject import parse_object
+from serve.generate import openai
+from serve.generate.endpoints import TEXT, Texts
 from serve.keys import Keys
 from serve.model import OnnxPlane
 from serve.observer import Observer
-from serve.refusal import Busy, Headers, Refusal, TooLarge, Unknown, Unreadable
+from serve.page import page, page_data
+from serve.protocol import form, openapi, v1, v2
+from serve.protocol.jsonobject import parse_object
+from serve.refusal import Busy, Headers, TooLarge, Unknown
 from serve.routes import Route, find, is_open
-from serve.watch import Watch
 
 INTERNAL = "internal error; the server's log has the details"
-_JSON = (b"content-type", b"application/json")
 _LENGTH = v2.LENGTH_HEADER.encode()
 _BINARY = (b"content-type", b"application/octet-stream")
-_CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of any body unless told otherwise: read as JSON
 _NOWHERE = Route("", ())
+_PROTOCOLS = {**PROTOCOLS, **dict.fromkeys(TEXT, "openai")}
 _INDEX_BYTES = 4096  # of a question that has one word
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    body: bytes
-    headers: Headers = (_JSON,)
-    status: int = 200
-
-
-@dataclass(slots=True)
-class Asked:
-    """One request as the endpoints see it."""
-
-    route: Route
-    headers: dict[bytes, bytes]
-    scope: Scope
-    receive: Receive
-    watch: Watch
-    room: Room
-    held: int = 0  # bytes of its body
-
-    @property
-    def gone(self) -> Callable[[], bool]:
-        return self.scope.get("left", stays)  # type: ignore[no-any-return]
-
-    @property
-    def alone(self) -> bool:
-        return "alone" in self.scope and self.scope["alone"]()
-
-    def hold(self, size: int, most: int) -> None:
-        self.room.take(size, most)
-        self.held += size
 
 
 class App:
@@ -75,7 +43,8 @@ class App:
     def __init__(self, plane: OnnxPlane, observer: Observer, keys: Keys | None = None, *, page: bool = True) -> None:
         self.plane, self.observer, self.keys, self.page = plane, observer, keys, page
         self.room, self.gate = Room(), Gate(plane, observer, keys)
-        self._ends: dict[str, Callable[[Asked], Awaitable[Answer]]] = {
+        texts = Texts(plane)
+        self._ends: dict[str, Callable[[Asked], Awaitable[Answer | Flow]]] = {
             "root": self._root,
             "page_counters": self._page_counters,
             "metrics": self._metrics,
@@ -91,6 +60,10 @@ class App:
             "model_ready": self._model_ready,
             "infer": self._infer,
             "index": self._index,
+            "texts_models": texts.models,
+            "texts_model": texts.model,
+            "completions": texts.complete,
+            "chat": texts.chat,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +85,7 @@ class App:
             if self.keys is not None and not is_open(asked.scope["path"], asked.scope["method"]):
                 self.keys.admit(asked.headers)
             route = asked.route = find(asked.scope["path"], asked.scope["method"])
-            if (protocol := PROTOCOLS.get(route.kind)) is not None:
+            if (protocol := _PROTOCOLS.get(route.kind)) is not None:
                 self.observer.asked(asked.watch, protocol)
             answer = await self._ends[route.kind](asked)
         except Exception as error:
@@ -126,17 +99,43 @@ class App:
     def _failed(self, asked: Asked, error: Exception) -> Answer:
         if isinstance(error, Busy):
             self.gate.refused()
-        if (refusal := self.observer.failed(asked.watch, error)) is not None:
-            return refused(refusal)
-        return Answer(orjson.dumps({"error": INTERNAL}), status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        refusal = self.observer.failed(asked.watch, error)
+        if asked.scope["path"].startswith(openai.PREFIX):
+            told = openai.failure(refusal)
+        else:
+            told = {"error": INTERNAL if refusal is None else str(refusal)}
+        if refusal is None:
+            return json_answer(told, HTTPStatus.INTERNAL_SERVER_ERROR)
+        return json_answer(told, refusal.status, refusal.headers)
 
-    async def _send(self, send: Send, answer: Answer, asked: Asked) -> None:
+    async def _send(self, send: Send, answer: Answer | Flow, asked: Asked) -> None:
+        if isinstance(answer, Flow):
+            await self._stream(send, answer, asked)
+            return
         asked.watch.code = answer.status
-        headers = [*answer.headers, (b"content-length", b"%d" % len(answer.body)), *self._identity(asked)]
-        if self.plane.draining:  # the client's next request belongs to another process
-            headers.append((b"connection", b"close"))
+        length = (b"content-length", b"%d" % len(answer.body))
+        headers = [*answer.headers, length, *self._identity(asked), *self._parting()]
         await send({"type": "http.response.start", "status": int(answer.status), "headers": headers})
         await send({"type": "http.response.body", "body": answer.body})
+
+    async def _stream(self, send: Send, flow: Flow, asked: Asked) -> None:
+        """Each part as it comes. What fails under way can only be told in the body: the status is out already."""
+        asked.watch.code = HTTPStatus.OK
+        headers = [*flow.headers, *self._identity(asked), *self._parting()]
+        await send({"type": "http.response.start", "status": int(HTTPStatus.OK), "headers": headers})
+        try:
+            async with aclosing(flow.parts) as parts:
+                async for part in parts:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        except Exception as error:
+            refusal = self.observer.failed(asked.watch, error)
+            asked.watch.code = HTTPStatus.INTERNAL_SERVER_ERROR if refusal is None else refusal.status
+            await send({"type": "http.response.body", "body": flow.failure(refusal), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    def _parting(self) -> Headers:
+        """While draining: the client's next request belongs to another process."""
+        return ((b"connection", b"close"),) if self.plane.draining else ()
 
     def _identity(self, asked: Asked) -> Headers:
         """Which request this is, and which bundle answers it."""
@@ -219,26 +218,6 @@ class App:
         accept = asked.headers.get(b"accept", b"").decode("latin-1")
         body, content_type = self.observer.metrics.text(accept)
         return Answer(body, ((b"content-type", content_type.encode()),))
-
-
-def json_answer(body: Any, status: int = 200, headers: Headers = ()) -> Answer:
-    return Answer(orjson.dumps(body), (_JSON, *headers), status)
-
-
-def refused(refusal: Refusal) -> Answer:
-    return json_answer({"error": str(refusal)}, refusal.status, refusal.headers)
-
-
-def check_content(headers: dict[bytes, bytes], *accepted: str) -> None:
-    """What we cannot read is refused, not guessed at; no type at all is taken for JSON."""
-    given = headers.get(b"content-type")
-    if given is None or given == b"application/json":
-        return
-    found = given.decode("latin-1")
-    kind, _, parameters = found.partition(";")
-    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if kind.strip().lower() not in (*accepted, _CURL) or charset not in ("", "utf-8"):
-        raise Unreadable(f"content-type: {found[:200]!r} given, send {' or '.join(accepted)}")
 
 
 def _health(body: dict[str, Any]) -> Answer:

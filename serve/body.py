@@ -13,7 +13,7 @@ from serve.coding import SLICE_BYTES, Inflater, coding_of
 from serve.refusal import Busy, Gone, Headers, TooLarge
 
 if TYPE_CHECKING:
-    from serve.app import Answer
+    from serve.asked import Answer
 
 Hold = Callable[[int, int], None]
 

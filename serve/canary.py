@@ -31,10 +31,16 @@ def place_of(salt: str, key: bytes) -> float:
 
 async def choose(served: Served, call: Call, request_id: bytes) -> Served:
     """Who answers a call that names no version: by the id in its body, else by that of the request, given or drawn."""
-    if (canary := served.canary) is None:
+    if served.canary is None:
         return served
     if call.quick:
         key = call.key()
     else:
         key = await asyncio.get_running_loop().run_in_executor(served.pool, call.key)
-    return canary.candidate if canary.takes(key.encode() or request_id) else served
+    return choose_by(served, key.encode() or request_id)
+
+
+def choose_by(served: Served, key: bytes) -> Served:
+    """Who answers what has this id."""
+    canary = served.canary
+    return canary.candidate if canary is not None and canary.takes(key) else served

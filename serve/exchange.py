@@ -15,13 +15,14 @@ from serve.logs import told
 from serve.watch import request_id
 
 if TYPE_CHECKING:
-    from serve.connection import Connection
+    from serve.http1.connection import Connection
 
 _HIGH_WATER_BYTES = 256 << 10  # of a body are handed over at once; below it the application is not woken
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 _STATUS[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
 _CONTINUE = _STATUS[100] + b"\r\n"
 _CLOSE = b"connection: close\r\n"
+_CHUNKED = b"transfer-encoding: chunked\r\n"
 
 _stamped: list[Any] = [None, b""]  # the last list of headers, and it as bytes
 
@@ -32,6 +33,7 @@ App = Callable[..., Coroutine[Any, Any, None]]
 
 class Exchange:
     __slots__ = (
+        "_chunked",
         "_chunks",
         "_connection",
         "_continue",
@@ -60,7 +62,8 @@ class Exchange:
         self._waiter: asyncio.Future[None] | None = None
         self._continue = False
         self._head: bytes | None = b""  # None: the answer is complete
-        self._left = -1  # bytes of the answer still to come; -1 before it began
+        self._left = -1  # bytes of the answer still to come, or 0 where nobody knows; -1 before it began
+        self._chunked = False  # nobody knows how long it will be
         for name, value in scope["headers"]:
             if name == b"expect" and value.lower() == b"100-continue":
                 self._continue = True
@@ -163,10 +166,13 @@ class Exchange:
         connection, body = self._connection, message.get("body", b"")
         if connection.outflow.paused:
             await connection.outflow.drained(connection.transport)
+        more = message.get("more_body", False)
+        if self._chunked and self._head is not None:
+            self._write_chunk(body, more=more)
+            return
         if self._head is None or self._left < 0 or len(body) > self._left:
             raise RuntimeError("an answer that does not fit its content-length")
         self._left -= len(body)
-        more = message.get("more_body", False)
         if self.scope["method"] == "HEAD":
             body, self._left = b"", 0
         if self._head or body:
@@ -174,6 +180,16 @@ class Exchange:
         self._head = b"" if more else None
         if not more and self._left:
             raise RuntimeError("an answer shorter than its content-length")
+
+    def _write_chunk(self, body: bytes, *, more: bool) -> None:
+        """HTTP/1.0 knows no chunks: there the end of the connection is that of the answer."""
+        framed = self.scope["http_version"] == "1.1"
+        if framed:
+            body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"" if more else b"0\r\n\r\n")
+        assert self._head is not None
+        if self._head or body:
+            self._connection.transport.write(self._head + body)
+        self._head = b"" if more else None
 
     def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Written together with the body's first part."""
@@ -189,6 +205,12 @@ class Exchange:
                 self.keep_alive = False
                 continue
             lines.append(b"%b: %b\r\n" % (name, value))
+        if not length:
+            self._chunked, length = True, b"0"
+            if self.scope["http_version"] == "1.1":
+                lines.append(_CHUNKED)
+            else:
+                self.keep_alive = False
         if not self.keep_alive:
             lines.append(_CLOSE)
         lines.append(b"\r\n")

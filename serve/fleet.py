@@ -15,8 +15,8 @@ from serve.loading import prove
 from serve.logs import told
 from serve.model import OnnxModel, OnnxPlane
 from serve.options import Options
-from serve.predictor import Predictor
 from serve.refusal import Conflict
+from serve.runtime.predictor import Predictor
 from serve.served import Served
 from serve.shadow import Mirror, open_mirror, unlike
 
@@ -60,7 +60,7 @@ class Fleet:
         return held
 
     def _prove(self, model: OnnxModel, path: Path) -> Served | Predictor:
-        bundle = self._options.overrides.of(open_bundle(path))
+        bundle = self._options.overrides.of(open_bundle(path, self._options.trust))
         if (held := model.holding(bundle.digest)) is not None:
             return held
         self._check(bundle)
@@ -106,10 +106,10 @@ class Fleet:
         log.info("shadow", extra=told(model=name, bundle=mirror.digest[:12] if mirror else "none", share=share))
 
     def _open_mirror(self, model: OnnxModel, path: Path, share: float) -> Mirror:
-        mirror = model.mirror  # the same again goes on with its counts
-        if mirror is not None and (mirror.digest, mirror.share) == (open_bundle(path).digest, share):
+        mirror, trust = model.mirror, self._options.trust  # the same again goes on with its counts
+        if mirror is not None and (mirror.digest, mirror.share) == (open_bundle(path, trust).digest, share):
             return mirror
-        return open_mirror(model.name, path, model.served().predictor.signature, share)
+        return open_mirror(model.name, path, model.served().predictor.signature, share, trust)
 
     def status(self) -> dict[str, Any]:
         return {"models": {model.name: model.status() for model in self._plane.models}}

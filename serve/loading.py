@@ -11,10 +11,10 @@ import numpy as np
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import BundleError
 from pipeline.spec.signature import Signature
-from serve.predictor import Predictor
-from serve.rowwise import why_not_merged
-from serve.selfcheck import verify
-from serve.session import Provider, Session
+from serve.runtime.predictor import Predictor
+from serve.runtime.rowwise import why_not_merged
+from serve.runtime.selfcheck import verify
+from serve.runtime.session import Provider, Session
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,10 @@ def prove(bundle: Bundle, provider: Provider | None, threads: int | None) -> Pre
     verify(bundle, predictor)
     predictor.why_alone = predictor.why_alone or why_alone(bundle, predictor)
     warm(bundle, predictor)
+    if bundle.signature.generation is not None:
+        from serve.generate.proof import words_of  # here, not above: most models have no words, and need no tokenizer
+
+        predictor.words = words_of(bundle, predictor.session)
     return predictor
 
 
@@ -54,7 +58,7 @@ def warm(bundle: Bundle, predictor: Predictor) -> None:
 
 def buckets(signature: Signature) -> list[int]:
     """The powers of two up to the largest batch that requests are merged to; none where batches have no axis."""
-    if not signature.mergeable:
+    if signature.why_alone:
         return []
     most = signature.runtime.batch_rows
     return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]

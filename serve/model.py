@@ -12,8 +12,8 @@ from kserve.errors import ModelNotFound
 from kserve.protocol.dataplane import DataPlane
 
 from serve.canary import Canary
-from serve.predictor import Predictor
 from serve.refusal import Headers, Unknown
+from serve.runtime.predictor import Predictor
 from serve.served import Served, described
 from serve.shadow import Mirror
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from serve.logs import AccessLog, Ration, told
 from serve.metrics import Metrics
-from serve.predictor import Stumble
 from serve.refusal import Refusal, refusal_of
+from serve.runtime.predictor import Stumble
 from serve.watch import Watch, request_id
 
 Record = Callable[[Watch], None]

@@ -6,16 +6,17 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.share import share_of
+from pipeline.spec.signing import Trust
 from serve.logs import Format
 from serve.overrides import Overrides
 from serve.routes import MODEL_NAME
-from serve.session import Provider
+from serve.runtime.session import Provider
 from serve.sockets import Address
 from serve.tls import Pair
 
@@ -46,6 +47,7 @@ class Options:
     admin_token: Path | None = None
     overrides: Overrides = field(default_factory=Overrides)
     keep_versions: int = 2
+    trust: Trust | None = None  # whose signature every bundle must bear
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -69,6 +71,7 @@ def parse(argv: Sequence[str]) -> Options:
         admin_token=given.admin_token,
         overrides=Overrides(**{one.name: getattr(given, one.name) for one in fields(Overrides)}),
         keep_versions=given.keep_versions,
+        trust=given.require_signature and Trust(given.require_signature.absolute()),
     )
     _check(options)
     return options
@@ -98,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=_port, default=8080, help="HTTP port (default: %(default)s)")
     parser.add_argument("--grpc-port", type=int, default=0, help="gRPC port; 0: HTTP port plus 1, -1: no gRPC")
     parser.add_argument("--provider", choices=("auto", "cpu", "cuda"), help="default: what the bundle says")
-    parser.add_argument("--threads", type=_natural, help="threads inside one inference; 0: ONNX Runtime chooses")
+    parser.add_argument(
+        "--threads", type=_unless_empty(_natural), help="threads inside one inference; 0: ONNX Runtime chooses"
+    )
     parser.add_argument(
         "--standby",
         type=_port,
@@ -119,10 +124,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("--max-body-bytes", _positive, "largest request body, also once it is decompressed"),
         ("--max-waiting", _positive, "most requests that wait; more are answered 503"),
         ("--deadline-seconds", _seconds, "of requests that name none; 0: they wait as long as it takes"),
+        ("--max-cache-bytes", _positive, "memory for the keys and values of all texts that are being written"),
         ("--batch-rows", _positive, "most instances that waiting requests are merged to; 1 merges none"),
         ("--batch-delay-ms", _seconds, "longest wait for company, under load only"),
     ):
-        parser.add_argument(name, type=kind, metavar="N", help=f"{text} (default: what the bundle says)")
+        parser.add_argument(
+            name, type=_unless_empty(kind), metavar="N", help=f"{text} (default, or empty: what the bundle says)"
+        )
 
 
 def _add_door(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +139,12 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
         "--tls-certificate", type=Path, metavar="FILE", help="PEM; with --tls-key HTTP and gRPC use TLS"
     )
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM; the certificate's private key")
+    parser.add_argument(
+        "--require-signature",
+        type=Path,
+        metavar="FILE",
+        help="public keys: a bundle that none of them signed is refused, at the start and whenever one comes in",
+    )
     parser.add_argument("--no-page", dest="page", action="store_false", help="no page for people at GET /")
 
 
@@ -219,6 +233,15 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; name one from 1 to 65535")
     return int(text)
+
+
+def _unless_empty(kind: Callable[[str], float]) -> Callable[[str], float | None]:
+    """A word that a variable of the environment stands for, and that is not set."""
+
+    def read(text: str) -> float | None:
+        return kind(text) if text else None
+
+    return read
 
 
 def _natural(text: str) -> int:

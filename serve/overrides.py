@@ -15,6 +15,7 @@ class Overrides:
     max_body_bytes: int | None = None
     max_waiting: int | None = None
     deadline_seconds: float | None = None
+    max_cache_bytes: int | None = None
     batch_rows: int | None = None
     batch_delay_ms: float | None = None
 

@@ -40,12 +40,19 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model_ready": ("/v2/models/{model_name}/ready", _LOOK),
     "infer": ("/v2/models/{model_name}/infer", _ASK),
     "index": ("/v2/repository/index", _ASK),
+    "texts_models": ("/openai/v1/models", _LOOK),
+    "texts_model": ("/openai/v1/models/{model_name}", _LOOK),
+    "completions": ("/openai/v1/completions", _ASK),
+    "chat": ("/openai/v1/chat/completions", _ASK),
 }
 # What clients of these protocols may ask for, and is not offered: where, and why.
 _ABSENT = {
     rf"/v1/models/{MODEL_NAME}(/versions/[0-9A-Za-z]+)?:explain": "this service has no explainer; ask :predict",
     rf"/v2/repository/models/{MODEL_NAME}/(un)?load": (
         "models are loaded by who runs this service (`pipe deploy`), never by its clients"
+    ),
+    r"/openai/v1/(embeddings|rerank|responses|moderations|edits|images/.*|audio/.*|files|batches)": (
+        "of OpenAI's interface there are completions, chat/completions and models"
     ),
 }
 _PROBED = frozenset({"live", "ready", "model_ready"})

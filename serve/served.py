@@ -10,14 +10,15 @@ from concurrent.futures import Executor
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from pipeline.spec.signature import TensorSpec
-from serve.batcher import Batcher, Rules, Seen, stays
 from serve.canary import Canary
-from serve.merging import Array
+from serve.generate.writer import Writer
 from serve.metrics import Series
-from serve.pace import Pace
-from serve.predictor import Predictor
 from serve.refusal import Headers
-from serve.session import CPU
+from serve.runtime.batcher import Batcher, Rules, Seen, stays
+from serve.runtime.merging import Array
+from serve.runtime.pace import Pace
+from serve.runtime.predictor import Predictor
+from serve.runtime.session import CPU
 from serve.shadow import Mirror
 from serve.watch import Watch
 
@@ -71,6 +72,7 @@ class Served:
         self.batcher = Batcher(predictor.run, rules_of(predictor), pool, Seen(self.series.batch))
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
         self._deadline_seconds = bundle.signature.limits.deadline_seconds or math.inf
+        self.writer = None if predictor.words is None else Writer(predictor.words, bundle, pool)
         self._reading = 0  # requests that a thread of the pool reads, or will
         self.coming = 0  # requests that the gate let in and the application has not begun with
         self._read_pace, self._write_pace = Pace(), Pace()
@@ -98,7 +100,7 @@ class Served:
         else:
             arrays, wanted = await self._read(call)
         watch.read = clock()
-        deadline = watch.began + self._patience(call, timeout_seconds)
+        deadline = watch.began + self.patience(timeout_seconds, call.timeout_seconds)
         outputs = await self.batcher.outputs(arrays, wanted, deadline, gone, watch, alone)
         watch.ran = clock()
         if call.quick:
@@ -126,9 +128,9 @@ class Served:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.pool, lambda: _timed(pace, size, work, *args, **named))
 
-    def _patience(self, call: Call, timeout_seconds: float) -> float:
-        """The shorter of what the client said; what the bundle says if it said nothing."""
-        said = min(timeout_seconds, call.timeout_seconds)
+    def patience(self, *said_seconds: float) -> float:
+        """The shortest of what the client said in its ways; what the bundle says where it said nothing."""
+        said = min(said_seconds)
         return self._deadline_seconds if said == math.inf else said
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
@@ -142,9 +144,12 @@ class Served:
             "properties": {
                 "bundle": self.bundle.digest,
                 "verdict": self.bundle.manifest.verdict,
+                **({} if self.bundle.override is None else {"override": str(self.bundle.override)}),
+                "variant": self.bundle.signature.variant,
                 "provider": session.provider,
                 "provider_fallback": session.fallback,
                 "batching": f"off: {self.predictor.why_alone}" if self.predictor.why_alone else "on",
+                **({} if self.writer is None else {"texts": self.writer.told}),
             },
         }
 

@@ -15,19 +15,19 @@ import uvloop
 from kserve import ModelServer
 from starlette.types import ASGIApp
 
-from serve import rpc
 from serve.admin import Admin
 from serve.app import App
 from serve.door import Door
 from serve.fleet import Fleet, Loaded
-from serve.listener import Listener
+from serve.http1.listener import Listener
 from serve.logs import AccessLog, told
 from serve.metrics import Metrics
 from serve.model import OnnxModel, OnnxPlane
 from serve.observer import Observer
 from serve.options import Options
 from serve.renewal import keep
-from serve.rpc_listener import RpcListener
+from serve.rpc.calls import Calls
+from serve.rpc.listener import RpcListener
 from serve.shadow import Mirror
 from serve.sockets import Sockets, prefer
 from serve.tls import Tls
@@ -126,7 +126,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self._listeners.append(listener)
 
     async def _listen_grpc(self, sock: socket.socket) -> None:
-        calls = rpc.Calls(self.dataplane, self.observer, self.headers, self.fleet.max_body_bytes, self.door.keys)
+        calls = Calls(self.dataplane, self.observer, self.headers, self.fleet.max_body_bytes, self.door.keys)
         context = None if self.door.tls is None else self.door.tls.grpc_context
         self._rpc = RpcListener(calls, sock, context, self.observer.metrics.refused)
         await self._rpc.start()

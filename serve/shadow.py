@@ -19,9 +19,10 @@ import numpy as np
 from pipeline.spec.bundle import open_bundle
 from pipeline.spec.errors import BundleError
 from pipeline.spec.signature import Signature
+from pipeline.spec.signing import Trust
 from serve.loading import prove
 from serve.logs import told
-from serve.predictor import Predictor
+from serve.runtime.predictor import Predictor
 
 Array = np.ndarray[Any, Any]
 Arrays = Mapping[str, Array]
@@ -121,9 +122,9 @@ def _measure(agreement: Agreement, wanted: Array, got: Array) -> None:
         agreement.rows_same_class += int((wanted.argmax(axis=1) == got.argmax(axis=1)).sum())
 
 
-def open_mirror(name: str, path: Path, signature: Signature, share: float) -> Mirror:
+def open_mirror(name: str, path: Path, signature: Signature, share: float, trust: Trust | None = None) -> Mirror:
     """Proven like any bundle. It computes on one thread, the one that may step back."""
-    bundle = open_bundle(path)
+    bundle = open_bundle(path, trust)
     if wrong := unlike(signature, bundle.signature):
         raise BundleError(f"{path}: it cannot shadow {name}: {wrong}")
     return Mirror(name, path, prove(bundle, None, threads=1), share)

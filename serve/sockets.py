@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import socket
 import struct
@@ -95,4 +96,6 @@ def _attach(sock: socket.socket, option: int, *instructions: tuple[int, int, int
     try:
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("HL", len(instructions), ctypes.addressof(code)))
     except OSError as error:
-        log.warning("this kernel takes no socket filter (%s): a connection made in this moment may be reset", error)
+        # A container without capabilities may not set one, where the kernel asks for them: nobody there can mend it.
+        level = logging.INFO if error.errno == errno.EPERM else logging.WARNING
+        log.log(level, "this kernel takes no socket filter (%s): a connection made in this moment may be reset", error)

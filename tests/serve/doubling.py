@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.batcher import Batcher, Rules
-from serve.merging import Array, Arrays
+from serve.runtime.batcher import Batcher, Rules
+from serve.runtime.merging import Array, Arrays
 
 MERGING = Rules(mergeable=True, rows=8, waiting=64)
 

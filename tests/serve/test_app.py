@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import numpy as np
 import pytest
 
 from pipeline.spec.bundle import Bundle
-from serve.session import Session
+from pipeline.spec.override import Override
+from serve.runtime.session import Session
+from serve.served import Served
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -56,11 +60,20 @@ def test_metadata_names_the_tensors_and_how_the_model_runs(client: httpx.Client,
     assert metadata["properties"] == {
         "bundle": bundle.digest,
         "verdict": "pass",
+        "variant": "fp32",
         "provider": "CPUExecutionProvider",
         "provider_fallback": "",
         "batching": "on",
     }
     assert client.get("/v2").json()["name"] == "pipe"
+
+
+def test_metadata_says_who_let_a_rejected_model_pass_and_why(bundle: Bundle) -> None:
+    given = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="v")
+    predictor = SimpleNamespace(session=SimpleNamespace(provider="CPU", fallback=""), why_alone="")
+    served = SimpleNamespace(name="tiny", bundle=replace(bundle, override=given), predictor=predictor, writer=None)
+    properties = Served.metadata(cast("Served", served), ["1"])["properties"]
+    assert properties["override"] == "overridden by ann@here, 2026-01-02: shown on Monday"
 
 
 def test_v1_gives_the_golden_predictions_for_the_golden_instances(client: httpx.Client, bundle: Bundle) -> None:

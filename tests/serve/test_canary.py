@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.spec.bundle import open_bundle
-from serve import v1, v2
 from serve.canary import Canary, choose, place_of
 from serve.loading import prove
 from serve.model import OnnxModel
+from serve.protocol import v1, v2
 from serve.served import Served
 
 IDS = [f"request-{number}".encode() for number in range(4000)]

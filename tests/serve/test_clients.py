@@ -20,7 +20,7 @@ from kserve.protocol.infer_type import RequestedOutput
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.golden import difference
 from pipeline.spec.signature import NUMPY_TYPES
-from serve.session import Session
+from serve.runtime.session import Session
 from tests.serve.typed import build
 
 if TYPE_CHECKING:

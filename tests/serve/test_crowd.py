@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from serve import crowd
-from serve.connection import Connection
-from serve.listener import Listener
+from serve.http1.connection import Connection
+from serve.http1.listener import Listener
 
 HEAD = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n"
 WAIT_SECONDS = 0.15  # longer than a client that ended its side is left without a sign

@@ -16,8 +16,8 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 from pipeline.spec.signature import NUMPY_TYPES
-from serve.message import _CONTENTS
-from serve.tensors import to_raw
+from serve.protocol.tensors import to_raw
+from serve.rpc.message import _CONTENTS
 from tests.serve.typed import build, sample
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from pipeline.spec.sources import HOUSE
 from serve.options import parse
 from serve.refusal import Refusal
 from serve.routes import PATHS
+from tests.serve.generate import tiny
 
 from .conftest import Launcher, Running
 
@@ -82,7 +83,9 @@ def outputs(
     folder = tmp_path_factory.mktemp("docs")
     (admin_port,) = free_ports(1)
     server = module_launcher(bundle_path, options=["--name", "digits", *_admin(folder, admin_port)])
+    story = module_launcher(tiny.build(folder / "story"), options=["--name", "story"])
     places = {
+        "localhost:8070": f"localhost:{story.port}",
         "localhost:8080": f"localhost:{server.port}",
         "localhost:8081": f"localhost:{server.grpc_port}",
         "localhost:8090": f"localhost:{admin_port}",
@@ -148,12 +151,9 @@ def _same_lines(ran: Ran) -> None:
 
 
 def test_every_endpoint_is_asked_by_a_curl_line() -> None:
-    asked = set(re.findall(r"curl [^\n]*?localhost:8080(\S*)", DOCUMENT))
-    missing = [
-        path
-        for path, _ in PATHS.values()
-        if path.replace("{model_name}", "digits") not in asked and path != "/v2/models/{model_name}/ready"
-    ]
+    asked = set(re.findall(r"curl [^\n]*?localhost:80[78]0(\S*)", DOCUMENT))
+    named = {path: "story" if "openai" in path else "digits" for path, _ in PATHS.values()}
+    missing = [path for path, name in named.items() if path.replace("{model_name}", name) not in asked]
     assert missing == []
     assert {"/v2/models/digits/ready", "/v2/models/digits/versions/1/infer"} <= asked
 
@@ -183,6 +183,6 @@ def test_every_word_of_the_configuration_is_told() -> None:
 
 
 def test_the_metrics_it_names_are_there(outputs: list[Ran]) -> None:
-    metrics = next(ran.printed for ran in outputs if ran.text.endswith("/metrics\n"))
+    metrics = "".join(ran.printed for ran in outputs if ran.text.endswith("/metrics\n"))
     for name in re.findall(r"`(pipe_\w+)`", DOCUMENT):
         assert name in metrics, name

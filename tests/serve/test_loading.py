@@ -10,7 +10,7 @@ import pytest
 from pipeline.spec.bundle import Bundle, open_bundle
 from pipeline.spec.errors import BundleError
 from serve.loading import buckets, prove, warm
-from serve.predictor import Predictor
+from serve.runtime.predictor import Predictor
 from tests.serve.odd import mixing, slow
 
 

@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 
 from pipeline.spec.bundle import open_bundle
-from serve.cuda import why_no_cuda
+from pipeline.spec.cuda import why_no_cuda
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher
@@ -51,7 +51,7 @@ def test_the_service_needs_neither_torch_nor_onnx() -> None:
 
 
 def test_a_verifier_can_ask_the_golden_requests_without_kserve() -> None:
-    assert not _imported("serve.selfcheck, serve.session") & {"kserve", "torch", "onnx"}
+    assert not _imported("serve.runtime.selfcheck, serve.runtime.session") & {"kserve", "torch", "onnx"}
 
 
 def test_a_tampered_bundle_is_refused_in_one_line(own_bundle: Path, port: str) -> None:

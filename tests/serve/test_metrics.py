@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve.histogram import SECONDS, Histogram
 from serve.logs import AccessLog
-from serve.metrics import SECONDS, Histogram, Metrics, Series
+from serve.metrics import Metrics, Series
 from serve.observer import Observer
-from serve.predictor import Stumble
 from serve.refusal import Busy
+from serve.runtime.predictor import Stumble
 from serve.shadow import Agreement
 from serve.watch import Watch
 
@@ -36,6 +37,7 @@ class Loaded:
         self.batcher = SimpleNamespace(waiting=3)
         self.canary: Any = None
         self.mirror: Any = None
+        self.writer: Any = None
 
 
 def _values(metrics: Metrics) -> dict[tuple[str, ...], float]:

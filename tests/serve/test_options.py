@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.spec.errors import ConfigError
 from serve.options import Named, parse
+from serve.overrides import Overrides
 from serve.sockets import Address
 
 
@@ -95,3 +96,9 @@ def test_how_a_new_bundle_comes_in() -> None:
     options = parse(["a=one", "a=two", "--canary", "10%", "--shadow", "a=three", "--shadow-share", "0.5"])
     assert (options.canary, options.shadow_share) == (0.1, 0.5)
     assert options.shadows == (Named("a", Path("three").resolve()),)
+
+
+def test_an_option_that_a_variable_leaves_empty_is_the_bundles() -> None:
+    words = ("threads", "max-batch-size", "max-body-bytes", "max-waiting", "deadline-seconds", "batch-rows")
+    options = parse(["bundle", *(f"--{word}=" for word in words)])
+    assert (options.threads, options.overrides) == (None, Overrides())

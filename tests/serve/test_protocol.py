@@ -14,7 +14,7 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 from pipeline.spec.bundle import Bundle
-from serve.message import with_properties
+from serve.rpc.message import with_properties
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from serve.refusal import Unknown, WrongMethod
-from serve.routes import PATHS, Route, find
+from serve.routes import PATHS, Route, find, is_open
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,9 @@ def test_a_refusal_is_not_longer_than_a_sentence() -> None:
     with pytest.raises(Unknown) as caught:
         find("/" + "x" * 10_000, "G" * 1000)
     assert len(str(caught.value)) < 300
+
+
+def test_only_what_probes_ask_needs_no_key() -> None:
+    named = {kind: path.replace("{model_name}", "a") for kind, (path, _) in PATHS.items()}
+    found = {kind for kind, path in named.items() if any(is_open(path, method) for method in ("GET", "POST"))}
+    assert found == {"live", "ready", "model_ready"}

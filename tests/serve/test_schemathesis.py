@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.serve.generate import tiny
 from tests.serve.typed import build
 
 if TYPE_CHECKING:
@@ -76,3 +77,9 @@ def test_a_service_of_many_inputs_is_what_its_openapi_says(
         seal,
     )
     _judge(module_launcher(bundle), tmp_path, "-n", "100", "--exclude-path-regex", "/versions/", seconds=500)
+
+
+@pytest.mark.long
+def test_a_service_that_writes_texts_is_what_its_openapi_says(module_launcher: Launcher, tmp_path: Path) -> None:
+    server = module_launcher(tiny.build(tmp_path / "bundle"))
+    _judge(server, tmp_path, "-n", "40", "--include-path-regex", "^/openai/", seconds=500)

@@ -14,9 +14,9 @@ import pytest
 
 from pipeline.spec.bundle import open_bundle
 from pipeline.spec.limits import Limits, Runtime
-from serve.batcher import Rules
 from serve.loading import prove
 from serve.refusal import Busy, Expired
+from serve.runtime.batcher import Rules
 from serve.served import Served
 from tests.serve.odd import mixing, slow
 
@@ -72,7 +72,7 @@ def test_a_model_that_mixes_rows_is_asked_one_request_at_a_time(tmp_path: Path) 
 def test_the_shortest_that_a_client_says_holds_and_else_what_the_bundle_says(
     served: Served, header: float, parameter: float, seconds: float
 ) -> None:
-    assert served._patience(Asked(parameter), header) == seconds
+    assert served.patience(header, parameter) == seconds
 
 
 def test_what_has_no_time_left_is_refused_before_its_body_is_read(served: Served) -> None:

@@ -14,8 +14,8 @@ from pipeline.spec.errors import BundleError
 from pipeline.spec.signature import Signature, TensorSpec
 from serve import shadow
 from serve.loading import prove
-from serve.predictor import Predictor
-from serve.session import Session
+from serve.runtime.predictor import Predictor
+from serve.runtime.session import Session
 from serve.shadow import Agreement, Mirror, count, open_mirror, unlike
 
 Array = np.ndarray[Any, Any]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -83,3 +84,19 @@ def test_a_host_that_is_not_ours_is_one_clear_sentence() -> None:
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:
     assert Address("::1", 8080).url == "http://[::1]:8080"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such filter")
+@pytest.mark.parametrize(("number", "level"), [(errno.EPERM, "INFO"), (errno.ENOMEM, "WARNING")])
+def test_a_container_without_capabilities_is_not_warned_of_what_it_may_not_do(
+    number: int, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(socket.socket):
+        def setsockopt(self, *_: object) -> None:
+            raise OSError(number, "no")
+
+    with caplog.at_level("INFO"), Refusing() as sock:
+        admit_no_more(sock)
+    assert [(record.levelname, "takes no socket filter" in record.message) for record in caplog.records] == [
+        (level, True)
+    ]

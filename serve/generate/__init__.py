@@ -1,0 +1,1 @@
+"""Text from a language model: OpenAI's endpoints, and the batch that requests join and leave while it runs."""

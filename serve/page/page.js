@@ -1,0 +1,415 @@
+"use strict";
+// The page's only script. Whatever comes from the model enters as text, never as markup.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const { form } = data;
+
+  const el = (name, properties = {}, ...children) => {
+    const made = document.createElement(name);
+    for (const [key, value] of Object.entries(properties)) {
+      if (key.startsWith("aria-") || key === "for" || key === "role") made.setAttribute(key, value);
+      else made[key] = value;
+    }
+    made.append(...children.filter((child) => child !== null));
+    return made;
+  };
+  const number = (value) => value.toLocaleString("en", { maximumSignificantDigits: 4 });
+  const place = document.getElementById("form");
+  const answer = document.getElementById("answer");
+
+  // ---- asking ----
+
+  let asked = 0;
+
+  async function ask(path, body) {
+    const mine = ++asked; // an answer that comes after a later question is not shown
+    const began = performance.now();
+    let found;
+    try {
+      const response = await fetch(path, { method: "POST", body, headers: { "content-type": "application/json" } });
+      const text = await response.text();
+      found = { response, text, took: performance.now() - began };
+    } catch (error) {
+      found = { problem: `the service did not answer: ${error.message}` };
+    }
+    if (mine === asked) show(found);
+  }
+
+  function show({ response, text, took, problem }) {
+    if (problem) {
+      answer.replaceChildren(el("p", { className: "error", role: "alert" }, problem));
+      return;
+    }
+    let said;
+    try {
+      said = JSON.parse(text);
+    } catch {
+      said = { error: text.slice(0, 400) };
+    }
+    const bundle = (response.headers.get("x-bundle-digest") || "").slice(0, 12);
+    const line = [`${took.toFixed(1)} ms there and back`, `bundle ${bundle}`];
+    if (response.headers.get("x-request-id")) line.push(`request ${response.headers.get("x-request-id")}`);
+    const shown = response.ok
+      ? [...told(said), details("The answer as it came", el("pre", {}, JSON.stringify(said, null, 1)))]
+      : [el("p", { className: "error", role: "alert" }, `${response.status}: ${said.error?.message || said.error || text.slice(0, 400)}`)];
+    answer.replaceChildren(...shown.slice(0, 2), el("p", { className: "took" }, line.join(" · ")), ...shown.slice(2));
+  }
+
+  const details = (title, ...children) => el("details", {}, el("summary", {}, title), ...children);
+
+  /** What a person wants to see of the first prediction, or of each output. */
+  function told(said) {
+    if (Array.isArray(said.choices)) {
+      const texts = said.choices.map((one) => el("pre", { className: "text" }, one.text ?? one.message.content));
+      return [el("div", {}, ...texts), el("div")];
+    }
+    if (Array.isArray(said.predictions)) {
+      const [first] = said.predictions;
+      const fields = first !== null && typeof first === "object" && !Array.isArray(first) ? first : { prediction: first };
+      return facts(fields);
+    }
+    return facts(Object.fromEntries((said.outputs || []).map((one) => [one.name, one.data || `${one.shape} raw`])));
+  }
+
+  function facts(fields) {
+    const words = [];
+    const charts = [];
+    for (const [name, value] of Object.entries(fields)) {
+      if (numbers(value)) charts.push(bars(name, value));
+      else if (value === null || typeof value !== "object") words.push([name, value]);
+    }
+    const list = words.map(([name, value], index) =>
+      el("div", { className: index === 0 ? "first" : "" }, el("dt", {}, name),
+        el("dd", {}, typeof value === "number" ? number(value) : String(value))));
+    return [el("dl", { className: "said", hidden: list.length === 0 }, ...list), el("div", {}, ...charts)];
+  }
+
+  const numbers = (value) =>
+    Array.isArray(value) && value.length > 1 && value.length <= 32 && value.every((one) => typeof one === "number");
+
+  function bars(name, values) {
+    const most = Math.max(...values);
+    const least = Math.min(0, ...values);
+    const rows = values.flatMap((value, index) => {
+      const bar = el("i", { className: value === most ? "most" : "" });
+      bar.style.setProperty("--share", `${(100 * (value - least)) / (most - least || 1)}%`);
+      const small = Math.abs(value) < Math.abs(most) / 1000;
+      return [el("b", {}, String(index)), bar, el("span", {}, small ? "≈ 0" : number(Number(value.toPrecision(3))))];
+    });
+    return el("div", { className: "bars", role: "group", "aria-label": name }, ...rows);
+  }
+
+  // ---- forms ----
+
+  const predict = `/v1/models/${data.model}:predict`;
+  const infer = `/v2/models/${data.model}/infer`;
+
+  function command(path, text) {
+    const shell = el("pre", {});
+    const told = (body) => { shell.textContent = `curl -d '${body.replaceAll("'", "'\\''")}' ${location.origin}${path}`; };
+    told(text);
+    return { shell: details("From the command line", shell), told };
+  }
+
+  function textForm(path, text, note) {
+    const area = el("textarea", { id: "body", value: text, spellcheck: false });
+    const send = el("button", { className: "main", type: "button" }, "Send");
+    const line = command(path, short(text));
+    send.addEventListener("click", async () => {
+      send.disabled = true;
+      line.told(short(area.value));
+      await ask(path, area.value);
+      send.disabled = false;
+    });
+    place.replaceChildren(el("label", { for: "body" }, note), area,
+      el("div", { className: "buttons" }, send), line.shell);
+  }
+
+  /** Of a language model: the beginning of a text, or a message where it knows conversations. */
+  function wordsForm({ path, chat }) {
+    const area = el("textarea", { id: "body", value: form.examples[0] || "", spellcheck: false });
+    const send = el("button", { className: "main", type: "button" }, "Send");
+    const body = () => JSON.stringify({
+      model: data.model,
+      max_tokens: form.most,
+      ...(chat ? { messages: [{ role: "user", content: area.value }] } : { prompt: area.value }),
+    });
+    const line = command(path, body());
+    send.addEventListener("click", async () => {
+      send.disabled = true;
+      line.told(short(body()));
+      await ask(path, body());
+      send.disabled = false;
+    });
+    place.replaceChildren(el("label", { for: "body" }, chat ? "A message for the model" : "The beginning of a text"), area,
+      el("div", { className: "buttons" }, send), line.shell);
+  }
+
+  const short = (text) => (text.length > 2000 ? `${text.slice(0, 2000)}…` : text);
+
+  function tensorForm() {
+    if (form.examples.length) {
+      textForm(infer, JSON.stringify(form.examples[0]), "Tensors, as the Open Inference Protocol has them; a golden request to begin with");
+      return;
+    }
+    const fill = el("select", { id: "fill" }, ...["zeros", "ones", "noise"].map((one) => el("option", {}, one)));
+    const send = el("button", { className: "main", type: "button" }, "Send");
+    send.addEventListener("click", async () => {
+      send.disabled = true;
+      await ask(infer, JSON.stringify({ inputs: form.inputs.map((one) => filled(one, fill.value)) }));
+      send.disabled = false;
+    });
+    place.replaceChildren(el("label", { for: "fill" }, "One instance, too large to write down here, filled with"), fill,
+      el("div", { className: "buttons" }, send));
+  }
+
+  /** A tensor of the signature, each free axis 1 long. */
+  function filled(spec, kind) {
+    const shape = spec.shape.map((axis) => (typeof axis === "number" ? axis : 1));
+    const size = shape.reduce((product, axis) => product * axis, 1);
+    const value = { BYTES: () => "", BOOL: () => kind !== "zeros" }[spec.datatype]
+      || (() => (kind === "zeros" ? 0 : kind === "ones" ? 1 : spec.datatype.startsWith("FP") || spec.datatype === "BF16" ? Math.random() : Math.round(Math.random())));
+    return { name: spec.name, datatype: spec.datatype, shape, data: Array.from({ length: size }, value) };
+  }
+
+  function drawingForm({ width, height, top, fit, pen }) {
+    const side = 520;
+    const pad = el("canvas", { className: "pad", width: side, height: Math.round((side * height) / width), role: "img",
+      "aria-label": "Drawing area: draw with the mouse or a finger, or use an example" });
+    const seen = el("canvas", { className: "seen", width, height, role: "img", "aria-label": "What the model sees" });
+    const clear = el("button", { type: "button" }, "Clear");
+    const example = el("button", { type: "button" }, "Example");
+    const line = command(predict, "…");
+    let strokes = [];
+    let shown = -1;
+
+    const brush = (canvas, thickness, points) => {
+      const pencil = canvas.getContext("2d");
+      pencil.lineCap = pencil.lineJoin = "round";
+      pencil.lineWidth = thickness;
+      for (const stroke of points) {
+        pencil.beginPath();
+        pencil.moveTo(...stroke[0]);
+        for (const point of stroke) pencil.lineTo(...point);
+        pencil.stroke();
+      }
+    };
+    const paint = () => {
+      const pencil = pad.getContext("2d");
+      pencil.clearRect(0, 0, pad.width, pad.height);
+      pencil.strokeStyle = getComputedStyle(pad).getPropertyValue("--ink");
+      const thickness = ((fit ? 0.7 : 1) * pen * side) / width; // what is fitted is drawn anew, with its own pen
+      brush(pad, thickness, strokes.map((stroke) => stroke.map(([x, y]) => [(x * side) / width, (y * side) / width])));
+    };
+    /** Strokes in pixels of the picture, moved and scaled to fill it where the model's samples do. */
+    const placed = () => {
+      if (!fit) return strokes;
+      const [xs, ys] = [0, 1].map((axis) => strokes.flat().map((point) => point[axis]));
+      const [left, right, upper, lower] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+      const room = [width - pen, height - pen];
+      const scale = Math.min(3, room[0] / (right - left || 1e-9), room[1] / (lower - upper || 1e-9));
+      const middle = [(left + right) / 2, (upper + lower) / 2];
+      return strokes.map((stroke) => stroke.map(([x, y]) =>
+        [width / 2 + (x - middle[0]) * scale, height / 2 + (y - middle[1]) * scale]));
+    };
+    const picture = () => {
+      const fine = 16; // points across one pixel
+      const sheet = el("canvas", { width: width * fine, height: height * fine });
+      brush(sheet, pen * fine, placed().map((stroke) => stroke.map(([x, y]) => [x * fine, y * fine])));
+      const ink = sheet.getContext("2d").getImageData(0, 0, sheet.width, sheet.height).data;
+      return Array.from({ length: height }, (_, row) => Array.from({ length: width }, (_, column) => {
+        let sum = 0;
+        for (let y = row * fine; y < (row + 1) * fine; y++) {
+          for (let x = column * fine; x < (column + 1) * fine; x++) sum += ink[4 * (y * sheet.width + x) + 3];
+        }
+        const grey = (sum / 255 / fine / fine) * top;
+        return top > 4 ? Math.round(grey) : Number(grey.toFixed(3));
+      }));
+    };
+    const preview = (pixels, canvas = seen) => {
+      const pencil = canvas.getContext("2d");
+      const [wide, high] = [canvas.width / width, canvas.height / height];
+      pencil.clearRect(0, 0, canvas.width, canvas.height);
+      pencil.fillStyle = getComputedStyle(canvas).getPropertyValue("--ink");
+      pixels.forEach((row, y) => row.forEach((grey, x) => {
+        pencil.globalAlpha = Math.min(1, grey / top);
+        pencil.fillRect(x * wide, y * high, wide, high);
+      }));
+      pencil.globalAlpha = 1;
+    };
+    const send = (pixels) => {
+      preview(pixels);
+      const body = JSON.stringify({ instances: [pixels] });
+      line.told(short(body));
+      return ask(predict, body);
+    };
+
+    const point = (event) => {
+      const box = pad.getBoundingClientRect();
+      return [((event.clientX - box.left) / box.width) * width, ((event.clientY - box.top) / box.height) * height];
+    };
+    pad.addEventListener("pointerdown", (event) => {
+      if (event.button) return;
+      pad.setPointerCapture(event.pointerId);
+      if (shown >= 0) strokes = [];
+      shown = -1;
+      strokes.push([point(event)]);
+      paint();
+    });
+    pad.addEventListener("pointermove", (event) => {
+      if (!pad.hasPointerCapture(event.pointerId)) return;
+      const coalesced = event.getCoalescedEvents ? event.getCoalescedEvents() : [];
+      for (const one of coalesced.length ? coalesced : [event]) strokes.at(-1).push(point(one));
+      paint();
+    });
+    const lift = (event) => {
+      if (pad.hasPointerCapture(event.pointerId)) pad.releasePointerCapture(event.pointerId);
+    };
+    pad.addEventListener("pointerup", lift);
+    pad.addEventListener("pointercancel", lift);
+    pad.addEventListener("lostpointercapture", () => { if (strokes.length) send(picture()); });
+    clear.addEventListener("click", () => {
+      strokes = [];
+      asked++;
+      paint();
+      preview([]);
+      answer.replaceChildren();
+    });
+    example.addEventListener("click", () => {
+      shown = (shown + 1) % form.examples.length;
+      strokes = [];
+      preview(form.examples[shown], pad);
+      send(form.examples[shown]);
+    });
+    example.hidden = form.examples.length === 0;
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (strokes.length) paint(); });
+
+    const figures = [
+      el("figure", {}, pad, el("figcaption", {}, "draw here")),
+      el("figure", {}, seen, el("figcaption", {}, `the model sees ${width} × ${height}`)),
+    ];
+    place.replaceChildren(el("div", { className: "draw" }, ...figures),
+      el("div", { className: "buttons" }, clear, example), line.shell);
+  }
+
+  if (form.kind === "drawing") drawingForm(form.drawing);
+  else if (form.kind === "words") wordsForm(form);
+  else if (form.kind === "instances") {
+    textForm(predict, JSON.stringify({ instances: form.examples.slice(0, 1) }), "Instances, as the model's codec takes them; an example to begin with");
+  } else tensorForm();
+
+  // ---- live ----
+
+  const POLL = 2000;
+  const WINDOW = 60_000;
+  const KEPT = 120_000;
+  const samples = [];
+  const tell = (key, text) => { document.getElementById(`live-${key}`).textContent = text; };
+
+  async function poll() {
+    if (!document.hidden) {
+      try {
+        const response = await fetch("/page.json");
+        if (!response.ok) throw new Error(`${response.status}`);
+        note(await response.json());
+      } catch (error) {
+        state("not reachable", "bad");
+        tell("note", `The service does not answer: ${error.message}`);
+      }
+    }
+    setTimeout(poll, POLL);
+  }
+
+  function state(text, kind) {
+    const pill = document.getElementById("state");
+    pill.textContent = text;
+    pill.className = `pill ${kind}`;
+  }
+
+  function note(told) {
+    const versions = told.models.filter((one) => one.model === data.model);
+    const now = performance.now();
+    samples.push({ now, versions: new Map(versions.map((one) => [`${one.version} ${one.digest}`, one])) });
+    while (samples.length > 2 && samples[1].now < now - KEPT) samples.shift();
+    state(told.ready ? "ready" : "not ready", told.ready ? "good" : "bad");
+    const current = versions.find((one) => one.current);
+    const other = current && current.digest !== data.digest;
+    tell("note", other
+      ? `Version ${current.version} with another bundle answers now: load this page again.`
+      : "The last minute of this process, all versions together.");
+    tiles(now, versions);
+    spark(now);
+  }
+
+  /** What came to pass between two samples, over all versions; a version that is new counts from nothing. */
+  function between(from, to) {
+    const sum = { requests: 0, failed: 0, batches: 0, rows: 0, seconds: [], bounds: [] };
+    for (const [key, one] of to.versions) {
+      const before = from.versions.get(key);
+      for (const name of ["requests", "failed", "batches", "rows"]) sum[name] += one[name] - (before ? before[name] : 0);
+      one.seconds.forEach((count, index) => {
+        sum.seconds[index] = (sum.seconds[index] || 0) + count - (before && before.seconds[index] ? before.seconds[index] : 0);
+      });
+      if (one.bounds.length) sum.bounds = one.bounds;
+    }
+    return sum;
+  }
+
+  function tiles(now, versions) {
+    const first = samples.find((one) => one.now >= now - WINDOW);
+    const last = samples.at(-1);
+    const past = between(first, last);
+    const seconds = (last.now - first.now) / 1000;
+    tell("rate", seconds ? number(Number((past.requests / seconds).toPrecision(2))) : "–");
+    tell("p50", milliseconds(quantile(past, 0.5)));
+    tell("p99", milliseconds(quantile(past, 0.99)));
+    tell("failed", past.requests ? `${number(Number(((100 * past.failed) / past.requests).toPrecision(2)))} %` : "–");
+    tell("batch", past.batches ? number(Number((past.rows / past.batches).toPrecision(2))) : "–");
+    tell("waiting", number(versions.reduce((sum, one) => sum + one.waiting, 0)));
+  }
+
+  /** Within its bucket a value may lie anywhere: take it as evenly spread. */
+  function quantile({ seconds, bounds }, share) {
+    const all = seconds.reduce((sum, count) => sum + count, 0);
+    let seen = 0;
+    for (let index = 0; all && index < seconds.length; index++) {
+      if (seen + seconds[index] >= share * all) {
+        if (index === bounds.length) return Infinity;
+        const low = index ? bounds[index - 1] : 0;
+        return low + ((bounds[index] - low) * (share * all - seen)) / seconds[index];
+      }
+      seen += seconds[index];
+    }
+    return NaN;
+  }
+
+  const milliseconds = (seconds) =>
+    Number.isNaN(seconds) ? "–" : seconds === Infinity ? "> 10 s" : `${number(Number((1000 * seconds).toPrecision(2)))} ms`;
+
+  function spark(now) {
+    const rates = samples.slice(1).map((one, index) => {
+      const before = samples[index];
+      return [one.now, (1000 * between(before, one).requests) / (one.now - before.now)];
+    });
+    if (rates.length < 2) return;
+    const most = Math.max(1, ...rates.map(([, rate]) => rate));
+    const line = rates.map(([at, rate]) => `${(100 + (100 * (at - now)) / KEPT).toFixed(2)},${(40 - (38 * rate) / most).toFixed(2)}`);
+    const space = "http://www.w3.org/2000/svg";
+    const svg = document.createElementNS(space, "svg");
+    svg.setAttribute("viewBox", "0 0 100 40");
+    svg.setAttribute("preserveAspectRatio", "none");
+    const draw = (kind, points) => {
+      const shape = document.createElementNS(space, kind === "area" ? "polygon" : "polyline");
+      shape.setAttribute("class", kind);
+      shape.setAttribute("points", points.join(" "));
+      svg.append(shape);
+    };
+    draw("area", [`${line[0].split(",")[0]},40`, ...line, `${line.at(-1).split(",")[0]},40`]);
+    draw("edge", line);
+    const box = document.getElementById("spark");
+    box.replaceChildren(svg);
+    box.setAttribute("aria-label", `Requests a second over the last two minutes, at most ${number(most)}`);
+  }
+
+  poll();
+})();

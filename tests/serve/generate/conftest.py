@@ -1,0 +1,32 @@
+"""One tiny language model for all tests here, loaded as the service loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipeline.spec.bundle import open_bundle
+from serve.generate.writer import Words
+from serve.loading import prove
+from tests.serve.generate import tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("words") / "bundle")
+
+
+@pytest.fixture(scope="session")
+def words(tiny_path: Path) -> Words:
+    found = prove(open_bundle(tiny_path), None, None).words
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(2) as made:
+        yield made

@@ -1,0 +1,43 @@
+"""The page's form for a language model."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipeline.spec.generation import Generation
+from serve.page.page_data import words
+from tests.serve.browser import PROGRAM, Browser
+from tests.serve.generate import tiny
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Launcher
+
+
+@pytest.mark.parametrize(
+    ("template", "path"), [("", "/openai/v1/completions"), ("{{ messages }}", "/openai/v1/chat/completions")]
+)
+def test_a_model_that_knows_conversations_is_sent_a_message_and_others_a_beginning(template: str, path: str) -> None:
+    known = tiny.signature(template=template).generation
+    assert isinstance(known, Generation)
+    assert words(known) == {"kind": "words", "examples": [], "chat": bool(template), "path": path, "most": 48}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
+@pytest.mark.parametrize("template", ["", tiny.TEMPLATE])
+def test_people_type_and_read_the_answer(start: Launcher, tmp_path: Path, template: str) -> None:
+    server = start(tiny.build(tmp_path / "bundle", template=template, end=()))
+    with contextlib.closing(Browser(tmp_path / "chromium")) as browser:
+        browser.open(f"{server.url}/")
+        browser.value("document.getElementById('body').value = 'hello'")
+        browser.press(".buttons button", "Enter")
+        assert browser.text("#answer pre.text")
+        assert "ms there and back" in browser.text(".took")
+        browser.value("document.getElementById('body').value = 'x'.repeat(5000)")
+        browser.press(".buttons button", "Enter")
+        assert "characters are more than the model's 96 positions" in browser.text("#answer .error")
+        assert browser.complaints == []

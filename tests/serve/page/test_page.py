@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import httpx
+import numpy as np
+import pytest
+
+from pipeline.spec.bundle import Bundle
+from pipeline.spec.golden import Golden
+from serve.canary import Canary
+from serve.page import page, page_data
+from serve.runtime.predictor import Predictor
+from serve.runtime.session import Session
+from serve.served import Served
+from serve.shadow import Agreement
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Launcher, Running
+
+HTML = {"accept": "text/html,application/xhtml+xml"}
+STYLE = (Path(page_data.__file__).parent / "page.css").read_text()
+
+
+@pytest.fixture
+def served(bundle: Bundle) -> Served:
+    return Served("tiny", "1", Predictor(bundle, Session(bundle, "cpu", 1)), None)  # type: ignore[arg-type]  # never runs
+
+
+def _get(server: Running, path: str = "/", **headers: str) -> httpx.Response:
+    return httpx.get(f"{server.url}{path}", headers=headers, timeout=20)
+
+
+def test_people_get_a_page_and_probes_a_sign_of_life(server: Running) -> None:
+    page = _get(server, **HTML)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.text.startswith("<!doctype html>\n<html lang=")
+    assert _get(server, accept="*/*").json() == {"status": "alive"}
+    assert {_get(server).headers["vary"], page.headers["vary"]} == {"accept"}
+
+
+def test_the_policy_allows_the_pages_own_script_and_style_and_nothing_else(server: Running) -> None:
+    page = _get(server, **HTML)
+    policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
+    assert (policy["default-src"], policy["connect-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
+    (script,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    (style,) = re.findall(r"<style>(.*?)</style>", page.text, re.DOTALL)
+    for kind, text in (("script-src", script), ("style-src", style)):
+        assert policy[kind] == f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    assert not re.search(r"\son[a-z]+=|\sstyle=|javascript:", page.text.partition("<body>")[2].partition("<script>")[0])
+    assert re.findall(r"(?:src|href)=.(?!/|data:)", page.text.partition("<script>")[0]) == []
+
+
+def test_it_says_what_the_model_is(server: Running, bundle: Bundle) -> None:
+    text = _get(server, **HTML).text
+    for told in ("<h1>tiny</h1>", bundle.digest[:12], "verdict: pass", "runs on CPU", "batch × 1 × 8 × 8", "logits"):
+        assert told in text
+    assert "<h3>tiny</h3>" in text, "the card"
+
+
+def test_a_model_there_is_not_is_not_found(server: Running) -> None:
+    assert _get(server, "/?model=tiny", **HTML).status_code == 200
+    assert _get(server, "/?model=other", **HTML).status_code == 404
+
+
+def test_the_counters_are_those_of_each_version(server: Running, bundle: Bundle) -> None:
+    def told() -> dict[str, object]:
+        answer = _get(server, "/page.json")
+        assert answer.headers["cache-control"] == "no-store"
+        assert answer.json()["ready"] is True
+        (version,) = answer.json()["models"]
+        return dict(version)
+
+    before = told()
+    assert (before["model"], before["version"], before["current"]) == ("tiny", "1", True)
+    assert before["digest"] == bundle.digest
+    httpx.post(f"{server.url}/v1/models/tiny:predict", json={"instances": bundle.golden().instances}, timeout=20)
+    httpx.post(f"{server.url}/v1/models/tiny:predict", json={}, timeout=20)
+    after = told()
+    grown = {key: after[key] - before[key] for key in ("requests", "failed", "batches", "rows")}  # type: ignore[operator]
+    assert grown == {"requests": 2, "failed": 1, "batches": 1, "rows": 2}
+
+
+def test_it_can_be_turned_off(bundle_path: Path, start: Launcher) -> None:
+    server = start(bundle_path, options=["--no-page"])
+    assert _get(server, **HTML).json() == {"status": "alive"}
+    refused = _get(server, "/page.json")
+    assert refused.status_code == 404
+    assert "the page is off" in refused.json()["error"]
+
+
+def test_who_gets_a_share_or_copies_of_the_requests_is_told(served: Served) -> None:
+    candidate = Served("tiny", "2", served.predictor, served.pool)
+    served.canary = Canary(candidate, 0.1)
+    served.mirror = SimpleNamespace(digest="d" * 64, share=0.5, agreement=Agreement(same=1200, other=3))  # type: ignore[assignment]
+    html = page.render(page.Shown(served, [served, candidate], ["another"], ready=False)).decode()
+    for told in (
+        "answers the other requests",
+        "canary: gets 10% of the requests",
+        "shadow: gets copies of 50%; answered 1,200 alike, 3 otherwise",
+        '<a href="/?model=another">another</a>',
+        "not ready",
+    ):
+        assert told in html
+
+
+def test_a_codec_that_says_so_lets_people_draw(served: Served, bundle: Bundle) -> None:
+    form = page_data.form(served)
+    assert (form["kind"], form["examples"]) == ("drawing", bundle.golden().instances)
+    assert form["drawing"] == {"width": 8, "height": 8, "top": 16, "fit": True, "pen": 1.5}
+
+
+def test_without_a_drawing_people_edit_an_instance(served: Served, bundle: Bundle) -> None:
+    served.predictor.drawing = None
+    assert page_data.form(served) == {"kind": "instances", "examples": bundle.golden().instances}
+
+
+@pytest.fixture
+def golden(monkeypatch: pytest.MonkeyPatch, bundle: Bundle) -> Golden:
+    """What the bundle is made to give as its golden requests, still without instances."""
+    known = bundle.golden()
+    golden = Golden(known.inputs, known.outputs, [], [], known.rtol, known.atol)
+    monkeypatch.setattr(Bundle, "golden", lambda self: golden)
+    return golden
+
+
+def test_without_instances_they_edit_the_first_golden_tensors(served: Served, golden: Golden) -> None:
+    served.predictor.drawing = None
+    form = page_data.form(served)
+    assert form["inputs"] == [{"name": "image", "datatype": "FP32", "shape": ("batch", 1, 8, 8)}]
+    (body,) = form["examples"]
+    (tensor,) = body["inputs"]
+    np.testing.assert_array_equal(np.array(tensor["data"], np.float32), golden.inputs["image"][0].ravel())
+
+
+def test_what_is_too_large_to_edit_is_left_to_the_browser_to_make(
+    served: Served, golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.predictor.drawing = None
+    monkeypatch.setattr(page_data, "_MOST_EXAMPLE_BYTES", 100)
+    assert page_data.form(served)["examples"] == []
+
+
+def test_the_page_outlives_the_bundles_folder(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Bundle, "golden", lambda self: (self.path / "gone").read_text())
+    assert page_data.form(served)["examples"] == []
+    assert "the page shows no example" in caplog.text
+
+
+def test_embedded_data_cannot_leave_its_element(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_data, "form", lambda _: {"examples": ["</script><script>&<!--"]})
+    assert not set("<>&") & set(page_data.embedded(served))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("above", "below"),
+    [
+        *[("text", one) for one in ("page", "card", "faint")],
+        *[("muted", one) for one in ("page", "card", "faint")],
+        *[(one, f"{one}-soft") for one in ("good", "bad", "warn")],
+        ("one", "card"),
+        ("card", "one"),
+    ],
+)
+def test_its_words_stand_out_as_far_as_accessibility_asks(scheme: str, above: str, below: str) -> None:
+    light, dark = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)
+    colors = dict(re.findall(r"--([a-z-]+): #([0-9a-f]+)", dark if scheme == "dark" else light))
+    lighter, darker = sorted((_luminance(colors[above]), _luminance(colors[below])), reverse=True)
+    assert (lighter + 0.05) / (darker + 0.05) >= 4.5
+
+
+def _luminance(color: str) -> float:
+    """As the web's accessibility guidelines define it."""
+    whole = color if len(color) == 6 else "".join(2 * one for one in color)
+    parts = [int(whole[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))

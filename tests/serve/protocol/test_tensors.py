@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import re
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.spec.errors import InvalidPayload
+from pipeline.spec.signature import NUMPY_TYPES, Limits, Runtime, Signature, TensorSpec
+from serve.protocol.tensors import Request, Tensor, Wish, refuse_parameters, to_raw
+
+
+def _signature(datatype: Any) -> Signature:
+    spec = TensorSpec(name="x", datatype=datatype, shape=("batch", 2))
+    limits, runtime = Limits(max_batch_size=9, max_body_bytes=1000), Runtime(provider="cpu", threads=1)
+    return Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
+
+
+def _array(
+    datatype: str, data: list[Any] | bytes | memoryview, shape: tuple[int, ...] = (1, 2)
+) -> np.ndarray[Any, Any]:
+    return Request("", [Tensor("x", datatype, shape, data)], []).arrays(_signature(datatype))["x"]
+
+
+@pytest.mark.parametrize("datatype", [name for name in NUMPY_TYPES if name not in ("BYTES", "BOOL")])
+def test_every_number_type_survives_both_ways_of_sending(datatype: str) -> None:
+    wanted = np.array([[1, 100]], NUMPY_TYPES[datatype])
+    for data in (wanted.ravel().tolist(), wanted.tolist(), to_raw(wanted, datatype)):
+        found = _array(datatype, data)
+        assert found.dtype == wanted.dtype
+        assert (found == wanted).all()
+
+
+def test_booleans_and_strings_survive_both_ways_of_sending() -> None:
+    assert _array("BOOL", [True, False]).tolist() == _array("BOOL", b"\1\0").tolist() == [[True, False]]
+    texts = np.array([["héllo", ""]], np.object_)
+    assert _array("BYTES", ["héllo", ""]).tolist() == _array("BYTES", to_raw(texts, "BYTES")).tolist() == texts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("datatype", "data", "sentence"),
+    [
+        ("FP32", ["1.5", "2"], "x: data holds values that are not FP32"),
+        ("FP32", [True, False], "x: data holds values that are not FP32"),
+        ("FP32", [0.5, True], "x: data holds values that are not FP32"),
+        ("FP32", [[0.5, False]], "x: data holds values that are not FP32"),
+        ("INT64", [1, True], "x: data holds values that are not INT64"),
+        ("BOOL", [True, 1], "x: data holds values that are not BOOL"),
+        ("FP32", [None, 1], "x: data holds values that are not FP32"),
+        ("FP32", [{}, {}], "x: data holds values that are not FP32"),
+        ("FP32", [[1], [1, 2]], "x: data is not a regular array"),
+        ("FP32", [1e39, 0], "x: data holds a number outside the range of FP32"),
+        ("INT64", [1.0, 2.0], "x: data holds values that are not INT64"),
+        ("FP16", [65520, 0], "x: data holds a number outside the range of FP16"),
+        ("BF16", [3.4e38, 0], "x: data holds a number outside the range of BF16"),
+        ("BF16", b"\0" * 3, "x: 3 raw bytes are no whole number of BF16 elements"),
+        ("INT64", [2**63, 0], "x: data holds a number outside the range of INT64"),
+        ("UINT64", [2**63, -1], "x: data holds a number outside the range of UINT64"),
+        ("FP32", [[1], 2], "x: data is not a regular array"),
+        ("FP32", [[[]], [[1]]], "x: data is not a regular array"),
+        ("INT8", [128, 0], "x: data holds a number outside the range of INT8"),
+        ("UINT8", [-1, 0], "x: data holds a number outside the range of UINT8"),
+        ("BOOL", [1, 0], "x: data holds values that are not BOOL"),
+        ("BOOL", b"\2\0", "x: raw BOOL data holds a byte other than 0 and 1"),
+        ("BYTES", ["a", 1], "x: data holds values that are not strings"),
+        ("BYTES", b"\1\0\0", "x: raw BYTES data ends inside an element"),
+        ("BYTES", b"\5\0\0\0abc", "x: raw BYTES data ends inside an element"),
+        ("BYTES", b"\1\0\0\0\xff\0\0\0\0", "x: raw BYTES data holds an element that is not UTF-8"),
+        ("FP32", b"\0" * 7, "x: 7 raw bytes are no whole number of FP32 elements"),
+        ("FP32", [1, 2, 3], "x: data with 3 elements does not fill the shape [1, 2]"),
+        ("FP32", [], "x: data with 0 elements does not fill the shape [1, 2]"),
+        ("FP32", [[1], [2]], "x: data nested as [2, 1] does not fill the shape [1, 2]"),
+    ],
+)
+def test_data_that_is_not_what_it_claims_is_refused(datatype: str, data: list[Any] | bytes, sentence: str) -> None:
+    with pytest.raises(InvalidPayload, match=f"^{re.escape(sentence)}$"):
+        _array(datatype, data)
+
+
+def test_a_shape_larger_than_any_memory_is_refused_without_allocating_it() -> None:
+    with pytest.raises(InvalidPayload, match=re.escape("x: shape [1000000000000000, 1000000000000000] does not fit")):
+        _array("FP32", [1, 2], (10**15, 10**15))
+
+
+def test_a_long_text_among_many_short_ones_takes_no_more_room_than_it_was_sent_in() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidPayload, match="x: data holds values that are not FP32"):
+            _array("FP32", ["a" * 100_000, *[""] * 10_000])
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("datatype", [name for name in NUMPY_TYPES if name != "BYTES"])
+def test_raw_bytes_that_lie_anywhere_give_an_aligned_array_and_are_copied_only_for_that(datatype: str) -> None:
+    raw = to_raw(np.array([[1, 0]], NUMPY_TYPES[datatype]), datatype)
+    for shift in range(8):
+        room = memoryview(b"x" * shift + raw)
+        found = _array(datatype, room[shift:])
+        assert found.flags.aligned
+        assert found.tolist() == [[1, 0]]
+        if datatype == "FP32" and shift in (0, 4):
+            assert np.shares_memory(found, np.frombuffer(room, np.uint8))
+
+
+def test_values_that_are_not_finite_travel_raw_and_keep_their_kind() -> None:
+    for datatype in ("FP16", "BF16", "FP32", "FP64"):
+        sent = np.array([[np.nan, -np.inf]], NUMPY_TYPES[datatype])
+        np.testing.assert_array_equal(_array(datatype, to_raw(sent, datatype)), sent)
+
+
+def test_bf16_numbers_go_to_their_nearest_and_stay_there() -> None:
+    sent = [0.1, 1 + 2**-9]  # the second lies between two, and ties go to the even one
+    found = _array("BF16", sent)
+    assert found.dtype == np.float32
+    assert found.tolist() == [[0.10009765625, 1.0]]
+    assert _array("BF16", to_raw(found, "BF16")).tolist() == found.tolist()
+    assert len(to_raw(found, "BF16")) == 4
+
+
+def test_inputs_are_taken_in_the_signatures_order_whatever_order_they_come_in() -> None:
+    first, second = (TensorSpec(name=name, datatype="FP32", shape=("batch",)) for name in ("a", "b"))
+    limits, runtime = Limits(max_batch_size=9, max_body_bytes=1000), Runtime(provider="cpu", threads=1)
+    signature = Signature(inputs=(first, second), outputs=(first,), codec="C", limits=limits, runtime=runtime)
+    arrays = Request("", [Tensor(name, "FP32", (1,), [1]) for name in ("b", "a")], []).arrays(signature)
+    assert list(arrays) == ["a", "b"]
+
+
+def test_a_model_may_take_nothing_and_a_tensor_may_be_a_single_number() -> None:
+    scalar = TensorSpec(name="k", datatype="INT64", shape=())
+    limits, runtime = Limits(max_batch_size=9, max_body_bytes=1000), Runtime(provider="cpu", threads=1)
+    nothing = Signature(inputs=(), outputs=(scalar,), codec="C", limits=limits, runtime=runtime)
+    assert Request("", [], []).arrays(nothing) == {}
+    one = Signature(inputs=(scalar,), outputs=(scalar,), codec="C", limits=limits, runtime=runtime)
+    for data in ([7], to_raw(np.array(7, np.int64), "INT64")):
+        found = Request("", [Tensor("k", "INT64", (), data)], []).arrays(one)["k"]
+        assert (found.shape, found.item()) == ((), 7)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"classification": 3}, "parameter 'classification' is not supported: ask for the tensor"),
+        ({"shared_memory_region": "r"}, "parameter 'shared_memory_region' is not supported: send the tensor itself"),
+        ({"sequence_id": 5}, "parameter 'sequence_id' is not supported: nothing is remembered"),
+    ],
+)
+def test_parameters_that_would_change_the_answer_are_refused(parameters: Any, sentence: str) -> None:
+    with pytest.raises(InvalidPayload, match=f"^outputs.0: {sentence}"):
+        refuse_parameters(parameters, "outputs.0")
+
+
+def test_parameters_that_say_nothing_or_concern_nobody_here_pass() -> None:
+    refuse_parameters({"classification": 0, "sequence_id": "", "priority": 2, "mine": "x"}, "outputs.0")
+
+
+def test_another_datatype_than_the_models_is_refused() -> None:
+    with pytest.raises(InvalidPayload, match="x: datatype 'FP64' is not the model's FP32"):
+        Request("", [Tensor("x", "FP64", (1, 2), [1, 2])], []).arrays(_signature("FP32"))
+
+
+def test_without_requested_outputs_all_are_sent() -> None:
+    assert Request("", [], [], binary=True).wishes(_signature("FP32")) == [Wish("x", True)]
+    assert Request("", [], [Wish("x", False)], binary=True).wishes(_signature("FP32")) == [Wish("x", False)]

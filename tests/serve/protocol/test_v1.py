@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from pipeline.spec.errors import InvalidPayload
+from serve.protocol.v1 import parse
+
+
+def test_the_instances_of_a_body_are_its_only_field() -> None:
+    assert parse(b'{"instances": [1, 2]}') == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"", "body: not valid JSON"),
+        (b"[1]", "body: must be a JSON object"),
+        (b"{}", 'body: the field "instances" is missing'),
+        (b'{"instances": [1], "signature": 1}', 'body: unknown field "signature"'),
+        (b"[" * 100_000, "body: lists and objects stand .* 64 levels deep"),
+    ],
+)
+def test_a_body_that_cannot_be_understood_is_refused(body: bytes, sentence: str) -> None:
+    with pytest.raises(InvalidPayload, match=sentence):
+        parse(body)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from pipeline.spec.errors import InvalidPayload
+from pipeline.spec.generation import Cache, Generation
+from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+from serve.protocol.validate import check_arrays, check_bytes, check_names, check_outputs, check_shape, check_shapes
+from serve.refusal import TooLarge
+
+LIMITS = Limits(max_batch_size=4, max_body_bytes=1000)
+IMAGE = TensorSpec(name="image", datatype="FP32", shape=("batch", 2))
+TEXT = TensorSpec(name="tokens", datatype="INT64", shape=("batch", "length"))
+MASK = TensorSpec(name="mask", datatype="BOOL", shape=("batch", "length"))
+
+
+def _signature(*inputs: TensorSpec) -> Signature:
+    runtime = Runtime(provider="cpu", threads=1)
+    return Signature(inputs=inputs, outputs=(IMAGE,), codec="C", limits=LIMITS, runtime=runtime)
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        ([], "inputs: 'image' is missing; the model takes 'image', 'tokens'"),
+        (["image"], "inputs: 'tokens' is missing"),
+        (["image", "tokens", "extra"], "inputs: unknown input 'extra'"),
+        (["image", "tokens", "image"], "inputs: 'image' is given 2 times"),
+    ],
+)
+def test_wrong_input_names_are_refused_by_name(names: list[str], sentence: str) -> None:
+    with pytest.raises(InvalidPayload, match=re.escape(sentence)):
+        check_names(names, [IMAGE, TEXT])
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [(["nope"], "outputs: unknown output 'nope'"), (["image", "image"], "outputs: 'image' is requested 2 times")],
+)
+def test_wrong_output_names_are_refused_by_name(names: list[str], sentence: str) -> None:
+    with pytest.raises(InvalidPayload, match=sentence):
+        check_outputs(names, [IMAGE])
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        ((1,), r"image: shape \[1\] does not fit \[batch, 2\]"),
+        ((1, 2, 1), r"image: shape \[1, 2, 1\] does not fit"),
+        ((1, 3), r"image: shape \[1, 3\] does not fit"),
+        ((0, 2), "image: the batch is empty"),
+        ((5, 2), "image: a batch of 5 exceeds the limit of 4"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(shape: tuple[int, ...], sentence: str) -> None:
+    with pytest.raises(InvalidPayload, match=sentence):
+        check_shape(shape, IMAGE, LIMITS)
+
+
+def test_a_batch_of_exactly_the_limit_is_accepted() -> None:
+    check_shape((4, 2), IMAGE, LIMITS)
+
+
+@pytest.mark.parametrize(("length", "fits"), [(0, False), (1, True), (3, True), (4, False)])
+def test_a_named_axis_beyond_its_limit_is_refused_by_name(length: int, fits: bool) -> None:
+    limits = LIMITS.model_copy(update={"axes": {"length": 3}})
+    if fits:
+        check_shape((2, length), TEXT, limits)
+        return
+    with pytest.raises(InvalidPayload, match=f"tokens: axis 'length' is {length}; it may be 1 to 3 long"):
+        check_shape((2, length), TEXT, limits)
+
+
+@pytest.mark.parametrize(("past", "sequence", "total"), [(0, 3, 3), (2, 1, 3), (2, 3, 3), (0, 1, 3)])
+def test_a_mask_of_a_language_model_is_as_long_as_past_and_sequence(past: int, sequence: int, total: int) -> None:
+    shapes = {"input_ids": (1, sequence), "attention_mask": (1, total), "position_ids": (1, sequence)}
+    axes = {"input_ids": "sequence", "attention_mask": "total", "position_ids": "sequence"}
+    specs = [TensorSpec(name=name, datatype="INT64", shape=("batch", axis)) for name, axis in axes.items()]
+    cache = TensorSpec(name="past", datatype="FP32", shape=("batch", 1, "past", 2))
+    outputs = [cache.model_copy(update={"name": name}) for name in ("logits", "present")]
+    signature = _signature(*specs, cache).model_copy(
+        update={
+            "outputs": tuple(outputs),
+            "generation": Generation(caches=(Cache(input="past", output="present"),), positions_limit=9),
+        }
+    )
+    if past + sequence == total:
+        check_shapes({**shapes, "past": (1, 1, past, 2)}, signature)
+        return
+    with pytest.raises(InvalidPayload, match=f"attention_mask: says of 3 positions, but there are {past} in the past"):
+        check_shapes({**shapes, "past": (1, 1, past, 2)}, signature)
+
+
+def test_an_array_of_another_type_is_refused() -> None:
+    with pytest.raises(InvalidPayload, match="image: type float64 is not the model's FP32"):
+        check_arrays({"image": np.zeros((1, 2))}, _signature(IMAGE))
+
+
+@pytest.mark.parametrize(
+    ("mask", "sentence"),
+    [((3, 5), "mask: axis 'batch' is 3, but 2 in 'tokens'"), ((2, 4), "mask: axis 'length' is 4, but 5 in 'tokens'")],
+)
+def test_axes_of_one_name_must_have_one_size(mask: tuple[int, int], sentence: str) -> None:
+    arrays = {"tokens": np.zeros((2, 5), np.int64), "mask": np.zeros(mask, np.bool_)}
+    with pytest.raises(InvalidPayload, match=sentence):
+        check_arrays(arrays, _signature(TEXT, MASK))
+
+
+def test_axes_that_agree_are_accepted_and_so_is_what_is_not_finite() -> None:
+    arrays = {"tokens": np.zeros((2, 5), np.int64), "mask": np.zeros((2, 5), np.bool_)}
+    check_arrays(arrays, _signature(TEXT, MASK))
+    check_arrays({"image": np.full((2, 2), np.nan, np.float32)}, _signature(IMAGE))
+
+
+def test_tensors_larger_than_a_body_may_be_are_refused_before_they_are_made() -> None:
+    signature = _signature(TEXT, MASK)  # 9 bytes for each token
+    check_bytes({"tokens": (1, 111), "mask": (1, 111)}, signature)
+    with pytest.raises(TooLarge, match="tensors of 1008 bytes are larger than the limit of 1000 bytes"):
+        check_bytes({"tokens": (1, 112), "mask": (1, 112)}, signature)
+    with pytest.raises(TooLarge):
+        check_bytes({"tokens": (1, 2**62), "mask": (1, 2**62)}, signature)

@@ -1,0 +1,130 @@
+"""Only what a trusted key signed is loaded: at the start, by a hot swap, as a canary and as a shadow."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from kserve.model_repository import ModelRepository
+
+from pipeline.spec.bundle import Bundle
+from pipeline.spec.errors import BundleError
+from pipeline.spec.signing import SIGNATURE, new_key, private_key, sign
+from serve.__main__ import _load, _shadow
+from serve.fleet import Fleet
+from serve.loading import prove
+from serve.model import OnnxPlane
+from serve.options import Options, parse
+from tests.serve.sealed import seal
+
+Spoil = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Given:
+    key: Path
+    bundle: Path  # signed, and telling when its codec is loaded
+    loaded: Path
+    options: Options
+
+
+@pytest.fixture
+def given(own_bundle: Path, tmp_path: Path) -> Given:
+    key, loaded = tmp_path / "key", tmp_path / "loaded"
+    new_key(key)
+    codec = own_bundle / "codec.py"
+    codec.write_text(f"{codec.read_text()}\nfrom pathlib import Path\nPath({str(loaded)!r}).touch()\n")
+    seal(own_bundle)
+    sign(own_bundle, private_key(key))
+    options = parse([str(own_bundle), "--shadow", str(own_bundle), "--require-signature", f"{key}.pub"])
+    return Given(key, own_bundle, loaded, options)
+
+
+@pytest.fixture
+def fleet(given: Given, bundle: Bundle, pool: Executor) -> Iterator[Fleet]:
+    plane = OnnxPlane(ModelRepository())
+    fleet = Fleet(plane, given.options, pool, [("tiny", prove(bundle, "cpu", 1))])
+    yield fleet
+    fleet.close()
+
+
+def unsigned(bundle: Path) -> None:
+    (bundle / SIGNATURE).unlink()
+
+
+def by_another(bundle: Path) -> None:
+    new_key(bundle.parent / "other")
+    sign(bundle, private_key(bundle.parent / "other"))
+
+
+def forged(bundle: Path) -> None:
+    path = bundle / SIGNATURE
+    path.write_text(path.read_text().replace('"sig": "', '"sig": "AAAA'))
+
+
+def sealed_again(bundle: Path) -> None:
+    (bundle / "card.md").write_text("# better\n")
+    seal(bundle)
+
+
+REFUSED = pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (unsigned, "is not signed"),
+        (by_another, "is signed by SHA256:"),
+        (forged, "was not made by the key"),
+        (sealed_again, "sealed again after it was signed"),
+    ],
+)
+
+
+def enter_at_start(given: Given, fleet: Fleet) -> None:
+    _load(given.options.bundles[0], given.options)
+
+
+def enter_as_shadow_at_start(given: Given, fleet: Fleet) -> None:
+    _shadow(given.options.shadows[0], given.options, {"tiny": SimpleNamespace(signature=None)})  # type: ignore[dict-item]
+
+
+def enter_by_swap(given: Given, fleet: Fleet) -> None:
+    asyncio.run(fleet.load("tiny", given.bundle))
+
+
+def enter_as_shadow(given: Given, fleet: Fleet) -> None:
+    asyncio.run(fleet.shadow("tiny", given.bundle, 1.0))
+
+
+WAYS = (enter_at_start, enter_as_shadow_at_start, enter_by_swap, enter_as_shadow)
+
+
+@REFUSED
+def test_what_no_trusted_key_signed_is_refused_with_nothing_loaded(
+    given: Given, fleet: Fleet, spoil: Spoil, said: str
+) -> None:
+    before = fleet.status()
+    spoil(given.bundle)
+    for enter in WAYS:
+        with pytest.raises(BundleError, match=said):
+            enter(given, fleet)
+    assert not given.loaded.exists()
+    assert fleet.status() == before
+
+
+def test_what_a_trusted_key_signed_comes_in_by_every_way(given: Given, fleet: Fleet) -> None:
+    for enter in (enter_at_start, enter_by_swap, enter_as_shadow, enter_as_shadow):
+        enter(given, fleet)
+    assert given.loaded.exists()
+    assert fleet.status()["models"]["tiny"]["shadow"]["path"] == str(given.bundle)
+
+
+def test_a_key_that_is_taken_out_of_the_file_opens_no_door_from_then_on(given: Given, fleet: Fleet) -> None:
+    new_key(given.key.parent / "other")
+    shutil.copyfile(f"{given.key.parent}/other.pub", f"{given.key}.pub")
+    with pytest.raises(BundleError, match="is signed by SHA256:"):
+        enter_by_swap(given, fleet)
