@@ -1,4 +1,7 @@
-"""API keys and TLS on a cluster: one Secret, mounted into the serving pods and never written to a file of ours."""
+"""API keys and TLS on a cluster: one Secret, mounted into the serving pods and never written to a file of ours.
+
+The public keys that bundles are signed with are no secret: they come by the ConfigMap of the options.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import base64
 import shlex
 from pathlib import Path
 
+from k8s import options
 from k8s.manifest import Object, describe, identity
 from pipeline.spec.access import Access
 from pipeline.spec.config import Config
@@ -17,6 +21,8 @@ _FILES = {"api_keys": "api-keys", "tls_certificate": "tls.crt", "tls_key": "tls.
 
 def fill(pod: Object, config: Config, access: Access) -> None:
     """Mount the Secret and point the service to it; probes follow to HTTPS."""
+    if access.require_signature:
+        options.mount_keys(pod, config)
     inside = {word: f"{_FOLDER}/{file}" for word, file in _FILES.items() if getattr(access, word)}
     if not inside:
         return

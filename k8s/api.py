@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from typing import Any
 from urllib.parse import urlencode
 
 from pipeline.spec.errors import ResourceError
+from pipeline.spec.imports import without
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 60.0
 
 _MOST_TRIES = 6  # of a request that an overloaded server puts off
 _LONGEST_PAUSE_SECONDS = 20.0
+_WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
 _REPEATABLE = ("GET", "PATCH", "DELETE")  # a second time they find done what the first did
 
 
@@ -131,12 +134,18 @@ class Connection:
         return Unreachable(f"the Kubernetes API server {self.server} (context {self.context}) does not answer: {error}")
 
 
-def connect(context: str) -> Connection:
-    """By kubeconfig, or by the service account when we run inside the cluster."""
+def client_package() -> Any:
     try:
-        from kubernetes import client
+        with without("kubernetes_validate"):
+            from kubernetes import client
     except ImportError as error:
         raise ResourceError("the Kubernetes client is not installed; `pip install kubernetes`") from error
+    return client
+
+
+def connect(context: str) -> Connection:
+    """By kubeconfig, or by the service account when we run inside the cluster."""
+    client = client_package()
     configuration = client.Configuration()
     name = _load(configuration, context)
     return Connection(name, configuration, client.ApiClient(configuration).rest_client.pool_manager)
@@ -161,6 +170,11 @@ def pause_of(answer: Answer) -> float | None:
     if answer.status not in (429, 503) or not asked.isdecimal():
         return None
     return min(float(asked), _LONGEST_PAUSE_SECONDS)
+
+
+def warnings_of(answer: Answer) -> list[str]:
+    """The texts of the Warning headers (several come joined by commas)."""
+    return [text.replace('\\"', '"') for text in _WARNING.findall(answer.headers.get("warning", ""))]
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:
@@ -202,13 +216,36 @@ def _load(configuration: Any, context: str) -> str:
     files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     try:
         if any(Path(file).expanduser().is_file() for file in files.split(os.pathsep)):
-            name = context or str(config.list_kube_config_contexts(config_file=files)[1]["name"])
+            name = _chosen(files, context)
             config.load_kube_config(files, name, configuration, persist_config=False)
+            if not str(configuration.host).startswith(("https://", "http://")):
+                raise ResourceError(
+                    f"kubeconfig {files}: the cluster of context {name} has no server; write its https://…"
+                )
             return name
         if context or "KUBERNETES_SERVICE_HOST" not in os.environ:
             raise ResourceError(f"no kubeconfig at {files}; set KUBECONFIG or log in to a cluster")
         config.load_incluster_config(client_configuration=configuration)
-    except (config.ConfigException, yaml.YAMLError, OSError) as error:
+    except (config.ConfigException, yaml.YAMLError, OSError, ValueError) as error:  # the last of certificates
         text = " ".join(str(error).split())
         raise ResourceError(f"kubeconfig {files} cannot be used: {text}") from error
     return "in-cluster"
+
+
+def _chosen(files: str, context: str) -> str:
+    """The context that is named, else the current one; one that is not there is told with those that are."""
+    from kubernetes.config.kube_config import KubeConfigMerger
+
+    try:
+        merged = KubeConfigMerger(files).config
+        body = merged.value if merged is not None else {}
+        known = [str(one["name"]) for one in body.get("contexts") or []]
+        name = context or str(body.get("current-context") or "")
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ResourceError(f"kubeconfig {files} cannot be used: it is not what `kubectl config view` shows") from error
+    there = f"there are {', '.join(known)}" if known else "it has none"
+    if not name:
+        raise ResourceError(f"kubeconfig {files} has no current context; choose one with `--context`: {there}")
+    if name not in known:
+        raise ResourceError(f"kubeconfig {files} has no context {name}; {there}")
+    return name

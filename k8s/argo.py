@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ RUN = f"{MOUNT}/{{{{workflow.name}}}}"  # each submission is a run of its own
 _SET = "{{workflow.name}}-train"
 _TRIES = 6  # of a pod that was lost; an error would be met again
 _AGAIN = "lastRetry.status == 'Error' or asInt(lastRetry.exitCode) > 3"  # 1 to 3 are errors of ours, and the gate's
+_PAUSE = {"duration": "10s", "factor": "2"}  # before the first new try, and how it grows
+_LOOKED_AT = "600s"  # so long a pod's log can be read by kubectl; the run keeps it for good
 _NAME = 26  # what is left of a JobSet's name beside `-road-`, five letters and `-train`
 
 
@@ -39,6 +42,9 @@ def made(config: Config, tasks: Sequence[Task], image: str) -> Object:
             "entrypoint": "road",
             "podMetadata": {"labels": labels},
             "securityContext": pod["securityContext"],
+            **({"imagePullSecrets": pod["imagePullSecrets"]} if "imagePullSecrets" in pod else {}),
+            "podSpecPatch": _patch(pod),
+            "podGC": {"strategy": "OnPodSuccess", "deleteDelayDuration": _LOOKED_AT},
             "ttlStrategy": {"secondsAfterCompletion": config.cluster.keep_seconds},
             "volumes": pod["volumes"],
             "templates": [
@@ -57,6 +63,12 @@ def _meeting(config: Config) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update=where)})
 
 
+def _patch(pod: Object) -> str:
+    """What of our pods Argo has no field for: time to make a checkpoint, before all."""
+    words = ("terminationGracePeriodSeconds", "enableServiceLinks")
+    return json.dumps({word: pod[word] for word in words}, separators=(",", ":"))
+
+
 def _after(task: Task) -> dict[str, Any]:
     return {"dependencies": list(task.after)} if task.after else {}
 
@@ -67,12 +79,14 @@ def _template(task: Task, config: Config, image: str) -> Object:
     pod = workflow.step_pod(task, config, image)
     placed: dict[str, Any] = {word: pod[word] for word in ("nodeSelector", "tolerations", "affinity") if word in pod}
     account = config.cluster.service_account if task.step == "deploy" else ""
+    queued = {"metadata": {"labels": {training.QUEUE_LABEL: config.cluster.queue}}}
     return {
         "name": task.step,
+        **(queued if config.cluster.queue and task.step == "train" else {}),
         **placed,
         **({"serviceAccountName": account} if account else {}),
         **({"activeDeadlineSeconds": config.cluster.deadline_seconds} if task.step == "train" else {}),
-        "retryStrategy": {"limit": str(_TRIES), "retryPolicy": "Always", "expression": _AGAIN},
+        "retryStrategy": {"limit": str(_TRIES), "retryPolicy": "Always", "expression": _AGAIN, "backoff": _PAUSE},
         "container": workflow.container(task, config, image, RUN),
     }
 
@@ -90,8 +104,10 @@ def _of_several_pods(task: Task, config: Config, image: str) -> Object:
     trainer["command"] = workflow.command(task, RUN)
     del trainer["args"]  # where the pods meet stands in the run's configuration
     trainer["env"].append({"name": workflow.CONFIG, "value": workflow.config_text(config)})
+    account = config.cluster.service_account
     return {
         "name": task.step,
+        **({"serviceAccountName": account} if account else {}),  # it makes the JobSet and looks at it
         "resource": {
             "action": "create",
             "setOwnerReference": True,

@@ -51,26 +51,45 @@ def find_builder(wanted: str, env: Mapping[str, str]) -> Search:
     return Search(None, tuple(refusals))
 
 
-def build_argv(
-    builder: str, image: str, context: Path, env: Mapping[str, str], annotations: Mapping[str, str] | None = None
-) -> list[str]:
-    """The same command whoever runs it, but for what the environment adds.
+@dataclass(frozen=True)
+class Work:
+    """What is built, of what, and what is said of it."""
 
-    Docker writes its own kind of manifest, which has no annotations: there the image's labels say the same.
-    """
-    passed = [part for name in _PASSED_ON if env.get(name) for part in ("--build-arg", name)]
+    image: str
+    context: Path
+    annotations: Mapping[str, str]
+    base: str = ""  # in place of the one that the Dockerfile names
+
+
+def annotates(builder: str, env: Mapping[str, str]) -> bool:
+    """Docker writes its own kind of manifest, which has no annotations, unless its buildx makes the image."""
     if builder != "docker":
-        for name, value in sorted((annotations or {}).items()):
-            passed += ["--annotation", f"{name}={value}"]
-    return [builder, "build", "--tag", image, *passed, str(context)]
+        return True
+    argv = ["docker", "buildx", "build", "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False, env=dict(env))
+    return done.returncode == 0 and "--annotation" in done.stdout
 
 
-def build(
-    builder: str, image: str, context: Path, id_file: Path, env: Mapping[str, str], annotations: Mapping[str, str]
-) -> Built:
+def build_argv(builder: str, work: Work, env: Mapping[str, str], *, annotated: bool) -> list[str]:
+    """The same command whoever runs it, but for what the environment adds."""
+    passed = [part for name in _PASSED_ON if env.get(name) for part in ("--build-arg", name)]
+    if work.base:
+        passed += ["--build-arg", f"BASE={work.base}"]
+        passed += ["--tls-verify=false"] if builder != "docker" and parse(work.base).plain else []
+    if annotated:
+        passed += [
+            part for name, value in sorted(work.annotations.items()) for part in ("--annotation", f"{name}={value}")
+        ]
+    by_buildx = builder == "docker" and annotated
+    # An attestation would make an index of the image, whose digest is another one than the image's.
+    command = ["docker", "buildx", "build", "--load", "--provenance=false"] if by_buildx else [builder, "build"]
+    return [*command, "--tag", work.image, *passed, str(work.context)]
+
+
+def build(builder: str, work: Work, id_file: Path, env: Mapping[str, str]) -> Built:
     """Run it, its output going where ours goes; the image is known by the digest the builder leaves in a file."""
-    argv = build_argv(builder, image, context, env, annotations)
-    argv[2:2] = ["--iidfile", str(id_file)]
+    argv = build_argv(builder, work, env, annotated=annotates(builder, env))
+    argv[-1:-1] = ["--iidfile", str(id_file)]
     status, last = _run(argv, env)
     if status != 0 or not id_file.is_file():
         return Built(None, f"{builder} ended with status {status}: {last}")

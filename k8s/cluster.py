@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from k8s.api import Answer, Connection, connect, path_of
+from k8s.api import Answer, Connection, connect, path_of, warnings_of
 from k8s.diff import changes
+from k8s.listing import PASSING, listed
 from k8s.manifest import BUNDLE_ANNOTATION, Object, label
+from k8s.reasons import silent_pods
 from k8s.refusal import refusal
-from k8s.rollout import Progress, crashed, judge, pod_troubles
+from k8s.rollout import Progress, crashed, judge, made_of, pod_troubles
 from pipeline.spec.errors import PipelineError, ResourceError, StageError
 
 Say = Callable[[str], None]
@@ -27,20 +28,29 @@ class Change:
     new: bool
     fields: tuple[str, ...]
 
-    def lines(self) -> list[str]:
-        if self.new:
-            return [f"plan: {self.label}: new"]
-        return [f"plan: {self.label}: {field}" for field in self.fields]
+
+def told(changes: Sequence[Change]) -> list[str]:
+    """One line for each change; what is the same in many objects, as their version, is told once."""
+    where: dict[str, list[str]] = {}
+    for change in changes:
+        for field in ["new"] if change.new else change.fields:
+            where.setdefault(field, []).append(change.label)
+    found = []
+    for field, labels in where.items():
+        if field != "new" and len(labels) > _MANY:
+            found.append(f"plan: {labels[0]} and {len(labels) - 1} others: {field}")
+        else:
+            found += [f"plan: {label}: {field}" for label in labels]
+    return found
 
 
 _NONE: Mapping[str, str] = {}
 _APPLY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
+_MANY = 2
+_SAME = "plan: nothing changes"
 _LAST_LINES = 10
-_DEPLOYMENT = {"apiVersion": "apps/v1", "kind": "Deployment"}
 _POD = {"apiVersion": "v1", "kind": "Pod"}
-_WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
 _VERSION_SECONDS = 10.0
-_PASSING = (429, 500, 502, 503, 504)  # what an API server answers while it is busy or restarts
 
 
 @dataclass(frozen=True)
@@ -75,11 +85,10 @@ class Cluster:
 
     def apply(self, objects: Sequence[Object], namespace: str, say: Say, take_over: bool = False) -> list[str]:
         """Server-side apply; the plan of all comes first, so that a refusal leaves nothing half applied."""
-        for change in self.plan(objects, namespace, take_over):
-            for line in change.lines():
-                say(line)
+        for line in told(self.plan(objects, namespace, take_over)) or [_SAME]:
+            say(line)
         for item in objects:
-            for warning in _warnings(self._patch(item, namespace, _applying(take_over))):
+            for warning in warnings_of(self._patch(item, namespace, _applying(take_over))):
                 say(f"warning: {label(item)}: {warning}")
         return [label(item) for item in objects]
 
@@ -105,11 +114,14 @@ class Cluster:
 
     def pods(self, item: Object, namespace: str) -> list[Object]:
         """Of this version of a workload: old ones may still end, and their state says nothing about the new."""
-        answer = self.connection.request("GET", path_of(_POD, namespace), {"labelSelector": _selector(item)})
-        if not answer.ok:
-            raise refusal(answer, "listing pods", namespace)
-        found: list[Object] = answer.json()["items"]
-        return found
+        return self.select(_selector(item), namespace)
+
+    def select(self, selector: str, namespace: str) -> list[Object]:
+        """Pods by their labels."""
+        found = listed(self.connection, _POD, namespace, {"labelSelector": selector})
+        if isinstance(found, Answer):
+            raise refusal(found, "listing pods", namespace)
+        return found.items
 
     def wait(self, objects: Sequence[Object], namespace: str, timeout_seconds: float, say: Say) -> None:
         """Until every workload is rolled out; says what changes, and at the end what it is stuck on."""
@@ -182,30 +194,31 @@ class Cluster:
 
     def _progress(self, item: Object, namespace: str) -> Progress:
         answer = self.connection.request("GET", path_of(item, namespace, item["metadata"]["name"]))
-        if answer.status in _PASSING:
+        if answer.status in PASSING:
             return Progress(False, f"the API server answers {answer.status}")
         if not answer.ok:
             raise StageError(f"{label(item)}: cannot be read ({answer.status}): {answer.reason}")
         progress = judge(answer.json())
         if progress.done and item["kind"] == "InferenceService":
-            return self._progress_behind(item, namespace) or progress
+            return self._progress_behind(item, namespace, answer.json()) or progress
         return progress
 
-    def _progress_behind(self, item: Object, namespace: str) -> Progress | None:
-        """KServe calls a service ready while old pods still answer; the Deployment it made, if any, knows better."""
-        name = f"{item['metadata']['name']}-predictor"
-        answer = self.connection.request("GET", path_of(_DEPLOYMENT, namespace, name))
+    def _progress_behind(self, item: Object, namespace: str, live: Object) -> Progress | None:
+        """KServe calls a service ready while old pods still answer; the Deployment or Revision it made knows better."""
+        made = made_of(live)
+        answer = self.connection.request("GET", path_of(made, namespace, made["metadata"]["name"]))
         if not answer.ok:
             return None
-        deployment = answer.json()
-        notes = deployment["spec"]["template"]["metadata"].get("annotations", {})
+        found = answer.json()
+        notes = (found if made["kind"] == "Revision" else found["spec"]["template"])["metadata"].get("annotations", {})
         if notes.get(BUNDLE_ANNOTATION) != item["metadata"]["annotations"][BUNDLE_ANNOTATION]:
             return Progress(False, "KServe has not taken over the new version yet")
-        return judge(deployment)
+        return judge(found) if made["kind"] == "Deployment" else None
 
     def troubles(self, item: Object, namespace: str) -> list[str]:
         try:
-            return pod_troubles(self.pods(item, namespace))
+            pods = self.pods(item, namespace)
+            return pod_troubles(pods) + silent_pods(self.connection, namespace, pods)
         except PipelineError as error:
             return [str(error)]
 
@@ -237,8 +250,3 @@ def _selector(item: Object) -> str:
 
 def _proxy_path(namespace: str, service: str, port: str, path: str) -> str:
     return f"/api/v1/namespaces/{namespace}/services/{service}:{port}/proxy{path}"
-
-
-def _warnings(answer: Answer) -> list[str]:
-    """The texts of the Warning headers (several come joined by commas)."""
-    return [text.replace('\\"', '"') for text in _WARNING.findall(answer.headers.get("warning", ""))]

@@ -44,7 +44,9 @@ def write_context(bundle: Bundle, recipe: Recipe, directory: Path) -> str:
     """Make the directory of the serving image anew; returns its digest."""
     begin(directory)
     write_dockerfile(directory, "serve", recipe, notes_of(bundle))
-    write_requirements(directory, recipe, {name: locked_requirements(name) for name in ACCELERATORS})
+    write_requirements(
+        directory, recipe, {name: locked_requirements(name, also=bundle.signature.requires) for name in ACCELERATORS}
+    )
     copy(_IMAGES / "slim.py", directory / "slim.py")
     _copy_bundle(bundle, directory / "bundle")
     for source in _SOURCES:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k8s import access, render, serving, smoke
-from k8s.cluster import Cluster, Say
+from k8s import access, knative, render, serving, smoke
+from k8s.cluster import Change, Cluster, Say
 from k8s.lease import Lease, holder
-from k8s.manifest import BUNDLE_ANNOTATION, Object
+from k8s.manifest import BUNDLE_ANNOTATION, Object, label
 from k8s.trial import Trial, canary_name, deployment_of
 from pipeline.spec.access import ANYBODY, Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
 from pipeline.spec.errors import ClusterError, ConfigError, GateError, ResourceError, StageError
+from pipeline.spec.override import passed_gate
 
 
 @dataclass(frozen=True)
@@ -43,26 +44,49 @@ class Delivery:
         """A canary first, where one is asked for; what it left behind is gone when all requests are given over."""
         serving = self.cluster.read(self.workload, self.namespace)
         if self.config.rollout.canary and (judged := self._try_beside(serving)) is not None:
-            return {"canary": self.config.rollout.canary, "judged": judged, "applied": []}
+            share = self.config.rollout.canary
+            return {"canary": share, "canary_in_place": self._by_knative, "judged": judged, "applied": []}
         objects, rules = [*access.secrets(self.config, self.entry), *self.objects], self.config.rollout
         self.check()
         applied = self.cluster.apply(objects, self.namespace, self.say, rules.take_over)
         self.say(f"applied {', '.join(applied)}")
-        self.cluster.wait(self.objects, self.namespace, self.config.deploy.timeout_seconds, self.say)
-        service, headers = _address(self.config, self.entry), self.entry.headers()
-        self._end_canary()
-        asked = smoke.check(self.cluster, self.namespace, service, self.bundle, self.say, headers)
+        try:
+            asked = self._prove()
+        except StageError as error:
+            back = "; it is applied, and `pipe rollback` puts back what served before" if serving else ""
+            raise StageError(f"{error}{back}") from error
         self.say(f"{asked} golden requests answered as at export")
         return {"canary": None, "applied": applied, "golden": {"requests": asked}}
 
+    def _prove(self) -> int:
+        self.cluster.wait(self.objects, self.namespace, self.config.deploy.timeout_seconds, self.say)
+        self._end_canary()
+        service = self._service()
+        return smoke.check(self.cluster, self.namespace, service, self.bundle, self.say, self.entry.headers())
+
+    def _service(self) -> str:
+        """The one before the pods, as the API server's proxy names it."""
+        if self._by_knative:
+            return knative.service_of(self.cluster, self.workload, self.namespace)
+        return ("https:" if self.entry.tls_key else "") + serving.service_name(self.config)
+
+    @property
+    def _by_knative(self) -> bool:
+        deploy = self.config.deploy
+        return deploy.mode == "inferenceservice" and deploy.kserve_mode == "Knative"
+
     def _try_beside(self, serving: Object | None) -> str | None:
         """How the canary was judged, where it stays beside the stable version; None when all may be given over."""
-        if self.config.deploy.mode != "deployment":
-            raise ConfigError("rollout.canary: is for deploy.mode=deployment; KServe shares requests out itself")
+        if self.config.deploy.mode != "deployment" and not self._by_knative:
+            raise ConfigError(
+                "rollout.canary: KServe's Standard mode cannot be asked for one version alone; set "
+                "deploy.kserve_mode=Knative or deploy.mode=deployment, or render a canary by deploy.canary_percent"
+            )
         if serving is None:
             self.say("rollout.canary: nothing serves yet, so this bundle gets all requests")
             return None
-        if serving["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION) == self.bundle.digest:
+        same = serving["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION) == self.bundle.digest
+        if same and not (self._by_knative and knative.share_of(serving) is not None):
             self.say("rollout.canary: this bundle serves already")
             return None
         judged = self._trial(serving).walk()
@@ -71,11 +95,12 @@ class Delivery:
         return judged.text if judged.verdict == "watch" else None
 
     def _trial(self, serving: Object) -> Trial:
-        return Trial(
+        kind = knative.KnativeTrial if self._by_knative else Trial
+        return kind(
             self.cluster,
             self.namespace,
             self.bundle,
-            deployment_of(self.objects),
+            self.workload if self._by_knative else deployment_of(self.objects),
             serving,
             self.config.rollout,
             self.config.deploy.timeout_seconds,
@@ -130,6 +155,20 @@ def deploy(
     return {**record, **found, "context": cluster.context, "server": cluster.connection.server}
 
 
+def preview(config: Config, bundle: Bundle, image: str, say: Say, entry: Access = ANYBODY) -> list[Change]:
+    """What a deployment would change, by the API server's own word; nothing is written here or there."""
+    check_verdict(bundle, config.rollout.force_reason)
+    objects = [*access.secrets(config, entry), *serving.objects(config, bundle, image, entry)]
+    cluster = Cluster.connect(config.deploy.context)
+    say(f"looking at {cluster.describe()}, namespace {config.deploy.namespace}")
+    if config.rollout.canary:
+        say(f"a canary with {config.rollout.canary:g} % of the requests would come first; this is what all would get")
+    for item in objects:
+        if item["kind"] == "Secret":
+            say(f"{label(item)} would be written anew; what is there now is never read")
+    return cluster.plan(objects, config.deploy.namespace, config.rollout.take_over)
+
+
 def lease_of(cluster: Cluster, config: Config) -> Lease:
     return Lease(cluster.connection, config.deploy.namespace, f"{config.name}-deploy", holder())
 
@@ -137,7 +176,7 @@ def lease_of(cluster: Cluster, config: Config) -> Lease:
 def check_verdict(bundle: Bundle, force_reason: str) -> None:
     """What the gate rejected does not serve, unless somebody says why it shall."""
     verdict = bundle.manifest.verdict
-    if verdict in ("pass", "no-baseline") or verdict.startswith("forced") or force_reason:
+    if passed_gate(verdict) or force_reason:
         return
     raise GateError(
         f"{bundle.path}: its verdict is {verdict!r}; `--force-reason WHY` deploys it all the same, with that on record"
@@ -152,11 +191,6 @@ def end_canary(config: Config, say: Say) -> None:
     made = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": canary_name(config.name)}}
     with lease_of(cluster, config).held(config.rollout.wait_seconds, say):
         cluster.delete(made, namespace)
-
-
-def _address(config: Config, entry: Access) -> str:
-    """The service as the API server's proxy names it."""
-    return ("https:" if entry.tls_key else "") + serving.service_name(config)
 
 
 def _by_hand(config: Config, entry: Access, directory: Path) -> str:

@@ -9,8 +9,10 @@ from pathlib import Path
 import yaml
 
 from k8s.cluster import Cluster
+from k8s.knative import share_of
 from k8s.manifest import BUNDLE_ANNOTATION, Object, label
 from k8s.rollout import judge
+from k8s.trial import canary_name
 from pipeline.spec.errors import PipelineError
 
 _WORKLOADS = ("Deployment", "InferenceService")
@@ -25,7 +27,7 @@ class State:
     drift: tuple[str, ...] = field(default=())
 
 
-def look(context: str, namespace: str, manifests: Path, bundle: str) -> State:
+def look(context: str, namespace: str, manifests: Path, bundle: str, canary: bool = False) -> State:
     """`manifests` are those that were applied; a cluster that does not answer is a state too."""
     objects = read_manifests(manifests)
     workload = next((item for item in objects if item["kind"] in _WORKLOADS), None)
@@ -38,9 +40,30 @@ def look(context: str, namespace: str, manifests: Path, bundle: str) -> State:
             return State("gone", drift=(f"{label(workload)} is not on the cluster any more",))
         progress = judge(live)
         troubles = () if progress.done else tuple(cluster.troubles(workload, namespace))
-        return State(progress.text, troubles, tuple(_drift(cluster, objects, live, namespace, bundle)))
+        found = _drift(cluster, objects, live, namespace, bundle)
+        if not canary and (left := _canary(cluster, workload, namespace)):
+            found.append(f"{label(left)} is there, and no canary is recorded")
+        return State(progress.text, troubles, tuple(found))
     except PipelineError as error:
         return State(f"cannot be told: {error}")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is on the cluster now, whoever put it there."""
+
+    bundle: str  # its digest; empty where there is nothing
+    canary: bool  # beside it
+
+
+def found(context: str, namespace: str, manifests: Path) -> Found:
+    workload = next((item for item in read_manifests(manifests) if item["kind"] in _WORKLOADS), None)
+    if workload is None:
+        return Found("", False)
+    cluster = Cluster.connect(context)
+    live = cluster.read(workload, namespace)
+    bundle = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION, "") if live else ""
+    return Found(bundle, _canary(cluster, workload, namespace) is not None)
 
 
 def read_manifests(folder: Path) -> list[Object]:
@@ -49,10 +72,23 @@ def read_manifests(folder: Path) -> list[Object]:
     return [item for item in found if item and item["kind"] != "Kustomization"]
 
 
+def _canary(cluster: Cluster, workload: Object, namespace: str) -> Object | None:
+    """One beside the stable version, as a `pipe` that was killed leaves it."""
+    if workload["kind"] != "Deployment":
+        return None
+    name = canary_name(workload["metadata"]["name"])
+    return cluster.read({**workload, "metadata": {"name": name}}, namespace)
+
+
 def _drift(cluster: Cluster, objects: Sequence[Object], live: Object, namespace: str, bundle: str) -> list[str]:
     """Fields that are not as they were put; what was put is applied again in a dry run, as its owner would."""
     serving = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION, "none")
-    found = [] if serving == bundle else [f"bundle {serving[:12]} serves, {bundle[:12]} is recorded"]
+    found = [] if serving == bundle else [f"bundle {serving[:12]} {_how(live)}, {bundle[:12]} is recorded"]
     for change in cluster.plan(objects, namespace, take_over=True):
         found += [f"{change.label} is gone"] if change.new else [f"{change.label}: {field}" for field in change.fields]
     return found
+
+
+def _how(live: Object) -> str:
+    share = share_of(live) if live["kind"] == "InferenceService" else None
+    return "serves" if share is None else f"is there for {share} % of the requests"

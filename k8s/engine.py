@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from k8s.api import Connection, Unreachable, path_of
-from k8s.job_state import Ending, ending, hopeless, over, progress, rank_of, started
+from k8s.api import Answer, Connection, Unreachable, path_of, warnings_of
+from k8s.job_state import Ending, ending, hopeless, over, progress
 from k8s.jobs import KEY, RUN, Work
+from k8s.listing import PASSING, listed
 from k8s.manifest import Object, label
-from k8s.podlog import PodLog
+from k8s.podlogs import PodLogs
+from k8s.reasons import Reasons
 from k8s.refusal import refusal
 from k8s.watch import Watcher
-from pipeline.spec.errors import ResourceError, StageError
+from pipeline.spec.errors import PipelineError, ResourceError, StageError
 
 Say = Callable[[str], None]
 
-_JOB = {"apiVersion": "batch/v1", "kind": "Job"}
 _POD = {"apiVersion": "v1", "kind": "Pod"}
 _CLAIM = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
 _APPLY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
 _TICK_SECONDS = 0.1
+_ANSWER_SECONDS = 5.0  # of the API, when it is asked for logs
 _LAST_WORDS_SECONDS = 30.0
 _PATIENCE_SECONDS = 60.0
-_PASSING = (429, 500, 502, 503, 504)
+_MOST_NAMES = 3
 
 
 @dataclass
@@ -44,26 +46,39 @@ class Engine:
     timeout_seconds: float  # for what the cluster cannot get
     say: Say
     tick: Callable[[], None]
-    _followed: dict[str, PodLog] = field(default_factory=dict)
-    _writing: threading.Lock = field(default_factory=threading.Lock)
+
+    @cached_property
+    def _logs(self) -> PodLogs:
+        several = self.work.pods > 1
+        return PodLogs(self.connection, self.namespace, self.work.container, several, self.logs, self.log, self.say)
+
+    @cached_property
+    def _reasons(self) -> Reasons:
+        return Reasons(self.connection, self.namespace)
 
     def find(self) -> Object | None:
         """The Job of an earlier `pipe` for this very step, which goes on, or has ended meanwhile."""
-        found = self._list(_JOB)
-        return next((job for job in found if job["metadata"]["labels"].get(KEY) == self.work.labels[KEY]), None)
+        return self._own(self._list(self.work.job))
 
     def start(self) -> None:
-        """All are tried first, so that a refusal leaves nothing behind; then applied."""
+        """All are tried first, so that a refusal leaves nothing behind; then applied. Nothing of before goes on."""
         self._check_claim()
-        for dry in ({"dryRun": "All"}, {}):
+        self._clear()
+        for item in self.work.objects:
+            self._apply(item, {**_APPLY, "dryRun": "All"})
+        try:
             for item in self.work.objects:
-                self._apply(item, {**_APPLY, **dry})
+                for warning in self._apply(item, _APPLY):
+                    self.say(f"warning: {label(item)}: {warning}")
+        except PipelineError:
+            self._take_back()
+            raise
         self.say(f"started {label(self.work.job)} in namespace {self.namespace}")
 
     def follow(self) -> Ending:
         """To the end of the Job, whatever happens to the connection."""
         events: queue.SimpleQueue[tuple[str, Mapping[str, Object]]] = queue.SimpleQueue()
-        watchers = [self._watcher(kind, events) for kind in (_JOB, _POD)]
+        watchers = [self._watcher(name, kind, events) for name, kind in (("Job", self.work.job), ("Pod", _POD))]
         try:
             return self._wait(events, watchers)
         finally:
@@ -80,93 +95,111 @@ class Engine:
     def cancel(self) -> None:
         """Pods are asked to end, and may: training makes a checkpoint. Their last words are kept."""
         pods = self._list(_POD)
-        self._follow_logs({pod["metadata"]["name"]: pod for pod in pods})
+        self._logs.follow(_by_name(pods))
+        self._logs.wait_for_answers(_ANSWER_SECONDS)
         self.remove()
         try:
-            while pods := self._list(_POD):
+            while pods := self._list(_POD, _PATIENCE_SECONDS):
+                self._logs.follow(_by_name(pods))  # one that was just beginning has words too
                 self.tick()
                 time.sleep(_TICK_SECONDS)
-            self._follow_logs({})
+            self._logs.follow({})
         finally:
             self._close_logs(_TICK_SECONDS if pods else _LAST_WORDS_SECONDS)
+
+    def _clear(self) -> None:
+        """What another key left goes, and its pods have ended: two would write the same run."""
+        self.remove()
+        said = False
+        while pods := [pod for pod in self._list(_POD, _PATIENCE_SECONDS) if not over(pod)]:
+            if not said:
+                names = ", ".join(_placed(pod) for pod in pods[:_MOST_NAMES])
+                self.say(f"waiting for pods of an earlier attempt to end: {names}")
+                said = True
+            self.tick()
+            time.sleep(_TICK_SECONDS)
+
+    def _take_back(self) -> None:
+        """Half of the objects would be in nobody's way, but they are ours."""
+        try:
+            self.remove()
+        except PipelineError as error:
+            self.say(f"warning: what was applied of {label(self.work.job)} is left on the cluster: {error}")
 
     def _wait(self, events: queue.SimpleQueue[tuple[str, Mapping[str, Object]]], watchers: list[Watcher]) -> Ending:
         seen: dict[str, Mapping[str, Object]] = {}
         said, stuck_since = "", None
         while True:
-            said = self._take(events, seen, said)
+            self._take(events, seen)
             self.tick()
             pods = list(seen.get("Pod", {}).values())
             for error in (watcher.error for watcher in watchers if watcher.error):
                 raise error
             if "Job" in seen and self._found(seen["Job"], pods):
                 return self._ended(seen["Job"])
+            if "Job" in seen and "Pod" in seen:
+                said = self._tell(seen["Job"], pods, said)
             stuck = hopeless(pods)
             stuck_since = (stuck_since or time.monotonic()) if stuck else None
             if stuck_since and time.monotonic() - stuck_since > self.timeout_seconds:
                 return Ending(1, f"{stuck}; this does not mend itself (jobs.timeout_seconds={self.timeout_seconds:g})")
 
-    def _take(self, events: Any, seen: dict[str, Mapping[str, Object]], said: str) -> str:
-        """What is new, until a moment passes without news; returns what was last said of it."""
+    def _take(self, events: Any, seen: dict[str, Mapping[str, Object]]) -> None:
+        """What is new, until a moment passes without news; an end that is taken away at once is still the end."""
         try:
             while True:
                 kind, items = events.get(timeout=_TICK_SECONDS)
+                if kind == "Job" and self._ended_before(seen, items):
+                    continue
                 seen[kind] = items
                 if kind == "Pod":
-                    self._follow_logs(items)
-                if "Job" in seen and (job := self._own(seen["Job"])):
-                    text = progress(job, list(seen.get("Pod", {}).values()))
-                    if text != said:
-                        self.say(text)
-                        said = text
+                    self._logs.follow(items)
         except queue.Empty:
-            return said
+            return
+
+    def _ended_before(self, seen: Mapping[str, Mapping[str, Object]], items: Mapping[str, Object]) -> bool:
+        """A cluster may keep what has ended for no time at all (`cluster.keep_seconds=0`)."""
+        before = self._own(seen.get("Job", {}).values())
+        return before is not None and self._own(items.values()) is None and ending(before, []) is not None
+
+    def _tell(self, jobs: Mapping[str, Object], pods: list[Object], said: str) -> str:
+        """How it stands, where that has changed; returns what was last said."""
+        job = self._own(jobs.values())
+        assert job is not None  # else it had been found to have ended
+        text = progress(job, pods, self.work.pods, self._reasons.of(job, pods))
+        if text != said:
+            self.say(text)
+        return text
 
     def _ended(self, jobs: Mapping[str, Object]) -> Ending:
         """With what its pods say at last, the quick ones too that were never seen to run."""
         pods = self._list(_POD, _PATIENCE_SECONDS)
-        self._follow_logs({pod["metadata"]["name"]: pod for pod in pods})
-        for log in self._followed.values():
-            log.pod_is_over()
+        self._logs.follow({pod["metadata"]["name"]: pod for pod in pods})
+        self._logs.finish()
         self._close_logs(_LAST_WORDS_SECONDS)
         found = self._found(jobs, pods)
         assert found is not None
         return found
 
     def _found(self, jobs: Mapping[str, Object], pods: list[Object]) -> Ending | None:
-        job = self._own(jobs)
+        job = self._own(jobs.values())
         if job is None:
             return Ending(1, f"{label(self.work.job)} was deleted by somebody else")
         return ending(job, pods)
 
-    def _own(self, jobs: Mapping[str, Object]) -> Object | None:
-        return next((job for job in jobs.values() if job["metadata"]["labels"][KEY] == self.work.labels[KEY]), None)
+    def _own(self, jobs: Iterable[Object]) -> Object | None:
+        """Not one that is about to be gone."""
+        mine = (job for job in jobs if job["metadata"]["labels"].get(KEY) == self.work.labels[KEY])
+        return next((job for job in mine if "deletionTimestamp" not in job["metadata"]), None)
 
-    def _watcher(self, kind: Mapping[str, str], events: queue.SimpleQueue[tuple[str, Mapping[str, Object]]]) -> Watcher:
-        path, name = path_of(kind, self.namespace), kind["kind"]
-        return Watcher(self.connection, path, self.work.selector, lambda items: events.put((name, items)), self.say)
-
-    def _follow_logs(self, pods: Mapping[str, Object]) -> None:
-        many = self.work.job["spec"].get("completions", 1) > 1
-        for name, pod in pods.items():
-            if name not in self._followed and started(pod):
-                mark = f"[{rank_of(pod)}] " if many else ""
-                container = pod["spec"]["containers"][0]["name"]
-                tell = _marked(mark, self._write)
-                file = self.logs / f"{name}.log"
-                self._followed[name] = PodLog(self.connection, self.namespace, name, container, file, tell)
-        for name, log in self._followed.items():
-            if name not in pods or over(pods[name]):
-                log.pod_is_over()
-
-    def _write(self, line: str) -> None:
-        with self._writing, self.log.open("ab") as file:
-            file.write(line.encode() + b"\n")
+    def _watcher(
+        self, name: str, kind: Mapping[str, Any], events: queue.SimpleQueue[tuple[str, Mapping[str, Object]]]
+    ) -> Watcher:
+        see = lambda items: events.put((name, items))  # noqa: E731 - it has no name of its own
+        return Watcher(self.connection, kind, self.namespace, self.work.selector, see, self.say)
 
     def _close_logs(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._followed:
-            self._followed.popitem()[1].close(max(0.0, deadline - time.monotonic()))
+        self._logs.close(seconds)
         self.tick()
 
     def _check_claim(self) -> None:
@@ -191,18 +224,20 @@ class Engine:
                 time.sleep(_TICK_SECONDS)
 
     def _listed(self, kind: Mapping[str, Any]) -> list[Object]:
-        answer = self.connection.request("GET", path_of(kind, self.namespace), {"labelSelector": self.work.selector})
-        if answer.status in _PASSING:
-            raise Unreachable(f"listing {kind['kind']}s: the API server answers {answer.status}: {answer.reason}")
-        if not answer.ok:
-            raise refusal(answer, f"listing {kind['kind']}s", self.namespace, kind["apiVersion"])
-        return [{**item, "kind": kind["kind"], "apiVersion": kind["apiVersion"]} for item in answer.json()["items"]]
+        found = listed(self.connection, kind, self.namespace, {"labelSelector": self.work.selector})
+        if not isinstance(found, Answer):
+            return found.items
+        if found.status in PASSING:
+            raise Unreachable(f"listing {kind['kind']}s: the API server answers {found.status}: {found.reason}")
+        raise refusal(found, f"listing {kind['kind']}s", self.namespace, kind["apiVersion"])
 
-    def _apply(self, item: Object, query: dict[str, str]) -> None:
+    def _apply(self, item: Object, query: dict[str, str]) -> list[str]:
+        """What the cluster has to remark."""
         path, body = path_of(item, self.namespace, item["metadata"]["name"]), json.dumps(item).encode()
         answer = self.connection.request("PATCH", path, query, body, "application/apply-patch+yaml")
         if not answer.ok:
             raise refusal(answer, label(item), self.namespace, item["apiVersion"])
+        return warnings_of(answer)
 
     def _delete(self, live: Object, item: Object) -> None:
         """This one object: were it made anew by somebody meanwhile, its uid would be another."""
@@ -215,5 +250,10 @@ class Engine:
             raise refusal(answer, label(live), self.namespace)
 
 
-def _marked(mark: str, write: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda line: write(f"{mark}{line}")
+def _by_name(pods: Sequence[Object]) -> dict[str, Object]:
+    return {pod["metadata"]["name"]: pod for pod in pods}
+
+
+def _placed(pod: Object) -> str:
+    node = pod["spec"].get("nodeName")
+    return f"{pod['metadata']['name']} on node {node}" if node else str(pod["metadata"]["name"])

@@ -6,6 +6,8 @@ import copy
 from typing import Any
 
 from k8s.manifest import BUNDLE_ANNOTATION, Object
+from k8s.names import LABEL
+from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.sections import Deploy
 
@@ -28,8 +30,11 @@ def fill(service: Object, deploy: Deploy) -> None:
         predictor["scaleTarget"] = deploy.in_flight
 
 
-def stored(parts: dict[str, Object], runtime: Object, deploy: Deploy) -> None:
-    """The predictor's container becomes the runtime's, and the bundle comes by its URI instead of in the image."""
+def stored(parts: dict[str, Object], runtime: Object, deploy: Deploy, run: str) -> None:
+    """The predictor's container becomes the runtime's, and the bundle comes by its URI instead of in the image.
+
+    The URI of a bundle on the volume of the runs has the run's name in it, which is known when it is deployed.
+    """
     service = parts["InferenceService"]
     predictor = service["spec"]["predictor"]
     (container,) = predictor.pop("containers")
@@ -37,7 +42,7 @@ def stored(parts: dict[str, Object], runtime: Object, deploy: Deploy) -> None:
     predictor["model"] = {
         "modelFormat": dict(_format(runtime)),
         "runtime": runtime["metadata"]["name"],
-        "storageUri": deploy.storage_uri,
+        "storageUri": deploy.storage_uri.replace("{run}", run),
     }
     parts["ServingRuntime"] = runtime
     if deploy.storage_secret:
@@ -69,6 +74,17 @@ def with_canary(candidate: Object, deploy: Deploy) -> Object:
     predictor["model"]["storageUri"] = deploy.stable_uri
     del predictor["annotations"][BUNDLE_ANNOTATION], predictor["labels"][_VERSION]  # they are the candidate's
     return split
+
+
+def check_host(config: Config) -> None:
+    """KServe makes a host name of both names, and goes on trying for ever where it is too long."""
+    host = f"{config.name}-predictor-{config.deploy.namespace}"
+    if config.deploy.mode == "inferenceservice" and len(host) > LABEL:
+        raise ConfigError(
+            f"deploy.namespace: KServe makes the host name {host!r} of the model's name and the namespace, and such a "
+            f"name has at most {LABEL} letters (this one {len(host)}); take a shorter one of them, or "
+            "deploy.mode=deployment"
+        )
 
 
 def check(deploy: Deploy) -> None:

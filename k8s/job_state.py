@@ -1,4 +1,4 @@
-"""Decides from a Job and its pods how the work stands: how it ended, what keeps it, what it says of itself; pure."""
+"""Decides from a Job, JobSet or TrainJob and its pods how the work stands, and how it ended; pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from k8s.rollout import pod_trouble
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 _ENDED = ("Succeeded", "Failed")
+_DONE = ("Complete", "Completed")  # a JobSet says the second
 # No patience of ours would end these; a pod that waits for a free node may wait for days.
 _HOPELESS = (
     "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError",
@@ -28,12 +29,13 @@ def ending(job: Object, pods: Sequence[Object]) -> Ending | None:
     conditions = {
         item["type"]: item for item in job.get("status", {}).get("conditions", []) if item["status"] == "True"
     }
-    if "Complete" in conditions:
+    if any(word in conditions for word in _DONE):
         return Ending(0)
     failed = conditions.get("Failed")
     if failed is None:
         return None
-    found = sorted(((_code(pod), pod) for pod in pods if over(pod) and _code(pod)), key=_first)
+    own = [pod for pod in pods if over(pod) and _is_of(pod, job)]
+    found = sorted(((_code(pod), pod) for pod in own if _code(pod)), key=_first)
     said = "; ".join(trouble for _, pod in found if (trouble := pod_trouble(pod)))
     why = f"{failed.get('reason', 'Failed')}: {failed.get('message', 'no message')}"
     return Ending(found[0][0] if found else 1, f"{said} ({why})" if said else why)
@@ -54,26 +56,31 @@ def hopeless(pods: Iterable[Object]) -> str:
     return "; ".join(f"{pod['metadata']['name']}: {text}" for pod, text in troubles if text.startswith(_HOPELESS))
 
 
-def progress(job: Object, pods: Sequence[Object]) -> str:
-    """One line for people, said again when it changes."""
-    wanted = job["spec"].get("completions", 1)
+def progress(job: Object, pods: Sequence[Object], wanted: int, reasons: Sequence[str] = ()) -> str:
+    """One line for people, said again when it changes; `reasons` are what only the cluster's events say."""
     phases = [pod.get("status", {}).get("phase") for pod in pods]
     running, done = phases.count("Running"), phases.count("Succeeded")
     if job["spec"].get("suspend"):
-        return "the Job waits in its queue"
+        return "; ".join([f"the {job['kind']} waits in its queue", *reasons])
     parts = [f"{running} of {wanted} pods run" if wanted > 1 else "its pod runs" if running else "its pod has to start"]
     if wanted == 1 and done:
         parts = ["its pod has ended"]
     elif done:
         parts.append(f"{done} are done")
     troubles = [f"{pod['metadata']['name']}: {trouble}" for pod in pods if (trouble := pod_trouble(pod))]
-    return "; ".join([", ".join(parts), *troubles])
+    return "; ".join([", ".join(parts), *troubles, *reasons])
 
 
 def rank_of(pod: Object) -> str:
     """The number of the pod in its Job; empty where there are no numbers."""
     metadata = pod["metadata"]
     return str(metadata.get("annotations", {}).get(INDEX) or metadata.get("labels", {}).get(INDEX, ""))
+
+
+def _is_of(pod: Object, job: Object) -> bool:
+    """Not of an earlier Job of the same name; the pods of a JobSet or TrainJob belong to Jobs in between."""
+    owners = [owner["uid"] for owner in pod["metadata"].get("ownerReferences", []) if owner["kind"] == job["kind"]]
+    return not owners or job["metadata"].get("uid") in owners
 
 
 def _code(pod: Object) -> int:

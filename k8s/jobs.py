@@ -1,4 +1,4 @@
-"""The objects that run one step of one run on a cluster: a Job of one pod, or what training needs."""
+"""The objects that run one step of one run on a cluster: a Job of one pod, or what training is there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pipeline.spec.errors import ConfigError
 RUN, STEP, KEY = "pipe-road/run", "pipe-road/step", "pipe-road/key"
 ACCOUNT = "pipe"  # of k8s/access, for the step that talks to the cluster
 _KEY_DIGITS = 16
+_OF_SEVERAL = ("completionMode", "completions", "parallelism", "backoffLimitPerIndex", "maxFailedIndexes")
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,13 @@ class Work:
     step: str
     key: str
     claim: str  # of the volume that holds the runs
-    objects: tuple[Object, ...]  # in the order they are applied, the Job last
+    objects: tuple[Object, ...]  # in the order they are applied
+    pods: int
+    container: str  # of each pod, the one that does the work
 
     @property
     def job(self) -> Object:
+        """Or the JobSet or TrainJob, which says how the work stands."""
         return self.objects[-1]
 
     @property
@@ -52,22 +56,17 @@ def work(config: Config, step: str, run: str, key: str, argv: tuple[str, ...], e
         )
     check_pinned(image, "train.image")
     run_dir = PurePosixPath(config.jobs.project, argv[-1])
-    parts = training.objects(config, image, str(run_dir))
-    trainer = next((item for item in parts if item["kind"] == "Job"), None)
-    if trainer is None:
-        kinds = ", ".join(item["kind"] for item in parts)
-        raise ConfigError(f"jobs.executor=kubernetes follows Jobs, and training here is {kinds}; `--render` writes it")
-    volumes = trainer["spec"]["template"]["spec"]["volumes"]
-    claim = next(item["persistentVolumeClaim"]["claimName"] for item in volumes if item["name"] == "runs")
     if step == "train":
-        found = [item for item in parts if item["kind"] != "PersistentVolumeClaim"]
+        parts = training.parts(config, image, str(run_dir))
     else:
-        found = [_job(config, step, run, key, argv, env)]
-    for item in found:
-        _mark(item, labels_of(run, step, key))
-    job = next(item for item in found if item["kind"] == "Job")
-    _settle(job, config)
-    return Work(config.name, run, step, key, claim, (*(item for item in found if item is not job), job))
+        parts = {"Job": _job(config, step, run, key, argv, env)}
+    for item in parts.values():
+        item["metadata"]["labels"] |= labels_of(run, step, key)
+    _settle(parts["Job"], config, labels_of(run, step, key))
+    pods = parts["Job"]["spec"].get("completions", 1)
+    objects = training.as_asked(parts, config) if step == "train" else [parts["Job"]]
+    container = training.container_name(config) if step == "train" else training.TRAINER
+    return Work(config.name, run, step, key, training.claim_name(config), tuple(objects), pods, container)
 
 
 def labels_of(run: str, step: str, key: str) -> dict[str, str]:
@@ -81,7 +80,7 @@ def _job(config: Config, step: str, run: str, key: str, argv: tuple[str, ...], e
     labels = identity(config.name, "step")
     describe(job, name, config.deploy.namespace, {**labels, "app.kubernetes.io/instance": name}, {})
     spec = job["spec"]
-    for word in ("completionMode", "completions", "parallelism"):
+    for word in _OF_SEVERAL:
         del spec[word]
     spec["backoffLimit"] = 0
     spec["podFailurePolicy"]["rules"] = [
@@ -114,13 +113,11 @@ def _pod(config: Config, step: str, argv: tuple[str, ...], env: Mapping[str, str
     return pod
 
 
-def _mark(item: Object, labels: Mapping[str, str]) -> None:
-    item["metadata"]["labels"] |= labels
-    if item["kind"] == "Job":
-        item["spec"]["template"]["metadata"]["labels"] |= labels
-
-
-def _settle(job: Object, config: Config) -> None:
-    """Where the pods work."""
-    for container in job["spec"]["template"]["spec"]["containers"]:
+def _settle(job: Object, config: Config, labels: Mapping[str, str]) -> None:
+    """Where the pods work, how they are found, and who lets them in."""
+    if config.cluster.queue:
+        job["metadata"]["labels"][training.QUEUE_LABEL] = config.cluster.queue
+    template = job["spec"]["template"]
+    template["metadata"]["labels"] |= labels
+    for container in template["spec"]["containers"]:
         container["workingDir"] = config.jobs.project

@@ -37,6 +37,9 @@ def documents(config: Config, tasks: Sequence[Task], image: str) -> list[Object]
         "sdkVersion": "pipe",
     }
     executors = {f"exec-{task.step}": _platform(pods[task.step], config) for task in tasks}
+    executors["exec-train"]["activeDeadlineSeconds"] = config.cluster.deadline_seconds
+    if config.cluster.queue:
+        executors["exec-train"]["podMetadata"] = {"labels": {training.QUEUE_LABEL: config.cluster.queue}}
     return [pipeline, {"platforms": {"kubernetes": {"deploymentSpec": {"executors": executors}}}}]
 
 
@@ -119,6 +122,11 @@ def _platform(pod: Object, config: Config) -> Object:
         ],
         "securityContext": {word: pod["securityContext"][word] for word in ("runAsUser", "runAsGroup", "runAsNonRoot")},
     }
+    if "imagePullSecrets" in pod:
+        names = [secret["name"] for secret in pod["imagePullSecrets"]]
+        made["imagePullSecret"] = [
+            {"secretName": name, "secretNameParameter": {"runtimeValue": {"constant": name}}} for name in names
+        ]
     if "nodeSelector" in pod:
         made["nodeSelector"] = {"labels": pod["nodeSelector"]}
     if "tolerations" in pod:

@@ -51,7 +51,7 @@ class Lease:
             stop.set()
             renewing.join()
             if not lost.is_set():
-                self._give_back()
+                self._give_back(say)
 
     def _take(self, wait_seconds: float, say: Callable[[str], None]) -> None:
         """An old renewal may be of another clock: what counts is how long it stays the same before our eyes."""
@@ -91,10 +91,14 @@ class Lease:
         if not stop.is_set():
             lost.set()
 
-    def _give_back(self) -> None:
-        live = self._read()
-        if live is not None and live["spec"].get("holderIdentity") == self.holder:
-            self._write(live, "")
+    def _give_back(self, say: Callable[[str], None]) -> None:
+        """What went wrong before is what is to be told; a lease that stays runs out by itself."""
+        try:
+            live = self._read()
+            if live is not None and live["spec"].get("holderIdentity") == self.holder:
+                self._write(live, "")
+        except PipelineError as error:
+            say(f"warning: lease/{self.name} runs out by itself, in {self.lasts_seconds} s: {error}")
 
     def _read(self) -> Object | None:
         answer = self.connection.request("GET", path_of(_LEASE, self.namespace, self.name))

@@ -22,6 +22,8 @@ def place(pod: Object, container: Object, gpus: int, placed: Placed) -> None:
         container["resources"].setdefault("limits", {})[GPU] = str(gpus)
     pod["nodeSelector"] = {**pod.get("nodeSelector", {}), **placed.node_selector}
     pod["tolerations"] = [*pod.get("tolerations", []), *(toleration(text) for text in placed.tolerations)]
+    if placed.pull_secret:
+        pod["imagePullSecrets"] = [{"name": placed.pull_secret}]
     for word in ("nodeSelector", "tolerations"):
         if not pod[word]:
             del pod[word]

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from k8s.api import Answer, Broken, Connection, Lines, path_of
+from k8s.refusal import refusal
 
 _POD = {"apiVersion": "v1", "kind": "Pod"}
 _SILENCE_SECONDS = 3600.0  # a step may have nothing to say for long
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 _LINE = re.compile(rb"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.\d+)?(Z|[+-]\d\d:\d\d) ?(.*)$", re.DOTALL)
 _NOT_STARTED, _NOT_THERE = 400, 404
+_NOT_ALLOWED = (401, 403)
 
 
 class PodLog:
@@ -27,18 +29,24 @@ class PodLog:
         self, connection: Connection, namespace: str, pod: str, container: str, file: Path, tell: Callable[[str], None]
     ) -> None:
         self._connection, self._file, self._tell = connection, file, tell
+        self._namespace, self._pod = namespace, pod
         self._path = f"{path_of(_POD, namespace, pod)}/log"
         self._query = {"follow": "true", "timestamps": "true", "container": container}
         self._since, self._known = last_second(file)
         self._kept = 0  # lines
-        self._over, self._closed = threading.Event(), threading.Event()
+        self._over, self._closed, self._asked = threading.Event(), threading.Event(), threading.Event()
         self._lines: Lines | None = None
+        self.refused = ""  # why no second try would bring it
         self._thread = threading.Thread(target=self._follow, name=f"log of {pod}", daemon=True)
         self._thread.start()
 
     def pod_is_over(self) -> None:
         """It ended or is gone: the log has an end."""
         self._over.set()
+
+    def wait_for_an_answer(self, seconds: float) -> None:
+        """Until the API gives the log, or says why not: what is said from then on is heard, however soon it ends."""
+        self._asked.wait(seconds)
 
     def close(self, wait_seconds: float) -> None:
         """Wait for the end of the log, but not for ever: its node may be gone."""
@@ -56,7 +64,7 @@ class PodLog:
                 over = self._over.is_set()  # asked before: what it says after that is its last word
                 kept = self._kept
                 with contextlib.suppress(Broken):  # it is asked for again
-                    if self._read(file) and over:
+                    if (self._read(file) and over) or self.refused:
                         return
                 failures = 0 if self._kept > kept else failures + 1
                 self._closed.wait(min(_PAUSE_SECONDS * 2 ** min(failures, 10), _LONGEST_PAUSE_SECONDS))
@@ -64,10 +72,16 @@ class PodLog:
     def _read(self, file: BinaryIO) -> bool:
         """Whether the log was read to where it ends now."""
         since = {"sinceTime": self._since} if self._since else {}
-        found = self._connection.lines(self._path, self._query | since, _SILENCE_SECONDS)
+        try:
+            found = self._connection.lines(self._path, self._query | since, _SILENCE_SECONDS)
+        finally:
+            self._asked.set()
         if isinstance(found, Answer):
             if found.status in (_NOT_THERE, _NOT_STARTED):
                 return True
+            if found.status in _NOT_ALLOWED:
+                self.refused = str(refusal(found, f"the log of pod/{self._pod}", self._namespace))
+                return False
             raise Broken(found.reason)
         self._lines = found
         again = Counter(self._known)  # the API tells by the second what is after a time

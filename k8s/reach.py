@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from k8s.manifest import Object, identity
+from pipeline.spec.access import Access
 from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.sections import Deploy
@@ -53,12 +54,13 @@ def _way_out(text: str) -> dict[str, Any]:
     return {"to": [{"ipBlock": {"cidr": network}}], "ports": ports} if network else {"ports": ports}
 
 
-def fill_routes(parts: dict[str, Object], config: Config) -> None:
-    """Those of them that there are."""
+def fill_routes(parts: dict[str, Object], config: Config, most_bytes: int) -> None:
+    """Those of them that there are; `most_bytes` is the largest body that the service takes."""
     if "HTTPRoute" in parts:
         _fill_http_route(parts["HTTPRoute"]["spec"], config)
     if "Ingress" in parts:
         _fill_ingress(parts["Ingress"]["spec"], config)
+        _annotate_ingress(parts["Ingress"]["metadata"]["annotations"], config.deploy, most_bytes)
     if "ServiceMonitor" in parts:
         parts["ServiceMonitor"]["spec"]["selector"]["matchLabels"] = identity(config.name, "serving")
         parts["ServiceMonitor"]["metadata"]["labels"].update(config.deploy.monitor_labels)
@@ -72,6 +74,7 @@ def _fill_http_route(spec: Object, config: Config) -> None:
         del spec["hostnames"]
     for rule in spec["rules"]:
         rule["backendRefs"][0]["name"] = config.name
+        rule["timeouts"] = {"request": f"{config.deploy.answer_seconds}s"}
 
 
 def _fill_ingress(spec: Object, config: Config) -> None:
@@ -83,3 +86,42 @@ def _fill_ingress(spec: Object, config: Config) -> None:
         path["backend"]["service"]["name"] = config.name
     if config.deploy.ingress_class:
         spec["ingressClassName"] = config.deploy.ingress_class
+    if config.deploy.ingress_secret:
+        hosts = {"hosts": [config.deploy.hostname]} if config.deploy.hostname else {}
+        spec["tls"] = [{**hosts, "secretName": config.deploy.ingress_secret}]
+
+
+def _annotate_ingress(notes: dict[str, str], deploy: Deploy, most_bytes: int) -> None:
+    """The words of ingress-nginx, and those that the configuration brings for another controller."""
+    seconds = str(deploy.answer_seconds)
+    ours = {"proxy-body-size": str(most_bytes), "proxy-read-timeout": seconds, "proxy-send-timeout": seconds}
+    notes |= {f"nginx.ingress.kubernetes.io/{word}": text for word, text in ours.items()}
+    notes |= deploy.ingress_annotations
+
+
+def fill_door(parts: dict[str, Object], deploy: Deploy, access: Access) -> None:
+    """Pods that ask for a key, or encrypt by themselves: who asks them has to know."""
+    if access.api_keys and "ServiceMonitor" in parts:
+        if not deploy.monitor_secret:
+            raise ConfigError(
+                "deploy.service_monitor: with serve.api_keys Prometheus needs a key, too; put one into a Secret, under "
+                "`key`, and name it by deploy.monitor_secret"
+            )
+        (endpoint,) = parts["ServiceMonitor"]["spec"]["endpoints"]
+        endpoint["authorization"] = {"credentials": {"name": deploy.monitor_secret, "key": "key"}}
+    if access.tls_key:
+        _speak_tls(parts, deploy)
+
+
+def _speak_tls(parts: dict[str, Object], deploy: Deploy) -> None:
+    if deploy.expose != "none":
+        raise ConfigError(
+            f"serve.tls_certificate: with deploy.expose={deploy.expose} TLS ends before the pods; leave it and tls_key "
+            "out, and give the certificate to the Gateway, or by deploy.ingress_secret to the Ingress"
+        )
+    for port in parts["Service"]["spec"]["ports"]:
+        port["appProtocol"] = "https"
+    if "ServiceMonitor" in parts:
+        (endpoint,) = parts["ServiceMonitor"]["spec"]["endpoints"]
+        # The certificate is of the service's name; Prometheus asks each pod by its address.
+        endpoint |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}

@@ -21,6 +21,9 @@ _INSTALLED = {
 _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)" in API group "(?P<group>[^"]*)"')
 _CONFLICT = re.compile(r'conflicts? with "([^"]+)"')
 _FIELD = re.compile(r"(?<=[\s-])\.[^\s;]+")
+_IMMUTABLE = re.compile(r"immutable|may not be changed|may not change|updates to .* are forbidden")
+_VALUE = re.compile(r"^Invalid value: .*: (?=[^:]+$)", re.DOTALL)
+_LONGEST = 200
 
 
 def refusal(answer: Answer, what: str, namespace: str, api_version: str = "") -> PipelineError:
@@ -36,6 +39,10 @@ def refusal(answer: Answer, what: str, namespace: str, api_version: str = "") ->
         return StageError(f"{what}: the cluster knows no {api_version} ({reason}); {mend}")
     if answer.status == 404 and reason.startswith("namespaces"):
         return StageError(f"{what}: {reason}; make it with `kubectl create namespace {namespace}`")
+    if answer.status == 422 and (fixed := _fixed_fields(answer)):
+        return _immutable(what, namespace, fixed)
+    if answer.status == 422 and (wrong := _wrong_fields(answer)):
+        return StageError(f"{what}: the cluster finds it invalid: {'; '.join(wrong)}")
     if answer.status == 409 and (owned := taken_fields(reason)):
         others = "; ".join(f"{field} was set by {owner}" for owner, field in owned)
         return ConfigError(f"{what}: {others}; rollout.take_over=true sets it anew, or set it in pipe.yaml")
@@ -57,12 +64,43 @@ def taken_fields(reason: str) -> list[tuple[str, str]]:
     return [(owner, field) for owner, text in zip(told[::2], told[1::2], strict=True) for field in _FIELD.findall(text)]
 
 
+def _immutable(what: str, namespace: str, fields: list[str]) -> PipelineError:
+    kind, _, name = what.partition("/")
+    return ConfigError(
+        f"{what}: {', '.join(fields)} cannot be changed in an object that is there already, and is another one now; "
+        f"take the old one away with `kubectl -n {namespace} delete {kind} {name}`, or choose another name in pipe.yaml"
+    )
+
+
+def _causes(answer: Answer) -> list[tuple[str, str]]:
+    """Field and complaint of each; the cluster says what the whole value was, which nobody reads."""
+    try:
+        found = answer.json()["details"]["causes"]
+        pairs = [(str(cause["field"]), str(cause["message"])) for cause in found]
+    except (ValueError, KeyError, TypeError):  # another layer's words
+        return []
+    return list(dict.fromkeys((field, _VALUE.sub("", message)[:_LONGEST]) for field, message in pairs))
+
+
+def _fixed_fields(answer: Answer) -> list[str]:
+    return [field for field, message in _causes(answer) if _IMMUTABLE.search(message)]
+
+
+def _wrong_fields(answer: Answer) -> list[str]:
+    return [f"{field}: {message}" for field, message in _causes(answer)]
+
+
 def _forbidden(what: str, namespace: str, reason: str) -> PipelineError:
     if "exceeded quota" in reason:
         quota = reason.partition("exceeded quota: ")[2]
         return StageError(
             f"{what}: the quota of namespace {namespace} is used up ({quota}); ask for less "
             "(deploy.replicas, deploy.cpu, deploy.memory, cluster.cpu, cluster.memory) or have it raised"
+        )
+    if "system:anonymous" in reason:
+        return ResourceError(
+            f"{what}: the cluster does not know who we are ({reason}): the kubeconfig's user has no credentials, or "
+            "what gets them failed; log in again"
         )
     if rule := missing_rule(reason):
         return ResourceError(

@@ -18,8 +18,6 @@ from k8s.login import Login
 from k8s.reference import Reference, is_local
 from pipeline.spec.errors import StageError
 
-_TIMEOUT_SECONDS = 60
-_TRIES = 5
 _BUSY = (408, 429, 500, 502, 503, 504)
 _LONGEST_PAUSE_SECONDS = 30.0
 _REDIRECTS = 5
@@ -57,6 +55,8 @@ class Talk:
     reference: Reference
     login: Login | None
     pause: Callable[[float], None] = time.sleep
+    tries: int = 5
+    timeout_seconds: float = 60
     _token: str = field(default="", repr=False)  # the last Authorization header that was good
 
     def ask(self, ask: Ask) -> Answer:
@@ -70,18 +70,18 @@ class Talk:
         return answer
 
     def _patiently(self, ask: Ask) -> Answer:
-        for attempt in range(1, _TRIES + 1):
+        for attempt in range(1, self.tries + 1):
             try:
                 answer = self._follow(ask)
             except (OSError, http.client.HTTPException) as error:
-                if attempt == _TRIES or isinstance(error, ssl.SSLCertVerificationError):
+                if attempt == self.tries or isinstance(error, ssl.SSLCertVerificationError):
                     host = urlsplit(ask.url).netloc
                     raise StageError(
                         f"registry {host} does not answer: {error}; is its name right, and is it up?"
                     ) from error
                 self.pause(0.5 * 2**attempt)
                 continue
-            if answer.status not in _BUSY or attempt == _TRIES:
+            if answer.status not in _BUSY or attempt == self.tries:
                 return answer
             self.pause(_patience(answer, attempt))
         raise AssertionError("the last attempt returns or raises")
@@ -95,7 +95,7 @@ class Talk:
             headers = {**known, **ask.headers}
             if place.netloc != home:
                 headers.pop("Authorization", None)
-            answer = _once(ask, place, headers)
+            answer = _once(ask, place, headers, self.timeout_seconds)
             if answer.status not in (301, 302, 303, 307, 308):
                 return answer
             url = urljoin(url, answer.headers.get("location", ""))
@@ -135,11 +135,11 @@ class Talk:
         return Ask("GET", f"{url}{'&' if realm.query else '?'}{urlencode(asked)}", headers)
 
 
-def _once(ask: Ask, place: SplitResult, headers: Mapping[str, str]) -> Answer:
+def _once(ask: Ask, place: SplitResult, headers: Mapping[str, str], timeout_seconds: float) -> Answer:
     kind = http.client.HTTPConnection if place.scheme == "http" else http.client.HTTPSConnection
     path = f"{place.path}?{place.query}" if place.query else place.path
     with (
-        contextlib.closing(kind(place.netloc, timeout=_TIMEOUT_SECONDS)) as connection,
+        contextlib.closing(kind(place.netloc, timeout=timeout_seconds)) as connection,
         contextlib.ExitStack() as open_,
     ):
         body = open_.enter_context(ask.body.open("rb")) if isinstance(ask.body, Path) else ask.body

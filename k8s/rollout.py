@@ -29,6 +29,15 @@ def judge(live: Object) -> Progress:
     return _judge_service(status) if live["kind"] == "InferenceService" else _judge_deployment(live, status)
 
 
+def made_of(live: Object) -> Object:
+    """What KServe makes of a service: in Knative mode a Revision, else a Deployment."""
+    revision = live.get("status", {}).get("components", {}).get("predictor", {}).get("latestReadyRevision")
+    if revision:
+        return {"apiVersion": "serving.knative.dev/v1", "kind": "Revision", "metadata": {"name": revision}}
+    name = f"{live['metadata']['name']}-predictor"
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}}
+
+
 def pod_troubles(pods: Iterable[Object]) -> list[str]:
     """One sentence for each pod that cannot start, with the reason the cluster gives."""
     return [f"{pod['metadata']['name']}: {trouble}" for pod in pods if (trouble := pod_trouble(pod))]
@@ -95,6 +104,10 @@ def _judge_deployment(live: Object, status: Object) -> Progress:
 def _judge_service(status: Object) -> Progress:
     conditions = _conditions(status)
     ready = conditions.get("Ready", {})
+    predictor = status.get("components", {}).get("predictor", {})
+    made, proven = predictor.get("latestCreatedRevision"), predictor.get("latestReadyRevision")
+    if ready.get("status") == "True" and made != proven:
+        return Progress(False, f"revision {made} is not ready, {proven} serves")
     if ready.get("status") == "True":
         return Progress(True, "ready")
     waiting = (item for item in conditions.values() if item.get("status") == "False")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from k8s import access, inference, options, placement, reach
 from k8s.manifest import BUNDLE_ANNOTATION, Object, check_image, describe, identity, load
-from k8s.names import LABEL, fitting
 from pipeline.spec.access import ANYBODY, Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.sections import Deploy, Serve
 
-_QUANTITY = re.compile(r"^\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")
 # What is leaned on comes before what leans on it.
 _ORDER = (
     "ServiceAccount", "NetworkPolicy", "ConfigMap", "Service", "ServingRuntime", "Deployment", "InferenceService",
@@ -25,16 +22,17 @@ _ORDER = (
 def objects(config: Config, bundle: Bundle, image: str, entry: Access = ANYBODY) -> list[dict[str, Any]]:
     """In the order they are applied."""
     _check(config.deploy)
+    inference.check_host(config)
     _check_alone(config.serve)
     check_image(image)
     parts = _loaded(config)
     for kind, item in parts.items():
         labels = {**identity(config.name, "serving"), "app.kubernetes.io/version": bundle.digest[:12]}
-        name = options_name(config) if kind == "ConfigMap" else config.name
+        name = options.name_of(config) if kind == "ConfigMap" else config.name
         describe(item, name, config.deploy.namespace, labels, {BUNDLE_ANNOTATION: bundle.digest})
-    options.fill(parts["ConfigMap"], config)
+    options.fill(parts["ConfigMap"], config, bundle, entry)
     reach.fill_policy(parts["NetworkPolicy"], config)
-    reach.fill_routes(parts, config)
+    reach.fill_routes(parts, config, bundle.signature.limits.max_body_bytes)
     parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] = identity(config.name, "serving")
     runtime = parts.pop("ServingRuntime", None)
     if config.deploy.mode == "deployment":
@@ -42,7 +40,7 @@ def objects(config: Config, bundle: Bundle, image: str, entry: Access = ANYBODY)
     else:
         _fill_inference_service(parts, config, image, entry)
     if runtime is not None:
-        inference.stored(parts, runtime, config.deploy)
+        inference.stored(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
     if config.deploy.canary_percent:
         parts["InferenceService"] = inference.with_canary(parts["InferenceService"], config.deploy)
     return [parts[kind] for kind in _ORDER if kind in parts]
@@ -51,10 +49,6 @@ def objects(config: Config, bundle: Bundle, image: str, entry: Access = ANYBODY)
 def service_name(config: Config) -> str:
     """The Service that stands before the pods; KServe names the one it makes itself."""
     return config.name if config.deploy.mode == "deployment" else f"{config.name}-predictor"
-
-
-def options_name(config: Config) -> str:
-    return fitting(f"{config.name}-options", LABEL)
 
 
 def _loaded(config: Config) -> dict[str, Object]:
@@ -77,6 +71,7 @@ def _fill_deployment(parts: dict[str, Object], config: Config, image: str, entry
     template["metadata"] = _pod_metadata(template["metadata"], deployment, parts["ConfigMap"])
     _fill_pod(template["spec"], config, image, entry)
     parts["Service"]["spec"]["selector"] = selector
+    reach.fill_door(parts, config.deploy, entry)
     autoscaler["scaleTargetRef"]["name"] = config.name
     autoscaler["minReplicas"] = config.deploy.replicas
     autoscaler["maxReplicas"] = config.deploy.max_replicas
@@ -115,7 +110,7 @@ def _fill_pod(pod: Object, config: Config, image: str, entry: Access) -> None:
         "limits": {"memory": deploy.memory},
     }
     placement.place(pod, container, deploy.gpus, deploy)
-    options.refer(container, options_name(config), config)
+    options.refer(container, options.name_of(config), config)
     access.fill(pod, config, entry)
 
 
@@ -134,11 +129,6 @@ def _check(deploy: Deploy) -> None:
         raise ConfigError(
             f"deploy.max_replicas is {deploy.max_replicas}, below deploy.replicas ({deploy.replicas}); raise it"
         )
-    for key, value in (("cpu", deploy.cpu), ("memory", deploy.memory)):
-        if not _QUANTITY.match(value):
-            raise ConfigError(f"deploy.{key}: {value!r} is not a Kubernetes quantity; write it as in 500m or 512Mi")
-    if not re.match(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$", deploy.namespace):
-        raise ConfigError(f"deploy.namespace: {deploy.namespace!r} is not a namespace name (a-z, 0-9 and -)")
     if deploy.storage_uri and deploy.mode != "inferenceservice":
         raise ConfigError("deploy.storage_uri: only KServe fetches bundles; set deploy.mode=inferenceservice")
     reach.check(deploy)

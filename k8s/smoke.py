@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from k8s.api import Unreachable
 from k8s.cluster import Cluster
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import StageError
 from pipeline.spec.golden_http import golden_requests
 
 _PATIENCE_SECONDS = 30.0  # endpoints and proxies follow a roll-out with a delay
+_PAUSE_SECONDS = 0.5
 _NOT_THERE_YET = (502, 503, 504)
-
 
 Ask = Callable[[str, Any], tuple[int, dict[str, str], bytes]]  # path and body → status, headers, body
 
@@ -37,6 +38,12 @@ def check(
 def check_pod(cluster: Cluster, namespace: str, pod: str, bundle: Bundle, entry: Mapping[str, str]) -> int:
     """One pod by itself, whoever else stands behind its Service."""
     return _check(bundle, lambda path, body: cluster.ask_pod(namespace, pod, path, body, entry))[0]
+
+
+def read_metrics(cluster: Cluster, namespace: str, pod: str, entry: Mapping[str, str]) -> tuple[int, str]:
+    """Status and text, asked again where a proxy stumbles."""
+    status, _, raw = _patiently(lambda path, _: cluster.ask_pod(namespace, pod, path, headers=entry), "/metrics", None)
+    return status, raw.decode(errors="replace")
 
 
 def _check(bundle: Bundle, ask: Ask) -> tuple[int, int]:
@@ -67,10 +74,15 @@ def _check_header(path: str, headers: dict[str, str], bundle: Bundle) -> bool:
 def _patiently(ask: Ask, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        answer = ask(path, body)
-        if answer[0] not in _NOT_THERE_YET or time.monotonic() >= deadline:
-            return answer
-        time.sleep(0.5)
+        try:
+            answer = ask(path, body)
+        except Unreachable:  # a connection that was cut: to ask the model twice changes nothing
+            if time.monotonic() >= deadline:
+                raise
+        else:
+            if answer[0] not in _NOT_THERE_YET or time.monotonic() >= deadline:
+                return answer
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _parse(path: str, raw: bytes) -> Any:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-from k8s import placement
+from k8s import own_run, placement
 from k8s.manifest import Object, check_image, describe, identity, load
 from k8s.names import JOB, JOBSET, LABEL, fitting
-from k8s.trainjob import as_jobset, as_trainjob
+from k8s.trainjob import NODE, as_jobset, as_trainjob
 from pipeline.spec.cluster import Cluster
 from pipeline.spec.config import Config
 from pipeline.spec.digest import digest_bytes
@@ -19,23 +19,42 @@ from pipeline.spec.errors import ConfigError
 from pipeline.spec.sections import Train
 
 RENDEZVOUS_PORT = 29400
+TRAINER = "trainer"  # the container in the manifests
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
-def objects(config: Config, image: str, run_dir: str, name: str = "") -> list[dict[str, Any]]:
-    """In the order they are applied. `run_dir` is the run directory in the pods, on the shared volume, seen from /."""
+def objects(config: Config, image: str, run_dir: str, name: str = "", *, alone: bool = False) -> list[dict[str, Any]]:
+    """In the order they are applied. `run_dir` is the run directory in the pods, on the shared volume, seen from /.
+
+    Training `alone` makes the run itself; else somebody has made it, and keeps its records.
+    """
+    made = parts(config, image, run_dir, name)
+    if alone:
+        trainer = made["Job"]["spec"]["template"]["spec"]["containers"][0]
+        meeting = _meeting(config.cluster, made["Job"]["metadata"]["name"])
+        own_run.lead_itself(trainer, config, _absolute(run_dir), _processes(config.train), meeting)
+    if config.cluster.queue:
+        made["Job"]["metadata"]["labels"][QUEUE_LABEL] = config.cluster.queue
+    return [*claims(config), *as_asked(made, config)]
+
+
+def parts(config: Config, image: str, run_dir: str, name: str = "") -> dict[str, Object]:
+    """The Indexed Job and its Service, before another controller's object is made of them."""
     check_image(image)
     run_dir = _absolute(run_dir)
-    job = name or job_name(config, run_dir)
-    parts = _filled(config, image, run_dir, job)
-    workload = parts.pop("Job")
-    if config.cluster.queue:
-        workload["metadata"]["labels"][QUEUE_LABEL] = config.cluster.queue
+    return _filled(config, image, run_dir, name or job_name(config, run_dir))
+
+
+def as_asked(made: dict[str, Object], config: Config) -> list[dict[str, Any]]:
+    """What `cluster.workload` wants of them; the last one says how training stands."""
     if config.cluster.workload == "job":
-        return [*claims(config), parts["Service"], workload]
-    if config.cluster.workload == "jobset":
-        return [*claims(config), as_jobset(workload)]
-    return [*claims(config), *as_trainjob(workload)]
+        return [made["Service"], made["Job"]]
+    return [as_jobset(made["Job"])] if config.cluster.workload == "jobset" else as_trainjob(made["Job"])
+
+
+def container_name(config: Config) -> str:
+    """Of the container that trains: Kubeflow Trainer has a name for it."""
+    return NODE if config.cluster.workload == "trainjob" else TRAINER
 
 
 def claims(config: Config) -> list[dict[str, Any]]:
@@ -61,8 +80,12 @@ def claim_name(config: Config) -> str:
 def node_args(config: Config, job: str, run_dir: str) -> list[str]:
     """What follows `python -m pipeline.node`, the same in every pod: its number says which one leads."""
     train = config.train
-    where = f"{_first_pod(config.cluster, job)}:{RENDEZVOUS_PORT}"
-    return [run_dir, f"--processes={_processes(train)}", f"--nodes={train.nodes}", f"--rendezvous={where}"]
+    where = f"--rendezvous={_meeting(config.cluster, job)}"
+    return [run_dir, f"--processes={_processes(train)}", f"--nodes={train.nodes}", where]
+
+
+def _meeting(cluster: Cluster, job: str) -> str:
+    return f"{_first_pod(cluster, job)}:{RENDEZVOUS_PORT}"
 
 
 def _first_pod(cluster: Cluster, job: str) -> str:
@@ -84,19 +107,20 @@ def gpus_of(train: Train) -> int:
 
 
 def _filled(config: Config, image: str, run_dir: str, job: str) -> dict[str, Object]:
-    parts = load("train")
+    found = load("train")
+    del found["PersistentVolumeClaim"]  # made once, not for each run
     labels = {**identity(config.name, "training"), "app.kubernetes.io/instance": job}
-    for item in parts.values():
+    for item in found.values():
         describe(item, job, config.deploy.namespace, labels, {})
-    parts["Service"]["spec"]["selector"]["app.kubernetes.io/instance"] = job
+    found["Service"]["spec"]["selector"]["app.kubernetes.io/instance"] = job
     made = pod(config, image, str(PurePosixPath(run_dir).parent), gpus_of(config.train))  # the volume holds all runs
     trainer = made["containers"][0]
     made["initContainers"][0]["args"] = [_first_pod(config.cluster, job)]
-    trainer["args"] = node_args(config, job, run_dir)
+    trainer["command"], trainer["args"] = ["python", "-m", "pipeline.node"], node_args(config, job, run_dir)
     placement.place(made, trainer, gpus_of(config.train), config.cluster)
-    parts["Job"]["spec"]["template"]["spec"] = made
-    _fill_job(parts["Job"], config, job)
-    return parts
+    found["Job"]["spec"]["template"]["spec"] = made
+    _fill_job(found["Job"], config, job)
+    return found
 
 
 def _fill_claim(item: Object, cluster: Cluster) -> None:

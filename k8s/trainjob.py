@@ -7,7 +7,7 @@ from typing import Any
 
 from k8s.manifest import Object
 
-_NODE = "node"  # of JobSet's jobs, and the container that Kubeflow Trainer looks for
+NODE = "node"  # of JobSet's jobs, and the container that Kubeflow Trainer looks for
 _ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 _RESTARTS = 3  # of all pods together; a lost pod alone is replaced by its Job
 _TRAINER = "trainer.kubeflow.org"
@@ -60,12 +60,13 @@ def _set(job: Object, more: dict[str, Any]) -> Object:
     spec = copy.deepcopy(job["spec"])
     keep = spec.pop("ttlSecondsAfterFinished")
     del spec["template"]["spec"]["subdomain"]  # the set gives its pods one
-    error = {"name": "an-error", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    # Pods made anew would meet the same error, and get the whole deadline once more.
+    error = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"]}
     return {
         "ttlSecondsAfterFinished": keep,
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": _RESTARTS, "rules": [error]},
-        "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": {**more, "spec": spec}}],
+        "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {**more, "spec": spec}}],
     }
 
 
@@ -74,8 +75,8 @@ def _with_container_named_node(job: Object) -> Object:
     (container,) = inner["spec"]["template"]["spec"]["containers"]
     for rule in inner["spec"]["podFailurePolicy"]["rules"]:
         if "onExitCodes" in rule:
-            rule["onExitCodes"]["containerName"] = _NODE
-    container["name"] = _NODE
+            rule["onExitCodes"]["containerName"] = NODE
+    container["name"] = NODE
     return inner
 
 

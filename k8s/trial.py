@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from k8s import canary, measure, smoke
@@ -13,10 +13,11 @@ from k8s.cluster import Cluster, Say
 from k8s.manifest import HTTP_PORT, Object
 from k8s.measure import Sample
 from pipeline.spec.bundle import Bundle
-from pipeline.spec.errors import StageError
+from pipeline.spec.errors import PipelineError, StageError
 from pipeline.spec.rollout import Rollout
 
 TRACK = "pipe-road/track"
+_OK, _GONE = 200, 404
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,19 @@ class Trial:
                     self.end()
                     return Judgement("go back", last.reasons)
         except BaseException:
-            self.end()
+            self._end_all_the_same()
             raise
         return last
 
     def end(self) -> None:
         self.cluster.delete(self.made, self.namespace)
+
+    def _end_all_the_same(self) -> None:
+        """What went wrong is what is to be told."""
+        try:
+            self.end()
+        except PipelineError as error:
+            self.say(f"warning: the canary could not be ended, `pipe rollback` does it: {error}")
 
     def _give(self, percent: float) -> None:
         """Pods for a share, waited for and proven one by one."""
@@ -66,7 +74,7 @@ class Trial:
         item["spec"]["replicas"] = canary.replicas_for(percent, wanted)
         self.cluster.apply([item], self.namespace, self.say, self.rules.take_over)
         self.cluster.wait([item], self.namespace, self.timeout_seconds, self.say)
-        for pod in self._pods(self.made):
+        for pod in self._own():
             asked = smoke.check_pod(self.cluster, self.namespace, self._address(pod), self.bundle, self.entry)
             self.say(f"{pod}: {asked} golden requests answered as at export")
 
@@ -87,18 +95,28 @@ class Trial:
 
     def _count(self) -> tuple[dict[str, Sample], dict[str, Sample]]:
         """What the pods of both versions have counted so far, by pod."""
-        ours = set(self._pods(self.made))
-        others = [pod for pod in self._pods(self.stable) if pod not in ours]
-        return {pod: self._read(pod) for pod in others}, {pod: self._read(pod) for pod in ours}
+        ours, others = self._own(), self._others()
+        return self._read(others), self._read(ours)
 
-    def _read(self, pod: str) -> Sample:
-        status, _, raw = self.cluster.ask_pod(self.namespace, self._address(pod), "/metrics", headers=self.entry)
-        if status != 200:
-            raise StageError(f"{pod}: its /metrics answered {status}; without them a canary cannot be judged")
-        return measure.read(raw.decode(errors="replace"), self.bundle.name)
+    def _read(self, pods: Sequence[str]) -> dict[str, Sample]:
+        """Of those that are still there: an autoscaler may take one away between two looks."""
+        found = {}
+        for pod in pods:
+            status, text = smoke.read_metrics(self.cluster, self.namespace, self._address(pod), self.entry)
+            if status == _GONE:
+                continue
+            if status != _OK:
+                raise StageError(f"{pod}: its /metrics answered {status}; without them a canary cannot be judged")
+            found[pod] = measure.read(text, self.bundle.name)
+        return found
 
-    def _pods(self, item: Object) -> list[str]:
-        return sorted(pod["metadata"]["name"] for pod in self.cluster.pods(item, self.namespace) if _runs(pod))
+    def _own(self) -> list[str]:
+        return running(self.cluster.pods(self.made, self.namespace))
+
+    def _others(self) -> list[str]:
+        """Of the stable version, whose labels the canary's pods bear too."""
+        ours = set(self._own())
+        return [pod for pod in running(self.cluster.pods(self.stable, self.namespace)) if pod not in ours]
 
     def _address(self, pod: str) -> str:
         return f"{'https:' if self.https else ''}{pod}:{HTTP_PORT}"
@@ -116,6 +134,11 @@ def deployment_of(objects: Sequence[Object]) -> Object:
 
 def canary_name(name: str) -> str:
     return f"{name}-canary"
+
+
+def running(pods: Iterable[Object]) -> list[str]:
+    """The names of those that answer."""
+    return sorted(pod["metadata"]["name"] for pod in pods if _runs(pod))
 
 
 def _runs(pod: Object) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from k8s import placement, training
 from k8s.manifest import Object, check_image
+from k8s.own_run import CONFIG as CONFIG
+from k8s.own_run import config_text as config_text
 from pipeline.spec.config import Config
 
 MOUNT = "/runs"
-CONFIG = "PIPE_CONFIG"  # of the first step, which makes the run
 _ON_GPUS = ("train", "evaluate")
 
 
@@ -56,9 +55,3 @@ def step_pod(task: Task, config: Config, image: str) -> Object:
         pod["containers"][0]["resources"]["requests"]["cpu"] = config.cluster.cpu or "1"
     placement.place(pod, pod["containers"][0], gpus, config.cluster)
     return pod
-
-
-def config_text(config: Config) -> str:
-    """The configuration with all overrides, the same text every time."""
-    values: Mapping[str, Any] = config.model_dump(mode="json")
-    return json.dumps(values, sort_keys=True, separators=(",", ":"))

@@ -7,18 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import kubernetes_validate
 import yaml
 
 from . import streams
+from .admission import breaks_a_rule, changed_for_ever, problem
 from .http_edge import serve_http
+from .knative import Knative
 from .object_store import Conflict, Object, Store
-from .played import Nodes
+from .played import MAKERS, Nodes
 from .requested import KINDS, Requested, parse
 
 TOKEN = "a-secret-token"
@@ -47,18 +47,23 @@ class ApiServer:
         self.crds: set[str] = set()
         self.store = Store()
         self.nodes = Nodes(self.store)
+        self.knative = Knative(self.store)
         self.statuses: dict[str, Object] = {}  # by kind, in place of what a working controller writes
         self.unready_polls = 1
+        self.page = 0  # objects in each answer to a list; 0: all
         self.warning = ""
         self.quota: dict[str, str] = {}  # by kind, what is exceeded
         self.rules: list[Object] | None = None  # of a Role; None allows everything
         self.faults: list[Fault] = []
+        self.webhook: Callable[[Object], None] = lambda item: None  # changes what is applied
+        self.torn = 0  # streams of events that end politely in the middle of their first line
         self.cut_after: list[int] = []  # lines or events after which the next streams are dropped
         self.service: Service = lambda path, body: (503, {}, {"message": "no endpoints available"})
         self.pod: Callable[[str, str, Any], Answer] = lambda pod, path, body: (503, {}, {"message": "no such port"})
         self.requests: list[tuple[str, str, dict[str, str], str]] = []  # method, path, query, content type
         self.seen: set[tuple[str, str, str]] = set()  # API group, resource, verb
         self.proxied: list[dict[str, str]] = []  # headers of the requests to the model
+        self.asked_ports: set[str] = set()  # of pods
         self.closing = threading.Event()
         self._polls: dict[str, int] = {}
         self._edge = serve_http(self)
@@ -178,33 +183,52 @@ class ApiServer:
         if headers.get("content-type") != "application/apply-patch+yaml" or "fieldManager" not in asked.query:
             return status_of(415, "server-side apply needs its content type and a fieldManager")
         item = yaml.safe_load(body)
-        if asked.group in _OWN_GROUPS and (problem := _problem(json.dumps(item))):
-            return status_of(400, f"strict decoding error: {problem}")
+        self.webhook(item)
+        if asked.group in _OWN_GROUPS and (wrong := problem(json.dumps(item))):
+            return status_of(400, f"strict decoding error: {wrong}")
         if message := self.quota.get(item["kind"]):
             return status_of(403, f'{asked.resource} "{asked.name}" is forbidden: exceeded quota: {message}')
         dry, force = asked.query.get("dryRun") == "All", asked.query.get("force") == "true"
+        tried = self.store.apply(asked.path, item, asked.query["fieldManager"], force, keep=False)
+        if causes := changed_for_ever(self.objects.get(asked.path), tried) or breaks_a_rule(tried):
+            told = status_of(422, f'{asked.resource} "{asked.name}" is invalid: {causes[0]["message"]}')
+            told[2]["details"]["causes"] = causes
+            return told
         kept = self.store.apply(asked.path, item, asked.query["fieldManager"], force, keep=not dry)
         if not dry:
             self._polls[asked.path] = 0
             self.nodes.see(asked.path, item)
+            if item["kind"] == "InferenceService":
+                self.knative.see(asked.path)
         return 200, {"Warning": f'299 - "{self.warning}"'} if self.warning else {}, kept
 
     def _delete(self, asked: Requested, options: Object) -> Answer:
         gone = self.store.delete(asked.path, options.get("preconditions", {}).get("uid", ""))
-        if gone["kind"] in ("Job", "Deployment") and options.get("propagationPolicy") in ("Background", "Foreground"):
+        if gone["kind"] in MAKERS and options.get("propagationPolicy") in ("Background", "Foreground"):
             self.nodes.forget(asked.path)
         return 200, {}, gone
 
     def _list(self, asked: Requested) -> Answer:
+        """Without the kinds of its items, and page by page where a test wants it so."""
         with self.store.changed:
-            found = [self._shown(item, count=False) for item in self.store.below(asked.path, asked.labels)]
-            return 200, {}, {"kind": "List", "metadata": {"resourceVersion": str(self.store.version)}, "items": found}
+            found = [
+                self._shown(item, count=False) for item in self.store.below(asked.path, asked.labels, asked.fields)
+            ]
+            bare = [
+                {name: value for name, value in item.items() if name not in ("kind", "apiVersion")} for item in found
+            ]
+            first = int(asked.query.get("continue", "0"))
+            metadata = {"resourceVersion": str(self.store.version)}
+            if self.page and first + self.page < len(bare):
+                metadata["continue"] = str(first + self.page)
+            items = bare[first : first + self.page] if self.page else bare
+            return 200, {}, {"kind": f"{KINDS[asked.plural]}List", "metadata": metadata, "items": items}
 
     def _read(self, path: str) -> Answer:
         return 200, {}, self._shown(self.objects[path], count=True, path=path)
 
     def _shown(self, item: Object, count: bool, path: str = "") -> Object:
-        if "status" in item or item["kind"] not in ("Deployment", "InferenceService"):
+        if "status" in item or item.get("kind") not in ("Deployment", "InferenceService"):
             return item
         self._polls[path] = self._polls.get(path, 0) + count
         return {**item, "status": self._status_of(item, self._polls[path] > self.unready_polls)}
@@ -225,7 +249,11 @@ class ApiServer:
         if since < self.store.oldest:
             gone = status_of(410, f"too old resource version: {since} ({self.store.oldest})")[2]
             return 200, {}, iter([json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n"])
-        return 200, {}, self._dropped(streams.events(self.store, asked, since, self.closing))
+        found = streams.events(self.store, asked, since, self.closing)
+        if self.torn:
+            self.torn -= 1
+            return 200, {}, streams.torn(found)
+        return 200, {}, self._dropped(found)
 
     def _log(self, asked: Requested) -> Answer:
         pod = self.nodes.pods.get(asked.path)
@@ -247,22 +275,15 @@ class ApiServer:
         if asked.resource == "pods/proxy":
             if f"{asked.path.partition('/pods/')[0]}/pods/{name}" not in self.objects:
                 return status_of(404, f'pods "{name}" not found')
+            self.asked_ports.add(port)
             return self.pod(name, rest, json.loads(body) if body else None)
+        if self.knative.knows(name) and port == "http":
+            return self.pod(self.knative.pods[name], rest, json.loads(body) if body else None)
         names = {"Service": "", "InferenceService": "-predictor"}
         made = [(item["kind"], item["metadata"]["name"]) for item in self.objects.values()]
         if name not in {made_name + names[kind] for kind, made_name in made if kind in names} or port != "http":
             return status_of(404, f'services "{name}:{port}" not found')
         return self.service(rest, json.loads(body) if body else None)
-
-
-@cache
-def _problem(text: str) -> str:
-    """What the strict schema says against an object; most are applied several times."""
-    try:
-        kubernetes_validate.validate(json.loads(text), kubernetes_validate.latest_version(), strict=True)
-    except kubernetes_validate.ValidationError as error:
-        return str(error.message)
-    return ""
 
 
 def status_of(code: int, message: str, headers: dict[str, str] | None = None, kind: str = "") -> Answer:

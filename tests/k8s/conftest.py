@@ -126,8 +126,14 @@ def claim(api: ApiServer) -> str:
 
 @pytest.fixture
 def engine(api: ApiServer, claim: str, tmp_path: Path, configure: Configure, said: Witness) -> Start:
-    def make(step: str = "prepare", key: str = "k" * 64, timeout_seconds: float = 60, **train: Any) -> Engine:
-        found = worked(configure, step, key, **train)
+    def make(
+        step: str = "prepare",
+        key: str = "k" * 64,
+        timeout_seconds: float = 60,
+        cluster: dict[str, Any] | None = None,
+        **train: Any,
+    ) -> Engine:
+        found = worked(configure, step, key, cluster, **train)
         tick = lambda: None  # noqa: E731 - nothing to show
         return Engine(connect(""), "default", found, tmp_path / step, tmp_path / "log", timeout_seconds, said, tick)
 

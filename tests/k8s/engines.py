@@ -27,8 +27,14 @@ class Witness:
             self.on.pop(part)()
 
 
-def worked(configure: Callable[..., Config], step: str, key: str = "k" * 64, **train: Any) -> Work:
-    config = configure(train={"image": IMAGE, **train})
+def worked(
+    configure: Callable[..., Config],
+    step: str,
+    key: str = "k" * 64,
+    cluster: dict[str, Any] | None = None,
+    **train: Any,
+) -> Work:
+    config = configure(train={"image": IMAGE, **train}, cluster=cluster)
     module = "pipeline.node" if step == "train" else f"pipeline.{step}"
     return work(config, step, "run-1", key, ("python", "-m", module, "runs/run-1"), {"PYTHONSAFEPATH": "1"})
 

@@ -27,6 +27,10 @@ def check(objects: Sequence[Object]) -> None:
         _check_serving(parts, served[0])
     if "Job" in parts:
         _check_job(parts["Job"], parts["Service"])
+    if "JobSet" in parts:
+        _check_set(parts["JobSet"]["spec"])
+    if "TrainingRuntime" in parts:
+        _check_set(parts["TrainingRuntime"]["spec"]["template"]["spec"])
 
 
 def pods(objects: Sequence[Object]) -> Iterator[Object]:
@@ -61,6 +65,8 @@ def _check_security(pod: Object) -> None:
         assert (own["allowPrivilegeEscalation"], own["readOnlyRootFilesystem"]) == (False, True)
         assert own["capabilities"] == {"drop": ["ALL"]}
         assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+        names = [entry["name"] for entry in container.get("env", [])]
+        assert len(set(names)) == len(names), "the API server warns of a variable that hides another"
     assert pod["automountServiceAccountToken"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
     assert all("hostPath" not in volume for volume in pod["volumes"])
@@ -147,6 +153,9 @@ def _check_budget(parts: dict[str, Object], owner: Object) -> None:
         "name": owner["metadata"]["name"],
     }
     assert 1 <= scaler["minReplicas"] <= scaler["maxReplicas"]
+    (container,) = owner["spec"]["template"]["spec"]["containers"]
+    startup = container["startupProbe"]
+    assert owner["spec"]["progressDeadlineSeconds"] > startup["periodSeconds"] * startup["failureThreshold"]
     strategy = owner["spec"]["strategy"]["rollingUpdate"]
     assert (strategy["maxUnavailable"], strategy["maxSurge"]) == (0, 1), (
         "the old version answers until the new one does"
@@ -168,6 +177,23 @@ def _check_ways_in(parts: dict[str, Object], ports: dict[str, int]) -> None:
         (endpoint,) = parts["ServiceMonitor"]["spec"]["endpoints"]
         assert endpoint["port"] in ports
         assert find(endpoint["path"], "GET").kind == "metrics"
+
+
+def _check_set(spec: Object) -> None:
+    """What JobSet's own webhook asks for beyond its schema, and an end that is one."""
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
+    assert rule["action"] == "FailJobSet"
+    assert set(rule["onJobFailureReasons"]) == {"PodFailurePolicy", "DeadlineExceeded"}
+    (job,) = spec["replicatedJobs"]
+    inner = job["template"]["spec"]
+    (container,) = inner["template"]["spec"]["containers"]
+    named = {
+        rule["onExitCodes"]["containerName"] for rule in inner["podFailurePolicy"]["rules"] if "onExitCodes" in rule
+    }
+    assert named == {container["name"]}
+    assert "subdomain" not in inner["template"]["spec"], "JobSet gives it"
+    assert spec["network"]["publishNotReadyAddresses"] is True
 
 
 def _check_job(job: Object, service: Object) -> None:

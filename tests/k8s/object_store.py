@@ -83,12 +83,13 @@ class Store:
             self._tell("DELETED", path, item)
             return item
 
-    def below(self, collection: str, labels: dict[str, str]) -> list[Object]:
+    def below(self, collection: str, labels: dict[str, str], fields: dict[str, str]) -> list[Object]:
         with self.changed:
             return [
                 item
                 for path, item in sorted(self.objects.items())
                 if path.rpartition("/")[0] == collection and selected(item, labels)
+                if all(_field(item, place) == value for place, value in fields.items())
             ]
 
     def expire(self) -> None:
@@ -127,6 +128,12 @@ class Store:
 
 def selected(item: Object, labels: dict[str, str]) -> bool:
     return bool(labels.items() <= item["metadata"].get("labels", {}).items())
+
+
+def _field(item: Any, place: str) -> Any:
+    for name in place.split("."):
+        item = item.get(name, {})
+    return item
 
 
 def leaves(item: Any, place: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 from .object_store import Object, Store
 
+MAKERS = ("Deployment", "Job", "JobSet", "TrainJob")  # of pods
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 
@@ -22,6 +24,7 @@ class Played:
         self.gone = threading.Event()
         self._lines: list[tuple[str, str]] = []
         self.ended = False
+        self.plays = False  # as long as its process runs
 
     @property
     def name(self) -> str:
@@ -76,6 +79,8 @@ class Nodes:
         self.store = store
         self.play: Play = lambda pod: 0
         self.replicas = 0  # of a Deployment that names none; 0: Deployments stay without pods
+        self.makes_pods = True
+        self.keeps_ended = True  # else what has ended is taken away at once
         self.pods: dict[str, Played] = {}
         self._threads: list[threading.Thread] = []
 
@@ -83,26 +88,44 @@ class Nodes:
         """A Job was applied: as many pods as it asks for are made, once; those of a Deployment follow its number."""
         if item["kind"] == "Deployment" and self.replicas:
             self._scale(path, item)
-        if item["kind"] != "Job" or any(pod.job == path for pod in self.pods.values()):
+        own = [pod for pod in self.pods.values() if pod.job == path and not pod.gone.is_set()]
+        if item["kind"] not in MAKERS[1:] or own or item["spec"].get("suspend") or not self.makes_pods:
             return
-        spec = item["spec"]
-        for index in range(spec.get("completions") or 1):
+        for index in range(self._spec(path)[1].get("completions") or 1):
             self.start(path, index)
 
     def start(self, path: str, index: int, name: str = "") -> Played:
-        job = self.store.objects[path]
-        template = copy.deepcopy(job["spec"]["template"])
-        where = self._pod(path, index) + name
-        labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": job["metadata"]["name"]}
+        made, spec = self._spec(path)
+        template = copy.deepcopy(spec["template"])
+        where = self._pod(f"{path.rpartition('/')[0]}/{made}", index) + name
+        while where in self.store.objects:  # one of before still ends
+            where += "-again"
+        labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": made}
         metadata = {"name": where.rsplit("/", 1)[1], "labels": labels, "annotations": {INDEX: str(index)}}
+        uid = self.store.objects[path]["metadata"]["uid"]
+        own = {"apiVersion": "batch/v1", "kind": "Job", "name": made, "controller": True}
+        metadata["ownerReferences"] = [{**own, "uid": uid if path.endswith(made) else str(uuid.uuid4())}]
         pod = Played(self.store, where, path, index)
         self.pods[where] = pod
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
         self.store.create(where, {**body, "status": {"phase": "Pending"}})
         thread = threading.Thread(target=self._live, args=(pod, path))
         self._threads.append(thread)
+        pod.plays = True
         thread.start()
         return pod
+
+    def _spec(self, path: str) -> tuple[str, Object]:
+        """The Job that makes the pods: its own name and spec, or those of the one inside."""
+        item = self.store.objects[path]
+        name = item["metadata"]["name"]
+        if item["kind"] == "Job":
+            return name, item["spec"]
+        if item["kind"] == "TrainJob":
+            runtime = f"{path.rpartition('/')[0].removesuffix('trainjobs')}trainingruntimes/{name}"
+            item = {"spec": self.store.objects[runtime]["spec"]["template"]["spec"]}
+        (inner,) = item["spec"]["replicatedJobs"]
+        return f"{name}-{inner['name']}-0", inner["template"]["spec"]
 
     def _scale(self, path: str, item: Object) -> None:
         self.forget(path)
@@ -115,9 +138,14 @@ class Nodes:
             self.pods[where] = Played(self.store, where, path, index)
 
     def forget(self, path: str) -> None:
-        """A Job or a Deployment is deleted with its pods."""
-        for where in [where for where, pod in self.pods.items() if pod.job == path]:
-            self.lose(where)
+        """A Job or a Deployment is deleted: its pods are asked to end, and are gone when they have."""
+        for where, pod in list(self.pods.items()):
+            if pod.job == path and not pod.gone.is_set():
+                if pod.plays:
+                    self.store.change(where, _is_going)
+                    pod.gone.set()
+                else:
+                    self.lose(where)
 
     def lose(self, where: str) -> None:
         """The pod's node is gone, and its log with it."""
@@ -138,30 +166,50 @@ class Nodes:
     def _live(self, pod: Played, job: str) -> None:
         pod.run()
         code = self.play(pod)
-        if code >= 0 and not pod.gone.is_set():
+        if pod.gone.is_set():
+            pod.close()
+            return self._reap(pod)
+        if code >= 0:
             if self.store.objects[pod.path]["status"]["phase"] not in ("Failed", "Succeeded"):
                 pod.end(code)
             self._count(job)
         pod.close()
+        with self.store.changed:
+            pod.plays = False
+        if pod.gone.is_set():
+            self._reap(pod)
+        return None
+
+    def _reap(self, pod: Played) -> None:
+        with self.store.changed:
+            if self.pods.get(pod.path) is pod:
+                self.lose(pod.path)
 
     def _count(self, path: str) -> None:
         def change(job: Object) -> None:
             pods = [pod for pod in self.pods.values() if pod.job == path]
             phases = [self.store.objects[pod.path]["status"]["phase"] for pod in pods if pod.path in self.store.objects]
-            done, failed = phases.count("Succeeded"), phases.count("Failed")
+            done, failed, wanted = phases.count("Succeeded"), phases.count("Failed"), self._spec(path)[1]
             status: Object = {"succeeded": done, "failed": failed, "active": len(phases) - done - failed}
             if failed:
                 reason = {"reason": "PodFailurePolicy", "message": "a container failed with a code that ends the Job"}
                 status["conditions"] = [{"type": "Failed", "status": "True", **reason}]
-            elif done == (job["spec"].get("completions") or 1):
-                status["conditions"] = [{"type": "Complete", "status": "True"}]
+            elif done == (wanted.get("completions") or 1):
+                word = "Completed" if job["kind"] == "JobSet" else "Complete"
+                status["conditions"] = [{"type": word, "status": "True"}]
             job["status"] = status
 
         with self.store.changed:
             if path in self.store.objects:
-                self.store.change(path, change)
+                job = self.store.change(path, change)
+                if "conditions" in job["status"] and not self.keeps_ended:
+                    self.store.delete(path)
 
     @staticmethod
     def _pod(job: str, index: int) -> str:
         namespace = job.split("/namespaces/")[1].split("/")[0]
         return f"/api/v1/namespaces/{namespace}/pods/{job.rsplit('/', 1)[1]}-{index}"
+
+
+def _is_going(item: Object) -> None:
+    item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:30Z"

@@ -12,14 +12,19 @@ KINDS = {
     "horizontalpodautoscalers": "HorizontalPodAutoscaler",
     "inferenceservices": "InferenceService",
     "jobs": "Job",
+    "jobsets": "JobSet",
     "leases": "Lease",
     "networkpolicies": "NetworkPolicy",
     "persistentvolumeclaims": "PersistentVolumeClaim",
     "pods": "Pod",
     "poddisruptionbudgets": "PodDisruptionBudget",
+    "revisions": "Revision",
     "secrets": "Secret",
     "services": "Service",
     "serviceaccounts": "ServiceAccount",
+    "trainingruntimes": "TrainingRuntime",
+    "trainjobs": "TrainJob",
+    "workloads": "Workload",
 }
 _PATH = re.compile(
     r"^/(?:api|apis/(?P<group>[^/]+))/(?P<version>v[^/]+)/namespaces/(?P<namespace>[^/]+)"
@@ -53,7 +58,14 @@ class Requested:
 
     @property
     def labels(self) -> dict[str, str]:
-        pairs = (pair.partition("=") for pair in self.query.get("labelSelector", "").split(",") if pair)
+        return self._pairs("labelSelector")
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return self._pairs("fieldSelector")
+
+    def _pairs(self, word: str) -> dict[str, str]:
+        pairs = (pair.partition("=") for pair in self.query.get(word, "").split(",") if pair)
         return {name: value for name, _, value in pairs}
 
     def forbidden(self, verb: str) -> str:

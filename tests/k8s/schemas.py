@@ -39,7 +39,14 @@ _SERVICE_MONITOR = {
                     "type": "array",
                     "items": {
                         "additionalProperties": False,
-                        "properties": {"port": {"type": "string"}, "path": {"type": "string"}, "interval": {}},
+                        "properties": {
+                            "port": {"type": "string"},
+                            "path": {"type": "string"},
+                            "interval": {},
+                            "scheme": {"enum": ["http", "https"]},
+                            "tlsConfig": {"additionalProperties": False, "properties": {"insecureSkipVerify": {}}},
+                            "authorization": {"additionalProperties": False, "properties": {"credentials": {}}},
+                        },
                     },
                 },
             },

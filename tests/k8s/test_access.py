@@ -117,7 +117,7 @@ def test_what_a_deployment_says_of_the_service_reaches_its_command_line(
     objects = serving.objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys))
     container, settings = _pod(objects)["containers"][0], next(item for item in objects if item["kind"] == "ConfigMap")
     assert container["args"][-3:] == ["--no-page", "--api-keys", "/access/api-keys"]
-    assert settings["data"] == {"LOG_FORMAT": "json", "LOG_REQUESTS": "0.01"}
+    assert settings["data"]["LOG_REQUESTS"] == "0.01"
     check(objects)  # the service takes this command line
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from k8s.deploy import deploy
+from k8s.cluster import Change, told
+from k8s.deploy import deploy, preview
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import ConfigError, StageError
 from pipeline.spec.sources import HOUSE
@@ -165,3 +166,37 @@ def test_a_moving_image_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match="latest"):
         deploy(configure(), bundle, "twice:latest", tmp_path / "out", False, print)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_preview_says_each_field_and_touches_nothing(
+    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    said: list[str] = []
+    assert all(change.new for change in preview(configure(), bundle, "twice:1", said.append))
+    assert api.objects == {}
+    assert said == [f"looking at context small, server {api.url}, Kubernetes v1.37.0, namespace default"]
+    api.service = model
+    deploy(configure(), bundle, "twice:1", tmp_path, False, print)
+    assert told(preview(configure(), bundle, "twice:1", print)) == []
+    changes = preview(configure({"cpu": "2"}), bundle, "twice:1", print)
+    assert told(changes) == [
+        "plan: deployment/twice: spec.template.spec.containers[server].resources.requests.cpu: 500m → 2"
+    ]
+
+
+def test_a_deployment_that_breaks_off_says_what_puts_back_what_served(
+    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    api.service = model
+    deploy(configure(), bundle, "twice:1", tmp_path, False, print)
+    api.service = lambda path, body: (200, {"x-bundle-digest": bundle.digest}, {"predictions": [[0, 0], [0, 0]]})
+    with pytest.raises(StageError, match="it is applied, and `pipe rollback` puts back what served before"):
+        deploy(configure({"cpu": "2"}), bundle, "twice:1", tmp_path, False, print)
+
+
+def test_what_changes_alike_in_many_objects_is_told_once() -> None:
+    changes = [Change(f"kind/{name}", False, ("version: 1 → 2", *(["cpu: 1 → 2"] * (name == "c")))) for name in "abc"]
+    assert told([*changes, Change("kind/d", True, ())]) == [
+        "plan: kind/a and 2 others: version: 1 → 2", "plan: kind/c: cpu: 1 → 2", "plan: kind/d: new",
+    ]  # fmt: skip
+    assert told(changes[:2]) == ["plan: kind/a: version: 1 → 2", "plan: kind/b: version: 1 → 2"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from k8s import serving
-from k8s.cluster import Cluster
+from k8s.cluster import Cluster, told
 from k8s.diff import changes
 from k8s.drift import look
 from k8s.render import write
@@ -61,7 +61,7 @@ def test_a_plan_names_what_would_change_and_changes_nothing(
 ) -> None:
     wanted = serving.objects(configure({"memory": "1Gi"}), bundle, "twice:2")
     before = api.objects[DEPLOYMENT]
-    lines = [line for change in Cluster.connect("").plan(wanted, "default") for line in change.lines()]
+    lines = told(Cluster.connect("").plan(wanted, "default"))
     place = "plan: deployment/twice: spec.template.spec.containers[server]"
     assert lines == [
         f"{place}.image: twice:1 → twice:2",
@@ -86,7 +86,7 @@ def test_what_somebody_else_has_set_is_not_overwritten_unasked(api: ApiServer, o
         cluster.apply(objects, "default", print)
     assert api.objects[DEPLOYMENT]["spec"]["progressDeadlineSeconds"] == 7
     cluster.apply(objects, "default", print, take_over=True)
-    assert api.objects[DEPLOYMENT]["spec"]["progressDeadlineSeconds"] == 600
+    assert api.objects[DEPLOYMENT]["spec"]["progressDeadlineSeconds"] == 900
 
 
 def test_drift_is_named_field_by_field(
@@ -100,7 +100,7 @@ def test_drift_is_named_field_by_field(
     found = look("", "default", tmp_path, "f" * 64).drift
     assert found == (
         f"bundle {bundle.digest[:12]} serves, {'f' * 12} is recorded",
-        "deployment/twice: spec.progressDeadlineSeconds: 7 → 600",
+        "deployment/twice: spec.progressDeadlineSeconds: 7 → 900",
         "service/twice is gone",
     )
 

@@ -14,19 +14,28 @@ from .played import Played
 
 
 def test_a_job_of_other_sources_is_not_taken_for_this_one(api: ApiServer, engine: Start) -> None:
-    release = threading.Event()
-    api.nodes.play = lambda pod: 0 if release.wait(30) else 1
+    api.nodes.play = lambda pod: 0 if pod.gone.wait(30) else 1
     engine(key="a" * 64).start()
     assert engine(key="b" * 64).find() is None
-    release.set()
 
 
 def test_cancelling_lets_pods_end_and_keeps_their_last_words(api: ApiServer, engine: Start, claim: str) -> None:
-    api.nodes.play = lambda pod: 0 if pod.gone.wait(30) else 1
+    begun = threading.Event()
+
+    def play(pod: Played) -> int:
+        pod.log("training")
+        begun.set()
+        assert pod.gone.wait(30)
+        pod.log("checkpoint made")
+        return 143
+
+    api.nodes.play = play
     step = engine("train")
     step.start()
+    assert begun.wait(30), "a pod that never ran has no words"
     step.cancel()
     assert list(api.objects) == [claim]
+    assert logged(step)[-1] == "checkpoint made"
 
 
 def test_what_is_done_is_not_lost_for_a_server_that_restarts(api: ApiServer, engine: Start) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +96,18 @@ def test_a_canary_that_kserve_cannot_have_is_refused(
 def test_a_share_is_a_share(percent: int, configure: Configure) -> None:
     with pytest.raises(ConfigError, match=r"deploy\.canary_percent"):
         configure({**MODE, "canary_percent": percent})
+
+
+def test_a_host_name_that_kserve_could_not_make_is_refused(configure: Configure, bundle: Bundle) -> None:
+    service(configure, bundle, namespace="a" * 47)
+    with pytest.raises(ConfigError, match=r"twice-predictor-a+' .*at most 63 letters \(this one 64\)"):
+        service(configure, bundle, namespace="a" * 48)
+    serving.objects(configure({"namespace": "a" * 48}), bundle, IMAGE)
+
+
+def test_a_bundle_on_the_volume_of_the_runs_is_found_by_the_name_of_its_run(
+    configure: Configure, bundle: Bundle, tmp_path: Path
+) -> None:
+    kept = replace(bundle, path=tmp_path / "wf-abcde" / "export" / "bundle")
+    made = service(configure, kept, storage_uri="pvc://twice-runs/{run}/export/bundle")
+    assert made["spec"]["predictor"]["model"]["storageUri"] == "pvc://twice-runs/wf-abcde/export/bundle"

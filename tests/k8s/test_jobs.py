@@ -9,6 +9,7 @@ from k8s.jobs import Work, work
 from pipeline.spec.config import override_config
 from pipeline.spec.errors import ConfigError
 
+from .admission import breaks_a_rule
 from .conftest import Configure
 from .schemas import validate
 
@@ -30,6 +31,7 @@ def pod_of(found: Work) -> dict[str, Any]:
 def test_every_step_becomes_objects_that_a_cluster_takes(step: str, configure: Configure) -> None:
     for item in worked(configure, step).objects:
         validate(item)
+        assert breaks_a_rule(item) == []
         assert item["metadata"]["labels"]["pipe-road/step"] == step
     assert worked(configure, step).job["spec"]["template"]["metadata"]["labels"]["pipe-road/run"] == "run-1"
 
@@ -105,5 +107,6 @@ def test_what_will_never_start_is_told_from_what_waits() -> None:
     unscheduled = {"type": "PodScheduled", "status": "False", "message": "0/1 nodes"}
     pending = {"metadata": {"name": "b"}, "status": {"phase": "Pending", "conditions": [unscheduled]}}
     assert hopeless([pending]) == ""
-    assert progress(job(), [pending, pod("c", "Running")]) == "1 of 2 pods run; b: Pending: 0/1 nodes"
-    assert progress({"spec": {"suspend": True}}, []) == "the Job waits in its queue"
+    assert progress(job(), [pending, pod("c", "Running")], 2) == "1 of 2 pods run; b: Pending: 0/1 nodes"
+    suspended = {"kind": "Job", "spec": {"suspend": True}}
+    assert progress(suspended, [], 1, ["Kueue: no room"]) == "the Job waits in its queue; Kueue: no room"

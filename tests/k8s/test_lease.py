@@ -95,3 +95,16 @@ def test_a_deployment_waits_for_another_and_says_for_whom(
     with lease("ann on a").held(0, print), pytest.raises(ResourceError, match="ann on a is deploying twice"):
         deploy(quick, bundle, "twice:1", tmp_path, False, print)
     assert not [path for path in api.objects if "/deployments/" in path]
+
+
+def test_a_lease_that_cannot_be_given_back_hides_no_other_error(lease: Callable[..., Lease], api: ApiServer) -> None:
+    said: list[str] = []
+
+    def fail() -> None:
+        with lease("ann on a").held(0, said.append):
+            api.rules = []
+            raise ValueError("the real one")
+
+    with pytest.raises(ValueError, match="the real one"):
+        fail()
+    assert said[0].startswith("warning: lease/twice-deploy runs out by itself, in 30 s: ")

@@ -67,7 +67,7 @@ def test_a_stored_bundle_is_served_by_the_same_container() -> None:
     standing = json.loads(json.dumps(runtime))
     deploy = {"mode": "inferenceservice", "storage_uri": "pvc://model-bundles/model"}
     config = parse_config({"name": "m", "task": "t.py:T", "codec": "c.py:C", "deploy": deploy}, "test")
-    inference.stored(parts, runtime, config.deploy)
+    inference.stored(parts, runtime, config.deploy, "run")
     assert parts["ServingRuntime"] == standing
     assert parts["InferenceService"] == load("kserve", ["storage"])["InferenceService"]
 

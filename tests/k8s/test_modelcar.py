@@ -17,7 +17,7 @@ from k8s.modelcar import ARCHITECTURES, Base, write_modelcar
 from k8s.oci import INDEX, LAYER, Layout
 from k8s.reference import parse
 from k8s.registry import Repository
-from pipeline.spec.bundle import Bundle, open_bundle
+from pipeline.spec.bundle import Bundle, open_bundle, write_manifest
 from pipeline.spec.digest import digest_tree
 from pipeline.spec.errors import ConfigError, StageError
 
@@ -168,3 +168,16 @@ def test_a_base_by_tag_is_refused() -> None:
     reference = parse("r.example/shell:1")
     with pytest.raises(ConfigError, match="name it by digest"):
         Base(reference, Repository(reference, None))
+
+
+def test_files_in_folders_of_the_bundle_go_along(bundle: Bundle, tmp_path: Path) -> None:
+    fed = tmp_path / "fed"
+    shutil.copytree(bundle.path, fed)
+    (fed / "files" / "words").mkdir(parents=True)
+    (fed / "files" / "words" / "list.txt").write_text("one two")
+    write_manifest(fed, bundle.name, "pass", bundle.manifest.ancestors)
+    layout = Layout(tmp_path / "car")
+    index = write_modelcar(open_bundle(fed), tmp_path / "car", "fed:1")
+    with tarfile.open(layer_of(layout, layout.read(index.digest))) as tar:
+        tar.extractall(tmp_path / "root", filter="data")
+    assert open_bundle(tmp_path / "root" / "models").digest == open_bundle(fed).digest

@@ -54,3 +54,12 @@ def test_what_stays_empty_is_not_written() -> None:
 )
 def test_components_follow_from_the_words(gpus: int, spot: bool, chosen: list[str]) -> None:
     assert layers(gpus, Placed(spot=spot)) == chosen
+
+
+def test_a_private_registry_is_opened_by_the_secret_that_is_named() -> None:
+    pod: dict[str, Any] = {}
+    place(pod, {"resources": {}}, 0, Placed(pull_secret="registry"))
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    pod = {}
+    place(pod, {"resources": {}}, 0, Placed())
+    assert pod == {}

@@ -81,6 +81,35 @@ def test_fields_of_others_are_named_with_their_owners() -> None:
     assert "rollout.take_over=true" in str(error)
 
 
+def invalid(*causes: tuple[str, str]) -> PipelineError:
+    found = [{"reason": "FieldValueInvalid", "field": field, "message": message} for field, message in causes]
+    body = json.dumps({"kind": "Status", "message": "is invalid", "details": {"causes": found}})
+    return refusal(Answer(422, {}, body.encode()), "deployment/twice", "models", "apps/v1")
+
+
+def test_a_field_that_cannot_change_is_named_with_what_takes_the_old_object_away() -> None:
+    value = json.dumps({"matchLabels": {"app": "other: one"}})
+    error = invalid(("spec.selector", f"Invalid value: {value}: field is immutable"))
+    assert isinstance(error, ConfigError)
+    assert "deployment/twice: spec.selector cannot be changed" in str(error)
+    assert "`kubectl -n models delete deployment twice`" in str(error)
+
+
+def test_an_invalid_field_is_told_without_its_whole_value() -> None:
+    error = invalid(("spec.replicas", "Invalid value: -1: must be greater than or equal to 0"))
+    assert (
+        str(error)
+        == "deployment/twice: the cluster finds it invalid: spec.replicas: must be greater than or equal to 0"
+    )
+    assert "refused it (422): is invalid" in str(told(422, "is invalid"))
+
+
+def test_nobody_at_all_is_not_told_to_ask_for_a_role() -> None:
+    text = str(told(403, FORBIDDEN.replace('"me"', '"system:anonymous"')))
+    assert "does not know who we are" in text
+    assert "apiGroups" not in text
+
+
 def test_lost_credentials_are_no_refusal_of_the_object() -> None:
     assert "log in again" in str(told(401, "Unauthorized"))
 

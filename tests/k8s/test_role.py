@@ -16,6 +16,8 @@ from k8s.cluster import Cluster
 from k8s.engine import Engine
 from k8s.jobs import work
 from k8s.manifest import label
+from k8s.reasons import Reasons
+from k8s.training import QUEUE_LABEL
 from pipeline.spec.access import Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import StageError
@@ -33,6 +35,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gateway": {"expose": "gateway", "gateway": "front"},
     "kserve": {"mode": "inferenceservice"},
     "storage": {"mode": "inferenceservice", "storage_uri": "pvc://bundles/twice"},
+    "knative": {"mode": "inferenceservice", "kserve_mode": "Knative"},
 }
 ROLE = yaml.safe_load((ACCESS / "role.yaml").read_text())
 
@@ -54,6 +57,8 @@ def guarded(api: ApiServer, model: Callable[[str, Any], Answer], monkeypatch: py
     api.rules, api.unready_polls, api.nodes.replicas = ROLE["rules"], 0, 2
     api.service, api.pod = model, counting(model)
     api.crds |= {"serving.kserve.io/v1beta1", "serving.kserve.io/v1alpha1"}
+    api.crds |= {"jobset.x-k8s.io/v1alpha2", "trainer.kubeflow.org/v1alpha1", "kueue.x-k8s.io/v1beta2"}
+    api.crds |= {"serving.knative.dev/v1"}
     api.crds |= {"gateway.networking.k8s.io/v1", "monitoring.coreos.com/v1"}
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "twice-runs"}, "spec": {}}
     api.add(claim)
@@ -61,8 +66,9 @@ def guarded(api: ApiServer, model: Callable[[str, Any], Answer], monkeypatch: py
 
 
 def walk_steps(configure: Configure, folder: Path) -> None:
-    config = configure(train={"image": IMAGE})
-    for step in ("prepare", "train"):
+    others: list[dict[str, Any]] = [{"workload": workload} for workload in ("jobset", "trainjob")]
+    for step, cluster in (("prepare", {}), *(("train", words) for words in ({}, *others))):
+        config = configure(train={"image": IMAGE}, cluster=cluster)
         found = work(config, step, "run", "key", ("python", "-m", step, "runs/run"), {})
         engine = Engine(connect(""), "default", found, folder / step, folder / "log", 60, print, lambda: None)
         assert engine.find() is None
@@ -70,6 +76,14 @@ def walk_steps(configure: Configure, folder: Path) -> None:
         assert engine.follow().status == 0
         engine.start()
         engine.cancel()
+
+
+def wait_in_line() -> None:
+    """For room in a queue, and for pods that do not come."""
+    metadata = {"name": "twice", "uid": "u", "labels": {QUEUE_LABEL: "team-a"}}
+    for suspend in (True, False):
+        job = {"kind": "Job", "metadata": metadata, "spec": {"suspend": suspend}}
+        assert Reasons(connect(""), "default").of(job, []) == ()
 
 
 def roll_out(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path) -> None:
@@ -101,6 +115,7 @@ def test_the_role_allows_exactly_what_is_called(
     guarded: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
 ) -> None:
     walk_steps(configure, tmp_path)
+    wait_in_line()
     roll_out(configure, bundle, guarded, tmp_path)
     get_stuck(configure, bundle, guarded, tmp_path)
     assert guarded.seen - allowed() == set(), "called, but not allowed"

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import json
 import signal
 from typing import Any
 
 import pytest
 
-from k8s import training
+from k8s import own_run, training
 from pipeline.node import _GRACE_SECONDS, PASSING_EXIT_CODE
+from pipeline.spec.config import parse_config
 from pipeline.spec.errors import ConfigError, DataError, ResourceError, StageError
 from pipeline.spec.failure import LEFT
 
 from .conftest import Configure
-from .invariants import check
+from .invariants import check, pods
 from .schemas import validate
 
 TRAINS: tuple[dict[str, Any], ...] = (
@@ -208,3 +210,31 @@ def test_a_relative_run_directory_is_seen_from_the_root(configure: Configure) ->
 def test_a_run_directory_no_volume_can_hold_is_refused(run_dir: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match="run directory"):
         training.objects(configure(), "trainer:1", run_dir)
+
+
+@pytest.mark.parametrize("workload", ["job", "jobset", "trainjob"])
+def test_training_alone_tells_its_pods_where_to_meet_by_the_run_it_makes(workload: str, configure: Configure) -> None:
+    config = configure(train={"nodes": 3, "processes": 2}, cluster={"workload": workload})
+    made = training.objects(config, "trainer:1", "/runs/first", alone=True)
+    check(made)
+    for item in made:
+        validate(item)
+    (container,) = next(pods(made))["containers"]
+    command = ["python", "-m", "pipeline.pod", "train", "/runs/first", "--begin", "--"]
+    assert container["command"] + container["args"] == [*command, "python", "-m", "pipeline.node", "/runs/first"]
+    asked = next((item["spec"]["trainer"] for item in made if item["kind"] == "TrainJob"), container)
+    assert (asked["command"], asked["args"]) == (container["command"], container["args"])
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    found = parse_config(json.loads(str(env[own_run.CONFIG])), "the manifest")
+    host = {"job": "{0}-0.{0}", "jobset": "{0}-node-0-0.{0}", "trainjob": "{0}-node-0-0.{0}"}[workload]
+    assert found.train.rendezvous == f"{host.format(made[-1]['metadata']['name'])}:{training.RENDEZVOUS_PORT}"
+    assert (found.train.nodes, found.train.processes, found.jobs.executor) == (3, 2, "local")
+
+
+def test_other_training_is_another_run_and_the_same_is_not(configure: Configure) -> None:
+    first = own_run.run_name(configure(), "trainer:1")
+    assert first == own_run.run_name(configure(), "trainer:1")
+    assert (
+        len({first, own_run.run_name(configure(), "trainer:2"), own_run.run_name(configure({"cpu": "2"}), "trainer:1")})
+        == 3
+    )

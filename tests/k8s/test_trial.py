@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from k8s import canary, deploy, measure, trial
+from k8s import canary, deploy, drift, measure, trial
 from k8s.measure import Sample
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import StageError
@@ -183,12 +183,36 @@ def test_a_canary_nobody_asks_is_not_promoted(town: ApiServer, walk: Callable[..
         walk([], auto=True, patience=2)
 
 
+def test_a_stumbling_proxy_and_a_pod_that_is_scaled_away_end_no_canary(
+    town: ApiServer, walk: Callable[..., Any], model: Model, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k8s.smoke._PAUSE_SECONDS", 0)
+    stumbles = [503, 502]
+    count = counting(model)
+
+    def answer(pod: str, path: str, body: Any) -> Answer:
+        if path == "/metrics" and pod == "twice-3":
+            return 404, {}, {"message": "pods not found"}
+        if path == "/metrics" and stumbles:
+            return stumbles.pop(), {}, {"message": "error trying to reach service"}
+        return count(pod, path, body)
+
+    town.pod = answer
+    town.fail("POST", "/pods/twice-canary", drop=True)
+    assert walk([], auto=True)["canary"] is None
+    assert serving(town) == bundle.digest
+
+
 def test_without_auto_it_stays_beside_the_stable_version_until_somebody_decides(
-    town: ApiServer, walk: Callable[..., Any], model: Model, bundle: Bundle, configure: Configure
+    town: ApiServer, walk: Callable[..., Any], model: Model, bundle: Bundle, configure: Configure, tmp_path: Path
 ) -> None:
     town.pod = counting(model)
     record = walk([])
     assert record["canary"] == 10
     assert (serving(town), serving(town, "twice-canary")) == ("0" * 64, bundle.digest)
+    told = drift.look("", "default", tmp_path / "old", "0" * 64)
+    assert told.drift == ("deployment/twice-canary is there, and no canary is recorded",)
+    assert drift.look("", "default", tmp_path / "old", "0" * 64, canary=True).drift == ()
+    assert drift.found("", "default", tmp_path / "old") == drift.Found("0" * 64, canary=True)
     deploy.end_canary(configure(), print)
     assert (serving(town), serving(town, "twice-canary")) == ("0" * 64, "")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from google.protobuf import json_format
 
-from k8s import argo, kfp
+from k8s import argo, kfp, training
 from k8s.manifest import Object
 from k8s.workflow import CONFIG
 from pipeline.render import tasks
@@ -28,16 +28,22 @@ RICH: dict[str, Any] = {
     "train": {"device": "cuda", "processes": 4},
     "cluster": {
         "spot": True, "node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"], "claim": "shared",
-        "service_account": "pipe",
+        "service_account": "pipe", "pull_secret": "registry", "queue": "team",
     },
 }  # fmt: skip
-MANY: dict[str, Any] = {"train": {"nodes": "2:3", "processes": 2}, "cluster": {"workload": "jobset"}}
+MANY: dict[str, Any] = {
+    "train": {"nodes": "2:3", "processes": 2},
+    "cluster": {"workload": "jobset", "service_account": "pipe"},
+}
 # What kfp-kubernetes 2.17 knows of an executor; its package asks for another kubernetes client than ours.
 PLATFORM = {
+    "activeDeadlineSeconds": None,
+    "imagePullSecret": {"secretName", "secretNameParameter"},
     "emptyDirMounts": {"medium", "mountPath", "sizeLimit", "volumeName"},
     "imagePullPolicy": None,
     "nodeAffinity": {"matchExpressions", "weight"},
     "nodeSelector": {"labels"},
+    "podMetadata": {"labels"},
     "pvcMount": {"constant", "mountPath", "pvcNameParameter"},
     "securityContext": {"runAsUser", "runAsGroup", "runAsNonRoot"},
     "tolerations": {"key", "operator", "value", "effect"},
@@ -160,9 +166,46 @@ def test_a_lost_pod_is_tried_again_and_an_error_is_not(configure: Configure) -> 
     assert strategy["retryPolicy"] == "Always"
 
 
-def test_only_the_deploy_step_may_change_the_service(configure: Configure) -> None:
-    accounts = {name: item.get("serviceAccountName") for name, item in templates(of_argo(configure(**RICH))).items()}
-    assert {name: account for name, account in accounts.items() if account} == {"deploy": "pipe"}
+@pytest.mark.parametrize(("words", "steps"), [(RICH, {"deploy"}), (MANY, {"deploy", "train"})], ids=["one", "many"])
+def test_only_what_changes_the_cluster_may_do_so(words: dict[str, Any], steps: set[str], configure: Configure) -> None:
+    accounts = {name: item.get("serviceAccountName") for name, item in templates(of_argo(configure(**words))).items()}
+    assert {name: account for name, account in accounts.items() if account} == dict.fromkeys(steps, "pipe")
+
+
+@pytest.mark.parametrize(("words", "seconds"), [({}, 90), (RICH, 30)], ids=["plain", "spot"])
+def test_pods_of_argo_have_time_for_a_checkpoint_and_are_cleared_away(
+    words: dict[str, Any], seconds: int, configure: Configure
+) -> None:
+    spec = of_argo(configure(**words))["spec"]
+    assert json.loads(spec["podSpecPatch"]) == {"terminationGracePeriodSeconds": seconds, "enableServiceLinks": False}
+    assert spec["podGC"]["strategy"] == "OnPodSuccess", "one that failed is there to be looked at"
+    assert templates({"spec": spec})["train"]["retryStrategy"]["backoff"] == {"duration": "10s", "factor": "2"}
+
+
+def test_a_private_registry_is_opened_in_both_engines(configure: Configure) -> None:
+    config = configure(**RICH)
+    assert of_argo(config)["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    for executor in of_kfp(config)[1].values():
+        assert [secret["secretName"] for secret in executor["imagePullSecret"]] == ["registry"]
+
+
+def test_training_waits_in_the_queue_whatever_it_is(configure: Configure) -> None:
+    label, config = {training.QUEUE_LABEL: "team"}, configure(**RICH)
+    found = {name: template.get("metadata") for name, template in templates(of_argo(config)).items()}
+    assert {name: metadata for name, metadata in found.items() if metadata} == {"train": {"labels": label}}
+    executors = of_kfp(config)[1]
+    assert [name for name, item in executors.items() if "podMetadata" in item] == ["exec-train"]
+    assert executors["exec-train"]["podMetadata"] == {"labels": label}
+    many = configure(**{**MANY, "cluster": {**MANY["cluster"], "queue": "team"}})
+    (train,) = (item for item in of_argo(many)["spec"]["templates"] if "resource" in item)
+    assert yaml.safe_load(train["resource"]["manifest"])["metadata"]["labels"][training.QUEUE_LABEL] == "team"
+
+
+def test_training_ends_at_its_deadline_in_kubeflow_pipelines(configure: Configure) -> None:
+    executors = of_kfp(configure(cluster={"deadline_seconds": 60}))[1]
+    assert {name: item.get("activeDeadlineSeconds") for name, item in executors.items()} == {
+        **dict.fromkeys(executors), "exec-train": 60,
+    }  # fmt: skip
 
 
 def test_training_on_several_pods_is_a_jobset_that_argo_waits_for(configure: Configure) -> None:
