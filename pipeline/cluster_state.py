@@ -33,7 +33,9 @@ class Told:
                 f"canary: about {placed.percent:g} % of the requests to bundle {placed.canary.bundle[:12]} of run "
                 f"{placed.canary.run}; `pipe promote` or `pipe rollback` ends it"
             )
-        if placed.previous is not None:
+        if any(drift.startswith("bundle ") for drift in state.drift):
+            lines.append(f"`pipe rollback` puts bundle {placed.current.bundle[:12]} of run {placed.current.run} back")
+        elif placed.previous is not None and placed.canary is None:
             lines.append(
                 f"`pipe rollback` goes back to bundle {placed.previous.bundle[:12]} of run {placed.previous.run}"
             )
@@ -47,5 +49,7 @@ def told_of_cluster(project: Project) -> Told | None:
         return None
     from k8s.drift import look
 
-    manifests = Run(project.runs / placed.current.run).output("deploy") / "manifests"
-    return Told(placed, look(placed.context, placed.namespace, manifests, placed.current.bundle))
+    version = placed.canary if placed.canary and placed.canary_in_place else placed.current
+    manifests = Run(project.runs / version.run).output("deploy") / "manifests"
+    tried = placed.canary is not None
+    return Told(placed, look(placed.context, placed.namespace, manifests, version.bundle, canary=tried))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from pipeline.spec.run import STEPS, Run
+from pipeline.spec.override import OVERRIDDEN
+from pipeline.spec.run import STEPS, Run, StepRecord
 
 
 def differences(first: Run, second: Run) -> list[dict[str, str]]:
     """Named parts of the keys (settings, sources, versions, inputs) that differ, step by step."""
-    a, b = first.read().steps, second.read().steps
+    return differing(first.read().steps, second.read().steps)
+
+
+def differing(a: Mapping[str, StepRecord], b: Mapping[str, StepRecord]) -> list[dict[str, str]]:
     rows = []
     for step in STEPS:
         before = a[step].parts if step in a else {}
@@ -25,14 +30,29 @@ def differences(first: Run, second: Run) -> list[dict[str, str]]:
 
 def results(run: Run) -> dict[str, Any]:
     """One row of a comparison; what a run has not reached is None."""
-    row: dict[str, Any] = {"run": run.id, "verdict": None, "bundle": None}
+    row: dict[str, Any] = {"run": run.id, "verdict": None, "bundle": None, "test": None}
     if (run.output("evaluate") / "verdict.json").exists():
-        row["verdict"] = run.verdict()["verdict"]
+        record = run.read().steps.get("evaluate")
+        row["verdict"] = OVERRIDDEN if record and record.status == OVERRIDDEN else run.verdict()["verdict"]
     if (run.bundle_path / "manifest.json").exists():
         row["bundle"] = run.bundle().digest[:12]
     metrics = run.output("evaluate") / "metrics.json"
-    candidate = json.loads(metrics.read_text())["candidate"] if metrics.exists() else {}
-    return row | candidate | {"train_seconds": _worked(run)}
+    found: dict[str, Any] = json.loads(metrics.read_text()) if metrics.exists() else {}
+    row["test"] = str(found.get("test_fingerprint", ""))[:12] or None
+    measured: dict[str, Any] = found.get("candidate", {})
+    return row | measured | {"train_seconds": _worked(run)}
+
+
+def unlike(rows: list[dict[str, Any]]) -> str:
+    """Whose numbers must not be read against each other; empty where all were judged on the same samples."""
+    tests: dict[str, list[str]] = {}
+    for row in rows:
+        if row["test"]:
+            tests.setdefault(row["test"], []).append(row["run"])
+    if len(tests) < 2:
+        return ""
+    told = "; ".join(f"{test}: {', '.join(runs)}" for test, runs in tests.items())
+    return f"these runs were judged on different test data, so their numbers do not compare ({told})"
 
 
 def aligned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from pipeline.service import Live, read_live
 from pipeline.smoke import latency
 from pipeline.spec.access import Access
 from pipeline.spec.bundle import Bundle
+from pipeline.spec.config import Config
 from pipeline.spec.errors import ClusterError, ConfigError
 from pipeline.spec.files import write_json
 from pipeline.spec.run import Run
@@ -25,26 +26,34 @@ from pipeline.start import DIGITS, Start, start
 
 
 def deploy(run: Run, root: Path) -> None:
-    bundle, access = run.bundle(), Access.of(run.config.serve, root)
+    access = Access.of(run.config.serve, root)
+    bundle = run.bundle(access.trust)
     on_cluster = run.config.deploy.target == "kubernetes"
     record = _on_cluster(run, bundle, access) if on_cluster else _locally(run, bundle, access, root)
     write_json(run.partial("deploy") / "deploy.json", record)
-    if record["live"] and (bundle.manifest.verdict == "forced" or record.get("force_reason")):
+    if record["live"] and (bundle.manifest.verdict in ("overridden", "forced") or record.get("force_reason")):
         _say("forced past the gate: it serves, but the champion that candidates must beat stays as it was")
     elif record["live"] and not record.get("canary"):
         promote(run, bundle)
 
 
-def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
+def image_on_cluster(run: Run, config: Config) -> str:
+    """What the pods are made of; a word that is for a local service alone is refused."""
     for word in ("canary", "shadow"):
-        if getattr(run.config.serve, word):
+        if getattr(config.serve, word):
             raise ConfigError(f"serve.{word}: a pod on a cluster holds one bundle; this is for a local service alone")
-    from k8s.deploy import deploy as deploy_to_cluster  # the local road does without
-    from k8s.manifest import check_pinned
+    from k8s.manifest import check_pinned  # the local road does without
 
     record = json.loads((run.output("package") / "image.json").read_text())
-    image = run.config.deploy.image or record.get("reference") or record["image"]
+    image: str = config.deploy.image or record.get("reference") or record["image"]
     check_pinned(image, "deploy.image")
+    return image
+
+
+def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
+    from k8s.deploy import deploy as deploy_to_cluster
+
+    image = image_on_cluster(run, run.config)
     directory, render = run.partial("deploy") / "manifests", run.config.deploy.render
 
     def final(text: str) -> str:
@@ -63,7 +72,7 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
 def _locally(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[str, Any]:
     live = read_live(run.runs)
     live = live if live and live.alive else None
-    fixed = [*access.options, *watching(run.config.serve), "--keep-versions", str(run.config.serve.keep_versions)]
+    fixed = fixed_options(run.config, access)
     order = Start(run, bundle, access, fixed, stamp_of(fixed), shadow_bundle(run.config, run, root))
     way, why = decide(live, run.config, bundle, order.stamp)
     if live is not None and way == "swap" and not Admin(live).answers():
@@ -86,6 +95,11 @@ def _locally(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[str, 
         "golden": {"requests": asked},
         "latency_ms": latency(live.host, live.port, bundle, access, bundle.digest[:DIGITS]),
     }
+
+
+def fixed_options(config: Config, access: Access) -> list[str]:
+    """Of the process, for its whole life."""
+    return [*access.options, *watching(config.serve), "--keep-versions", str(config.serve.keep_versions)]
 
 
 def _swap(order: Start, old: Live) -> tuple[Live, int]:

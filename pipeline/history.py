@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import platform
-import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -19,23 +17,16 @@ from pipeline.spec.digest import digest_file, digest_mapping, digest_tree
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.files import write_atomic
 from pipeline.spec.run import Run, RunFile, StepRecord
+from pipeline.spec.runs import all_runs
 
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic")
 
-
-_SECOND = len("20260131-235959")  # at the beginning of a run's name
-_TIMED = re.compile(r"\d{8}-\d{6}-")
 
 History: TypeAlias = list[tuple[Run, RunFile]]
 
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def created(run: Run) -> datetime:
-    """To the microsecond; a run of an older version knows the second."""
-    return datetime.fromisoformat(run.read().created)
 
 
 def create_run(
@@ -79,21 +70,6 @@ def write_record(run: Run, record: StepRecord) -> StepRecord:
     body = run.read()
     write_run(run, body.model_copy(update={"steps": {**body.steps, record.step: record}}))
     return record
-
-
-def all_runs(runs: Path) -> list[Run]:
-    """Newest first. Directory names start with the second they were made in; what is of one second is asked."""
-    if not runs.is_dir():
-        return []
-    found = [Run(path) for path in runs.iterdir() if (path / "run.json").is_file()]
-    found.sort(key=lambda run: (_second(run), run.id), reverse=True)
-    seconds = [list(same) for _, same in itertools.groupby(found, _second)]
-    return [run for same in seconds for run in (sorted(same, key=created, reverse=True) if len(same) > 1 else same)]
-
-
-def _second(run: Run) -> str:
-    """Its name begins with it; a run that a workflow has named tells it itself."""
-    return run.id[:_SECOND] if _TIMED.match(run.id) else f"{created(run):%Y%m%d-%H%M%S}"
 
 
 def load_history(runs: Path) -> History:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k8s.builder import build, build_argv, find_builder, push, save
+from k8s.base import Base, resolve
+from k8s.builder import Work, annotates, build, build_argv, find_builder, push, save
 from k8s.context import Recipe
 from k8s.inventory import Package as Installed
 from k8s.inventory import read_image
@@ -84,11 +85,9 @@ def _build(package: Package, order: Order, env: Mapping[str, str]) -> dict[str, 
         if needed:
             raise StageError(f"{reason}; install one, or set package.build=auto")
         return _without_image(None, reason, order)
-    if "@" not in package.base:
-        print(f"note: package.base={package.base} is a tag, which may move; name it by digest to pin it")
+    base = _base(package, env)
     print(f"building {order.image} with {search.builder}", flush=True)
-    context, id_file = order.folder / "context", order.folder / ".image-id"
-    built = build(search.builder, order.image, context, id_file, env, order.notes)
+    built = build(search.builder, _work(order, order.folder, base), order.folder / ".image-id", env)
     if built.image_digest is None:
         where = f"; its whole output is in {order.log}" if order.log else ""
         reason = f"{search.builder} could not build {order.image}: {built.said}{where}"
@@ -97,17 +96,42 @@ def _build(package: Package, order: Order, env: Mapping[str, str]) -> dict[str, 
         print(f"WARNING: {reason}", file=sys.stderr)
         return _without_image(search.builder, reason, order)
     print(f"built {order.image}, {built.image_digest}")
-    return _facts(search.builder, built.image_digest, "")
+    if not annotates(search.builder, env):
+        print("note: docker without buildx writes no annotations; the image's labels alone name what is in it")
+    return _facts(search.builder, built.image_digest, "") | {"base_digest": base.digest}
+
+
+def _base(package: Package, env: Mapping[str, str]) -> Base:
+    base = resolve(package.base, env)
+    if base.digest is None:
+        print(
+            f"WARNING: package.base={package.base} is a tag, and what it means today is not known ({base.reason}); the "
+            "builder takes what it finds under that name. Name the base by digest, as in name@sha256:…, to pin it",
+            file=sys.stderr,
+            flush=True,
+        )
+    elif base.name != package.base:
+        print(f"base {package.base} is {base.name}", flush=True)
+    return base
+
+
+def _work(order: Order, folder: Path, base: Base | None = None) -> Work:
+    """The base is on record as OCI has it."""
+    if base is None or base.digest is None:
+        return Work(order.image, folder / "context", order.notes)
+    notes = {**order.notes, "org.opencontainers.image.base.digest": base.digest}
+    return Work(order.image, folder / "context", notes, base.name)
 
 
 def _without_image(builder: str | None, reason: str, order: Order) -> dict[str, Any]:
-    argv = build_argv(builder or "docker", order.image, order.final / "context", {}, order.notes)
+    by = builder or "docker"
+    argv = build_argv(by, _work(order, order.final), {}, annotated=by != "docker")
     print(f"no image was built; to build it by hand: {shlex.join(argv)}", flush=True)
     return _facts(builder, None, reason)
 
 
 def _facts(builder: str | None, digest: str | None, reason: str) -> dict[str, Any]:
-    return {"builder": builder, "image_digest": digest, "reason": reason, "reference": None}
+    return {"builder": builder, "image_digest": digest, "reason": reason, "reference": None, "base_digest": None}
 
 
 def _look_inside(builder: str, order: Order, env: Mapping[str, str]) -> list[Installed]:

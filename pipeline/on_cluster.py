@@ -53,9 +53,8 @@ class OnCluster:
             if (job := engine.find()) is not None:
                 self._say(f"{label(job)} was started before; following it")
             else:
-                engine.remove()  # what another key left: its results would not be these
                 engine.start()
-            found = engine.follow()
+            found = self._follow(engine, run)
         except KeyboardInterrupt as interrupt:
             self._interrupted(engine, run, asked=not interrupt.args)
             raise
@@ -64,6 +63,13 @@ class OnCluster:
         except PipelineError as error:  # the step is over, however its Job may stay
             self._say(f"warning: {label(engine.work.job)} is left on the cluster: {error}")
         return found
+
+    def _follow(self, engine: Engine, run: Run) -> Ending:
+        try:
+            return engine.follow()
+        except PipelineError:
+            self._say(f"{label(engine.work.job)} goes on without us; `pipe run --resume {run.id}` follows it again")
+            raise
 
     def _interrupted(self, engine: Engine, run: Run, asked: bool) -> None:
         """SIGTERM has an argument, and nobody to answer a question."""

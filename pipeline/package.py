@@ -19,6 +19,7 @@ from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError, GateError
 from pipeline.spec.files import write_json
+from pipeline.spec.override import passed_gate
 from pipeline.spec.run import Run
 from pipeline.spec.step import run_step
 
@@ -48,10 +49,10 @@ def package(run: Run, root: Path) -> None:
 def check_verdict(bundle: Bundle) -> None:
     """A rejected model goes no further, even when its bundle was made by hand."""
     verdict = bundle.manifest.verdict
-    if verdict not in ("pass", "no-baseline") and not verdict.startswith("forced"):
+    if not passed_gate(verdict):
         raise GateError(
-            f"{bundle.path}: its verdict is {verdict!r}; only pass, no-baseline or forced is packaged "
-            "(evaluate.force_reason forces it, on record)"
+            f"{bundle.path}: its verdict is {verdict!r}; only pass, no-baseline or overridden is packaged "
+            "(`pipe gate override RUN` goes past a verdict, on record)"
         )
 
 

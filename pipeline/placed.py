@@ -28,6 +28,7 @@ class Placed(Frozen):
     previous: Version | None = None
     canary: Version | None = None
     percent: float = 0.0
+    canary_in_place: bool = False  # in the very object of the stable version, as Knative has it; else beside it
 
     @property
     def versions(self) -> list[Version]:
@@ -55,14 +56,15 @@ def write_placed(runs: Path, placed: Placed) -> None:
 
 
 def record(run: Run, name: str, told: dict[str, Any]) -> Placed:
-    """After a deployment; a bundle that merely serves again is no new version."""
+    """After a deployment; a bundle that merely serves again, in the same image, is no new version."""
     old = read_placed(run.runs)
     version = Version(run=run.id, bundle=told["bundle"], image=told["image"])
     where = {key: told[key] for key in ("context", "server", "namespace")}
     here = old if old is not None and (old.server, old.namespace) == (told["server"], told["namespace"]) else None
     if told.get("canary") and here is not None:
-        found = here.model_copy(update={"canary": version, "percent": told["canary"]})
-    elif here is not None and here.current.bundle == version.bundle:
+        update = {"canary": version, "percent": told["canary"], "canary_in_place": told.get("canary_in_place", False)}
+        found = here.model_copy(update=update)
+    elif here is not None and (here.current.bundle, here.current.image) == (version.bundle, version.image):
         found = here.model_copy(update={"current": version, "canary": None, "percent": 0.0})
     else:
         previous = here.current if here is not None else None

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pipeline.spec.config import Config
 from pipeline.spec.digest import digest_mapping
 from pipeline.spec.errors import ConfigError
+from pipeline.spec.override import FILE as OVERRIDE
 from pipeline.spec.run import STEPS, StepRecord
 from pipeline.steps import KINDS
 
@@ -76,6 +77,8 @@ def input_parts(step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str
     for path in KINDS[step].inputs:
         upstream, _, file = path.partition("/")
         parts[f"input:{path}"] = outputs.get(upstream, {}).get(file, UNKNOWN)
+    if "evaluate" in KINDS[step].upstream and OVERRIDE in outputs.get("evaluate", {}):
+        parts[f"input:{OVERRIDE}"] = outputs["evaluate"][OVERRIDE]  # beside the run's steps, where there is one
     return parts
 
 
@@ -95,7 +98,7 @@ def decide(
     waiting = [name[6:].partition("/")[0] for name, value in parts.items() if value == UNKNOWN]
     if waiting:
         return run(f"after {', '.join(dict.fromkeys(waiting))}")
-    same = next(((run_id, record) for run_id, record in past if record.key == key and record.status == "done"), None)
+    same = next(((run_id, record) for run_id, record in past if record.key == key and record.complete), None)
     if same is None:
         return run(explain(parts, past))
     run_id, record = same
@@ -107,7 +110,7 @@ def decide(
 
 def explain(parts: Mapping[str, str], past: Past) -> str:
     """Which parts of the key changed since the step was last complete."""
-    last = next((record for _, record in past if record.status == "done"), None)
+    last = next((record for _, record in past if record.complete), None)
     if last is None:
         return "never completed" if past else "never run"
     return changes(last.parts, parts) or "key format changed"
@@ -117,8 +120,10 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """The parts that differ, the first three by name."""
     names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     # What the user touched first, consequences of it last.
-    order = ("config", "source", "file", "version", "house", "baseline", "input")
+    order = ("config", "source", "file", "pretrained", "version", "house", "baseline", "input", "rival")
     names.sort(key=lambda name: order.index(name.partition(":")[0]))
+    # Other data has another rival: that the champion is new is news only where nothing else is.
+    names = [name for name in names if not name.startswith("rival:")] or names
     told = [_change(name, before.get(name), after.get(name)) for name in names]
     return ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
 

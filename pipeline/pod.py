@@ -1,6 +1,7 @@
 """One step in a pod of a workflow: `python -m pipeline.pod STEP RUN -- ARGV…` keeps the books of what `pipe run` keeps.
 
 The first step makes the run, of the configuration in PIPE_CONFIG. Pods that only take part run ARGV and no more.
+Where no workflow has walked the steps before, `--begin` does, and makes the run of the project's own pipe.yaml.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from k8s.workflow import CONFIG
+from k8s.own_run import CONFIG, config_text
 from pipeline.display import Display
 from pipeline.history import begin_run
 from pipeline.lock import locked
-from pipeline.node import POD_NUMBER
+from pipeline.node import PASSING_EXIT_CODE, POD_NUMBER
 from pipeline.plan import with_upstream
 from pipeline.project import Project
 from pipeline.runner import Order, resume_road
@@ -27,29 +29,37 @@ from pipeline.spec.errors import ConfigError, PipelineError
 from pipeline.spec.run import STEPS, Run
 from pipeline.steps import argv_of
 
+_LOOK_SECONDS = 0.5
+
 
 def main(argv: Sequence[str]) -> int:
     own, given = _split(argv)
     parser = argparse.ArgumentParser(prog="pipeline.pod", description="one step of a run, in a pod")
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("run", type=Path, help="run directory, the same for all steps")
+    parser.add_argument("--begin", action="store_true", help="walk the steps before this one as well")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="on top of pipe.yaml")
     options = parser.parse_args(own)
+    run = Run(options.run.absolute())
     if os.environ.get(POD_NUMBER, "0") != "0":
+        if options.begin:
+            _wait_for_the_first(run, options.step)
         os.execvp(given[0], given)  # the same process: signals reach it
     signal.signal(signal.SIGTERM, _leave)
     try:
-        walk(options.step, Run(options.run.absolute()), given, os.environ.get(CONFIG, ""))
+        config = os.environ.get(CONFIG, "") or (_own_config(options.set) if options.begin else "")
+        walk(options.step, run, given, config, begin=options.begin)
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return PASSING_EXIT_CODE if error.passing else error.exit_code
     except KeyboardInterrupt:
         print("interrupted; another pod goes on from here", file=sys.stderr)
         return 128 + signal.SIGTERM
     return 0
 
 
-def walk(step: str, run: Run, argv: Sequence[str], config: str) -> None:
-    """The step alone: those before it are complete, or this is an error."""
+def walk(step: str, run: Run, argv: Sequence[str], config: str, *, begin: bool = False) -> None:
+    """The step alone: those before it are complete, or this is an error unless it is to begin with them."""
     if not (run.path / "run.json").is_file():
         _begin(run, config)
     planned = argv_of(step, run.config, str(run.path))
@@ -59,9 +69,23 @@ def walk(step: str, run: Run, argv: Sequence[str], config: str) -> None:
             "with the version of `pipe` that the image holds"
         )
     walked = with_upstream((step,))
-    with locked(run.path):
-        order = Order(walked, reuse_only=frozenset(walked) - {step})
+    # Of a node that died, the volume may hold the lock for a while after its pod has been replaced.
+    with locked(run.path, told=lambda text: print(text, file=sys.stderr, flush=True)):
+        order = Order(walked, reuse_only=frozenset() if begin else frozenset(walked) - {step})
         resume_road(Project(Path.cwd(), run.path.parent), run, order, Display(live=False))
+
+
+def _wait_for_the_first(run: Run, step: str) -> None:
+    """Until the first pod has walked what comes before; whatever ends it ends this one, too."""
+    wanted = [run.path / "run.json", *(run.output(name) for name in with_upstream((step,)) if name != step)]
+    if not all(path.exists() for path in wanted):
+        print(f"{run.path}: waiting until the first pod has made it ready", file=sys.stderr, flush=True)
+    while not all(path.exists() for path in wanted):
+        time.sleep(_LOOK_SECONDS)
+
+
+def _own_config(words: Sequence[str]) -> str:
+    return config_text(Project(Path.cwd(), Path.cwd() / "runs").config([*words, "jobs.executor=local"]))
 
 
 def _begin(run: Run, text: str) -> None:

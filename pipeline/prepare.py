@@ -1,22 +1,30 @@
-"""The prepare step: what the data is (fingerprints, class balance) and whether its splits leak."""
+"""The prepare step: what the data is (fingerprints, class balance), whether its splits leak, what checks say."""
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
+from pipeline.checks.look import look, tell, write_look
+from pipeline.checks.neighbours import Digests
+from pipeline.checks.reading import Reading
+from pipeline.pretrained import KEY as PRETRAINED
+from pipeline.pretrained import copy_small_files, find_pretrained, record
+from pipeline.spec.building import adapting
+from pipeline.spec.companions import FOLDER, KEY, companions_in, make_companions
 from pipeline.spec.data import Samples, check_columns, open_split
 from pipeline.spec.errors import DataError
 from pipeline.spec.files import write_json
-from pipeline.spec.fingerprint import fingerprint, sample_digests
+from pipeline.spec.pretrained import Pretrained
 from pipeline.spec.run import Run
 from pipeline.spec.step import run_step
-from pipeline.spec.task import SPLITS, Classifier, Task, load_task
+from pipeline.spec.task import SPLITS, Task, load_task
 
 _LISTED = 100  # duplicates written out; all are counted
 
@@ -24,50 +32,77 @@ _LISTED = 100  # duplicates written out; all are counted
 def prepare(run: Run, root: Path) -> None:
     config = run.config
     task = load_task(config.task, root)
+    files = run.partial("prepare") / FOLDER
+    shutil.rmtree(files, ignore_errors=True)  # an interrupted attempt's
+    pretrained = find_pretrained(config, root)
+    if pretrained:
+        copy_small_files(pretrained, files)
+    make_companions(task, files)
+    digest, look_at = _checked(pretrained, task, run) if pretrained else ("", None)
+    begun = {PRETRAINED: digest} if pretrained else {}
     splits = {name: open_split(task, name) for name in SPLITS}
     for samples in splits.values():
         check_columns(task, samples)
-    pairs = find_duplicates({name: sample_digests(samples, task.inputs) for name, samples in splits.items()})
+    if look_at:
+        look_at(splits.values())
+    found = look(run, task, splits)
+    pairs = find_duplicates({name: reading.digests for name, reading in found.readings.items()})
     report: dict[str, Any] = {
-        "splits": {name: _describe(task, samples) for name, samples in splits.items()},
+        "splits": {name: _describe(reading) for name, reading in found.readings.items()},
+        KEY: companions_in(files),
+        **begun,
         "duplicate_count": len(pairs),
         "duplicates": pairs[:_LISTED],
     }
     write_json(run.partial("prepare") / "data.json", report)
+    write_look(found, run.partial("prepare"))
+    if report[KEY]:
+        print(f"files that model, data and codec share: {', '.join(report[KEY])}")
     for name, facts in report["splits"].items():
         print(f"{name}: {facts['samples']} samples, fingerprint {facts['fingerprint'][:12]}")
     if pairs:
         _judge(pairs, config.prepare.leaks, run.partial("prepare") / "data.json")
+    tell(found)
 
 
-def find_duplicates(digests: Mapping[str, list[str]]) -> list[dict[str, Any]]:
+def _checked(found: Pretrained, task: Task, run: Run) -> tuple[str, Callable[[Iterable[Samples]], None]]:
+    """The digest of weights that fit the task's model, and what looks whether its texts do.
+
+    What does not fit is told here, before many processes begin.
+    """
+    from train.pretrained.beginning import fitted  # others do without transformers
+    from train.texts import check_texts, check_tokenizer
+
+    config, directory = run.config, run.partial("prepare")
+    bare, matched = fitted(partial(adapting(task, config.task).adapt, directory / FOLDER), found, config.model.allow)
+    check_tokenizer(directory / FOLDER, bare.model)
+    digest = record(found, directory)
+    if matched.left_out:
+        print(f"left out: {len(matched.left_out)} weights this kind of model has no use for, as {matched.left_out[0]}")
+    where = config.model.pretrained + (f" (run {found.folder.resolve().name})" if found.of_run else "")
+    print(f"pretrained: {where}, {len(found.weights)} files of weights, digest {digest[:12]}")
+    return digest, partial(check_texts, task, bare.model)
+
+
+def find_duplicates(digests: Mapping[str, Sequence[str] | Digests]) -> list[dict[str, Any]]:
     """Every sample that also stands in an earlier split, as pairs of places."""
-    places: dict[str, list[tuple[str, int]]] = defaultdict(list)
-    for split, values in digests.items():
-        for index, value in enumerate(values):
-            places[value].append((split, index))
-    pairs = []
-    for found in places.values():
-        first_split, first_index = found[0]
-        for split, index in found[1:]:
-            if split != first_split:
-                pairs.append({"a": {"split": first_split, "index": first_index}, "b": {"split": split, "index": index}})
-    return pairs
+    joined = np.concatenate([np.asarray(values) for values in digests.values()])
+    _, first, group = np.unique(joined, return_index=True, return_inverse=True)
+    starts = np.cumsum([0, *(len(values) for values in digests.values())])
+    split = np.repeat(np.arange(len(digests)), np.diff(starts))
+    earliest = first[group.reshape(-1)]
+    later = np.flatnonzero(split[earliest] != split)
+    later = later[np.argsort(earliest[later], kind="stable")]
+    names = list(digests)
+
+    def place(index: Any) -> dict[str, Any]:
+        return {"split": names[split[index]], "index": int(index - starts[split[index]])}
+
+    return [{"a": place(earliest[index]), "b": place(index)} for index in later]
 
 
-def _describe(task: Task, samples: Samples) -> dict[str, Any]:
-    return {"samples": len(samples), "fingerprint": fingerprint(samples), "classes": _balance(task, samples)}
-
-
-def _balance(task: Task, samples: Samples) -> dict[str, int] | None:
-    """Samples of each class, for a task that has classes."""
-    if not isinstance(task, Classifier):
-        return None
-    labels = torch.cat([task.actual(batch) for batch in samples.batches(range(len(samples)), 512)]).tolist()
-    counts = Counter(labels)
-    if strange := sorted(label for label in counts if not 0 <= label < len(task.classes)):
-        raise DataError(f"data({samples.split!r}): label {strange[0]} is outside the {len(task.classes)} classes")
-    return {str(name): counts.get(i, 0) for i, name in enumerate(task.classes)}
+def _describe(reading: Reading) -> dict[str, Any]:
+    return {"samples": reading.samples, "fingerprint": reading.fingerprint, "classes": reading.classes}
 
 
 def _judge(pairs: list[dict[str, Any]], leaks: str, listing: Path) -> None:

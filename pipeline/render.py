@@ -6,6 +6,7 @@ from pathlib import Path
 
 from k8s import argo, kfp
 from k8s.manifest import check_pinned
+from k8s.own_run import run_name
 from k8s.render import write, write_documents
 from k8s.training import claims, objects
 from k8s.workflow import Task
@@ -19,15 +20,17 @@ ENGINES = ("argo", "kfp")
 
 
 def render_training(project: Project, config: Config, directory: str) -> list[Path]:
-    """What would train this project on a cluster."""
-    return list(write(objects(config, _image(config), "runs/train"), _target(project, directory, "train")))
+    """What trains this project on a cluster, with nobody who leads it."""
+    image = _image(config)
+    made = objects(config, image, f"runs/{run_name(config, image)}", alone=True)
+    return list(write(made, _target(project, directory, "train")))
 
 
 def render_workflow(project: Project, config: Config, engine: str, directory: str) -> list[Path]:
     """All steps, each as the plan calls it, for the engine that walks them; and the volume of the runs."""
     if engine not in ENGINES:
         raise ConfigError(f"--engine {engine}: there are {' and '.join(ENGINES)}")
-    image, config = _image(config), override_config(config, ["deploy.target=kubernetes"])  # a pod serves nobody itself
+    image, config = _image(config), override_config(config, _in_pods(config))
     target = _target(project, directory, engine)
     files = {"claim.yaml": found} if (found := claims(config)) else {}
     if engine == "argo":
@@ -35,6 +38,23 @@ def render_workflow(project: Project, config: Config, engine: str, directory: st
     else:
         files["pipeline.yaml"] = kfp.documents(config, tasks(config, kfp.RUN), image)
     return write_documents(files, target)
+
+
+def lacking(config: Config) -> str:
+    """What keeps the last step of a workflow from having anything to deploy; empty where nothing does."""
+    if config.package.build == "require" or (config.deploy.image and config.deploy.storage_uri):
+        return ""
+    return (
+        "pods have no container builder, so the workflow's deploy step finds no image of its bundle: set deploy.image, "
+        "deploy.mode=inferenceservice and deploy.storage_uri (docs/kubernetes.md, The whole road as a workflow), or "
+        "deploy the run from where a builder is"
+    )
+
+
+def _in_pods(config: Config) -> list[str]:
+    """A pod serves nobody itself, makes no Jobs of its step, and has no builder unless the image must bring one."""
+    build = [] if config.package.build == "require" else ["package.build=never"]
+    return ["deploy.target=kubernetes", "jobs.executor=local", *build]
 
 
 def tasks(config: Config, run: str) -> tuple[Task, ...]:

@@ -24,7 +24,10 @@ from pipeline.spec.sources import house_sources
 
 Way = Literal["start", "take over", "swap"]
 
-_PACKAGES = ("kserve", "uvicorn", "grpcio", "orjson", "numpy", "pydantic", "onnxruntime", "onnxruntime-gpu")
+_PACKAGES = (
+    "kserve", "uvicorn", "grpcio", "orjson", "numpy", "pydantic", "onnxruntime", "onnxruntime-gpu",
+    "tokenizers", "jinja2",
+)  # fmt: skip
 
 
 def decide(live: Live | None, config: Config, bundle: Bundle, stamp: str) -> tuple[Way, str]:
@@ -95,8 +98,8 @@ def swap(run: Run, bundle: Bundle, live: Live, shadow: Path | None, say: Callabl
 
 def _prove_here(bundle: Bundle) -> None:
     """A bundle that takes its process down with it takes this one, not the service."""
-    from serve.selfcheck import check  # onnxruntime is slow to load
-    from serve.session import Session
+    from serve.runtime.selfcheck import check  # onnxruntime is slow to load
+    from serve.runtime.session import Session
 
     check(bundle, Session(bundle, "cpu"))
 
@@ -128,7 +131,6 @@ def go_back(runs: Path, live: Live, entry: Entry) -> bool:
     if not live.admin_port or not (version := Admin(live).version_of(entry.bundle)):
         return False
     Admin(live).switch(version)
-    run = entry.path.partition("/")[0]
-    update = {"run": run, "bundle": entry.bundle, "since": now(), "canary": None}
+    update = {"run": entry.run, "bundle": entry.bundle, "since": now(), "canary": None}
     write_live(runs, live.model_copy(update=update))
     return True

@@ -24,6 +24,7 @@ from pipeline.keys import parts_of
 from pipeline.launch import prepare_log, said_since
 from pipeline.launchers import check_launcher
 from pipeline.outcome import failure
+from pipeline.override import adopt, carry, outputs_of
 from pipeline.plan import Step, decide
 from pipeline.project import Project
 from pipeline.spec.config import Config, override_config
@@ -34,6 +35,7 @@ from pipeline.spec.errors import (
     Pruned,
     clear_error,
 )
+from pipeline.spec.override import OVERRIDDEN
 from pipeline.spec.run import Run, RunFile, StepRecord
 from pipeline.steps import DEPLOYED, argv_of, run_argument
 
@@ -83,7 +85,7 @@ class Road:
             step = self.decide(name)
             steps.append(step)
             if step.action == "reuse":
-                self.outputs[name] = dict(self.record(step)[1].outputs)
+                self.outputs[name] = outputs_of(*self.record(step))
         self.outputs.clear()
         return tuple(steps)
 
@@ -122,28 +124,35 @@ def _is_of_a_deployment(word: str) -> bool:
     return section in ("deploy", "rollout") or (section == "serve" and name in DEPLOYED)
 
 
-def redeploy(project: Project, source: Run, overrides: Sequence[str], display: Display) -> Run:
-    """Deploy a bundle as it was made then, whatever has changed in the project since; a new, linked run."""
+def deployable(source: Run, overrides: Sequence[str]) -> tuple[Config, list[StepRecord]]:
+    """How a bundle of before would be deployed now, and the steps it is made of; each byte is as it was then."""
     if strange := [override for override in overrides if not _is_of_a_deployment(override.partition("=")[0])]:
         raise ConfigError(
             f"{strange[0]}: a deployment changes deploy.*, rollout.* and serve.{{{','.join(DEPLOYED)}}} alone; "
             "`pipe run` changes the others"
         )
     config, body = override_config(source.config, overrides), source.read()
-    kept = [record for record in body.steps.values() if record.step != "deploy" and record.status == "done"]
+    kept = [record for record in body.steps.values() if record.step != "deploy" and record.complete]
     if missing := sorted({"export", "package"} - {record.step for record in kept}):
         raise ConfigError(
             f"run {source.id} has no finished {' and no '.join(missing)}; `pipe run --resume` finishes it"
         )
-    road = Road(project, config, Order(tuple(record.step for record in kept)), [(source, body)])
     for record in kept:
         if changed := changed_outputs(source, record):
             raise BundleError(f"run {source.id}: {record.step}/{changed[0]} changed on disk; it must not be deployed")
+    return config, kept
+
+
+def redeploy(project: Project, source: Run, overrides: Sequence[str], display: Display) -> Run:
+    """Deploy a bundle as it was made then, whatever has changed in the project since; a new, linked run."""
+    config, kept = deployable(source, overrides)
+    road = Road(project, config, Order(tuple(record.step for record in kept)), [(source, source.read())])
     run = create_run(project.runs, config, (*road.order.wanted, "deploy"), parent=source.id)
+    carry(source, run)
     for record in kept:
         link_outputs(source, run, record)
         update = {"reused_from": record.reused_from or source.id, "reason": "deployed again", "seconds": 0.0}
-        road.outputs[record.step] = dict(write_record(run, record.model_copy(update=update)).outputs)
+        road.outputs[record.step] = outputs_of(run, write_record(run, record.model_copy(update=update)))
     _launch(road, run, road.decide("deploy"), display)
     return run
 
@@ -187,8 +196,9 @@ def _foresee(road: Road) -> None:
 
 
 def _unfinished(body: RunFile) -> bool:
-    states = [body.steps[step].status if step in body.steps else "" for step in body.wanted]
-    return not {"rejected", "pruned"} & set(states) and states != ["done"] * len(states)
+    found = [body.steps.get(step) for step in body.wanted]
+    ended = any(record is not None and record.status in ("rejected", "pruned") for record in found)
+    return not ended and not all(record is not None and record.complete for record in found)
 
 
 def _walk(road: Road, run: Run, display: Display) -> None:
@@ -199,7 +209,7 @@ def _walk(road: Road, run: Run, display: Display) -> None:
             display.say(f"{name}: reused, {step.reason}")
         else:
             record = _launch(road, run, step, display)
-        road.outputs[name] = dict(record.outputs)
+        road.outputs[name] = outputs_of(run, record)
 
 
 def _reuse(road: Road, run: Run, step: Step) -> StepRecord:
@@ -207,6 +217,8 @@ def _reuse(road: Road, run: Run, step: Step) -> StepRecord:
     if source.id == run.id:  # a resumed run: it is there already
         return record
     link_outputs(source, run, record)
+    if record.status == OVERRIDDEN:
+        carry(source, run)
     update = {"reused_from": record.reused_from or source.id, "reason": step.reason, "seconds": 0.0}
     return write_record(run, record.model_copy(update=update))
 
@@ -241,10 +253,10 @@ def _launch(road: Road, run: Run, step: Step, display: Display) -> StepRecord:
         write_record(run, record.model_copy(update={"status": ending, "seconds": time.monotonic() - started}))
         raise
     found = failure(run, step.name, status, said_since(log, began))
-    return _finish(run, record.model_copy(update={"seconds": time.monotonic() - started}), found, display)
+    return _finish(road, run, record.model_copy(update={"seconds": time.monotonic() - started}), found, display)
 
 
-def _finish(run: Run, record: StepRecord, error: PipelineError | None, display: Display) -> StepRecord:
+def _finish(road: Road, run: Run, record: StepRecord, error: PipelineError | None, display: Display) -> StepRecord:
     if error is None or error.complete:
         clear_error(run.partial(record.step))
         outputs, digest = seal(run, record.step)
@@ -254,6 +266,9 @@ def _finish(run: Run, record: StepRecord, error: PipelineError | None, display: 
     if error is None:
         display.end(f"done in {record.seconds:.1f} s")
         return write_record(run, record.model_copy(update={**update, "status": "done"}))
+    if record.step == "evaluate" and error.complete and (given := adopt(run, [other for other, _ in road.history])):
+        display.end(f"rejected, and {given}")
+        return write_record(run, record.model_copy(update={**update, "status": OVERRIDDEN, "reason": str(error)}))
     display.end(error.ending)
     display.failed(error)
     update |= {"status": error.ending, "reason": str(error)}

@@ -13,6 +13,8 @@ from pipeline.spec.sections import Serve, Train
 
 # Words of the serve section that a deployment chooses; the others travel in the bundle.
 DEPLOYED = tuple(name for name in Serve.model_fields if name not in SEALED)
+# Words of the evaluate section that the exported variants are judged by as well.
+_JUDGED = tuple(f"evaluate.{name}" for name in ("metric", "margin", "confidence", "resamples", "seed", "require"))
 AGAIN = "--again"  # after the argv of the train step: somebody killed what it started
 
 
@@ -35,11 +37,11 @@ class StepKind:
 KINDS = {
     kind.name: kind
     for kind in (
-        StepKind("prepare", "pipeline.prepare", ("task", "codec", "prepare"), packages=("torch", "numpy")),
+        StepKind("prepare", "pipeline.prepare", ("task", "codec", "prepare", "model"), packages=("torch", "numpy")),
         StepKind(
             "train",
             "train",
-            ("task", "train"),
+            ("task", "train", "model.allow"),
             inputs=("prepare/data.json",),
             packages=("torch", "numpy", "safetensors"),
         ),
@@ -53,7 +55,7 @@ KINDS = {
         StepKind(
             "export",
             "export",
-            ("name", "task", "codec", "export", *(f"serve.{name}" for name in SEALED)),
+            ("name", "task", "codec", "export", *(f"serve.{name}" for name in SEALED), *_JUDGED),
             inputs=("prepare/data.json", "train/model.safetensors", "evaluate/verdict.json"),
             packages=("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy"),
         ),

@@ -11,7 +11,22 @@ from types import FrameType
 
 import typer
 
-from pipeline.cli import bench, chaos, join, look, package, project, registry, render, road, service, tune
+from pipeline.cli import (
+    bench,
+    champion,
+    chaos,
+    gate,
+    join,
+    look,
+    package,
+    project,
+    registry,
+    render,
+    road,
+    service,
+    sign,
+    tune,
+)
 from pipeline.cli.app import app
 from pipeline.spec import leash
 from pipeline.spec.errors import ConfigError, PipelineError
@@ -19,7 +34,9 @@ from pipeline.spec.errors import ConfigError, PipelineError
 __all__ = [
     "app",
     "bench",
+    "champion",
     "chaos",
+    "gate",
     "join",
     "look",
     "main",
@@ -29,6 +46,7 @@ __all__ = [
     "render",
     "road",
     "service",
+    "sign",
     "tune",
 ]
 

@@ -14,8 +14,10 @@ from typer.core import TyperGroup
 from pipeline.project import Project, find_project
 
 COMMANDS = [
-    "init", "doctor", "plan", "run", "join", "status", "log", "diff", "compare", "report", "verify", "serve", "predict",
-    "package", "deploy", "render", "promote", "rollback", "stop", "gc", "repro", "tune", "chaos", "bench",
+    "init", "doctor", "plan", "run", "join", "status", "log", "diff", "compare", "report", "gate", "verify", "sign",
+    "serve",
+    "predict", "package", "deploy", "render", "promote", "rollback", "registry", "stop", "gc", "repro", "tune", "chaos",
+    "bench",
 ]  # fmt: skip
 
 

@@ -36,5 +36,5 @@ def check(run: Run) -> None:
             f"run {run.id} has train.nodes={train.nodes} and train.launcher={train.launcher}; machines join where "
             "nodes is above 1, as in train.nodes=2:4, and the launcher is torchrun"
         )
-    if record is not None and record.status == "done":
+    if record is not None and record.complete:
         raise ConfigError(f"run {run.id} has trained to its end; there is nothing to join")

@@ -12,14 +12,15 @@ import typer
 from pipeline.admin import Admin
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of, table
 from pipeline.cluster_state import told_of_cluster
-from pipeline.compare import aligned, differences, results
+from pipeline.compare import aligned, differences, results, unlike
 from pipeline.history import find_run, load_history
 from pipeline.project import Project
-from pipeline.report import write_report
 from pipeline.service import Live, read_live
 from pipeline.spec.attempts import read_story
 from pipeline.spec.errors import ConfigError
+from pipeline.spec.override import read_override
 from pipeline.spec.run import STEPS, Run
+from pipeline.spec.signing import Trust
 from pipeline.tune.record import count_trials
 
 RunName = Annotated[str, typer.Argument(metavar="[RUN]", help="Run id, its beginning, its path, or `latest`.")]
@@ -55,8 +56,10 @@ def status(
     lines = [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
     lines += [line] if live is not None or cluster is None else []
     lines += cluster.lines() if cluster else []
-    text = "\n".join([table(runs), "", *map(_again_line, again), *lines])
-    found = {"runs": runs, "began_again": again, "studies": studies, "service": service}
+    given = [told for row in runs if (told := _override(project, row["run"]))]
+    past_gate = [f"run {one['run']} went past the gate: {one['told']}" for one in given]
+    text = "\n".join([table(runs), "", *map(_again_line, again), *past_gate, *lines])
+    found = {"runs": runs, "began_again": again, "overrides": given, "studies": studies, "service": service}
     emit(output, found | {"cluster": cluster.facts() if cluster else None}, text)
 
 
@@ -86,6 +89,11 @@ def _began_again(project: Project, names: list[str]) -> list[dict[str, Any]]:
         for name, story in stories
         if story.restarts
     ]
+
+
+def _override(project: Project, name: str) -> dict[str, Any] | None:
+    given = read_override(project.runs / name)
+    return {"run": name, **given.model_dump(), "told": str(given)} if given else None
 
 
 def _again_line(row: dict[str, Any]) -> str:
@@ -153,34 +161,64 @@ def compare(
     chosen = [find_run(runs, name) for name in names] if names else [run for run, _ in load_history(runs)[:10]]
     rows = aligned([results(run) for run in chosen])
     emit(output, rows, table(rows))
+    if found := unlike(rows):
+        print(f"note: {found}", file=sys.stderr)
+    elif len([row for row in rows if row["test"]]) > 1:
+        print("note: `pipe gate explain RUN --against RUN` says which differences are no chance", file=sys.stderr)
 
 
 @app.command()
 def report(
     context: typer.Context,
     run: RunName = "latest",
+    other: Annotated[str, typer.Option("--compare", metavar="RUN", help="Show it beside this run.")] = "",
+    index: Annotated[bool, typer.Option("--index", help="A page that lists all runs instead.")] = False,
     file: Annotated[Path | None, typer.Option("--file", help="Where to write it.")] = None,
     output: OutputOption = Output.text,
 ) -> None:
     """Write the run's report, one HTML file that opens offline."""
-    found = find_run(project_of(context).runs, run)
-    target = file or found.path / "report.html"
-    write_report(found, target)
-    emit(output, {"run": found.id, "report": str(target)}, str(target))
+    runs = project_of(context).runs
+    if index:
+        return _write_index(runs, file, output)
+    found = find_run(runs, run)
+    compared = find_run(runs, other) if other else None
+    if compared is not None and compared.path == found.path:
+        raise ConfigError(f"--compare {other}: that is run {found.id} itself; name another run")
+    target = file or found.path / (f"report-with-{compared.id}.html" if compared else "report.html")
+    from pipeline.report import write_report  # other commands do without its pages
+
+    write_report(found, target, compared)
+    beside = {"compare": compared.id} if compared else {}
+    return emit(output, {"run": found.id, **beside, "report": str(target)}, str(target))
+
+
+def _write_index(runs: Path, file: Path | None, output: Output) -> None:
+    history = load_history(runs)
+    if not history:
+        raise ConfigError(f"no runs in {runs} yet; `pipe run all` makes one")
+    target = file or runs / "index.html"
+    from pipeline.report import write_index
+
+    write_index(history, target)
+    emit(output, {"runs": [run.id for run, _ in history], "report": str(target)}, str(target))
 
 
 @app.command()
 def verify(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="[RUN|BUNDLE]", help="A run, or a bundle directory.")] = "latest",
+    key: Annotated[
+        Path | None, typer.Option("--key", metavar="PUB", help="Public keys: one of them must have signed the bundle.")
+    ] = None,
     output: OutputOption = Output.text,
 ) -> None:
     """Check every digest of the chain and ask the golden requests again."""
     from pipeline.verify import verify_bundle, verify_run  # onnxruntime is slow to load
 
-    bundle = (Path(target) / "manifest.json").is_file()
+    bundle, trust = (Path(target) / "manifest.json").is_file(), Trust(key) if key else None
     held = []
-    for sentence in verify_bundle(Path(target)) if bundle else verify_run(find_run(project_of(context).runs, target)):
+    run = None if bundle else find_run(project_of(context).runs, target)
+    for sentence in verify_run(run, trust) if run else verify_bundle(Path(target), trust):
         held.append(sentence)
         if output is Output.text:
             print(sentence)

@@ -70,7 +70,8 @@ def gc(
     output: OutputOption = Output.text,
 ) -> None:
     """Remove old runs and finished trials; never one that is live, champion, previous, or the best of its study."""
-    runs = project_of(context).runs
+    project = project_of(context)
+    runs = project.runs
     if not runs.is_dir():
         return emit(output, {"removed": [], "dry_run": dry_run}, "nothing to remove")
     with locked(runs):
@@ -78,13 +79,17 @@ def gc(
         placed = read_placed(runs)
         needed = {live.run} if live else set()
         needed |= {version.run for version in placed.versions} if placed else set()
-        needed |= {entry.path.partition("/")[0] for entry in read_registry(runs).names.values()}
+        names = read_registry(runs, project.config().registry).names.values()
+        needed |= {entry.run for entry in names}
         history = load_history(runs)
         newest = [run.id for run, body in history if not body.study][:keep]
         old = [run for run, _ in history if run.id not in needed | needed_runs(runs, history) | set(newest)]
         if not dry_run:
             for run in old:
                 shutil.rmtree(run.path)
+            from pipeline.spec.champion import forget_fetched  # numpy is slow to load
+
+            forget_fetched(runs, {entry.bundle for entry in names})
     verb = "would remove" if dry_run else "removed"
     emit(output, {"removed": [run.id for run in old], "dry_run": dry_run}, "\n".join(f"{verb} {run.id}" for run in old) or "nothing to remove")  # fmt: skip  # noqa: E501
     return None

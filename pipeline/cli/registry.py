@@ -1,118 +1,99 @@
-"""Commands that name the champion by hand, and end a canary: promote, rollback."""
+"""`pipe registry`: what the names mean and meant; giving one and taking it back, whatever serves."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pipeline.champion import promote as make_champion
-from pipeline.champion import rollback as go_back
-from pipeline.cli.app import Output, OutputOption, app, emit, project_of
-from pipeline.cli.road import Context, emit_run, finish, newest_bundle, where
-from pipeline.display import Display
+from pipeline.champion import promote as give
+from pipeline.champion import rollback as take_back
+from pipeline.cli.app import Output, OutputOption, app, emit, project_of, table
+from pipeline.cli.road import newest_bundle
 from pipeline.history import find_run
-from pipeline.lock import locked
-from pipeline.placed import Placed, Version, read_placed, run_of, without_canary
-from pipeline.project import Project
-from pipeline.runner import redeploy
-from pipeline.service import Live, read_live
 from pipeline.spec.errors import ConfigError
-from pipeline.spec.registry import Entry
+from pipeline.spec.registry import CHAMPION, PREVIOUS, Change, Entry, Registry, read_registry
+from pipeline.spec.run import Run
+from pipeline.spec.shelf import shelf_of
+
+commands = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The model registry: names and their history.")
+app.add_typer(commands, name="registry")
+
+Name = Annotated[str, typer.Option("--name", help="Which name; candidates have to beat the champion.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why, for the history.")]
 
 
-@app.command()
-def promote(
+@commands.command("list")
+def list_names(context: typer.Context, output: OutputOption = Output.text) -> None:
+    """What each name means now."""
+    project = project_of(context)
+    word = project.config().registry
+    registry = read_registry(project.runs, word)
+    rows = [_meaning(registry, name, entry) for name, entry in sorted(registry.names.items())]
+    where = shelf_of(word, project.runs).where
+    text = table([{**row, "bundle": row["bundle"][:12]} for row in rows]) if rows else f"{where}: no names yet"
+    emit(output, {"registry": where, "names": rows}, text)
+
+
+@commands.command()
+def history(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="[RUN]", help="A run with a bundle; the newest by default.")] = "",
-    cluster_context: Context = None,
+    name: Annotated[str, typer.Option("--name", help="Of this name alone.")] = "",
     output: OutputOption = Output.text,
 ) -> None:
-    """Make a run's bundle the champion that candidates have to beat; a canary then gets all requests."""
+    """Every change there ever was, oldest first."""
     project = project_of(context)
-    with locked(project.runs):
-        live = _live(project.runs)
-        placed = _placed(project.runs, live)
-        if placed and placed.canary and (not name or find_run(project.runs, name).id == placed.canary.run):
-            return _put(project, placed, placed.canary, cluster_context, output)
-        if live and live.canary and (not name or find_run(project.runs, name).id == live.canary.run):
-            from pipeline.rollout import finish_canary  # numpy is slow to load
-
-            return _tell(output, finish_canary(project.runs, live), "; it gets all requests")
-        run = find_run(project.runs, name) if name else newest_bundle(project)
-        if not (run.bundle_path / "manifest.json").is_file():
-            raise ConfigError(f"run {run.id} has no bundle; `pipe run --resume {run.id}` goes on to one")
-        return _tell(output, make_champion(run, run.bundle(), "promoted by hand"))
+    changes = enumerate(read_registry(project.runs, project.config().registry).history, start=1)
+    rows = [_row(number, change) for number, change in changes if name in ("", change.name)]
+    emit(output, rows, table([{**row, "bundle": row["bundle"][:12]} for row in rows]))
 
 
-@app.command()
-def rollback(context: typer.Context, cluster_context: Context = None, output: OutputOption = Output.text) -> None:
-    """End a canary; without one, make the champion before the champion again and serve it: at once where it is still
-    loaded, and on a cluster by the image that was recorded."""
+@commands.command()
+def promote(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="[RUN]", help="A run with a bundle; the newest by default.")] = "",
+    name: Name = CHAMPION,
+    reason: Reason = "promoted by hand",
+    output: OutputOption = Output.text,
+) -> None:
+    """Give a name to a run's bundle. What serves stays as it is: `pipe promote` and `pipe deploy` change that."""
     project = project_of(context)
-    runs = project.runs
-    with locked(runs):
-        live = _live(runs)
-        if placed := _placed(runs, live):
-            return _back(project, placed, cluster_context, output)
-        if live and live.canary:
-            from pipeline.rollout import end_canary  # numpy is slow to load
-
-            ended = end_canary(runs, live)
-            text = f"the canary of run {live.canary.run} has ended; bundle {ended.bundle[:12]} gets all requests"
-            return emit(output, {"canary": live.canary.model_dump(), "bundle": ended.bundle, "run": ended.run}, text)
-        entry = go_back(runs)
-        return _tell(output, entry, _serve_again(runs, live, entry))
+    found = find_run(project.runs, run) if run else newest_bundle(project)
+    _tell(output, name, give(found, bundle_of(found), reason, name, project.config().registry))
 
 
-def _live(runs: Path) -> Live | None:
-    live = read_live(runs)
-    return live if live and live.alive else None
+@commands.command()
+def rollback(
+    context: typer.Context, name: Name = CHAMPION, reason: Reason = "rolled back", output: OutputOption = Output.text
+) -> None:
+    """Let a name mean what it meant before. What serves stays as it is: `pipe rollback` changes that, too."""
+    project = project_of(context)
+    _tell(output, name, take_back(project.runs, project.config().registry, name, reason))
 
 
-def _placed(runs: Path, live: Live | None) -> Placed | None:
-    """What serves on a cluster, unless a service is live here."""
-    return read_placed(runs) if live is None else None
+def bundle_of(run: Run) -> Any:
+    if not (run.bundle_path / "manifest.json").is_file():
+        raise ConfigError(f"run {run.id} has no bundle; `pipe run --resume {run.id}` goes on to one")
+    return run.bundle()
 
 
-def _put(project: Project, placed: Placed, version: Version, context: str | None, output: Output) -> None:
-    """Let one version have all requests; its image is the recorded one, not built anew."""
-    display = Display(live=sys.stderr.isatty())
-    words = [*placed.place, f"deploy.image={version.image}", "rollout.canary=0", *where(None, context)]
-    source = run_of(project.runs, version)
-    emit_run(output, finish(project, lambda: redeploy(project, source, words, display)))
+def _meaning(registry: Registry, name: str, entry: Entry) -> dict[str, Any]:
+    """Who is `previous` became so with the champion's last change."""
+    change = registry.last(CHAMPION if name == PREVIOUS else name)
+    assert change is not None
+    return {
+        "name": name, "bundle": entry.bundle, "run": entry.run, "since": change.at, "by": change.by,
+        "reason": change.reason,
+    }  # fmt: skip
 
 
-def _back(project: Project, placed: Placed, context: str | None, output: Output) -> None:
-    if placed.canary is None:
-        if placed.previous is None:
-            raise ConfigError(
-                f"nothing served {placed.name} in namespace {placed.namespace} before; there is no way back"
-            )
-        return _put(project, placed, placed.previous, context, output)
-    from k8s.deploy import end_canary  # others do without the manifests
-    from pipeline.spec.config import override_config
-
-    config = override_config(run_of(project.runs, placed.current).config, [*placed.place, *where(None, context)])
-    end_canary(config, lambda text: print(text, file=sys.stderr))
-    without_canary(project.runs, placed)
-    text = f"the canary of run {placed.canary.run} has ended; bundle {placed.current.bundle[:12]} gets all requests"
-    return emit(output, {"canary": placed.canary.model_dump(), "current": placed.current.model_dump()}, text)
+def _row(number: int, change: Change) -> dict[str, Any]:
+    return {
+        "change": number, "at": change.at, "name": change.name, "bundle": change.entry.bundle,
+        "run": change.entry.run, "by": change.by, "reason": change.reason,
+    }  # fmt: skip
 
 
-def _serve_again(runs: Path, live: Live | None, entry: Entry) -> str:
-    """Whether it answers already, in words."""
-    if live is None or live.bundle == entry.bundle:
-        return ""
-    from pipeline.rollout import go_back as switch_back  # numpy is slow to load
-
-    if switch_back(runs, live, entry):
-        return "; it was still loaded and gets all requests again"
-    return f"; `pipe deploy {entry.path.partition('/')[0]}` serves it"
-
-
-def _tell(output: Output, entry: Entry, more: str = "") -> None:
-    run = entry.path.partition("/")[0]
-    emit(output, entry.model_dump() | {"run": run}, f"champion is bundle {entry.bundle[:12]} of run {run}{more}")
+def _tell(output: Output, name: str, entry: Entry) -> None:
+    text = f"{name} is bundle {entry.bundle[:12]} of run {entry.run}"
+    emit(output, {"name": name, **entry.model_dump(), "run": entry.run}, text)

@@ -24,8 +24,10 @@ def render(
     names, overrides = split_words(words)
     if names[:1] != ["workflow"] or len(names) > 2:
         raise ConfigError(f"pipe render {' '.join(names)}: write it as `pipe render workflow [DIR] [KEY=VALUE…]`")
-    from pipeline.render import render_workflow  # other commands do without the manifests
+    from pipeline.render import lacking, render_workflow  # other commands do without the manifests
 
     project = project_of(context)
-    directory = names[1] if len(names) == 2 else "default"
-    emit_paths(output, render_workflow(project, project.config(overrides), engine, directory))
+    config, directory = project.config(overrides), names[1] if len(names) == 2 else "default"
+    emit_paths(output, render_workflow(project, config, engine, directory))
+    if found := lacking(config):
+        typer.echo(f"note: {found}", err=True)

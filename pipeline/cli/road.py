@@ -13,16 +13,17 @@ import typer
 
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of, table
 from pipeline.display import Display
-from pipeline.history import all_runs, find_run, load_history
+from pipeline.history import find_run, load_history
 from pipeline.lock import locked
 from pipeline.plan import choose, with_upstream
 from pipeline.project import Project
-from pipeline.report import write_report
 from pipeline.runner import Order, Road, latest_unfinished, redeploy, resume_road, run_road
 from pipeline.service import read_live
 from pipeline.spec.config import override_config
 from pipeline.spec.errors import ConfigError, Interrupted
+from pipeline.spec.override import read_override
 from pipeline.spec.run import STEPS, Run
+from pipeline.spec.runs import all_runs
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="[STEP…] [KEY=VALUE…]", help="`all`, steps, overrides.")]
 From = Annotated[str | None, typer.Option("--from", help="First step; the ones before it must be up to date.")]
@@ -114,12 +115,17 @@ def deploy(
         str | None, typer.Option("--force-reason", metavar="WHY", help="Deploy a bundle that failed its gate.")
     ] = None,
     cluster_context: Context = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change, field by field.")] = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="With --dry-run: exit with 4 when it would.")] = False,
     output: OutputOption = Output.text,
 ) -> None:
     """Deploy the bundle of a run that is there already."""
     project = project_of(context)
     names, overrides = split_words(words)
     overrides += where(None, cluster_context)
+    if dry_run:
+        source = find_run(project.runs, names[0]) if names else newest_bundle(project)
+        return _preview(project, source, overrides, (canary, auto, force_reason), exit_code, output)
     if render is not None:
         overrides += ["deploy.target=kubernetes", "deploy.render=true"]
     display = Display(live=sys.stderr.isatty())
@@ -130,6 +136,25 @@ def deploy(
         found = finish(project, lambda: redeploy(project, source, overrides, display))
     _copy_manifests(found, render)
     emit_run(output, found)
+    return None
+
+
+def _preview(
+    project: Project,
+    source: Run,
+    overrides: list[str],
+    options: tuple[float | None, bool, str | None],
+    exit_code: bool,
+    output: Output,
+) -> None:
+    from pipeline.preview import lines, preview  # numpy is slow to load
+
+    target = override_config(source.config, overrides).deploy.target
+    words = [*overrides, *taking_over(target, *options)]
+    changes = preview(project, source, words, lambda text: print(text, file=sys.stderr))
+    emit(output, changes, lines(changes))
+    if exit_code and changes:
+        raise typer.Exit(4)
 
 
 def where(executor: str | None, context: str | None) -> list[str]:
@@ -143,6 +168,10 @@ def taking_over(target: str, canary: float | None, auto: bool, force_reason: str
     if target == "local":
         if auto:
             raise ConfigError("--auto: is for a cluster; here `pipe promote` or `pipe rollback` ends a canary")
+        if force_reason:
+            raise ConfigError(
+                "--force-reason: is for a cluster; here a run goes past its gate by `pipe gate override RUN`"
+            )
         return [] if canary is None else [f"serve.canary='{canary:g}%'"]
     words = [] if canary is None else [f"rollout.canary={canary:g}"]
     words += ["rollout.auto=true"] if auto else []
@@ -167,7 +196,7 @@ def make_order(names: list[str], start: str | None, until: str | None, force: li
 
 def newest_bundle(project: Project) -> Run:
     for run, body in load_history(project.runs):
-        if "export" in body.steps and body.steps["export"].status == "done":
+        if "export" in body.steps and body.steps["export"].complete:
             return run
     raise ConfigError(f"no run in {project.runs} has a bundle yet; `pipe run --until export` makes one")
 
@@ -201,6 +230,8 @@ def run_facts(run: Run) -> dict[str, Any]:
     if (run.output("evaluate") / "verdict.json").exists():
         verdict = run.verdict()
         facts["verdict"] = f"{verdict['verdict']}: {verdict['summary']}"
+        if (given := read_override(run.path)) is not None:
+            facts["override"] = str(given)
     live = read_live(run.runs)
     if "deploy" in body.steps and live is not None:
         facts["service"] = live.url
@@ -236,12 +267,16 @@ def finish(project: Project, walk: Callable[[], Run], resumed: Run | None = None
             hint = f"pipe run --resume {made.id}" if made else "pipe run all"
             raise Interrupted(f"interrupted; nothing is lost, `{hint}` goes on") from None
         raise
+    from pipeline.report import write_report  # `--help` does without its pages
+
     write_report(found, found.path / "report.html")
     return found
 
 
 def _report_failure(run: Run) -> None:
     """The report of a run that failed must not hide why it failed."""
+    from pipeline.report import write_report
+
     try:
         write_report(run, run.path / "report.html")
     except Exception as problem:

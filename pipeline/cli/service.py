@@ -15,6 +15,7 @@ from pipeline.cli.road import newest_bundle
 from pipeline.history import find_run
 from pipeline.lock import locked
 from pipeline.service import Live, end, forget_token, read_live, request, write_live
+from pipeline.spec.access import Access
 from pipeline.spec.errors import ConfigError, InvalidPayload, StageError
 from pipeline.spec.run import Run
 
@@ -34,6 +35,10 @@ def serve(
     else:
         run = find_run(project.runs, target) if target else newest_bundle(project)
         path = run.bundle_path
+    if "--require-signature" not in " ".join(words) and (
+        trust := Access.of(project.config().serve, project.root).trust
+    ):
+        words += ["--require-signature", str(trust.path)]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "serve", str(path), *words], env)

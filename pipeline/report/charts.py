@@ -1,18 +1,20 @@
-"""Charts as inline SVG: curves over steps, and an interval against its bounds."""
+"""Curves over optimizer steps, as inline SVG."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from pipeline.report.wording import number, signed
+from pipeline.report.scale import Axis, drawing, label, px, tick_text, ticks
+from pipeline.report.scale import line as straight
 from pipeline.spec.html import Html, el
+from pipeline.spec.wording import number
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 
-WIDTH, HEIGHT = 480, 250
+WIDTH, HEIGHT = 480, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 30
 _MOST_POINTS = 300  # more cannot be told apart at this width
 
@@ -24,53 +26,26 @@ class Series:
     style: str  # CSS class of the stroke
     dots: bool = False
     smooth: bool = False  # draw the values faintly and their running mean over them
+    other: bool = False  # of the run this one is compared with
 
-
-@dataclass(frozen=True)
-class Axis:
-    """A linear scale from values to pixels."""
-
-    low: float
-    high: float
-    start: float
-    stop: float
-
-    def at(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
+    @property
+    def kind(self) -> str:
+        return f"{self.style} other" if self.other else self.style
 
 
 def line_chart(title: str, series: Sequence[Series], mark: tuple[float, str] | None = None) -> Html | None:
     """Curves over the optimizer step; `mark` is a labelled vertical line. None when there is nothing to draw."""
-    drawn = [Series(s.name, thin(s.points), s.style, s.dots, s.smooth) for s in series if s.points]
+    drawn = [replace(one, points=thin(one.points)) for one in series if one.points]
     if not drawn:
         return None
     x, y = _axes([point for line in drawn for point in line.points])
     parts = [_grid(x, y), _mark(x, *mark) if mark else None, [_curve(line, x, y) for line in drawn]]
-    label = f"{title}: {', '.join(line.name for line in drawn)} by optimizer step"
-    picture = el("svg", parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
-    legend = [el("span", el("i", class_=line.style), line.name) for line in drawn]
-    return el("figure", el("figcaption", el("b", title), el("span", legend, class_="legend")), picture)
-
-
-def interval_chart(low: float, estimate: float, high: float, margin: float) -> Html:
-    """The difference's interval; where its lower end may not lie is shaded."""
-    reach = [low, high, -margin, 0.0]
-    pad = (max(reach) - min(reach) or 0.01) * 0.18
-    x = Axis(min(reach) - pad, max(reach) + pad, 16, WIDTH * 1.5 - 16)
-    bound, zero, a, b, centre = (x.at(value) for value in (-margin, 0.0, low, high, estimate))
-    parts = [
-        el("rect", x=0, y=26, width=_px(bound), height=84, class_="forbidden"),
-        el("line", x1=_px(bound), x2=_px(bound), y1=26, y2=110, class_="bound"),
-        el("line", x1=_px(zero), x2=_px(zero), y1=26, y2=110, class_="zero") if margin else None,
-        el("line", x1=_px(a), x2=_px(b), y1=68, y2=68, class_="interval"),
-        [el("line", x1=_px(end), x2=_px(end), y1=56, y2=80, class_="cap") for end in (a, b)],
-        el("circle", cx=_px(centre), cy=68, r=8, class_="estimate"),
-        _label(centre, 48, signed(estimate), "value"),
-        _label(bound, 18, f"margin {signed(-margin)}" if margin else "0", "bound-label"),
-        _label(zero, 128, "equal to baseline", "tick") if margin else None,
-    ]
-    text = f"difference {signed(estimate)}, interval {signed(low)} to {signed(high)}, margin {signed(-margin)}"
-    return el("svg", parts, viewBox=f"0 0 {WIDTH * 1.5:.0f} 138", role="img", aria_label=text, class_="wide")
+    ends = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in drawn)
+    text = f"{title}: {', '.join(line.name for line in drawn)} by optimizer step. {ends}."
+    ordered = sorted(drawn, key=lambda line: line.other)  # this run is drawn last, above, and named first
+    legend = [el("span", el("i", class_=line.kind), line.name) for line in ordered]
+    caption = el("figcaption", el("b", title), el("span", legend, class_="legend"))
+    return el("figure", caption, drawing(title, text, parts, WIDTH, HEIGHT))
 
 
 def thin(points: Points) -> Points:
@@ -80,15 +55,6 @@ def thin(points: Points) -> Points:
     run = math.ceil(len(points) / _MOST_POINTS)
     runs = [points[start : start + run] for start in range(0, len(points) - 1, run)]
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in runs] + [points[-1]]
-
-
-def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round values within the range: steps of 1, 2 or 5 times a power of ten."""
-    rough = (high - low) / about
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [i * step for i in range(first, last + 1)]
 
 
 def _axes(points: Points) -> tuple[Axis, Axis]:
@@ -103,17 +69,13 @@ def _axes(points: Points) -> tuple[Axis, Axis]:
     )
 
 
-def _grid(x: Axis, y: Axis) -> list[Html]:
-    lines = []
+def _grid(x: Axis, y: Axis) -> Iterator[Html]:
     for value in ticks(y.low, y.high):
         at = y.at(value)
-        lines += [
-            el("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=_px(at), y2=_px(at), class_="grid"),
-            el("text", _tick(value), x=_LEFT - 8, y=_px(at + 4), class_="tick left"),
-        ]
+        yield straight(_LEFT, at, WIDTH - _RIGHT, at, "grid")
+        yield label(_LEFT - 8, at + 4, tick_text(value), "tick left")
     whole = [value for value in ticks(x.low, x.high) if value == int(value)]
-    lines += [_label(x.at(value), HEIGHT - 8, _tick(value), "tick") for value in whole]
-    return lines
+    yield from (label(x.at(value), HEIGHT - 8, tick_text(value), "tick") for value in whole)
 
 
 def _mark(x: Axis, at: float, text: str) -> list[Html]:
@@ -121,24 +83,31 @@ def _mark(x: Axis, at: float, text: str) -> list[Html]:
     side = "end" if place > WIDTH / 2 else "start"
     shift = -6 if side == "end" else 6
     return [
-        el("line", x1=_px(place), x2=_px(place), y1=_TOP, y2=HEIGHT - _BOTTOM, class_="mark"),
-        el("text", text, x=_px(place + shift), y=_TOP + 12, class_=f"tick {side}") if text else Html(),
+        straight(place, _TOP, place, HEIGHT - _BOTTOM, "mark"),
+        label(place + shift, _TOP + 12, text, f"tick {side}") if text else Html(),
     ]
 
 
 def _curve(line: Series, x: Axis, y: Axis) -> list[Html]:
-    parts = [_path(line.points, x, y, f"curve {line.style}" + (" faint" if line.smooth else ""))]
+    parts = [_path(line.points, x, y, f"curve {line.kind}" + (" faint" if line.smooth else ""))]
     if line.smooth:
-        parts.append(_path(_running_mean(line.points), x, y, f"curve {line.style}"))
+        parts.append(_path(_running_mean(line.points), x, y, f"curve {line.kind}"))
     if line.dots:
         for step, value in line.points:
             note = el("title", f"{line.name} {number(value)} at step {step:.0f}")
-            parts.append(el("circle", note, cx=_px(x.at(step)), cy=_px(y.at(value)), r=3.2, class_=f"dot {line.style}"))
+            parts.append(_dot(line, note, x.at(step), y.at(value)))
     return parts
 
 
+def _dot(line: Series, note: Html, x: float, y: float) -> Html:
+    """Round, or square for the other run: told apart without colours."""
+    if line.other:
+        return el("rect", note, x=px(x - 2.6), y=px(y - 2.6), width=5.2, height=5.2, class_=f"dot {line.kind}")
+    return el("circle", note, cx=px(x), cy=px(y), r=2.8, class_=f"dot {line.kind}")
+
+
 def _path(points: Points, x: Axis, y: Axis, style: str) -> Html:
-    path = "M" + "L".join(f"{_px(x.at(a))} {_px(y.at(b))}" for a, b in points)
+    path = "M" + "L".join(f"{px(x.at(a))} {px(y.at(b))}" for a, b in points)
     return el("path", d=path, class_=style)
 
 
@@ -150,17 +119,3 @@ def _running_mean(points: Points) -> Points:
         around = [value for _, value in points[max(0, i - reach) : i + reach + 1]]
         smoothed.append((step, sum(around) / len(around)))
     return smoothed
-
-
-def _label(at: float, y: float, text: str, style: str) -> Html:
-    return el("text", text, x=_px(at), y=y, class_=style)
-
-
-def _tick(value: float) -> str:
-    if abs(value) >= 10_000:
-        return f"{value / 1000:g}k"
-    return f"{value:.4g}".replace("-", "−")
-
-
-def _px(value: float) -> str:
-    return f"{value:.1f}"

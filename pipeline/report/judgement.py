@@ -1,123 +1,132 @@
-"""The verdict with its interval, the rules it came from, and where a classifier errs."""
+"""The verdict: its interval, the rules it came from, and the numbers behind it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pipeline.report.charts import interval_chart
-from pipeline.report.facts import Facts
-from pipeline.report.wording import number, percent, short
+from pipeline.report.intervals import interval_chart, interval_text, range_of, shared_axis, small_interval
+from pipeline.spec.facts import Facts, is_number, mappings
 from pipeline.spec.html import Child, Html, el, table
-
-_LARGEST_MATRIX = 30  # classes; beyond that only the confusions that happen are listed
-_LISTED = 12
+from pipeline.spec.wording import number, short, signed
 
 
 def verdict(facts: Facts) -> Child:
     body = facts.verdict
     if not body:
         return None
-    return [_interval(facts), _rules(body.get("rules", [])), _metrics(facts), _mcnemar(body.get("mcnemar"))]
+    return [
+        el("p", f"The gate rejected this model. It was {facts.excuse}.", class_="note warn") if facts.excuse else None,
+        _interval(facts),
+        _rules(mappings(body.get("rules"))),
+        [el("p", el("b", "In doubt: "), str(text), class_="muted") for text in body.get("warnings") or ()],
+        _metrics(facts),
+        _tests(body),
+    ]
 
 
-def confusion(facts: Facts) -> Child:
-    matrix, classes = facts.metrics.get("confusion"), facts.metrics.get("classes")
-    if not matrix or not classes:
-        return None
-    grid = _matrix(matrix, classes) if len(classes) <= _LARGEST_MATRIX else None
-    return el("div", grid, _most_confused(matrix, classes), class_="split")
-
-
-def per_class(facts: Facts) -> Child:
-    rows = facts.metrics.get("per_class")
-    if not rows:
-        return None
-    names = ("precision", "recall", "f1")
-    known = [(name, rows[name]) for name in facts.classes if name in rows]
-    body = [(name, number(row.get("samples")), *(_bar(row.get(key)) for key in names)) for name, row in known]
-    return table(["class", "samples", *names], body)
+def bound_of(verdict: dict[str, Any]) -> float:
+    """What the interval's lower end must lie above: below zero unless the candidate has to be the better one."""
+    margin = verdict.get("margin", 0.0)
+    return float(margin) if verdict.get("rule") == "superior" else -float(margin)
 
 
 def _interval(facts: Facts) -> Child:
-    difference, baseline = facts.verdict.get("difference"), facts.verdict.get("baseline")
+    baseline, difference = facts.verdict.get("baseline"), range_of(facts.verdict.get("difference"))
     if not baseline:
         return el("p", "Nothing to compare with: no champion is registered and the task has no baseline().")
-    who = f"the champion {short(baseline['bundle'])}" if baseline.get("bundle") else "the task's own baseline"
-    if not difference:
+    who = _champion(facts, baseline["bundle"]) if baseline.get("bundle") else "the task’s own baseline"
+    if difference is None:
         return el("p", f"No interval: the difference to {who} is not a finite number.", class_="note bad")
     level = f"{facts.verdict.get('confidence', 0):.0%}"
     note = (
         f"Mean difference in {facts.verdict.get('metric')} to {who}, on the same "
         f"{number(facts.verdict.get('samples'))} samples, with its {level} bootstrap interval. "
-        "The interval must stay clear of the shaded side."
+        "The interval must stay clear of the shaded side." + _detectable(facts.verdict.get("detectable"))
     )
-    bounds = (difference["low"], difference["estimate"], difference["high"])
-    return [el("p", note, class_="muted"), interval_chart(*bounds, facts.verdict.get("margin", 0.0))]
+    bound = bound_of(facts.verdict)
+    drawn = interval_chart(difference, bound, f"margin {signed(bound)}", "equal to baseline")
+    return [el("p", note, class_="muted"), drawn]
 
 
-def _rules(rules: list[dict[str, Any]]) -> Html:
-    rows = [
-        (
-            el("span", "✓" if rule["passed"] else "✕", class_="sign good" if rule["passed"] else "sign bad"),
-            rule["rule"],
-            rule["detail"],
-        )
+def _champion(facts: Facts, bundle: str) -> str:
+    """As the registry had it when it was judged against."""
+    told = facts.rival
+    if told.get("bundle") != bundle:  # an older version did not write it down
+        return f"the champion {short(bundle)}"
+    copied = f", fetched from the registry {told['registry']}" if told.get("registry") else ""
+    since = f"champion since {told.get('at', '?')}" + (f" by {told['by']}" if told.get("by") else "")
+    return f"the champion {short(bundle)} of run {told.get('run', '?')} ({since}: {told.get('reason', '')}{copied})"
+
+
+def _detectable(difference: float | None) -> str:
+    if difference is None:
+        return ""
+    return (
+        f" The smallest true difference that four of five test sets like this one would show is {number(difference)}."
+    )
+
+
+def _rules(rules: list[dict[str, Any]]) -> Html | None:
+    items = [
+        el("li", mark(rule.get("passed")), el("div", el("b", str(rule.get("rule", ""))), el("span", _reasons(rule))))
         for rule in rules
     ]
-    items = [el("li", sign, el("div", el("b", name), el("span", detail))) for sign, name, detail in rows]
-    return el("ul", items, class_="rules")
+    return el("ul", items, class_="rules") if items else None
+
+
+def _reasons(rule: dict[str, Any]) -> list[Child]:
+    """Of a failed rule also what would have passed it; how each is measured, `pipe gate explain` tells."""
+    change = str(rule.get("change") or "")
+    return [str(rule.get("detail", "")), el("small", change) if change and not rule.get("passed") else None]
+
+
+def mark(passed: Any) -> Html:
+    """Told by its shape, and in words to those who do not see it."""
+    kind, sign, word = ("good", "✓", "passed") if passed else ("bad", "✕", "failed")
+    return el("span", sign, class_=f"sign {kind}", role="img", aria_label=word)
 
 
 def _metrics(facts: Facts) -> Html | None:
+    """Each with its interval, and the difference drawn on a scale of its own."""
     candidate, baseline = facts.metrics.get("candidate"), facts.metrics.get("baseline")
     if not candidate:
         return None
-    head = ["metric", "candidate"] + (["baseline"] if baseline else [])
-    rows = [
-        (name, number(value), *([number(baseline.get(name))] if baseline else []))
-        for name, value in sorted(candidate.items())
-    ]
+    bounds = facts.metrics.get("intervals") or {}
+    apart = {name: range_of(one) for name, one in (bounds.get("difference") or {}).items()} if baseline else {}
+    compared = any(apart.values())
+    head = ["metric", "candidate"] + (["baseline"] if baseline else []) + (["better by", ""] if compared else [])
+    rows = []
+    for name, value in sorted(candidate.items()):
+        row: list[Child] = [_named(name, facts), _bounded(value, (bounds.get("candidate") or {}).get(name))]
+        if baseline:
+            row.append(_bounded(baseline.get(name), (bounds.get("baseline") or {}).get(name)))
+        if compared:
+            found = apart.get(name)
+            row += [interval_text(found) or "–", small_interval(found, shared_axis([found]))]
+        rows.append(row)
     return table(head, rows)
 
 
-def _mcnemar(test: dict[str, Any] | None) -> Html | None:
-    if not test:
-        return None
-    text = (
-        f"McNemar's exact test: {test['only_candidate']} samples only the candidate gets right, "
-        f"{test['only_baseline']} only the baseline; p = {number(test['p_value'])}."
-    )
-    return el("p", text, class_="muted")
+def _named(name: str, facts: Facts) -> Child:
+    why = (facts.metrics.get("undefined") or {}).get(name)
+    lower = name in (facts.metrics.get("lower_is_better") or ())
+    note = f"undefined: {why}" if why else "lower is better" if lower else None
+    return [name, el("small", note)] if note else name
 
 
-def _matrix(matrix: list[list[int]], classes: list[str]) -> Html:
-    """Right answers and errors have each their own colour and scale, or the errors would not show."""
-    errors = max((n for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j), default=0)
-    head = el("tr", el("th"), [el("th", name, scope="col") for name in classes])
-    rows = []
-    for i, (name, row) in enumerate(zip(classes, matrix, strict=False)):
-        cells = [_cell(n, n / (sum(row) or 1) if i == j else n / (errors or 1), i == j) for j, n in enumerate(row)]
-        rows.append(el("tr", el("th", name, scope="row"), cells))
-    caption = el("caption", "actual class by row, predicted by column")
-    return el("div", el("table", caption, el("thead", head), el("tbody", rows), class_="heat"), class_="scroll")
+def _bounded(value: float | None, bounds: Any) -> Child:
+    known = [one for one in bounds if is_number(one)] if isinstance(bounds, list) else []
+    interval = f" [{number(known[0])}, {number(known[1])}]" if len(known) == 2 else ""
+    return [number(value), el("small", interval, class_="beside")] if interval else number(value)
 
 
-def _cell(count: int, share: float, right: bool) -> Html:
-    strength = f"{(0.12 + 0.88 * share) * 100:.0f}%" if count else "0%"
-    kind = ("right" if right else "wrong") + ((" strong" if share > 0.55 else " some") if count else "")
-    return el("td", count if count or right else "·", class_=kind, style=f"--strength:{strength}")
-
-
-def _most_confused(matrix: list[list[int]], classes: list[str]) -> Html:
-    pairs = [(n, classes[i], classes[j]) for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j and n]
-    total, wrong = sum(map(sum, matrix)), sum(n for n, _, _ in pairs)
-    summary = f"{number(wrong)} of {number(total)} samples are answered wrongly."
-    pairs.sort(key=lambda pair: -pair[0])
-    rows = [(f"{actual} taken for {predicted}", number(n)) for n, actual, predicted in pairs[:_LISTED]]
-    listing = table(["confusion", "samples"], rows) if rows else None
-    return el("div", el("p", summary), listing)
-
-
-def _bar(value: float | None) -> Html:
-    width = f"{(value or 0) * 100:.1f}%"
-    return el("div", el("span", percent(value)), el("i", style=f"width:{width}"), class_="bar")
+def _tests(body: dict[str, Any]) -> Html | None:
+    told = []
+    if isinstance(test := body.get("mcnemar"), dict):
+        told.append(
+            f"McNemar’s exact test: {number(test.get('only_candidate'))} samples only the candidate gets right, "
+            f"{number(test.get('only_baseline'))} only the baseline; p = {number(test.get('p_value'))}."
+        )
+    if is_number(p_value := body.get("p_value")):
+        told.append(f"Permutation test of the mean difference: p = {number(p_value)}.")
+    return el("p", " ".join(told), class_="muted") if told else None

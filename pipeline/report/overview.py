@@ -4,35 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.report.facts import Facts
-from pipeline.report.wording import MISSING, number, percent, seconds, short, signed
+from pipeline.report.intervals import range_of
+from pipeline.spec.facts import Facts, mappings
 from pipeline.spec.html import Html, el
 from pipeline.spec.run import STEPS, StepRecord
+from pipeline.spec.wording import MISSING, number, percent, seconds, signed
 
-_VERDICTS = {
-    "pass": ("good", "Passed"),
-    "fail": ("bad", "Rejected"),
-    "no-baseline": ("warn", "No baseline"),
-    "forced": ("warn", "Forced"),
+VERDICTS = {
+    "pass": ("good", "✓", "Passed"),
+    "fail": ("bad", "✕", "Rejected"),
+    "no-baseline": ("warn", "○", "No baseline"),
+    "forced": ("warn", "!", "Forced"),
+    "overridden": ("warn", "!", "Overridden"),
 }
+_UNJUDGED = ("none", "–", "Not judged yet")
 _STATUS = {
     "done": ("good", "✓"),
     "failed": ("bad", "✕"),
     "rejected": ("bad", "✕"),
+    "overridden": ("warn", "✕"),
     "interrupted": ("warn", "‖"),
+    "pruned": ("warn", "‖"),
     "running": ("live", "•"),
 }
 
 
 def headline(facts: Facts) -> Html:
-    kind, word = _VERDICTS.get(facts.verdict.get("verdict", ""), ("none", "Not judged yet"))
     return el(
         "header",
-        el("p", "Run ", el("code", facts.file.id), f" · {_date(facts.file.created)}", class_="eyebrow"),
-        el("div", el("h1", facts.name), el("span", word, class_=f"pill {kind}"), class_="title"),
-        el("p", _lead(facts), class_="lead"),
-        el("div", [_tile(*tile) for tile in _tiles(facts)], class_="tiles"),
+        el("p", "Run ", el("code", facts.file.id), f" · {date(facts.file.created)}", class_="eyebrow"),
+        el("h1", facts.name),
+        el(
+            "div",
+            el("p", stamp(facts.standing), class_="decision"),
+            el("p", _lead(facts), class_="lead"),
+            el("div", [_tile(*tile) for tile in _tiles(facts)], class_="tiles"),
+            class_="summary",
+        ),
     )
+
+
+def stamp(standing: str) -> Html:
+    """The verdict as a word with its sign: never by colour alone."""
+    kind, sign, word = VERDICTS.get(standing, _UNJUDGED)
+    return el("span", el("i", sign, aria_hidden="true"), f" {word}", class_=f"stamp {kind}")
 
 
 def road(facts: Facts) -> Html:
@@ -42,17 +57,27 @@ def road(facts: Facts) -> Html:
 def stopped(facts: Facts) -> list[Html]:
     """Why a run ended early, and what could not be read."""
     ended = [record for record in facts.file.steps.values() if record.status in ("failed", "rejected", "interrupted")]
-    notes = [el("p", el("b", f"{record.step} {record.status}. "), record.reason, class_="note bad") for record in ended]
+    notes = [
+        el("p", el("b", f"{one.step} {one.status}. "), one.reason.removeprefix(f"{one.step}: "), class_="note bad")
+        for one in ended
+    ]
     notes += [
         el("p", el("b", f"{name} "), "is damaged and left out here.", class_="note bad") for name in facts.damaged
     ]
     return notes
 
 
+def score(metric: str, value: float | None) -> str:
+    return percent(value) if "accuracy" in metric else number(value)
+
+
+def date(created: str) -> str:
+    return created.replace("T", " ").partition("+")[0][:16] + (" UTC" if created.endswith("+00:00") else "")
+
+
 def _lead(facts: Facts) -> str:
-    summary = str(facts.verdict.get("summary", "the evaluate step has not finished in this run."))
-    forced = f". Forced: {facts.verdict['forced_reason']}" if facts.verdict.get("forced_reason") else ""
-    return summary[:1].upper() + summary[1:] + forced
+    summary = str(facts.verdict.get("summary") or "the evaluate step has not finished in this run.")
+    return ". ".join(text[:1].upper() + text[1:] for text in (summary, facts.excuse) if text)
 
 
 def _tile(name: str, value: str, note: str = "") -> Html:
@@ -66,7 +91,7 @@ def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield "training", seconds(facts.summary.get("seconds")), spent
         where = f"{facts.summary.get('world_size', '?')} × {str(facts.summary.get('device', '?')).upper()}"
         yield "throughput", number(facts.summary.get("samples_per_second")), f"samples/s on {where}"
-    if runs := facts.parity.get("runs"):
+    if runs := mappings(facts.parity.get("runs")):
         worst = max(run.get("max_abs_error") or 0.0 for run in runs)
         yield "ONNX parity", number(worst), "largest difference"
     if latency := facts.deploy.get("latency_ms"):
@@ -75,21 +100,16 @@ def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 def _judged(facts: Facts) -> Iterator[tuple[str, str, str]]:
     metric = str(facts.verdict.get("metric", ""))
-    value = facts.metrics.get("candidate", {}).get(metric)
+    value = (facts.metrics.get("candidate") or {}).get(metric)
     if not metric:
         return
     baseline = (facts.metrics.get("baseline") or {}).get(metric)
     against = (
-        f"baseline {_score(metric, baseline)}" if baseline is not None else f"{facts.metrics.get('samples')} samples"
+        f"baseline {score(metric, baseline)}" if baseline is not None else f"{facts.metrics.get('samples')} samples"
     )
-    yield metric, _score(metric, value), against
-    if difference := facts.verdict.get("difference"):
-        interval = f"{signed(difference['low'])} to {signed(difference['high'])}"
-        yield "against baseline", signed(difference["estimate"]), interval
-
-
-def _score(metric: str, value: float | None) -> str:
-    return percent(value) if "accuracy" in metric else number(value)
+    yield metric, score(metric, value), against
+    if found := range_of(facts.verdict.get("difference")):
+        yield "against baseline", signed(found.estimate), f"{signed(found.low)} to {signed(found.high)}"
 
 
 def _stop(name: str, record: StepRecord | None) -> Html:
@@ -97,13 +117,9 @@ def _stop(name: str, record: StepRecord | None) -> Html:
         kind, sign, note = "none", "", "not reached"
     else:
         kind, sign = _STATUS[record.status]
-        note = f"reused from {short(record.reused_from)}" if record.reused_from else seconds(record.seconds)
+        note = f"reused from {record.reused_from}" if record.reused_from else seconds(record.seconds)
         note = note if record.status == "done" else f"{record.status} · {note}"
     reason = record.reason if record else None
     return el(
         "li", el("i", sign, aria_hidden="true"), el("b", name), el("span", note or MISSING), class_=kind, title=reason
     )
-
-
-def _date(created: str) -> str:
-    return created.replace("T", " ").removesuffix("+00:00")[:16] + (" UTC" if created.endswith("+00:00") else "")

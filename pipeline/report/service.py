@@ -1,53 +1,16 @@
-"""What became of the model: parity of the ONNX file, the image, and the service with its latency."""
+"""What became of the bundle: the image, and how fast it answers, as a service or, before there is one, as a file."""
 
 from __future__ import annotations
 
-from pipeline.report.facts import Facts
-from pipeline.report.wording import number, seconds, short, size
-from pipeline.spec.html import Child, Html, el, pairs, table
+from pipeline.spec.facts import Facts
+from pipeline.spec.html import Child, Html, el, pairs
+from pipeline.spec.wording import number, short
 
-
-def parity(facts: Facts) -> Child:
-    body = facts.parity
-    if not body:
-        return None
-    head = ["batch size", "largest difference", "relative", "beyond tolerance", "flips", "unexplained", "time"]
-    rows = [
-        (
-            number(run.get("batch_size")),
-            number(run.get("max_abs_error")),
-            number(run.get("max_rel_error")),
-            _count(run.get("beyond_tolerance")),
-            _count(run.get("flips")),
-            _count(run.get("unexplained_flips")),
-            seconds(run.get("seconds")),
-        )
-        for run in body.get("runs", [])
-    ]
-    note = (
-        f"All {number(body.get('samples'))} test samples through ONNX Runtime and torch, element by element "
-        f"(rtol {body.get('rtol')}, atol {body.get('atol')}). "
-        f"Opset {body.get('opset')}, {size(body.get('onnx_bytes'))}."
-    )
-    return [el("p", note, class_="muted"), table(head, rows)]
+_QUANTILES = {"p50": "median", "p95": "95 %", "p99": "99 %", "max": "slowest"}
 
 
 def latency(facts: Facts) -> Child:
-    deploy, times = facts.deploy, facts.deploy.get("latency_ms") or {}
-    if not deploy:
-        return None
-    slowest = max((times.get(name) or 0.0 for name in ("p50", "p95", "max")), default=0.0)
-    bars = [_time(label, times.get(name), slowest) for name, label in _QUANTILES.items() if times.get(name) is not None]
-    golden = (deploy.get("golden") or {}).get("requests")
-    rows = {
-        "target": deploy.get("target"),
-        "address": deploy.get("url"),
-        "bundle": short(deploy.get("bundle") or ""),
-        "golden requests answered": number(golden) if golden is not None else None,
-    }
-    note = f"Over {number(times.get('requests'))} requests over HTTP, the round trip from the deploying machine."
-    timing = el("div", el("p", note, class_="muted"), el("div", bars, class_="times")) if bars else None
-    return el("div", timing, pairs(rows.items()), class_="split")
+    return _deployed(facts) if facts.deploy else _of_the_file(facts)
 
 
 def package(facts: Facts) -> Child:
@@ -61,17 +24,41 @@ def package(facts: Facts) -> Child:
         "context": "context",
         "reason": "note",
     }
-    return pairs((label, str(facts.image.get(key) or "")) for key, label in names.items())
+    rows = [(label, str(facts.image.get(key) or "")) for key, label in names.items()]
+    return el("div", pairs(rows), class_="long")
 
 
-_QUANTILES = {"p50": "median", "p95": "95 %", "max": "slowest"}
+def _deployed(facts: Facts) -> Html:
+    deploy, times = facts.deploy, facts.deploy.get("latency_ms") or {}
+    known = {label: times[name] for name, label in _QUANTILES.items() if times.get(name) is not None}
+    golden = (deploy.get("golden") or {}).get("requests")
+    rows = {
+        "target": deploy.get("target"),
+        "address": deploy.get("url"),
+        "bundle": short(deploy.get("bundle") or ""),
+        "golden requests answered": number(golden) if golden is not None else None,
+    }
+    note = f"Over {number(times.get('requests'))} requests over HTTP, the round trip from the deploying machine."
+    timing = el("div", el("p", note, class_="muted"), _times(known)) if known else None
+    return el("div", timing, pairs(rows.items()), class_="split")
 
 
-def _time(label: str, milliseconds: float | None, slowest: float) -> Html:
-    width = 100 * (milliseconds or 0) / (slowest or 1)
-    bar = el("div", el("i", style=f"width:{width:.1f}%"))
-    return el("div", el("span", label), bar, el("b", f"{number(milliseconds, 3)} ms"))
+def _of_the_file(facts: Facts) -> Child:
+    """Not deployed: what the shipped file took when it was exported."""
+    shipped = next((one for one in facts.variants if one.get("chosen")), None)
+    times = (shipped or {}).get("p50_ms") or {}
+    known = {f"batch {size}": value for size, value in times.items() if value is not None}
+    if shipped is None or not known:
+        return None
+    text = f"The service has not been deployed in this run; the {shipped.get('variant')} file itself took, by median:"
+    return el("div", el("p", text, class_="muted"), _times(known))
 
 
-def _count(value: int | None) -> Child:
-    return number(value) if not value else el("b", number(value), class_="bad-text")
+def _times(known: dict[str, float]) -> Html:
+    slowest = max(known.values()) or 1.0
+    return el("div", [_time(name, value, slowest) for name, value in known.items()], class_="times")
+
+
+def _time(name: str, milliseconds: float, slowest: float) -> Html:
+    bar = el("div", el("i", style=f"width:{100 * milliseconds / slowest:.1f}%"))
+    return el("div", el("span", name), bar, el("b", f"{number(milliseconds, 3)} ms"))

@@ -5,36 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.report.budget import exposed_share, time_budget
 from pipeline.report.charts import Series, line_chart
-from pipeline.report.facts import Facts
-from pipeline.report.wording import number, percent, seconds, size
+from pipeline.spec.facts import Facts
 from pipeline.spec.html import Child, Html, el, flat, pairs
+from pipeline.spec.wording import number, percent, seconds, size
 
 _STYLES = ("one", "two", "three")
 _MOST_LANES = 6  # of a chart; with more processes, the largest and the smallest share are drawn
 
 
-def speed(facts: Facts) -> Child:
+def speed(facts: Facts, other: Facts | None = None) -> Child:
     if not facts.steps:
         return None
-    waited = Series("share of time", facts.curve("communication_share"), "two", smooth=True)
     charts = [
-        line_chart("Throughput", [Series("samples/s", facts.curve("samples_per_second"), "one", smooth=True)]),
-        line_chart("Exposed communication", [waited]),
+        line_chart("Throughput", _both(facts, other, "samples/s", "samples_per_second", "one")),
+        line_chart("Exposed communication", _both(facts, other, "share of time", "communication_share", "two")),
         line_chart("Shares of a batch", _lanes(facts)),
         _sizes_tried(facts),
     ]
-    return flat(el("div", charts, pairs(_figures(facts)), class_="charts"), _timeline(facts))
+    beside = el("div", charts, class_="charts")
+    return flat(time_budget(facts, other), beside, pairs(_figures(facts)), _timeline(facts))
 
 
-def exposed_share(facts: Facts) -> tuple[float, str] | None:
-    """How much of the time went into waiting for the exchange, and where that is known from."""
-    if traced := [of["exposed"] for name, of in facts.communication.items() if name.startswith("rank ")]:
-        first, count = facts.communication["first_step"], facts.communication["steps"]
-        return sum(traced) / len(traced), f"timeline of steps {first} to {first + count - 1}"
-    if told := [value for _, value in facts.curve("communication_share")]:
-        return sum(told) / len(told), "mean of all steps"
-    return None
+def _both(facts: Facts, other: Facts | None, name: str, key: str, style: str) -> list[Series]:
+    mine = Series(name, facts.curve(key), style, smooth=True)
+    theirs = [Series(f"{name}, other run", other.curve(key), style, smooth=True, other=True)] if other else []
+    return [*theirs, mine]
 
 
 def _figures(facts: Facts) -> Iterator[tuple[str, str]]:

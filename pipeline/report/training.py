@@ -1,4 +1,4 @@
-"""How training went: learning curves, and what was best."""
+"""How training went: learning curves, beside those of another run where there is one, and what was best."""
 
 from __future__ import annotations
 
@@ -6,31 +6,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.report.charts import Points, Series, line_chart
-from pipeline.report.facts import Facts, is_number
-from pipeline.report.wording import number, seconds
-from pipeline.spec.html import Child, Html, el, pairs
+from pipeline.spec.facts import Facts, is_number
+from pipeline.spec.html import Child, Html, el, flat, pairs
+from pipeline.spec.wording import number, seconds
 
 
-def curves(facts: Facts) -> Child:
+def curves(facts: Facts, other: Facts | None = None) -> Child:
+    runs = [run for run in (other, facts) if run is not None]  # these curves lie above the other's
     if not facts.steps and not facts.validations:
         return None
     best = facts.summary.get("best_step")
     best_loss, best_other = ((float(best), f"best at {best}"), (float(best), "")) if best else (None, None)
-    losses = [
-        Series("training", facts.curve("loss"), "one", smooth=True),
-        Series("validation", _validation(facts, "loss"), "two", dots=True),
-    ]
-    names = sorted({name for line in facts.validations for name in line["validation"]} - {"loss"})
+    names = sorted({name for run in runs for line in run.validations for name in line["validation"]} - {"loss"})
+    losses = [series for run in runs for series in _losses(run, run is other)]
     charts: list[Html | None] = [line_chart("Loss", losses, best_loss)]
-    charts += [
-        line_chart(f"Validation {name}", [Series(name, _validation(facts, name), "two", dots=True)], best_other)
-        for name in names
+    for name in names:
+        lines = [_line(name, _validation(run, name), "two", run is other, dots=True) for run in runs]
+        charts.append(line_chart(f"Validation {name}", lines, best_other))
+    rates = [_line("lr", run.curve("lr"), "three", run is other) for run in runs]
+    norms = [_line("norm", run.curve("grad_norm"), "three", run is other, smooth=True) for run in runs]
+    charts += [line_chart("Learning rate", rates), line_chart("Gradient norm", norms)]
+    return flat(el("div", charts, class_="charts"), _summary(facts))
+
+
+def _losses(run: Facts, other: bool) -> list[Series]:
+    return [
+        _line("training", run.curve("loss"), "one", other, smooth=True),
+        _line("validation", _validation(run, "loss"), "two", other, dots=True),
     ]
-    charts += [
-        line_chart("Learning rate", [Series("lr", facts.curve("lr"), "three")]),
-        line_chart("Gradient norm", [Series("norm", facts.curve("grad_norm"), "three", smooth=True)]),
-    ]
-    return el("div", charts, _summary(facts), class_="charts")
+
+
+def _line(name: str, points: Points, style: str, other: bool, dots: bool = False, smooth: bool = False) -> Series:
+    return Series(f"{name}, other run" if other else name, points, style, dots=dots, smooth=smooth, other=other)
 
 
 def _validation(facts: Facts, name: str) -> Points:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from pipeline.checks.champion import PART
 from pipeline.history import History, now
 from pipeline.keys import parts_of
 from pipeline.project import Project
@@ -50,7 +51,7 @@ def identity(config: Config, project: Project) -> dict[str, str]:
     for variant in _variants(config):
         for step in ("prepare", "train"):
             parts |= parts_of(step, variant, project, {})
-    parts = {name: value for name, value in parts.items() if name.removeprefix("config:") not in space}
+    parts = {name: value for name, value in parts.items() if name.removeprefix("config:") not in space and name != PART}
     parts |= {f"config:tune.space.{key}": _words(axis.model_dump(exclude_defaults=True)) for key, axis in space.items()}
     return parts | {f"config:tune.{name}": str(getattr(config.tune, name)) for name in ("metric", "direction")}
 

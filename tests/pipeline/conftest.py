@@ -16,7 +16,7 @@ from pipeline.spec.files import write_json
 from pipeline.spec.run import Run, RunFile
 from pipeline.spec.signature import Limits, Runtime, Signature
 
-from .packing import MakeRun, PutBuilders, saved_image, write_bundle
+from .packing import BASE, MakeRun, PutBuilders, saved_image, write_bundle
 
 CONFIG = "name: tiny\ntask: task.py:T\ncodec: codec.py:C\n"
 TASK = "from codec import C\nfrom shapes import size\n\n\nclass T:\n    width = size()\n"
@@ -61,7 +61,8 @@ def make_run(tmp_path: Path) -> MakeRun:
     def make(name: str = "first", verdict: str = "pass", **sections: dict[str, Any]) -> Run:
         run = Run(tmp_path / "runs" / name)
         write_bundle(run.bundle_path, verdict)
-        config = {"name": "twice", "task": "task.py:T", "codec": "codec.py:C", **sections}
+        named = {**sections, "package": {"base": BASE, **sections.get("package", {})}}
+        config = {"name": "twice", "task": "task.py:T", "codec": "codec.py:C", **named}
         file = RunFile(id=name, created="2026-01-01", wanted=("package",), config=config, environment={})
         write_json(run.path / "run.json", file.model_dump())
         run.partial("package").mkdir()
@@ -78,7 +79,7 @@ def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PutBuilders:
         folder = tmp_path / "bin"
         folder.mkdir()
         (folder / "image.tar").write_bytes(saved_image())
-        for tool in ("sh", "dirname", "basename", "cp"):
+        for tool in ("sh", "dirname", "basename", "cp", "cat"):
             found = next(path for place in ("/bin", "/usr/bin") if (path := Path(place, tool)).exists())
             (folder / tool).symlink_to(found)
         for name, text in scripts.items():

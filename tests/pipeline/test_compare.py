@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from pipeline.compare import aligned, differences, outcome_digests, results
+from pipeline.compare import aligned, differences, outcome_digests, results, unlike
 from pipeline.history import write_record
 from pipeline.spec.files import write_json
 from pipeline.spec.run import Run, StepRecord
@@ -32,17 +33,27 @@ def test_parts_that_differ_are_told_step_by_step(new_run: NewRun) -> None:
 
 def test_a_run_that_came_not_far_has_an_empty_row(new_run: NewRun) -> None:
     run = new_run()
-    assert results(run) == {"run": run.id, "verdict": None, "bundle": None, "train_seconds": None}
+    assert results(run) == {"run": run.id, "verdict": None, "bundle": None, "test": None, "train_seconds": None}
 
 
 def test_a_row_has_the_verdict_and_the_metrics(new_run: NewRun) -> None:
     run = trained(new_run(), {})
     run.output("evaluate").mkdir()
     write_json(run.output("evaluate") / "verdict.json", {"verdict": "pass"})
-    write_json(run.output("evaluate") / "metrics.json", {"candidate": {"accuracy": 0.98765}})
+    write_json(run.output("evaluate") / "metrics.json", {"candidate": {"accuracy": 0.98765}, "test_fingerprint": LONG})
     assert results(run) == {
-        "run": run.id, "verdict": "pass", "bundle": None, "accuracy": 0.98765, "train_seconds": 2.0,
+        "run": run.id, "verdict": "pass", "bundle": None, "test": LONG[:12], "accuracy": 0.98765, "train_seconds": 2.0,
     }  # fmt: skip
+
+
+def test_runs_that_were_judged_on_different_test_data_are_told_apart() -> None:
+    rows: list[dict[str, Any]] = [
+        {"run": "one", "test": "a"},
+        {"run": "two", "test": None},
+        {"run": "three", "test": "a"},
+    ]
+    assert unlike(rows) == ""
+    assert "do not compare (a: one, three; b: four)" in unlike([*rows, {"run": "four", "test": "b"}])
 
 
 def test_rows_get_the_same_columns_in_the_order_they_appear() -> None:

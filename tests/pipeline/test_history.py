@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.history import (
-    all_runs,
     begin_run,
     changed_outputs,
     create_run,
@@ -22,6 +21,7 @@ from pipeline.spec.config import Config
 from pipeline.spec.digest import digest_bytes, digest_mapping
 from pipeline.spec.errors import ConfigError, PipelineError
 from pipeline.spec.run import Run, StepRecord
+from pipeline.spec.runs import all_runs
 
 from .conftest import NewRun
 

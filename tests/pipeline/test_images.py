@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from pipeline.spec.errors import ConfigError, StageError
 
-from .packing import DIGEST, FAILING, NO_DAEMON, NOT_ALLOWED, PUSHED, WORKING, MakeRun, PutBuilders, pack
+from ..k8s.registry_server import RegistryServer
+from .packing import BASE, DIGEST, FAILING, NO_DAEMON, NOT_ALLOWED, PUSHED, WORKING, MakeRun, PutBuilders, pack
+
+
+@pytest.fixture
+def registry() -> Iterator[RegistryServer]:
+    server = RegistryServer().start()
+    yield server
+    server.stop()
 
 
 def test_without_a_builder_it_says_who_was_looked_for_and_how_to_build_by_hand(
@@ -104,16 +114,54 @@ def test_a_registry_of_this_machine_is_spoken_to_without_tls(make_run: MakeRun, 
     assert "--tls-verify=false" in (folder / "called").read_text()
 
 
-def test_the_bundle_is_in_the_annotations_where_the_builder_writes_any(
-    make_run: MakeRun, builders: PutBuilders
-) -> None:
-    folder = builders(docker=WORKING, podman=WORKING)
-    run = make_run(package={"builder": "podman"})
+@pytest.mark.parametrize("builder", ["podman", "buildah", "docker"])
+def test_the_bundle_is_in_the_annotations(builder: str, make_run: MakeRun, builders: PutBuilders) -> None:
+    folder = builders(**{builder: WORKING})
+    (folder / "buildx").write_text("      --annotation stringArray\n")
+    run = make_run(package={"builder": builder})
     pack(run)
-    assert f"--annotation pipe-road.bundle={run.bundle().digest}" in (folder / "called").read_text()
-    (folder / "called").unlink()
-    pack(make_run("second", package={"builder": "docker"}))
+    (line,) = [line for line in (folder / "called").read_text().splitlines() if "--iidfile" in line]
+    assert f"--annotation pipe-road.bundle={run.bundle().digest}" in line
+    assert line.startswith("docker buildx build --load" if builder == "docker" else f"{builder} build")
+
+
+@pytest.mark.parametrize("said", [None, "Usage: docker buildx build, of long ago"], ids=["without", "old"])
+def test_docker_without_annotations_says_so(
+    said: str | None, make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = builders(docker=WORKING)
+    if said:
+        (folder / "buildx").write_text(said)
+    pack(make_run())
     assert "--annotation" not in (folder / "called").read_text()
+    assert "docker build --tag" in (folder / "called").read_text()
+    assert "the image's labels alone" in capsys.readouterr().out
+
+
+def test_a_base_whose_digest_nobody_tells_is_said_aloud(
+    make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builders(podman=WORKING)
+    assert pack(make_run())["base_digest"] is None
+    assert f"WARNING: package.base={BASE} is a tag" in (said := capsys.readouterr().err)
+    assert "127.0.0.1:1 does not answer" in said
+
+
+def test_the_base_is_taken_by_the_digest_its_registry_gives(
+    make_run: MakeRun, builders: PutBuilders, registry: RegistryServer
+) -> None:
+    folder = builders(podman=WORKING)
+    manifest = b'{"schemaVersion": 2}'
+    registry.manifests["3.11"] = ("application/vnd.oci.image.index.v1+json", manifest)
+    digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+    record = pack(make_run(package={"base": f"{registry.host}/library/python:3.11"}))
+    assert record["base_digest"] == digest
+    called = (folder / "called").read_text()
+    assert "--tls-verify=false" in called, "that registry is on this machine"
+    assert f"--build-arg BASE={registry.host}/library/python@{digest}" in called
+    assert f"--annotation org.opencontainers.image.base.digest={digest}" in called
+    by_digest = {"base": f"registry.invalid/python@{digest}"}
+    assert pack(make_run("second", package=by_digest))["base_digest"] == digest, "nobody is asked"
 
 
 def test_the_bill_of_materials_is_of_the_image_that_was_built(make_run: MakeRun, builders: PutBuilders) -> None:

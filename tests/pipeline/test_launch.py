@@ -29,12 +29,21 @@ import sys
 from pathlib import Path
 from pipeline.launch import LocalLauncher
 log, program = Path(sys.argv[1]), sys.argv[2]
-sys.exit(LocalLauncher(Path.cwd(), lambda: None).launch(("python", "-c", program), log, {}))
+sys.exit(LocalLauncher(Path.cwd(), log.with_suffix(".tick").touch).launch(("python", "-c", program), log, {}))
 """
 
 
 def launch(program: str, log: Path, **env: str) -> int:
     return LocalLauncher(log.parent, lambda: None).launch(("python", "-c", program), log, env)
+
+
+def waited_for(log: Path) -> int:
+    """The pid a step wrote, once its runner waits for it: a busy machine may let the step come so far first."""
+    pid, deadline = pid_in(log), time.monotonic() + 20
+    while not log.with_suffix(".tick").exists():
+        assert time.monotonic() < deadline, "the runner does not tick"
+        time.sleep(0.01)
+    return pid
 
 
 def pid_in(log: Path) -> int:
@@ -89,7 +98,7 @@ def test_ticks_come_while_a_step_runs(tmp_path: Path) -> None:
 def test_an_interrupt_ends_the_step_first(tmp_path: Path) -> None:
     log = tmp_path / "log"
     runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=HOUSE, stderr=subprocess.PIPE)
-    pid = pid_in(log)
+    pid = waited_for(log)
     runner.send_signal(signal.SIGINT)
     _, said = runner.communicate(timeout=20)
     assert b"KeyboardInterrupt" in said

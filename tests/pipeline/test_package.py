@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.spec.bundle import open_bundle
+from pipeline.spec.bundle import open_bundle, write_manifest
 from pipeline.spec.digest import digest_mapping, digest_tree
 from pipeline.spec.errors import BundleError, ConfigError, GateError
+from pipeline.spec.files import write_json
 from pipeline.spec.sources import HOUSE
 
-from .packing import MakeRun, context_of, pack
+from .packing import BASE, MakeRun, context_of, pack
 
 NEVER = {"build": "never"}
 
@@ -37,7 +38,8 @@ def test_the_context_is_complete_and_its_digest_is_on_record(make_run: MakeRun) 
         "image": f"twice:{run.bundle().digest[:12]}",
         "bundle": run.bundle().digest,
         "context": digest_mapping(digest_tree(context)),
-        "base": "python:3.11-slim",
+        "base": BASE,
+        "base_digest": None,
         "accelerator": "cpu",
         "builder": None,
         "image_digest": None,
@@ -74,6 +76,23 @@ def test_requirements_are_pinned_and_without_torch(accelerator: str, make_run: M
     runtime = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu"}[accelerator]
     assert {"kserve", "numpy", runtime, "pydantic", "psutil", "uvloop"} <= set(names)
     assert not {"torch", "onnx", "safetensors", "pipe-road"} & set(names)
+
+
+def test_what_the_codec_needs_goes_along_pinned_with_all_it_needs_itself(make_run: MakeRun) -> None:
+    run = make_run(package=NEVER)
+    needed = f"tokenizers=={version('tokenizers')}"
+    signature = run.bundle().signature.model_copy(update={"requires": (needed,)})
+    ancestors = run.bundle().manifest.ancestors
+    write_json(run.bundle_path / "signature.json", signature.model_dump())
+    (run.bundle_path / "files").mkdir()
+    (run.bundle_path / "files" / "tokenizer.json").write_text("{}")
+    write_manifest(run.bundle_path, "twice", "pass", ancestors)
+    pack(run)
+    for accelerator in ("cpu", "gpu"):
+        lines = (context_of(run) / f"requirements-{accelerator}.txt").read_text().splitlines()
+        assert {needed, f"huggingface-hub=={version('huggingface-hub')}"} <= set(lines)
+        assert not [line for line in lines if line.startswith(("torch", "transformers"))]
+    assert (context_of(run) / "bundle" / "files" / "tokenizer.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +166,7 @@ def test_an_image_name_with_a_registry_gets_the_bundle_as_tag(make_run: MakeRun)
     assert pack(run)["image"] == f"r.example:5000/twice:{run.bundle().digest[:12]}"
 
 
-@pytest.mark.parametrize("verdict", ["pass", "no-baseline", "forced", "forced (demo on Friday)"])
+@pytest.mark.parametrize("verdict", ["pass", "no-baseline", "forced (demo on Friday)"])
 def test_an_accepted_verdict_is_packaged(verdict: str, make_run: MakeRun) -> None:
     assert pack(make_run(verdict=verdict, package=NEVER))["image"]
 

@@ -36,6 +36,13 @@ def test_the_same_bundle_again_is_no_new_version(new_run: NewRun) -> None:
     assert found.previous.bundle == "a" * 64
 
 
+def test_the_same_bundle_in_another_image_is_a_version_to_go_back_from(new_run: NewRun) -> None:
+    record(new_run(), "tiny", told("a"))
+    found = record(new_run(), "tiny", {**told("a"), "image": "tiny:mended"})
+    assert found.previous is not None
+    assert (found.current.image, found.previous.image) == ("tiny:mended", "tiny:a")
+
+
 def test_going_back_twice_comes_back(new_run: NewRun) -> None:
     for bundle in "aba":
         found = record(new_run(), "tiny", told(bundle))

@@ -129,6 +129,12 @@ def test_a_changed_file_is_named_and_our_own_told_from_the_users() -> None:
     assert explain({**PARTS, "house:train/order.py": "d"}, past) == "pipe’s own train/order.py changed"
 
 
+def test_another_champion_to_compare_data_with_is_told_where_nothing_else_is_news() -> None:
+    past = [("first", done({**PARTS, "rival:champion": "none"}))]
+    assert explain({**PARTS, "rival:champion": "b"}, past) == "champion changed"
+    assert explain({**PARTS, "rival:champion": "b", "source:task.py": "d"}, past) == "task.py changed"
+
+
 def test_files_that_came_and_went_are_told_so() -> None:
     past = [("first", done({**PARTS, "source:old.py": "c"}))]
     assert explain({**PARTS, "source:new.py": "c"}, past) == "new.py is new, old.py is gone"

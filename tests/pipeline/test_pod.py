@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,13 @@ import pytest
 import yaml
 
 from k8s.workflow import CONFIG, MOUNT
-from pipeline.node import POD_NUMBER
+from pipeline.lock import locked
+from pipeline.node import PASSING_EXIT_CODE, POD_NUMBER
 from pipeline.pod import main, walk
 from pipeline.project import Project
-from pipeline.render import render_workflow
+from pipeline.render import render_training, render_workflow
 from pipeline.spec.config import override_config
-from pipeline.spec.errors import ConfigError
+from pipeline.spec.errors import ConfigError, LostContact
 from pipeline.spec.run import STEPS, Run
 from pipeline.spec.sources import HOUSE
 
@@ -102,6 +106,83 @@ def test_a_pod_that_takes_part_runs_the_command_and_keeps_no_books(tiny: Project
     done = start(tiny, *pod("train", run, "python", "-c", own), JOB_COMPLETION_INDEX="1")
     assert (done.returncode, done.stderr) == (7, "")
     assert not run.exists()
+
+
+def test_a_pod_that_takes_part_waits_until_the_first_has_begun(tiny: Project) -> None:
+    run = Run(tiny.runs / "alone")
+    argv = (*pod("train", run.path)[:-1], "--begin", "--", "python", "-c", "print('takes part')")
+    paths = {"PYTHONPATH": str(HOUSE), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    with subprocess.Popen(
+        argv, cwd=tiny.root, env={**os.environ, **paths, POD_NUMBER: "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        assert "waiting until the first pod has made it ready" in process.stderr.readline()
+        run.path.mkdir(parents=True)
+        (run.path / "run.json").write_text("{}")
+        assert process.poll() is None
+        run.output("prepare").mkdir()
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "takes part\n")
+
+
+def test_a_pod_waits_for_the_one_it_takes_the_place_of(
+    tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its lock may outlive it on a volume of the network; to fail then would end the whole Job."""
+    run, walked = Run(tiny.runs / "wf-1"), threading.Event()
+    monkeypatch.setattr("pipeline.pod.resume_road", lambda *_: walked.set())
+    argv = ("python", "-m", "pipeline.node", str(run.path))
+    with ThreadPoolExecutor(1) as pods:
+        with locked(run.path):
+            begun = pods.submit(walk, "train", run, argv, config_text(tiny))
+            while "is working here; waiting for it" not in capsys.readouterr().err:
+                assert not begun.done()
+                time.sleep(0.01)
+            assert not walked.is_set()
+        begun.result(timeout=30)
+    assert walked.is_set()
+
+
+def test_what_may_pass_is_tried_again_by_another_pod(
+    tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise LostContact("train: nobody answers")
+
+    monkeypatch.setattr("pipeline.pod.walk", lost)
+    asked = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["train", str(tiny.runs / "wf-1"), "--", "python"]) == PASSING_EXIT_CODE
+    finally:
+        signal.signal(signal.SIGTERM, asked)
+    assert "nobody answers" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("standing", [True, False], ids=["as-it-stands", "rendered"])
+def test_training_alone_makes_its_run_and_trains_with_others(tiny: Project, tmp_path: Path, standing: bool) -> None:
+    """The Job's pods on an empty volume, with no `pipe` that leads them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["train.image=" + IMAGE, "train.nodes=2", "train.processes=1", "jobs.executor=kubernetes"]
+    if standing:
+        text = (HOUSE / "k8s" / "train" / "base" / "job.yaml").read_text()
+        text = text.replace("train.nodes=1", "train.nodes=2").replace("train.processes=2", "train.processes=1")
+    else:
+        files = render_training(tiny, override_config(tiny.config(), words, "test"), str(tmp_path / "out"))
+        text = next(file for file in files if file.name.startswith("job-")).read_text()
+    text = re.sub(r"model-train-0\.model-train:29400|sides-train-\w+-0\.sides-train-\w+:29400", meeting, text)
+    (container,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]
+    words = [word.replace("/runs/", f"{tiny.runs}/") for word in (*container["command"], *container["args"])]
+    env = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+    with ThreadPoolExecutor(2) as pods:
+        done = list(pods.map(lambda number: start(tiny, *words, **{**env, POD_NUMBER: number}), ("0", "1")))
+    assert [pod.returncode for pod in done] == [0, 0], "".join(pod.stderr for pod in done)
+    (run,) = map(Run, tiny.runs.glob("*/run.json"))
+    run = Run(run.path.parent)
+    assert {name: record.status for name, record in run.read().steps.items()} == {"prepare": "done", "train": "done"}
+    assert (run.output("train") / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("words", [["train", "run"], ["train", "run", "--"]])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -156,3 +157,37 @@ def test_data_that_cannot_be_trained_on_are_refused_by_split(root: Path, old: st
     with pytest.raises(DataError, match=message) as caught:
         prepare(new_run(root), root)
     assert "data('train')" in str(caught.value)
+
+
+FILES = """
+    def make_files(self, folder):
+        (folder / "words").mkdir()
+        (folder / "words" / "list.txt").write_text("one two")
+
+    def use_files(self, folder):
+        self.words = (folder / "words" / "list.txt").read_text().split()
+        assert not (folder / "stale.txt").exists()
+"""
+
+
+def test_files_that_model_and_codec_share_are_made_read_and_named_by_digest(root: Path) -> None:
+    (root / "prepared_task.py").write_text(TASK.replace("x = np", "assert self.words; x = np") + FILES)
+    run = new_run(root)
+    (run.partial("prepare") / "files").mkdir()
+    (run.partial("prepare") / "files" / "stale.txt").write_text("of an attempt that was interrupted")
+    prepare(run, root)
+    assert report(run)["files"] == {"words/list.txt": hashlib.sha256(b"one two").hexdigest()}
+
+
+def test_a_task_without_files_has_none(root: Path) -> None:
+    run = new_run(root)
+    prepare(run, root)
+    assert report(run)["files"] == {}
+    assert not (run.partial("prepare") / "files").exists()
+
+
+def test_a_link_among_the_shared_files_is_refused(root: Path) -> None:
+    link = '    def make_files(self, folder): (folder / "words").symlink_to("/etc")\n'
+    (root / "prepared_task.py").write_text(TASK + link + "    def use_files(self, folder): ...\n")
+    with pytest.raises(DataError, match="left words, which is no plain file"):
+        prepare(new_run(root), root)

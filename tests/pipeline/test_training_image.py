@@ -12,13 +12,13 @@ from pipeline.spec.config import parse_config
 from pipeline.spec.errors import StageError
 from pipeline.training_image import package_training
 
-from .packing import DIGEST, FAILING, PUSHED, WORKING, PutBuilders
+from .packing import BASE, DIGEST, FAILING, PUSHED, WORKING, PutBuilders
 
 
 def make(project: Project, **package: Any) -> tuple[dict[str, Any], list[str]]:
     """The record, and what was said."""
     said: list[str] = []
-    body = {"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "package": package}
+    body = {"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "package": {"base": BASE, **package}}
     return package_training(project, parse_config(body, "test"), os.environ, said.append), said
 
 

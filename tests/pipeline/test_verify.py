@@ -9,14 +9,17 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
-from pipeline.history import changed_outputs, seal, write_record, write_run
+from pipeline.history import changed_outputs, link_outputs, seal, write_record, write_run
+from pipeline.sign import sign_run
 from pipeline.spec.bundle import Ancestors, open_bundle, write_manifest
 from pipeline.spec.digest import digest_file
-from pipeline.spec.errors import BundleError
+from pipeline.spec.errors import BundleError, ConfigError
 from pipeline.spec.files import write_json
 from pipeline.spec.golden import Golden
+from pipeline.spec.override import Override, write_override
 from pipeline.spec.run import Run, StepRecord
 from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.spec.signing import SIGNATURE, Trust, new_key, private_key
 from pipeline.verify import verify_bundle, verify_run
 from train.order import Order
 from train.proof import Line, digest_of
@@ -143,6 +146,17 @@ def test_a_whole_chain_is_told_link_by_link(run: Run) -> None:
     ]
 
 
+def test_a_bundle_with_another_shared_file_than_prepare_made_is_found_out(run: Run) -> None:
+    files = run.bundle_path / "files"
+    files.mkdir()
+    (files / "words.txt").write_text("one two")
+    ancestors = Ancestors(**json.loads((run.bundle_path / "manifest.json").read_text())["ancestors"])
+    write_manifest(run.bundle_path, "double", "pass", ancestors)
+    reseal(run, "export")
+    with pytest.raises(BundleError, match=r"another files/words.txt than prepare/files/words.txt of this run"):
+        list(verify_run(run))
+
+
 def test_a_step_that_is_not_done_is_told_and_not_judged(run: Run) -> None:
     record = run.read().steps["package"]
     write_record(run, record.model_copy(update={"status": "failed"}))
@@ -203,3 +217,40 @@ def test_a_model_that_answers_otherwise_is_caught_though_its_manifest_was_writte
     open_bundle(run.bundle_path)  # every digest agrees
     with pytest.raises(BundleError, match="golden requests: y"):
         list(verify_bundle(run.bundle_path))
+
+
+def test_an_override_that_was_taken_away_breaks_the_chain(run: Run) -> None:
+    (run.output("evaluate")).rename(run.partial("evaluate"))
+    complete(run, "evaluate")
+    write_record(run, run.read().steps["evaluate"].model_copy(update={"status": "overridden"}))
+    with pytest.raises(BundleError, match=r"override\.json: gone, or about another verdict"):
+        list(verify_run(run))
+    verdict = digest_file(run.output("evaluate") / "verdict.json")
+    write_override(run.path, Override(at="noon", by="ann", reason="why not", verdict=verdict))
+    assert "the verdict was overridden by ann, noon: why not" in list(verify_run(run))
+
+
+def test_a_signature_is_part_of_the_run_and_of_those_that_reuse_it(run: Run, new_run: NewRun, tmp_path: Path) -> None:
+    keyid = new_key(tmp_path / "key")
+    trust = Trust(tmp_path / "key.pub")
+    with pytest.raises(BundleError, match="is not signed"):
+        list(verify_run(run, trust))
+    bundle, signer = sign_run(run, private_key(tmp_path / "key"))
+    assert (signer, bundle.digest) == (keyid, run.bundle().digest)
+    assert f"signed by {keyid}" in list(verify_run(run, trust))
+    later = new_run()
+    link_outputs(run, later, run.read().steps["export"])
+    assert later.bundle(trust).digest == bundle.digest
+    alter(run.bundle_path / SIGNATURE)
+    with pytest.raises(BundleError, match=r"manifest\.sig\.json: changed since the step was done"):
+        list(verify_run(run, trust))
+    sign_run(run, private_key(tmp_path / "key"))
+    assert list(verify_run(run, trust))
+
+
+def test_only_a_run_with_a_bundle_is_signed(new_run: NewRun, tmp_path: Path) -> None:
+    new_key(tmp_path / "key")
+    with pytest.raises(ConfigError, match="has no bundle"):
+        sign_run(new_run(), private_key(tmp_path / "key"))
+    with pytest.raises(BundleError, match="has no bundle, so nothing is signed"):
+        list(verify_run(new_run(), Trust(tmp_path / "key.pub")))

@@ -24,7 +24,14 @@ def run(starter: Path) -> Run:
 
 def test_status_of_an_empty_project_is_data_too(pipe: Pipe) -> None:
     done = pipe("status", "-o", "json")
-    assert json.loads(done.stdout) == {"runs": [], "began_again": [], "studies": [], "service": None, "cluster": None}
+    assert json.loads(done.stdout) == {
+        "runs": [],
+        "began_again": [],
+        "overrides": [],
+        "studies": [],
+        "service": None,
+        "cluster": None,
+    }
     assert done.stderr == ""
 
 

@@ -27,9 +27,9 @@ def cheapest(*command: str, times: int = 3) -> float:
 
 
 def test_help_comes_in_a_moment() -> None:
-    """0.3 s; on a machine so slow that the interpreter's own libraries take most of it, little more than they do."""
+    """0.3 s, of which libraries take a quarter; where a busy machine stretches both, four times what they take."""
     libraries = cheapest("-c", "import typer, pydantic, yaml, psutil")
-    assert cheapest("-m", "pipeline", "--help", times=5) < max(0.3, 3 * libraries)
+    assert cheapest("-m", "pipeline", "--help", times=5) < max(0.3, 4 * libraries)
 
 
 def test_the_commands_are_listed(pipe: Pipe) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pipeline.cli.project import model_name
 from pipeline.history import create_run
 from pipeline.project import find_project
-from pipeline.spec.registry import CHAMPION, Entry, Registry, write_registry
+from pipeline.spec.registry import CHAMPION, Entry, Wanted, change_registry
 
 from .conftest import Pipe
 
@@ -50,7 +50,7 @@ def test_gc_keeps_the_newest_runs_and_the_champion(pipe: Pipe, starter: Path) ->
     project = find_project(starter)
     runs = [create_run(project.runs, project.config(), ("prepare",), parent="").id for _ in range(4)]
     entry = Entry(bundle="b", checkpoint="c", path=f"{runs[0]}/export/bundle")
-    write_registry(project.runs, Registry().assign(CHAMPION, entry, "deployed"))
+    change_registry(project.runs, "", lambda _: Wanted(CHAMPION, entry, "deployed"))
     assert json.loads(pipe("gc", "--keep", "2", "--dry-run", "-o", "json").stdout) == {
         "removed": [runs[1]], "dry_run": True,
     }  # fmt: skip

@@ -1,11 +1,67 @@
 from __future__ import annotations
 
-from .conftest import Pipe
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli import app
+from pipeline.history import create_run
+from pipeline.project import find_project
+from pipeline.spec.errors import PipelineError
+
+from ..packing import write_bundle
+
+Typed = Callable[..., Any]
 
 
-def test_only_a_bundle_can_be_promoted(pipe: Pipe) -> None:
-    assert "has a bundle yet" in pipe("promote", expect=2).stderr
+@pytest.fixture
+def typed(starter: Path) -> Typed:
+    def run(*words: str) -> Any:
+        done = CliRunner().invoke(app, ["-C", str(starter), "registry", *words, "-o", "json"])
+        if isinstance(done.exception, PipelineError):
+            raise done.exception
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    return run
 
 
-def test_there_must_be_something_to_go_back_to(pipe: Pipe) -> None:
-    assert "there is no previous champion to go back to" in pipe("rollback", expect=2).stderr
+@pytest.fixture
+def runs(starter: Path) -> list[str]:
+    project = find_project(starter)
+    found = []
+    for verdict in ("pass", "no-baseline"):  # two bundles
+        run = create_run(project.runs, project.config(), ("export",), parent="")
+        write_bundle(run.bundle_path, verdict)
+        found.append(run.id)
+    return found
+
+
+def test_names_are_given_taken_back_and_told_with_their_history(typed: Typed, runs: list[str], starter: Path) -> None:
+    assert typed("list") == {"registry": str(starter / "runs" / "registry"), "names": []}
+    for run in runs:
+        assert typed("promote", run)["run"] == run
+    typed("promote", runs[0], "--name", "staging", "--reason", "to try")
+    assert {row["name"]: row["run"] for row in typed("list")["names"]} == {
+        "champion": runs[1], "previous": runs[0], "staging": runs[0],
+    }  # fmt: skip
+    assert typed("rollback", "--reason", "it was slow")["run"] == runs[0]
+    told = typed("history", "--name", "champion")
+    assert [(row["change"], row["run"], row["reason"]) for row in told] == [
+        (1, runs[0], f"promoted by hand by run {runs[0]}"),
+        (2, runs[1], f"promoted by hand by run {runs[1]}"),
+        (4, runs[0], "it was slow"),
+    ]
+    with pytest.raises(PipelineError, match="no previous staging"):
+        typed("rollback", "--name", "staging")
+
+
+def test_a_run_without_a_bundle_has_nothing_to_name(typed: Typed, runs: list[str], starter: Path) -> None:
+    shutil.rmtree(starter / "runs" / runs[0] / "export")
+    with pytest.raises(PipelineError, match="has no bundle"):
+        typed("promote", runs[0])

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.facts import Facts, read_facts
-from pipeline.report.speed import exposed_share, speed
+from pipeline.report.budget import exposed_share
+from pipeline.report.speed import speed
+from pipeline.spec.facts import Facts, read_facts
 from pipeline.spec.files import write_json
 from pipeline.spec.html import flat
 from pipeline.spec.run import Run, RunFile

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.history import create_run, load_history, write_record
+from pipeline.keys import parts_of
 from pipeline.project import Project
 from pipeline.spec.config import Config, override_config
 from pipeline.spec.errors import PipelineError
+from pipeline.spec.registry import CHAMPION, Entry, Wanted, change_registry
 from pipeline.spec.run import Run, StepRecord
 from pipeline.tune.record import (
     all_studies,
@@ -71,6 +73,16 @@ def test_an_edited_source_makes_another_study(project: Project, make_config: Mak
     points.write_text(points.read_text() + "\nEXTRA = 1\n")
     after = identity(make_config(), project)
     assert {name for name in before if before[name] != after[name]} == {"source:points.py"}
+
+
+def test_another_champion_makes_no_other_study(project: Project, make_config: MakeConfig) -> None:
+    before = identity(make_config(), project)
+    served = create_run(project.runs, make_config(), ("prepare",), "")
+    write_record(served, StepRecord(step="prepare", status="done", key="k", parts={"data": "other"}))
+    entry = Entry(bundle="b", checkpoint="c", path=f"{served.id}/export/bundle")
+    change_registry(project.runs, "", lambda _: Wanted(CHAMPION, entry, "deployed"))
+    assert parts_of("prepare", make_config(), project, {})["rival:champion"] == "b"
+    assert identity(make_config(), project) == before
 
 
 def test_the_sources_of_every_searched_task_belong_to_the_study(project: Project, make_config: MakeConfig) -> None:

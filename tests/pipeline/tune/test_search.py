@@ -3,12 +3,13 @@ from __future__ import annotations
 import pytest
 
 from pipeline.display import Display
-from pipeline.history import all_runs, create_run, write_record
+from pipeline.history import create_run, write_record
 from pipeline.project import Project
 from pipeline.runner import Order, Road
 from pipeline.spec.config import override_config
 from pipeline.spec.errors import ConfigError, StageError
 from pipeline.spec.run import StepRecord
+from pipeline.spec.runs import all_runs
 from pipeline.tune.search import Search, best_run, gpus_of, search
 from pipeline.tune.space import as_overrides
 from pipeline.tune.study import Ending

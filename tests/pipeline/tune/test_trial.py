@@ -38,6 +38,7 @@ def validation(epoch: int, **values: float) -> str:
     return json.dumps({"step": 1, "epoch": epoch, "validation": values}) + "\n"
 
 
+@pytest.mark.long
 def test_a_trial_that_others_leave_behind_is_ended_early_and_its_run_says_so(
     tmp_path: Path, project: Project, make_config: MakeConfig
 ) -> None:

@@ -1,16 +1,14 @@
+"""A run as it lies on disk when its steps are done, made of no more than what the report reads."""
+
 from __future__ import annotations
 
 import json
 import math
-import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
+import numpy as np
 
-from pipeline.report import write_report
-from pipeline.report.charts import thin, ticks
 from pipeline.spec.digest import digest_file
 from pipeline.spec.files import write_atomic, write_json
 from pipeline.spec.run import STEPS, Run, RunFile, StepRecord
@@ -40,7 +38,7 @@ def make_run(runs: Path, reached: int = len(STEPS), **changes: Any) -> Run:
         "id": run.id,
         "created": "2026-01-02T03:04:05+00:00",
         "wanted": STEPS,
-        "config": {"name": "digits", "task": "task.py:Digits", "evaluate": {"margin": 0.01}},
+        "config": {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:C", "evaluate": {"margin": 0.01}},
         "environment": {"python": "3.11.2", "torch": "2.13.0", "platform": "Linux x86_64"},
         "steps": records,
     }
@@ -130,12 +128,16 @@ def write_export(run: Run) -> None:
     body = {"rtol": 1e-3, "atol": 1e-4, "samples": 360, "opset": 20, "onnx_bytes": 605_321, "onnx_sha256": ONNX}
     write_json(run.output("export") / "parity.json", {**body, "runs": runs, "versions": {"onnx": "1.20"}})
     run.bundle_path.mkdir()
+    write_manifest(run)
+
+
+def write_manifest(run: Run, onnx: str = ONNX) -> None:
     ancestors = {
         "code": "a" * 64,
         "data": digest_file(run.output("prepare") / "data.json"),
         "checkpoint": CHECKPOINT,
         "verdict": digest_file(run.output("evaluate") / "verdict.json"),
-        "onnx": ONNX,
+        "onnx": onnx,
     }
     write_json(run.bundle_path / "manifest.json", {"name": "digits", "verdict": "pass", "ancestors": ancestors})
 
@@ -156,139 +158,28 @@ def write_deploy(run: Run) -> None:
     write_json(run.output("deploy") / "deploy.json", body)
 
 
-def report(run: Run) -> str:
-    path = run.path / "report.html"
-    write_report(run, path)
-    return path.read_text()
+def make_other(runs: Path, lr: float = 0.001) -> Run:
+    """A second run of the same test set, worse, with another learning rate."""
+    run = make_run(runs / "aside", reached=3)
+    path = run.path.rename(runs / "20260101-010101-ef01")
+    other = Run(path)
+    file = other.read()
+    steps = {name: one.model_copy(update={"parts": {"config:train.lr": str(lr)}}) for name, one in file.steps.items()}
+    body = file.model_copy(update={"id": other.id, "steps": steps})
+    write_atomic(other.path / "run.json", body.model_dump_json())
+    return other
 
 
-class Balance(HTMLParser):
-    """Every tag that is opened is closed, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        if tag not in ("meta", "br", "link"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def write_predictions(run: Run, right: int, samples: int = 360) -> None:
+    values = np.zeros(samples)
+    values[:right] = 1
+    columns = {
+        "candidate.accuracy": values,
+        "actual": np.arange(samples) % 10,
+        "candidate.predicted": np.zeros(samples),
+    }
+    np.savez(run.output("evaluate") / "predictions.npz", allow_pickle=False, **columns)
 
 
-@pytest.mark.parametrize("reached", range(len(STEPS) + 1))
-def test_a_run_that_stopped_anywhere_renders_as_balanced_html(tmp_path: Path, reached: int) -> None:
-    page = report(make_run(tmp_path, reached))
-    parser = Balance()
-    parser.feed(page)
-    assert not parser.open
-    assert "digits" in page
-    assert ("Not reached" in page) == (reached < len(STEPS))
-
-
-def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
-    page = report(make_run(tmp_path))
-    parser = Balance()
-    parser.feed(page)
-    assert not parser.tags & {"script", "link", "img", "iframe", "object"}
-    assert not re.search(r"""(src|href)=|url\(|@import""", page)
-
-
-def test_the_numbers_that_decide_are_on_the_page(tmp_path: Path) -> None:
-    page = report(make_run(tmp_path))
-    for text in ("Passed", "98.9%", "+0.0250", "+0.0083", "4.8×10⁻⁶", "2,411", "1.84 ms", "360", "p = 0.0117"):
-        assert text in page
-    assert "pipe repro 20260102-030405-abcd" in page
-    assert "8 taken for 1" in page
-
-
-def test_hostile_names_are_shown_and_not_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path, config={"name": HOSTILE}, environment={HOSTILE: HOSTILE}, parent=HOSTILE)
-    metrics = json.loads((run.output("evaluate") / "metrics.json").read_text())
-    metrics["classes"] = [HOSTILE, *CLASSES[1:]]
-    metrics["per_class"] = {HOSTILE: {"samples": 1, "precision": 0, "recall": 0, "f1": 0}}
-    write_json(run.output("evaluate") / "metrics.json", metrics)
-    page = report(run)
-    assert "<script" not in page
-    assert "&lt;script&gt;" in page
-    parser = Balance()
-    parser.feed(page)
-    assert "script" not in parser.tags
-
-
-def test_a_rejected_run_says_so_and_why(tmp_path: Path) -> None:
-    run = make_run(tmp_path, reached=3)
-    file = run.read()
-    reason = "candidate rejected: accuracy 0.9 is 0.05 below the required 0.95"
-    rejected = file.steps["evaluate"].model_copy(update={"status": "rejected", "reason": reason})
-    steps = {**file.steps, "evaluate": rejected}
-    write_atomic(run.path / "run.json", file.model_copy(update={"steps": steps}).model_dump_json())
-    body = json.loads((run.output("evaluate") / "verdict.json").read_text()) | {"verdict": "fail"}
-    write_json(run.output("evaluate") / "verdict.json", body)
-    run.output("evaluate").rename(run.partial("evaluate"))
-    page = report(run)
-    assert "Rejected" in page
-    assert reason in page
-    assert "98.9%" in page
-
-
-def test_a_nan_metric_and_a_missing_interval_are_shown_as_such(tmp_path: Path) -> None:
-    run = make_run(tmp_path, reached=3)
-    for name, change in (
-        ("metrics.json", {"candidate": {"accuracy": None}}),
-        ("verdict.json", {"difference": None, "mcnemar": None, "verdict": "fail"}),
-    ):
-        path = run.output("evaluate") / name
-        write_json(path, json.loads(path.read_text()) | change)
-    assert "is not a finite number" in report(run)
-
-
-def test_a_line_cut_short_by_a_killed_process_is_left_out(tmp_path: Path) -> None:
-    run = make_run(tmp_path, reached=2)
-    with (run.output("train") / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 256, "lo')
-    assert "Loss" in report(run)
-
-
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    (run.output("export") / "parity.json").write_text("{")
-    page = report(run)
-    assert "export/parity.json" in page
-    assert "is damaged" in page
-
-
-def test_a_broken_chain_is_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    assert "chain is broken" not in report(run)
-    path = run.output("evaluate") / "verdict.json"
-    write_json(path, json.loads(path.read_text()) | {"checkpoint": "f" * 64})
-    assert "chain is broken at checkpoint, verdict" in report(run)
-
-
-def test_many_classes_are_listed_by_their_confusions_instead_of_a_matrix(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    classes = [f"class {i}" for i in range(100)]
-    matrix = [[5 if i == j else int(j == i + 1) for j in range(100)] for i in range(100)]
-    path = run.output("evaluate") / "metrics.json"
-    write_json(path, json.loads(path.read_text()) | {"classes": classes, "confusion": matrix})
-    page = report(run)
-    assert 'class="heat"' not in page
-    assert "class 0 taken for class 1" in page
-
-
-def test_long_training_is_thinned_and_keeps_its_last_value() -> None:
-    points = [(float(i), float(i % 7)) for i in range(100_001)]
-    thinned = thin(points)
-    assert len(thinned) <= 302
-    assert thinned[-1] == points[-1]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-0.013, 0.044), (1e-7, 9e-7), (0, 251_000), (0.99, 0.9901)])
-def test_ticks_are_few_round_and_within_the_range(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 6
-    assert low - 1e-9 <= found[0] < found[-1] <= high * (1 + 1e-9)
+def change(path: Path, **values: Any) -> None:
+    write_json(path, (json.loads(path.read_text()) if path.exists() else {}) | values)

@@ -1,0 +1,39 @@
+"""The page of a run as tests look at it."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+from pipeline.report import write_report
+from pipeline.spec.run import Run
+
+
+def report(run: Run, other: Run | None = None) -> str:
+    path = run.path / "report.html"
+    write_report(run, path, other)
+    page = path.read_text()
+    assert "not of the shape" not in page
+    return page
+
+
+class Balance(HTMLParser):
+    """Every tag that is opened is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in ("meta", "br", "img", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def section(page: str, title: str) -> str:
+    (found,) = re.findall(rf"<section[^>]*><h2>{title}</h2>(.*?)</section>", page, re.DOTALL)
+    return str(found)

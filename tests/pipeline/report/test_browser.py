@@ -1,0 +1,113 @@
+"""The report as people see it, in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.history import load_history
+from pipeline.report import write_index, write_report
+from pipeline.report.page import STYLE
+
+from ...serve.browser import PROGRAM, Browser
+from .enriched import enrich
+from .made import make_other, make_run, write_predictions
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, the newer with a report beside the older, and the page of both."""
+    folder = tmp_path_factory.mktemp("runs")
+    other, run = make_other(folder), make_run(folder)
+    enrich(run)
+    for one, right in ((run, 356), (other, 345)):
+        write_predictions(one, right)
+    write_report(run, run.path / "report.html", other)
+    write_index(load_history(folder), folder / "index.html")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with contextlib.closing(Browser(tmp_path_factory.mktemp("chromium"))) as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1200, 390])
+def test_it_fits_the_window_in_both_schemes_and_complains_of_nothing(
+    browser: Browser, runs: Path, width: int, dark: bool
+) -> None:
+    for name in ("index.html", "20260102-030405-abcd/report.html"):
+        url = (runs / name).as_uri()
+        browser.open(url, width=width, dark=dark)
+        assert browser.complaints == []
+        assert [one for one in browser.asked if one != url and not one.startswith("data:")] == []
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        light = browser.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(one => one > 127)")
+        assert light is not dark
+    shown = browser.value("document.body.innerText")
+    for number in ("Passed", "98.9%", "+0.0250", "+0.0306", "4.8×10⁻⁶", "2,411", "1.84 ms", "0.0213", "pipe repro"):
+        assert number in shown
+    assert browser.value("[...document.images].every(one => one.complete && one.naturalWidth === 8)")
+    graphs = "[...document.querySelectorAll('svg.graph')].filter(one => one.getClientRects().length).length"
+    assert browser.value(graphs) == 1, "the one for this width"
+
+
+def test_every_picture_says_in_words_what_it_shows(browser: Browser, runs: Path) -> None:
+    browser.open((runs / "20260102-030405-abcd/report.html").as_uri())
+    nameless = browser.value(
+        "[...document.querySelectorAll('svg')].filter(one => !(one.firstChild.tagName === 'title' "
+        "&& one.firstChild.textContent && one.children[1].tagName === 'desc' && one.children[1].textContent)).length"
+    )
+    assert nameless == 0
+    tree = browser.call("Accessibility.getFullAXTree")["nodes"]
+    images = [node for node in tree if not node["ignored"] and node["role"]["value"] in ("image", "img")]
+    assert len(images) > 15
+    assert [node for node in images if not node.get("name", {}).get("value")] == []
+
+
+def test_a_heading_of_the_index_sorts_both_ways_and_what_is_missing_stays_last(browser: Browser, runs: Path) -> None:
+    browser.open((runs / "index.html").as_uri())
+    names = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[0].textContent.slice(-4))"
+    assert browser.value(names) == ["abcd", "ef01"]
+    place = "th:nth-child({})".format
+    up, down = ["ef01", "abcd"], ["abcd", "ef01"]
+    for column, order in ((1, up), (1, down), (1, up), (11, down), (11, down)):
+        browser.press(f"{place(column)} button", "Enter")
+        assert browser.value(names) == order
+    assert browser.value(f"document.querySelector('{place(11)}').getAttribute('aria-sort')") == "descending"
+
+
+def test_on_paper_it_is_dark_on_white_whatever_the_screen_is(browser: Browser, runs: Path) -> None:
+    browser.open((runs / "20260102-030405-abcd/report.html").as_uri(), dark=True)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert browser.value("getComputedStyle(document.body).color.match(/\\d+/g).every(one => one < 60)")
+    assert browser.value("document.querySelector('nav').getClientRects().length") == 0
+    browser.call("Emulation.setEmulatedMedia", media="")
+    pdf = browser.call("Page.printToPDF", printBackground=True)["data"]
+    assert len(pdf) > 20_000
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("above", ["text", "muted", "good", "bad", "warn", "one", "two", "three"])
+def test_its_words_stand_out_as_far_as_accessibility_asks(scheme: str, above: str) -> None:
+    light, dark = re.findall(r":root \{(.*?)\n *\}", STYLE.read_text(), re.DOTALL)
+    colors = dict(re.findall(r"--([a-z-]+): #([0-9a-f]{6})", dark if scheme == "dark" else light))
+    below = ["page", *([f"{above}-soft"] if f"{above}-soft" in colors else []), *(["faint"] if above == "text" else [])]
+    for ground in below:
+        lighter, darker = sorted((_luminance(colors[above]), _luminance(colors[ground])), reverse=True)
+        assert (lighter + 0.05) / (darker + 0.05) >= 4.5, ground
+
+
+def _luminance(color: str) -> float:
+    """As the web's accessibility guidelines define it."""
+    parts = [int(color[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.report.charts import thin
+from pipeline.report.scale import ticks
+from pipeline.spec.files import write_atomic, write_json
+from pipeline.spec.run import STEPS
+
+from .enriched import enrich
+from .made import CLASSES, HOSTILE, change, make_run
+from .shown import Balance, report
+
+
+@pytest.mark.parametrize("reached", range(len(STEPS) + 1))
+def test_a_run_that_stopped_anywhere_renders_as_balanced_html(tmp_path: Path, reached: int) -> None:
+    page = report(make_run(tmp_path, reached))
+    parser = Balance()
+    parser.feed(page)
+    assert not parser.open
+    assert "digits" in page
+    assert ("Not reached" in page) == (reached < len(STEPS))
+
+
+def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    enrich(run)
+    page = report(run)
+    parser = Balance()
+    parser.feed(page)
+    assert not parser.tags & {"script", "link", "iframe", "object"}
+    assert not re.search(r"""src="(?!data:image/png;base64,)|href="[^#]|url\(|@import""", page)
+    assert "default-src &#x27;none&#x27;" in page
+
+
+def test_the_numbers_that_decide_are_on_the_page(tmp_path: Path) -> None:
+    page = report(make_run(tmp_path))
+    for text in ("Passed", "98.9%", "+0.0250", "+0.0083", "4.8×10⁻⁶", "2,411", "1.84 ms", "360", "p = 0.0117"):
+        assert text in page
+    assert "pipe repro 20260102-030405-abcd" in page
+    assert "8 taken for 1" in page
+
+
+def test_hostile_names_are_shown_and_not_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, config={"name": HOSTILE}, environment={HOSTILE: HOSTILE}, parent=HOSTILE)
+    metrics = json.loads((run.output("evaluate") / "metrics.json").read_text())
+    metrics["classes"] = [HOSTILE, *CLASSES[1:]]
+    metrics["per_class"] = {HOSTILE: {"samples": 1, "precision": 0, "recall": 0, "f1": 0}}
+    write_json(run.output("evaluate") / "metrics.json", metrics)
+    page = report(run)
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    parser = Balance()
+    parser.feed(page)
+    assert "script" not in parser.tags
+
+
+def test_a_rejected_run_says_so_and_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path, reached=3)
+    file = run.read()
+    reason = "candidate rejected: accuracy 0.9 is 0.05 below the required 0.95"
+    rejected = file.steps["evaluate"].model_copy(update={"status": "rejected", "reason": reason})
+    steps = {**file.steps, "evaluate": rejected}
+    write_atomic(run.path / "run.json", file.model_copy(update={"steps": steps}).model_dump_json())
+    body = json.loads((run.output("evaluate") / "verdict.json").read_text()) | {"verdict": "fail"}
+    write_json(run.output("evaluate") / "verdict.json", body)
+    run.output("evaluate").rename(run.partial("evaluate"))
+    page = report(run)
+    assert "Rejected" in page
+    assert reason in page
+    assert "98.9%" in page
+
+
+def test_a_nan_metric_and_a_missing_interval_are_shown_as_such(tmp_path: Path) -> None:
+    run = make_run(tmp_path, reached=3)
+    for name, values in (
+        ("metrics.json", {"candidate": {"accuracy": None}}),
+        ("verdict.json", {"difference": None, "mcnemar": None, "verdict": "fail"}),
+    ):
+        change(run.output("evaluate") / name, **values)
+    assert "is not a finite number" in report(run)
+
+
+def test_a_line_cut_short_by_a_killed_process_is_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path, reached=2)
+    with (run.output("train") / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 256, "lo')
+    assert "Loss" in report(run)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run.output("export") / "parity.json").write_text("{")
+    page = report(run)
+    assert "export/parity.json" in page
+    assert "is damaged" in page
+
+
+def test_a_broken_chain_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "chain is broken" not in report(run)
+    path = run.output("evaluate") / "verdict.json"
+    write_json(path, json.loads(path.read_text()) | {"checkpoint": "f" * 64})
+    assert "chain is broken at checkpoint, verdict" in report(run)
+    data = run.output("prepare") / "data.json"
+    assert "pretrained weights" not in report(run)
+    write_json(data, json.loads(data.read_text()) | {"pretrained": "e" * 64})
+    assert "pretrained weights" in report(run)
+
+
+def test_many_classes_are_listed_by_their_confusions_instead_of_a_matrix(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    classes = [f"class {i}" for i in range(100)]
+    matrix = [[5 if i == j else int(j == i + 1) for j in range(100)] for i in range(100)]
+    path = run.output("evaluate") / "metrics.json"
+    write_json(path, json.loads(path.read_text()) | {"classes": classes, "confusion": matrix})
+    page = report(run)
+    assert 'class="heat"' not in page
+    assert "class 0 taken for class 1" in page
+
+
+def test_long_training_is_thinned_and_keeps_its_last_value() -> None:
+    points = [(float(i), float(i % 7)) for i in range(100_001)]
+    thinned = thin(points)
+    assert len(thinned) <= 302
+    assert thinned[-1] == points[-1]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-0.013, 0.044), (1e-7, 9e-7), (0, 251_000), (0.99, 0.9901)])
+def test_ticks_are_few_round_and_within_the_range(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 6
+    assert low - 1e-9 <= found[0] < found[-1] <= high * (1 + 1e-9)
