@@ -1,0 +1,70 @@
+"""Python in; out comes which package of the standard library it looks like, with a probability for each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from pipeline.spec.errors import InvalidPayload
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+# Those that every distribution of Python has.
+PACKAGES = (
+    "asyncio", "ctypes", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "urllib", "xml",
+)  # fmt: skip
+LONGEST = 192  # tokens of a snippet, and so the width of every row
+
+
+class SnippetCodec:
+    """An instance is a text; a prediction the package and the probabilities of all."""
+
+    files = ("tokenizer.json", "config.json")
+    requires = ("tokenizers",)
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._pad = json.loads((folder / "config.json").read_text()).get("pad_token_id") or 0
+
+    def decode(self, instances: Any) -> Arrays:
+        return self.rows([self._read(text, place) for place, text in enumerate(instances)])
+
+    def rows(self, tokens: list[list[int]]) -> Arrays:
+        """Padded on the left; training lays out its rows here too."""
+        ids = np.full((len(tokens), LONGEST), self._pad, np.int64)
+        mask, positions = np.zeros_like(ids), np.zeros_like(ids)
+        for index, row in enumerate(tokens):
+            place = slice(LONGEST - len(row), LONGEST)
+            ids[index, place], mask[index, place], positions[index, place] = row, 1, np.arange(len(row))
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+    def tokens(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer.encode(text).ids
+        return found
+
+    def encode(self, outputs: Arrays) -> list[Any]:
+        scores = outputs["logits"].astype(np.float64)
+        odds = np.exp(scores - scores.max(axis=1, keepdims=True))
+        odds /= odds.sum(axis=1, keepdims=True)
+        return [
+            {"package": PACKAGES[int(row.argmax())], "probabilities": dict(zip(PACKAGES, row.tolist(), strict=True))}
+            for row in odds
+        ]
+
+    def _read(self, text: Any, place: int) -> list[int]:
+        where = f"instances[{place}]"
+        if not isinstance(text, str):
+            raise InvalidPayload(f"{where}: must be a text, found {type(text).__name__}")
+        if not text.strip():
+            raise InvalidPayload(f"{where}: the text is empty")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidPayload(f"{where}: no valid UTF-8: half a character at place {error.start}") from error
+        tokens = self.tokens(text)
+        if len(tokens) > LONGEST:
+            raise InvalidPayload(f"{where}: {len(tokens)} tokens, but the model takes at most {LONGEST}")
+        return tokens

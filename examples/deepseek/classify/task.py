@@ -1,0 +1,177 @@
+"""A pretrained model says which package a snippet comes from: with another head and loss, all or little tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import corpus
+import numpy as np
+import torch
+from bag import Bag
+from codec import LONGEST, PACKAGES, SnippetCodec
+from language import see_documents
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from tfidf import fit_best
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModel
+from vocabulary import read_tokenizer, there
+
+from pipeline.spec.digest import digest_bytes
+from pipeline.spec.errors import ConfigError
+
+LINES = 8  # of a snippet
+
+
+class Labeller(nn.Module):
+    """A linear layer over the mean of a text's positions, and beside it one over the tokens themselves.
+
+    What was learned to predict words is read off whole; a name that only one package uses need not pass through it.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        body = AutoModel.from_config(config, dtype=torch.float32)
+        if hasattr(config, "n_routed_experts"):
+            body.set_experts_implementation("eager")  # the fastest on CPU; the export takes what ONNX has
+        self.model = see_documents(body)
+        self.score = nn.Linear(config.hidden_size, len(PACKAGES))
+        self.bag = Bag(config.vocab_size, len(PACKAGES))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        hidden = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        weight = attention_mask[:, :, None].to(hidden.dtype)
+        scores: Tensor = self.score((hidden * weight).sum(dim=1) / weight.sum(dim=1)) + self.bag(
+            input_ids, attention_mask
+        )
+        return scores
+
+
+class Classify:
+    inputs = ("input_ids", "attention_mask", "position_ids")
+    outputs = ("logits",)
+    classes = PACKAGES
+
+    def __init__(self) -> None:
+        self._codec: SnippetCodec | None = None
+
+    def make_files(self, folder: Path) -> None:
+        """They came with the weights."""
+        for name in ("config.json", "tokenizer.json"):
+            if not (folder / name).is_file():
+                raise ConfigError(
+                    f"no {name} came with model.pretrained; name ../pretrain, one of its runs, or a folder with "
+                    "config.json, tokenizer.json and safetensors"
+                )
+
+    def use_files(self, folder: Path) -> None:
+        read_tokenizer(folder)
+        self._codec = SnippetCodec(folder)
+
+    def model(self) -> nn.Module:
+        raise ConfigError("this task begins with pretrained weights: set model.pretrained to their folder")
+
+    def adapt(self, folder: Path) -> nn.Module:
+        return Labeller(AutoConfig.from_pretrained(folder))
+
+    def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
+        snippets = self._snippets[split]
+        codec = there(self._codec)
+        tokens = [codec.tokens(text)[:LONGEST] for text, _ in snippets]  # another tokenizer may need more of them
+        labels = np.asarray([label for _, label in snippets], np.int64)
+        return {**codec.rows(tokens), "index": np.arange(len(snippets)), "label": labels}
+
+    def loss(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(outputs, batch["label"])
+
+    def metrics(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        told = functional.log_softmax(outputs, dim=1).gather(1, batch["label"][:, None])[:, 0]
+        return {"accuracy": (self.predicted(outputs) == batch["label"]).float(), "log_likelihood": told}
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(dim=1)
+
+    def actual(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return batch["label"]
+
+    def baseline(self) -> Any:
+        """Of the text itself, not of its tokens, and all of it."""
+        fitted = fit_best(self._snippets["train"], self._snippets["validation"])
+        judged = [text for text, _ in self._snippets["test"]]
+
+        def predict(batch: Mapping[str, Tensor]) -> Tensor:
+            known, labels = fitted([judged[i] for i in batch["index"].tolist()])
+            told = torch.full((len(known), len(PACKAGES)), _NEVER)  # of a package without a snippet to learn from
+            told[:, labels] = torch.from_numpy(known).float()
+            return told
+
+        return predict
+
+    def example(self) -> list[Any]:
+        """Those that the service takes whole: another tokenizer may need more tokens for a text."""
+        codec = there(self._codec)
+        return [text for text, _ in self._snippets["test"] if len(codec.tokens(text)) <= LONGEST][:3]
+
+    @cached_property
+    def _snippets(self) -> dict[str, list[tuple[str, int]]]:
+        """All of a definition in one split, six tenths to learn from; a text that two packages share says nothing."""
+        found: dict[str, list[tuple[str, int]]] = {split: [] for split in corpus.SPLITS}
+        seen = set[str]()
+        for name, text in corpus.files().items():
+            package = name.partition("/")[0]
+            for definition in corpus.definitions(text) if package in PACKAGES and "/" in name else ():
+                draw = int(digest_bytes(definition.encode())[:8], 16) % 10
+                split = "test" if draw < 2 else "validation" if draw < 4 else "train"
+                for snippet in _snippets_of(definition):
+                    if snippet not in seen:
+                        seen.add(snippet)
+                        found[split].append((snippet, PACKAGES.index(package)))
+        return found
+
+
+class Frozen(Classify):
+    """Only the new head learns, both its parts."""
+
+    def adapt(self, folder: Path) -> nn.Module:
+        found = super().adapt(folder)
+        found.get_submodule("model").requires_grad_(False)
+        return found
+
+
+class LowRank(Classify):
+    """The head learns, and beside each matrix of the attention a product of two thin ones (LoRA, by peft)."""
+
+    rank = 8
+
+    def adapt(self, folder: Path) -> nn.Module:
+        found: Any = super().adapt(folder)
+        body = found.get_submodule("model")
+        inject_adapter_in_model(LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules=_ATTENTION), body)
+        # Judged and exported as one matrix: both load finished weights, which training never does.
+        found.register_load_state_dict_post_hook(_merge)
+        tuned: nn.Module = found
+        return tuned
+
+
+_NEVER = -100.0
+_ATTENTION = r".*\.(q|q_a|q_b|k|v|kv_a|kv_b|o)_proj(_with_mqa)?"  # of DeepSeek, Qwen2 and Llama
+
+
+def _merge(module: nn.Module, _keys: Any) -> None:
+    for layer in module.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+
+
+def _snippets_of(definition: str) -> Iterator[str]:
+    """A few lines each, without the empty ones; an end too short to tell anything is left out."""
+    lines = [line[:100] for line in definition.splitlines() if line.strip()]
+    for start in range(0, len(lines), LINES):
+        if len(chosen := lines[start : start + LINES]) >= LINES // 2:
+            yield "\n".join(chosen)

@@ -1,0 +1,65 @@
+"""The baseline: how often a token followed the last ones, backing off to fewer of them where little was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy import sparse  # type: ignore[import-untyped]
+
+Array = np.ndarray[Any, Any]
+
+
+class NGram:
+    """Absolute discounting: what is taken from counts that were seen goes to the shorter context's distribution."""
+
+    def __init__(self, order: int, vocabulary: int, discount: float = 0.75) -> None:
+        self.order, self.vocabulary, self.discount = order, vocabulary, discount
+        self._unigram: Array = np.zeros(vocabulary)
+        self._tables: list[tuple[Array, sparse.csr_matrix]] = []  # sorted contexts and their counts, shortest first
+
+    def fit(self, documents: Sequence[Sequence[int]]) -> NGram:
+        tokens = np.concatenate([np.asarray(document, np.int64) for document in documents])
+        place = np.concatenate([np.arange(len(document)) for document in documents])  # of a token in its document
+        counts = np.bincount(tokens, minlength=self.vocabulary)
+        self._unigram = (counts + 1) / (counts.sum() + self.vocabulary)
+        for length in range(1, self.order):
+            known = np.flatnonzero(place >= length)
+            contexts, rows = np.unique(self._key(tokens, known, length), return_inverse=True)
+            shape = (len(contexts), self.vocabulary)
+            table = sparse.csr_matrix((np.ones(len(known)), (rows, tokens[known])), shape=shape)
+            table.sum_duplicates()
+            self._tables.append((contexts, table))
+        return self
+
+    def at(self, order: int, discount: float) -> NGram:
+        """The same counts, read with another discount and no more of the context than this order has."""
+        found = NGram(order, self.vocabulary, discount)
+        found._unigram, found._tables = self._unigram, self._tables[: order - 1]
+        return found
+
+    def log_probabilities(self, tokens: Array, place: Array) -> Array:
+        """Of every token in each place, from the tokens before it in its document; `place` counts them."""
+        found = np.tile(self._unigram, (len(tokens), 1))
+        for length, (contexts, table) in enumerate(self._tables, start=1):
+            where = np.flatnonzero(place >= length)
+            keys = self._key(tokens, where, length)
+            rows = np.searchsorted(contexts, keys).clip(max=len(contexts) - 1)
+            seen = contexts[rows] == keys
+            self._back_off(found, where[seen], table[rows[seen]])
+        logs: Array = np.log(found)
+        return logs
+
+    def _back_off(self, found: Array, where: Array, counts: sparse.csr_matrix) -> None:
+        total = np.asarray(counts.sum(axis=1)).reshape(-1, 1)
+        kinds = np.diff(counts.indptr).reshape(-1, 1)
+        counts.data -= self.discount
+        found[where] = counts.toarray() / total + self.discount * kinds / total * found[where]
+
+    def _key(self, tokens: Array, where: Array, length: int) -> Array:
+        """The tokens before each place as one number."""
+        key = np.zeros(len(where), np.int64)
+        for back in range(length, 0, -1):
+            key = key * self.vocabulary + tokens[where - back]
+        return key

@@ -1,0 +1,188 @@
+"""A small DeepSeek-V3 learns to write Python: latent attention, a mixture of experts balanced by bias, packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import corpus
+import numpy as np
+import torch
+from further import FurtherModel, without_further
+from language import see_documents
+from ngram import NGram
+from packing import cut, one_a_row, pack
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from vocabulary import BEGIN, END, PAD, bytes_of, encode, read_tokenizer, there, train_tokenizer
+
+from pipeline.spec.data import Samples
+from pipeline.spec.generation import Prompting
+
+
+class Pretrain:
+    inputs = ("input_ids", "attention_mask", "position_ids")
+    outputs: Sequence[str] = ("logits",)
+
+    length = 256  # tokens in a row
+    documents: Mapping[str, int] = {"validation": 96, "test": 192}  # of each at most
+    size: Mapping[str, int] = {
+        "vocab_size": 2048,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,  # layers without experts
+        "num_attention_heads": 4,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+    }
+    orders, discounts = (2, 3, 4, 5), (0.75, 0.9)  # of the baseline: those are taken that validation likes best
+    further_layers = 0
+    model_class: type[DeepseekV3ForCausalLM] = DeepseekV3ForCausalLM
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._encoded: dict[str, list[Sequence[int]]] = {}
+
+    def make_files(self, folder: Path) -> None:
+        train_tokenizer(corpus.documents("train"), self.size["vocab_size"], folder)
+        config = DeepseekV3Config(
+            **self.size,
+            num_key_value_heads=self.size["num_attention_heads"],
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=1.0,
+            num_mtp_layers=self.further_layers,
+            max_position_embeddings=self.length,
+            tie_word_embeddings=True,
+            bos_token_id=BEGIN,
+            eos_token_id=END,
+            pad_token_id=PAD,
+            use_cache=False,
+            architectures=["DeepseekV3ForCausalLM"],
+        )
+        config.save_pretrained(folder)
+
+    def use_files(self, folder: Path) -> None:
+        self._folder, self._tokenizer = folder, read_tokenizer(folder)
+
+    def model(self) -> nn.Module:
+        config = DeepseekV3Config.from_pretrained(there(self._folder))
+        model = self.model_class(config)
+        model.set_experts_implementation("eager")  # the fastest on CPU; the export takes what ONNX has
+        return see_documents(model)
+
+    def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
+        """Packed to learn from; to judge, a document a row with a mask of ones, as requests are."""
+        lay_out = pack if split == "train" else one_a_row
+        found = lay_out(self._pieces(split)[: self.documents.get(split)], self.length, PAD)
+        lengths = np.asarray(bytes_of(there(self._tokenizer)))[found.ids] * (found.positions > 0)
+        columns = zip(self.inputs, (found.ids, found.segments, found.positions), strict=True)
+        return {**dict(columns), "bytes": lengths.sum(axis=1)}
+
+    def loss(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return _per_row(*_surprise(outputs, batch))
+
+    def metrics(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Negative, as higher is better. A text's mark of its end is paid for, though it has no byte."""
+        surprise, counted = _surprise(outputs, batch)
+        bits = surprise.double().sum(dim=1) / np.log(2)
+        hits = ((outputs[:, :-1].argmax(dim=2) == batch["input_ids"][:, 1:]) & counted).sum(dim=1)
+        return {
+            "minus_bits_per_byte": -bits / batch["bytes"].clamp(min=1),
+            "next_token": hits / counted.sum(dim=1).clamp(min=1),
+        }
+
+    def language_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def prompting(self) -> Prompting:
+        prompts = encode(there(self._tokenizer), self.example())
+        return Prompting(begin=(BEGIN,), end=(END,), prompts=tuple(tuple(ids[:-1]) for ids in prompts))
+
+    def baseline(self) -> Any:
+        """Back-off with the order and the discount that are best on validation; the test split chooses nothing."""
+        counts = NGram(max(self.orders), self.size["vocab_size"]).fit(self._pieces("train"))
+        tried = [counts.at(order, discount) for order in self.orders for discount in self.discounts]
+        judged = {number: self._bits(one) for number, one in enumerate(tried)}
+        best = tried[min(judged, key=judged.__getitem__)]
+        told = f"order {best.order}, discount {best.discount}: best of {len(tried)} on validation"
+        print(f"baseline: {told}, {min(judged.values()):.4f} bits per byte", flush=True)
+        return lambda batch: _answers(best, batch)
+
+    def example(self) -> list[Any]:
+        return ["import ", "def __init__(self", "for key, value in "]
+
+    def _bits(self, counts: NGram) -> float:
+        """For a byte of the validation split."""
+        samples = Samples("validation", self.data("validation"))
+        found = [
+            Pretrain.metrics(self, _answers(counts, batch), batch)["minus_bits_per_byte"]
+            for batch in samples.batches(range(len(samples)), 16)
+        ]
+        return -float(torch.cat(found).mean())
+
+    def _pieces(self, split: str) -> list[Sequence[int]]:
+        if split not in self._encoded:
+            self._encoded[split] = cut(encode(there(self._tokenizer), corpus.documents(split)), self.length)
+        return self._encoded[split]
+
+
+class MultiToken(Pretrain):
+    """With DeepSeek-V3's multi-token prediction. What is judged, exported and served is the model without it."""
+
+    further_layers = 1
+    further_weight = 0.3  # of its loss: lambda, as in DeepSeek-V3's first 10T tokens
+    model_class = FurtherModel
+
+    def loss(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        logits, further = _parts(outputs, batch)
+        return super().loss(logits, batch) + self.further_weight * _per_row(*_surprise(further, batch, ahead=2))
+
+    def metrics(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`minus_further_loss`: in nats for a token, as the loss has it."""
+        logits, further = _parts(outputs, batch)
+        surprise, counted = _surprise(further, batch, ahead=2)
+        told = -surprise.sum(dim=1) / counted.sum(dim=1).clamp(min=1)
+        return {**super().metrics(logits, batch), "minus_further_loss": told}
+
+    def language_model(self, model: Any) -> nn.Module:
+        written: nn.Module = without_further(model)
+        return written
+
+
+def _parts(outputs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Whoever says nothing further, as the baseline and a champion, takes all tokens to be alike there."""
+    places = batch["input_ids"].shape[1]
+    logits, further = outputs[:, :places], outputs[:, places:]
+    return logits, further if further.shape[1] else torch.zeros_like(logits[:, 1:])
+
+
+def _answers(counts: NGram, batch: Mapping[str, Tensor]) -> Tensor:
+    ids, place = batch["input_ids"], batch["position_ids"]
+    found = torch.from_numpy(counts.log_probabilities(ids.reshape(-1).numpy(), place.reshape(-1).numpy()))
+    return found.reshape(*ids.shape, -1).roll(-1, dims=1).float()  # ours says in a place what comes after it
+
+
+def _surprise(logits: Tensor, batch: Mapping[str, Tensor], ahead: int = 1) -> tuple[Tensor, Tensor]:
+    """In nats, of every token with so many before it in its document; and which those are."""
+    ids, segments = batch["input_ids"][:, ahead:], batch["attention_mask"]
+    counted = (segments[:, ahead:] == segments[:, :-ahead]) & (segments[:, ahead:] != 0)
+    places = logits[:, : ids.shape[1]].float().transpose(1, 2)
+    return functional.cross_entropy(places, ids, reduction="none") * counted, counted
+
+
+def _per_row(surprise: Tensor, counted: Tensor) -> Tensor:
+    """Every row counts alike, so that the mean over a batch is that over its parts."""
+    return (surprise.sum(dim=1) / counted.sum(dim=1).clamp(min=1)).mean()

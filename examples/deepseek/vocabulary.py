@@ -1,0 +1,65 @@
+"""A byte-pair tokenizer learned from the text at hand, and the files that make a folder an official one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from pipeline.spec.errors import DataError
+from pipeline.spec.files import write_json
+
+Given = TypeVar("Given")
+SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
+BEGIN, END, PAD = range(len(SPECIAL))
+
+
+def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
+    """Over bytes, so that no text is unknown; the same texts give the same file."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Of a folder with a model's configuration: every token must have a row in its embedding."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    highest, rows = max(tokenizer.get_vocab().values()), int(config["vocab_size"])
+    if highest >= rows:
+        raise DataError(
+            f"{folder / 'tokenizer.json'}: its highest token is {highest}, but config.json has an embedding of {rows} "
+            f"rows (vocab_size); the two must come from one model"
+        )
+    return tokenizer
+
+
+def there(file: Given | None) -> Given:
+    """What a task reads from its files, in the steps that gave it their folder."""
+    if file is None:
+        raise DataError("the task has no tokenizer and no config.json yet: call use_files(folder) before anything else")
+    return file
+
+
+def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[Sequence[int]]:
+    """Each between a mark of its beginning and of its end."""
+    return [[BEGIN, *found.ids, END] for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
+def bytes_of(tokenizer: Tokenizer) -> list[int]:
+    """How many bytes of text each token stands for: ByteLevel writes each as one letter."""
+    lengths = [0] * (max(tokenizer.get_vocab().values()) + 1)
+    for token, index in tokenizer.get_vocab().items():
+        lengths[index] = 0 if token in SPECIAL else len(token)
+    return lengths

@@ -1,0 +1,129 @@
+"""Multi-token prediction: a layer more that learns, and of which nothing is served."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+
+from export.language import convert_language, generation_of
+from pipeline.spec.data import Samples, forward
+from pipeline.spec.plugin import load_class
+from pipeline.spec.pretrained import open_pretrained
+from pipeline.spec.sections import Export
+from pipeline.spec.weights import save_weights
+from train.pretrained.beginning import fitted
+
+from .conftest import DEEPSEEK, Module, smallest
+
+
+@pytest.fixture
+def task(pretrain_module: Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    return smallest("MultiToken", pretrain_module, monkeypatch, tmp_path / "files")
+
+
+@pytest.fixture
+def model(task: Any) -> Any:
+    torch.manual_seed(0)
+    return task.model()
+
+
+def batch_of(task: Any, split: str = "train") -> dict[str, torch.Tensor]:
+    samples = Samples(split, task.data(split))
+    return samples.batch(range(min(4, len(samples))))
+
+
+def further_of(task: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    found: Any = forward(model, task, batch)
+    rest: torch.Tensor = found[:, batch["input_ids"].shape[1] :]
+    return rest
+
+
+def test_its_own_loss_falls_with_that_of_the_next_token(task: Any, model: Any) -> None:
+    batch, told = batch_of(task), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for _ in range(10):
+        outputs = forward(model, task, batch)
+        told.append(-task.metrics(outputs, batch)["minus_further_loss"].mean().item())
+        optimizer.zero_grad()
+        task.loss(outputs, batch).backward()
+        optimizer.step()
+    assert told[0] == pytest.approx(math.log(280), rel=0.05), "as good as chance"
+    assert told[-1] < 0.7 * told[0]
+    assert all(p.grad is not None for name, p in model.named_parameters() if "layers.2.eh_proj" in name)
+
+
+def test_the_loss_is_that_of_the_next_token_and_a_share_of_the_further_one(task: Any, model: Any) -> None:
+    batch = batch_of(task)
+    outputs: Any = forward(model, task, batch)
+    one: Any = load_class("task.py:Pretrain", DEEPSEEK / "pretrain")()
+    plain = one.loss(outputs[:, : batch["input_ids"].shape[1]], batch)
+    further = -task.metrics(outputs, batch)["minus_further_loss"].mean()
+    torch.testing.assert_close(task.loss(outputs, batch), plain + 0.3 * further)
+
+
+@torch.no_grad()
+def test_a_place_knows_the_token_after_it_and_not_the_one_it_is_to_say(task: Any, model: Any) -> None:
+    batch = batch_of(task, "test")
+    place = 40
+    said = further_of(task, model.eval(), batch)[:, place]
+    for ahead, same in ((1, False), (2, True)):
+        ids = batch["input_ids"].clone()
+        ids[:, place + ahead] = 77
+        found = further_of(task, model, {**batch, "input_ids": ids})[:, place]
+        assert torch.allclose(found, said, atol=1e-6) == same, f"{ahead} further on"
+
+
+@torch.no_grad()
+def test_its_answers_are_those_of_the_plain_model(task: Any, model: Any) -> None:
+    batch = batch_of(task, "test")
+    both: Any = forward(model.eval(), task, batch)
+    assert both.shape[1] == 2 * batch["input_ids"].shape[1] - 1
+    plain = task.language_model(model)
+    ids, seen = batch["input_ids"][:1, batch["attention_mask"][0] == 1], batch["attention_mask"][0] == 1
+    alone: Any = forward(model, task, batch)
+    assert torch.equal(alone, both[:, : len(seen)]), "once it writes, as export compares it"
+    row = alone[0, seen]
+    torch.testing.assert_close(plain(input_ids=ids).logits[0], row)
+    assert type(plain).__name__ == "DeepseekV3ForCausalLM"
+    assert not [name for name in plain.state_dict() if name.startswith("model.layers.2.")], "nothing of it is exported"
+    judged = task.metrics(task.baseline()(batch), batch)
+    assert set(judged) == set(task.metrics(both, batch)) == set(task.metrics(alone, batch)), "of a champion, too"
+    assert judged["minus_further_loss"].tolist() == pytest.approx([-math.log(280)] * len(both), rel=1e-4)
+
+
+@pytest.mark.long  # an export takes ten seconds; what is exported, the test before this one looks at
+def test_the_exported_graph_has_none_of_it(task: Any, model: Any, tmp_path: Path) -> None:
+    plain = task.language_model(model.eval())
+    convert_language(plain, generation_of(task, plain), Export(), tmp_path / "model.onnx")
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    weights = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+    layers = {name.partition("layers.")[2].partition(".")[0] for name in weights if "layers." in name}
+    assert layers == {"0", "1"}
+    extra = [tensor for name, tensor in model.state_dict().items() if name.startswith("model.layers.2.")]
+    own = {tuple(sorted(tensor.flatten().tolist())) for tensor in extra if tensor.numel() > 16}
+    assert own and not [name for name, array in weights.items() if tuple(sorted(array.ravel().tolist())) in own]
+    assert {output.name for output in graph.output} == {"logits"} | {
+        f"present.{layer}.{part}" for layer in range(2) for part in ("latent", "rope")
+    }
+
+
+def test_its_checkpoint_is_an_official_one_that_others_begin_with(task: Any, model: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    state = model.state_dict()
+    save_weights({name: t for name, t in state.items() if name != "lm_head.weight"}, folder / "model.safetensors")
+    assert {"model.layers.2.enorm.weight", "model.layers.2.shared_head.norm.weight"} <= set(state)
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def plain(place: Path) -> Any:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place))
+
+    _, matched = fitted(lambda: plain(folder), open_pretrained(folder), ())
+    assert matched.left_out and all(name.startswith("model.layers.2.") for name in matched.left_out)
