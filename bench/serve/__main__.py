@@ -24,6 +24,8 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, Any] = {}
     texts: list[str] = []
     try:
+        if options.model:
+            return _texts(options)
         if absent := load.missing():
             raise ResourceError(f"{' and '.join(absent)}: not found; install wrk and nghttp2-client")
         for name in options.table or TABLES:
@@ -38,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pipe bench serve", description="how fast the service is, beside its peers")
     parser.add_argument("--table", action="append", choices=TABLES, help="only this table; may be given again")
+    parser.add_argument("--model", choices=("deepseek",), help="a language model's tokens a second, and nothing else")
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="only this model")
     parser.add_argument("--only", action="append", choices=[one.name for one in CONTENDERS], help="only this service")
     parser.add_argument("--clients", action="append", type=int, help="only so many clients at once")
@@ -47,6 +50,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="short and digits only: that it works, no more")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how results are printed")
     return parser.parse_args(argv)
+
+
+def _texts(options: argparse.Namespace) -> int:
+    """No load generators, no peers: the service beside the bare runtime."""
+    from bench.serve import texts  # here, not above: it takes a tokenizer, which the other tables do without
+
+    rows = texts.measure(texts.QUICK if options.quick else texts.FULL)
+    print(
+        json.dumps({"texts": [asdict(row) for row in rows]}, indent=2) if options.output == "json" else texts.text(rows)
+    )
+    return 0
 
 
 def _contenders(options: argparse.Namespace) -> list[Contender]:

@@ -13,7 +13,7 @@ _OPSET, _IR = 20, 10
 _HEADS = 4
 
 
-class _Graph:
+class Net:
     """Nodes and weights as they are added; every method gives the name of what it made."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _Graph:
 
 def digits(path: Path) -> None:
     """Two layers on an 8x8 picture: next to nothing, so that what is measured is the service itself."""
-    net = _Graph()
+    net = Net()
     hidden = net.add("Relu", net.dense(net.add("Flatten", "x"), 64, 128))
     source = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 1, 8, 8])
     net.save(path, net.dense(hidden, 128, 10), source, 10)
@@ -66,7 +66,7 @@ def digits(path: Path) -> None:
 
 def conv(path: Path) -> None:
     """ResNet-18 on 3x64x64."""
-    net = _Graph()
+    net = Net()
     x = net.add("Relu", net.conv("x", 3, 64, 7, 2))
     x = net.add("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4)
     channels = 64
@@ -82,7 +82,7 @@ def conv(path: Path) -> None:
 
 def text(path: Path, *, tokens: int = 64, wide: int = 256, layers: int = 4) -> None:
     """A transformer encoder of 4 layers on 64 tokens, and a class for the whole."""
-    net = _Graph()
+    net = Net()
     x = net.add("Gather", net.weight(8192, wide), "x")
     x = net.add("Add", x, net.weight(tokens, wide))
     for _ in range(layers):
@@ -94,7 +94,7 @@ def text(path: Path, *, tokens: int = 64, wide: int = 256, layers: int = 4) -> N
     net.save(path, net.dense(pooled, wide, 2), source, 2)
 
 
-def _attention(net: _Graph, x: str, tokens: int, wide: int) -> str:
+def _attention(net: Net, x: str, tokens: int, wide: int) -> str:
     shape = net.constant(np.array([-1, tokens, _HEADS, wide // _HEADS]))
 
     def heads(perm: list[int]) -> str:

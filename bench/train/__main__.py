@@ -12,10 +12,11 @@ from types import FrameType
 from typing import Any
 
 from bench.train import exact, gpu, link, loops, saving
-from bench.train.workloads import WORKLOADS
+from bench.train.workloads import TEXTS, WORKLOADS
 from pipeline.spec.errors import PipelineError
 
 TABLES = ("loops", "link", "exact", "saving", "gpu")
+OF_TEXTS = ("loops", "packing", "gpu")  # with --model
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,10 +27,11 @@ def main(argv: Sequence[str]) -> int:
         "exact": lambda: _exact(options),
         "saving": lambda: _saving(options),
         "gpu": lambda: _gpu(options),
+        "packing": lambda: _packing(options),
     }
     found, texts = {}, []
     try:
-        for name in options.table or TABLES:
+        for name in options.table or (OF_TEXTS if options.model else TABLES):
             found[name], text = made[name]()
             texts.append(text)
     except PipelineError as error:
@@ -41,7 +43,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pipe bench train", description="how fast training is, beside its peers")
-    parser.add_argument("--table", action="append", choices=TABLES, help="only this table; may be given again")
+    parser.add_argument(
+        "--table", action="append", choices=(*TABLES, "packing"), help="only this table; may be given again"
+    )
+    parser.add_argument("--model", choices=(TEXTS,), help="a language model in `loops`, `packing` and `gpu`, no peers")
     parser.add_argument(
         "--workload", action="append", choices=list(WORKLOADS), help="only this one, in all but `link` and `gpu`"
     )
@@ -54,14 +59,25 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="ours and the bare loop alone, in `loops`")
     parser.add_argument("--quick", action="store_true", help="a few laps, to see that it works; the ratios mean little")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how results are printed")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.model and (wrong := [name for name in options.table or () if name not in OF_TEXTS]):
+        parser.error(f"--model goes with the tables {', '.join(OF_TEXTS)}, not with {', '.join(wrong)}")
+    return options
 
 
 def _loops(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     size = _size(options)
     workloads = options.workload or (["digits"] if options.quick else list(WORKLOADS))
-    found = loops.loops(size, workloads, options.processes or [1, 2], options.threads, peers=not options.no_peers)
+    workloads, peers = ([options.model], False) if options.model else (workloads, not options.no_peers)
+    found = loops.loops(size, workloads, options.processes or [1, 2], options.threads, peers=peers)
     return found, loops.text(found)
+
+
+def _packing(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from bench.train import packed  # here, not above: it takes a tokenizer, which the other tables do without
+
+    found = packed.packed(_size(options), options.processes or [1, 2], options.threads or 1)
+    return found, packed.text(found)
 
 
 def _exact(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -86,7 +102,7 @@ def _link(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _gpu(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    found = gpu.gpu(quick=options.quick)
+    found = gpu.gpu(quick=options.quick, net=options.model or "gpt2")
     return found, gpu.text(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.train.gate import Gate
 from bench.train.recipe import CLIP_NORM, LOG_EVERY, Plan, decay_groups
 from bench.train.workloads import Workload
+from pipeline.spec.data import forward
 from pipeline.spec.rank import Rank
 
 
@@ -29,7 +31,7 @@ def bare(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
         for step, batch in enumerate(plan.batches()):
             if step % workload.lap == 0:
                 gate()
-            loss = task.loss(module(*[batch[name] for name in task.inputs]), batch)
+            loss = task.loss(forward(module, task, batch), batch)
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             for group in optimizer.param_groups:
@@ -39,3 +41,10 @@ def bare(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
             if rank.first and step % LOG_EVERY == 0:
                 log.write(f"{step} {loss.item()}\n")
                 log.flush()
+
+
+def padded(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
+    """The same on the texts of `workload` with a row for each."""
+    from bench.train.deepseek import Padded  # here: the other workloads do without a tokenizer
+
+    bare(replace(workload, make=Padded), rank, gate, folder)

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.train.environment import peers_python
 from bench.train.race import Course, Lap, race
-from bench.train.workloads import WORKLOADS
+from bench.train.workloads import workload
 from pipeline.spec.errors import PipelineError
 
 HERE = ("ours", "bare")
@@ -45,7 +45,7 @@ class Size:
 QUICK, FULL = Size(heats=1, laps=2, warm_laps=1, lap=4), Size(heats=4, laps=10, warm_laps=2, lap=0)
 
 
-def loops(size: Size, workloads: Sequence[str], processes: Sequence[int], threads: int, peers: bool) -> dict[str, Any]:
+def loops(size: Size, names: Sequence[str], processes: Sequence[int], threads: int, peers: bool) -> dict[str, Any]:
     pythons = {name: Path(sys.executable) for name in HERE}
     skipped = ""
     try:
@@ -53,10 +53,9 @@ def loops(size: Size, workloads: Sequence[str], processes: Sequence[int], thread
     except PipelineError as error:
         skipped = str(error)
     rows = []
-    for workload, count in itertools.product(workloads, processes):
+    for name, count in itertools.product(names, processes):
         shared = threads or max(1, (os.cpu_count() or 1) // count)
-        lap = size.lap or WORKLOADS[workload].lap
-        course = Course(workload, count, shared, lap, size.warm_laps, size.laps)
+        course = Course(name, count, shared, size.lap or workload(name).lap, size.warm_laps, size.laps)
         found = rows_of(course, [race(course, pythons) for _ in range(size.heats)])
         rows += found
         print("\n".join(line(row) for row in found), file=sys.stderr, flush=True)

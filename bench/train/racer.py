@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.train.gate import Finished, Gate
-from bench.train.workloads import WORKLOADS, Workload
+from bench.train.workloads import Workload, workload
 from pipeline.spec.rank import Rank
 
 Contestant = Callable[[Workload, Rank, Gate, Path], None]
@@ -29,10 +29,10 @@ def contestant(name: str) -> Contestant:
         from bench.train.ours import ours
 
         return functools.partial(ours, checkpoint_every=1, make_store=Copying if name == "copying" else None)
-    if name == "bare":
-        from bench.train.bare import bare
+    if name in ("bare", "padded"):
+        from bench.train.bare import bare, padded
 
-        return bare
+        return padded if name == "padded" else bare
     from bench.train import peers
 
     found: Contestant = getattr(peers, name)
@@ -40,11 +40,11 @@ def contestant(name: str) -> Contestant:
 
 
 def main() -> int:
-    name, workload, lap = sys.argv[1:]
+    name, raced, lap = sys.argv[1:]
     rank = Rank.from_env()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            contestant(name)(replace(WORKLOADS[workload], lap=int(lap)), rank, Gate(), Path(folder))
+            contestant(name)(replace(workload(raced), lap=int(lap)), rank, Gate(), Path(folder))
         except Finished:
             return 0
         except Exception:

@@ -92,3 +92,13 @@ WORKLOADS = {
     "conv": Workload(Convolution, batch_size=32, lap=20),
     "transformer": Workload(Language, batch_size=16, lap=20),
 }
+
+TEXTS = "deepseek"  # needs what `pip install pipe-road[deepseek]` brings, so it runs where it is asked for
+
+
+def workload(name: str) -> Workload:
+    if name == TEXTS:
+        from bench.train.deepseek import PACKED
+
+        return PACKED
+    return WORKLOADS[name]

@@ -1,4 +1,4 @@
-"""One process of the GPU table: `torchrun … -m bench.train.gpt2 STEPS` trains a GPT-2 on random tokens."""
+"""One process of the GPU table: `torchrun … -m bench.train.on_gpu NET STEPS COMPILE` trains on random tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
+from bench.train.flops import peak_flops
 from bench.train.gate import Finished
 from bench.train.lapping import Lapping
-from bench.train.transformer import Transformer
-from bench.train.workloads import Synthetic
+from bench.train.large import LENGTH, NETS, sequences
 from pipeline.spec.config import parse_config
 from pipeline.spec.data import open_split
 from pipeline.spec.rank import Rank
@@ -24,20 +23,7 @@ from train.checkpoint import CheckpointStore
 from train.group import Group, join
 from train.state import Progress
 
-VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH = 50304, 768, 12, 12, 1024
 LAP, WARM_LAPS = 5, 2
-
-# Dense bf16 in TFLOP/s, from the makers' data sheets; the longest name that fits counts.
-PEAKS = {"A100": 312, "H100": 989, "H100 PCIe": 756, "H200": 989, "B200": 2250, "L4": 121, "L40S": 362, "A10": 125}
-
-
-class Gpt2(Synthetic):
-    def model(self) -> nn.Module:
-        return Transformer(VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH)
-
-    def data(self, split: str) -> dict[str, Tensor]:
-        text = torch.randint(VOCABULARY, (1 << 14, LENGTH + 1), generator=torch.Generator().manual_seed(len(split)))
-        return {"x": text[:, :-1].contiguous(), "target": text[:, 1:].contiguous()}
 
 
 class Stopwatch:
@@ -56,29 +42,20 @@ class Stopwatch:
             raise Finished
 
 
-def sequences(memory_bytes: int) -> int:
-    """In a batch of one GPU: what fits beside 124 million parameters and the scores of every token."""
-    return next((count for count, gigabytes in ((32, 70), (16, 40), (8, 20)) if memory_bytes >= gigabytes << 30), 4)
-
-
-def flops_per_token(parameters: int) -> float:
-    """Six for each parameter, forward and backward, and what attention does between the tokens."""
-    return 6 * parameters + 12 * DEPTH * WIDTH * LENGTH
-
-
-def peak_flops(device: str) -> float | None:
-    known = [name for name in PEAKS if set(name.split()) <= set(device.replace("-", " ").split())]
-    return PEAKS[max(known, key=len)] * 1e12 if known else None
-
-
-def main(steps: int) -> None:
+def main(net: str, steps: int, *, compiled: bool) -> None:
     rank = Rank.from_env()
     batch_size = sequences(torch.cuda.get_device_properties(rank.local_rank).total_memory) * rank.world_size
-    words = {"batch_size": batch_size, "precision": "bf16", "compile": True, "device": "cuda", "checkpoint_every": 0}
-    body = {"name": "gpt2", "task": "task.py:T", "codec": "codec.py:C", "train": {**words, "deterministic": False}}
+    words = {
+        "batch_size": batch_size,
+        "precision": "bf16",
+        "compile": compiled,
+        "device": "cuda",
+        "checkpoint_every": 0,
+    }
+    body = {"name": "bench", "task": "task.py:T", "codec": "codec.py:C", "train": {**words, "deterministic": False}}
     config = parse_config(body, source="the bench")
     with tempfile.TemporaryDirectory() as folder, join(config.train, rank, Path(folder)) as group:
-        task = Gpt2()
+        task = NETS[net].make()
         train = open_split(task, "train")
         trainer = Lapping(task, config, group, train, train, batch_size)
         watch = Stopwatch(-(-steps // LAP))
@@ -86,14 +63,14 @@ def main(steps: int) -> None:
         try:
             trainer.fit(Progress(), CheckpointStore(Path(folder), 1, {}, group), None)  # no epoch ends in a few steps
         except Finished:
-            _tell(watch, trainer.strategy.model, batch_size, group)
+            _tell(watch, task.flops_per_token(trainer.strategy.model), batch_size, group)
 
 
-def _tell(watch: Stopwatch, model: nn.Module, batch_size: int, group: Group) -> None:
+def _tell(watch: Stopwatch, flops_per_token: float, batch_size: int, group: Group) -> None:
     tokens = batch_size * LENGTH * LAP / statistics.median(watch.seconds[WARM_LAPS + 1 :])
     device = torch.cuda.get_device_name(group.device)
     peak = peak_flops(device)
-    flops = tokens * flops_per_token(sum(parameter.numel() for parameter in model.parameters()))
+    flops = tokens * flops_per_token
     row = {
         "gpus": group.size,
         "device": device,
@@ -107,6 +84,6 @@ def _tell(watch: Stopwatch, model: nn.Module, batch_size: int, group: Group) -> 
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1], int(sys.argv[2]), compiled=sys.argv[3] == "1")
     sys.stdout.flush()
     os._exit(0)

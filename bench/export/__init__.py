@@ -1,0 +1,1 @@
+"""What exported graphs cost to run."""
