@@ -29,6 +29,8 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 	cd examples/digits && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
 	cd examples/starter && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
+	cd examples/deepseek/pretrain && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
+	cd examples/deepseek/classify && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 
 # In the order of the files: sorted by how many tests they have, those with few and long ones would come last, alone.
 unit: $(VENV)/.dev

@@ -68,7 +68,7 @@ class Containers:
         """Debian with Python and pip, which asks the index that this machine asks and trusts whom it trusts."""
         root = self.folder / "root"
         packages = "--include=python3,python3-pip,ca-certificates"
-        self.call("debootstrap", "--variant=minbase", packages, _SUITE, str(root), _MIRROR, seconds=550)
+        self.call("debootstrap", "--variant=minbase", packages, _SUITE, str(root), _MIRROR, seconds=1100)
         (root / "usr" / "local" / "bin" / "python").symlink_to("/usr/bin/python3")
         for file in (CERTIFICATES, Path("/etc/pip.conf")):
             if file.is_file():

@@ -32,6 +32,7 @@ def walker(tmp_path: Path) -> Walker:
     return Walker.fresh(tmp_path / "sides")
 
 
+@pytest.mark.long
 def test_killed_training_loses_nothing_and_the_folder_is_not_kept(walker: Walker) -> None:
     done = walker.pipe("chaos", "--kills", "2", "--seed", "7", "-o", "json", seconds=300)
     found = json.loads(done.stdout)

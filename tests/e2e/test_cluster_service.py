@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.history import all_runs
 from pipeline.spec.bundle import Bundle
+from pipeline.spec.runs import all_runs
 
 from ..k8s.api_server import Answer, ApiServer
 from .walker import Walker
 
-ON_CLUSTER = ("deploy.target=kubernetes", "deploy.image=registry.test/sides:1")
+ON_CLUSTER = ("deploy.target=kubernetes", f"deploy.image=registry.test/sides@sha256:{'0' * 64}")
 DEPLOYMENT = "/apis/apps/v1/namespaces/default/deployments/sides"
 NEXT = ("train.seed=1", "train.processes=1", "evaluate.margin=0.5")
 
@@ -67,7 +67,11 @@ def test_a_bundle_goes_to_the_cluster_is_replaced_tried_beside_and_taken_back(ap
 
     copied.pipe("run", "--until", "package", *NEXT)
     second = copied.latest
+    told = copied.pipe("deploy", second.id, *ON_CLUSTER, "--dry-run", "--exit-code", expect=4).stdout
+    assert f"pipe-road/bundle: {first.bundle().digest} → {second.bundle().digest}" in told
+    assert serving(api, copied).digest == first.bundle().digest, "it was only looked at"
     copied.pipe("deploy", second.id, *ON_CLUSTER)
+    assert copied.pipe("deploy", "--dry-run", "--exit-code").stdout == "nothing would change\n"
     found = cluster_of(copied)
     assert (found["current"]["bundle"], found["previous"]["bundle"]) == (second.bundle().digest, first.bundle().digest)
     assert found["drift"] == []

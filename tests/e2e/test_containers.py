@@ -17,11 +17,11 @@ from cyclonedx.validation.json import JsonStrictValidator
 
 from k8s.reference import parse
 from k8s.registry import Repository
-from pipeline.history import all_runs
 from pipeline.service import request
 from pipeline.smoke import check_golden
 from pipeline.spec.bundle import open_bundle
 from pipeline.spec.run import Run
+from pipeline.spec.runs import all_runs
 
 from .containers import BASE, Containers, megabytes, registry, wheel_for_cpu, why_not
 from .walker import Walker, free_pair, wait_for
@@ -65,10 +65,11 @@ def walker(road: Walker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
 @pytest.fixture(scope="module")
 def packed(walker: Walker, containers: Containers, address: str) -> dict[str, Any]:
     """What `pipe package` says after it built, pushed and made a modelcar."""
-    words = [f"package.base={BASE}", "package.builder=buildah", "package.build=require"]
+    containers.call("buildah", "push", "--tls-verify=false", BASE, f"docker://{address}/base:1")
+    words = [f"package.base={address}/base:1", "package.builder=buildah", "package.build=require"]
     options = ("--push", "--modelcar", "-o", "json")
     named = f"package.image={address}/team/sides"
-    done = walker.pipe("package", *words, named, *options, env=containers.env, seconds=580)
+    done = walker.pipe("package", *words, named, *options, env=containers.env, seconds=1200)
     record: dict[str, Any] = json.loads(done.stdout)
     containers.call("podman", "rmi", "--force", record["image"])
     containers.call("buildah", "pull", "--tls-verify=false", record["reference"])  # what runs came from the registry
@@ -106,6 +107,9 @@ def test_it_serves_as_a_restricted_pod_does_and_drains_without_losing_a_request(
             assert process.wait(timeout=40) == 0
         assert set(crowd.answers) <= {200, 503}
         assert crowd.lost == []
+        said = process.stdout.read() if process.stdout else ""
+    filters = [json.loads(line)["level"] for line in said.splitlines() if "socket filter" in line]
+    assert set(filters) <= {"info"}, "what a restricted pod may not do is no news"
 
 
 def test_it_runs_as_nobody_and_can_write_nowhere_but_in_tmp(containers: Containers, packed: dict[str, Any]) -> None:
@@ -113,10 +117,14 @@ def test_it_runs_as_nobody_and_can_write_nowhere_but_in_tmp(containers: Containe
     assert containers.run("--entrypoint", "python", packed["reference"], "-c", program) == "10001 []"
 
 
-def test_the_image_says_which_bundle_it_holds(containers: Containers, packed: dict[str, Any], run: Run) -> None:
+def test_the_image_says_which_bundle_it_holds_and_what_it_is_built_on(
+    containers: Containers, packed: dict[str, Any], run: Run, address: str
+) -> None:
     reference = parse(packed["reference"])
     manifest = Repository(reference, None).manifest(reference.digest)
     assert manifest["annotations"]["pipe-road.bundle"] == packed["bundle"] == run.bundle().digest
+    base = manifest["annotations"]["org.opencontainers.image.base.digest"]
+    assert base == packed["base_digest"] == Repository(parse(f"{address}/base"), None).digest_of("1")
     labels = json.loads(containers.call("podman", "inspect", "--format", "{{json .Labels}}", packed["reference"]))
     assert labels["pipe-road.bundle"] == packed["bundle"]
     with containers.mounted(packed["reference"]) as root:
@@ -160,7 +168,7 @@ def test_every_step_runs_in_the_training_image(containers: Containers, walker: W
     (walker.folder / "wheels").mkdir()
     (walker.folder / "wheels" / wheel.name).symlink_to(wheel)
     words = ("package.wheels=wheels", f"package.base={BASE}", "package.builder=buildah", "package.build=require")
-    done = walker.pipe("package", "--train", *words, "-o", "json", env=containers.env, seconds=590)
+    done = walker.pipe("package", "--train", *words, "-o", "json", env=containers.env, seconds=1200)
     image = json.loads(done.stdout)["image"]
     fresh = walker.folder / "runs" / "in-pods"
     fresh.mkdir(mode=0o777)

@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.history import all_runs
 from pipeline.service import Live, read_live, request
 from pipeline.spec.access import Access
+from pipeline.spec.registry import read_registry
 from pipeline.spec.run import Run
+from pipeline.spec.runs import all_runs
 
 from ..serve import certificates
 from .walker import Walker, processes_of, wait_for
@@ -118,8 +119,7 @@ def test_the_next_candidate_is_compared_with_the_champion_and_then_reused(
 
 
 def _champion(town: Walker, name: str = "champion") -> str:
-    digest: str = json.loads((town.runs / "registry.json").read_text())["names"][name]["bundle"]
-    return digest
+    return read_registry(town.runs, "").names[name].bundle
 
 
 def test_a_new_bundle_is_swapped_in_and_rolled_back_in_the_same_process_and_no_request_fails(
@@ -159,6 +159,7 @@ def test_other_options_need_a_new_process_which_takes_the_port_over_and_no_reque
     assert not Path(live.token).exists()
 
 
+@pytest.mark.long
 def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(
     town: Walker, live: Live, first: Run, second: Run
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_second_run_is_told_who_works_here_and_an_interrupted_one_says_how_to_
         ends_by(signal.SIGINT, pipe, run)
 
 
+@pytest.mark.long
 def test_an_interrupted_training_goes_on_from_the_very_step_it_came_to(copied: Walker, expected: bytes) -> None:
     with copied.held(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied)
@@ -118,7 +119,7 @@ def ends_by(sent: signal.Signals, pipe: subprocess.Popen[str], run: Run) -> None
 
 
 def ended_well(pipe: subprocess.Popen[str], run: Run) -> None:
-    _, said = pipe.communicate(timeout=30)
+    _, said = pipe.communicate(timeout=90)
     assert pipe.returncode == 130, said
     assert said.splitlines()[-1] == f"error: interrupted; nothing is lost, `pipe run --resume {run.id}` goes on"
     assert "Traceback" not in said

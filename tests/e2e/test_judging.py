@@ -10,16 +10,21 @@ def verdict_of(walker: Walker) -> dict[str, Any]:
     return walker.latest.verdict()
 
 
-def test_a_rejected_candidate_stops_the_road_and_a_forced_one_is_on_record_for_ever(copied: Walker) -> None:
+def test_a_rejected_candidate_stops_the_road_and_an_overridden_one_is_on_record_for_ever(copied: Walker) -> None:
     floor = "evaluate.require={accuracy: 1.5}"
     said = copied.pipe("run", "--until", "export", floor, expect=3).stderr
     assert "below the required 1.5" in said.splitlines()[-1]
-    assert copied.latest.read().steps["evaluate"].status == "rejected"
+    run = copied.latest
+    assert run.read().steps["evaluate"].status == "rejected"
     assert verdict_of(copied)["verdict"] == "fail"
-    assert not copied.latest.output("export").exists()
+    assert not run.output("export").exists()
     reason = "wanted for a demonstration"
-    copied.pipe("run", "--until", "export", floor, f"evaluate.force_reason={reason}")
-    assert verdict_of(copied)["verdict"] == "forced"
-    assert reason in json.dumps(verdict_of(copied))
-    assert reason in (copied.latest.bundle_path / "card.md").read_text()
-    assert copied.latest.bundle().manifest.verdict == "forced"
+    assert "goes on" in copied.pipe("gate", "override", run.id, "--reason", reason).stdout
+    told = copied.pipe("run", "--resume", run.id).stderr
+    assert "evaluate: " in told and "evaluate | " not in told, "it is not judged again"
+    assert copied.latest.id == run.id
+    assert reason in (run.bundle_path / "card.md").read_text()
+    assert run.bundle().manifest.verdict == "overridden"
+    assert reason in copied.pipe("verify", run.id).stdout
+    explained = json.loads(copied.pipe("gate", "explain", run.id, "-o", "json").stdout)
+    assert explained["override"]["reason"] == reason

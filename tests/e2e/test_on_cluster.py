@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.history import all_runs
+from pipeline.spec.runs import all_runs
 
 from ..k8s.api_server import ApiServer
 from ..k8s.played import Played

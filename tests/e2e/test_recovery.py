@@ -39,6 +39,7 @@ def let_go(walker: Walker) -> None:
     aside.replace(walker.folder / "hold")
 
 
+@pytest.mark.long  # each of the three also in tests/nodes, by itself
 def test_a_killed_worker_agent_and_node_cost_nothing(copied: Walker, expected: bytes) -> None:
     known = copied.latest.id
     with copied.held(HELD_AFTER, *TRAIN) as pipe:
@@ -79,6 +80,7 @@ def test_training_that_always_loses_a_process_ends_with_the_reason(copied: Walke
     assert f"to go on after mending it: pipe run --resume {copied.latest.id}" in said
 
 
+@pytest.mark.long
 def test_an_error_that_would_come_again_is_not_tried_again(copied: Walker) -> None:
     at_every_step(copied, 'assert self.steps < 3, "mine"')
     said = copied.pipe(*TRAIN, "train.processes=1", expect=1).stderr
@@ -106,6 +108,7 @@ def join(walker: Walker, run: Run, said: Path) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_machine_joins_and_is_lost_and_training_goes_on(pair: tuple[Walker, tuple[str, ...]], tmp_path: Path) -> None:
     walker, words = pair
     known = walker.latest.id

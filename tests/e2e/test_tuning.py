@@ -62,7 +62,7 @@ def test_a_search_that_is_interrupted_and_then_killed_goes_on_with_the_same_tria
     with walker.held(HELD_AFTER, "tune") as pipe:
         run = until_held(walker, 0)
         pipe.send_signal(signal.SIGINT)
-        _, said = pipe.communicate(timeout=30)
+        _, said = pipe.communicate(timeout=90)
     assert pipe.returncode == 130, said
     assert said.splitlines()[-1] == "error: interrupted; no trial is lost, the same command goes on"
     assert "Traceback" not in said
@@ -74,7 +74,7 @@ def test_a_search_that_is_interrupted_and_then_killed_goes_on_with_the_same_tria
         workers = workers_of(pipe)
         assert len(workers) == 1
         workers[0].kill()
-        _, said = pipe.communicate(timeout=30)
+        _, said = pipe.communicate(timeout=90)
         wait_for(lambda: not processes_of(run))  # they look at their leash when they are up
     assert pipe.returncode == 1, said
     ended = "error: the workers ended with status -9 before the search was complete; the same command goes on"

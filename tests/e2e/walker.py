@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import yaml
 
-from pipeline.history import all_runs
 from pipeline.service import any_port, end, read_live, request
 from pipeline.spec.run import Run
+from pipeline.spec.runs import all_runs
 
 TINY = Path(__file__).resolve().parents[1] / "project"
 PIPE = (sys.executable, "-m", "pipeline")

@@ -8,8 +8,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from serve import binding, placement
-from serve.cuda import why_no_cuda
+from pipeline.spec.cuda import why_no_cuda
+from serve.runtime import binding, placement
 
 NO_CUDA = why_no_cuda(onnxruntime.get_available_providers())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA or "-")]

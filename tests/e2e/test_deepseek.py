@@ -1,0 +1,186 @@
+"""docs/deepseek.md as it is written, and distilled models of both kinds; all are taught next to nothing.
+
+Every command of the document is typed in its order. What differs is said in `typed`: paths and addresses that exist,
+a small part of the data, little training, and a gate that lets pass what has learned so little.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.service import any_port
+from pipeline.spec.pretrained import INDEX
+from pipeline.spec.runs import all_runs
+from pipeline.spec.sources import HOUSE
+
+from .test_docs import blocks
+from .walker import PIPE, Walker, environment, wait_for
+
+pytestmark = pytest.mark.long
+LITTLE = ("train.samples=16", "train.epochs=1", "train.processes=1", "evaluate.margin=9", "package.build=never")
+_SECONDS = 1500
+_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 256}
+
+
+@pytest.fixture
+def projects(tmp_path: Path) -> Iterator[tuple[Walker, Walker]]:
+    ignored = shutil.ignore_patterns("runs", "__pycache__")
+    shutil.copytree(HOUSE / "examples" / "deepseek", tmp_path / "deepseek", symlinks=True, ignore=ignored)
+    small(tmp_path / "deepseek")
+    walkers = tuple(Walker.beside(tmp_path / "deepseek" / name) for name in ("pretrain", "classify"))
+    yield walkers[0], walkers[1]
+    for walker in walkers:
+        walker.stop()
+
+
+def small(folder: Path) -> None:
+    """A twelfth of the library's files, and few documents to judge by."""
+    for file, old, new in (
+        ("corpus.py", 'sorted(library.rglob("*.py"))', 'sorted(library.rglob("*.py"))[::12]'),
+        ("pretrain/task.py", '{"validation": 96, "test": 192}', '{"validation": 4, "test": 8}'),
+    ):
+        text = (folder / file).read_text()
+        assert old in text
+        (folder / file).write_text(text.replace(old, new))
+
+
+def official(folder: Path, kind: str) -> Path:
+    """A tiny random checkpoint as such models are published: configuration, tokenizer, shards and their index."""
+    folder.mkdir()
+    program = "import sys, pathlib as p, vocabulary; vocabulary.train_tokenizer(['x'], 280, p.Path(sys.argv[1]))"
+    here = HOUSE / "examples" / "deepseek"
+    variables = environment({"PYTHONPATH": f"{here}:{HOUSE}"})
+    subprocess.run([sys.executable, "-c", program, str(folder)], env=variables, cwd=here, check=True, timeout=120)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(kind, vocab_size=280, pad_token_id=2, **heads, **_SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="20KB")
+    assert (folder / INDEX).is_file(), "in shards"
+    return folder
+
+
+def document() -> list[list[str]]:
+    """The words of each command, `pipe` left out."""
+    bodies = [body for language, body in blocks(HOUSE / "docs" / "deepseek.md") if language == "sh"]
+    lines = [line for body in bodies for line in body.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    assert commands[0] == ["cd", "examples/deepseek"]
+    assert all(words[0] == "pipe" for words in commands[1:])
+    return [words[1:] for words in commands[1:]]
+
+
+def typed(words: list[str], weights: Path, address: str, ports: dict[str, int]) -> list[str]:
+    text = [re.sub(r"/models/[\w.-]+", str(weights), word).replace("first.example:29400", address) for word in words]
+    return [*text, *LITTLE, f"deploy.port={ports[words[1]]}"] if words[2] == "run" else text
+
+
+def test_the_commands_of_the_document_lead_to_answers(projects: tuple[Walker, Walker], tmp_path: Path) -> None:
+    weights, address = official(tmp_path / "weights", "qwen2"), f"127.0.0.1:{any_port()}"
+    ports = {walker.folder.name: walker.port for walker in projects}
+    waiting: list[subprocess.Popen[str]] = []
+    told: list[str] = []
+    pretrain, classify = projects
+    for words in (typed(words, weights, address, ports) for words in document()):
+        if "train.nodes=2" in words:
+            waiting.append(begun(words, tmp_path / "deepseek"))
+            continue
+        done = ended(begun(words, tmp_path / "deepseek"), words)
+        if words[2] == "join":
+            ended(waiting.pop(), ["run", "of two nodes"])
+        if words[2] == "predict":
+            told.append(done)
+    assert not waiting
+    assert len(told) == 3
+    assert_answers(told)
+    assert_lineage(pretrain, classify)
+
+
+def begun(words: list[str], folder: Path) -> subprocess.Popen[str]:
+    """Where another machine has to join, what comes after is typed when training waits for it."""
+    process = subprocess.Popen(
+        [*PIPE, *words],
+        cwd=folder,
+        env=environment({}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if "train.nodes=2" in words:
+        wait_for(lambda: process.poll() is not None or waits(folder / words[1] / "runs"), seconds=_SECONDS)
+    return process
+
+
+def waits(runs: Path) -> bool:
+    newest = all_runs(runs)[0].read()
+    return newest.config["train"]["nodes"] == 2 and "train" in newest.steps  # type: ignore[index]
+
+
+def ended(process: subprocess.Popen[str], words: list[str]) -> str:
+    try:
+        out, err = process.communicate(timeout=_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    assert process.returncode == 0, f"pipe {' '.join(words)}\n{out}\n{err}"
+    return out
+
+
+def assert_answers(told: list[str]) -> None:
+    for text in told:
+        for answer in json.loads(text)["predictions"]:
+            assert answer["package"] in answer["probabilities"]
+            assert sum(answer["probabilities"].values()) == pytest.approx(1)
+
+
+def assert_lineage(pretrain: Walker, classify: Walker) -> None:
+    """The first run of each is from nothing; later ones came of official weights, and with a layer more."""
+    further, plain = all_runs(pretrain.runs)
+    several, one, own = all_runs(classify.runs)
+    recorded = [json.loads((run.output("prepare") / "pretrained.json").read_text()) for run in (own, one, several)]
+    assert [body["run"] for body in recorded] == [plain.id, "", ""]
+    assert recorded[1]["digest"] == recorded[2]["digest"] != recorded[0]["digest"]
+    assert (own.bundle_path / "files" / "tokenizer.json").read_bytes() == (
+        plain.bundle_path / "files" / "tokenizer.json"
+    ).read_bytes()
+    generation = plain.bundle().signature.generation
+    assert generation is not None and len(generation.caches) == 2 * 4
+    assert further.bundle().signature.generation == generation, "what is served has no further layer"
+    [last] = [json.loads(line) for line in journal(further) if "validation" in line]
+    assert last["validation"]["minus_further_loss"] < 0
+
+
+def journal(run: Any) -> list[str]:
+    text: str = (run.output("train") / "metrics.jsonl").read_text()
+    return text.splitlines()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_a_distilled_model_is_loaded_adapted_trained_exported_and_served(
+    kind: str, projects: tuple[Walker, Walker], tmp_path: Path
+) -> None:
+    weights, classify = official(tmp_path / kind, kind), projects[1]
+    one_step = ("train.samples=8", "train.batch_size=8", "train.epochs=1")
+    words = (f"model.pretrained={weights}", "task=task.py:LowRank", f"deploy.port={classify.port}", *LITTLE, *one_step)
+    classify.pipe("run", "all", *words, seconds=_SECONDS)
+    run = classify.latest
+    assert json.loads((run.output("train") / "summary.json").read_text())["steps"] == 1
+    assert json.loads((run.output("prepare") / "files" / "config.json").read_text())["model_type"] == kind
+    (classify.folder / "asked.json").write_text(json.dumps({"instances": ["import xml.dom\n\nparser.feed(data)"]}))
+    assert_answers([classify.pipe("predict", "asked.json", "-o", "json").stdout])
+    status, headers, found = classify.ask("/v1/models/deepseek-classify:predict", {"instances": ["import os", "a = 1"]})
+    assert (status, len(found["predictions"])) == (200, 2), headers
+    status, _, found = classify.ask("/v1/models/deepseek-classify:predict", {"instances": [" "]})
+    assert status == 400 and "the text is empty" in found["error"]
+    classify.pipe("stop")

@@ -1,0 +1,60 @@
+"""docs/registry.md, typed line by line on a walked road."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli import app
+from pipeline.spec.bundle import open_bundle, write_manifest
+from pipeline.spec.digest import digest_file, digest_mapping
+from pipeline.spec.files import write_json
+from pipeline.spec.run import Run
+from pipeline.spec.sources import HOUSE
+
+from .walker import Walker
+
+DOCUMENT = (HOUSE / "docs" / "registry.md").read_text()
+
+
+def another(run: Run) -> Run:
+    """A later run with another bundle, and a record that says so."""
+    later = Run(run.path.with_name("29990101-000000-ffff"))
+    shutil.copytree(run.path, later.path)
+    bundle = later.bundle_path
+    (bundle / "card.md").write_text("# another\n")
+    (bundle / "provenance.json").unlink()
+    manifest = open_bundle(run.bundle_path).manifest
+    write_manifest(bundle, manifest.name, manifest.verdict, manifest.ancestors)
+    body = json.loads((later.path / "run.json").read_text())
+    record = body["steps"]["export"]
+    files = [path for path in later.output("export").rglob("*") if path.is_file()]
+    record["outputs"] = {path.relative_to(later.output("export")).as_posix(): digest_file(path) for path in files}
+    record["digest"] = digest_mapping(record["outputs"])
+    for later_step in ("package", "deploy"):
+        body["steps"].pop(later_step, None)
+    write_json(later.path / "run.json", {**body, "id": later.id})
+    return later
+
+
+def test_the_commands_work_one_after_the_other(copied: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = copied.latest
+    later = another(first)
+    monkeypatch.chdir(copied.folder)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+    said = {}
+    for line in "".join(blocks).splitlines():
+        done = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert (done.exit_code, done.exception) == (0, None), f"{line}\n{done.output}\n{done.exception!r}"
+        said[line] = done.stdout
+    names = {row["name"]: row["run"] for row in json.loads(said["pipe registry list -o json"])["names"]}
+    assert names == {"champion": first.id, "previous": later.id, "staging": later.id}
+    assert "slow on Mondays" not in said["pipe registry history"]
+    assert "signed by SHA256:" in said["pipe verify --key team.key.pub"]
+    assert Path("team.key").stat().st_mode & 0o777 == 0o600
