@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -20,29 +21,32 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 SECONDS = 20
 
 
+@dataclass(frozen=True)
+class Answer:
+    asked: float  # by the monotonic clock, before a byte of it was sent
+    by: str
+    bundle: str
+
+
 class Clients(ABC):
     """What they were told; `refused` when nobody listens any more: nothing was accepted then, nothing lost."""
 
     def __init__(self) -> None:
-        self.served_by: list[str] = []
-        self.bundles: list[str] = []
+        self.heard: list[Answer] = []
         self.failures: list[str] = []
         self.refused = threading.Event()
         self._stop = threading.Event()
 
     def answers(self, count: int, by: str = "", bundle: str = "") -> None:
         """Return when that many more answers are in, from one process or of one bundle if it is named."""
-        deadline, start = time.monotonic() + SECONDS, len(self.bundles)
-        while sum(map(self._counts(by, bundle), range(start, len(self.bundles)))) < count:
+        deadline, start = time.monotonic() + SECONDS, len(self.heard)
+        while sum(by in ("", one.by) and bundle in ("", one.bundle) for one in self.heard[start:]) < count:
             assert time.monotonic() < deadline, f"no answers: {self.failures[:3]}"
             time.sleep(0.005)
 
-    def _counts(self, by: str, bundle: str) -> Any:
-        return lambda i: by in ("", self.served_by[i]) and bundle in ("", self.bundles[i])
-
-    def heard(self, by: str, bundle: str) -> None:
-        self.served_by.append(by)
-        self.bundles.append(bundle)
+    @property
+    def served_by(self) -> set[str]:
+        return {one.by for one in self.heard}
 
     @contextmanager
     def running(self, clients: int) -> Iterator[Any]:
@@ -89,12 +93,13 @@ class Load(Clients):
     def _ask(self, connection: http.client.HTTPConnection) -> None:
         more = True
         while more:
+            asked = time.monotonic()
             connection.request("POST", "/v1/models/tiny:predict", self.body, {"content-type": "application/json"})
             response = connection.getresponse()
             text = response.read()
             if response.status != 200:
                 self.failures.append(f"{response.status} {text[:200]!r}")
-            self.heard(response.headers["x-served-by"], response.headers["x-bundle-digest"])
+            self.heard.append(Answer(asked, response.headers["x-served-by"], response.headers["x-bundle-digest"]))
             more = self.keep_alive and not response.will_close and not self._stop.is_set()
 
 
@@ -113,13 +118,14 @@ class GrpcLoad(Clients):
         with grpc.insecure_channel(f"127.0.0.1:{self.port}", options) as channel:
             stub = GRPCInferenceServiceStub(channel)
             while not (self._stop.is_set() or self.refused.is_set()):
+                asked = time.monotonic()
                 try:
                     _, call = stub.ModelInfer.with_call(self.request, timeout=SECONDS)
                 except grpc.RpcError as error:
                     self._failed(error)
                 else:
                     told = dict(call.trailing_metadata())
-                    self.heard(told["x-served-by"], told["x-bundle-digest"])
+                    self.heard.append(Answer(asked, told["x-served-by"], told["x-bundle-digest"]))
 
     def _failed(self, error: Any) -> None:
         if "Connection refused" in error.details():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +19,7 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 from pipeline.spec.limits import Limits
-from tests.serve.load import SECONDS, Clients
+from tests.serve.load import SECONDS, Answer, Clients
 from tests.serve.odd import slow
 
 if TYPE_CHECKING:
@@ -146,7 +146,6 @@ class Crowd(Clients):
         super().__init__()
         self.port = port
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
 
     def _client(self) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -157,7 +156,7 @@ class Crowd(Clients):
 
     def _call(self, stub: Any) -> None:
         while not (self._stop.is_set() or self.refused.is_set()):
-            number = -next(self._numbers)
+            number, asked_at = -next(self._numbers), time.monotonic()
             try:
                 answer, call = stub.ModelInfer.with_call(asked(one(number)), timeout=SECONDS)
             except grpc.RpcError as error:
@@ -165,8 +164,7 @@ class Crowd(Clients):
                 continue
             assert told(answer)[0] == number + 1
             said = dict(call.trailing_metadata())
-            with self._lock:
-                self.heard(said["x-served-by"], said["x-bundle-digest"])
+            self.heard.append(Answer(asked_at, said["x-served-by"], said["x-bundle-digest"]))
 
     def _failed(self, error: Any) -> None:
         if "Connection refused" in error.details():
