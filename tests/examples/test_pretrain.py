@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeline.spec.data import Samples, bare, forward, named
 from pipeline.spec.errors import DataError, InvalidPayload
+from pipeline.spec.packing import one_a_row, pack
 from pipeline.spec.plugin import load_class
 
 from .conftest import DEEPSEEK, TEXTS, Module
@@ -39,11 +40,10 @@ def model(pretrain: Any) -> Any:
 
 
 @torch.no_grad()
-def test_a_packed_document_gives_the_logits_it_gives_alone(pretrain: Any, model: Any, pretrain_module: Module) -> None:
-    packing = pretrain_module("packing")
+def test_a_packed_document_gives_the_logits_it_gives_alone(pretrain: Any, model: Any) -> None:
     draw = np.random.default_rng(0)
     documents = [draw.integers(3, 280, size).tolist() for size in (5, 9, 14, 3, 11, 2)]
-    packed = packing.pack(documents, 48, pad=2)
+    packed = pack(documents, 48, pad=2)
     assert packed.segments.max() == 6
     together = logits_of(pretrain, model, packed)
     for number, document in enumerate(documents, 1):
@@ -52,8 +52,8 @@ def test_a_packed_document_gives_the_logits_it_gives_alone(pretrain: Any, model:
 
 
 @torch.no_grad()
-def test_padding_on_the_left_changes_nothing(pretrain: Any, model: Any, pretrain_module: Module) -> None:
-    rows = pretrain_module("packing").one_a_row([[5, 6, 7, 8], [9, 10]], 7, pad=2)
+def test_padding_on_the_left_changes_nothing(pretrain: Any, model: Any) -> None:
+    rows = one_a_row([[5, 6, 7, 8], [9, 10]], 7, pad=2)
     found = logits_of(pretrain, model, rows)
     assert found.isfinite().all()
     torch.testing.assert_close(found[0, 3:], model(torch.tensor([[5, 6, 7, 8]])).logits[0])

@@ -12,7 +12,6 @@ import torch
 from further import FurtherModel, without_further
 from language import see_documents
 from ngram import NGram
-from packing import cut, one_a_row, pack
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,6 +20,7 @@ from vocabulary import BEGIN, END, PAD, bytes_of, encode, read_tokenizer, there,
 
 from pipeline.spec.data import Samples
 from pipeline.spec.generation import Prompting
+from pipeline.spec.packing import cut, one_a_row, pack
 
 
 class Pretrain:
