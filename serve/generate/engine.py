@@ -40,6 +40,10 @@ class Rules:
     read_at_once: int = 512  # tokens of prompts in one run where nobody else waits for the model
     read_between: int = 128  # and between two tokens of those who write
 
+    def tokens(self, reading: int, writing: int) -> int:
+        """Of prompts in one run: one text that writes does not hold up many that would."""
+        return min(self.read_at_once, self.read_between * max(1, reading // writing)) if writing else self.read_at_once
+
 
 class Engine:
     """Belongs to one event loop; the model runs in `pool`, one step after the other."""
@@ -126,8 +130,8 @@ class Engine:
         self._batch, self._prefill = Batch(self._graph), None
 
     async def _read(self, prefill: Prefill) -> None:
-        tokens = self.rules.read_between if self._batch.writings else self.rules.read_at_once
         batch = self._batch
+        tokens = self.rules.tokens(len(prefill.writings), len(_present(batch.writings)))
         turn = await self._run(lambda: [(time.monotonic(), batch.read(prefill, tokens))])
         if prefill.done or any(made for _, made in turn):
             self._prefill = None

@@ -170,7 +170,7 @@ def _converted(fields: dict[str, Any], kind: type[_Kind]) -> _Kind:
         if not any(given[name] == neutral for neutral in _NEUTRAL[name]):
             raise InvalidPayload(f"{name}: is not supported by this service; leave it out")
         del given[name]
-    if unknown := sorted(set(given) - {field.encode_name for field in msgspec.structs.fields(kind)}):
+    if unknown := sorted(given.keys() - set(kind.__struct_fields__)):
         raise InvalidPayload(f"{unknown[0][:100]}: is not supported by this service; leave it out")
     try:
         return msgspec.convert(given, kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,8 @@ class Likelihood:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def choose(logits: Array, sampling: Sampling, random: np.random.Generator) -> int:
-    """One row of the vocabulary. Each sequence has its own `random`, so that nobody's draws depend on company."""
+def choose(logits: Array, sampling: Sampling, draw: Callable[[], float]) -> int:
+    """One row of the vocabulary. Each sequence has its own `draw`, from 0 to 1: company changes nothing."""
     if sampling.greedy:
         return int(logits.argmax())
     scaled = logits.astype(np.float64)
@@ -51,7 +51,7 @@ def choose(logits: Array, sampling: Sampling, random: np.random.Generator) -> in
     if kept is not None:
         shares = shares[kept]
         known = kept if known is None else known[kept]
-    place = drawn(shares, random.random())
+    place = drawn(shares, draw())
     return place if known is None else int(known[place])
 
 

@@ -19,6 +19,7 @@ from serve.generate.request import order as ordered
 from serve.generate.writing import Asking, Order, Writing
 
 MOST_TEXTS = 128  # of one request, whatever the bundle's limit
+_AT_ONCE = 512  # characters and token ids of prompts that are read in less time than the way to a thread and back takes
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Writer:
         count = len(asked.prompts) if isinstance(asked, Completion) else 1
         if count * asked.n > self._most_texts:
             raise InvalidPayload(f"n: {count} prompts times {asked.n} are more than {self._most_texts} texts")
+        if isinstance(asked, Completion) and sum(map(len, asked.prompts)) <= _AT_ONCE:
+            return self._read(asked)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._read, asked)
 
     def order(self, asked: Completion | Conversation, prompts: Sequence[Sequence[int]]) -> Order:

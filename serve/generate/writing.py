@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -79,7 +80,8 @@ class Asking:
         if self.deadline < math.inf:
             delay = max(0.0, self.deadline - time.monotonic()) + _TICK_SECONDS
         try:
-            await asyncio.wait_for(self._bell.wait(), delay)
+            async with asyncio.timeout(delay):  # wait_for would make a task of it
+                await self._bell.wait()
         except TimeoutError:
             raise Expired("the deadline passed before the text was written") from None
         if self._error is None:
@@ -103,7 +105,15 @@ class Writing:
         self._end = frozenset(end)
         self._decode, self._text = decode, Detokenizer(decode, prompt)
         self._stops = Stops(order.stop)
-        self._random = np.random.default_rng(None if order.seed is None else [order.seed, index])
+
+    @functools.cached_property
+    def _random(self) -> np.random.Generator:
+        """Made by whoever draws: to ask the system for chance takes time, and the likeliest token needs none."""
+        seed = self.asking.order.seed
+        return np.random.default_rng(None if seed is None else [seed, self.index])
+
+    def _draw(self) -> float:
+        return self._random.random()
 
     @property
     def most_positions(self) -> int:
@@ -122,7 +132,7 @@ class Writing:
         if not np.isfinite(logits.max()):  # NaN is passed on by max
             raise ArithmeticError("the model gave NaN or infinite logits")
         order = self.asking.order
-        token = choose(logits, order.sampling, self._random)
+        token = choose(logits, order.sampling, self._draw)
         told = () if order.top is None else (likelihood(logits, token, order.top),)
         self.last, self.count = token, self.count + 1
         text, finish = self._shown(token)

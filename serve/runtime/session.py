@@ -120,10 +120,10 @@ def _open(bundle: Bundle, wanted: Provider, threads: int) -> tuple[Any, str]:
     """The session, and why it runs on the CPU though another provider was wished for."""
     no_cuda = "" if wanted == "cpu" else why_no_cuda(onnxruntime.get_available_providers())
     providers, fallback = choose_providers(wanted, no_cuda)
+    options = _options(threads, spinning=bundle.signature.generation is not None)
     if CUDA not in providers:
-        return _load(bundle, _options(threads), providers), fallback
+        return _load(bundle, options, providers), fallback
     with placement.scratch() as folder:
-        options = _options(threads)
         placement.watch(options, folder)
         session = _load(bundle, options, providers)
         return session, give_way(wanted, _why_not_all_on_cuda(bundle, session))
@@ -141,11 +141,15 @@ def _why_not_all_on_cuda(bundle: Bundle, session: Any) -> str:
     return placement.told(nodes)
 
 
-def _options(threads: int) -> Any:
+def _options(threads: int, *, spinning: bool) -> Any:
+    """A thread that spins while it waits for work takes the core from whoever reads the next requests.
+
+    For the hundreds of short nodes of a step that writes one token it is worth that, and never between two runs.
+    """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    # A thread that spins while it waits for work takes the core from whoever reads the next requests.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.log_severity_level = 4  # silent: errors are raised, and a client's values must not write to our log
     return options

@@ -291,3 +291,10 @@ def test_tokens_are_counted_and_timed(words: Words, pool: Executor) -> None:
     meter = _run(words, pool, asked)
     assert (meter.tokens_in, meter.tokens_out) == (len(PROMPTS[3]) + len(PROMPTS[4]), 11)
     assert (meter.first_seconds.count, meter.between_seconds.count) == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("reading", "writing", "tokens"), [(1, 0, 512), (1, 1, 128), (1, 7, 128), (3, 1, 384), (6, 3, 256), (7, 1, 512)]
+)
+def test_as_much_is_read_between_two_tokens_as_more_read_than_write(reading: int, writing: int, tokens: int) -> None:
+    assert Rules(8, 64, 1 << 24).tokens(reading, writing) == tokens

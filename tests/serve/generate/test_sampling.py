@@ -10,7 +10,7 @@ LOGITS = np.log(np.array([0.1, 0.5, 0.15, 0.25], np.float32))
 
 def _counts(sampling: Sampling, draws: int = 4000) -> list[float]:
     random = np.random.default_rng(1)
-    found = np.bincount([choose(LOGITS, sampling, random) for _ in range(draws)], minlength=4)
+    found = np.bincount([choose(LOGITS, sampling, random.random) for _ in range(draws)], minlength=4)
     return [float(share) for share in found / draws]
 
 
@@ -62,12 +62,13 @@ def test_what_has_no_share_is_never_drawn() -> None:
 def test_masked_tokens_are_never_drawn() -> None:
     logits = np.array([-np.inf, 1.0, -np.inf, 1.0], np.float32)
     random = np.random.default_rng(2)
-    assert {choose(logits, Sampling(temperature=2.0), random) for _ in range(50)} == {1, 3}
+    assert {choose(logits, Sampling(temperature=2.0), random.random) for _ in range(50)} == {1, 3}
 
 
 def test_the_same_seed_draws_the_same() -> None:
     draws = [
-        [choose(LOGITS, Sampling(), random) for _ in range(20)] for random in map(np.random.default_rng, (3, 3, 4))
+        [choose(LOGITS, Sampling(), random.random) for _ in range(20)]
+        for random in map(np.random.default_rng, (3, 3, 4))
     ]
     assert draws[0] == draws[1] != draws[2]
 
