@@ -116,7 +116,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_before_it_waits(model: Model, 
         began = time.monotonic()
         with pytest.raises(Busy, match="longer than its deadline"):
             await ask(batcher, rows(9), deadline=began + 0.05)
-        assert time.monotonic() - began < 0.02
+        assert not any(one.done() for one in waiting), "the loop had no turn"
         patient = asyncio.create_task(ask(batcher, rows(9), deadline=began + 10))
         assert await together(*waiting, patient) == [[0], [2], [4], [6], [8], [10], [18]]
 

@@ -150,7 +150,7 @@ def test_an_idle_service_ends_at_once(start: Launcher, bundle_path: Path) -> Non
     running = start(bundle_path)
     began = time.monotonic()
     assert running.stop() == 0
-    assert time.monotonic() - began < 0.6, "0.12 s where nobody else works on the machine"
+    assert time.monotonic() - began < 2, "0.12 s where nobody else works on the machine"
 
 
 def test_a_standby_that_is_never_called_ends_without_having_served(start: Launcher, tricky_path: Path) -> None:

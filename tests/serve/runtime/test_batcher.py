@@ -140,7 +140,7 @@ def test_a_quick_model_runs_on_the_loop_and_a_slow_one_in_a_thread(model: Model,
 
 def test_nobody_waits_for_company_when_idle_and_all_do_under_load(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
-        delay = 0.1
+        delay = 0.6
         batcher = Batcher(model, Rules(mergeable=True, rows=4, delay_seconds=delay), pool)
         began = time.monotonic()
         await ask(batcher, rows(1))
