@@ -35,6 +35,10 @@ class Size:
     rounds: int
 
 
+NO_ROW = (
+    "no row for onnxruntime-genai: it takes one width for keys and values, "
+    "where this cache has a latent vector and a narrower part for places"
+)
 FULL = Size((1, 8), 128, 64, 7)
 QUICK = Size((4,), 32, 8, 1)
 
@@ -69,7 +73,7 @@ def text(found: Sequence[Row]) -> str:
         f"| {row.cpu_to_raw:.3f} |"
         for row in found
     ]
-    return "\n".join([head, "|" + "---|" * 7, *lines])
+    return "\n".join([head, "|" + "---|" * 7, *lines, "", NO_ROW])
 
 
 def _row(service: tuple[Running, str], bundle: Path, rows: int, size: Size) -> Row:

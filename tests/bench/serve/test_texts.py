@@ -17,7 +17,13 @@ def test_the_service_is_measured_beside_the_bare_runtime() -> None:
     (row,) = texts.measure(size)
     assert row.rows == 2
     assert min(row.read_to_raw, row.written_to_raw, row.streamed_to_raw, row.cpu_to_raw) > 0
-    assert texts.text([row]).count("\n") == 2
+
+
+def test_below_the_table_stands_why_a_peer_has_no_row() -> None:
+    *table, empty, reason = texts.text([texts.Row(8, *[1.0] * 7)]).splitlines()
+    assert [line[0] for line in table] == ["|"] * 3
+    assert not empty
+    assert "onnxruntime-genai" in reason
 
 
 @pytest.mark.long
