@@ -40,7 +40,7 @@ class Optimised:
 
 
 def optimise(path: Path, model: nn.Module, config: Export) -> Optimised | None:
-    """Write the optimised file to `path`; None where nothing is asked for."""
+    """Write the optimised file to `path`; None where nothing is asked for, and where it fails the reason."""
     if config.optimize == "none":
         return None
     before, plain, made = operators(path), _plain(path), path.parent.parent / f"{path.parent.name}.optimised"
@@ -53,6 +53,9 @@ def optimise(path: Path, model: nn.Module, config: Export) -> Optimised | None:
             _fuse(made / path.name, kind_of(model))
         _strip(made / path.name)
         _exchange(path, made, plain)
+    except StageError as error:  # the file is as it was
+        forget_plain(path)
+        return Optimised(config.optimize, "none", (before.total(), before.total()), {}, str(error))
     finally:
         shutil.rmtree(made, ignore_errors=True)
     after = operators(path)

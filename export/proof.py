@@ -73,14 +73,11 @@ def prove(task: Task, model: nn.Module, test: Samples, config: Export, path: Pat
     said = said_of_samples(task) if generation is None else said_of(generation)
     subject = Subject(task, model, test, config, path, written, said)
     optimised = optimise(path, model, config)
-    lowered = fit_runtime(path)
-    proven = held(subject)
-    if optimised is not None and not proven.equal and not proven.chance:
-        reason = f"optimised it is not the model: {_worst(proven)}" + (f"; {proven.why}" if proven.why else "")
+    kept, reason = _held_optimised(subject, optimised)
+    if reason and optimised is not None:
         print(f"export.optimize={config.optimize} is not used: {reason}")
-        optimised = put_back(path, optimised, reason)
-        lowered = fit_runtime(path)
-        proven = held(subject)
+        optimised = optimised if optimised.used == "none" else put_back(path, optimised, reason)
+    lowered, proven = kept or (fit_runtime(path), held(subject))
     forget_plain(path)
     return replace(proven, file=_of_file(path, optimised, lowered))
 
@@ -96,6 +93,19 @@ class Subject:
     path: Path
     written: Written
     said: Said
+
+
+def _held_optimised(one: Subject, found: Optimised | None) -> tuple[tuple[str, Proven] | None, str]:
+    """How the runtime was suited and what was proven of an optimised file; or nothing, and why it is not used."""
+    if found is None or found.used == "none":
+        return None, "" if found is None else found.reason
+    try:
+        lowered, proven = fit_runtime(one.path), held(one)
+    except StageError as error:  # fusions write operators that ONNX's own rules do not know, for one
+        return None, str(error)
+    if proven.equal or proven.chance:
+        return (lowered, proven), ""
+    return None, f"optimised it is not the model: {_worst(proven)}" + (f"; {proven.why}" if proven.why else "")
 
 
 def held(one: Subject) -> Proven:

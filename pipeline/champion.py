@@ -13,13 +13,15 @@ if TYPE_CHECKING:  # the command line loads without numpy
     from pipeline.spec.bundle import Bundle
 
 
-def promote(run: Run, bundle: Bundle, reason: str = "deployed", name: str = CHAMPION, word: str | None = None) -> Entry:
+def promote(run: Run, bundle: Bundle, reason: str = "", name: str = CHAMPION, word: str | None = None) -> Entry:
     """What serves is what the next candidate has to beat. `word` names the registry, if not the run's own."""
     from pipeline.spec.champion import publish
 
     word = run.config.registry if word is None else word
     if name == PREVIOUS:
         raise ConfigError(f"{PREVIOUS} follows from the history of {CHAMPION}; give the bundle another name")
+    if not name.strip():
+        raise ConfigError("--name is empty; it stays in the history for ever")
     entry = Entry(
         bundle=bundle.digest,
         checkpoint=bundle.manifest.ancestors.checkpoint,
@@ -30,7 +32,7 @@ def promote(run: Run, bundle: Bundle, reason: str = "deployed", name: str = CHAM
         current = registry.names.get(name)
         if current is not None and current.bundle == entry.bundle:  # the same bundle in a later run changes nothing
             return None
-        return Wanted(name, entry, f"{reason} by run {run.id}")
+        return Wanted(name, entry, reason or f"deployed by run {run.id}")
 
     publish(bundle, run.runs, word)
     return change_registry(run.runs, word, decide).names[name]

@@ -58,10 +58,21 @@ class FolderShelf:
         self.path, self.where = path, str(path)
 
     def names(self) -> list[str]:
-        return [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+        try:
+            return [path.name for path in self.path.iterdir()]
+        except FileNotFoundError:  # nobody has written yet
+            return []
+        except OSError as error:  # taken for empty, it would hide the champion from the gate
+            raise _unreadable(self.where, error) from error
 
     def read(self, names: Sequence[str]) -> list[bytes]:
-        return [(self.path / name).read_bytes() for name in names]
+        found = []
+        for name in names:
+            try:
+                found.append((self.path / name).read_bytes())
+            except OSError as error:
+                raise _unreadable(f"{self.where}/{name}", error) from error
+        return found
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()
@@ -125,6 +136,11 @@ def _renamed(aside: Path, path: Path) -> bool:
 def _unwritable(where: str, error: OSError) -> ResourceError:
     reason = os.strerror(error.errno).lower() if error.errno else str(error)
     return ResourceError(f"cannot write the registry {where}: {reason}; mend that, and give the command again")
+
+
+def _unreadable(where: str, error: OSError) -> ResourceError:
+    reason = os.strerror(error.errno).lower() if error.errno else str(error)
+    return ResourceError(f"cannot read {where} of the registry: {reason}; mend that, and give the command again")
 
 
 class ObjectShelf:

@@ -155,3 +155,38 @@ def test_an_optimised_file_that_is_another_is_not_used(
     assert "export.optimize=basic is not used: optimised it is not the model" in capsys.readouterr().out
     assert [one.name for one in tmp_path.iterdir()] == ["bundle"]
     assert json.dumps(proven.file)
+
+
+def test_an_optimised_file_that_is_not_sound_is_not_used_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fused(path: Path, model: nn.Module, config: Export) -> Optimised | None:
+        found = optimise(path, model, config)
+        proto = onnx.load(path)
+        proto.graph.node[-1].op_type = "SimplifiedLayerNormalization"  # the runtime's own, under ONNX's name
+        onnx.save(proto, path)
+        return found
+
+    monkeypatch.setattr(proof, "optimise", fused)
+    task: Any = Small(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), pairs())
+    (tmp_path / "bundle").mkdir()
+    proven = proof.prove(
+        task, task.net, open_split(task, "test"), Export(optimize="basic"), tmp_path / "bundle" / "model.onnx"
+    )
+    proven.require()
+    assert proven.file["optimize"]["used"] == "none"
+    assert "not sound by ONNX's own rules" in proven.file["optimize"]["reason"]
+
+
+def test_fusions_that_stumble_leave_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumbles(*args: Any, **words: Any) -> None:
+        raise KeyError("a node nobody knows")
+
+    monkeypatch.setattr("onnxruntime.transformers.optimizer.optimize_model", stumbles)
+    path = network(tmp_path / "bundle")
+    before = path.read_bytes()
+    found = optimise(path, nn.Identity(), Export(optimize="transformers"))
+    assert found is not None
+    assert (found.used, path.read_bytes()) == ("none", before)
+    assert "a node nobody knows" in found.reason
+    assert [one.name for one in tmp_path.iterdir()] == ["bundle"]

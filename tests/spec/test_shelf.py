@@ -168,3 +168,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 )
 def test_a_folder_begins_where_the_runs_stand(tmp_path: Path, word: str, where: str) -> None:
     assert Path(shelf_of(word, tmp_path / "project" / "runs").where) == tmp_path / where
+
+
+def test_a_registry_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "registry").write_text("a file")
+    with pytest.raises(ResourceError, match=r"cannot read .*registry of the registry: not a directory"):
+        FolderShelf(tmp_path / "registry").names()
+    (tmp_path / "000001.json").mkdir()
+    with pytest.raises(ResourceError, match=r"cannot read .*000001.json of the registry: is a directory"):
+        FolderShelf(tmp_path).read(["000001.json"])
