@@ -13,6 +13,7 @@ from serve.body import read
 from serve.canary import choose_by
 from serve.deadline import of_header
 from serve.generate import openai
+from serve.generate.detokenize import Detokenizer
 from serve.generate.openai import Choice, Reply
 from serve.generate.request import Completion, Conversation, completion, conversation
 from serve.generate.writing import Asking, Order, Piece, Writing
@@ -94,16 +95,16 @@ def _writer(served: Served) -> Writer:
 def _reply(
     asked: Asked, served: Served, wanted: Completion | Conversation, order: Order, writings: list[Writing]
 ) -> Reply:
-    prompts = writings[:: wanted.n]
+    prompts, language = writings[:: wanted.n], _writer(served).language
+    before = [() if order.echo else one.prompt for one in writings]
     return Reply(
         chat=isinstance(wanted, Conversation),
         request_id=asked.watch.id.decode(),
         model=wanted.model,
         digest=served.bundle.digest,
-        token=_writer(served).language.token,
-        plain=_writer(served).language.plain,
+        token=language.token,
         prompt_tokens=sum(len(one.prompt) for one in prompts),
-        choices=[Choice() for _ in writings],
+        choices=[Choice(Detokenizer(language.text, ids).feed) for ids in before],
         telling=order.top is not None,
     )
 

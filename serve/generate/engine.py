@@ -69,6 +69,11 @@ class Engine:
         """That are spoken for."""
         return self._bytes(self._inside())
 
+    @property
+    def longest(self) -> int:
+        """Positions that one text may have, as far as memory goes."""
+        return self.rules.cache_bytes // max(1, self.room.bytes(1, 1))
+
     def admit(self, writings: int, deadline: float) -> None:
         """Refuse at once what has no room."""
         if time.monotonic() >= deadline:
@@ -83,10 +88,9 @@ class Engine:
     def check(self, positions: int) -> None:
         """A text that never fits is not waited with."""
         if not self.room.fits(1, positions):
-            most = self.rules.cache_bytes // max(1, self.room.bytes(1, 1))
             raise InvalidPayload(
-                f"prompt and answer may take {positions} positions; the service has memory for {most} of one text; "
-                "ask for fewer tokens (max_tokens)"
+                f"prompt and answer may take {positions} positions; the service has memory for {self.longest} "
+                "of one text; ask for fewer tokens (max_tokens)"
             )
 
     async def written(self, writings: Sequence[Writing]) -> AsyncGenerator[Piece, None]:

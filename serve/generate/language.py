@@ -75,10 +75,6 @@ class Language:
         """A single token as people read it."""
         return self.text([one], special=True)
 
-    def plain(self, one: int) -> str:
-        """As it stands in a text: nothing, if it has a meaning of its own."""
-        return self.text([one])
-
 
 def _read(path: Path) -> Any:
     try:

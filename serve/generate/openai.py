@@ -20,13 +20,14 @@ _BROKEN = "\ufffd"
 _OBJECTS = {False: ("cmpl", "text_completion", "text_completion"), True: ("chatcmpl", "chat.completion", "chat.completion.chunk")}  # fmt: skip  # noqa: E501
 
 Told = Sequence[Likelihood | int]
-Token = Callable[[int], str]  # a single one as people read it, or as it stands in the text
+Token = Callable[[int], str]  # a single one as people read it
 
 
 @dataclass
 class Choice:
     """One text as far as it has come."""
 
+    adds: Token  # what a token adds to the text before it: nothing as long as it is a part of a character
     text: str = ""
     told: list[Likelihood | int] = field(default_factory=list)
     offset: int = 0  # characters of the tokens told of
@@ -47,7 +48,6 @@ class Reply:
     model: str
     digest: str
     token: Token
-    plain: Token
     prompt_tokens: int
     choices: list[Choice]
     telling: bool  # likelihoods are asked for
@@ -114,7 +114,7 @@ class Reply:
         logprobs = None
         if self.telling and (told or "delta" not in shown):
             one = self.choices[index]
-            logprobs = {"content": _chat_logprobs(told, self.token)} if self.chat else _logprobs(told, self, one)
+            logprobs = {"content": _chat_logprobs(told, self.token)} if self.chat else _logprobs(told, self.token, one)
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish}
 
 
@@ -122,24 +122,27 @@ def event(body: Any) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(body)
 
 
-def _logprobs(told: Told, reply: Reply, choice: Choice) -> dict[str, Any]:
+def _logprobs(told: Told, token: Token, choice: Choice) -> dict[str, Any]:
     """Of a completion: lists, one entry a token; of a prompt's first token nothing is known."""
-    token, offsets = reply.token, []
+    offsets = []
     ids = [one.token if isinstance(one, Likelihood) else one for one in told]
     for one in ids:
         offsets.append(choice.offset)
-        choice.offset += len(reply.plain(one))
+        choice.offset += len(choice.adds(one))
     return {
         "tokens": [token(one) for one in ids],
         "token_logprobs": [one.logprob if isinstance(one, Likelihood) else None for one in told],
-        "top_logprobs": [
-            {token(other): value for other, value in (*one.top, (one.token, one.logprob))}
-            if isinstance(one, Likelihood)
-            else None
-            for one in told
-        ],
+        "top_logprobs": [_by_text(one, token) if isinstance(one, Likelihood) else None for one in told],
         "text_offset": offsets,
     }
+
+
+def _by_text(told: Likelihood, token: Token) -> dict[str, float]:
+    """Several may read alike, as parts of characters do: the likeliest of them is told."""
+    found: dict[str, float] = {}
+    for one, value in (*told.top, (told.token, told.logprob)):
+        found.setdefault(token(one), value)
+    return found
 
 
 def _chat_logprobs(told: Told, token: Token) -> list[dict[str, Any]]:

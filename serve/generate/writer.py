@@ -55,7 +55,7 @@ class Writer:
         most, word = self.language.generation.positions_limit, "prompt" if isinstance(asked, Completion) else "messages"
         if longest > most - (asked.most != 0):
             raise InvalidPayload(f"{word}: {longest} tokens; the model has {most} positions for them and its answer")
-        order = ordered(asked, most - longest)
+        order = ordered(asked, max(1, min(most, self.engine.longest) - longest))
         if longest + order.most > most:
             raise InvalidPayload(
                 f"max_tokens: {longest} tokens of the prompt and {order.most} of the answer "
@@ -77,7 +77,7 @@ class Writer:
             found = [self.language.prompt(one) if isinstance(one, str) else one for one in asked.prompts]
         for ids in found:
             if not ids:
-                raise InvalidPayload("prompt: is empty, and the model has no token to begin with; give a text")
+                raise InvalidPayload("prompt: has no token, and the model needs one to begin with; give a text")
             if wrong := [one for one in ids if not 0 <= one < self.language.vocabulary]:
                 raise InvalidPayload(
                     f"prompt: {wrong[0]} is no token id; the model knows those from 0 to {self.language.vocabulary - 1}"

@@ -5,17 +5,19 @@ from typing import Any
 
 import pytest
 
+from serve.generate.detokenize import Detokenizer
 from serve.generate.openai import DONE, Choice, Reply, failure
 from serve.generate.sampling import Likelihood
 from serve.generate.writing import Piece
 from serve.refusal import Busy, Expired, Refusal, Unauthorized, Unknown
+from tests.serve.generate import tiny
 
 
 def _reply(*, chat: bool = False, telling: bool = False, choices: int = 1) -> Reply:
-    words = {1: "he", 2: "llo", 3: "<s>", 4: "\ufffd"}
+    words = {1: "he", 2: "llo", 3: "<s>", 4: "\ufffd", 5: "\ufffd"}
     return Reply(
         chat=chat, request_id="r", model="m", digest="d" * 64, token=words.__getitem__,
-        plain=lambda one: "" if one == 3 else words[one], prompt_tokens=3, choices=[Choice() for _ in range(choices)],
+        prompt_tokens=3, choices=[Choice(lambda one: "" if one == 3 else words[one]) for _ in range(choices)],
         telling=telling, created=5,
     )  # fmt: skip
 
@@ -47,6 +49,22 @@ def test_tokens_have_their_place_in_the_text_and_those_without_text_take_none() 
         "top_logprobs": [None, {"llo": -0.1, "he": -0.5}, {"llo": -0.25}],
         "text_offset": [0, 0, 2],
     }
+
+
+def test_tokens_that_are_parts_of_a_character_have_its_place() -> None:
+    words, reply = tiny.tokenizer(), _reply(telling=True)
+    reply.token = str
+    reply.choices = [Choice(Detokenizer(lambda ids: str(words.decode(list(ids)))).feed)]
+    reply.add(Piece(0, "z☃z", (tiny.BEGIN, *words.encode("z☃z").ids)))
+    (choice,) = json.loads(reply.body())["choices"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
+
+
+def test_of_tokens_that_read_alike_the_likeliest_is_told() -> None:
+    reply = _reply(telling=True)
+    reply.add(Piece(0, "he", (Likelihood(1, -3.0, ((4, -0.1), (5, -0.2))),)))
+    (choice,) = json.loads(reply.body())["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1, "he": -3.0}]
 
 
 def test_in_a_conversation_a_token_tells_its_bytes_where_it_is_whole() -> None:
