@@ -30,7 +30,10 @@ def of_parameter(value: Any) -> float:
     """The parameter `timeout` of an inference request: in microseconds, as Triton has it, 0 for none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidPayload(f"parameters: timeout {str(value)[:40]!r} is no whole number of microseconds from 0 on")
-    return value / 1e6 if value else math.inf
+    try:
+        return value / 1e6 if value else math.inf
+    except OverflowError:  # JSON has whole numbers of any length: longer than anybody waits
+        return math.inf
 
 
 def of_call(said: bytes | None) -> float:

@@ -151,7 +151,7 @@ def _from_list(data: list[Any], datatype: str) -> tuple[Array, tuple[int, ...]]:
     if datatype == "FP32" and len(values) < _FEW:  # one call does what numpy needs several for, range check and all
         try:
             return np.frombuffer(struct.pack(f"<{len(values)}f", *values), "<f4"), nested
-        except OverflowError:
+        except (OverflowError, struct.error):  # the second for whole numbers beyond the widest float
             raise _out_of_range(datatype) from None
     wide: Any = np.float64 if kind.kind == "f" else np.int64 if kind.kind == "i" else np.uint64
     try:

@@ -78,8 +78,12 @@ def check_shapes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> N
 
 
 def check_bytes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> None:
-    """What the arrays will take, before they are made: a number of 8 bytes may be written with one digit."""
-    total = sum(math.prod(shapes[spec.name]) * _ITEM_BYTES[spec.datatype] for spec in signature.inputs)
+    """What the arrays will take, before they are made: a number of 8 bytes may be written with one digit.
+
+    An axis without elements counts as one: the others must be sizes that an array can have.
+    """
+    sizes = {name: math.prod(max(axis, 1) for axis in shape) for name, shape in shapes.items()}
+    total = sum(sizes[spec.name] * _ITEM_BYTES[spec.datatype] for spec in signature.inputs)
     if total > (most := signature.limits.max_body_bytes):
         raise TooLarge(f"inputs: tensors of {total} bytes are larger than the limit of {most} bytes")
 

@@ -52,6 +52,8 @@ def test_booleans_and_strings_survive_both_ways_of_sending() -> None:
         ("FP32", [{}, {}], "x: data holds values that are not FP32"),
         ("FP32", [[1], [1, 2]], "x: data is not a regular array"),
         ("FP32", [1e39, 0], "x: data holds a number outside the range of FP32"),
+        ("FP32", [10**39, 0], "x: data holds a number outside the range of FP32"),
+        ("FP32", [10**400, 0], "x: data holds a number outside the range of FP32"),
         ("INT64", [1.0, 2.0], "x: data holds values that are not INT64"),
         ("FP16", [65520, 0], "x: data holds a number outside the range of FP16"),
         ("BF16", [3.4e38, 0], "x: data holds a number outside the range of BF16"),

@@ -122,3 +122,5 @@ def test_tensors_larger_than_a_body_may_be_are_refused_before_they_are_made() ->
         check_bytes({"tokens": (1, 112), "mask": (1, 112)}, signature)
     with pytest.raises(TooLarge):
         check_bytes({"tokens": (1, 2**62), "mask": (1, 2**62)}, signature)
+    with pytest.raises(TooLarge):  # no element, and yet no array: its other axis is longer than any may be
+        check_bytes({"tokens": (0, 2**62), "mask": (0, 2**62)}, signature)
