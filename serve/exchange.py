@@ -232,6 +232,13 @@ def stamp_of(headers: list[tuple[bytes, bytes]]) -> bytes:
     return found
 
 
+def refusal(status: HTTPStatus, text: str, stamp: bytes) -> bytes:
+    """To a request that does not reach the application."""
+    made = request_id(None)
+    log.info("refused", extra=told(status=int(status), reason=text, request_id=made.decode()))
+    return plain(status, text, b"%bx-request-id: %b\r\n" % (stamp, made))
+
+
 def plain(status: HTTPStatus, text: str, stamp: bytes) -> bytes:
     """A whole answer that ends the connection."""
     body = orjson.dumps({"error": text})

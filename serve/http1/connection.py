@@ -6,7 +6,6 @@ uvicorn runs it in place of its own protocol. It needs no timers, no event and n
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -18,18 +17,15 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from serve.crowd import Outflow, make_room
-from serve.exchange import App, Exchange, plain, scope_of, stamp_of
+from serve.exchange import App, Exchange, refusal, scope_of, stamp_of
 from serve.gate import Gate
 from serve.http1 import head
-from serve.logs import told
-from serve.watch import request_id
+from serve.http1.around import Around
 
 HEAD_SECONDS = 10.0  # for a head, from its first byte to its last
 BODY_SECONDS = 60.0  # for a body, likewise
 _PROBE_SECONDS = 0.02  # after a client's last byte: most requests are answered by then, and need none
 _GOODBYE_SECONDS = 2.0  # for a refused client to stop sending: closing on unread bytes would lose the answer
-
-log = logging.getLogger(__name__)
 
 
 class Connection(asyncio.Protocol):
@@ -52,6 +48,7 @@ class Connection(asyncio.Protocol):
         self._state = server_state
         self.loop = _loop or asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
+        self._around = Around(self._parser)
         self.transport: asyncio.Transport
         self._base: dict[str, Any] = {}
         self.current: Exchange | None = None  # the one that is being answered
@@ -95,6 +92,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:  # to no protocol of ours: go on as if nobody had asked
+            self._around.resume()
             if rest := data[upgrade.args[0] :]:
                 self.data_received(rest)
             return
@@ -106,6 +104,8 @@ class Connection(asyncio.Protocol):
             self._head_bytes += len(data)
             if too_long := head.why_too_long_already(self._head_bytes):
                 self._refuse(*too_long)
+        elif (self._reading is not None or self._discarding) and (too_long := self._around.why_too_long(len(data))):
+            self._refuse(*too_long)
 
     def eof_received(self) -> bool:
         """The client says no more; whether it still listens is found out. True: it is told something yet."""
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
     # What the parser tells
 
     def on_message_begin(self) -> None:
-        self._head_is_open = True
+        self._head_is_open = not self._around.again
         self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
@@ -142,10 +142,11 @@ class Connection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        if self._refusal or not self._head_is_open:
+            return
+        self._around.head(self._headers)
         size = self._head_bytes + self._fed
         self._head_is_open, self._head_bytes = False, 0
-        if self._refusal:
-            return
         if too_long := head.why_too_long(self._url, self._headers, size):
             self._refuse(*too_long)
             return
@@ -162,10 +163,13 @@ class Connection(asyncio.Protocol):
             self.hold()
 
     def on_body(self, body: bytes) -> None:
+        self._around.body()
         if self._reading is not None:
             self._reading.feed(body)
 
     def on_message_complete(self) -> None:
+        if self._around.upgrading:
+            return
         if self._reading is not None:
             self._reading.complete()
             self._reading = None
@@ -273,10 +277,8 @@ class Connection(asyncio.Protocol):
             return
         if self._reading is not None:
             self._reading.lose()  # the rest of it never comes
-        made = request_id(None)
-        log.info("refused", extra=told(status=int(status), reason=text, request_id=made.decode()))
         self._refused(f"http_{status:d}")
-        self._refusal = plain(status, text, b"%bx-request-id: %b\r\n" % (self.stamp, made))
+        self._refusal = refusal(status, text, self.stamp)
         if self.current is None:
             self._say_refusal()
 
