@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 from .conftest import Pipe
@@ -21,4 +22,7 @@ def test_there_is_nothing_to_serve_before_the_first_bundle(pipe: Pipe) -> None:
 
 def test_a_damaged_bundle_is_not_served(pipe: Pipe, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    assert "not a valid manifest" in pipe("serve", str(tmp_path), expect=2).stderr
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        ports = ("--port", str(free.getsockname()[1]), "--grpc-port", "-1")
+    assert "not a valid manifest" in pipe("serve", str(tmp_path), *ports, expect=2).stderr
