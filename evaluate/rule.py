@@ -106,6 +106,12 @@ def compared(config: Evaluate, comparison: Comparison | None, undefined: str = "
     low = difference.low
     if name == "non-inferior" and difference == Interval(0.0, 0.0, 0.0):
         return Rule(name, True, f"{config.metric} equals the baseline's on every sample", 0.0, bound, how)
+    if comparison.samples < (needed := fewest(config.confidence)):
+        text = (
+            f"{config.metric} cannot be compared with the baseline on {comparison.samples} {comparison.unit}: in one "
+            f"of {2 ** (comparison.samples - 1)} such test sets all lie on one side by chance; take {needed} at least"
+        )
+        return Rule(name, False, text, limit=bound, change=f"a test set of {needed} {comparison.unit} or more")
     if low > bound:
         text = f"{config.metric} difference is at least {low:+.4f}, above {_signed(bound)}"
         return Rule(name, True, text, low, bound, how, _would_fail(config, low))
@@ -114,6 +120,14 @@ def compared(config: Evaluate, comparison: Comparison | None, undefined: str = "
         f"misses {_signed(bound)} by {bound - low:.4g}"
     )
     return Rule(name, False, text, low, bound, how, _would_pass(config, comparison, bound))
+
+
+def fewest(confidence: float) -> int:
+    """Samples, below which all of them lie on one side by chance more often than an interval may miss.
+
+    A bootstrap of fewer knows nothing of that: of two samples its interval misses the truth every other time.
+    """
+    return math.ceil(math.log2(2 / (1 - confidence)) - 1e-9)
 
 
 def samples_needed(samples: int, reach: float, distance: float) -> int | None:

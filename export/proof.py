@@ -9,21 +9,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from export.axes import check_free, example, longest_of, variants
 from export.blame import blame
 from export.bundle import Said
+from export.chance import by_chance
 from export.convert import Written, convert, tensor_specs
 from export.coverage import Coverage, places, scrambled, tolerance, verify_everywhere
 from export.language import convert_language, generation_of
 from export.language_parity import language_feeds, prompts_of, verify_greedy, verify_language, verify_random
 from export.optimize import Optimised, forget_plain, optimise, put_back
-from export.parity import Arrays, judged_by, named_arrays, open_session, require_equal, run, verify, verify_variants
+from export.parity import Arrays, judged_by, open_session, require_equal, run, verify, verify_variants
 from export.runtime import check_file as check_file  # part of the proof
 from export.runtime import fit_runtime, versions_of
-from pipeline.spec.data import Samples, forward
+from pipeline.spec.data import Samples
 from pipeline.spec.errors import StageError
 from pipeline.spec.generation import Generation
 from pipeline.spec.greedy import Decoder
@@ -37,7 +37,7 @@ class Proven:
 
     comparisons: Sequence[dict[str, Any]]
     said: Said
-    chance: str  # that torch itself answers differently each time, where that is why the file is not the model
+    chance: str  # why torch's own answers are nothing to hold a file against
     config: Export
     greedy: dict[str, Any] | None = None
     why: str = ""  # the first wrong node, or the module that was traced as another, where that is not chance
@@ -55,7 +55,7 @@ class Proven:
     def require(self) -> None:
         """Raise unless the file is the model."""
         if self.chance:
-            raise StageError(f"the ONNX file is not the model: {self.chance}")
+            raise StageError(f"no ONNX file can be the model: {self.chance}")
         require_equal(self.everything, self.config, self.why)
 
 
@@ -125,7 +125,7 @@ def _samples(one: Subject) -> Proven:
         found = replace(found, coverage=verify_everywhere(task, model, test, path, config))
     if found.equal:
         return found
-    chance = by_chance(task, model, test)
+    chance = by_chance(task, model, test, config)
     return replace(found, chance=chance, why="" if chance else blame(one.written, path, feeds(task, test), config))
 
 
@@ -150,7 +150,7 @@ def _language(one: Subject) -> Proven:
             rows.append({**row, "inputs": "random inputs", "place": place.text})
         found = replace(found, coverage=Coverage(rows, without))
     if not found.equal:  # what it would generate is of no interest any more
-        chance = by_chance(task, one.model, test)
+        chance = by_chance(task, one.model, test, config)
         why = "" if chance else blame(one.written, one.path, language_feeds(model, decoder, test), config)
         return replace(found, chance=chance, why=why)
     prompts = prompts_of(task.prompting().prompts, test, generation)
@@ -213,21 +213,6 @@ def feeds(task: Task, test: Samples) -> Iterator[Arrays]:
     batches += [scrambled(task, test, rows, rows) for rows in (1, 7)]
     for batch in batches:
         yield {name: batch[name].numpy() for name in task.inputs}
-
-
-@torch.no_grad()
-def by_chance(task: Task, model: nn.Module, test: Samples) -> str:
-    """Told where the same samples are answered differently, which no file can repeat."""
-    batch = test.batch(range(min(4, len(test))))
-    first, second = (named_arrays(task, forward(model, task, batch)) for _ in range(2))
-    moved = [name for name in first if not (first[name] == second[name]).all() and (first[name] == first[name]).all()]
-    if not moved:
-        return ""
-    answers = ", ".join(f"`{name}`" for name in moved)
-    return (
-        f"torch answers {answers} differently each time it is asked the same; look for functional dropout without "
-        "training=self.training, or noise in a router"
-    )
 
 
 _POSITIONS = "max_position_embeddings"

@@ -215,7 +215,7 @@ def test_a_model_that_answers_by_chance_is_refused_and_the_evidence_is_kept(root
     edit(root / "sums_task.py", "class Sums:", NOISY + "class Sums:")
     edit(root / "sums_task.py", "return nn.Linear(3, 1)", "return Noisy(3, 1)")
     run = judged(root)
-    assert "the ONNX file is not the model" in refusal(run, root, StageError)
+    assert "no ONNX file can be the model: torch answers `" in refusal(run, root, StageError)
     evidence = json.loads((run.partial("export") / "parity.json").read_text())
     assert all(one["beyond_tolerance"] for one in evidence["runs"])
 
