@@ -34,7 +34,10 @@ def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
 
 def read_tokenizer(folder: Path) -> Tokenizer:
     """Of a folder with a model's configuration: every token must have a row in its embedding."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing but plain Exceptions
+        raise DataError(f"{folder / 'tokenizer.json'}: not a tokenizer of the package tokenizers: {error}") from error
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     highest, rows = max(tokenizer.get_vocab().values()), int(config["vocab_size"])
     if highest >= rows:

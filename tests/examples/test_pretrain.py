@@ -149,6 +149,9 @@ def test_a_tokenizer_of_another_model_is_refused(pretrain: Any, tmp_path: Path) 
     path.write_text(path.read_text().replace('"vocab_size": 280', '"vocab_size": 200'))
     with pytest.raises(DataError, match=r"highest token is 279, but config.json has an embedding of 200 rows"):
         pretrain.use_files(tmp_path / "files")
+    (tmp_path / "files" / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer.json: not a tokenizer of the package tokenizers: Model missing"):
+        pretrain.use_files(tmp_path / "files")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -43,11 +44,33 @@ def from_nothing(make: Make) -> Beginning:
 def fitted(make: Make, found: Pretrained, allow: tuple[str, ...]) -> tuple[Bare, Matched]:
     """The files' headers alone are read: also `prepare` asks, long before any process is started for training."""
     config = found.config()
-    bare = Bare(make)
+    bare = _built(make, found)
     offers = offered(_entries(found.weights), config, converted=core_of(bare.model) is not None)
     matched = match(bare.model, offers, config)
     matched.require(allow)
     return bare, matched
+
+
+def _built(make: Make, found: Pretrained) -> Bare:
+    try:
+        return Bare(make)
+    except Exception as error:
+        if why := _why_unreadable(found):
+            raise DataError(f"{found.small['config.json']}: {why}") from error
+        raise  # the task's own
+
+
+def _why_unreadable(found: Pretrained) -> str:
+    """What transformers, where the task has asked it, has against the configuration."""
+    if "transformers" not in sys.modules:
+        return ""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(found.small["config.json"].parent)
+    except Exception as error:  # of a dozen types without a common base
+        return " ".join(str(error).split())
+    return ""
 
 
 def _entries(weights: Mapping[str, Path]) -> dict[str, Entry]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.spec.errors import DataError
+from train.pretrained.header import Entry
 from train.pretrained.source import Same, Source
 
 _TOLD = 8  # of each kind in the error; the log lists all
@@ -134,16 +135,25 @@ def _alignment(model: nn.Module, names: Sequence[str], offers: Mapping[str, Sour
 
 
 def _misfit(tensor: Tensor, source: Source) -> str:
-    kinds = sorted({leaf.dtype for leaf in source.leaves[:1]})
-    where = source.leaves[0].file.name
-    if tuple(tensor.shape) != source.shape:
-        return f"is {list(source.shape)} in {where}, and {list(tensor.shape)} in the model"
-    if tensor.is_floating_point():
-        fits = all(kind in _FLOATS or kind.startswith("F8") for kind in kinds)
-    else:
-        fits = all(_WHOLE.get(kind) == tensor.dtype for kind in kinds)
+    """Of what is made of many, as experts are, each is looked at."""
+    for part in source.parts if isinstance(source, Same) else (source,):
+        if tuple(tensor.shape) != part.shape:
+            return f"is {list(part.shape)} in {_place(part.leaves[0], source)}, and {list(tensor.shape)} in the model"
     wanted = str(tensor.dtype).removeprefix("torch.")
-    return "" if fits else f"is of type {kinds[0]} in {where}, and {wanted} in the model"
+    for leaf in source.leaves:
+        if not _fits(leaf.dtype, tensor):
+            return f"is of type {leaf.dtype} in {_place(leaf, source)}, and {wanted} in the model"
+    return ""
+
+
+def _fits(kind: str, tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return kind in _FLOATS or kind.startswith("F8")
+    return _WHOLE.get(kind) == tensor.dtype
+
+
+def _place(leaf: Entry, source: Source) -> str:
+    return leaf.file.name if len(source.leaves) == 1 else f"{leaf.file.name} ({leaf.name})"
 
 
 def _known_to_be_left(name: str, model: nn.Module, config: Mapping[str, Any]) -> bool:

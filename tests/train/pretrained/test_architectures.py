@@ -171,6 +171,13 @@ def test_an_expert_that_is_not_there_is_told(tmp_path: Path) -> None:
         filled(causal, folder)
 
 
+def test_one_expert_of_another_type_is_told(tmp_path: Path) -> None:
+    odd = "model.layers.1.mlp.experts.2.up_proj.weight"
+    folder = write_official(tmp_path / "v3", "deepseek_v3")
+    with pytest.raises(DataError, match=rf"gate_up_proj is of type I32 in model.safetensors \({odd}\), and float32"):
+        filled(causal, edited(folder, odd, **{odd: torch.ones(8, 16, dtype=torch.int32)}))
+
+
 def test_the_layer_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
     """Official DeepSeek-V3 files have it after the last layer; another surplus layer is none."""
     more = {"model.layers.2.eh_proj.weight": torch.ones(16, 32), "model.layers.2.enorm.weight": torch.ones(16)}

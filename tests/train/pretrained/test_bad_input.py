@@ -112,6 +112,10 @@ def truncated(root: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown architecture": (unknown, r"llama/config.json: model_type 'mamba' \(architectures: MambaForCausalLM\) is"),
+    "configuration": (
+        lambda root: configured(root, hidden_size="16"),
+        r"llama/config.json: .*'hidden_size' expected int, got str \(value: '16'\)",
+    ),
     "tokenizer": (other_tokenizer, r"files/tokenizer.json: its highest id is 48, but .* embedding has 48 rows"),
     "ids": (other_ids, r"data\('train'\): column `input_ids` holds the id 48, but the model's embedding has 48 rows"),
     "positions": (too_long, r"data\('test'\): a text has 65 positions, but the model knows 64 \(max_position_emb"),

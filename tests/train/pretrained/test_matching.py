@@ -101,6 +101,8 @@ def test_two_weights_for_one_of_the_model_must_be_equal(tmp_path: Path) -> None:
     assert torch.equal(filled(same, Tied).get_parameter("last.weight"), state["first.weight"])
     with pytest.raises(DataError, match=r"last.weight differs from first.weight"):
         filled(write_folder(tmp_path / "other", {**state, "last.weight": torch.ones(8, 3)}), Tied)
+    with pytest.raises(DataError, match=r"is \[9, 3\] in model.safetensors \(last.weight\), and \[8, 3\] in the model"):
+        filled(write_folder(tmp_path / "longer", {**state, "last.weight": torch.ones(9, 3)}), Tied)
 
 
 def test_frozen_parts_stay_frozen_and_nothing_is_left_without_memory(tmp_path: Path) -> None:
