@@ -39,6 +39,8 @@ from pipeline.spec.override import OVERRIDDEN
 from pipeline.spec.run import Run, RunFile, StepRecord
 from pipeline.steps import DEPLOYED, argv_of, run_argument
 
+AGAIN = "deployed again"  # why a step's outputs are those of another run
+
 
 @dataclass(frozen=True)
 class Order:
@@ -151,7 +153,7 @@ def redeploy(project: Project, source: Run, overrides: Sequence[str], display: D
     carry(source, run)
     for record in kept:
         link_outputs(source, run, record)
-        update = {"reused_from": record.reused_from or source.id, "reason": "deployed again", "seconds": 0.0}
+        update = {"reused_from": record.reused_from or source.id, "reason": AGAIN, "seconds": 0.0}
         road.outputs[record.step] = outputs_of(run, write_record(run, record.model_copy(update=update)))
     _launch(road, run, road.decide("deploy"), display)
     return run

@@ -17,12 +17,12 @@ from pipeline.history import find_run, load_history
 from pipeline.lock import locked
 from pipeline.plan import choose, with_upstream
 from pipeline.project import Project
-from pipeline.runner import Order, Road, latest_unfinished, redeploy, resume_road, run_road
+from pipeline.runner import AGAIN, Order, Road, latest_unfinished, redeploy, resume_road, run_road
 from pipeline.service import read_live
 from pipeline.spec.config import override_config
 from pipeline.spec.errors import ConfigError, Interrupted
 from pipeline.spec.override import read_override
-from pipeline.spec.run import STEPS, Run
+from pipeline.spec.run import STEPS, Run, RunFile
 from pipeline.spec.runs import all_runs
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="[STEP…] [KEY=VALUE…]", help="`all`, steps, overrides.")]
@@ -196,9 +196,14 @@ def make_order(names: list[str], start: str | None, until: str | None, force: li
 
 def newest_bundle(project: Project) -> Run:
     for run, body in load_history(project.runs):
-        if "export" in body.steps and body.steps["export"].complete:
+        if "export" in body.steps and body.steps["export"].complete and not _only_rendered(run, body):
             return run
     raise ConfigError(f"no run in {project.runs} has a bundle yet; `pipe run --until export` makes one")
+
+
+def _only_rendered(run: Run, body: RunFile) -> bool:
+    """`pipe deploy --render` has deployed nothing: its words are not those of the next deployment."""
+    return body.steps["export"].reason == AGAIN and run.config.deploy.render
 
 
 def _copy_manifests(run: Run, render: str | None) -> None:
@@ -233,7 +238,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         if (given := read_override(run.path)) is not None:
             facts["override"] = str(given)
     live = read_live(run.runs)
-    if "deploy" in body.steps and live is not None:
+    if "deploy" in body.steps and live is not None and run.config.deploy.target == "local":
         facts["service"] = live.url
     facts["report"] = str(run.path / "report.html")
     facts["steps"] = {name: record.status for name, record in body.steps.items()}

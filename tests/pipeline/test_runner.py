@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.road import newest_bundle
 from pipeline.display import Display
 from pipeline.history import create_run, load_history, seal, write_record
 from pipeline.outcome import failure
 from pipeline.project import Project
-from pipeline.runner import Order, Road, check_config, latest_unfinished, redeploy, run_road
+from pipeline.runner import AGAIN, Order, Road, check_config, latest_unfinished, redeploy, run_road
 from pipeline.spec.config import Config, override_config
 from pipeline.spec.errors import BundleError, ConfigError, StageError
 from pipeline.spec.run import Run, StepRecord
@@ -137,3 +138,15 @@ def test_a_train_step_that_left_no_model_on_this_machine_is_no_finished_one(new_
     (run.partial("train") / "model.safetensors").touch()
     assert failure(run, "train", 0, "") is None
     assert failure(run, "prepare", 0, "") is None
+
+
+def test_words_of_manifests_that_were_only_written_are_not_those_of_the_next_deployment(
+    project: Project, config: Config
+) -> None:
+    first = recorded(create_run(project.runs, config, ("export", "package"), parent=""), "export")
+    for word in ("deploy.replicas=3", "deploy.render=true"):
+        words = override_config(config, ["deploy.target=kubernetes", word])
+        again = recorded(create_run(project.runs, words, ("export", "deploy"), parent=first.id), "export")
+        write_record(again, again.read().steps["export"].model_copy(update={"reason": AGAIN}))
+    assert newest_bundle(project).config.deploy.replicas == 3
+    assert not newest_bundle(project).config.deploy.render
