@@ -11,7 +11,7 @@ from pipeline.history import find_run
 from pipeline.lock import locked
 from pipeline.override import override as override_run
 from pipeline.override import verdict_digest
-from pipeline.spec.errors import ConfigError
+from pipeline.spec.errors import BundleError, ConfigError
 from pipeline.spec.run import Run
 
 gate = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Why a verdict is what it is, and going past it.")
@@ -69,4 +69,10 @@ def override(
 def judged(run: Run) -> Run:
     if not (run.output("evaluate") / "verdict.json").is_file():
         raise ConfigError(f"run {run.id} has no verdict yet; `pipe run --resume {run.id}` goes on to one")
+    record = run.read().steps.get("evaluate")
+    if record is not None and record.outputs.get("verdict.json") not in (None, verdict_digest(run)):
+        raise BundleError(
+            f"run {run.id}: evaluate/verdict.json changed on disk since it was judged; `pipe run --resume {run.id}` "
+            "judges again"
+        )
     return run

@@ -145,6 +145,8 @@ def private_key(path: Path, passphrase: str = "") -> Ed25519PrivateKey:
         mode = path.stat().st_mode
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if b"PRIVATE KEY" not in raw:
+        raise ConfigError(f"{path}: holds no private key, which is what signs; `pipe sign --new-key FILE` makes a pair")
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"{path}: others can read this private key; `chmod 600 {path}`, and make a new one")
     load = serialization.load_ssh_private_key if b"OPENSSH" in raw else serialization.load_pem_private_key

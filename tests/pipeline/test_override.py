@@ -142,6 +142,9 @@ def test_the_commands_explain_a_verdict_and_go_past_it(new_run: NewRun, folder: 
     found = json.loads(pipe("explain", "-o", "json"))
     assert (found["run"], found["verdict"], found["override"]["reason"]) == (run.id, "fail", "a test")
     assert found["rules"] == [RULE]
+    write_json(run.output("evaluate") / "verdict.json", {**FAILED, "verdict": "pass"})
+    with pytest.raises(BundleError, match=r"verdict\.json changed on disk since it was judged"):
+        pipe("explain", run.id)
 
 
 def test_decide_reuses_what_is_complete_alone() -> None:
