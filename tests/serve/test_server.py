@@ -73,6 +73,17 @@ def test_on_a_signal_readiness_goes_at_once_and_the_accepted_request_is_answered
     assert running.process.wait(SECONDS) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_while_it_starts_it_hears_also_as_the_first_process_of_a_container(
+    start: Launcher, bundle_path: Path, number: signal.Signals
+) -> None:
+    running = start(bundle_path, ready=False)
+    running.wait_for("starting model=")
+    running.signal(number)
+    assert running.process.wait(SECONDS) == 128 + number  # by a handler: without one, such a process is not ended
+    assert "Traceback" not in running.log
+
+
 def test_told_twice_to_end_the_service_does_not_wait(start: Launcher, tricky_path: Path, held: dict[str, Any]) -> None:
     running = start(tricky_path)
     with ThreadPoolExecutor(1) as pool:
