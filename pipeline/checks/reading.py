@@ -141,6 +141,13 @@ def _with_classes(task: Task, feature: Feature) -> Feature:
 
 
 def _counted(labels: Tensor, classes: int, split: str) -> Integers:
+    if labels.is_floating_point():  # with NaN among them, if they were read from a table with gaps
+        gaps = int((~labels.isfinite()).sum())
+        raise DataError(
+            f"data({split!r}): labels are {str(labels.dtype).removeprefix('torch.')}, not whole numbers"
+            + (f", and {gaps} of {len(labels)} are missing" if gaps else "")
+            + "; make actual() give the index of a class for each sample"
+        )
     if len(strange := labels[(labels < 0) | (labels >= classes)]):
         found = int(torch.sort(strange).values[0])
         raise DataError(f"data({split!r}): label {found} is outside the {classes} classes")
