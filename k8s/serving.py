@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from k8s import access, inference, options, placement, reach
-from k8s.manifest import BUNDLE_ANNOTATION, Object, check_image, describe, identity, load
+from k8s.manifest import BUNDLE_ANNOTATION, Object, check_image, check_pinned, describe, identity, load
 from pipeline.spec.access import ANYBODY, Access
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.config import Config
 from pipeline.spec.errors import ConfigError
 from pipeline.spec.sections import Deploy, Serve
 
+_OCI = "oci://"
 # What is leaned on comes before what leans on it.
 _ORDER = (
     "ServiceAccount", "NetworkPolicy", "ConfigMap", "Service", "ServingRuntime", "Deployment", "InferenceService",
@@ -131,5 +132,8 @@ def _check(deploy: Deploy) -> None:
         )
     if deploy.storage_uri and deploy.mode != "inferenceservice":
         raise ConfigError("deploy.storage_uri: only KServe fetches bundles; set deploy.mode=inferenceservice")
+    for word, uri in (("deploy.storage_uri", deploy.storage_uri), ("deploy.stable_uri", deploy.stable_uri)):
+        if uri.startswith(_OCI):
+            check_pinned(uri.removeprefix(_OCI), word)
     reach.check(deploy)
     inference.check(deploy)

@@ -37,7 +37,8 @@ def test_nothing_but_the_dns_is_reached_unless_it_is_named(configure: Configure,
 
 
 @pytest.mark.parametrize(
-    ("uri", "open_"), [("s3://a/b", True), ("https://a/b", True), ("pvc://a/b", False), ("oci://a/b@sha256:1", False)]
+    ("uri", "open_"),
+    [("s3://a/b", True), ("https://a/b", True), ("pvc://a/b", False), ("oci://a/b@sha256:" + "1" * 64, False)],
 )
 def test_a_download_is_let_out_once(uri: str, open_: bool, configure: Configure, bundle: Bundle) -> None:
     deploy = {"mode": "inferenceservice", "storage_uri": uri}

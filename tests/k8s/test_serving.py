@@ -154,6 +154,15 @@ def test_an_image_that_may_change_is_refused(image: str, configure: Configure, b
         serving.objects(configure(), bundle, image)
 
 
+@pytest.mark.parametrize("tag", ["", ":latest", ":1"])
+def test_a_bundle_in_an_image_that_may_change_is_refused(tag: str, configure: Configure, bundle: Bundle) -> None:
+    pinned = "oci://r.example/a@sha256:" + "a" * 64
+    for storage, stable in ((f"oci://r.example/a{tag}", pinned), (pinned, f"oci://r.example/a{tag}")):
+        deploy = {"mode": "inferenceservice", "storage_uri": storage, "stable_uri": stable}
+        with pytest.raises(ConfigError, match="another image"):
+            serving.objects(configure(deploy), bundle, IMAGE)
+
+
 @pytest.mark.parametrize(
     "image", ["twice:1", "r.example/a/twice@sha256:" + "a" * 64, "r:5000/twice:latest@sha256:" + "0" * 64]
 )
