@@ -49,7 +49,7 @@ def judge(config: Evaluate, found: Judged) -> Verdict:
     """Apply every rule."""
     rules = [finite(found.candidate), *floors(config, found.candidate, found.lower, found.undefined)]
     if found.baseline is not None:
-        rules.append(compared(config, found.comparison, found.undefined.get(config.metric, "")))
+        rules.append(compared(config, found.comparison, _incomparable(config, found)))
     if (rule := slice_rule(config, found.slices)) is not None:
         rules.append(rule)
     if found.calibration is not None:
@@ -65,6 +65,16 @@ def rejection(verdict: Verdict, run: str) -> str:
         f"candidate rejected: {reasons}. `pipe gate explain {run}` says what would have passed; train a better one, or "
         f"put a reason on record with `pipe gate override {run} --reason WHY`"
     )
+
+
+def _incomparable(config: Evaluate, found: Judged) -> str:
+    """Why there is no interval, where there is none."""
+    if why := found.undefined.get(config.metric):
+        return why
+    values = [side.get(config.metric, math.nan) for side in (found.candidate, found.baseline or {})]
+    if all(math.isfinite(value) for value in values):
+        return f"{found.samples} samples are too few, or too much alike, to draw it anew from them; take more"
+    return "a value is not finite"
 
 
 def _kind(rules: list[Rule], compared: bool) -> Kind:

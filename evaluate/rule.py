@@ -89,19 +89,20 @@ def _floor(name: str, floor: float, candidate: Mapping[str, float]) -> Rule:
     return Rule(rule, True, text, value, floor, how, f"a floor above {value:.4f} would have stopped it")
 
 
-def compared(config: Evaluate, comparison: Comparison | None, undefined: str = "") -> Rule:
+def compared(config: Evaluate, comparison: Comparison | None, why: str) -> Rule:
     """The interval's lower bound must lie above -margin (or, to be superior, above the margin), strictly.
 
     Answers that equal the baseline's on every sample are not inferior even at margin 0, where no bound
-    could ever lie above: the retrained twin of a champion must not be turned away.
+    could ever lie above: the retrained twin of a champion must not be turned away. `why` there is no comparison.
     """
     name, bound = config.rule, _bound(config)
     if comparison is None:
-        text = f"{config.metric} cannot be compared with the baseline: {undefined or 'a value is not finite'}"
+        text = f"{config.metric} cannot be compared with the baseline: {why}"
         return Rule(name, False, text, limit=bound)
     if comparison.samples < FEWEST:
-        text = f"{config.metric} cannot be compared with the baseline on a single sample"
-        return Rule(name, False, text, limit=bound, change="a test set of more samples")
+        single = "query" if comparison.unit == "queries" else "sample"
+        text = f"{config.metric} cannot be compared with the baseline on a single {single}"
+        return Rule(name, False, text, limit=bound, change=f"a test set of more {comparison.unit}")
     difference, how = comparison.difference, _how(config, comparison, bound)
     low = difference.low
     if name == "non-inferior" and difference == Interval(0.0, 0.0, 0.0):

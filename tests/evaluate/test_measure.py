@@ -116,6 +116,7 @@ def test_one_sample_decides_nothing() -> None:
         verdict = judge(config, evidence(numbers(samples=1)).judged(config))
         assert verdict.verdict == "fail"
         assert "cannot be compared with the baseline" in verdict.failures[-1].detail
+        assert "not finite" not in verdict.failures[-1].detail
 
 
 def test_the_tasks_own_metric_of_that_name_is_the_one_and_higher_is_better_there() -> None:

@@ -54,7 +54,7 @@ def aggregate_interval(
 ) -> Interval | None:
     """Of the statistic, or of its difference on the same units; None where it is undefined or nothing varies it."""
     units = candidate.units
-    estimate = better * (value_of(candidate) - (0.0 if baseline is None else value_of(baseline)))
+    estimate = better * (value_of(candidate) - (0.0 if baseline is None else value_of(baseline))) + 0.0  # never -0
     if units < 2 or not math.isfinite(estimate):
         return None
     if units * resamples > _MOST_DRAWS:
