@@ -130,7 +130,7 @@ def _sentence(item: dict[str, Any]) -> str:
         return f"`{place}` is missing"
     if item["type"] == "string_pattern_mismatch":
         forms = {
-            "name": "small letters, digits and dashes, 40 at most",
+            "name": "small letters, digits and dashes, a letter first, 40 at most",
             "task": "`file.py:Class`",
             "codec": "`file.py:Class`",
         }
