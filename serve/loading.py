@@ -11,6 +11,7 @@ import numpy as np
 from pipeline.spec.bundle import Bundle
 from pipeline.spec.errors import BundleError
 from pipeline.spec.signature import Signature
+from serve.protocol import spoken
 from serve.runtime.predictor import Predictor
 from serve.runtime.rowwise import why_not_merged
 from serve.runtime.selfcheck import verify
@@ -27,6 +28,7 @@ def prove(bundle: Bundle, provider: Provider | None, threads: int | None) -> Pre
     verify(bundle, predictor)
     predictor.why_alone = predictor.why_alone or why_alone(bundle, predictor)
     warm(bundle, predictor)
+    predictor.spoken = spoken.signature_of(bundle.signature, bundle.golden().instances)
     if bundle.signature.generation is not None:
         from serve.generate.proof import words_of  # here, not above: most models have no words, and need no tokenizer
 

@@ -22,6 +22,7 @@ from serve.runtime.session import CPU
 from serve.shadow import Mirror
 from serve.watch import Watch
 
+_SPOKEN = "one input `instances`, BYTES [-1], is answered with one output `predictions`, BYTES [-1]"
 PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Runtime
 
 Given = ParamSpec("Given")
@@ -95,7 +96,8 @@ class Served:
         predictor, clock = self.predictor, time.monotonic
         watch = watch or Watch()
         watch.served, watch.reading = self, clock()
-        if call.quick:
+        quick = call.quick and predictor.spoken is None  # a codec is user code
+        if quick:
             arrays, wanted = call.read(predictor)
         else:
             arrays, wanted = await self._read(call)
@@ -103,7 +105,7 @@ class Served:
         deadline = watch.began + self.patience(timeout_seconds, call.timeout_seconds)
         outputs = await self.batcher.outputs(arrays, wanted, deadline, gone, watch, alone)
         watch.ran = clock()
-        if call.quick:
+        if quick:
             answer = call.write(predictor, outputs, self.version)
         else:
             answer = await self._off_loop(self._write_pace, call.size, call.write, predictor, outputs, self.version)
@@ -150,6 +152,7 @@ class Served:
                 "provider_fallback": session.fallback,
                 "batching": f"off: {self.predictor.why_alone}" if self.predictor.why_alone else "on",
                 **({} if self.writer is None else {"texts": self.writer.told}),
+                **({} if self.predictor.spoken is None else {"instances": _SPOKEN}),
             },
         }
 

@@ -205,15 +205,20 @@ def _texts_schemes(names: list[str]) -> Schema:
 
 
 def _schemes(served: Served) -> Schema:
-    signature = served.bundle.signature
+    signature, texts = served.bundle.signature, served.predictor.spoken
+    spoken = [signature] if texts is None else [signature, texts]
     made = {
         "Metadata": schemas.metadata(signature, served.name),
         "PredictRequest": schemas.predict_request(signature),
         "PredictAnswer": schemas.predict_answer(),
-        "InferRequest": schemas.infer_request(signature, served.name),
-        "InferAnswer": schemas.infer_answer(signature, served.name, served.version),
+        "InferRequest": _either([schemas.infer_request(one, served.name) for one in spoken]),
+        "InferAnswer": _either([schemas.infer_answer(one, served.name, served.version) for one in spoken]),
     }
     return {f"{served.name}.{served.version}.{what}": schema for what, schema in made.items()}
+
+
+def _either(found: list[Schema]) -> Schema:
+    return found[0] if len(found) == 1 else {"anyOf": found}
 
 
 def _ref(served: Served, what: str) -> Schema:

@@ -10,7 +10,7 @@ import orjson
 
 from pipeline.spec.errors import InvalidPayload
 from serve.deadline import of_parameter
-from serve.protocol import flatjson
+from serve.protocol import flatjson, spoken
 from serve.protocol.form import Output, flag, read
 from serve.protocol.tensors import Array, Request, Tensor, Wish, refuse_parameters, to_raw
 from serve.runtime.predictor import Predictor
@@ -32,6 +32,7 @@ class Call:
         self._model, self._body, self._length = model, body, length_header
         self._parsed: Request | None = None
         self._wishes: Sequence[Wish] = ()
+        self._count = 0
         self.quick, self.size = _is_quick(body, length_header), len(body).bit_length()
 
     @property
@@ -49,12 +50,13 @@ class Call:
         return self.request.id
 
     def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
-        self._wishes = self.request.wishes(predictor.signature)
-        return self.request.arrays(predictor.signature), [wish.name for wish in self._wishes]
+        found = spoken.read(self.request, predictor)
+        self._wishes, self._count = found.wishes, found.texts
+        return found.arrays, found.names
 
     def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Answer:
         identity = {"model_name": self._model, "model_version": version, "id": self.request.id}
-        return render(identity, self._wishes, outputs, predictor.datatypes)
+        return render(identity, self._wishes, *spoken.given(self._count, outputs, predictor))
 
 
 def _is_quick(body: bytes, length_header: str | None) -> bool:

@@ -11,6 +11,7 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from pipeline.spec.errors import InvalidPayload
 from pipeline.spec.signature import NUMPY_TYPES
 from serve.deadline import of_parameter
+from serve.protocol import spoken
 from serve.protocol.tensors import Array, Parameters, Request, Tensor, Wish, refuse_parameters, to_raw
 from serve.protocol.validate import shown
 from serve.runtime.predictor import Predictor
@@ -41,6 +42,7 @@ class Call:
         self._message = message  # pb.ModelInferRequest
         self._request = Request("", (), ())
         self._wishes: Sequence[Wish] = ()
+        self._count = 0
         size = message.ByteSize()
         self.quick, self.size = size < _QUICK_BYTES, size.bit_length()
 
@@ -54,11 +56,12 @@ class Call:
 
     def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
         self._request = parse(self._message)
-        self._wishes = self._request.wishes(predictor.signature)
-        return self._request.arrays(predictor.signature), [wish.name for wish in self._wishes]
+        found = spoken.read(self._request, predictor)
+        self._wishes, self._count = found.wishes, found.texts
+        return found.arrays, found.names
 
     def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any:
-        return render(self._message, version, self._wishes, outputs, predictor.datatypes)
+        return render(self._message, version, self._wishes, *spoken.given(self._count, outputs, predictor))
 
 
 def parse(message: Any) -> Request:

@@ -19,6 +19,7 @@ from serve.protocol.validate import check_arrays
 from serve.runtime.session import Session
 
 if TYPE_CHECKING:
+    from pipeline.spec.signature import Signature
     from serve.generate.writer import Words
 
 Array = np.ndarray[Any, Any]
@@ -48,6 +49,7 @@ class Predictor:
                 self._codec = load_codec(reference, bundle.path, f"_codec_{bundle.digest}", bundle.path / FILES)
             self.drawing = drawing_of(self._codec, reference)
         self.words: Words | None = None  # of a language model
+        self.spoken: Signature | None = None  # of texts through the codec, where its instances are texts
 
     def predict(self, instances: Any) -> Sequence[Any]:
         """One prediction for each instance."""

@@ -24,6 +24,15 @@ class Plain:
     def encode(self, outputs):
         return outputs["y"].tolist()
 """
+WORDS = """
+class Plain:
+    def decode(self, instances):
+        import numpy as np
+        return {"x": np.array([[len(one)] for one in instances], np.float32)}
+
+    def encode(self, outputs):
+        return [{"next": float(row[0])} if row[0] < 9 else "long" for row in outputs["y"]]
+"""
 LIMITS = Limits(max_batch_size=16, max_body_bytes=1 << 20)
 CPU = Runtime(provider="cpu", threads=1)
 
@@ -74,6 +83,16 @@ def mixing(path: Path) -> Path:
         helper.make_node("Sub", ["x", "mean"], ["y"]),
     ]
     return _sealed(path, nodes, {"first": np.array([0], np.int64)}, LIMITS, CPU)
+
+
+def worded(path: Path) -> Path:
+    """y = x + 1, of how long a text is."""
+    _sealed(path, [helper.make_node("Add", ["x", "one"], ["y"])], {"one": np.float32(1)}, LIMITS, CPU)
+    (path / "codec.py").write_text(WORDS)
+    x = np.array([[1], [9]], np.float32)
+    Golden({"x": x}, {"y": x + 1}, ["a", "nine long"], [{"next": 2.0}, "long"], rtol=1e-3, atol=1e-4).write(path)
+    seal(path)
+    return path
 
 
 def _sealed(path: Path, nodes: list[Any], values: dict[str, Any], limits: Limits, runtime: Runtime) -> Path:
