@@ -70,7 +70,7 @@ def test_metadata_names_the_tensors_and_how_the_model_runs(client: httpx.Client,
 
 def test_metadata_says_who_let_a_rejected_model_pass_and_why(bundle: Bundle) -> None:
     given = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="v")
-    predictor = SimpleNamespace(session=SimpleNamespace(provider="CPU", fallback=""), why_alone="")
+    predictor = SimpleNamespace(session=SimpleNamespace(provider="CPU", fallback=""), why_alone="", spoken=None)
     served = SimpleNamespace(name="tiny", bundle=replace(bundle, override=given), predictor=predictor, writer=None)
     properties = Served.metadata(cast("Served", served), ["1"])["properties"]
     assert properties["override"] == "overridden by ann@here, 2026-01-02: shown on Monday"
