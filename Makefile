@@ -37,7 +37,7 @@ unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu"
 
 docs: $(VENV)/.dev  ## write docs/config.md anew from the configuration's own fields
-	$(BIN)/python -m pipeline.reference > docs/config.md
+	$(BIN)/python -m pipeline.config_reference > docs/config.md
 
 format: $(VENV)/.dev  ## let ruff format and mend what it can
 	$(BIN)/ruff format .

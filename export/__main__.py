@@ -1,12 +1,17 @@
-"""The export step: `python -m export RUN`. A judged checkpoint becomes a verified bundle."""
+"""The export step: `python -m export RUN`. A judged checkpoint becomes a verified bundle.
+
+What the provenance of a bundle says of this export: its settings, the packages at work, and our own source.
+"""
 
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +20,26 @@ import onnxruntime
 import torch
 
 from export.bundle import Sources, fill
-from export.card import about_codec, card
-from export.convert import tensor_specs
-from export.formats import FILE as FORMATS_FILE
-from export.formats import FOLDER as FORMATS
-from export.formats import Original, require_formats, write_formats
-from export.origin import write_provenance
-from export.proof import Proven, prove
-from export.variants.choice import decide
-from export.variants.contest import FP32, Contest, Entry, check_wanted, contenders, ship
-from export.variants.record import FILE as VARIANTS
-from export.variants.record import rows, story, table
-from pipeline.spec.building import build_model
-from pipeline.spec.bundle import Ancestors, open_bundle, write_manifest
-from pipeline.spec.companions import FOLDER, open_task
-from pipeline.spec.data import check_columns, open_split
-from pipeline.spec.digest import digest_file
-from pipeline.spec.errors import GateError, StageError
-from pipeline.spec.facts import read_facts
-from pipeline.spec.files import write_json
-from pipeline.spec.override import FILE as OVERRIDE
-from pipeline.spec.override import OVERRIDDEN, Override, passed_gate, write_override
-from pipeline.spec.run import Run
-from pipeline.spec.sources import code_digest
-from pipeline.spec.step import run_step
-from pipeline.spec.weights import load_weights
+from export.model_card import about_codec, card
+from export.other_formats import FOLDER as FORMATS
+from export.other_formats import FORMATS_FILE as FORMATS_FILE
+from export.other_formats import Original, require_formats, write_formats
+from export.to_onnx import tensor_specs
+from export.variants.choose import FP32, Contest, Entry, check_wanted, contenders, decide, rows, ship, story, table
+from export.variants.choose import VARIANTS_FILE as VARIANTS
+from export.verify import Proven, prove
+from pipeline.contract.bundle import PROVENANCE, Ancestors, Manifest, open_bundle, statement, write_manifest
+from pipeline.contract.data import check_columns, open_split
+from pipeline.contract.errors import GateError, StageError
+from pipeline.contract.facts import read_facts
+from pipeline.contract.files import digest_file, digest_mapping, write_json
+from pipeline.contract.override import OVERRIDDEN, Override, passed_gate, write_override
+from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
+from pipeline.contract.run import Run, run_step
+from pipeline.contract.signature import SEALED, Signature
+from pipeline.contract.sources import code_digest, house_sources
+from pipeline.contract.task import FOLDER, build_model, open_task
+from pipeline.contract.weights import load_weights
 
 
 def export(run: Run, root: Path) -> None:
@@ -156,6 +156,39 @@ def _parity(run: Run, proven: Proven, samples: int, model: Path, variant: str = 
         "left_out": proven.coverage.left_out,
         "versions": {"torch": torch.__version__, "onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__},
     }
+
+
+_PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy", "safetensors")
+_SECTIONS = ("name", "task", "codec", "prepare", "model", "train", "evaluate", "export")
+
+
+def write_provenance(bundle: Path, run: Run, signature: Signature) -> None:
+    """Beside a manifest that is written: it is one of the subjects."""
+    raw = (bundle / "manifest.json").read_bytes()
+    config = run.planned.model_dump(mode="json")  # as it was begun, which is what its results are known by
+    said: dict[str, Any] = {name: config[name] for name in _SECTIONS}
+    said["serve"] = {name: config["serve"][name] for name in SEALED}
+    packages = _versions(_PACKAGES) | dict(_split(pin) for pin in signature.requires)
+    builder = {"python": platform.python_version(), "source": digest_mapping(house_sources("export"))}
+    builder |= _versions(("pipe-road",))
+    write_json(bundle / PROVENANCE, statement(Manifest.model_validate_json(raw), raw, said, packages, builder))
+
+
+def _versions(names: tuple[str, ...]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _split(pin: str) -> tuple[str, str]:
+    """What the codec needs, as `name==1.2`, or as it is required."""
+    name, _, version = pin.partition("==")
+    return name, version
 
 
 if __name__ == "__main__":

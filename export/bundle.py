@@ -1,24 +1,40 @@
-"""Filling the bundle: signature, codec, the files it shares with the model, and golden requests."""
+"""Filling the bundle: signature, codec, the files it shares with the model, and golden requests.
+
+Golden requests: what the bundle was asked at export, through its graph, its codec and by greedy generation.
+
+What a codec imports is what it declares: the service installs numpy and that, nothing else.
+
+A tokenizer and the model it feeds: every id it can give is one the model knows.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from export.convert import tensor_specs
-from export.golden import golden
-from export.requirements import check_requirements
-from export.tokens import check_tokenizer
-from pipeline.spec.codec import FILES, build_codec, codec_class, required, shared_files
-from pipeline.spec.config import Config
-from pipeline.spec.data import Samples
-from pipeline.spec.errors import ConfigError
-from pipeline.spec.generation import Generation
-from pipeline.spec.signature import Limits, Runtime, Signature
-from pipeline.spec.sources import project_sources
-from pipeline.spec.task import Task
+import numpy as np
+import onnxruntime
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from export.language_parity import prompts_of, settled
+from export.parity import Arrays, open_session, run
+from export.to_onnx import tensor_specs
+from pipeline.contract.codec import FILES, Codec, build_codec, codec_class, required, shared_files
+from pipeline.contract.config import Config
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.files import tokenizer_ids
+from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of, padded
+from pipeline.contract.signature import NUMPY_TYPES, Generation, Limits, Runtime, Signature, TensorSpec
+from pipeline.contract.sources import outside_imports, project_sources
+from pipeline.contract.task import Generates, HasExample, Task
 
 
 @dataclass(frozen=True)
@@ -81,3 +97,139 @@ def _copy_files(bundle: Path, names: Sequence[str], source: Path) -> None:
             raise ConfigError(f"codec: wants the file {name}, which the task's make_files() did not write")
         (bundle / FILES / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, bundle / FILES / name)
+
+
+def golden(
+    bundle: Path, task: Task, test: Samples, codec: Codec, signature: Signature, config: Config, error: float
+) -> Golden:
+    """`error`: what other processors may answer otherwise, where that is more than the tolerances of the export."""
+    session = open_session(bundle / "model.onnx")
+    decoder = _decoder(session, signature)
+    if decoder is not None and isinstance(task, Generates):
+        prompts = prompts_of(task.prompting().prompts, test, decoder.generation)[: config.export.golden]
+        inputs = _with_past(decoder, prompts)
+        generated = [{"prompt": prompt, "answer": settled(decoder, prompt, config.export)} for prompt in prompts]
+    else:
+        batch = test.batch(range(min(config.export.golden, len(test))))
+        inputs, generated = {name: batch[name].numpy() for name in task.inputs}, []
+    instances, predictions = _through_codec(session, task, codec, signature)
+    return Golden(
+        inputs=inputs,
+        outputs=run(session, inputs),
+        instances=_plain(instances, "example()"),
+        predictions=_plain(predictions, "encode()"),
+        rtol=config.export.rtol,
+        atol=max(config.export.atol, error),
+        generated=generated,
+    )
+
+
+def _decoder(session: onnxruntime.InferenceSession, signature: Signature) -> Decoder | None:
+    if signature.generation is None:
+        return None
+    return Decoder(lambda feed: run(session, feed), signature.generation, signature.input_specs)
+
+
+def _with_past(decoder: Decoder, prompts: list[list[int]]) -> Arrays:
+    """Prompts whose first half was read before the rest is asked, so that a cache is part of the request."""
+    ids, mask = padded(prompts)
+    half = ids.shape[1] // 2
+    past: Arrays = empty_past(decoder, len(prompts))
+    if half:
+        read = decoder.run(inputs_of(decoder.generation, ids[:, :half], mask[:, :half], past))
+        past = {cache.input: read[cache.output] for cache in decoder.generation.caches}
+    return inputs_of(decoder.generation, ids[:, half:], mask, past)
+
+
+def _through_codec(
+    session: onnxruntime.InferenceSession, task: Task, codec: Codec, signature: Signature
+) -> tuple[list[Any], list[Any]]:
+    instances = list(task.example()) if isinstance(task, HasExample) else []
+    if not instances:
+        return [], []
+    arrays = codec.decode(instances)
+    check_decoded(arrays, signature.inputs, len(instances))
+    predictions = list(codec.encode(run(session, arrays)))
+    if len(predictions) != len(instances):
+        raise ConfigError(f"codec: encode() gives {len(predictions)} predictions for {len(instances)} instances")
+    return instances, predictions
+
+
+def check_decoded(arrays: Any, specs: tuple[TensorSpec, ...], count: int) -> None:
+    """What the codec makes of the example is what the model takes."""
+    if not isinstance(arrays, Mapping):
+        raise ConfigError(f"codec: decode() gives {type(arrays).__name__}, not a mapping of input names to arrays")
+    for spec in specs:
+        array = arrays.get(spec.name)
+        if not isinstance(array, np.ndarray):
+            raise ConfigError(f"codec: decode() gives no array `{spec.name}`, which the model takes")
+        if array.dtype != NUMPY_TYPES[spec.datatype]:
+            raise ConfigError(f"codec: decode() gives `{spec.name}` as {array.dtype}, the model takes {spec.datatype}")
+        fits = len(array.shape) == len(spec.shape) and array.shape[0] == count and all(
+            isinstance(want, str) or want == have for want, have in zip(spec.shape, array.shape, strict=True)
+        )  # fmt: skip
+        if not fits:
+            raise ConfigError(f"codec: decode() gives `{spec.name}` of shape {list(array.shape)}, the model takes {list(spec.shape)}")  # fmt: skip  # noqa: E501
+
+
+def _plain(value: list[Any], what: str) -> list[Any]:
+    try:
+        plain: list[Any] = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} must give plain JSON values: {error}") from error
+    return plain
+
+
+_GIVEN = {"numpy"}
+_BARRED = {"torch", "transformers"}  # gigabytes in a service that runs on ONNX Runtime
+
+
+def check_requirements(reference: str, root: Path, declared: tuple[str, ...]) -> tuple[str, ...]:
+    """The declared packages with the versions installed here; refuses what the service could not import."""
+    pins = tuple(_pin(reference, text) for text in declared)
+    allowed = _GIVEN | {canonicalize_name(pin.partition("==")[0]) for pin in pins}
+    owners = metadata.packages_distributions() if (found := outside_imports(root, reference)) - _GIVEN else {}
+    for module in sorted(found):
+        names = {canonicalize_name(name) for name in owners.get(module, [module])}
+        if not names & allowed:
+            raise ConfigError(
+                f"{reference}: imports {module}, which the service does not install; declare it in the codec's class, "
+                f'as in requires = ("{min(names)}",), or do without'
+            )
+    return pins
+
+
+def _pin(reference: str, text: str) -> str:
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement as error:
+        raise ConfigError(
+            f'{reference}: `requires` has {text!r}; write a package\'s name, as in "tokenizers"'
+        ) from error
+    name = canonicalize_name(requirement.name)
+    if name in _BARRED:
+        raise ConfigError(f"{reference}: `requires` has {name}, which no service of ours carries; decode without it")
+    try:
+        version = Version(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        raise ConfigError(f"{reference}: needs {text}, which is not installed here; `pip install {name}`") from None
+    if not requirement.specifier.contains(version, prereleases=True):
+        raise ConfigError(f"{reference}: needs {text}, but {version} is installed here")
+    return f"{name}=={version.public}"
+
+
+def check_tokenizer(bundle: Path, signature: Signature) -> None:
+    """Of a language model's bundle; one without is left alone."""
+    generation = signature.generation
+    if generation is None:
+        return
+    path = bundle / generation.tokenizer
+    if not path.is_file():
+        raise ConfigError(
+            f"the bundle of a language model needs {generation.tokenizer}: let the task's make_files() write it, and "
+            'name it in the codec, as in files = ("tokenizer.json",)'
+        )
+    logits = next(spec for spec in signature.outputs if spec.name == generation.logits)
+    known, highest = logits.shape[-1], max((*tokenizer_ids(path), *generation.begin, *generation.end))
+    if isinstance(known, int) and highest >= known:
+        raise ConfigError(f"{path.name}: has the id {highest}, but the model knows {known} ids (0 to {known - 1})")

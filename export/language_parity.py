@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.language import Cached
+from export.language_model import Cached
 from export.parity import Arrays, Comparison, measure, together
-from pipeline.spec.data import Samples
-from pipeline.spec.errors import StageError
-from pipeline.spec.generation import Generation
-from pipeline.spec.greedy import Answer, Decoder, empty_past, greedy, inputs_of
-from pipeline.spec.sections import Export
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import StageError
+from pipeline.contract.golden import Answer, Decoder, empty_past, greedy, inputs_of
+from pipeline.contract.settings.stages import Export
+from pipeline.contract.signature import Generation
 
 Array = np.ndarray[Any, Any]
 

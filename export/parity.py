@@ -13,11 +13,11 @@ import onnxruntime
 import torch
 from torch import nn
 
-from export.axes import MASK, Variant, variants
-from pipeline.spec.data import Samples, bare, forward, named
-from pipeline.spec.errors import StageError
-from pipeline.spec.sections import Export
-from pipeline.spec.task import Classifier, Task
+from export.to_onnx import MASK, Variant, variants
+from pipeline.contract.data import Samples, bare, forward, named
+from pipeline.contract.errors import StageError
+from pipeline.contract.settings.stages import Export
+from pipeline.contract.task import Classifier, Task
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -1,7 +1,11 @@
-"""A model as torch.export sees it, before ONNX: what cannot be told of in a graph is told here, in words."""
+"""A model as torch.export sees it, before ONNX: what cannot be told of in a graph is told here, in words.
+
+State that a graph would lose or keep for ever: found in the traced model, and told with its mend.
+"""
 
 from __future__ import annotations
 
+import copy
 import re
 import traceback
 import warnings
@@ -11,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pipeline.spec.errors import StageError
+from pipeline.contract.errors import StageError
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", "<frozen")
 
@@ -108,3 +112,118 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+_TRAINING = ("train", "training")
+_SHARES = ("p", "dropout_p", "dropout")  # how much is dropped
+
+
+def inspect(traced: Traced) -> Trace:
+    """Refuse what no graph can be; the trace that shows it is cheap beside the translation to ONNX."""
+    check_state(traced)
+    found = trace(traced)
+    if found.program is not None:
+        check_hidden(found.program)
+    return found
+
+
+def check_hidden(program: torch.export.ExportedProgram) -> None:
+    """Operators that do at inference what only training should."""
+    for node in program.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        name = node.target._schema.name.removeprefix("aten::")
+        if ("dropout" in name and _is_on(node)) or ("attention" in name and _share(node, "dropout_p")):
+            raise StageError(
+                f"{owner(node)}{place(node)}: dropout stays on in eval mode, so that every answer is another; give it "
+                "training=self.training, or use nn.Dropout"
+            )
+        if "batch_norm" in name and _is_on(node):
+            raise StageError(
+                f"{owner(node)}{place(node)}: batch normalisation by the batch at hand, so that an answer depends on "
+                "who asks beside; build it with track_running_stats=True, or give F.batch_norm training=self.training"
+            )
+
+
+@torch.no_grad()
+def check_state(traced: Traced) -> None:
+    """One call leaves buffers, parameters and its inputs as they were."""
+    module = traced.module
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    versions = {name: parameter._version for name, parameter in module.named_parameters()}
+    numbers = numbers_of(module)
+    given = copy.deepcopy(traced.arguments)
+    first = module(*given)
+    _refuse_counting(traced, numbers, first)
+    after = dict(module.named_buffers())
+    changed = [name for name, value in before.items() if not _same(value, after.get(name))]
+    changed += [name for name, parameter in module.named_parameters() if parameter._version != versions.get(name)]
+    if changed:
+        raise StageError(
+            f"the model changes {', '.join(f'`{inner(name)}`' for name in changed[:4])} with every call, and a served "
+            "graph keeps nothing between requests; change it only if self.training, or make it an input and an output"
+        )
+    pairs = zip(traced.inputs, _tensors(given), _tensors(traced.arguments), strict=True)
+    if touched := [name for name, left, right in pairs if not _same(left, right)]:
+        raise StageError(
+            f"the model changes its input {', '.join(f'`{name}`' for name in touched)} in place; work on a copy, as in "
+            "`x = x.clone()`"
+        )
+
+
+def _refuse_counting(traced: Traced, before: dict[str, Any], first: Any) -> None:
+    """A number that a call changes is a constant in a graph, which matters where the answer hangs on it."""
+    after = numbers_of(traced.module)
+    if not (moved := sorted(name for name, value in after.items() if before.get(name) != value)):
+        return
+    told = ", ".join(f"`{name}`" for name in moved[:4])
+    second = traced.module(*copy.deepcopy(traced.arguments))
+    if any(not _same(left, right) for left, right in zip(_tensors(first), _tensors(second), strict=True)):
+        raise StageError(
+            f"the model counts its calls: {told} changes with each, and the answer with it, while a graph has it as a "
+            "constant; count only if self.training, or make it an input"
+        )
+    print(f"the model changes {told} with every call; in the graph it is a constant, which no answer hung on here")
+
+
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """Plain numbers that modules keep as attributes; one that counts calls is a constant in a graph."""
+    return {
+        f"{inner(path)}.{name}".lstrip("."): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int | float) and not name.startswith("_")
+    }
+
+
+def _is_on(node: torch.fx.Node) -> bool:
+    """Whether the call trains; where it says how much is dropped, more than nothing."""
+    known = _arguments(node)
+    if not any(known.get(name) for name in _TRAINING):
+        return False
+    return all(known[name] for name in _SHARES if name in known)
+
+
+def _share(node: torch.fx.Node, name: str) -> bool:
+    return bool(_arguments(node).get(name))
+
+
+def _arguments(node: torch.fx.Node) -> dict[str, Any]:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in node.target._schema.arguments}
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _same(left: Tensor, right: Tensor | None) -> bool:
+    if right is None or left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return bool(torch.isclose(left, right, rtol=0, atol=0, equal_nan=True).all())
+
+
+def _tensors(arguments: Any) -> Iterator[Tensor]:
+    for value in (arguments,) if isinstance(arguments, Tensor) else arguments:
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            yield from _tensors(value)

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k8s import access, knative, render, serving, smoke
-from k8s.cluster import Change, Cluster, Say
-from k8s.lease import Lease, holder
-from k8s.manifest import BUNDLE_ANNOTATION, Object, label
-from k8s.trial import Trial, canary_name, deployment_of
-from pipeline.spec.access import ANYBODY, Access
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.config import Config
-from pipeline.spec.errors import ClusterError, ConfigError, GateError, ResourceError, StageError
-from pipeline.spec.override import passed_gate
+from k8s.cluster import canary, smoke
+from k8s.cluster.canary import Trial, canary_name, deployment_of
+from k8s.cluster.cluster import Change, Cluster, Lease, Say, holder
+from k8s.objects import manifests, network, serving
+from k8s.objects.kustomize import Object
+from k8s.objects.manifests import BUNDLE_ANNOTATION, label
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.config import Config
+from pipeline.contract.errors import ClusterError, ConfigError, GateError, ResourceError, StageError
+from pipeline.contract.override import passed_gate
+from pipeline.contract.settings.access import ANYBODY, Access
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Delivery:
         if self.config.rollout.canary and (judged := self._try_beside(serving)) is not None:
             share = self.config.rollout.canary
             return {"canary": share, "canary_in_place": self._by_knative, "judged": judged, "applied": []}
-        objects, rules = [*access.secrets(self.config, self.entry), *self.objects], self.config.rollout
+        objects, rules = [*network.secrets(self.config, self.entry), *self.objects], self.config.rollout
         self.check()
         applied = self.cluster.apply(objects, self.namespace, self.say, rules.take_over)
         self.say(f"applied {', '.join(applied)}")
@@ -67,7 +68,7 @@ class Delivery:
     def _service(self) -> str:
         """The one before the pods, as the API server's proxy names it."""
         if self._by_knative:
-            return knative.service_of(self.cluster, self.workload, self.namespace)
+            return canary.service_of(self.cluster, self.workload, self.namespace)
         return ("https:" if self.entry.tls_key else "") + serving.service_name(self.config)
 
     @property
@@ -86,7 +87,7 @@ class Delivery:
             self.say("rollout.canary: nothing serves yet, so this bundle gets all requests")
             return None
         same = serving["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION) == self.bundle.digest
-        if same and not (self._by_knative and knative.share_of(serving) is not None):
+        if same and not (self._by_knative and canary.share_of(serving) is not None):
             self.say("rollout.canary: this bundle serves already")
             return None
         judged = self._trial(serving).walk()
@@ -95,7 +96,7 @@ class Delivery:
         return judged.text if judged.verdict == "watch" else None
 
     def _trial(self, serving: Object) -> Trial:
-        kind = knative.KnativeTrial if self._by_knative else Trial
+        kind = canary.KnativeTrial if self._by_knative else Trial
         return kind(
             self.cluster,
             self.namespace,
@@ -128,7 +129,7 @@ def deploy(
     check_verdict(bundle, config.rollout.force_reason)
     objects = serving.objects(config, bundle, image, entry)
     namespace = config.deploy.namespace
-    files = render.write(objects, directory)
+    files = manifests.write(objects, directory)
     by_hand = _by_hand(config, entry, directory)
     record: dict[str, Any] = {
         "target": "kubernetes",
@@ -158,7 +159,7 @@ def deploy(
 def preview(config: Config, bundle: Bundle, image: str, say: Say, entry: Access = ANYBODY) -> list[Change]:
     """What a deployment would change, by the API server's own word; nothing is written here or there."""
     check_verdict(bundle, config.rollout.force_reason)
-    objects = [*access.secrets(config, entry), *serving.objects(config, bundle, image, entry)]
+    objects = [*network.secrets(config, entry), *serving.objects(config, bundle, image, entry)]
     cluster = Cluster.connect(config.deploy.context)
     say(f"looking at {cluster.describe()}, namespace {config.deploy.namespace}")
     if config.rollout.canary:
@@ -195,7 +196,7 @@ def end_canary(config: Config, say: Say) -> None:
 
 def _by_hand(config: Config, entry: Access, directory: Path) -> str:
     """The commands that do what is left to do."""
-    make, apply = access.command(config, entry), _command(config.deploy.context, directory)
+    make, apply = network.command(config, entry), _command(config.deploy.context, directory)
     first = f"make the Secret, which is in no manifest, with `{make}`, then " if make else ""
     return f"{first}apply them with `{apply}`"
 

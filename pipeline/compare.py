@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.spec.override import OVERRIDDEN
-from pipeline.spec.run import STEPS, Run, StepRecord
+from pipeline.contract.override import OVERRIDDEN
+from pipeline.contract.run import STEPS, Run, StepRecord
 
 
 def differences(first: Run, second: Run) -> list[dict[str, str]]:

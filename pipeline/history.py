@@ -1,23 +1,35 @@
-"""The runs of a project: making one, finding earlier ones, checking and sharing their files."""
+"""The runs of a project: making one, finding earlier ones, checking and sharing their files.
+
+Where a command works: the project folder with `pipe.yaml`, and the folder of its runs.
+
+Who may change a runs directory: one `pipe` at a time, or several searches; whoever comes second learns who holds it.
+
+All locks are the kernel's, held as long as the process lives, so a killed owner leaves none behind.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 import platform
 import secrets
 import shutil
-from collections.abc import Mapping
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TypeAlias
+from typing import TextIO, TypeAlias
 
-from pipeline.spec.config import Config
-from pipeline.spec.digest import digest_file, digest_mapping, digest_tree
-from pipeline.spec.errors import ConfigError
-from pipeline.spec.files import write_atomic
-from pipeline.spec.run import Run, RunFile, StepRecord
-from pipeline.spec.runs import all_runs
+from pipeline.contract.config import Config, load_config
+from pipeline.contract.errors import ConfigError, ResourceError
+from pipeline.contract.files import digest_file, digest_mapping, digest_tree, write_atomic
+from pipeline.contract.run import Run, RunFile, StepRecord, all_runs
 
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic")
 
@@ -152,3 +164,106 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, target)
+
+
+@dataclass(frozen=True)
+class Project:
+    root: Path  # every step runs here
+    runs: Path
+    embedded: bool = False  # the digits example, because the folder has no pipe.yaml
+
+    def config(self, overrides: Sequence[str] = ()) -> Config:
+        return load_config(self.root / "pipe.yaml", overrides)
+
+
+def find_project(folder: Path) -> Project:
+    """The folder itself, or the embedded example when it has no `pipe.yaml`."""
+    folder = folder.resolve()
+    if (folder / "pipe.yaml").is_file():
+        return Project(folder, folder / "runs")
+    return Project(example("digits"), folder / "runs", embedded=True)
+
+
+def example(name: str) -> Path:
+    """An example that ships with `pipe`: beside the packages in a checkout, inside ours when installed."""
+    here = Path(__file__).resolve().parent
+    for place in (here.parent / "examples" / name, here / "examples" / name):
+        if (place / "pipe.yaml").is_file():
+            return place
+    raise ConfigError(f"no example {name!r} in this installation")
+
+
+_POLL_SECONDS = 0.2
+
+
+@contextlib.contextmanager
+def locked(runs: Path, shared: bool = False, told: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Alone, or `shared` with others that only add runs of their own, as the trials of `pipe tune` do.
+
+    Who holds it is an error; or `told`, and then waited for.
+    """
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ResourceError(f"{runs}: a file stands where the folder of runs belongs; move it away") from error
+    path = runs / ".lock"
+    held = take(path, shared)
+    if held is None and told is None:
+        raise ResourceError(f"{runs}: {owner_of(path)} is working here; wait for it or end it")
+    if held is None and told is not None:
+        told(f"{owner_of(path)} is working here; waiting for it")
+    while held is None:
+        time.sleep(_POLL_SECONDS)
+        held = take(path, shared)
+    with held:
+        yield
+
+
+@contextlib.contextmanager
+def waited(path: Path) -> Iterator[None]:
+    """For work of a moment: whoever comes second waits."""
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def take(path: Path, shared: bool = False) -> Held | None:
+    """A lock that is held until it is closed or this process ends; None while somebody else has it."""
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return Held(file)
+
+
+class Held:
+    """The owner's name stands in the file as long as it is held."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(sys.argv[1:])}
+        file.truncate(0)
+        file.write(json.dumps(owner))
+        file.flush()
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        if not self._file.closed:
+            self._file.truncate(0)  # of several that share it, the last to come may be the first to go
+            self._file.close()
+
+
+def owner_of(path: Path) -> str:
+    """Who holds a lock, as far as the file tells."""
+    try:
+        owner = json.loads(path.read_text())
+    except ValueError:  # caught between truncate and write
+        return "another `pipe`"
+    return f"`pipe {owner['command']}` (pid {owner['pid']} on {owner['host']})"

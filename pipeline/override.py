@@ -1,4 +1,7 @@
-"""Going past a failed verdict, on record: written beside the run, honoured wherever the same verdict is reached."""
+"""Going past a failed verdict, on record: written beside the run, honoured wherever the same verdict is reached.
+
+Signing a bundle where it lies: alone in a folder, or in a run, whose record then knows the signature.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,19 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pipeline.contract.bundle import Bundle, open_bundle
+from pipeline.contract.errors import BundleError, ConfigError
+from pipeline.contract.files import digest_file, digest_mapping
+from pipeline.contract.override import OVERRIDDEN, OVERRIDE_FILE, Override, write_override
+from pipeline.contract.run import Run, StepRecord
+from pipeline.contract.signing import SIGNATURE, sign
 from pipeline.history import changed_outputs, now, write_record
-from pipeline.spec.digest import digest_file
-from pipeline.spec.errors import BundleError, ConfigError
-from pipeline.spec.override import FILE, OVERRIDDEN, Override, write_override
-from pipeline.spec.run import Run, StepRecord
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 
 def override(run: Run, reason: str) -> Override:
@@ -37,15 +47,15 @@ def verdict_digest(run: Run) -> str:
 
 def outputs_of(run: Run, record: StepRecord) -> dict[str, str]:
     """Digests of a step's files, and of the word that lets them pass: later steps are made of both."""
-    given = run.path / FILE
+    given = run.path / OVERRIDE_FILE
     with_it = record.status == OVERRIDDEN and given.is_file()
-    return {**record.outputs, **({FILE: digest_file(given)} if with_it else {})}
+    return {**record.outputs, **({OVERRIDE_FILE: digest_file(given)} if with_it else {})}
 
 
 def carry(source: Run, target: Run) -> None:
     """The outputs of an overridden evaluation are shared with what they rest on."""
-    if (source.path / FILE).is_file():
-        shutil.copyfile(source.path / FILE, target.path / FILE)
+    if (source.path / OVERRIDE_FILE).is_file():
+        shutil.copyfile(source.path / OVERRIDE_FILE, target.path / OVERRIDE_FILE)
 
 
 def adopt(run: Run, others: Iterable[Run]) -> Override | None:
@@ -78,3 +88,21 @@ def _who() -> str:
     except (KeyError, OSError):  # a container's user without a name
         name = f"uid {os.getuid()}"
     return f"{name}@{socket.gethostname()}"
+
+
+def sign_bundle(path: Path, key: Ed25519PrivateKey) -> tuple[Bundle, str]:
+    """Nobody signs what is damaged; a signature that was there gives way."""
+    (path / SIGNATURE).unlink(missing_ok=True)
+    return open_bundle(path), sign(path, key)
+
+
+def sign_run(run: Run, key: Ed25519PrivateKey) -> tuple[Bundle, str]:
+    """Later runs that reuse the export take the signature along, and `package` makes an image that holds it."""
+    record = run.read().steps.get("export")
+    if record is None or record.status != "done":
+        raise ConfigError(f"run {run.id} has no bundle; `pipe run --resume {run.id}` goes on to one")
+    signed = sign_bundle(run.bundle_path, key)
+    name = f"bundle/{SIGNATURE}"
+    outputs = {**record.outputs, name: digest_file(run.output("export") / name)}
+    write_record(run, record.model_copy(update={"outputs": outputs, "digest": digest_mapping(outputs)}))
+    return signed

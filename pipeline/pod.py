@@ -16,18 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from k8s.own_run import CONFIG, config_text
+from k8s.objects.training import CONFIG, config_text
+from pipeline.contract.config import parse_config
+from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.contract.run import STEPS, Run
 from pipeline.display import Display
-from pipeline.history import begin_run
-from pipeline.lock import locked
-from pipeline.node import PASSING_EXIT_CODE, POD_NUMBER
-from pipeline.plan import with_upstream
-from pipeline.project import Project
+from pipeline.history import Project, begin_run, locked
+from pipeline.plan import argv_of, with_upstream
 from pipeline.runner import Order, resume_road
-from pipeline.spec.config import parse_config
-from pipeline.spec.errors import ConfigError, PipelineError
-from pipeline.spec.run import STEPS, Run
-from pipeline.steps import argv_of
+from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
 
 _LOOK_SECONDS = 0.5
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from k8s import argo, kfp
-from k8s.manifest import check_pinned
-from k8s.own_run import run_name
-from k8s.render import write, write_documents
-from k8s.training import claims, objects
-from k8s.workflow import Task
-from pipeline.project import Project
-from pipeline.spec.config import Config, override_config
-from pipeline.spec.errors import ConfigError
-from pipeline.spec.run import STEPS
-from pipeline.steps import KINDS, argv_of
+from k8s import workflows
+from k8s.objects.manifests import check_pinned, write, write_documents
+from k8s.objects.training import claims, objects, run_name
+from k8s.workflows import Task
+from pipeline.contract.config import Config, override_config
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.run import STEPS
+from pipeline.history import Project
+from pipeline.plan import KINDS, argv_of
 
 ENGINES = ("argo", "kfp")
 
@@ -34,9 +32,9 @@ def render_workflow(project: Project, config: Config, engine: str, directory: st
     target = _target(project, directory, engine)
     files = {"claim.yaml": found} if (found := claims(config)) else {}
     if engine == "argo":
-        files["workflow.yaml"] = [argo.made(config, tasks(config, argo.RUN), image)]
+        files["workflow.yaml"] = [workflows.made(config, tasks(config, workflows.ARGO_RUN), image)]
     else:
-        files["pipeline.yaml"] = kfp.documents(config, tasks(config, kfp.RUN), image)
+        files["pipeline.yaml"] = workflows.documents(config, tasks(config, workflows.KFP_RUN), image)
     return write_documents(files, target)
 
 

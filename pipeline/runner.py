@@ -1,4 +1,7 @@
-"""Walking the road: decide each step when its turn comes, reuse or launch it, record what happened."""
+"""Walking the road: decide each step when its turn comes, reuse or launch it, record what happened.
+
+What may change when a run goes on: where and how carefully it trains, never what it computes.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeline.continued import continue_with
+from pipeline.contract.config import Config, override_config
+from pipeline.contract.errors import BundleError, ConfigError, PipelineError, Pruned, clear_error
+from pipeline.contract.override import OVERRIDDEN
+from pipeline.contract.run import Run, RunFile, StepRecord
 from pipeline.display import Display
-from pipeline.executor import executor_of, is_on_cluster
+from pipeline.executor import executor_of, failure, is_on_cluster
 from pipeline.history import (
     History,
+    Project,
     changed_outputs,
     create_run,
     link_outputs,
@@ -19,25 +26,12 @@ from pipeline.history import (
     now,
     seal,
     write_record,
+    write_run,
 )
-from pipeline.keys import parts_of
-from pipeline.launch import prepare_log, said_since
-from pipeline.launchers import check_launcher
-from pipeline.outcome import failure
 from pipeline.override import adopt, carry, outputs_of
-from pipeline.plan import Step, decide
-from pipeline.project import Project
-from pipeline.spec.config import Config, override_config
-from pipeline.spec.errors import (
-    BundleError,
-    ConfigError,
-    PipelineError,
-    Pruned,
-    clear_error,
-)
-from pipeline.spec.override import OVERRIDDEN
-from pipeline.spec.run import Run, RunFile, StepRecord
-from pipeline.steps import DEPLOYED, argv_of, run_argument
+from pipeline.plan import DEPLOYED, Step, argv_of, decide, parts_of, run_argument
+from pipeline.processes import prepare_log, said_since
+from pipeline.training.launchers import check_launcher
 
 AGAIN = "deployed again"  # why a step's outputs are those of another run
 
@@ -175,7 +169,7 @@ def check_config(config: Config) -> None:
     if config.deploy.grpc_port == config.deploy.port:
         raise ConfigError(f"deploy.grpc_port and deploy.port are both {config.deploy.port}; give each its own")
     if config.jobs.executor == "kubernetes":
-        from pipeline.on_cluster import check  # others do without the manifests
+        from pipeline.cluster_executor import check  # others do without the manifests
 
         check(config)
     if waits_for_others(config) and not config.train.rendezvous:
@@ -288,3 +282,34 @@ def _clear(run: Run, step: Step, display: Display) -> None:
     if (partial / "checkpoints").is_dir():
         display.say(f"{step.name}: starting over, its checkpoints were made under other settings or sources")
     shutil.rmtree(partial, ignore_errors=True)
+
+
+# Words of the train section. Not `checkpoints`, where the run's own are; not `device`, whose arithmetic differs.
+WHERE = (
+    "processes", "nodes", "rendezvous", "launcher", "image", "workers", "restarts", "timeout_seconds",
+    "checkpoint_every", "keep_checkpoints", "snapshot", "snapshot_every", "log_every", "trace", "trace_steps",
+)  # fmt: skip
+
+
+def continue_with(run: Run, words: Sequence[str]) -> Run:
+    """The run, with `key=value` words on record; its checkpoints and its keys stay what they were."""
+    for word in words:
+        key = word.partition("=")[0]
+        section, _, name = key.partition(".")
+        if section != "jobs" and key not in ("deploy.context", "deploy.namespace") and not _is_where(section, name):
+            raise ConfigError(
+                f"{key} says what the run computes, and it has computed with another value; a run that goes on may "
+                f"change where it trains, by jobs.* and train.{', '.join(WHERE)}; `pipe run {word}` starts a new one"
+            )
+    if not words:
+        return run
+    body = run.read()
+    override_config(run.config, words)  # a value that is none is refused before it is on record
+    changed = {word.partition("=")[0] for word in words}
+    kept = [word for word in body.continued if word.partition("=")[0] not in changed]
+    write_run(run, body.model_copy(update={"continued": (*kept, *words)}))
+    return Run(run.path)
+
+
+def _is_where(section: str, name: str) -> bool:
+    return section == "train" and name in WHERE

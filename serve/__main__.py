@@ -11,21 +11,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.spec.bundle import open_bundle
-from pipeline.spec.errors import ConfigError, PipelineError
-from pipeline.spec.imports import without
-from serve.admin_token import read_token
-from serve.door import Door
+from pipeline.contract.bundle import open_bundle
+from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.contract.processes import without
 from serve.loading import prove
 from serve.logs import configure, fatal, told
-from serve.options import Named, Options, parse
+from serve.options import Door, Named, Options, parse
 from serve.runtime.predictor import Predictor
+from serve.security import read_token
 from serve.shadow import Mirror, open_mirror
 from serve.sockets import Sockets, reserve
 from serve.tracing import configured
 
 if TYPE_CHECKING:
     from serve.server import Service
+
 
 _TURN_SECONDS = 0.5e-3  # a thread that comes from an inference waits so long, at most, for one that reads
 _GARBAGE = 10_000  # new objects between two looks at the youngest; a request leaves none in circles

@@ -11,14 +11,14 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from pipeline.spec.errors import InvalidPayload, PipelineError
-from serve.admin_token import opens
-from serve.body import read
-from serve.fleet import Fleet
+from pipeline.contract.errors import InvalidPayload, PipelineError
+from serve.errors import Gone, Headers, Refusal, Unauthorized, Unknown, WrongMethod
 from serve.logs import told
-from serve.protocol.jsonobject import parse_object
-from serve.refusal import Gone, Headers, Refusal, Unauthorized, Unknown, WrongMethod
-from serve.watch import request_id
+from serve.models import Fleet
+from serve.protocol.v2_json import parse_object
+from serve.request_body import read
+from serve.request_context import request_id
+from serve.security import opens
 
 _MOST_BYTES = 64 << 10
 

@@ -11,21 +11,19 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from serve.asked import Answer, Asked, Flow, check_content, json_answer
-from serve.body import Room, linger, read
 from serve.canary import choose
-from serve.deadline import of_header
-from serve.gate import PROTOCOLS, Gate
-from serve.generate import openai
+from serve.errors import Busy, Headers, TooLarge, Unknown
+from serve.generate import openai_api
 from serve.generate.endpoints import TEXT, Texts
-from serve.keys import Keys
-from serve.model import OnnxPlane
-from serve.observer import Observer
-from serve.page import page, page_data
-from serve.protocol import form, openapi, v1, v2
-from serve.protocol.jsonobject import parse_object
-from serve.refusal import Busy, Headers, TooLarge, Unknown
-from serve.routes import Route, find, is_open
+from serve.http1.load_shedding import PROTOCOLS, Gate
+from serve.models import OnnxPlane
+from serve.page import page
+from serve.protocol import openapi, v1, v2, v2_json
+from serve.protocol.v2_json import parse_object
+from serve.request_body import Room, linger, of_header, read
+from serve.request_log import Observer
+from serve.routes import Answer, Asked, Flow, Route, check_content, find, is_open, json_answer
+from serve.security import Keys
 
 INTERNAL = "internal error; the server's log has the details"
 _LENGTH = v2.LENGTH_HEADER.encode()
@@ -100,8 +98,8 @@ class App:
         if isinstance(error, Busy):
             self.gate.refused()
         refusal = self.observer.failed(asked.watch, error)
-        if asked.scope["path"].startswith(openai.PREFIX):
-            told = openai.failure(refusal)
+        if asked.scope["path"].startswith(openai_api.PREFIX):
+            told = openai_api.failure(refusal)
         else:
             told = {"error": INTERNAL if refusal is None else str(refusal)}
         if refusal is None:
@@ -180,7 +178,7 @@ class App:
         if not self.page:
             raise Unknown("/page.json: the page is off (serve.page: false); /metrics has the counters")
         return json_answer(
-            page_data.counters(list(self.plane.loaded()), ready=await self.plane.ready()),
+            page.counters(list(self.plane.loaded()), ready=await self.plane.ready()),
             headers=((b"cache-control", b"no-store"),),
         )
 
@@ -207,7 +205,7 @@ class App:
     async def _index(self, asked: Asked) -> Answer:
         body = await read(asked.headers, asked.receive, _INDEX_BYTES)
         if body:
-            form.check_index(parse_object(body))
+            v2_json.check_index(parse_object(body))
         return json_answer(self.plane.index())
 
     async def _openapi(self, _: Asked) -> Answer:

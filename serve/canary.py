@@ -7,7 +7,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from serve.served import Call, Served
+    from serve.model_version import Call, ModelVersion
 
 
 class Canary:
@@ -16,7 +16,7 @@ class Canary:
     Who asks at 10 % asks at 20 % as well; another candidate gets another tenth of the ids.
     """
 
-    def __init__(self, candidate: Served, share: float) -> None:
+    def __init__(self, candidate: ModelVersion, share: float) -> None:
         self.candidate, self.share = candidate, share
 
     def takes(self, key: bytes) -> bool:
@@ -29,7 +29,7 @@ def place_of(salt: str, key: bytes) -> float:
     return (int.from_bytes(found, "big") >> 11) / (1 << 53)  # 53 bits are what a float holds
 
 
-async def choose(served: Served, call: Call, request_id: bytes) -> Served:
+async def choose(served: ModelVersion, call: Call, request_id: bytes) -> ModelVersion:
     """Who answers a call that names no version: by the id in its body, else by that of the request, given or drawn."""
     if served.canary is None:
         return served
@@ -40,7 +40,7 @@ async def choose(served: Served, call: Call, request_id: bytes) -> Served:
     return choose_by(served, key.encode() or request_id)
 
 
-def choose_by(served: Served, key: bytes) -> Served:
+def choose_by(served: ModelVersion, key: bytes) -> ModelVersion:
     """Who answers what has this id."""
     canary = served.canary
     return canary.candidate if canary is not None and canary.takes(key) else served

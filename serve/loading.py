@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.errors import BundleError
-from pipeline.spec.signature import Signature
-from serve.protocol import spoken
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import BundleError
+from pipeline.contract.signature import Signature
+from serve.protocol import v2
 from serve.runtime.predictor import Predictor
-from serve.runtime.rowwise import why_not_merged
-from serve.runtime.selfcheck import verify
+from serve.runtime.selfcheck import verify, why_not_merged
 from serve.runtime.session import Provider, Session
 
 log = logging.getLogger(__name__)
@@ -28,9 +27,9 @@ def prove(bundle: Bundle, provider: Provider | None, threads: int | None) -> Pre
     verify(bundle, predictor)
     predictor.why_alone = predictor.why_alone or why_alone(bundle, predictor)
     warm(bundle, predictor)
-    predictor.spoken = spoken.signature_of(bundle.signature, bundle.golden().instances)
+    predictor.spoken = v2.signature_of(bundle.signature, bundle.golden().instances)
     if bundle.signature.generation is not None:
-        from serve.generate.proof import words_of  # here, not above: most models have no words, and need no tokenizer
+        from serve.generate.model import words_of  # here, not above: most models have no words, and need no tokenizer
 
         predictor.words = words_of(bundle, predictor.session)
     return predictor

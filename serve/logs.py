@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any, Literal
 
-from serve.watch import Watch
+from serve.request_context import Watch
 
 Format = Literal["text", "json"]
 

@@ -1,23 +1,65 @@
-"""What Prometheus sees of the service: plain counters kept by each version of a model, written out when asked for."""
+"""What Prometheus sees of the service: plain counters kept by each version of a model, written out when asked for.
+
+A histogram as Prometheus has it, kept in plain counts until somebody asks.
+
+What Prometheus sees of a language model: tokens, how long the first takes and those after it, memory.
+"""
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from serve.generate.meter import families
-from serve.histogram import SECONDS, Histogram
-from serve.watch import Watch
+from serve.request_context import Watch
 
 if TYPE_CHECKING:
-    from serve.served import Served
+    from serve.model_version import ModelVersion
+
+
+SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class Histogram:
+    """Counts of values up to each bound, and beyond the last."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def add(self, values: Sequence[float]) -> None:
+        """Many at once, each of which then costs next to nothing."""
+        found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        self.counts = [count + int(more) for count, more in zip(self.counts, found, strict=True)]
+        self.total += sum(values)
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        found, seen = [], 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            seen += count
+            found.append(("+Inf" if bound == float("inf") else str(float(bound)), float(seen)))
+        return found
+
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PHASES = ("read", "wait", "run", "write")
@@ -67,7 +109,7 @@ class Series:
 class Metrics(Collector):
     """All of the service's; which versions there are is asked anew each time."""
 
-    def __init__(self, served: Callable[[], Iterable[tuple[Served, bool]]]) -> None:
+    def __init__(self, served: Callable[[], Iterable[tuple[ModelVersion, bool]]]) -> None:
         """`served` lists each version that is loaded, and whether it is its model's current one."""
         self._served = served
         self.in_flight = 0
@@ -113,7 +155,7 @@ Labelled = Sequence[tuple[tuple[str, str], Series]]
 _MODEL = ("model", "version")
 
 
-def _versions(served: Sequence[tuple[Served, bool]]) -> Iterator[Metric]:
+def _versions(served: Sequence[tuple[ModelVersion, bool]]) -> Iterator[Metric]:
     bundle = GaugeMetricFamily(
         "pipe_bundle_info", "The bundle behind each version.", labels=(*_MODEL, "digest", "verdict", "provider")
     )
@@ -133,7 +175,7 @@ def _versions(served: Sequence[tuple[Served, bool]]) -> Iterator[Metric]:
     yield from (bundle, current, fell_back, batching, waiting)
 
 
-def _shares(served: Sequence[tuple[Served, bool]]) -> Iterator[Metric]:
+def _shares(served: Sequence[tuple[ModelVersion, bool]]) -> Iterator[Metric]:
     """What a new bundle gets beside the current version: requests of its own, or copies."""
     canary = GaugeMetricFamily("pipe_canary_share", "Share of the requests that a new version gets.", labels=_MODEL)
     labels = ("model", "digest")
@@ -211,3 +253,49 @@ def _batches(labelled: Labelled) -> Iterator[Metric]:
 
 def _add(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
     family.add_metric(labels, buckets=histogram.buckets(), sum_value=histogram.total)
+
+
+_LONG_SECONDS = (*SECONDS, 30.0, 60.0)  # a long prompt waits, and is read
+
+
+class Meter:
+    """Counted on the event loop."""
+
+    def __init__(self) -> None:
+        self.tokens_in = self.tokens_out = 0
+        self.first_seconds, self.between_seconds = Histogram(_LONG_SECONDS), Histogram(SECONDS)
+
+    def token(self, now: float, began: float, before: float) -> None:
+        """One more, for a request of that beginning; `before`: when the one before it came, 0 for the first."""
+        self.tokens_out += 1
+        if before:
+            self.between_seconds.observe(now - before)
+        else:
+            self.first_seconds.observe(now - began)
+
+
+def families(served: Iterable[ModelVersion]) -> Iterator[Metric]:
+    """Of those that are language models; nothing where there are none."""
+    engines = [((one.name, one.version), one.writer.engine) for one in served if one.writer is not None]
+    if not engines:
+        return
+    tokens = CounterMetricFamily("pipe_tokens", "Tokens read and written.", labels=(*_MODEL, "direction"))
+    texts = GaugeMetricFamily("pipe_sequences", "Texts being written, or waiting to be.", labels=(*_MODEL, "state"))
+    memory = GaugeMetricFamily(
+        "pipe_cache_bytes", "Memory for keys and values: spoken for, and the most there is.", labels=(*_MODEL, "kind")
+    )
+    first = HistogramMetricFamily(
+        "pipe_first_token_seconds", "From a request's head to a text's first token.", labels=_MODEL
+    )
+    between = HistogramMetricFamily("pipe_between_tokens_seconds", "From a text's token to its next.", labels=_MODEL)
+    for model, engine in engines:
+        meter = engine.meter
+        tokens.add_metric((*model, "in"), meter.tokens_in)
+        tokens.add_metric((*model, "out"), meter.tokens_out)
+        texts.add_metric((*model, "running"), engine.running)
+        texts.add_metric((*model, "waiting"), engine.waiting)
+        memory.add_metric((*model, "used"), engine.cache_bytes)
+        memory.add_metric((*model, "limit"), engine.rules.cache_bytes)
+        first.add_metric(model, meter.first_seconds.buckets(), meter.first_seconds.total)
+        between.add_metric(model, meter.between_seconds.buckets(), meter.between_seconds.total)
+    yield from (tokens, texts, memory, first, between)

@@ -1,4 +1,9 @@
-"""What `python -m serve` can be told on its command line."""
+"""What `python -m serve` can be told on its command line.
+
+What whoever runs a service may say otherwise than the bundle: how much it takes, and how it merges requests.
+
+Who may come in, and whether what is said can be overheard: API keys and TLS, where they are set.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,41 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from pipeline.spec.errors import ConfigError
-from pipeline.spec.share import share_of
-from pipeline.spec.signing import Trust
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.settings.section import share_of
+from pipeline.contract.signing import Trust
 from serve.logs import Format
-from serve.overrides import Overrides
 from serve.routes import MODEL_NAME
 from serve.runtime.session import Provider
+from serve.security import Keys, Pair, Renewed, Tls
 from serve.sockets import Address
-from serve.tls import Pair
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """None: what the bundle says. The names are the bundle's."""
+
+    max_batch_size: int | None = None
+    max_body_bytes: int | None = None
+    max_waiting: int | None = None
+    deadline_seconds: float | None = None
+    max_cache_bytes: int | None = None
+    batch_rows: int | None = None
+    batch_delay_ms: float | None = None
+
+    def of(self, bundle: Bundle) -> Bundle:
+        """The same bundle, digest and all, with these words in its signature; to be proven with them."""
+        said = {name: value for name, value in asdict(self).items() if value is not None}
+        signature = bundle.signature
+        parts = {
+            part: model.model_copy(update={name: said[name] for name in type(model).model_fields if name in said})
+            for part, model in (("limits", signature.limits), ("runtime", signature.runtime))
+        }
+        return replace(bundle, signature=signature.model_copy(update=parts)) if said else bundle
 
 
 @dataclass(frozen=True)
@@ -271,3 +299,35 @@ def _share(text: str) -> float:
         return share_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Door:
+    keys: Keys | None = None
+    tls: Tls | None = None
+
+    @classmethod
+    def of(cls, options: Options) -> Door:
+        """Reads the files at once, so that a wrong one is said before anything else is done."""
+        keys = None if options.api_keys is None else Keys(options.api_keys)
+        return cls(keys, None if options.tls is None else Tls(options.tls))
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.tls is None else "https"
+
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        """Of every HTTP answer."""
+        private = [("cache-control", "no-store")] if self.keys else []  # what a key was needed for is not kept
+        return [("x-content-type-options", "nosniff"), *private]
+
+    def renewed(self) -> list[Renewed]:
+        """What is read anew when its files change."""
+        found = []
+        if self.keys:
+            found.append(Renewed("serve.api_keys", (self.keys.path,), self.keys.reload))
+        if self.tls:
+            pair = self.tls.pair
+            found.append(Renewed("serve.tls_certificate", (pair.certificate, pair.key), self.tls.reload))
+        return found

@@ -17,20 +17,17 @@ from starlette.types import ASGIApp
 
 from serve.admin import Admin
 from serve.app import App
-from serve.door import Door
-from serve.fleet import Fleet, Loaded
+from serve.grpc.listener import RpcListener
+from serve.grpc.service import Calls
 from serve.http1.listener import Listener
 from serve.logs import AccessLog, told
 from serve.metrics import Metrics
-from serve.model import OnnxModel, OnnxPlane
-from serve.observer import Observer
-from serve.options import Options
-from serve.renewal import keep
-from serve.rpc.calls import Calls
-from serve.rpc.listener import RpcListener
+from serve.models import Fleet, Loaded, OnnxModel, OnnxPlane
+from serve.options import Door, Options
+from serve.request_log import Observer
+from serve.security import Tls, keep
 from serve.shadow import Mirror
 from serve.sockets import Sockets, prefer
-from serve.tls import Tls
 from serve.tracing import Tracer
 
 _GRACE_SECONDS = 25  # under the 30 that Kubernetes waits before it kills

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.spec.bundle import open_bundle
-from pipeline.spec.errors import BundleError
-from pipeline.spec.signature import Signature
-from pipeline.spec.signing import Trust
+from pipeline.contract.bundle import open_bundle
+from pipeline.contract.errors import BundleError
+from pipeline.contract.signature import Signature
+from pipeline.contract.signing import Trust
 from serve.loading import prove
 from serve.logs import told
 from serve.runtime.predictor import Predictor

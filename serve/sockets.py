@@ -10,7 +10,7 @@ import struct
 import sys
 from dataclasses import dataclass
 
-from pipeline.spec.errors import ResourceError
+from pipeline.contract.errors import ResourceError
 
 # asm-generic/socket.h and linux/bpf_common.h; Python's socket module has no names for them.
 _SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 26, 51

@@ -19,9 +19,9 @@ from pathlib import Path
 _LOADED = [
     "sklearn",  # before torch: its libraries look for threads at import
     "torch.utils.tensorboard.writer",
-    "train.parameter_server",
+    "train.parallel.parameter_server",
     "train.batch_size",
-    "train.watchman",
+    "train.watchdog",
 ]
 _ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process with threads must not fork
 

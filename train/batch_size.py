@@ -1,28 +1,37 @@
-"""`batch_size: auto`: the largest power of two that fits every process, and the fastest within it."""
+"""`batch_size: auto`: the largest power of two that fits every process, and the fastest within it.
+
+Training steps that count for nothing, on a model of their own and without an exchange.
+
+How much memory a process has, and how much of it a training step will need.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from pipeline.spec.data import Samples
-from pipeline.spec.errors import ResourceError
-from pipeline.spec.files import write_json
-from pipeline.spec.sections import Train
-from pipeline.spec.task import Task
-from train.group import Group
-from train.memory import budget_bytes
-from train.trial import Trial
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import ResourceError
+from pipeline.contract.files import write_json
+from pipeline.contract.settings.stages import Train
+from pipeline.contract.task import Task
+from train.optim import Precision, make_optimizer, seed_step
+from train.parallel.base import Objective
+from train.process_group import Group
 
-FILE = "batch_size.json"
+BATCH_SIZE_FILE = "batch_size.json"
 Make = Callable[[], nn.Module]
 _ALIKE = 0.03  # of two speeds this close, the smaller batch is taken: it makes more steps of an epoch
 _PATIENCE = 2  # doublings without a gain after which no larger batch is timed
@@ -48,7 +57,7 @@ def decide_batch_size(
     """The configured one, or that of the earlier processes of this run, or what trials find."""
     if config.batch_size != "auto":
         return config.batch_size
-    path = directory / FILE
+    path = directory / BATCH_SIZE_FILE
     # The order of samples depends on it, so a resumed run must not choose again.
     known: int | None = group.share(json.loads(path.read_text())["batch_size"] if _first_has(path, group) else None)
     if known is not None:
@@ -141,3 +150,164 @@ def _timed_exchange(flat: torch.Tensor) -> float:
     if flat.is_cuda:
         torch.cuda.synchronize(flat.device)
     return time.perf_counter() - started
+
+
+_REPEATS = 3  # of a timed step; the shortest counts
+_MARGIN = 1.25  # what libraries need beside: conv nets and transformers peaked up to 15 % above the count
+
+
+class Trial:
+    """No pass here waits for another process: whoever runs out of memory leaves nobody behind."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: Train,
+        samples: Samples,
+        device: torch.device,
+        make: Callable[[], nn.Module] | None = None,
+    ) -> None:
+        seed_step(config.seed, -1, 0)
+        self._objective = Objective(task, Precision(config.precision, device))
+        self.model = (make or task.model)().to(device).train()
+        self._optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
+        self._samples, self._device = samples, device
+        self._measured: dict[int, int] = {}
+
+    def fits(self, micro: int, budget: int) -> bool:
+        """Whether a step with micro-batches of this size stays within the budget of bytes."""
+        try:
+            needed = self.needed_bytes(micro) if self._device.type == "cpu" else self._peak_bytes(micro)
+        except RuntimeError as error:
+            self._forgive(error)
+            return False
+        return needed <= budget
+
+    def needed_bytes(self, micro: int) -> int:
+        """An estimate, the same every time: weights, gradients, optimizer state and what autograd keeps."""
+        if not self._measured:
+            self._step(micro, 1)  # the optimizer has its state from here on
+            self._measured = {size: self._kept_bytes(size) for size in (micro, min(2 * micro, len(self._samples)))}
+        return held_bytes(self.model, self._optimizer) + predicted(self._measured, micro)
+
+    def seconds(self, micro: int, passes: int) -> float | None:
+        """Of one step; None where memory ran out after all."""
+        try:
+            self._step(micro, passes)
+            return min(self._timed(micro, passes) for _ in range(_REPEATS))
+        except RuntimeError as error:
+            self._forgive(error)
+            return None
+
+    def clear(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _peak_bytes(self, micro: int) -> int:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._step(micro, 1)
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def _forgive(self, error: Exception) -> None:
+        """Nothing but want of memory, which torch tells of a CPU in words alone."""
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise error
+        self.clear()
+
+    def _kept_bytes(self, size: int) -> int:
+        """At the turn from the forward pass to the backward pass, where most is held, and a little beyond."""
+        batch = self._batch(size)
+        saved = Saved(self.model)
+        with saved.counting():
+            self._objective.loss(self.model, batch)
+        # The backward pass starts with everything kept, and makes the gradients of a layer's input and output.
+        return round(_MARGIN * (saved.bytes + 2 * saved.largest))
+
+    def _timed(self, micro: int, passes: int) -> float:
+        started = time.perf_counter()
+        self._step(micro, passes)
+        return time.perf_counter() - started
+
+    def _step(self, micro: int, passes: int) -> None:
+        batch = self._batch(micro)
+        for _ in range(passes):
+            self._objective.backward(self._objective.loss(self.model, batch) / passes)
+        self._objective.precision.unscale(self._optimizer)
+        self._objective.precision.step(self._optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _batch(self, size: int) -> dict[str, Tensor]:
+        chosen = range(min(size, len(self._samples)))
+        return {name: column.to(self._device) for name, column in self._samples.batch(chosen).items()}
+
+
+_SHARE = 0.8  # of what is free; the rest is for data, buffers of the exchange and other programs
+_GPU_SHARE = 0.9
+
+
+def budget_bytes(memory_mb: int, group: Group) -> int:
+    """What a process may fill; 0 means most of what is free, shared with the other processes of this machine."""
+    if memory_mb:
+        return memory_mb << 20
+    if group.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(group.device)
+        return int(_GPU_SHARE * (free + torch.cuda.memory_reserved(group.device)))
+    here = socket.gethostname()
+    return int(_SHARE * free_bytes() / group.gather(here).count(here))
+
+
+def free_bytes(control: Path = Path("/sys/fs/cgroup")) -> int:
+    """Of the machine, or of the container this process runs in when that has less."""
+    free: int = psutil.virtual_memory().available
+    limit, used = control / "memory.max", control / "memory.current"
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(used.read_text()) + _reclaimable(control / "memory.stat"))
+    return max(0, free)
+
+
+class Saved:
+    """Counts the memory that autograd keeps between the forward pass and the backward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        self.bytes = self.largest = 0
+
+    def counting(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:  # weights are there anyway, and operations may share what they keep
+            self._known.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+            self.largest = max(self.largest, storage.nbytes())
+        return tensor
+
+
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Weights, their gradients and what the optimizer keeps, once it has made a step."""
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return weights + gradients + sum(tensor.nbytes for tensor in states)
+
+
+def predicted(sizes: Mapping[int, int], size: int) -> int:
+    """Bytes at another batch size, on the line through two that were measured."""
+    if size in sizes:
+        return sizes[size]
+    (small, low), (large, high) = sorted(sizes.items())
+    per_sample = (high - low) / (large - small)
+    return max(0, round(low + per_sample * (size - small)))
+
+
+def _reclaimable(stat: Path) -> int:
+    """File caches that the kernel drops when memory is asked for."""
+    if not stat.is_file():
+        return 0
+    found = dict(line.split() for line in stat.read_text().splitlines())
+    return int(found.get("inactive_file", 0))

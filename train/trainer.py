@@ -1,50 +1,53 @@
-"""The training loop: one optimizer step is one global batch, each process working on its slice."""
+"""The training loop: one optimizer step is one global batch, each process working on its slice.
+
+What `compile: true` needs: a compiler, and kernels that take batches of any size where sizes differ.
+
+How long training stood still for its checkpoints; they are written while it goes on.
+
+How a global batch is cut into slices: equal ones, or as large as each process is fast.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
-from pipeline.spec.config import Config
-from pipeline.spec.data import Samples
-from pipeline.spec.errors import ConfigError, DataError
-from pipeline.spec.sections import Train
-from pipeline.spec.task import Task
-from train.balance import Balance
-from train.compiling import check_compiler, sizes_differ, take_any_size
-from train.feed import Feed, Job
-from train.group import Group
-from train.leaving import listening
-from train.measure import Meter
-from train.objective import Objective
-from train.optimizer import make_optimizer
-from train.order import Order
-from train.pauses import Pauses
-from train.peril import reached
-from train.phase import phase
-from train.precision import Precision
-from train.pretrained.beginning import Beginning
-from train.routing import Routing
-from train.schedule import learning_rate
-from train.seeding import seed_step
+from pipeline.contract.config import Config
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.settings.stages import Train
+from pipeline.contract.task import Task
+from train.batch_order import Order
+from train.chaos_hooks import reached
+from train.data import Feed, Job
+from train.elastic.preemption import listening
+from train.expert_balance import Routing
+from train.metrics import Meter, Window
+from train.optim import Precision, learning_rate, make_optimizer, seed_step
+from train.parallel import make_strategy
+from train.parallel.base import Objective, Part, Strategy
+from train.pretrained.load import Beginning
+from train.process_group import Group
+from train.profiling import Tracer, phase
 from train.state import Progress
-from train.strategy import Part, make_strategy
-from train.texts import check_texts
-from train.trace import Tracer
-from train.validation import validate
-from train.window import Window
+from train.validation import check_texts, validate
 
 if TYPE_CHECKING:
-    from train.attempts import Attempt
-    from train.checkpoint import CheckpointStore, Saved
-    from train.journal import Journal
+    from train.checkpoint.in_memory import Mirrors
+    from train.checkpoint.load import Saved
+    from train.checkpoint.store import CheckpointStore
+    from train.elastic.attempts import Attempt
     from train.ledger import Ledger
-    from train.snapshot import Mirrors
+    from train.metrics import Journal
 
 
 class Trainer:
@@ -296,3 +299,114 @@ def not_finite(what: str, step: int, ranks: list[int]) -> str:
         f"the {what} is not finite at step {step} on {places}; checkpoints made so far are kept. "
         "Lower train.lr, set train.clip_norm, or look at the data of that step"
     )
+
+
+def check_compiler(device: torch.device) -> None:
+    """Told before anything is trained: torch would find out in the midst of the first step."""
+    from torch._inductor import config  # as slow to load as compilation is to start
+
+    names = ["gcc", "clang", "cc"] if device.type == "cuda" else [name for name in config.cpp.cxx if name]
+    if not any(shutil.which(name) for name in names):
+        raise ConfigError(
+            f"train.compile=true: no compiler ({' or '.join(names)}) on {device.type}; "
+            "install one (Debian: apt-get install g++), or set train.compile=false"
+        )
+
+
+def sizes_differ(order: Order, cuts: int) -> bool:
+    """Whether micro-batches differ in size, every batch being cut into `cuts` of them."""
+    return order.samples % (order.steps_per_epoch * cuts) != 0
+
+
+def take_any_size(batch: Mapping[str, Tensor]) -> None:
+    """One graph for all sizes from the first step on.
+
+    Left alone, torch compiles the first size, then a graph for all others; which of the two a step runs depends on
+    the sizes before it, so that a resumed run could end with other bits.
+    """
+    for column in batch.values():
+        torch._dynamo.maybe_mark_dynamic(column, 0)
+
+
+class Pauses:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0  # since the start
+        self._line: list[float] = []  # since the last line of the journal
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        pause = time.perf_counter() - started
+        self.count, self.seconds = self.count + 1, self.seconds + pause
+        self._line.append(pause)
+
+    def told(self) -> dict[str, float]:
+        """For the journal: the mean since its last line; nothing when there was none."""
+        line, self._line = self._line, []
+        return {"checkpoint_seconds": sum(line) / len(line)} if line else {}
+
+
+_EVERY = 10  # steps between two looks at the speeds
+_MEMORY = 0.5  # how much of the earlier estimate stays
+
+
+class Balance:
+    """Gradients are weighted by slice size, so they are exact however the batch is cut."""
+
+    def __init__(self, kind: Literal["equal", "auto"], group: Group, strategy: Strategy) -> None:
+        self._group, self._auto = group, kind == "auto" and group.data_size > 1
+        self._strategy = strategy
+        self.speeds = [1.0] * group.data_size  # samples per second, on any common scale
+        self._samples = self._steps = 0
+        self._seconds_before = 0.0
+
+    def slice_of(self, count: int) -> range:
+        """This process's share of a global batch of `count` samples."""
+        return cut(count, self.speeds)[self._group.data_rank] if self._auto else self._group.slice_of(count)
+
+    def slices(self, count: int) -> dict[int, range]:
+        """The same by its number; a process may have several, each worked through by itself."""
+        return {self._group.data_rank: self.slice_of(count)} if self._auto else self._strategy.slices(count)
+
+    def observe(self, count: int) -> None:
+        """A step with a global batch of `count` samples is done; every few steps all tell how fast they were."""
+        if not self._auto:
+            return
+        if self._steps == 0:
+            self._own_seconds()  # whatever warming up and the first step took
+        else:
+            self._samples += len(self.slice_of(count))
+        if self._steps and self._steps % _EVERY == 0:
+            found = self._group.gather(self._samples / max(self._own_seconds(), 1e-9))
+            old = self.speeds if self._steps > _EVERY else found
+            self.speeds = [_MEMORY * before + (1 - _MEMORY) * now for before, now in zip(old, found, strict=True)]
+            self._samples = 0
+        self._steps += 1
+
+    def told(self) -> dict[str, dict[str, float]]:
+        """For the journal: each process's share of the batch; nothing where they are equal by definition."""
+        if not self._auto:
+            return {}
+        return {"batch_share": {f"rank {rank}": speed / sum(self.speeds) for rank, speed in enumerate(self.speeds)}}
+
+    def _own_seconds(self) -> float:
+        """What this process worked since the last look, without waiting for the others."""
+        self._strategy.stopwatch.collect()
+        now, before = self._strategy.traffic.own_seconds, self._seconds_before
+        self._seconds_before = now
+        return now - before
+
+
+def cut(count: int, speeds: Sequence[float]) -> list[range]:
+    """Consecutive slices in proportion to the speeds; none is empty while there is a sample for each."""
+    total, least = sum(speeds), 1 if count >= len(speeds) else 0
+    spare = count - least * len(speeds)
+    bounds, passed = [0], 0.0
+    for i, speed in enumerate(speeds, start=1):
+        passed += speed
+        bounds.append(least * i + int(spare * (passed / total) + 1e-9))
+    bounds[-1] = count
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]

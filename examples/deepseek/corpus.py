@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from pipeline.spec.digest import digest_bytes
+from pipeline.contract.files import digest_bytes
 
 SPLITS = ("train", "validation", "test")
 # Tables, generated files, what other projects wrote, and code whose only use is to test or to teach.

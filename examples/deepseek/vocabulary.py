@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pipeline.spec.errors import DataError
-from pipeline.spec.files import write_json
+from pipeline.contract.errors import DataError
+from pipeline.contract.files import write_json
 
 Given = TypeVar("Given")
 SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.spec.errors import InvalidPayload
-from pipeline.spec.page import Drawing
+from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import Drawing
 
 
 class DigitsCodec:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from pipeline.spec.statistics.interval import Interval
+from pipeline.contract.statistics.bootstrap import Interval
 
 Array = np.ndarray[Any, Any]
 Rounds = Sequence[Array]  # seconds of every call, round by round

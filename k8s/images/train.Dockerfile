@@ -1,5 +1,5 @@
 # The training pods: Python, torch, our whole source and the user's project. Every step's command runs in it as it runs
-# on a laptop: `docker run IMAGE python -m pipeline.node runs/RUN`. The packager fills the defaults;
+# on a laptop: `docker run IMAGE python -m pipeline.training.node runs/RUN`. The packager fills the defaults;
 # `--build-arg ACCELERATOR=gpu` takes CUDA's builds of torch and ONNX Runtime in the place of those for CPU.
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS packages
@@ -34,4 +34,4 @@ COPY app /app
 COPY project /project
 WORKDIR /project
 USER 10001:10001
-CMD ["python", "-m", "pipeline.node", "--help"]
+CMD ["python", "-m", "pipeline.training.node", "--help"]

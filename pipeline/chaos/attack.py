@@ -13,17 +13,18 @@ from typing import TypeAlias
 
 import psutil
 
-from pipeline.launch import leashed
-from pipeline.spec import chaos
-from pipeline.spec.chaos import Event, Kill, Record
-from pipeline.spec.errors import StageError
-from pipeline.spec.run import Run
+from pipeline.contract.attempts import CHAOS_VARIABLE, ChaosEvent, Kill, Record
+from pipeline.contract.errors import StageError
+from pipeline.contract.run import Run
+from pipeline.processes import leashed
 
 _POLL_SECONDS = 0.01
 _TOLD_LINES = 3
 
 DueKill: TypeAlias = tuple[float, Kill] | None  # when to kill whom
-Due: TypeAlias = Callable[[Sequence[Event], float], DueKill]  # from what happened, and when the command was started
+Due: TypeAlias = Callable[
+    [Sequence[ChaosEvent], float], DueKill
+]  # from what happened, and when the command was started
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Attack:
     record: Record
     due: Due
     patience_seconds: float
-    told: Callable[[Sequence[Event]], None]
+    told: Callable[[Sequence[ChaosEvent]], None]
     by_hand: int = 0  # resumes that training should not have needed
-    _events: list[Event] = field(default_factory=list)
+    _events: list[ChaosEvent] = field(default_factory=list)
     _read: int = 0  # bytes of the record
 
     def train(self) -> None:
@@ -62,7 +63,7 @@ class Attack:
     def _live(self) -> tuple[int, bool]:
         """One command; its exit status, and whether a kill of ours explains that."""
         argv = ("python", "-m", "pipeline", "-C", str(self.folder), "run", "--resume", str(self.run.path))
-        env = {"PYTHONSAFEPATH": "1", chaos.VARIABLE: str(self.record.folder)}
+        env = {"PYTHONSAFEPATH": "1", CHAOS_VARIABLE: str(self.record.folder)}
         began, excused = time.time(), False
         with self._output.open("ab") as output, leashed(argv, self.folder, env, output) as process:
             pipe = psutil.Process(process.pid)
@@ -91,7 +92,7 @@ class Attack:
                 victim.send_signal(signal.SIGKILL)
                 number = len(kills_of(self._events))
                 self.record.claim(number)
-                self.record.tell(Event(event="kill", time=moment, number=number, pid=victim.pid))
+                self.record.tell(ChaosEvent(event="kill", time=moment, number=number, pid=victim.pid))
                 self._look()
                 return victim in ours
         return False
@@ -117,16 +118,16 @@ class Attack:
         return self.record.folder / "pipe.log"
 
 
-def kills_of(events: Sequence[Event]) -> list[Event]:
+def kills_of(events: Sequence[ChaosEvent]) -> list[ChaosEvent]:
     return [event for event in events if event.event == "kill"]
 
 
-def never(_events: Sequence[Event], _began: float) -> DueKill:
+def never(_events: Sequence[ChaosEvent], _began: float) -> DueKill:
     """Nobody is killed from outside."""
     return None
 
 
-def as_scheduled(kills: Sequence[Kill], timing: Timing, events: Sequence[Event], began: float) -> DueKill:
+def as_scheduled(kills: Sequence[Kill], timing: Timing, events: Sequence[ChaosEvent], began: float) -> DueKill:
     """The next kill, when it comes from outside and its time is known."""
     made = kills_of(events)
     if len(made) >= len(kills):
@@ -141,7 +142,7 @@ def as_scheduled(kills: Sequence[Kill], timing: Timing, events: Sequence[Event],
 
 
 def choose(
-    kill: Kill, events: Sequence[Event], pipe: psutil.Process, below: Sequence[psutil.Process]
+    kill: Kill, events: Sequence[ChaosEvent], pipe: psutil.Process, below: Sequence[psutil.Process]
 ) -> psutil.Process | None:
     """Never a process that is not below ours."""
     if kill.who == "pipe":

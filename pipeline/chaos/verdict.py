@@ -1,15 +1,22 @@
-"""What became of the kills: a row for every kind of place, and whether everything held."""
+"""What became of the kills: a row for every kind of place, and whether everything held.
+
+A disturbed training beside the undisturbed one: samples are counted, curves and weights compared.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.spec.chaos import Event, Kill
+from pipeline.contract.attempts import ChaosEvent, Kill
+from pipeline.contract.errors import PipelineError
+from pipeline.contract.run import Run
+from pipeline.verify import prove_run
 
 _STARTING, _OTHER = "while processes start", "at any moment: another worker"
 _INSIDE = {
@@ -72,14 +79,14 @@ def place_of(kill: Kill) -> str:
     return _OTHER if kill.rank else _MOMENTS[kill.who]
 
 
-def made(kills: Sequence[Kill], events: Sequence[Event], ended: float | None) -> Iterator[Made]:
+def made(kills: Sequence[Kill], events: Sequence[ChaosEvent], ended: float | None) -> Iterator[Made]:
     """`ended`: when training was complete; the last kill may leave no step to make."""
     for event, back in recoveries(events, ended):
         kill = kills[event.number]
         yield Made(place_of(kill), kill.step, back)
 
 
-def recoveries(events: Sequence[Event], ended: float | None) -> Iterator[tuple[Event, float | None]]:
+def recoveries(events: Sequence[ChaosEvent], ended: float | None) -> Iterator[tuple[ChaosEvent, float | None]]:
     """Each kill, and the seconds until the first step of processes born after it and before the next kill."""
     found = [event for event in events if event.event == "kill"]
     for event, following in itertools.zip_longest(found, found[1:]):
@@ -191,3 +198,43 @@ class Verdict:
 
 def _short(value: Any) -> Any:
     return round(value, 1) if isinstance(value, float) else value
+
+
+_COMPARED = ("step", "loss", "grad_norm", "lr", "validation")  # of every line of the journal: not what depends on time
+
+
+def judge(run: Run, reference: Run, found: tuple[Made, ...], by_hand: int, fault: str) -> Training:
+    """Counted from the ledger, compared with what the undisturbed training left."""
+    lost = repeated = 0
+    ledger = weights = differs = ""
+    if not fault:
+        try:
+            proof = prove_run(run)
+            lost, repeated, ledger = proof.lost, proof.repeated, proof.fault
+        except PipelineError as error:
+            ledger = str(error)
+        weights = weights_of(run)
+        differs = difference(run, reference)
+    return Training(str(run.path), found, by_hand, fault, lost, repeated, ledger, weights, differs)
+
+
+def difference(run: Run, reference: Run) -> str:
+    """The first line of the journal that is not the same, else the weights."""
+    for left, right in zip(curve(reference), curve(run), strict=False):
+        if left != right:
+            return f"from step {right['step']} on, training went another way than undisturbed: {left} became {right}"
+    if len(curve(run)) != len(curve(reference)):
+        return f"the journal has {len(curve(run))} lines, and {len(curve(reference))} undisturbed"
+    return "" if weights_of(run) == weights_of(reference) else "the final weights differ from the undisturbed ones"
+
+
+def weights_of(run: Run) -> str:
+    return run.read().steps["train"].outputs["model.safetensors"]
+
+
+def journal(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in (run.output("train") / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(run: Run) -> list[dict[str, Any]]:
+    return [{name: row[name] for name in _COMPARED if name in row} for row in journal(run)]

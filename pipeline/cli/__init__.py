@@ -11,51 +11,19 @@ from types import FrameType
 
 import typer
 
-from pipeline.cli import (
-    bench,
-    champion,
-    chaos,
-    gate,
-    join,
-    look,
-    package,
-    project,
-    registry,
-    render,
-    road,
-    service,
-    sign,
-    tune,
-)
+from pipeline.cli import experiments, gate, inspect, project, registry, run, service
 from pipeline.cli.app import app
-from pipeline.spec import leash
-from pipeline.spec.errors import ConfigError, PipelineError
+from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.contract.processes import watch_parent
 
-__all__ = [
-    "app",
-    "bench",
-    "champion",
-    "chaos",
-    "gate",
-    "join",
-    "look",
-    "main",
-    "package",
-    "project",
-    "registry",
-    "render",
-    "road",
-    "service",
-    "sign",
-    "tune",
-]
+__all__ = ["app", "experiments", "gate", "inspect", "main", "project", "registry", "run", "service"]
 
 _RUN = re.compile(r"latest$|\d|[^=]*/")  # what can follow `--resume` and be a run: no step or key begins so
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, _leave)
-    leash.hold()  # of `pipe chaos`, which types commands
+    watch_parent()  # of `pipe chaos`, which types commands
     try:
         sys.exit(app(with_defaults(sys.argv[1:]), prog_name="pipe", standalone_mode=False))
     except typer.TyperException as error:  # a word that is no command, an option without its value

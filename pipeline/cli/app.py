@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from pipeline.project import Project, find_project
+from pipeline.history import Project, find_project
 
 COMMANDS = [
     "init", "doctor", "plan", "run", "join", "status", "log", "diff", "compare", "report", "gate", "verify", "sign",

@@ -7,12 +7,11 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of
-from pipeline.history import find_run
-from pipeline.lock import locked
+from pipeline.contract.errors import BundleError, ConfigError
+from pipeline.contract.run import Run
+from pipeline.history import find_run, locked
 from pipeline.override import override as override_run
 from pipeline.override import verdict_digest
-from pipeline.spec.errors import BundleError, ConfigError
-from pipeline.spec.run import Run
 
 gate = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Why a verdict is what it is, and going past it.")
 app.add_typer(gate, name="gate")
@@ -30,8 +29,8 @@ def explain(
     output: OutputOption = Output.text,
 ) -> None:
     """Every rule of a run's verdict: its numbers, how they were computed, what would have changed it."""
-    from evaluate.explanation import explain as explain_verdict  # numpy is slow to load
-    from evaluate.explanation import sentences
+    from pipeline.evaluate.results import explain as explain_verdict  # numpy is slow to load
+    from pipeline.evaluate.results import sentences
 
     runs = project_of(context).runs
     found = judged(find_run(runs, run))
@@ -44,7 +43,10 @@ def explain(
 
 def _against(found: Run, other: Run, output: Output) -> None:
     """Not the stored verdicts: these are about a baseline that may have been another."""
-    from evaluate.against import against, sentences  # numpy is slow to load
+    from pipeline.evaluate.compare_runs import (
+        against,
+        sentences,  # numpy is slow to load
+    )
 
     told = against(found, other, found.config.evaluate)
     emit(output, told, "\n".join(sentences(told)))

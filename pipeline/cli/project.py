@@ -12,17 +12,15 @@ import typer
 
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of, table
 from pipeline.compare import outcome_digests
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.registry import read_registry
+from pipeline.contract.run import STEPS
 from pipeline.display import Display
 from pipeline.doctor import examine
-from pipeline.history import find_run, load_history
-from pipeline.lock import locked
-from pipeline.placed import read_placed
-from pipeline.project import example
+from pipeline.history import example, find_run, load_history, locked
 from pipeline.runner import Order, run_road
-from pipeline.service import read_live
-from pipeline.spec.errors import ConfigError
-from pipeline.spec.registry import read_registry
-from pipeline.spec.run import STEPS
+from pipeline.service.cluster_record import read_placed
+from pipeline.service.process import read_live
 from pipeline.tune.record import needed_runs
 
 
@@ -87,7 +85,7 @@ def gc(
         if not dry_run:
             for run in old:
                 shutil.rmtree(run.path)
-            from pipeline.spec.champion import forget_fetched  # numpy is slow to load
+            from pipeline.contract.registry import forget_fetched  # numpy is slow to load
 
             forget_fetched(runs, {entry.bundle for entry in names})
     verb = "would remove" if dry_run else "removed"

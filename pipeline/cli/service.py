@@ -11,13 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of
-from pipeline.cli.road import newest_bundle
-from pipeline.history import find_run
-from pipeline.lock import locked
-from pipeline.service import Live, end, forget_token, read_live, request, write_live
-from pipeline.spec.access import Access
-from pipeline.spec.errors import ConfigError, InvalidPayload, StageError
-from pipeline.spec.run import Run
+from pipeline.cli.run import newest_bundle
+from pipeline.contract.errors import ConfigError, InvalidPayload, StageError
+from pipeline.contract.run import Run
+from pipeline.contract.settings.access import Access
+from pipeline.history import find_run, locked
+from pipeline.service.process import Live, end, forget_token, read_live, request, write_live
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

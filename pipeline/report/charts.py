@@ -1,16 +1,19 @@
-"""Curves over optimizer steps, as inline SVG."""
+"""Curves over optimizer steps, as inline SVG.
+
+From values to pixels: linear scales, round ticks, and the frame every SVG chart has in common.
+
+Intervals drawn: the difference that decides against its bound, and a small one for a row of a table.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from pipeline.report.scale import Axis, drawing, label, px, tick_text, ticks
-from pipeline.report.scale import line as straight
-from pipeline.spec.html import Html, el
-from pipeline.spec.wording import number
+from pipeline.contract.facts import is_number
+from pipeline.contract.html import Child, Html, el, number, signed
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 
@@ -72,7 +75,7 @@ def _axes(points: Points) -> tuple[Axis, Axis]:
 def _grid(x: Axis, y: Axis) -> Iterator[Html]:
     for value in ticks(y.low, y.high):
         at = y.at(value)
-        yield straight(_LEFT, at, WIDTH - _RIGHT, at, "grid")
+        yield svg_line(_LEFT, at, WIDTH - _RIGHT, at, "grid")
         yield label(_LEFT - 8, at + 4, tick_text(value), "tick left")
     whole = [value for value in ticks(x.low, x.high) if value == int(value)]
     yield from (label(x.at(value), HEIGHT - 8, tick_text(value), "tick") for value in whole)
@@ -83,7 +86,7 @@ def _mark(x: Axis, at: float, text: str) -> list[Html]:
     side = "end" if place > WIDTH / 2 else "start"
     shift = -6 if side == "end" else 6
     return [
-        straight(place, _TOP, place, HEIGHT - _BOTTOM, "mark"),
+        svg_line(place, _TOP, place, HEIGHT - _BOTTOM, "mark"),
         label(place + shift, _TOP + 12, text, f"tick {side}") if text else Html(),
     ]
 
@@ -119,3 +122,144 @@ def _running_mean(points: Points) -> Points:
         around = [value for _, value in points[max(0, i - reach) : i + reach + 1]]
         smoothed.append((step, sum(around) / len(around)))
     return smoothed
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A linear scale from values to pixels."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def at(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
+
+
+def drawing(title: str, text: str, parts: Child, width: float, height: float, kind: str | None = None) -> Html:
+    """An SVG that says in words what it shows."""
+    told = (el("title", title), el("desc", text))
+    return el("svg", told, parts, viewBox=f"0 0 {width:.0f} {height:.0f}", role="img", class_=kind)
+
+
+def ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round values within the range: steps of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / about
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def svg_line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
+    return el("line", x1=px(x1), y1=px(y1), x2=px(x2), y2=px(y2), class_=kind)
+
+
+def label(x: float, y: float, text: str, kind: str) -> Html:
+    return el("text", text, x=px(x), y=px(y), class_=kind)
+
+
+def tick_text(value: float) -> str:
+    if abs(value) >= 10_000:
+        return f"{value / 1000:g}k"
+    return f"{value:.4g}".replace("-", "−")
+
+
+def px(value: float) -> str:
+    return f"{value:.1f}"
+
+
+_WIDTH, _HEIGHT = 720, 128
+_INTERVAL_TOP, _FLOOR, _MIDDLE = 26, 92, 60
+_SMALL_WIDTH, _SMALL_HEIGHT = 150, 18
+
+
+@dataclass(frozen=True)
+class Range:
+    """A difference and how far off it may be."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def range_of(body: Any) -> Range | None:
+    """As verdict.json and its like have it; None where a number is missing."""
+    if not isinstance(body, dict):
+        return None
+    numbers = [body.get(name) for name in ("estimate", "low", "high")]
+    known = [one for one in numbers if is_number(one)]
+    return Range(*known) if len(known) == len(numbers) else None
+
+
+def interval_chart(found: Range, bound: float, bound_text: str, equal_text: str) -> Html:
+    """The difference's interval; where its lower end may not lie, below `bound`, is shaded."""
+    reach = [found.low, found.high, bound, 0.0]
+    pad = (max(reach) - min(reach) or 0.01) * 0.16
+    x = Axis(min(reach) - pad, max(reach) + pad, 12, _WIDTH - 12)
+    edge, low, centre, high = (x.at(value) for value in (bound, found.low, found.estimate, found.high))
+    parts = [
+        el("rect", x=0, y=_INTERVAL_TOP, width=px(edge), height=_FLOOR - _INTERVAL_TOP, class_="forbidden"),
+        svg_line(edge, _INTERVAL_TOP, edge, _FLOOR, "bound"),
+        svg_line(x.at(0.0), _INTERVAL_TOP, x.at(0.0), _FLOOR, "zero") if bound else None,
+        _whisker(low, centre, high, _MIDDLE, 10, 6),
+        label(centre, _MIDDLE - 16, signed(found.estimate), "value"),
+        label(min(max(edge, 60), _WIDTH - 60), 16, bound_text, "bound-label"),
+        svg_line(12, _FLOOR, _WIDTH - 12, _FLOOR, "axis"),
+        [
+            (
+                svg_line(x.at(value), _FLOOR, x.at(value), _FLOOR + 4, "axis"),
+                label(x.at(value), 108, _tick(value), "tick"),
+            )
+            for value in ticks(x.low, x.high, 6)
+        ],
+        label(min(max(x.at(0.0), 80), _WIDTH - 80), 124, equal_text, "tick foot"),
+    ]
+    text = (
+        f"difference {signed(found.estimate)}, interval {signed(found.low)} to {signed(found.high)}; "
+        f"its lower end must lie above {signed(bound)}"
+    )
+    return drawing("The difference and its interval", text, parts, _WIDTH, _HEIGHT, "wide")
+
+
+def shared_axis(ranges: Sequence[Range | None]) -> Axis | None:
+    """One scale for all rows of a table, with zero on it."""
+    ends = [end for one in ranges if one for end in (one.low, one.high)]
+    if not ends:
+        return None
+    low, high = min(*ends, 0.0), max(*ends, 0.0)
+    pad = (high - low) * 0.05 or 0.01
+    return Axis(low - pad, high + pad, 3, _SMALL_WIDTH - 3)
+
+
+def small_interval(found: Range | None, x: Axis | None) -> Html | None:
+    if found is None or x is None:
+        return None
+    middle, zero = _SMALL_HEIGHT / 2, x.at(0.0)
+    parts = [
+        svg_line(zero, 0, zero, _SMALL_HEIGHT, "zero"),
+        _whisker(x.at(found.low), x.at(found.estimate), x.at(found.high), middle, 4, 3),
+    ]
+    return drawing("Interval", interval_text(found), parts, _SMALL_WIDTH, _SMALL_HEIGHT, "small")
+
+
+def interval_text(found: Range | None) -> str:
+    if found is None:
+        return ""
+    if found.low == found.high:
+        return signed(found.estimate)
+    return f"{signed(found.estimate)} [{signed(found.low)}, {signed(found.high)}]"
+
+
+def _whisker(low: float, centre: float, high: float, y: float, cap: float, radius: float) -> list[Html]:
+    ends = [svg_line(end, y - cap, end, y + cap, "cap") for end in (low, high)]
+    return [
+        svg_line(low, y, high, y, "interval"),
+        *ends,
+        el("circle", cx=px(centre), cy=px(y), r=radius, class_="estimate"),
+    ]
+
+
+def _tick(value: float) -> str:
+    return f"{'+' if value > 1e-12 else ''}{tick_text(round(value, 10))}"

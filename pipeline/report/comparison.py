@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeline.compare import differing
-from pipeline.report.intervals import interval_chart, interval_text, range_of, shared_axis, small_interval
-from pipeline.report.overview import date, stamp
-from pipeline.spec.errors import PipelineError
-from pipeline.spec.facts import Body, Facts, is_number
-from pipeline.spec.html import Child, Html, el, table
-from pipeline.spec.run import Run
-from pipeline.spec.wording import number, seconds, signed
+from pipeline.contract.errors import PipelineError
+from pipeline.contract.facts import Body, Facts, is_number
+from pipeline.contract.html import Child, Html, el, number, seconds, signed, table
+from pipeline.contract.run import Run
+from pipeline.report.charts import interval_chart, interval_text, range_of, shared_axis, small_interval
+from pipeline.report.summary import date, stamp
 
 _PARTS = 40  # listed
 _HOUSE = "house:"  # parts of a key that are sources of ours
@@ -30,7 +29,7 @@ def paired(run: Run, facts: Facts, other: Run, others: Facts) -> Paired:
     """Two runs that were judged on the same test set can be compared on each sample."""
     if not facts.verdict or not others.verdict:
         return Paired(refused="one of the runs has not been judged")
-    from evaluate.against import against  # brings numpy, which most reports do without
+    from pipeline.evaluate.compare_runs import against  # brings numpy, which most reports do without
 
     try:
         found = against(run, other, run.config.evaluate)

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from pipeline.contract.errors import Interrupted, PipelineError, write_error
+from pipeline.contract.processes import watch_parent
 from pipeline.display import Display
-from pipeline.project import find_project
-from pipeline.spec import leash
-from pipeline.spec.errors import Interrupted, PipelineError, write_error
+from pipeline.history import find_project
 from pipeline.tune.record import read_study
-from pipeline.tune.worker import work
+from pipeline.tune.trial import work
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--errors", type=Path, required=True, help="where an error is left")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    leash.hold()
+    watch_parent()
     signal.signal(signal.SIGTERM, _leave)
     project = find_project(options.project)
     try:

@@ -7,16 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pipeline.checks.champion import PART
-from pipeline.history import History, now
-from pipeline.keys import parts_of
-from pipeline.project import Project
-from pipeline.spec.config import Config, override_config
-from pipeline.spec.digest import digest_mapping
-from pipeline.spec.errors import PipelineError
-from pipeline.spec.files import write_atomic
-from pipeline.spec.frozen import Frozen
-from pipeline.spec.run import Run, RunFile
+from pipeline.contract.config import Config, override_config
+from pipeline.contract.errors import PipelineError
+from pipeline.contract.files import digest_mapping, write_atomic
+from pipeline.contract.run import Run, RunFile
+from pipeline.contract.settings.section import Frozen
+from pipeline.data_checks.champion import PART
+from pipeline.history import History, Project, now
+from pipeline.plan import parts_of
 
 _CODE = ("task", "codec")  # searched, each choice is another file perhaps
 

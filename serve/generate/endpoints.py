@@ -8,21 +8,19 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from serve.asked import JSON, Answer, Asked, Flow, check_content, json_answer
-from serve.body import read
 from serve.canary import choose_by
-from serve.deadline import of_header
-from serve.generate import openai
-from serve.generate.detokenize import Detokenizer
-from serve.generate.openai import Choice, Reply
-from serve.generate.request import Completion, Conversation, completion, conversation
-from serve.generate.writing import Asking, Order, Piece, Writing
-from serve.refusal import Refusal, Unknown
+from serve.errors import Refusal, Unknown
+from serve.generate import openai_api
+from serve.generate.openai_api import Choice, Completion, Conversation, Reply, completion, conversation
+from serve.generate.sequence import Asking, Detokenizer, Order, Piece, Writing
+from serve.request_body import of_header, read
+from serve.routes import JSON, Answer, Asked, Flow, check_content, json_answer
 
 if TYPE_CHECKING:
-    from serve.generate.writer import Writer
-    from serve.model import OnnxPlane
-    from serve.served import Served
+    from serve.generate.model import Writer
+    from serve.model_version import ModelVersion
+    from serve.models import OnnxPlane
+
 
 TEXT = ("completions", "chat")  # kinds of routes that ask for texts
 _VERSION = re.compile(r"(?P<name>[^/]{1,200})/versions/(?P<version>[0-9A-Za-z]{1,64})")
@@ -37,12 +35,12 @@ class Texts:
 
     async def models(self, _: Asked) -> Answer:
         current = [one for one, is_current in self._plane.loaded() if is_current]
-        return json_answer(openai.models((one.name, one.writer.created) for one in current if one.writer))
+        return json_answer(openai_api.models((one.name, one.writer.created) for one in current if one.writer))
 
     async def model(self, asked: Asked) -> Answer:
         served = self._plane.served(asked.route.model, asked.route.version)
         asked.watch.served = served
-        return json_answer(openai.model(served.name, _writer(served).created))
+        return json_answer(openai_api.model(served.name, _writer(served).created))
 
     async def complete(self, asked: Asked) -> Answer | Flow:
         return await self._written(asked, completion)
@@ -75,7 +73,7 @@ class Texts:
         found = [one.max_body_bytes for one, _ in self._plane.loaded() if one.writer]
         return max(found, default=0) or max(one.max_body_bytes for one, _ in self._plane.loaded())
 
-    def _served(self, model: str, request_id: bytes) -> Served:
+    def _served(self, model: str, request_id: bytes) -> ModelVersion:
         """By its name, or one of its versions as `NAME/versions/2`; a canary gets its share of the former."""
         if found := _VERSION.fullmatch(model):
             return self._plane.served(found["name"], found["version"])
@@ -83,7 +81,7 @@ class Texts:
         return choose_by(served, request_id)
 
 
-def _writer(served: Served) -> Writer:
+def _writer(served: ModelVersion) -> Writer:
     if served.writer is None:
         raise Unknown(
             f"model {served.name!r} writes no texts; ask /v1/models/{served.name}:predict "
@@ -93,7 +91,7 @@ def _writer(served: Served) -> Writer:
 
 
 def _reply(
-    asked: Asked, served: Served, wanted: Completion | Conversation, order: Order, writings: list[Writing]
+    asked: Asked, served: ModelVersion, wanted: Completion | Conversation, order: Order, writings: list[Writing]
 ) -> Reply:
     prompts, language = writings[:: wanted.n], _writer(served).language
     before = [() if order.echo else one.prompt for one in writings]
@@ -149,4 +147,4 @@ async def _begun(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, No
 
 def _told(refusal: Refusal | None) -> bytes:
     """A failure in the middle of a stream."""
-    return openai.event(openai.failure(refusal))
+    return openai_api.event(openai_api.failure(refusal))

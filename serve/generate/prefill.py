@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from serve.generate.cache import Block
-from serve.generate.graph import Graph
+from serve.generate.kv_cache import Block, Graph
 from serve.generate.sampling import Likelihood
-from serve.generate.writing import Writing, prompt_likelihoods
+from serve.generate.sequence import Writing, prompt_likelihoods
 
 Array = np.ndarray[Any, Any]
 Prompt = tuple[int, ...]

@@ -1,14 +1,19 @@
 """One HTTP/1.1 connection: requests in, in order, within limits; each answer out in one write.
 
 uvicorn runs it in place of its own protocol. It needs no timers, no event and no second copy of the headers.
+
+What stands around the bodies of one connection: how much of it, and upgrades that nobody makes.
+
+The head of an HTTP request: how long it may be, what its target is, and how ASGI tells it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import urllib.parse
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -16,11 +21,9 @@ import httptools
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from serve.crowd import Outflow, make_room
-from serve.exchange import App, Exchange, refusal, scope_of, stamp_of
-from serve.gate import Gate
-from serve.http1 import head
-from serve.http1.around import Around
+from serve.http1.exchange import App, Exchange, connection_scope, refusal, stamp_of
+from serve.http1.limits import Outflow, make_room
+from serve.http1.load_shedding import Gate
 
 HEAD_SECONDS = 10.0  # for a head, from its first byte to its last
 BODY_SECONDS = 60.0  # for a body, likewise
@@ -70,7 +73,7 @@ class Connection(asyncio.Protocol):
         if not make_room(connections, self._most):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{len(connections)} connections are being served already")
         connections.add(self)
-        self._base = scope_of(self.transport)
+        self._base = connection_scope(self.transport)
         self._due = self.loop.time() + self._keep_alive_seconds
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
@@ -102,7 +105,7 @@ class Connection(asyncio.Protocol):
             return
         if self._head_is_open:
             self._head_bytes += len(data)
-            if too_long := head.why_too_long_already(self._head_bytes):
+            if too_long := why_too_long_already(self._head_bytes):
                 self._refuse(*too_long)
         elif (self._reading is not None or self._discarding) and (too_long := self._around.why_too_long(len(data))):
             self._refuse(*too_long)
@@ -147,10 +150,10 @@ class Connection(asyncio.Protocol):
         self._around.head(self._headers)
         size = self._head_bytes + self._fed
         self._head_is_open, self._head_bytes = False, 0
-        if too_long := head.why_too_long(self._url, self._headers, size):
+        if too_long := why_too_long(self._url, self._headers, size):
             self._refuse(*too_long)
             return
-        scope, keep_alive = head.scope_of(self._base, self._parser, self._url, self._headers)
+        scope, keep_alive = request_scope(self._base, self._parser, self._url, self._headers)
         keep_alive = keep_alive and not self._ending
         if self._gate is not None and self._gate.shut and keep_alive and self._turned_away(self._gate, scope):
             return
@@ -297,3 +300,99 @@ class Connection(asyncio.Protocol):
         if self._read_paused and not self.transport.is_closing():
             self._read_paused = False
             self.transport.resume_reading()
+
+
+_GET, _CONNECT = b"GET / HTTP/1.1\r\n", b"CONNECT"
+
+
+class Around:
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+        self.again = False  # the parser is told the end of a head for the second time, and nobody is to know
+        self._framing = b""  # how the body of the last request is told from what follows it, where it asks to upgrade
+        self._useful = False  # in what was read last there was an end of a head, or some of a body
+        self._useless_bytes = 0  # since then
+
+    def head(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """One came to its end."""
+        self._useful = True
+        if self._parser.should_upgrade() and self._parser.get_method() != _CONNECT:
+            framing = (b"content-length", b"transfer-encoding")
+            self._framing = b"".join([b"%b: %b\r\n" % pair for pair in headers if pair[0] in framing])
+
+    def body(self) -> None:
+        self._useful = True
+
+    @property
+    def upgrading(self) -> bool:
+        """The parser takes the request for whole, and is wrong: its body is still to come."""
+        return bool(self._framing)
+
+    def resume(self) -> None:
+        """The parser passes over the body of a request that asks for another protocol; here it is told of it again."""
+        if self._framing:
+            framing, self._framing = self._framing, b""
+            self.again = True
+            self._parser.feed_data(_GET + framing + b"\r\n")
+            self.again = False
+
+    def why_too_long(self, size: int) -> tuple[HTTPStatus, str] | None:
+        """After `size` bytes more that did not end a request: trailers and the like may not go on for ever."""
+        self._useless_bytes = 0 if self._useful else self._useless_bytes + size
+        self._useful = False
+        if self._useless_bytes <= MAX_BYTES:
+            return None
+        what = f"around the pieces of the body, or behind them, stand more than {MAX_BYTES} bytes"
+        return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, what
+
+
+MAX_BYTES = 32 << 10
+MAX_URL_BYTES = 8 << 10
+MAX_HEADERS = 128
+
+Pairs = Sequence[tuple[bytes, bytes]]
+
+
+def why_too_long(url: bytes, headers: Pairs, most: int) -> tuple[HTTPStatus, str] | None:
+    """`most` bytes were read of it, which spares counting those of a head that is short."""
+    if len(url) > MAX_URL_BYTES:
+        return HTTPStatus.REQUEST_URI_TOO_LONG, f"the URL is longer than {MAX_URL_BYTES} bytes"
+    if len(headers) > MAX_HEADERS or (
+        most > MAX_BYTES and sum(len(name) + len(value) for name, value in headers) > MAX_BYTES
+    ):
+        what = f"the head has more than {MAX_HEADERS} headers, or {MAX_BYTES} bytes of them"
+        return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, what
+    return None
+
+
+def why_too_long_already(size: int) -> tuple[HTTPStatus, str] | None:
+    """A head that is not whole yet is held in memory, so it is bounded before it is."""
+    if size <= MAX_BYTES + MAX_URL_BYTES:
+        return None
+    return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the head of the request is longer than {MAX_BYTES} bytes"
+
+
+def request_scope(base: Mapping[str, Any], parser: Any, url: bytes, headers: Pairs) -> tuple[dict[str, Any], bool]:
+    """`base` is what all requests of the connection have in common. And whether it goes on after this one."""
+    path, query = target(url)
+    text = path.decode("latin-1")
+    scope = {**base}
+    scope["method"] = parser.get_method().decode("latin-1")
+    scope["path"] = urllib.parse.unquote(text) if "%" in text else text
+    scope["raw_path"], scope["query_string"], scope["headers"] = path, query, headers
+    if (version := parser.get_http_version()) != "1.1":
+        scope["http_version"] = version
+        return scope, False
+    return scope, parser.should_keep_alive()
+
+
+def target(url: bytes) -> tuple[bytes, bytes]:
+    """The path and the query."""
+    if url.startswith(b"/"):
+        path, _, query = url.partition(b"?")
+        return path, query
+    try:  # of a client that takes us for a proxy
+        found = httptools.parse_url(url)
+    except httptools.HttpParserError:
+        return url, b""
+    return found.path or b"/", found.query or b""

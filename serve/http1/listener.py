@@ -14,9 +14,9 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from serve.crowd import most_connections
-from serve.gate import Gate
 from serve.http1.connection import Connection
+from serve.http1.limits import most_connections
+from serve.http1.load_shedding import Gate
 from serve.sockets import admit_no_more
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it

@@ -1,4 +1,9 @@
-"""The page for people at `GET /`: what the model is, how it does now, and a form that asks it something."""
+"""The page for people at `GET /`: what the model is, how it does now, and a form that asks it something.
+
+What the page's script works with: the form it shows, and the counters it polls.
+
+The model card as HTML: headings, paragraphs, lists, tables and code; anything else stays the text it is.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,20 @@ import base64
 import functools
 import hashlib
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
-from pipeline.spec.html import Child, Html, el, table
-from pipeline.spec.signature import TensorSpec
-from serve.model import OnnxPlane
-from serve.page.markdown import render as markdown
-from serve.page.page_data import embedded
-from serve.refusal import Headers
-from serve.served import Served
+import orjson
+
+from pipeline.contract.html import Child, Html, el, flat, table
+from pipeline.contract.signature import Generation, TensorSpec
+from serve.errors import Headers
+from serve.model_version import ModelVersion
+from serve.models import OnnxPlane
 
 _HERE = Path(__file__).resolve().parent
 _ICON = (
@@ -34,8 +41,8 @@ log = logging.getLogger(__name__)
 class Shown:
     """One model as it is at this moment; taken on the event loop, rendered off it."""
 
-    current: Served
-    versions: Sequence[Served]
+    current: ModelVersion
+    versions: Sequence[ModelVersion]
     others: Sequence[str]  # the names of the other models of this server
     ready: bool
 
@@ -117,7 +124,7 @@ def _top(shown: Shown) -> Html:
     )
 
 
-def _ask(served: Served) -> Html:
+def _ask(served: ModelVersion) -> Html:
     """Filled by the script, which knows what kind of form it is to be."""
     without = el("p", "This form needs JavaScript. Over HTTP: ", el("code", _path(served)), class_="muted")
     return el(
@@ -130,7 +137,7 @@ def _ask(served: Served) -> Html:
     )
 
 
-def _path(served: Served) -> str:
+def _path(served: ModelVersion) -> str:
     if served.writer is not None and not served.bundle.signature.codec:
         return "POST /openai/v1/completions"
     return f"POST /v1/models/{served.name}:predict"
@@ -157,7 +164,7 @@ def _live() -> Html:
     )
 
 
-def _signature(served: Served) -> Html:
+def _signature(served: ModelVersion) -> Html:
     signature = served.bundle.signature
     rows = [_tensor("in", spec) for spec in signature.inputs] + [_tensor("out", spec) for spec in signature.outputs]
     limits = f"At most {signature.limits.max_batch_size:,} instances and {signature.limits.max_body_bytes:,} bytes a request."  # fmt: skip  # noqa: E501
@@ -190,7 +197,7 @@ def _versions(shown: Shown) -> Html:
     return el("section", el("h2", "Versions"), table(("version", "bundle", "verdict", "role"), rows, numbers=False))
 
 
-def _role(one: Served, current: Served) -> str:
+def _role(one: ModelVersion, current: ModelVersion) -> str:
     canary = current.canary
     if canary is not None and one is canary.candidate:
         return f"canary: gets {canary.share:.0%} of the requests"
@@ -199,13 +206,15 @@ def _role(one: Served, current: Served) -> str:
     return f"at /versions/{one.version}"
 
 
-def _card(served: Served) -> Html | None:
+def _card(served: ModelVersion) -> Html | None:
     try:
         text = (served.bundle.path / "card.md").read_text(errors="replace")
     except OSError as error:  # as with the example
         log.warning("the page shows no card: %s", error)
         return None
-    return el("section", el("h2", "Model card"), el("div", markdown(text, level=3), class_="card"), class_="about")
+    return el(
+        "section", el("h2", "Model card"), el("div", render_markdown(text, level=3), class_="card"), class_="about"
+    )
 
 
 def _foot(shown: Shown) -> Html:
@@ -228,3 +237,178 @@ def _source(name: str) -> str:
     """What a content security policy calls this very text."""
     digest = hashlib.sha256(_text(name).encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+_MOST_EXAMPLE_BYTES = 256 << 10  # a larger one would make the page heavy; the signature is enough to make another
+
+
+def embedded(served: ModelVersion) -> str:
+    """JSON that no content can lead out of its element."""
+    told = {
+        "model": served.name,
+        "version": served.version,
+        "digest": served.bundle.digest,
+        "form": form(served),
+    }
+    text = orjson.dumps(told, default=str).decode()
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def form(served: ModelVersion) -> dict[str, Any]:
+    """What the page's form sends: instances through the codec where there is an example, words, or raw tensors."""
+    instances, tensors = _examples(served)
+    inputs = [
+        {"name": one.name, "datatype": one.datatype, "shape": one.shape} for one in served.bundle.signature.inputs
+    ]
+    drawing = served.predictor.drawing
+    if drawing is not None:
+        return {"kind": "drawing", "drawing": drawing.model_dump(), "examples": instances}
+    if instances:
+        return {"kind": "instances", "examples": instances}
+    if served.writer is not None:
+        return words(served.writer.language.generation)
+    return {"kind": "tensors", "examples": tensors, "inputs": inputs}
+
+
+def words(generation: Generation) -> dict[str, Any]:
+    """A text box: a message where the model knows conversations, else the beginning of a text."""
+    chat = bool(generation.template)
+    path = f"/openai/v1/{'chat/completions' if chat else 'completions'}"
+    return {
+        "kind": "words",
+        "examples": [],
+        "chat": chat,
+        "path": path,
+        "most": min(64, generation.positions_limit // 2),
+    }
+
+
+def _examples(served: ModelVersion) -> tuple[list[Any], list[Any]]:
+    """The golden instances, and the first golden row as the body of an inference; empty where too large to carry."""
+    try:
+        golden = served.bundle.golden()
+    except OSError as error:  # the bundle's folder may go once it is loaded; the service lives on, and so does its page
+        log.warning("the page shows no example: %s", error)
+        return [], []
+    arrays = {name: array[:1] for name, array in golden.inputs.items()}
+    if sum(array.size for array in arrays.values()) > _MOST_EXAMPLE_BYTES // 4:
+        return _within(golden.instances), []
+    specs = {spec.name: spec for spec in served.bundle.signature.inputs}
+    inputs = [
+        {"name": name, "shape": list(array.shape), "datatype": specs[name].datatype, "data": array.ravel().tolist()}
+        for name, array in arrays.items()
+    ]
+    return _within(golden.instances), _within([{"inputs": inputs}])
+
+
+def _within(examples: Sequence[Any]) -> list[Any]:
+    """As many of them as the page can carry."""
+    found, size = [], 0
+    for one in examples:
+        size += len(orjson.dumps(one, default=str))
+        if size > _MOST_EXAMPLE_BYTES:
+            break
+        found.append(one)
+    return found
+
+
+def counters(models: Sequence[tuple[ModelVersion, bool]], *, ready: bool) -> dict[str, Any]:
+    """The counters as the script polls them; rates and quantiles are differences of two of these."""
+    return {"ready": ready, "models": [_counted(one, current) for one, current in models]}
+
+
+def _counted(served: ModelVersion, current: bool) -> dict[str, Any]:
+    series = served.series
+    series.count()
+    histograms = list(series.seconds.values())
+    refused = sum(count for (_, code), count in series.requests.items() if code not in (200, "OK"))
+    return {
+        "model": served.name,
+        "version": served.version,
+        "current": current,
+        "digest": served.bundle.digest,
+        "requests": sum(series.requests.values()),
+        "failed": refused,
+        "seconds": [sum(counts) for counts in zip(*(one.counts for one in histograms), strict=True)],
+        "bounds": list(histograms[0].bounds) if histograms else [],
+        "batches": series.batch_rows.count,
+        "rows": series.batch_rows.total,
+        "waiting": served.batcher.waiting,
+    }
+
+
+_INLINE = re.compile(
+    r"`(?P<code>[^`]+)`|\*\*(?P<strong>[^*]+)\*\*|\*(?P<em>[^*\s][^*]*)\*"
+    r"|\[(?P<text>[^\]]+)\]\((?P<link>https?://[^\s()<>]+)\)"
+)
+_RULE = re.compile(r"\|?(\s*:?-+:?\s*\|)*\s*:?-+:?\s*\|?")
+_DEEPEST = 6
+
+
+def render_markdown(text: str, level: int = 2) -> Html:
+    """`level`: what a heading of the first rank becomes on the page around it."""
+    return flat(_blocks(text.splitlines(), level))
+
+
+def _blocks(lines: Sequence[str], level: int) -> Iterator[Html]:
+    place = 0
+    while place < len(lines):
+        kind = _kind(lines[place])
+        end = place + 1
+        if kind == "code":
+            while end < len(lines) and _kind(lines[end]) != "code":
+                end += 1
+            yield el("pre", el("code", "\n".join(lines[place + 1 : end])))
+            end += 1
+        elif kind == "heading":
+            yield _heading(lines[place], level)
+        else:
+            while end < len(lines) and _kind(lines[end]) == kind:
+                end += 1
+            if kind:
+                yield _block(kind, lines[place:end])
+        place = end
+
+
+def _kind(line: str) -> str:
+    bare = line.strip()
+    if bare.startswith("```"):
+        return "code"
+    if re.match(r"#{1,6} ", bare):
+        return "heading"
+    if re.match(r"[-*] ", bare):
+        return "list"
+    return "table" if bare.startswith("|") else "paragraph" if bare else ""
+
+
+def _heading(line: str, level: int) -> Html:
+    marks, _, text = line.strip().partition(" ")
+    return el(f"h{min(level + len(marks) - 1, _DEEPEST)}", inline(text))
+
+
+def _block(kind: str, lines: Sequence[str]) -> Html:
+    if kind == "list":
+        return el("ul", [el("li", inline(line.strip()[2:])) for line in lines])
+    if kind == "table":
+        rows = [_cells(line) for line in lines if not _RULE.fullmatch(line.strip())]
+        return table(rows[0], rows[1:], numbers=False) if rows else Html("")
+    return el("p", inline(" ".join(line.strip() for line in lines)))
+
+
+def _cells(line: str) -> list[Html]:
+    return [inline(cell.strip()) for cell in line.strip().strip("|").split("|")]
+
+
+def inline(text: str) -> Html:
+    """What stands between the marks is escaped like all else."""
+    parts: list[Child] = []
+    place = 0
+    for found in _INLINE.finditer(text):
+        parts.append(text[place : found.start()])
+        place = found.end()
+        if found["link"]:
+            parts.append(el("a", found["text"], href=found["link"], rel="noopener noreferrer"))
+        else:
+            kind = found.lastgroup or ""
+            parts.append(el(kind, found[kind]))
+    return flat(*parts, text[place:])

@@ -12,8 +12,8 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from pipeline.spec.errors import InvalidPayload
-from pipeline.spec.signature import NUMPY_TYPES, Signature
+from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import NUMPY_TYPES, Signature
 from serve.protocol.validate import check_bytes, check_names, check_outputs, check_shapes, shown
 from serve.runtime import bfloat16
 

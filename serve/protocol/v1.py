@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pipeline.spec.errors import InvalidPayload
-from serve.protocol.jsonobject import parse_object
+from pipeline.contract.errors import InvalidPayload
+from serve.protocol.v2_json import parse_object
 from serve.runtime.predictor import Predictor
 
 

@@ -1,4 +1,9 @@
-"""The Open Inference Protocol over REST: JSON, and JSON followed by raw tensors (the binary data extension)."""
+"""The Open Inference Protocol over REST: JSON, and JSON followed by raw tensors (the binary data extension).
+
+Texts over the Open Inference Protocol: instances and predictions as tensors of BYTES, through the codec as in V1.
+
+A model has it whose golden instances are texts. Whoever sends the tensors of the graph is answered with tensors still.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from pipeline.spec.errors import InvalidPayload
-from serve.deadline import of_parameter
-from serve.protocol import flatjson, spoken
-from serve.protocol.form import Output, flag, read
+from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import Signature, TensorSpec
+from serve.protocol import v2_json
 from serve.protocol.tensors import Array, Request, Tensor, Wish, refuse_parameters, to_raw
+from serve.protocol.v2_json import Output, flag, read_v2_json
+from serve.request_body import of_parameter
 from serve.runtime.predictor import Predictor
 
 LENGTH_HEADER = "inference-header-content-length"
@@ -50,13 +56,13 @@ class Call:
         return self.request.id
 
     def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
-        found = spoken.read(self.request, predictor)
+        found = read_texts(self.request, predictor)
         self._wishes, self._count = found.wishes, found.texts
         return found.arrays, found.names
 
     def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Answer:
         identity = {"model_name": self._model, "model_version": version, "id": self.request.id}
-        return render(identity, self._wishes, *spoken.given(self._count, outputs, predictor))
+        return render(identity, self._wishes, *given(self._count, outputs, predictor))
 
 
 def _is_quick(body: bytes, length_header: str | None) -> bool:
@@ -64,7 +70,7 @@ def _is_quick(body: bytes, length_header: str | None) -> bool:
         return True
     if length_header is not None:
         return len(length_header) < 5
-    return len(body) < _QUICK_FLAT_BYTES and flatjson.likely(body)
+    return len(body) < _QUICK_FLAT_BYTES and v2_json.is_flat_json(body)
 
 
 def parse(body: bytes, length_header: str | None, model: str = "") -> Request:
@@ -73,7 +79,7 @@ def parse(body: bytes, length_header: str | None, model: str = "") -> Request:
     kserve's client names the model in the body too, which must then be the one its URL names.
     """
     split = len(body) if length_header is None else _json_length(length_header, len(body))
-    form = read(body if split == len(body) else body[:split])
+    form = read_v2_json(body if split == len(body) else body[:split])
     if form.model_name and form.model_name != model:
         raise InvalidPayload(f"model_name: {form.model_name[:128]!r} is not {model!r}, which the URL names")
     binary = False
@@ -139,3 +145,55 @@ def _wish(one: Output, where: str, binary: bool) -> Wish:
         refuse_parameters(one.parameters, where)
         binary = flag(one.parameters, "binary_data", f"{where}.parameters", default=binary)
     return Wish(one.name, binary)
+
+
+INSTANCES, PREDICTIONS = "instances", "predictions"
+_DATATYPES = {PREDICTIONS: "BYTES"}
+
+
+class Read(NamedTuple):
+    """What is run for a request, and what its answer is made of."""
+
+    arrays: Mapping[str, Array]
+    names: Sequence[str]  # of the outputs the model is asked for
+    wishes: Sequence[Wish]
+    texts: int = 0  # how many came
+
+
+def signature_of(signature: Signature, instances: Sequence[Any]) -> Signature | None:
+    """What is taken and given beside the graph's own tensors, if the codec's instances are texts."""
+    if not instances or not all(isinstance(one, str) for one in instances) or INSTANCES in signature.input_specs:
+        return None
+    return Signature(
+        inputs=(TensorSpec(name=INSTANCES, datatype="BYTES", shape=("batch",)),),
+        outputs=(TensorSpec(name=PREDICTIONS, datatype="BYTES", shape=("batch",)),),
+        codec=signature.codec,
+        limits=signature.limits,
+        runtime=signature.runtime,
+    )
+
+
+def read_texts(request: Request, predictor: Predictor) -> Read:
+    spoken = predictor.spoken
+    if spoken is None or [one.name for one in request.inputs] != [INSTANCES]:
+        wishes = request.wishes(predictor.signature)
+        return Read(request.arrays(predictor.signature), [wish.name for wish in wishes], wishes)
+    texts = request.arrays(spoken)[INSTANCES].tolist()
+    return Read(predictor.decode(texts), predictor.session.outputs, request.wishes(spoken), len(texts))
+
+
+def given(
+    count: int, outputs: Mapping[str, Array], predictor: Predictor
+) -> tuple[Mapping[str, Array], Mapping[str, str]]:
+    """The tensors of the answer and their datatypes; a prediction that is no text is one in JSON, as V1 writes it."""
+    if not count:
+        return outputs, predictor.datatypes
+    found = np.empty(count, object)
+    found[:] = [_text(one) for one in predictor.encode(outputs, count)]
+    return {PREDICTIONS: found}, _DATATYPES
+
+
+def _text(prediction: Any) -> str:
+    if isinstance(prediction, str):
+        return prediction
+    return orjson.dumps(prediction, option=orjson.OPT_SERIALIZE_NUMPY).decode()

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.spec.errors import InvalidPayload
-from pipeline.spec.generation import Generation
-from pipeline.spec.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
-from serve.refusal import TooLarge
+from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import NUMPY_TYPES, Generation, Limits, Signature, TensorSpec
+from serve.errors import TooLarge
 
 _ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in NUMPY_TYPES.items()}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.spec.errors import ResourceError
+from pipeline.contract.errors import ResourceError
 from serve.runtime import bfloat16
 
 _METADATA_ONLY = ("Shape", "Size")  # they read how large a tensor is, never what it holds

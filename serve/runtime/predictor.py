@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.codec import FILES, Codec, load_codec
-from pipeline.spec.errors import BundleError, InvalidPayload
-from pipeline.spec.page import Drawing, drawing_of
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.codec import FILES, Codec, load_codec
+from pipeline.contract.errors import BundleError, InvalidPayload
+from pipeline.contract.signature import Drawing, drawing_of
 from serve.protocol.validate import check_arrays
 from serve.runtime.session import Session
 
 if TYPE_CHECKING:
-    from pipeline.spec.signature import Signature
-    from serve.generate.writer import Words
+    from pipeline.contract.signature import Signature
+    from serve.generate.model import Words
+
 
 Array = np.ndarray[Any, Any]
 

@@ -1,4 +1,7 @@
-"""One ONNX Runtime session over a verified bundle: where it runs, and that it is the model the signature describes."""
+"""One ONNX Runtime session over a verified bundle: where it runs, and that it is the model the signature describes.
+
+One run with its tensors bound to a device's memory: each input goes there once, the outputs come back once.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import numpy as np
 import onnxruntime
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.cuda import why_no_cuda
-from pipeline.spec.errors import BundleError, InvalidPayload, ResourceError
-from pipeline.spec.signature import TensorSpec
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import BundleError, InvalidPayload, ResourceError
+from pipeline.contract.processes import why_no_cuda
+from pipeline.contract.signature import TensorSpec
 from serve.logs import told
-from serve.runtime import bfloat16, binding, placement
+from serve.runtime import bfloat16, placement
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 Array = np.ndarray[Any, Any]
@@ -52,7 +55,7 @@ class Session:
         if self.fallback:
             where = told(provider=self.provider, wanted=wanted)
             log.warning("the provider that was wished for is not used: %s", self.fallback, extra=where)
-        self._device = "cuda" if self.provider == CUDA and binding.suits(self._session) else ""
+        self._device = "cuda" if self.provider == CUDA and suits(self._session) else ""
         self._bfloat16 = bfloat16.concerns(self._session)
         _agree(bundle, "input", bundle.signature.inputs, self._session.get_inputs())
         _agree(bundle, "output", bundle.signature.outputs, self._session.get_outputs())
@@ -73,7 +76,7 @@ class Session:
             if self._bfloat16:
                 values = bfloat16.run(self._session, names, inputs)
             elif self._device:
-                values = binding.run(self._session, names, inputs, self._device)
+                values = run(self._session, names, inputs, self._device)
             else:
                 values = self._session.run(names, dict(inputs))
         except InvalidArgument as error:  # names, types and shapes were checked, so it is the values: the client's
@@ -90,7 +93,7 @@ class Session:
         self, inputs: Mapping[str, Any], read: Sequence[str], kept: Sequence[str]
     ) -> tuple[list[Array], list[Any]]:
         """Arrays of the outputs that are `read`; those `kept` are what the next run may take as inputs."""
-        return binding.keep(self._session, inputs, read, kept, self.device)
+        return keep(self._session, inputs, read, kept, self.device)
 
 
 def choose_providers(wanted: Provider, no_cuda: str) -> tuple[list[str], str]:
@@ -177,3 +180,40 @@ def _difference(place: str, spec: TensorSpec, node: Any) -> str:
         if isinstance(found, int) and found != said:  # the model may be freer than the signature, never stricter
             return f"{place}, axis {axis} is {found}, the signature says {said}"
     return ""
+
+
+def suits(session: Any) -> bool:
+    """Whether all tensors can be bound; ONNX Runtime binds no texts."""
+    return all(node.type != "tensor(string)" for node in (*session.get_inputs(), *session.get_outputs()))
+
+
+def run(session: Any, outputs: Sequence[str], inputs: Mapping[str, Array], device: str) -> list[Array]:
+    """The outputs in their order. A binding of its own for each run, so that several threads may run at once."""
+    bound = session.io_binding()
+    for name, array in inputs.items():
+        bound.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
+    for name in outputs:  # without a shape: ONNX Runtime allocates it when it knows how large it is
+        bound.bind_output(name, device, 0)
+    try:
+        session.run_with_iobinding(bound)
+    except RuntimeError:  # of whatever kind it was: a plain run tells whether the values or we are to blame
+        return list(session.run(list(outputs), dict(inputs)))
+    return list(bound.copy_outputs_to_cpu())
+
+
+def keep(
+    session: Any, inputs: Mapping[str, Any], read: Sequence[str], kept: Sequence[str], device: str
+) -> tuple[list[Array], list[Any]]:
+    """One run that reads tensors of an earlier one: those `read` come as arrays, those `kept` stay on the device."""
+    bound = session.io_binding()
+    for name, value in inputs.items():
+        if isinstance(value, np.ndarray):
+            value = onnxruntime.OrtValue.ortvalue_from_numpy(value, device, 0)
+        bound.bind_ortvalue_input(name, value)
+    for name in read:
+        bound.bind_output(name, "cpu", 0)
+    for name in kept:
+        bound.bind_output(name, device, 0)
+    session.run_with_iobinding(bound)
+    values = list(bound.get_outputs())
+    return [value.numpy() for value in values[: len(read)]], values[len(read) :]

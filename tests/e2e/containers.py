@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.service import any_port, request
+from pipeline.service.process import any_port, request
 
 from .walker import wait_for
 

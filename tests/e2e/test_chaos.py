@@ -16,7 +16,7 @@ STATEFUL = (
 # An order of samples that is one step behind after a resume.
 BEHIND = (
     "class Sides:",
-    """from train.order import Order
+    """from train.batch_order import Order
 
 batch_of = Order.batch
 if list(Path.cwd().glob("runs/chaos/*/*/train.partial/ledger.jsonl")):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.runs import all_runs
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.run import all_runs
 
 from ..k8s.api_server import Answer, ApiServer
 from .walker import Walker

@@ -15,13 +15,10 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from k8s.reference import parse
-from k8s.registry import Repository
-from pipeline.service import request
-from pipeline.smoke import check_golden
-from pipeline.spec.bundle import open_bundle
-from pipeline.spec.run import Run
-from pipeline.spec.runs import all_runs
+from k8s.images.registry import Repository, parse
+from pipeline.contract.bundle import open_bundle
+from pipeline.contract.run import Run, all_runs
+from pipeline.service.process import check_golden, request
 
 from .containers import BASE, Containers, megabytes, registry, wheel_for_cpu, why_not
 from .walker import Walker, free_pair, wait_for
@@ -184,11 +181,11 @@ def test_every_step_runs_in_the_training_image(containers: Containers, walker: W
 
 
 STEPS = {
-    "prepare": "pipeline.prepare",
-    "train": "pipeline.node",
-    "evaluate": "evaluate",
+    "prepare": "pipeline.steps.prepare",
+    "train": "pipeline.training.node",
+    "evaluate": "pipeline.evaluate",
     "export": "export",
-    "package": "pipeline.package",
+    "package": "pipeline.steps.package",
 }
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.service import any_port
-from pipeline.spec.pretrained import INDEX
-from pipeline.spec.runs import all_runs
-from pipeline.spec.sources import HOUSE
+from pipeline.contract.pretrained import INDEX
+from pipeline.contract.run import all_runs
+from pipeline.contract.sources import HOUSE
+from pipeline.service.process import any_port
 
 from .test_docs import blocks
 from .walker import PIPE, Walker, environment, wait_for

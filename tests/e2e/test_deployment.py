@@ -11,11 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.service import Live, read_live, request
-from pipeline.spec.access import Access
-from pipeline.spec.registry import read_registry
-from pipeline.spec.run import Run
-from pipeline.spec.runs import all_runs
+from pipeline.contract.registry import read_registry
+from pipeline.contract.run import Run, all_runs
+from pipeline.contract.settings.access import Access
+from pipeline.service.process import Live, read_live, request
 
 from ..serve import certificates
 from .walker import Walker, processes_of, wait_for

@@ -14,9 +14,9 @@ import yaml
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from pipeline.spec.config import parse_config
-from pipeline.spec.run import STEPS
-from pipeline.spec.sources import HOUSE
+from pipeline.contract.config import parse_config
+from pipeline.contract.run import STEPS
+from pipeline.contract.sources import HOUSE
 
 from .walker import PIPE, Walker, environment
 

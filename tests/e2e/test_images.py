@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import json
 
-from k8s.oci import Layout
-from pipeline.spec.run import Run
+from k8s.images.oci_layout import Layout
+from pipeline.contract.run import Run
 
 from .walker import Walker
 

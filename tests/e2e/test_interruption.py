@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from pipeline.spec.run import Run
+from pipeline.contract.run import Run
 
 from .walker import PIPE, Walker, processes_of, wait_for, workers_of
 

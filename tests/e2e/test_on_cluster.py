@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.runs import all_runs
+from pipeline.contract.run import all_runs
 
 from ..k8s.api_server import ApiServer
 from ..k8s.played import Played
@@ -79,7 +79,7 @@ def test_a_step_on_the_cluster_is_a_step_like_any_other(api: ApiServer, walker: 
     run = walker.latest
     record = run.read().steps["prepare"]
     assert record.status == "done"
-    assert list(record.argv) == ["python", "-m", "pipeline.prepare", f"runs/{run.id}"]
+    assert list(record.argv) == ["python", "-m", "pipeline.steps.prepare", f"runs/{run.id}"]
     assert record.outputs
     assert run.log("prepare").read_text()
     assert not [path for path in api.objects if "/jobs/" in path or "/services/" in path]

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.node import sentence
-from pipeline.spec.attempts import Event, story
-from pipeline.spec.failure import ending
-from pipeline.spec.restarts import Stop, told
-from pipeline.spec.sources import HOUSE
-from train.standstill import Doing, Report, Standstill
-from train.standstill import sentence as standstill
+from pipeline.contract.attempts import Event, Stop, story, told
+from pipeline.contract.processes import ending
+from pipeline.contract.sources import HOUSE
+from pipeline.training.node import sentence
+from train.hang_report import Doing, Report, Standstill
+from train.hang_report import sentence as standstill
 
 DOCUMENT = HOUSE / "docs" / "operations.md"
 KILLED = ending("rank 1 on node1", -9)

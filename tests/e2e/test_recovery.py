@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.service import any_port
-from pipeline.spec.attempts import read_story
-from pipeline.spec.run import Run
+from pipeline.contract.attempts import read_story
+from pipeline.contract.run import Run
+from pipeline.service.process import any_port
 
 from .walker import PIPE, Walker, called, environment, processes_of, wait_for, workers_of
 
@@ -46,10 +46,10 @@ def test_a_killed_worker_agent_and_node_cost_nothing(copied: Walker, expected: b
         run = until_held(copied, known)
         workers_of(run)[-1].kill()
         wait_for(lambda: len(read_story(run.path).attempts) == 2)
-        called(run, "train.agent")[0].kill()
+        called(run, "train.elastic.agent")[0].kill()
         wait_for(lambda: len(read_story(run.path).attempts) == 3)
         wait_for(lambda: "(2 of 3 without" in run.log("train").read_text())
-        called(run, "pipeline.node")[0].kill()
+        called(run, "pipeline.training.node")[0].kill()
         wait_for(lambda: len(read_story(run.path).attempts) == 4)
         let_go(copied)
         _, said = pipe.communicate(timeout=90)

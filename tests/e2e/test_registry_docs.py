@@ -12,11 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from pipeline.spec.bundle import open_bundle, write_manifest
-from pipeline.spec.digest import digest_file, digest_mapping
-from pipeline.spec.files import write_json
-from pipeline.spec.run import Run
-from pipeline.spec.sources import HOUSE
+from pipeline.contract.bundle import open_bundle, write_manifest
+from pipeline.contract.files import digest_file, digest_mapping, write_json
+from pipeline.contract.run import Run
+from pipeline.contract.sources import HOUSE
 
 from .walker import Walker
 

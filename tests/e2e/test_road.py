@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.run import STEPS, Run
-from pipeline.spec.runs import all_runs
+from pipeline.contract.run import STEPS, Run, all_runs
 
 from .walker import PIPE, Walker, environment
 

@@ -9,9 +9,9 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from pipeline.spec.bundle import Ancestors, write_manifest
-from pipeline.spec.digest import digest_file
-from pipeline.spec.runs import all_runs
+from pipeline.contract.bundle import Ancestors, write_manifest
+from pipeline.contract.files import digest_file
+from pipeline.contract.run import all_runs
 
 from .walker import Walker, environment, free_pair
 

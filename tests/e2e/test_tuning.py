@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+from pipeline.contract.run import Run
 from pipeline.history import load_history
-from pipeline.spec.run import Run
 
 from .walker import PIPE, Walker, environment, processes_of, wait_for
 

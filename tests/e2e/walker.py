@@ -18,9 +18,8 @@ from typing import Any
 import psutil
 import yaml
 
-from pipeline.service import any_port, end, read_live, request
-from pipeline.spec.run import Run
-from pipeline.spec.runs import all_runs
+from pipeline.contract.run import Run, all_runs
+from pipeline.service.process import any_port, end, read_live, request
 
 TINY = Path(__file__).resolve().parents[1] / "project"
 PIPE = (sys.executable, "-m", "pipeline")

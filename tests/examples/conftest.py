@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.spec.plugin import load_class
+from pipeline.contract.task import load_class
 
 DEEPSEEK = Path(__file__).resolve().parents[2] / "examples" / "deepseek"
 TEXTS = {

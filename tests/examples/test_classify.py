@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.spec.data import Samples, forward
-from pipeline.spec.errors import ConfigError, InvalidPayload
-from pipeline.spec.plugin import load_class
-from pipeline.spec.task import Classifier, HasBaseline, HasExample
-from pipeline.spec.weights import load_weights, save_weights
+from pipeline.contract.data import Samples, forward
+from pipeline.contract.errors import ConfigError, InvalidPayload
+from pipeline.contract.task import Classifier, HasBaseline, HasExample, load_class
+from pipeline.contract.weights import load_weights, save_weights
 
 from .conftest import DEEPSEEK
 

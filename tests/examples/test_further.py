@@ -12,13 +12,13 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from export.language import convert_language, generation_of
-from pipeline.spec.data import Samples, forward
-from pipeline.spec.plugin import load_class
-from pipeline.spec.pretrained import open_pretrained
-from pipeline.spec.sections import Export
-from pipeline.spec.weights import save_weights
-from train.pretrained.beginning import fitted
+from export.language_model import convert_language, generation_of
+from pipeline.contract.data import Samples, forward
+from pipeline.contract.pretrained import open_pretrained
+from pipeline.contract.settings.stages import Export
+from pipeline.contract.task import load_class
+from pipeline.contract.weights import save_weights
+from train.pretrained.load import fitted
 
 from .conftest import DEEPSEEK, Module, smallest
 

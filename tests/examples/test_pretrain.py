@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.spec.data import Samples, bare, forward, named
-from pipeline.spec.errors import DataError, InvalidPayload
-from pipeline.spec.packing import one_a_row, pack
-from pipeline.spec.plugin import load_class
+from pipeline.contract.data import Samples, bare, forward, named, one_a_row, pack
+from pipeline.contract.errors import DataError, InvalidPayload
+from pipeline.contract.task import load_class
 
 from .conftest import DEEPSEEK, TEXTS, Module
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.convert import Written, convert
-from pipeline.spec.data import Samples, open_split
-from pipeline.spec.sections import Export
-from pipeline.spec.task import Task
+from export.to_onnx import Written, convert
+from pipeline.contract.data import Samples, open_split
+from pipeline.contract.settings.stages import Export
+from pipeline.contract.task import Task
 
 COUNT = 23  # no batch size divides it
 

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.convert import tensor_specs
 from export.parity import judged_by, open_session, run
-from export.proof import Proven, prove
-from pipeline.spec.data import Samples, open_split
-from pipeline.spec.generation import Generation, Prompting
-from pipeline.spec.greedy import Decoder
-from pipeline.spec.sections import Export
+from export.to_onnx import tensor_specs
+from export.verify import Proven, prove
+from pipeline.contract.data import Samples, open_split
+from pipeline.contract.golden import Decoder
+from pipeline.contract.settings.stages import Export
+from pipeline.contract.signature import Generation, Prompting
 
 WORDS, COUNT, LENGTH, POSITIONS = 61, 9, 11, 40
 MASKED = ("input_ids", "attention_mask")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from export.bundle import Said
-from export.proof import prove
-from pipeline.spec.data import open_split
-from pipeline.spec.errors import StageError
-from pipeline.spec.sections import Export
+from export.verify import prove
+from pipeline.contract.data import open_split
+from pipeline.contract.errors import StageError
+from pipeline.contract.settings.stages import Export
 
 from .languages import MASKED, POSITIONS, Language, Masked, Text, causal, make
 

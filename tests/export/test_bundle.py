@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,10 @@ import numpy as np
 import pytest
 
 from export import bundle
-from export.bundle import Said
-from export.golden import check_decoded
-from pipeline.spec.config import Config
-from pipeline.spec.errors import ConfigError
-from pipeline.spec.limits import SEALED
-from pipeline.spec.signature import TensorSpec
+from export.bundle import Said, check_decoded, check_requirements
+from pipeline.contract.config import Config
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.signature import SEALED, TensorSpec
 from tests.serve.odd import slow
 
 SPECS = (TensorSpec(name="x", datatype="FP32", shape=("batch", 4)),)
@@ -66,3 +65,37 @@ def test_the_words_of_the_service_that_concern_the_model_travel_in_its_bundle(tm
     config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "serve": words})
     signature = bundle._signature(slow(tmp_path / "bundle"), config, Said(axes={"sequence": 9}))
     assert signature.limits.model_dump() | signature.runtime.model_dump() == {**words, "axes": {"sequence": 9}}
+
+
+REFERENCE = "some_codec.py:Codec"
+
+
+def write(root: Path, *imports: str) -> Path:
+    (root / "some_codec.py").write_text("\n".join(imports) + "\n\n\nclass Codec: ...\n")
+    return root
+
+
+def test_declared_packages_are_pinned_as_installed_here(tmp_path: Path) -> None:
+    root = write(
+        tmp_path, "import json", "import numpy", "import yaml", "from pipeline.contract.signature import Drawing"
+    )
+    assert check_requirements(REFERENCE, root, ("PyYAML>=6",)) == (f"pyyaml=={metadata.version('pyyaml')}",)
+    assert check_requirements(REFERENCE, write(tmp_path, "import numpy"), ()) == ()
+
+
+@pytest.mark.parametrize(
+    ("imported", "declared", "sentence"),
+    [
+        ("yaml", (), r'imports yaml, which the service does not install; declare it .* requires = \("pyyaml",\)'),
+        ("no_such_thing", (), "imports no_such_thing, which the service does not install"),
+        ("numpy", ("no-such-thing",), "needs no-such-thing, which is not installed here"),
+        ("yaml", ("pyyaml<1",), "needs pyyaml<1, but .* is installed here"),
+        ("numpy", ("torch",), "`requires` has torch, which no service of ours carries"),
+        ("numpy", ("not a name",), "`requires` has 'not a name'; write a package's name"),
+    ],
+)
+def test_what_the_service_could_not_import_is_refused(
+    tmp_path: Path, imported: str, declared: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_requirements(REFERENCE, write(tmp_path, f"import {imported}"), declared)

@@ -16,12 +16,12 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from export.convert import convert
-from export.proof import Subject, held, said_of_samples
-from export.runtime import fit_runtime
-from pipeline.spec.data import open_split
-from pipeline.spec.errors import StageError
-from pipeline.spec.sections import Export
+from export.optimize import fit_runtime
+from export.to_onnx import convert
+from export.verify import Subject, held, said_of_samples
+from pipeline.contract.data import open_split
+from pipeline.contract.errors import StageError
+from pipeline.contract.settings.stages import Export
 
 from .conftest import COUNT, Classes
 

@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 
 from export.__main__ import export
-from pipeline.spec.bundle import open_bundle
-from pipeline.spec.companions import FOLDER, companions_in
-from pipeline.spec.digest import digest_file
-from pipeline.spec.files import write_json
-from pipeline.spec.run import Run, RunFile
-from pipeline.spec.weights import save_weights
+from pipeline.contract.bundle import open_bundle
+from pipeline.contract.files import digest_file, write_json
+from pipeline.contract.run import Run, RunFile
+from pipeline.contract.task import FOLDER, companions_in
+from pipeline.contract.weights import save_weights
 from pipeline.verify import verify_bundle
 
 from .languages import WORDS, causal, tokenizer
 
 TASK = """
 import numpy as np
-from pipeline.spec.generation import Prompting
+from pipeline.contract.signature import Prompting
 from tests.export.languages import COUNT, LENGTH, WORDS, causal
 
 

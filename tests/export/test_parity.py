@@ -11,9 +11,9 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 from export.parity import Comparison, compare, require_equal, verify
-from pipeline.spec.data import Samples
-from pipeline.spec.errors import StageError
-from pipeline.spec.sections import Export
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import StageError
+from pipeline.contract.settings.stages import Export
 
 from .conftest import COUNT, Classes, Exported, Exporter, Small, linear, pairs
 

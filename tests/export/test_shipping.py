@@ -9,9 +9,9 @@ from typing import Any
 import onnx
 
 from export.__main__ import export
-from pipeline.spec.bundle import open_bundle
-from pipeline.spec.digest import digest_file
-from pipeline.spec.errors import StageError
+from pipeline.contract.bundle import open_bundle
+from pipeline.contract.errors import StageError
+from pipeline.contract.files import digest_file
 from pipeline.verify import verify_bundle
 
 from .test_step import CODEC, TASK, judged, refusal

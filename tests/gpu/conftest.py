@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.spec.config import parse_config
-from pipeline.spec.data import Samples
-from pipeline.spec.rank import Rank
-from train.group import Group
-from train.seeding import be_deterministic
+from pipeline.contract.config import parse_config
+from pipeline.contract.data import Samples
+from pipeline.contract.processes import Rank
+from train.optim import be_deterministic
+from train.process_group import Group
 from train.trainer import Trainer
 
 

@@ -8,8 +8,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.spec.cuda import why_no_cuda
-from serve.runtime import binding, placement
+from pipeline.contract.processes import why_no_cuda
+from serve.runtime import placement, session
 
 NO_CUDA = why_no_cuda(onnxruntime.get_available_providers())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA or "-")]
@@ -61,4 +61,4 @@ def test_tensors_bound_to_the_gpu_answer_as_the_cpu_does(tmp_path: Path) -> None
     image = np.random.default_rng(1).random((5, 1, 8, 8)).astype(np.float32)
     on_gpu = onnxruntime.InferenceSession(path, providers=[CUDA, CPU])
     expected = onnxruntime.InferenceSession(path, providers=[CPU]).run(None, {"x": image})[0]
-    np.testing.assert_allclose(binding.run(on_gpu, ["y"], {"x": image}, "cuda")[0], expected, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(session.run(on_gpu, ["y"], {"x": image}, "cuda")[0], expected, rtol=1e-2, atol=1e-3)

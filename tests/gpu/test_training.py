@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.spec.data import Samples
-from pipeline.spec.rank import Rank
-from train.feed import Feed, Job
-from train.group import Group
-from train.objective import Objective
-from train.precision import Precision
+from pipeline.contract.data import Samples
+from pipeline.contract.processes import Rank
+from train.data import Feed, Job
+from train.optim import Precision
+from train.parallel.base import Objective, Part, Strategy
+from train.parallel.ddp import DataParallel
+from train.process_group import Group
 from train.state import Progress
-from train.strategy import Alone, Part
-from train.strategy.replicated import Replicated
 
 from .conftest import Waves, losses, make
 
@@ -55,7 +54,7 @@ def test_the_same_seed_trains_the_same_bits_with_dropout(group: Group) -> None:
 
 def test_a_resumed_run_ends_with_the_bits_of_the_uninterrupted_one(group: Group, tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="checkpoints are safetensors files")
-    from train.checkpoint import CheckpointStore
+    from train.checkpoint.store import CheckpointStore
 
     whole = make(group, checkpoint_every=7)
     whole.fit(Progress(), CheckpointStore(tmp_path, 99, {}), None)
@@ -92,14 +91,14 @@ def test_ddp_over_nccl_leaves_the_gradient_of_one_process(group: Group, tmp_path
     meeting = f"file://{tmp_path}/meeting"
     dist.init_process_group("nccl", init_method=meeting, rank=0, world_size=1, device_id=group.device)
     try:
-        found = [gradient(kind, group, accumulate) for kind in (Alone, Replicated)]
+        found = [gradient(kind, group, accumulate) for kind in (Strategy, DataParallel)]
     finally:
         dist.destroy_process_group()
     for left, right in zip(*found, strict=True):
         torch.testing.assert_close(left, right)
 
 
-def gradient(kind: type[Alone], group: Group, accumulate: int) -> list[Tensor]:
+def gradient(kind: type[Strategy], group: Group, accumulate: int) -> list[Tensor]:
     config = make(group).config
     task: Any = Waves()
     torch.manual_seed(0)
@@ -126,7 +125,7 @@ def gradient(kind: type[Alone], group: Group, accumulate: int) -> list[Tensor]:
 def test_columns_are_fed_to_the_gpu_from_there_or_from_pinned_memory(
     group: Group, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    monkeypatch.setattr("train.feed._GPU_SHARE", share)
+    monkeypatch.setattr("train.data._GPU_SHARE", share)
     columns = Waves().data("train")
     feed = Feed(Samples("train", columns), group, seed=0, workers=0)
     indices = make(group).order.batch(3)

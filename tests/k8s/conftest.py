@@ -11,14 +11,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from k8s.api import connect
-from k8s.engine import Engine
-from pipeline.spec.bundle import Ancestors, Bundle, open_bundle, write_manifest
-from pipeline.spec.config import Config, parse_config
-from pipeline.spec.digest import digest_file
-from pipeline.spec.files import write_json
-from pipeline.spec.golden import Golden
-from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+from k8s.cluster.api import connect
+from k8s.step_runner import Engine
+from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
+from pipeline.contract.config import Config, parse_config
+from pipeline.contract.files import digest_file, write_json
+from pipeline.contract.golden import Golden
+from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 
 from .api_server import Answer, ApiServer
 from .engines import Start, Witness, worked

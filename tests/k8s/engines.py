@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from k8s.engine import Engine
-from k8s.job_state import Ending
-from k8s.jobs import Work, work
-from pipeline.spec.config import Config
+from k8s.cluster.rollout_status import Ending
+from k8s.objects.jobs import Work, work
+from k8s.step_runner import Engine
+from pipeline.contract.config import Config
 
 IMAGE = f"registry.test/twice@sha256:{'0' * 64}"
 Start = Callable[..., Engine]
@@ -35,7 +35,7 @@ def worked(
     **train: Any,
 ) -> Work:
     config = configure(train={"image": IMAGE, **train}, cluster=cluster)
-    module = "pipeline.node" if step == "train" else f"pipeline.{step}"
+    module = "pipeline.training.node" if step == "train" else f"pipeline.steps.{step}"
     return work(config, step, "run-1", key, ("python", "-m", module, "runs/run-1"), {"PYTHONSAFEPATH": "1"})
 
 

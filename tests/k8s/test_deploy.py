@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from k8s.cluster import Change, told
+from k8s.cluster.cluster import Change, told
 from k8s.deploy import deploy, preview
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.errors import ConfigError, StageError
-from pipeline.spec.sources import HOUSE
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import ConfigError, StageError
+from pipeline.contract.sources import HOUSE
 
 from .api_server import Answer, ApiServer
 from .conftest import Configure

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from k8s import serving
-from k8s.kustomize import build
-from pipeline.project import Project, example
+from k8s.objects import serving
+from k8s.objects.kustomize import build
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.config import parse_config
+from pipeline.contract.sources import HOUSE
+from pipeline.history import Project, example
 from pipeline.render import render_training, render_workflow
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.config import parse_config
-from pipeline.spec.sources import HOUSE
 
 from .invariants import check
 from .schemas import validate

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from k8s.job_state import Ending
-from pipeline.spec.errors import PipelineError, ResourceError, StageError
+from k8s.cluster.rollout_status import Ending
+from pipeline.contract.errors import PipelineError, ResourceError, StageError
 
 from .api_server import ApiServer
 from .engines import Start, Witness, logged, logged_by, run

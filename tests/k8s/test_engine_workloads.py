@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from k8s import reasons
-from k8s.engine import Engine
-from k8s.job_state import Ending
-from pipeline.spec.errors import StageError
+from k8s.cluster import errors
+from k8s.cluster.rollout_status import Ending
+from k8s.step_runner import Engine
+from pipeline.contract.errors import StageError
 
 from .api_server import ApiServer, Fault
 from .engines import Start, Witness, logged, run
@@ -18,7 +18,7 @@ from .played import Played
 
 @pytest.fixture(autouse=True)
 def _asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasons.Reasons, "every_seconds", 0.02)
+    monkeypatch.setattr(errors.Reasons, "every_seconds", 0.02)
 
 
 @pytest.fixture

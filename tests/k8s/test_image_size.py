@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from k8s.context import Recipe, write_context
-from pipeline.spec.bundle import Bundle
+from k8s.images.build import Recipe, write_context
+from pipeline.contract.bundle import Bundle
 
 LIMIT_MEGABYTES = 450
 

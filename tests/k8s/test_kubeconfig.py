@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from k8s.api import connect
-from pipeline.spec.errors import ResourceError
+from k8s.cluster.api import connect
+from pipeline.contract.errors import ResourceError
 
 FILE: dict[str, Any] = {
     "current-context": "small",

@@ -11,15 +11,15 @@ import pytest
 import yaml
 
 import k8s
-from k8s import inference
-from k8s.kustomize import build
-from k8s.manifest import load
-from k8s.trainjob import as_jobset, as_trainjob
-from pipeline.spec.config import parse_config
+from k8s.objects import inference_service
+from k8s.objects.kustomize import build
+from k8s.objects.manifests import load
+from k8s.objects.training import as_jobset, as_trainjob
+from pipeline.contract.config import parse_config
 
 from .invariants import check
+from .objects.test_kustomize import FOLDERS
 from .schemas import validate
-from .test_kustomize import FOLDERS
 
 ROOT = Path(k8s.__file__).parent
 DIGEST = re.compile(r"^registry\.example/(model|trainer)@sha256:[0-9a-f]{64}$")
@@ -67,7 +67,7 @@ def test_a_stored_bundle_is_served_by_the_same_container() -> None:
     standing = json.loads(json.dumps(runtime))
     deploy = {"mode": "inferenceservice", "storage_uri": "pvc://model-bundles/model"}
     config = parse_config({"name": "m", "task": "t.py:T", "codec": "c.py:C", "deploy": deploy}, "test")
-    inference.stored(parts, runtime, config.deploy, "run")
+    inference_service.stored(parts, runtime, config.deploy, "run")
     assert parts["ServingRuntime"] == standing
     assert parts["InferenceService"] == load("kserve", ["storage"])["InferenceService"]
 

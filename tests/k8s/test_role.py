@@ -10,23 +10,24 @@ from typing import Any
 import pytest
 import yaml
 
-from k8s import deploy, drift, trial
-from k8s.api import connect
-from k8s.cluster import Cluster
-from k8s.engine import Engine
-from k8s.jobs import work
-from k8s.manifest import label
-from k8s.reasons import Reasons
-from k8s.training import QUEUE_LABEL
-from pipeline.spec.access import Access
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.errors import StageError
-from pipeline.spec.rollout import Rollout
+from k8s import deploy
+from k8s.cluster import canary, drift
+from k8s.cluster.api import connect
+from k8s.cluster.cluster import Cluster
+from k8s.cluster.errors import Reasons
+from k8s.objects.jobs import work
+from k8s.objects.manifests import label
+from k8s.objects.training import QUEUE_LABEL
+from k8s.step_runner import Engine
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import StageError
+from pipeline.contract.settings.access import Access
+from pipeline.contract.settings.cluster import Rollout
 
 from .api_server import Answer, ApiServer
+from .cluster.test_trial import counting
 from .conftest import Configure
 from .schemas import validate
-from .test_trial import counting
 
 ACCESS = Path(__file__).resolve().parents[2] / "k8s" / "access"
 IMAGE = f"registry.test/twice@sha256:{'0' * 64}"
@@ -53,7 +54,7 @@ def allowed() -> set[tuple[str, str, str]]:
 @pytest.fixture
 def guarded(api: ApiServer, model: Callable[[str, Any], Answer], monkeypatch: pytest.MonkeyPatch) -> ApiServer:
     """As an administrator sets it up: the Role is all there is."""
-    monkeypatch.setattr(trial.Trial, "sleep", lambda self, seconds: None)
+    monkeypatch.setattr(canary.Trial, "sleep", lambda self, seconds: None)
     api.rules, api.unready_polls, api.nodes.replicas = ROLE["rules"], 0, 2
     api.service, api.pod = model, counting(model)
     api.crds |= {"serving.kserve.io/v1beta1", "serving.kserve.io/v1alpha1"}

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from k8s.manifest import load
+from k8s.objects.manifests import load
 
 from .schemas import CRDS, FILES, validate
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.sources import HOUSE
+from pipeline.contract.sources import HOUSE
 
 SCRIPT = HOUSE / "k8s" / "images" / "slim.py"
 FILES = (

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.network import network
-from pipeline.spec.attempts import Event, newest, read_events
-from pipeline.spec.run import Run
-from pipeline.spec.runs import all_runs
+from benchmarks.network import network
+from pipeline.contract.attempts import Event, newest, read_events
+from pipeline.contract.run import Run, all_runs
 
 from ..e2e.walker import PIPE, Walker, environment, wait_for
 from .machine import Machine

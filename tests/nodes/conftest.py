@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.network import missing
+from benchmarks.network import missing
 
 from ..e2e.walker import Walker
 from .cluster import TRAINING

@@ -11,7 +11,7 @@ from typing import IO
 
 import psutil
 
-from bench.network import Host
+from benchmarks.network import Host
 
 # The first process of a machine ends when our end of its standard input is closed, and takes all the others along.
 _INIT = "hostname $0; echo up; exec env --ignore-signal=CHLD cat"  # nobody waits for orphans here

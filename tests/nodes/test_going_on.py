@@ -15,7 +15,7 @@ from ..e2e.walker import wait_for
 from .clock import shifted
 from .cluster import Cluster, cluster
 
-AGENT, WORKER = ("train.agent",), ("-m", "train")
+AGENT, WORKER = ("train.elastic.agent",), ("-m", "train")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.network import network
+from benchmarks.network import network
 
 from ..e2e.walker import wait_for
 from .clock import shifted
@@ -76,7 +76,7 @@ def test_a_machine_is_lost_with_the_test_that_was_killed(tmp_path: Path) -> None
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from bench.network import network\n"
+        "from benchmarks.network import network\n"
         "from tests.nodes.machine import Machine\n"
         "with network(1) as hosts:\n"
         "    machine = Machine(hosts[0])\n"

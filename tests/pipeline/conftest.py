@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.history import create_run
-from pipeline.project import Project
-from pipeline.spec.bundle import Ancestors, Bundle, Manifest
-from pipeline.spec.config import Config, parse_config
-from pipeline.spec.files import write_json
-from pipeline.spec.run import Run, RunFile
-from pipeline.spec.signature import Limits, Runtime, Signature
+from pipeline.contract.bundle import Ancestors, Bundle, Manifest
+from pipeline.contract.config import Config, parse_config
+from pipeline.contract.files import write_json
+from pipeline.contract.run import Run, RunFile
+from pipeline.contract.signature import Limits, Runtime, Signature
+from pipeline.history import Project, create_run
 
 from .packing import BASE, MakeRun, PutBuilders, saved_image, write_bundle
 

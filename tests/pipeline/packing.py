@@ -13,13 +13,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from pipeline import package
-from pipeline.spec.bundle import Ancestors, write_manifest
-from pipeline.spec.digest import digest_file
-from pipeline.spec.files import write_json
-from pipeline.spec.golden import Golden
-from pipeline.spec.run import Run
-from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.contract.bundle import Ancestors, write_manifest
+from pipeline.contract.files import digest_file, write_json
+from pipeline.contract.golden import Golden
+from pipeline.contract.run import Run
+from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.steps import package
 
 MakeRun = Callable[..., Run]
 PutBuilders = Callable[..., Path]

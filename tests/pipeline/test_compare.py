@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.compare import aligned, differences, outcome_digests, results, unlike
+from pipeline.contract.files import write_json
+from pipeline.contract.run import Run, StepRecord
 from pipeline.history import write_record
-from pipeline.spec.files import write_json
-from pipeline.spec.run import Run, StepRecord
 
 from .conftest import NewRun
 

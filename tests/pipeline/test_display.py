@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.display import Display, describe, is_end, last_metrics, tail
-from pipeline.spec.errors import ConfigError, GateError, StageError
-from pipeline.spec.run import Run
+from pipeline.contract.errors import ConfigError, GateError, StageError
+from pipeline.contract.run import Run
+from pipeline.display import Display, Pace, clock, describe, is_end, last_metrics, tail
 
 LINE = {"step": 20, "epoch": 1, "loss": 0.5, "samples_per_second": 12345.6}
 NOISE = "W0102 03:04:05.678 12 torch/distributed/run.py:1] one thing"
@@ -186,3 +186,32 @@ def test_a_question_is_asked_on_a_terminal(typed: str, yes: bool, monkeypatch: p
 def test_without_a_terminal_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     assert Display(live=False).ask("Cancel it? ")
+
+
+def test_what_is_left_takes_as_long_as_the_steps_seen() -> None:
+    pace = Pace()
+    assert pace.seconds_left(100) is None
+    for now, step in ((0.0, 10), (1.0, 10), (5.0, 20)):
+        pace.saw(step, now)
+    assert pace.seconds_left(100) == pytest.approx(40)
+    assert pace.seconds_left(20) == 0
+
+
+def test_a_resumed_run_is_not_thought_fast_for_where_it_started() -> None:
+    pace = Pace()
+    pace.saw(5000, 0.0)
+    assert pace.seconds_left(10_000) is None
+    pace.saw(5010, 10.0)
+    assert pace.seconds_left(5110) == pytest.approx(100)
+
+
+def test_only_the_last_minutes_count() -> None:
+    pace = Pace()
+    for second in range(0, 1000, 10):  # a step a second, and then ten
+        pace.saw(second if second < 500 else 500 + 10 * (second - 500), float(second))
+    assert pace.seconds_left(5400 + 1000) == pytest.approx(100, rel=0.2)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.2, "0:00"), (7, "0:07"), (754, "12:34"), (3723, "1:02:03")])
+def test_times_are_read_as_on_a_clock(seconds: float, told: str) -> None:
+    assert clock(seconds) == told

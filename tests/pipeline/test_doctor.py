@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipeline import doctor
+from pipeline.contract.sources import HOUSE
 from pipeline.doctor import disk, judge_torch, shared_memory
-from pipeline.spec.sources import HOUSE
 
 CPU_TORCH: Mapping[str, Any] = {
     "version": "2.13.0", "built_for": None, "cuda": False, "gpus": [], "cudnn": None, "nccl": None, "gloo": True,

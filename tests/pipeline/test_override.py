@@ -7,19 +7,16 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
+from pipeline.contract.config import Config
+from pipeline.contract.errors import BundleError, ConfigError, GateError
+from pipeline.contract.files import digest_mapping, write_json
+from pipeline.contract.override import Override, read_override, write_override
+from pipeline.contract.run import Run, StepRecord
 from pipeline.display import Display
-from pipeline.history import load_history, seal, write_record
-from pipeline.keys import parts_of
+from pipeline.history import Project, load_history, seal, write_record
 from pipeline.override import adopt, outputs_of, override, verdict_digest
-from pipeline.plan import decide
-from pipeline.project import Project
+from pipeline.plan import decide, parts_of
 from pipeline.runner import Order, Road, _finish, latest_unfinished
-from pipeline.spec.config import Config
-from pipeline.spec.digest import digest_mapping
-from pipeline.spec.errors import BundleError, ConfigError, GateError
-from pipeline.spec.files import write_json
-from pipeline.spec.override import Override, read_override, write_override
-from pipeline.spec.run import Run, StepRecord
 
 from .conftest import NewRun
 

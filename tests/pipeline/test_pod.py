@@ -19,20 +19,20 @@ from typing import Any
 import pytest
 import yaml
 
-from k8s.workflow import CONFIG, MOUNT
-from pipeline.lock import locked
-from pipeline.node import PASSING_EXIT_CODE, POD_NUMBER
+from k8s.objects.training import CONFIG
+from k8s.workflows import MOUNT
+from pipeline.contract.config import override_config
+from pipeline.contract.errors import ConfigError, LostContact
+from pipeline.contract.run import STEPS, Run
+from pipeline.contract.sources import HOUSE
+from pipeline.history import Project, locked
 from pipeline.pod import main, walk
-from pipeline.project import Project
 from pipeline.render import render_training, render_workflow
-from pipeline.spec.config import override_config
-from pipeline.spec.errors import ConfigError, LostContact
-from pipeline.spec.run import STEPS, Run
-from pipeline.spec.sources import HOUSE
+from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
 
 TINY = Path(__file__).resolve().parents[1] / "project"
 IMAGE = "registry.example/train@sha256:" + "1" * 64
-OURS = "python -m pipeline.prepare"
+OURS = "python -m pipeline.steps.prepare"
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def pod(step: str, run: Path, *argv: str) -> tuple[str, ...]:
 
 def test_the_first_step_makes_the_run_and_its_record(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
-    argv = ("python", "-m", "pipeline.prepare", str(run))
+    argv = ("python", "-m", "pipeline.steps.prepare", str(run))
     done = start(tiny, *pod("prepare", run, *argv), **{CONFIG: config_text(tiny)})
     assert done.returncode == 0, done.stderr
     record = Run(run).read().steps["prepare"]
@@ -79,7 +79,7 @@ def test_a_step_whose_inputs_are_missing_does_not_make_them(tiny: Project, monke
     monkeypatch.chdir(tiny.root)
     run = tiny.runs / "wf-1"
     with pytest.raises(ConfigError, match="but prepare has to run: never run"):
-        walk("train", Run(run), ("python", "-m", "pipeline.node", str(run)), config_text(tiny))
+        walk("train", Run(run), ("python", "-m", "pipeline.training.node", str(run)), config_text(tiny))
     assert not (run / "prepare").exists()
 
 
@@ -132,7 +132,7 @@ def test_a_pod_waits_for_the_one_it_takes_the_place_of(
     """Its lock may outlive it on a volume of the network; to fail then would end the whole Job."""
     run, walked = Run(tiny.runs / "wf-1"), threading.Event()
     monkeypatch.setattr("pipeline.pod.resume_road", lambda *_: walked.set())
-    argv = ("python", "-m", "pipeline.node", str(run.path))
+    argv = ("python", "-m", "pipeline.training.node", str(run.path))
     with ThreadPoolExecutor(1) as pods:
         with locked(run.path):
             begun = pods.submit(walk, "train", run, argv, config_text(tiny))
@@ -219,7 +219,7 @@ def test_a_pod_that_is_evicted_leaves_a_run_that_another_goes_on_with(tiny: Proj
     slow = override_config(tiny.config(), ["train.epochs=100"], "test")  # long enough to be caught at it
     env = {CONFIG: json.dumps(slow.model_dump(mode="json"))}
     assert start(tiny, *pod("prepare", run, *OURS.split(), str(run)), **env).returncode == 0
-    argv = pod("train", run, "python", "-m", "pipeline.node", str(run))
+    argv = pod("train", run, "python", "-m", "pipeline.training.node", str(run))
     paths = {"PYTHONPATH": str(HOUSE), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     with subprocess.Popen(
         argv, cwd=tiny.root, env={**os.environ, **paths, "PYTHONSAFEPATH": "1", **env},

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from k8s.own_run import CONFIG
-from pipeline.project import Project, example
+from k8s.objects.training import CONFIG
+from pipeline.history import Project, example
 from pipeline.render import lacking, render_workflow
 
 IMAGE = "train.image=registry.example/train@sha256:" + "1" * 64

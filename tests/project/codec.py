@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from pipeline.spec.errors import InvalidPayload
+from pipeline.contract.errors import InvalidPayload
 
 
 class SideCodec:

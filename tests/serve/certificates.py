@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from serve.tls import Pair
+from serve.security import Pair
 
 
 def make(folder: Path, name: str, *protection: str) -> Pair:

@@ -17,8 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.spec.bundle import Bundle, open_bundle
-from tests.serve.doubling import model, pool  # noqa: F401  # fixtures
+from pipeline.contract.bundle import Bundle, open_bundle
+from tests.serve.doubling import (
+    model,  # noqa: F401  # fixtures
+    pool,  # noqa: F401  # fixtures
+)
 from tests.serve.sealed import TRICKY, build, digits
 from tests.serve.sealed import seal as seal_again
 

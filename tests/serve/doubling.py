@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.runtime.batcher import Batcher, Rules
-from serve.runtime.merging import Array, Arrays
+from serve.runtime.batcher import Array, Arrays, Batcher, Rules
 
 MERGING = Rules(mergeable=True, rows=8, waiting=64)
 

@@ -10,9 +10,9 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.spec.files import write_json
-from pipeline.spec.golden import Golden
-from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.contract.files import write_json
+from pipeline.contract.golden import Golden
+from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from tests.serve.sealed import seal
 
 CODEC = """

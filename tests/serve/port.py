@@ -9,9 +9,9 @@ from typing import Any
 
 import uvloop
 
-from serve.http2 import frames
-from serve.http2.frames import ACK, HEAD, Code, Frame
-from serve.rpc.listener import RpcListener
+from serve.grpc.http2 import frames
+from serve.grpc.http2.frames import ACK, HEAD, Code, Frame
+from serve.grpc.listener import RpcListener
 
 from .wire import HELLO, Echo, answers, request
 

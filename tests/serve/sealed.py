@@ -11,11 +11,10 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.spec.bundle import Ancestors, write_manifest
-from pipeline.spec.digest import digest_file
-from pipeline.spec.files import write_json
-from pipeline.spec.golden import Golden
-from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.contract.bundle import Ancestors, write_manifest
+from pipeline.contract.files import digest_file, write_json
+from pipeline.contract.golden import Golden
+from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 
 TOO_BRIGHT = 100  # a value from which on the model itself fails
 LIMITS = Limits(max_batch_size=16, max_body_bytes=100_000)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.spec.bundle import Bundle, open_bundle
+from pipeline.contract.bundle import Bundle, open_bundle
 from tests.serve.conftest import Launcher, Running
 from tests.serve.load import SECONDS, Clients, GrpcLoad, Load
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.errors import ConfigError
-from serve.admin_token import opens, read_token
+from pipeline.contract.errors import ConfigError
+from serve.security import opens, read_token
 
 TOKEN = "t" * 32
 

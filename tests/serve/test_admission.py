@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from serve.refusal import Busy, Expired, Gone
+from serve.errors import Busy, Expired, Gone
 from serve.runtime.batcher import Batcher, Rules
 from tests.serve.doubling import MERGING, Model, ask, behind_a_gate, rows, run, together
 

@@ -10,10 +10,10 @@ import httpx
 import numpy as np
 import pytest
 
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.override import Override
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.override import Override
+from serve.model_version import ModelVersion
 from serve.runtime.session import Session
-from serve.served import Served
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -72,7 +72,7 @@ def test_metadata_says_who_let_a_rejected_model_pass_and_why(bundle: Bundle) -> 
     given = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="v")
     predictor = SimpleNamespace(session=SimpleNamespace(provider="CPU", fallback=""), why_alone="", spoken=None)
     served = SimpleNamespace(name="tiny", bundle=replace(bundle, override=given), predictor=predictor, writer=None)
-    properties = Served.metadata(cast("Served", served), ["1"])["properties"]
+    properties = ModelVersion.metadata(cast("ModelVersion", served), ["1"])["properties"]
     assert properties["override"] == "overridden by ann@here, 2026-01-02: shown on Monday"
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.bundle import open_bundle
+from pipeline.contract.bundle import open_bundle
 from serve.canary import Canary, choose, place_of
 from serve.loading import prove
-from serve.model import OnnxModel
+from serve.model_version import ModelVersion
+from serve.models import OnnxModel
 from serve.protocol import v1, v2
-from serve.served import Served
 
 IDS = [f"request-{number}".encode() for number in range(4000)]
 
@@ -26,7 +26,7 @@ def model(bundle_path: Path, other_path: Path, pool: Executor) -> OnnxModel:
     return model
 
 
-def _chosen(model: OnnxModel, call: v1.Call | v2.Call, request_id: bytes = b"") -> Served:
+def _chosen(model: OnnxModel, call: v1.Call | v2.Call, request_id: bytes = b"") -> ModelVersion:
     assert model.current is not None
     return asyncio.run(choose(model.current, call, request_id))
 

@@ -17,14 +17,15 @@ import pytest
 from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.protocol.infer_type import RequestedOutput
 
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.golden import difference
-from pipeline.spec.signature import NUMPY_TYPES
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.golden import difference
+from pipeline.contract.signature import NUMPY_TYPES
 from serve.runtime.session import Session
 from tests.serve.typed import build
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
+
 
 JUDGE = Path(__file__).with_name("triton_judge.py")
 EVERY: dict[str, tuple[str, list[int | str]]] = {

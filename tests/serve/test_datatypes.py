@@ -15,13 +15,14 @@ import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
-from pipeline.spec.signature import NUMPY_TYPES
+from pipeline.contract.signature import NUMPY_TYPES
+from serve.grpc.messages import _CONTENTS
 from serve.protocol.tensors import to_raw
-from serve.rpc.message import _CONTENTS
 from tests.serve.typed import build, sample
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
+
 
 Array = np.ndarray[Any, Any]
 SPECS: dict[str, dict[str, tuple[str, list[int | str]]]] = {

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.spec.access import Access
-from pipeline.spec.sections import Serve
-from pipeline.spec.sources import HOUSE
+from pipeline.contract.settings.access import Access
+from pipeline.contract.settings.stages import Serve
+from pipeline.contract.sources import HOUSE
+from serve.errors import Refusal
 from serve.options import parse
-from serve.refusal import Refusal
 from serve.routes import PATHS
 from tests.serve.generate import tiny
 

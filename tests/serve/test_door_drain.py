@@ -9,7 +9,7 @@ import ssl
 import threading
 from pathlib import Path
 
-from serve.tls import Pair
+from serve.security import Pair
 
 from . import certificates
 from .conftest import Launcher

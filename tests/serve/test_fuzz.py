@@ -21,6 +21,7 @@ from tests.serve.malformed import BINARY, GOOD_V1, GOOD_V2, JSON, RAW, V1, V2, i
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
 
+
 FEW, MANY = 150, 5000
 _FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
 

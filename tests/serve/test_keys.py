@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.errors import ConfigError
-from serve.keys import Keys, parse, presented
-from serve.refusal import Unauthorized
+from pipeline.contract.errors import ConfigError
+from serve.errors import Unauthorized
+from serve.security import Keys, parse, presented
 
 FIRST, SECOND = "first-key-0123456789", "second-key-0123456789"
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.spec.bundle import Bundle, open_bundle
-from pipeline.spec.errors import BundleError
+from pipeline.contract.bundle import Bundle, open_bundle
+from pipeline.contract.errors import BundleError
 from serve.loading import buckets, prove, warm
 from serve.runtime.predictor import Predictor
 from tests.serve.odd import mixing, slow

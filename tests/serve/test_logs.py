@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serve.logs import AccessLog, JsonFormatter, TextFormatter, escaped, failed, fatal, told
-from serve.watch import Watch
+from serve.request_context import Watch
 
 
 class Lines(logging.Handler):

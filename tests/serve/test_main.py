@@ -13,11 +13,12 @@ import httpx
 import onnxruntime
 import pytest
 
-from pipeline.spec.bundle import open_bundle
-from pipeline.spec.cuda import why_no_cuda
+from pipeline.contract.bundle import open_bundle
+from pipeline.contract.processes import why_no_cuda
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher
+
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.golden import difference
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.golden import difference
 from tests.serve.malformed import JSON, V1, cases, v1
 
 if TYPE_CHECKING:

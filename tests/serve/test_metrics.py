@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve.histogram import SECONDS, Histogram
+from serve.errors import Busy
 from serve.logs import AccessLog
-from serve.metrics import Metrics, Series
-from serve.observer import Observer
-from serve.refusal import Busy
+from serve.metrics import SECONDS, Histogram, Metrics, Series
+from serve.request_context import Watch
+from serve.request_log import Observer
 from serve.runtime.predictor import Stumble
 from serve.shadow import Agreement
-from serve.watch import Watch
 
 LABELS = ("model", "version", "protocol", "code", "reason", "phase", "digest", "result", "verdict", "provider")
 

@@ -13,11 +13,12 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
-from pipeline.spec.bundle import Bundle
-from serve.rpc.message import with_properties
+from pipeline.contract.bundle import Bundle
+from serve.grpc.messages import with_properties
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
+
 
 INPUT = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}
 RAW = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32"}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.errors import ConfigError
-from serve.renewal import Renewed, keep
+from pipeline.contract.errors import ConfigError
+from serve.security import Renewed, keep
 
 
 def _watch(path: Path, reload: Callable[[], None], *changes: Callable[[], object]) -> None:

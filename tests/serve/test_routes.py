@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.refusal import Unknown, WrongMethod
+from serve.errors import Unknown, WrongMethod
 from serve.routes import PATHS, Route, find, is_open
 
 

@@ -17,6 +17,7 @@ from tests.serve.typed import build
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
 
+
 ST = Path(sysconfig.get_path("scripts")) / "st"
 KEY = "a-key-that-nobody-guesses"
 RULES = Path(__file__).parent / "schemathesis.toml"

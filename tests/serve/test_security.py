@@ -20,8 +20,8 @@ import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
-from pipeline.service import request
-from pipeline.spec.sources import HOUSE
+from pipeline.contract.sources import HOUSE
+from pipeline.service.process import request
 
 from .conftest import Running
 from .sealed import TOO_BRIGHT
@@ -116,7 +116,7 @@ def test_values_that_fail_in_the_model_write_nothing_to_the_log(server: Running)
     assert request("127.0.0.1", server.port, "POST", "/v2/models/tiny/infer", {"inputs": [tensor]})[0] == 400
     assert request("127.0.0.1", server.port, "GET", "/v2/health/ready")[0] == 200
     # Of a connection that an earlier test had refused the line may come late.
-    assert [line for line in server.lines[lines:] if "serve.exchange refused" not in line] == []
+    assert [line for line in server.lines[lines:] if "serve.http1.exchange refused" not in line] == []
 
 
 ENDLESS = "n" * 20_000

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.spec.bundle import Bundle, open_bundle
-from pipeline.spec.errors import BundleError
-from pipeline.spec.signature import Signature, TensorSpec
+from pipeline.contract.bundle import Bundle, open_bundle
+from pipeline.contract.errors import BundleError
+from pipeline.contract.signature import Signature, TensorSpec
 from serve import shadow
 from serve.loading import prove
 from serve.runtime.predictor import Predictor

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipeline.spec.errors import ResourceError
+from pipeline.contract.errors import ResourceError
 from serve.sockets import Address, admit_no_more, prefer, reserve
 
 

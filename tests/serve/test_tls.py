@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.errors import ConfigError
-from serve.tls import Pair, Tls
+from pipeline.contract.errors import ConfigError
+from serve.security import Pair, Tls
 
 from . import certificates
 

@@ -18,11 +18,12 @@ from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace import SpanKind, StatusCode
 
 from serve import tracing
+from serve.request_context import Watch
 from serve.tracing import Tracer, configured, exporters, phases
-from serve.watch import Watch
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher
+
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

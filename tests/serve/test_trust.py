@@ -13,13 +13,12 @@ from types import SimpleNamespace
 import pytest
 from kserve.model_repository import ModelRepository
 
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.errors import BundleError
-from pipeline.spec.signing import SIGNATURE, new_key, private_key, sign
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import BundleError
+from pipeline.contract.signing import SIGNATURE, new_key, private_key, sign
 from serve.__main__ import _load, _shadow
-from serve.fleet import Fleet
 from serve.loading import prove
-from serve.model import OnnxPlane
+from serve.models import Fleet, OnnxPlane
 from serve.options import Options, parse
 from tests.serve.sealed import seal
 

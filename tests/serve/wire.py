@@ -8,11 +8,11 @@ from typing import Any
 import hpack
 from hypothesis import settings
 
-from serve.http2 import frames
-from serve.http2.frames import END_HEADERS, END_STREAM, HEAD, PREFACE, Code, ConnectionFault, Frame, frame
-from serve.http2.hpack import Field
-from serve.http2.stream import Application, Stream
-from serve.http2.streams import Streams
+from serve.grpc.http2 import frames
+from serve.grpc.http2.frames import END_HEADERS, END_STREAM, HEAD, PREFACE, Code, ConnectionFault, Frame, frame
+from serve.grpc.http2.hpack import Field
+from serve.grpc.http2.stream import Application, Stream
+from serve.grpc.http2.streams import Streams
 
 RANDOM = settings(deadline=None, database=None, derandomize=True)
 GRPC: list[Field] = [

@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.spec.data import Samples
-from pipeline.spec.errors import PipelineError, read_error
-from pipeline.spec.files import write_json
-from pipeline.spec.fingerprint import fingerprint
-from pipeline.spec.run import Run, RunFile
+from pipeline.contract.data import Samples, fingerprint
+from pipeline.contract.errors import PipelineError, read_error
+from pipeline.contract.files import write_json
+from pipeline.contract.run import Run, RunFile
 
 from ..nursery import launch
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import psutil
 
-from pipeline.launch import step_environment, with_this_python
-from pipeline.launchers import launcher_environment
-from pipeline.spec.run import Run
-from pipeline.spec.sections import Train
+from pipeline.contract.run import Run
+from pipeline.contract.settings.stages import Train
+from pipeline.processes import step_environment, with_this_python
+from pipeline.training.launchers import launcher_environment
 
 from ..nursery import Born
 from .conftest import Project

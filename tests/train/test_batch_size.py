@@ -2,12 +2,36 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
-from pipeline.spec.errors import ResourceError
-from train.batch_size import FILE, Choice, Timed, describe, fastest, micro_batches, sizes, still_gaining
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import ResourceError
+from pipeline.contract.processes import Rank
+from pipeline.contract.settings.stages import Train
+from train.batch_size import (
+    BATCH_SIZE_FILE,
+    Choice,
+    Saved,
+    Timed,
+    Trial,
+    budget_bytes,
+    describe,
+    fastest,
+    free_bytes,
+    held_bytes,
+    micro_batches,
+    predicted,
+    sizes,
+    still_gaining,
+)
+from train.optim import make_optimizer
+from train.process_group import Group
 
 from .conftest import Project, equal, failure, journal, weights
 
@@ -24,7 +48,7 @@ def timed(*speeds: float) -> list[Timed]:
 
 
 def choice(run: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run.partial("train") / FILE).read_text())
+    found: dict[str, Any] = json.loads((run.partial("train") / BATCH_SIZE_FILE).read_text())
     return found
 
 
@@ -85,7 +109,7 @@ def test_trials_leave_no_trace_in_the_weights_and_a_resumed_run_does_not_choose_
     assert equal(weights(run), weights(named))
 
     other = 4 if found["batch_size"] != 4 else 8
-    (run.partial("train") / FILE).write_text(json.dumps({**found, "batch_size": other}))
+    (run.partial("train") / BATCH_SIZE_FILE).write_text(json.dumps({**found, "batch_size": other}))
     shutil.rmtree(run.partial("train") / "checkpoints")
     assert project.train(run).returncode == 0
     assert journal(run)[0]["batch_size"] == other
@@ -109,3 +133,117 @@ def test_a_budget_that_holds_not_even_the_smallest_batch_is_refused_with_a_mend(
     assert project.train(run).returncode != 0
     assert isinstance(failure(run), ResourceError)
     assert "a batch of 2 does not fit 1 MiB a process; raise train.memory_mb" in str(failure(run))
+
+
+ALONE = Group(Rank(), torch.device("cpu"))
+
+
+def container(folder: Path, limit: str) -> Path:
+    for name, text in {"max": limit, "current": "70", "stat": "anon 50\ninactive_file 20"}.items():
+        (folder / f"memory.{name}").write_text(text)
+    return folder
+
+
+def test_a_container_with_a_limit_has_no_more_than_that_but_may_drop_its_file_caches(tmp_path: Path) -> None:
+    assert free_bytes(container(tmp_path, "100")) == 100 - 70 + 20
+    assert free_bytes(container(tmp_path, "10")) == 0
+    assert free_bytes(container(tmp_path, "max")) > 1 << 20
+
+
+def test_a_budget_is_what_was_named_or_else_a_part_of_what_is_free() -> None:
+    assert budget_bytes(3, ALONE) == 3 << 20
+    assert 0 < budget_bytes(0, ALONE) < 1.2 * free_bytes()
+
+
+def test_what_autograd_keeps_grows_by_the_sample_and_weights_are_not_counted() -> None:
+    model = nn.Sequential(nn.Linear(100, 50), nn.Tanh(), nn.Linear(50, 10))
+    found = {}
+    for size in (4, 8, 64):
+        saved = Saved(model)
+        with saved.counting():
+            model(torch.zeros(size, 100)).sum()
+        found[size] = saved.bytes
+    per_sample = 4 * (100 + 50)  # the input, and the answer of tanh, which the next layer needs too
+    assert found == {size: size * per_sample for size in found}
+    assert predicted({4: found[4], 8: found[8]}, 64) == found[64]
+
+
+def test_weights_gradients_and_the_two_moments_of_adam_are_held() -> None:
+    model = nn.Linear(100, 10)
+    optimizer = make_optimizer(model, "adamw", 0.0)
+    torch.autograd.backward(model(torch.ones(2, 100)).sum())
+    optimizer.step()
+    assert held_bytes(model, optimizer) == pytest.approx(4 * 4 * 1010, abs=32)  # and a counter for each parameter
+
+
+CPU = torch.device("cpu")
+
+
+class Wide:
+    inputs = ("x",)
+    outputs = ("y",)
+    poison: Exception | None = None
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 1))
+
+    def data(self, split: str) -> dict[str, Any]:
+        return {"x": np.ones((64, 256), np.float32)}
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if self.poison is not None:
+            raise self.poison
+        return outputs.square().mean()
+
+    def metrics(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {}
+
+
+def trial(task: Wide, **train: Any) -> Trial:
+    return Trial(task, Train(**train), Samples("train", task.data("train")), CPU)  # type: ignore[arg-type]
+
+
+def test_the_estimate_is_the_same_every_time_and_grows_by_what_a_sample_keeps() -> None:
+    first, second = trial(Wide()), trial(Wide())
+    found = [first.needed_bytes(size) for size in (2, 4, 8, 32)]
+    assert found == [second.needed_bytes(size) for size in (2, 4, 8, 32)]
+    steps = [(found[i] - found[i - 1]) / gap for i, gap in ((1, 2), (2, 4), (3, 24))]
+    assert steps[0] > 4 * (256 + 512)
+    assert steps == pytest.approx([steps[0]] * 3, rel=1e-3)
+
+
+def test_an_optimizer_with_less_state_needs_less() -> None:
+    assert trial(Wide(), optimizer="sgd").needed_bytes(2) < trial(Wide(), optimizer="adamw").needed_bytes(2)
+
+
+def test_the_model_is_the_one_that_will_be_trained() -> None:
+    """What begins with pretrained weights is not built by the task's model()."""
+    task, model = Wide(), nn.Linear(256, 3)
+    samples = Samples("train", task.data("train"))
+    assert Trial(task, Train(), samples, CPU, lambda: model).model is model  # type: ignore[arg-type]
+
+
+def test_a_step_is_timed() -> None:
+    seconds = trial(Wide()).seconds(8, passes=2)
+    assert seconds is not None
+    assert seconds > 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")],
+)
+def test_want_of_memory_is_an_answer(error: Exception) -> None:
+    task = Wide()
+    made = trial(task)
+    task.poison = error
+    assert made.seconds(8, passes=1) is None
+    assert not made.fits(8, budget=1 << 40)
+
+
+def test_any_other_mistake_is_the_tasks_own() -> None:
+    task = Wide()
+    made = trial(task)
+    task.poison = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(RuntimeError, match="mat1"):
+        made.fits(8, budget=1 << 40)

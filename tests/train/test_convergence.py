@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.spec.config import parse_config
-from pipeline.spec.data import forward, open_split
-from pipeline.spec.task import load_task
-from train.checkpoint import CheckpointStore, Progress
-from train.group import Group
-from train.parameter_server import Asynchronous
+from pipeline.contract.config import parse_config
+from pipeline.contract.data import forward, open_split
+from pipeline.contract.task import load_task
+from train.checkpoint.store import CheckpointStore
+from train.parallel.parameter_server import Asynchronous
+from train.process_group import Group
+from train.state import Progress
 from train.trainer import Trainer
 
 from .together import together

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.ledger import prove_run
-from train.checkpoint import Progress
-from train.group import Group
+from pipeline.verify import prove_run
+from train.process_group import Group
+from train.state import Progress
 
 from .conftest import Project, equal
 from .conftest import weights as model_of
-from .strategy.conftest import assert_close, losses
-from .strategy.conftest import resumed as resumed_run
-from .strategy.conftest import trained as trained_run
+from .parallel.conftest import assert_close, losses
+from .parallel.conftest import resumed as resumed_run
+from .parallel.conftest import trained as trained_run
 from .together import resumed, together, trained, weights
 
 WORDS: dict[str, Any] = {"elastic": "exact", "epochs": 3, "batch_size": 30, "checkpoint_every": 3}  # 15 steps

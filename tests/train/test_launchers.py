@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from pipeline.launchers import mpirun
-from pipeline.spec.files import write_json
-from pipeline.spec.rank import Rank
+from pipeline.contract.files import write_json
+from pipeline.contract.processes import Rank
+from pipeline.training.launchers import mpirun
 
 from .conftest import Project, equal, failure, weights
 from .launching import ENVIRONMENT, await_true, finish, left_over, module, slurm, start, task_of
@@ -77,7 +77,7 @@ def test_a_killed_runner_takes_all_processes_of_mpirun_along(project: Project) -
     )
     run = project.run()
     program = (
-        "import sys; from pathlib import Path; from pipeline.launch import LocalLauncher; "
+        "import sys; from pathlib import Path; from pipeline.processes import LocalLauncher; "
         "LocalLauncher(Path.cwd(), lambda: None).launch(tuple(sys.argv[2:]), Path(sys.argv[1]), {})"
     )
     runner = subprocess.Popen(

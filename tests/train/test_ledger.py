@@ -8,17 +8,16 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from pipeline.ledger import prove_run, verify_ledger
-from pipeline.spec import chaos
-from pipeline.spec.chaos import Kill, Record
-from pipeline.spec.errors import ResourceError
-from pipeline.spec.rank import Rank
-from pipeline.spec.run import Run
-from train.checkpoint import CheckpointStore, Progress
-from train.group import Group
-from train.ledger import Ledger
-from train.order import Order
-from train.proof import prove, read_lines
+from pipeline.contract.attempts import CHAOS_VARIABLE, Kill, Place, Record
+from pipeline.contract.errors import ResourceError
+from pipeline.contract.processes import Rank
+from pipeline.contract.run import Run
+from pipeline.verify import prove_run, verify_ledger
+from train.batch_order import Order
+from train.checkpoint.store import CheckpointStore
+from train.ledger import Ledger, prove, read_lines
+from train.process_group import Group
+from train.state import Progress
 
 from .conftest import Project
 from .together import together, trainer
@@ -173,17 +172,17 @@ def kept(group: Group, directory: Path, words: dict[str, Any]) -> Order:
     return made.order
 
 
-def killed(project: Project, run: Run, place: chaos.Place, processes: int) -> None:
+def killed(project: Project, run: Run, place: Place, processes: int) -> None:
     """Train until a process dies there after the seventh step; checkpoints are of every second one."""
     folder = project.root / "chaos"
     Record(folder).schedule([Kill(place=place, step=7, rank=processes - 1 if place == "step" else 0)])
-    done = project.train(run, processes, **{chaos.VARIABLE: str(folder)})
+    done = project.train(run, processes, **{CHAOS_VARIABLE: str(folder)})
     assert done.returncode == -9, done.stderr
 
 
 @pytest.mark.parametrize(("place", "processes"), [("step", 1), ("step", 3), ("ledger", 2)])
 def test_killed_and_resumed_with_other_processes_every_sample_counts_once(
-    project: Project, place: chaos.Place, processes: int
+    project: Project, place: Place, processes: int
 ) -> None:
     run = project.run(checkpoint_every=2)
     killed(project, run, place, processes=2)

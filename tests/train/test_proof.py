@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.spec.errors import BundleError
-from train.order import Order
-from train.proof import Line, digest_of, prove, read_lines
+from pipeline.contract.errors import BundleError
+from train.batch_order import Order
+from train.ledger import Line, digest_of, prove, read_lines
 
 ORDER = Order(samples=37, batch_size=8, seed=3)  # 5 steps an epoch
 STEPS = 20

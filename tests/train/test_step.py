@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.spec.errors import DataError
-from train.order import Order
+from pipeline.contract.errors import DataError
+from train.batch_order import Order
 
 from .conftest import Project, equal, failure, journal, weights
 

@@ -1,171 +1,180 @@
 from __future__ import annotations
 
-import math
-from pathlib import Path
-from typing import Any
+import shutil
+import time
+from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-from pipeline.spec.config import Config, parse_config
-from pipeline.spec.data import Samples
-from pipeline.spec.errors import DataError
-from pipeline.spec.rank import Rank
-from train.checkpoint import CheckpointStore, Progress
-from train.group import Group
-from train.optimizer import make_optimizer
-from train.trainer import Trainer, judge_epoch
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.processes import Rank
+from train.batch_order import Order
+from train.parallel.base import Stopwatch, Strategy, Traffic
+from train.process_group import Group
+from train.trainer import Balance, Pauses, check_compiler, cut, sizes_differ
 
-CPU = Group(Rank(), torch.device("cpu"))
+from .conftest import Project, equal, journal, weights
+from .test_trainer_more import Line, config, trainer
+from .together import together
+
+CPU = torch.device("cpu")
+# The second process needs three times as long for a sample.
+SLOW = """    def loss(self, outputs, batch):
+        import os, time
+        if torch.is_grad_enabled():
+            time.sleep(len(batch["x"]) * (0.003 if os.environ["RANK"] == "1" else 0.001))
+"""
 
 
-class Line:
-    """Fits y = x · w on 20 samples; counts what it was asked for."""
+@pytest.mark.parametrize("count", [2, 3, 7, 64, 1000])
+@pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0, 3.0], [1e-9, 1.0], [5.0, 1.0, 1.0]])
+def test_slices_are_consecutive_complete_and_never_empty_while_there_is_a_sample_for_each(
+    count: int, speeds: list[float]
+) -> None:
+    found = cut(count, speeds)
+    assert [i for part in found for i in part] == list(range(count))
+    assert len(found) == len(speeds)
+    assert count < len(speeds) or min(map(len, found)) >= 1
 
-    inputs = ("x",)
-    outputs = ("y",)
+
+def test_slices_are_as_large_as_processes_are_fast() -> None:
+    assert list(map(len, cut(400, [3.0, 1.0]))) == pytest.approx([300, 100], abs=1)
+    assert list(map(len, cut(100, [1.0, 1.0]))) == [50, 50]
+
+
+class Watched:
+    """Of a strategy, what balancing looks at."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.poison: dict[int, float] = {}  # call of loss() → what is added to it
-        self.calls = 0
-
-    def model(self) -> nn.Module:
-        return nn.Linear(2, 1)
-
-    def data(self, split: str) -> dict[str, Any]:
-        x = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)
-        return {"x": x, "y": x.sum(axis=1, keepdims=True), "index": np.arange(20)}
-
-    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        if torch.is_grad_enabled():
-            self.seen += batch["index"].tolist()
-            self.calls += 1
-        return nn.functional.mse_loss(outputs, batch["y"]) + self.poison.get(self.calls, 0.0)
-
-    def metrics(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"closeness": -(outputs - batch["y"]).abs()[:, 0]}
+        self.traffic = Traffic()
+        self.stopwatch = Stopwatch(CPU, self.traffic)
 
 
-def config(**train: Any) -> Config:
-    values = {"epochs": 4, "batch_size": 6, "lr": 0.05, "device": "cpu", **train}
-    return parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": values}, source="test")
+class Two(Group):
+    """The first of two processes; the other one does four samples a second."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, 4.0]
 
 
-def trainer(task: Line, settings: Config) -> Trainer:
-    splits = Samples("train", task.data("train")), Samples("validation", task.data("v"))
-    assert settings.train.batch_size != "auto"
-    return Trainer(task, settings, CPU, *splits, settings.train.batch_size)  # type: ignore[arg-type]
+def balance(kind: Any, samples_per_second: float, steps: int) -> Balance:
+    strategy = Watched()
+    made = Balance(kind, Two(Rank(0, 0, 2), CPU), cast("Strategy", strategy))
+    for _ in range(steps):
+        strategy.traffic.own_seconds += len(made.slice_of(100)) / samples_per_second
+        made.observe(100)
+    return made
 
 
-def fit(directory: Path, task: Line, **train: Any) -> tuple[Trainer, Progress]:
-    made = trainer(task, config(**train))
-    return made, made.fit(Progress(), CheckpointStore(directory, 2, {}), None)
+def test_slices_follow_the_measured_speeds() -> None:
+    made = balance("auto", samples_per_second=12.0, steps=100)
+    assert len(made.slice_of(100)) == pytest.approx(75, abs=1)
+    assert made.told() == {"batch_share": {"rank 0": pytest.approx(0.75), "rank 1": pytest.approx(0.25)}}
 
 
-def weights(made: Trainer) -> list[float]:
-    return [value for tensor in made.strategy.model.state_dict().values() for value in tensor.flatten().tolist()]
+def test_slices_stay_equal_until_speeds_are_known() -> None:
+    assert len(balance("auto", samples_per_second=12.0, steps=5).slice_of(100)) == 50
 
 
-def validation_loss(progress: Progress) -> float:
-    assert progress.best_loss is not None
-    return progress.best_loss
+def test_equal_slices_stay_equal_and_are_not_told() -> None:
+    made = balance("equal", samples_per_second=12.0, steps=100)
+    assert len(made.slice_of(100)) == 50
+    assert made.told() == {}
 
 
-def test_every_sample_is_counted_once_an_epoch_in_the_order_of_the_plan(tmp_path: Path) -> None:
-    task = Line()
-    made, progress = fit(tmp_path, task, epochs=2)
-    planned = [int(i) for step in range(progress.step) for i in made.order.batch(step)]
-    assert task.seen == planned
-    assert sorted(planned) == sorted([*range(20), *range(20)])
-
-
-def test_micro_batches_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
-    found = [weights(fit(tmp_path / str(parts), Line(), accumulate=parts)[0]) for parts in (1, 3, 5, 100)]
-    for other in found[1:]:
-        assert other == pytest.approx(found[0], abs=1e-6)
-
-
-def test_the_same_seed_trains_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
-    found = [weights(fit(tmp_path / str(i), Line(), seed=seed)[0]) for i, seed in enumerate((7, 7, 8))]
-    assert found[0] == found[1] != found[2]
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_reaches_a_similar_loss(tmp_path: Path, precision: str) -> None:
-    full = validation_loss(fit(tmp_path / "fp32", Line(), epochs=20)[1])
-    half = validation_loss(fit(tmp_path / precision, Line(), epochs=20, precision=precision)[1])
-    assert half == pytest.approx(full, abs=0.02)
-    assert half < 0.2
-
-
-def test_fp16_forgives_a_gradient_that_overflows_and_lowers_its_scale(tmp_path: Path) -> None:
-    made = trainer(Line(), config(precision="fp16"))
-    scaler = made._precision.scaler
-    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**127})  # the scaled loss is infinite at once
-    progress = made.fit(Progress(), CheckpointStore(tmp_path, 2, {}), None)
-    assert progress.step == made.total_steps
-    assert scaler.get_scale() < 2.0**127
-    assert all(map(math.isfinite, weights(made)))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("log_every", [1, 10])
-def test_a_loss_that_is_not_finite_stops_at_its_step_though_its_gradient_is_finite(
-    tmp_path: Path, value: float, precision: str, log_every: int
+def test_a_process_three_times_slower_gets_less_and_the_step_time_falls_while_gradients_stay_exact(
+    project: Project,
 ) -> None:
-    task = Line()
-    task.poison[7] = value
-    with pytest.raises(DataError, match="the loss is not finite at step 6 on rank 0"):
-        fit(tmp_path, task, precision=precision, log_every=log_every)
-    assert CheckpointStore(tmp_path, 2, {}).steps() == [4]
+    project.replace('{"train": 37,', '{"train": 480,')
+    project.replace("    def loss(self, outputs, batch):\n", SLOW)
+    equal, auto = (
+        project.run(kind, balance=kind, batch_size=32, epochs=3, log_every=5, lr=0.01) for kind in ("equal", "auto")
+    )
+    for run in (equal, auto):
+        done = project.train(run, processes=2)
+        assert done.returncode == 0, done.stderr
+    for name, tensor in weights(equal).items():
+        torch.testing.assert_close(weights(auto)[name], tensor, rtol=1e-4, atol=1e-5)
+    steps = {run.id: [line for line in journal(run) if "loss" in line] for run in (equal, auto)}
+    least = {kind: min(line["step_seconds"] for line in lines[-4:]) for kind, lines in steps.items()}
+    assert least["auto"] < 0.75 * least["equal"]
+    last = steps["auto"][-1]
+    assert last["batch_share"]["rank 0"] > 0.6
+    assert sum(last["batch_share"].values()) == pytest.approx(1)
+    assert "batch_share" not in steps["equal"][-1]
 
 
-def test_a_gradient_that_is_not_finite_stops_too_and_its_weights_are_not_touched(tmp_path: Path) -> None:
-    made = trainer(Line(), config())
-    before = weights(made)
-    made.strategy.model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
-    hook: Any = made.strategy.model.get_parameter("weight").register_hook  # published without types
-    hook(lambda gradient: gradient * math.inf)
-    with pytest.raises(DataError, match="the gradient is not finite at step 0 on rank 0"):
-        made.fit(Progress(), CheckpointStore(tmp_path, 2, {}), None)
-    assert weights(made)[: len(before)] == before
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
-def test_training_stops_after_as_many_epochs_without_gain_as_patience_allows(tmp_path: Path) -> None:
-    made, progress = fit(tmp_path, Line(), epochs=50, patience=2, lr=1e-30)  # a rate too small for float32 to move
-    assert progress.step == 3 * made.order.steps_per_epoch
-    assert progress.best_step == made.order.steps_per_epoch
+def test_sizes_differ_unless_batches_and_slices_divide() -> None:
+    assert not sizes_differ(Order(samples=64, batch_size=8, seed=0), cuts=2)
+    assert sizes_differ(Order(samples=64, batch_size=8, seed=0), cuts=3)
+    assert sizes_differ(Order(samples=65, batch_size=8, seed=0), cuts=1)
+    assert sizes_differ(Order(samples=60, batch_size=8, seed=0), cuts=1)  # 8 batches: 7.5 samples each
 
 
-def test_going_on_after_patience_ran_out_does_nothing(tmp_path: Path) -> None:
-    made, progress = fit(tmp_path, Line(), epochs=50, patience=2, lr=1e-30)
-    assert made.fit(progress, CheckpointStore(tmp_path, 2, {}), None) == progress
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_missing_compiler_is_told_at_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"train\.compile=true: no compiler \(.+\) on " + device):
+        check_compiler(torch.device(device))
 
 
-def test_a_better_epoch_becomes_the_best_and_patience_starts_anew() -> None:
-    found = judge_epoch(Progress(step=20, best_step=10, best_loss=0.5, stale_epochs=3), {"loss": 0.4, "accuracy": 0.9})
-    assert found == Progress(20, 20, 0.4, {"loss": 0.4, "accuracy": 0.9}, 0)
+def test_training_without_a_compiler_stops_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="compile=false"):
+        trainer(Line(), config(compile=True))
 
 
-@pytest.mark.parametrize("loss", [0.5, 0.6])
-def test_an_epoch_without_gain_keeps_the_best_and_is_counted(loss: float) -> None:
-    before = Progress(step=20, best_step=10, best_loss=0.5, best_validation={"loss": 0.5}, stale_epochs=1)
-    assert judge_epoch(before, {"loss": loss}) == Progress(20, 10, 0.5, {"loss": 0.5}, 2)
+def graphs(group: Group) -> int:
+    """How many are made for batches of 5, cut in two."""
+    counters.clear()
+    made = trainer(Line(), config(compile=True, accumulate=2))
+    assert {len(job.indices) for step in range(3) for job in made._jobs(step)} == {2, 3}
+    for step in range(3):
+        made._step(step)
+    found: int = counters["stats"]["unique_graphs"]
+    return found
 
 
-def test_the_first_epoch_is_the_best_so_far_however_bad() -> None:
-    assert judge_epoch(Progress(step=5), {"loss": 1e9}).best_step == 5
+@needs_compiler
+@pytest.mark.long
+def test_batches_of_all_sizes_take_one_graph() -> None:
+    """In a process of its own: the compiler brings setuptools, which minds what was imported before."""
+    assert together(graphs, 1) == [1]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_biases_and_norms_do_not_decay_and_frozen_weights_are_left_out(kind: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    model[2].requires_grad_(False)
-    decayed, plain = make_optimizer(model, kind, weight_decay=0.3).param_groups
-    assert [tuple(parameter.shape) for parameter in decayed["params"]] == [(3, 2)]
-    assert [tuple(parameter.shape) for parameter in plain["params"]] == [(3,), (3,), (3,)]
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+@pytest.mark.long
+@needs_compiler
+def test_compiled_training_by_two_processes_is_that_of_plain_ones_and_resumes_to_the_same_bits(
+    project: Project,
+) -> None:
+    """Batches of 7 and 8 for two processes and two micro-batches; the cut run goes on with another size first."""
+    plain = project.run("plain", accumulate=2, epochs=2)
+    whole, cut = (project.run(name, accumulate=2, epochs=2, compile=True, checkpoint_every=1) for name in "wc")
+    for run in (plain, whole):
+        done = project.train(run, processes=2)
+        assert done.returncode == 0, done.stderr
+    for name, tensor in weights(plain).items():
+        torch.testing.assert_close(weights(whole)[name], tensor, rtol=1e-4, atol=1e-5)
+    shutil.copytree(whole.partial("train"), cut.partial("train"))
+    for later in sorted((cut.partial("train") / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(later)
+    done = project.train(cut, processes=2)
+    assert "resumed from the checkpoint" in done.stdout, done.stderr
+    assert equal(weights(cut), weights(whole))
+
+
+def test_a_line_tells_the_mean_of_its_pauses_and_the_end_their_sum() -> None:
+    pauses = Pauses()
+    assert pauses.told() == {}
+    for _ in range(2):
+        with pauses.measured():
+            time.sleep(0.02)
+    told = pauses.told()["checkpoint_seconds"]
+    assert told >= 0.02
+    assert pauses.seconds == pytest.approx(2 * told)
+    assert (pauses.count, pauses.told()) == (2, {})

@@ -1,21 +1,119 @@
+"""Texts that a model cannot take, and a tokenizer that is another model's."""
+
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.spec.data import Samples
-from pipeline.spec.errors import DataError
-from pipeline.spec.rank import Rank
-from pipeline.spec.sections import Train
-from train.group import Group
-from train.objective import Objective
-from train.precision import Precision
-from train.strategy import Alone
-from train.validation import validate
+from pipeline.contract.config import parse_config
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.processes import Rank
+from pipeline.contract.settings.stages import Train
+from train.optim import Precision
+from train.parallel.base import Objective, Strategy
+from train.process_group import Group
+from train.trainer import Trainer
+from train.validation import check_texts, check_tokenizer, validate
+
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+class Words:
+    inputs: tuple[str, ...] = ("input_ids",)
+    outputs = ("logits",)
+
+    def model(self) -> nn.Module:
+        config = LlamaConfig(**SIZES, vocab_size=16, max_position_embeddings=12, use_cache=False)
+        made: nn.Module = LlamaForCausalLM(config)
+        return made
+
+    def data(self, split: str) -> dict[str, Any]:
+        return {"input_ids": np.arange(24).reshape(2, 12) % 16}
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return outputs.square().mean()
+
+    def metrics(self, outputs: torch.Tensor, batch: Any) -> dict[str, torch.Tensor]:
+        return {"x": outputs.mean(dim=(1, 2))}
+
+
+TASK: Any = Words()
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return Words().model()
+
+
+def split(**columns: Any) -> Samples:
+    return Samples("train", columns)
+
+
+def test_texts_that_fit_are_taken(model: nn.Module) -> None:
+    task: Any = Words()
+    check_texts(task, model, [split(**task.data("train"))])
+    check_texts(task, nn.Linear(2, 2), [split(input_ids=np.full((1, 99), 99))])  # none of transformers
+
+
+@pytest.mark.parametrize(("value", "named"), [(16, 16), (-100, -100)])
+def test_an_id_that_the_embedding_has_not_is_told_with_both_numbers(model: nn.Module, value: int, named: int) -> None:
+    ids = np.ones((2, 4), int)
+    ids[1, 2] = value
+    with pytest.raises(DataError, match=rf"data\('train'\).*`input_ids` holds the id {named}.* embedding has 16 rows"):
+        check_texts(TASK, model, [split(input_ids=ids)])
+
+
+def test_a_text_beyond_the_models_positions_is_told_and_a_packed_row_is_none(model: nn.Module) -> None:
+    task: Any = Words()
+    ids = np.ones((1, 13), int)
+    with pytest.raises(DataError, match=r"a text has 13 positions, but the model knows 12 \(max_position_embeddings"):
+        check_texts(task, model, [split(input_ids=ids)])
+    task.inputs = ("input_ids", "position_ids")
+    check_texts(task, model, [split(input_ids=ids, position_ids=[[*range(12), 0]])])
+    with pytest.raises(DataError, match="a text has 13 positions"):
+        check_texts(task, model, [split(input_ids=ids, position_ids=[[*range(13)]])])
+
+
+def test_of_items_the_first_is_looked_at(model: nn.Module) -> None:
+    class Items(list[dict[str, Any]]):
+        pass
+
+    with pytest.raises(DataError, match="holds the id 16"):
+        check_texts(TASK, model, [Samples("train", Items([{"input_ids": torch.tensor([16])}]))])  # type: ignore[arg-type]
+
+
+def test_training_refuses_before_its_first_step() -> None:
+    task: Any = Words()
+    values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {"batch_size": 2, "device": "cpu"}}
+    texts = split(input_ids=np.full((2, 3), 40))
+    with pytest.raises(DataError, match="holds the id 40"):
+        Trainer(task, parse_config(values, source="test"), Group(Rank(), torch.device("cpu")), texts, texts, 2)
+
+
+def tokenizer(folder: Path, highest: int) -> Path:
+    body = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": highest}]}
+    (folder / "tokenizer.json").write_text(json.dumps(body))
+    return folder
+
+
+def test_a_tokenizer_of_another_model_is_told_with_its_file(model: nn.Module, tmp_path: Path) -> None:
+    check_tokenizer(tmp_path, model)
+    check_tokenizer(tokenizer(tmp_path, 15), model)
+    with pytest.raises(DataError, match=r"tokenizer.json: its highest id is 16, but the model's embedding has 16 rows"):
+        check_tokenizer(tokenizer(tmp_path, 16), model)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff{")
+    with pytest.raises(ConfigError, match=r"tokenizer.json: not a tokenizer of the `tokenizers` package"):
+        check_tokenizer(tmp_path, model)
+
 
 CPU = torch.device("cpu")
 
@@ -37,7 +135,7 @@ def run(values: list[float], size: int, task: Any = None, model: nn.Module | Non
     samples = Samples("validation", {"x": torch.tensor(values)[:, None]})
     task = task or Echo()
     group = Group(Rank(), CPU)
-    strategy = Alone(model or nn.Identity(), Objective(task, Precision("fp32", CPU)), group, Train())
+    strategy = Strategy(model or nn.Identity(), Objective(task, Precision("fp32", CPU)), group, Train())
     return validate(task, strategy, samples, group, size)
 
 

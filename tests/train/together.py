@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.spec.config import parse_config
-from pipeline.spec.data import Samples
-from pipeline.spec.rank import Rank
-from train.checkpoint import CheckpointStore, Progress
-from train.group import Group
-from train.parameter_server import Asynchronous
+from pipeline.contract.config import parse_config
+from pipeline.contract.data import Samples
+from pipeline.contract.processes import Rank
+from train.checkpoint.store import CheckpointStore
+from train.parallel.parameter_server import Asynchronous
+from train.process_group import Group
+from train.state import Progress
 from train.trainer import Trainer
 
 from ..nursery import nursery

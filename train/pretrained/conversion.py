@@ -11,9 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.spec.errors import ConfigError, DataError
-from train.pretrained.header import Entry
-from train.pretrained.source import Join, Leaf, Scaled, Source, Stack
+from pipeline.contract.errors import ConfigError, DataError
+from train.pretrained.source import Entry, Join, Leaf, Scaled, Source, Stack
 
 _SCALE = "_scale_inv"
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipeline.spec.errors import DataError
-from train.pretrained.header import Entry
-from train.pretrained.source import Same, Source
+from pipeline.contract.errors import DataError
+from train.pretrained.source import Entry, Same, Source
 
 _TOLD = 8  # of each kind in the error; the log lists all
 _FLOATS = {"F64", "F32", "F16", "BF16"}

@@ -21,8 +21,8 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel
 from vocabulary import read_tokenizer, there
 
-from pipeline.spec.digest import digest_bytes
-from pipeline.spec.errors import ConfigError
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.files import digest_bytes
 
 LINES = 8  # of a snippet
 

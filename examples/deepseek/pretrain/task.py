@@ -18,9 +18,8 @@ from torch.nn import functional
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from vocabulary import BEGIN, END, PAD, bytes_of, encode, read_tokenizer, there, train_tokenizer
 
-from pipeline.spec.data import Samples
-from pipeline.spec.generation import Prompting
-from pipeline.spec.packing import cut, one_a_row, pack
+from pipeline.contract.data import Samples, cut, one_a_row, pack
+from pipeline.contract.signature import Prompting
 
 
 class Pretrain:

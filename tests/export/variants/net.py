@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from pipeline.spec.config import Config, parse_config
+from pipeline.contract.config import Config, parse_config
 
 Array = np.ndarray[Any, Any]
 

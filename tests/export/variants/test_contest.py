@@ -12,14 +12,12 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from export.convert import save_plain
-from export.variants.choice import decide
-from export.variants.contest import Contest, Entry, check_wanted, contenders, ship
-from export.variants.making import MAKERS, Maker, Material
-from export.variants.record import rows, story, table
-from pipeline.spec.data import open_split
-from pipeline.spec.digest import digest_file
-from pipeline.spec.errors import ConfigError
+from export.to_onnx import save_plain
+from export.variants.choose import Contest, Entry, check_wanted, contenders, decide, rows, ship, story, table
+from export.variants.quantize import MAKERS, Maker, Material
+from pipeline.contract.data import open_split
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.files import digest_file
 
 from .net import CLASSES, Hills, config, write
 

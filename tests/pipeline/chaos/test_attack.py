@@ -9,16 +9,16 @@ import psutil
 import pytest
 
 from pipeline.chaos.attack import Timing, as_scheduled, choose
-from pipeline.spec.chaos import Event, Kill
+from pipeline.contract.attempts import ChaosEvent, Kill
 
 TIMING = Timing(start_seconds=4.0, room_seconds=0.6)
 
 
-def event(kind: str, time: float, **more: int) -> Event:
-    return Event.model_validate({"event": kind, "time": time, **more})
+def event(kind: str, time: float, **more: int) -> ChaosEvent:
+    return ChaosEvent.model_validate({"event": kind, "time": time, **more})
 
 
-def due_at(kills: list[Kill], events: list[Event]) -> float | None:
+def due_at(kills: list[Kill], events: list[ChaosEvent]) -> float | None:
     found = as_scheduled(kills, TIMING, events, 10.0)
     return found[0] if found else None
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.chaos.verdict import Made, Training, Verdict, made, rows
-from pipeline.spec.chaos import Event, Kill
+from pipeline.contract.attempts import ChaosEvent, Kill
 
 KILLS = (
     Kill(place="step", step=1),
@@ -26,12 +26,12 @@ HELD = Training(
 )
 
 
-def killed(number: int, time: float) -> Event:
-    return Event(event="kill", time=time, number=number)
+def killed(number: int, time: float) -> ChaosEvent:
+    return ChaosEvent(event="kill", time=time, number=number)
 
 
-def stepped(born: float, time: float) -> Event:
-    return Event(event="step", time=time, born=born)
+def stepped(born: float, time: float) -> ChaosEvent:
+    return ChaosEvent(event="step", time=time, born=born)
 
 
 def test_a_kill_is_recovered_from_by_the_first_step_of_processes_born_after_it() -> None:

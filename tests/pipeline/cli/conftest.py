@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.project import example
+from pipeline.history import example
 
 Pipe = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import with_defaults
-from pipeline.spec.sources import HOUSE
+from pipeline.contract.sources import HOUSE
 
 from .conftest import Pipe
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.project import model_name
-from pipeline.history import create_run
-from pipeline.project import find_project
-from pipeline.spec.registry import CHAMPION, Entry, Wanted, change_registry
+from pipeline.contract.registry import CHAMPION, Entry, Wanted, change_registry
+from pipeline.history import create_run, find_project
 
 from .conftest import Pipe
 

@@ -10,11 +10,20 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from pipeline.history import create_run
-from pipeline.project import find_project
-from pipeline.spec.errors import PipelineError
+from pipeline.contract.errors import PipelineError
+from pipeline.history import create_run, find_project
 
 from ..packing import write_bundle
+from .conftest import Pipe
+
+
+def test_only_a_bundle_can_be_promoted(pipe: Pipe) -> None:
+    assert "has a bundle yet" in pipe("promote", expect=2).stderr
+
+
+def test_there_must_be_something_to_go_back_to(pipe: Pipe) -> None:
+    assert "there is no previous champion to go back to" in pipe("rollback", expect=2).stderr
+
 
 Typed = Callable[..., Any]
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from k8s.drift import Found
-from pipeline.cli import champion
+from k8s.cluster.drift import Found
+from pipeline.cli import registry
 from pipeline.cli.app import Output
-from pipeline.placed import Placed, record
-from pipeline.project import Project
-from pipeline.spec.errors import ConfigError
+from pipeline.contract.errors import ConfigError
+from pipeline.history import Project
+from pipeline.service.cluster_record import Placed, record
 
 from ..conftest import NewRun
 
@@ -20,7 +20,7 @@ def put(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The bundles that are deployed again, in their order."""
     found: list[str] = []
     monkeypatch.setattr(
-        champion, "_put", lambda project, placed, version, context, output: found.append(version.bundle)
+        registry, "_put", lambda project, placed, version, context, output: found.append(version.bundle)
     )
     return found
 
@@ -33,8 +33,8 @@ def back(project: Project, new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> 
         place = {"context": "small", "server": "http://here", "namespace": "models", "image": "tiny"}
         for told in deployed:
             placed = record(new_run(), "tiny", {**place, **told})
-        monkeypatch.setattr("k8s.drift.found", lambda *_: Found(live, canary))
-        champion._back(project, placed, None, Output.text)
+        monkeypatch.setattr("k8s.cluster.drift.found", lambda *_: Found(live, canary))
+        registry._back(project, placed, None, Output.text)
         return placed
 
     return go
@@ -62,8 +62,8 @@ def test_a_canary_that_a_killed_deployment_left_is_ended(
     back: Any, put: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(champion, "run_of", lambda runs, version: SimpleNamespace(config=None))
-    monkeypatch.setattr("pipeline.spec.config.override_config", lambda config, words: words)
+    monkeypatch.setattr(registry, "run_of", lambda runs, version: SimpleNamespace(config=None))
+    monkeypatch.setattr("pipeline.contract.config.override_config", lambda config, words: words)
     monkeypatch.setattr("k8s.deploy.end_canary", lambda config, say: ended.extend(config))
     back("b" * 64, A, B, canary=True)
     assert put == []

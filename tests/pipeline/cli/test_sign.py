@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from pipeline.deploy import deploy
-from pipeline.spec.bundle import open_bundle
-from pipeline.spec.errors import BundleError, ConfigError, PipelineError
-from pipeline.spec.signing import SIGNATURE, Trust, new_key, private_key, sign
+from pipeline.contract.bundle import open_bundle
+from pipeline.contract.errors import BundleError, ConfigError, PipelineError
+from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key, sign
+from pipeline.steps.deploy import deploy
 
 from ..packing import MakeRun, write_bundle
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.spec.files import write_json
-from pipeline.spec.run import Run
+from pipeline.contract.files import write_json
+from pipeline.contract.run import Run
 
 from .made import change, write_deploy, write_manifest
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.spec.digest import digest_file
-from pipeline.spec.files import write_atomic, write_json
-from pipeline.spec.run import STEPS, Run, RunFile, StepRecord
+from pipeline.contract.files import digest_file, write_atomic, write_json
+from pipeline.contract.run import STEPS, Run, RunFile, StepRecord
 
 CLASSES = tuple("0123456789")
 CHECKPOINT = "c" * 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from pipeline.report import write_report
-from pipeline.spec.run import Run
+from pipeline.contract.run import Run
+from pipeline.report.page import write_report
 
 
 def report(run: Run, other: Run | None = None) -> str:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.history import load_history
-from pipeline.report import write_index, write_report
-from pipeline.report.page import STYLE
+from pipeline.report.page import STYLE, write_index, write_report
 
 from ...serve.browser import PROGRAM, Browser
 from .enriched import enrich

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from pipeline.project import Project
-from pipeline.spec.errors import ConfigError
+from pipeline.contract.errors import ConfigError
+from pipeline.history import Project
 
 from .made import make_other, make_run
 

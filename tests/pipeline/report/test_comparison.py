@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.report import write_report
+from pipeline.contract.facts import read_facts
+from pipeline.contract.run import Run
 from pipeline.report.comparison import paired
-from pipeline.spec.facts import read_facts
-from pipeline.spec.run import Run
+from pipeline.report.page import write_report
 
 from .made import change, make_other, make_run, write_predictions
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.report.mixture import mixture
-from pipeline.spec.facts import Facts
-from pipeline.spec.html import flat
-from pipeline.spec.run import RunFile
+from pipeline.contract.facts import Facts
+from pipeline.contract.html import flat
+from pipeline.contract.run import RunFile
+from pipeline.report.training import mixture
 
 
 def facts(*lines: dict[str, Any]) -> Facts:

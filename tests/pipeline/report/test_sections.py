@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report import write_report
-from pipeline.spec.digest import digest_file
-from pipeline.spec.files import write_json
-from pipeline.spec.run import Run
+from pipeline.contract.files import digest_file, write_json
+from pipeline.contract.run import Run
+from pipeline.report.page import write_report
 
 from .enriched import PNG, enrich
 from .made import HOSTILE, change, make_run

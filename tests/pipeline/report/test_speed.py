@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.budget import exposed_share
-from pipeline.report.speed import speed
-from pipeline.spec.facts import Facts, read_facts
-from pipeline.spec.files import write_json
-from pipeline.spec.html import flat
-from pipeline.spec.run import Run, RunFile
+from pipeline.contract.facts import Facts, read_facts
+from pipeline.contract.files import write_json
+from pipeline.contract.html import flat
+from pipeline.contract.run import Run, RunFile
+from pipeline.report.training import exposed_share, speed
 
 LINE = {"epoch": 0, "loss": 1.0, "samples_per_second": 900.0, "step_seconds": 0.02, "sent_bytes_per_step": 2048.0}
 TRACED = {"first_step": 3, "steps": 5, "rank 0": {"exposed": 0.125}, "rank 1": {"exposed": 0.375}}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.project import Project
-from pipeline.spec.config import Config, parse_config
-from pipeline.tune.space import distributions
+from pipeline.contract.config import Config, parse_config
+from pipeline.history import Project
+from pipeline.tune.search import distributions
 from pipeline.tune.study import Study
 
 TINY = Path(__file__).resolve().parents[2] / "project"

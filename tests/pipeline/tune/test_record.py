@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.history import create_run, load_history, write_record
-from pipeline.keys import parts_of
-from pipeline.project import Project
-from pipeline.spec.config import Config, override_config
-from pipeline.spec.errors import PipelineError
-from pipeline.spec.registry import CHAMPION, Entry, Wanted, change_registry
-from pipeline.spec.run import Run, StepRecord
+from pipeline.contract.config import Config, override_config
+from pipeline.contract.errors import PipelineError
+from pipeline.contract.registry import CHAMPION, Entry, Wanted, change_registry
+from pipeline.contract.run import Run, StepRecord
+from pipeline.history import Project, create_run, load_history, write_record
+from pipeline.plan import parts_of
 from pipeline.tune.record import (
     all_studies,
     count_trials,

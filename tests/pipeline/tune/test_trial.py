@@ -1,23 +1,65 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from pipeline.contract.config import Config
+from pipeline.contract.errors import ConfigError, Pruned, StageError
+from pipeline.contract.run import Run
 from pipeline.display import Display
-from pipeline.history import load_history
-from pipeline.project import Project
+from pipeline.history import Project, load_history
 from pipeline.runner import Order, latest_unfinished, run_road
-from pipeline.spec.config import Config
-from pipeline.spec.errors import ConfigError, Pruned
-from pipeline.spec.run import Run
+from pipeline.tune.record import folder_of, identity, name_of, read_study, write_study
 from pipeline.tune.study import Ending, Study
-from pipeline.tune.trial import Watch, run_trial
+from pipeline.tune.trial import Curve, Watch, describe, hopeless, run_trial, work
 
 from .conftest import MakeConfig, open_study
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def line(epoch: int, value: float | None) -> str:
+    found = {"loss": 0.5} if value is None else {"loss": 0.5, "accuracy": value}
+    return json.dumps({"step": 10 * epoch + 10, "epoch": epoch, "validation": found}) + "\n"
+
+
+def test_each_epochs_value_is_read_once_as_the_file_grows(path: Path) -> None:
+    curve = Curve("accuracy")
+    assert list(curve.read(path)) == []
+    path.write_text('{"step": 5, "epoch": 0, "loss": 1.0}\n' + line(0, 0.5))
+    assert list(curve.read(path)) == [(1, 0.5)]
+    assert list(curve.read(path)) == []
+    with path.open("a") as file:
+        file.write(line(1, 0.75) + line(2, 0.875)[:20])
+    assert list(curve.read(path)) == [(2, 0.75)], "a half line is not there yet"
+    with path.open("a") as file:
+        file.write(line(2, 0.875)[20:])
+    assert list(curve.read(path)) == [(3, 0.875)]
+
+
+def test_a_file_that_a_resumed_training_wrote_anew_is_read_from_its_start(path: Path) -> None:
+    curve = Curve("accuracy")
+    path.write_text(line(0, 0.5) + line(1, 0.75))
+    assert len(list(curve.read(path))) == 2
+    anew = path.with_name("anew")
+    anew.write_text(line(0, 0.5) + line(1, 0.75) + line(2, 0.875))
+    os.replace(anew, path)
+    assert list(curve.read(path)) == [(3, 0.875)]
+
+
+def test_a_metric_that_is_not_there_is_no_number(path: Path) -> None:
+    path.write_text(line(0, None))
+    assert list(Curve("accuracy").read(path)) == [(1, None)]
+
 
 ORDER = Order((), study="abc")
 
@@ -111,3 +153,70 @@ def test_what_an_earlier_worker_reported_is_not_reported_again(tmp_path: Path, s
     assert not watch.report(tmp_path)
     assert study.trials[0].intermediate_values == {1: 0.5, 2: 0.75}
     study.tell(claim, Ending("pruned"))
+
+
+def trial(state: str, **epochs: float) -> FrozenTrial:
+    steps = {int(name.removeprefix("e")): value for name, value in epochs.items()}
+    return create_trial(state=TrialState.PRUNED, user_attrs={"state": state}, intermediate_values=steps)
+
+
+def begin(project: Project, config: Config) -> str:
+    parts = identity(config, project)
+    folder_of(project.runs, name_of(parts)).mkdir(parents=True)
+    write_study(folder_of(project.runs, name_of(parts)), config, parts)
+    return name_of(parts)
+
+
+@pytest.mark.parametrize(
+    ("trials", "said"),
+    [
+        ([trial("failed")] * 2, False),
+        ([trial("failed")] * 3, True),
+        ([trial("failed"), trial("pruned"), trial("failed")], True),
+        ([*[trial("failed")] * 5, trial("pruned", e1=0.5)], False),
+        ([*[trial("refused")] * 5, trial("failed")], False),
+    ],
+)
+def test_a_search_in_which_nothing_was_ever_measured_is_hopeless(trials: list[FrozenTrial], said: bool) -> None:
+    assert hopeless(trials) == said
+
+
+def test_a_task_that_cannot_be_trained_stops_the_search(project: Project, make_config: MakeConfig) -> None:
+    task = project.root / "task.py"
+    task.write_text("class Sides:\n    pass\n")
+    config = make_config()
+    name = begin(project, config)
+    lines: list[str] = []
+    with pytest.raises(
+        StageError, match=r"no trial got through its first epoch, 3 were tried; prepare: task\.py:Sides"
+    ):
+        work(read_study(project.runs, name), project, lambda: config, 1, lines.append)
+    assert [line.partition(" (")[0] for line in lines] == [f"trial {number}: failed" for number in range(3)]
+
+
+def test_refused_trials_are_told_and_counted(project: Project, make_config: MakeConfig) -> None:
+    config = make_config({"train.sync": {"choices": ["diloco"]}, "train.precision": {"choices": ["fp16"]}}, trials=4)
+    lines: list[str] = []
+    work(read_study(project.runs, begin(project, config)), project, lambda: config, 1, lines.append)
+    assert len(lines) == 4
+    assert "does not go with" in lines[0]
+    assert list(project.runs.glob("2*")) == [], "no run was made"
+
+
+def test_a_file_that_changes_under_the_search_stops_it(project: Project, make_config: MakeConfig) -> None:
+    config = make_config()
+    name = begin(project, config)
+    (project.root / "points.py").write_text((project.root / "points.py").read_text() + "\n")
+    with pytest.raises(ConfigError, match=rf"points\.py changed while the search went on; .* study {name}"):
+        work(read_study(project.runs, name), project, lambda: config, 1, lambda _: None)
+
+
+def test_the_line_of_a_trial_has_its_settings_as_they_are_typed(tmp_path: Path, study: Study) -> None:
+    claim = study.claim()
+    assert claim is not None
+    study.tell(claim, Ending("done", 0.9))
+    line = describe(claim, Ending("done", 0.9), None, 3.21, study.best())
+    lr = float(f"{claim.values['train.lr']:.4g}")
+    settings = f"train.lr={lr} train.batch_size={claim.values['train.batch_size']}"
+    assert line == f"trial 0: done 0.9000, the best so far ({settings}; 3.2 s)"
+    assert describe(claim, Ending("failed", reason="no"), None, 1, None).endswith("1.0 s): no")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spec.bundle import open_bundle
-from serve.generate.writer import Words
+from pipeline.contract.bundle import open_bundle
+from serve.generate.model import Words
 from serve.loading import prove
 from tests.serve.generate import tiny
 

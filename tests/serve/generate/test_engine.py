@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.spec.errors import InvalidPayload
+from pipeline.contract.errors import InvalidPayload
+from serve.errors import Busy, Expired, Gone
 from serve.generate.engine import Engine, Rules
+from serve.generate.model import Words
 from serve.generate.sampling import Sampling
-from serve.generate.writer import Words
-from serve.generate.writing import Asking, Order, Piece, Writing
-from serve.refusal import Busy, Expired, Gone
+from serve.generate.sequence import Asking, Order, Piece, Writing
 from tests.serve.generate import tiny
 
 RULES = Rules(rows=4, waiting=64, cache_bytes=1 << 24, read_at_once=16, read_between=6)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeline.spec.generation import Generation
-from serve.page.page_data import words
+from pipeline.contract.signature import Generation
+from serve.page.page import words
 from tests.serve.browser import PROGRAM, Browser
 from tests.serve.generate import tiny
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from serve.generate.model import Words
 from serve.generate.prefill import Prefill, together
 from serve.generate.sampling import Likelihood, Sampling
-from serve.generate.writer import Words
-from serve.generate.writing import Asking, Order, Writing
+from serve.generate.sequence import Asking, Order, Writing
 from tests.serve.generate import tiny
 
 

@@ -23,6 +23,7 @@ from tests.serve.generate import tiny
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
 
+
 LONG = 4096  # positions: enough for a text that takes a while
 WORDS = tiny.tokenizer()
 TEXTS = ["hello world", "the quick brown fox jumps over", "x", "print('hello'", "import os", "größer €"]

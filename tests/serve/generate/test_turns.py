@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve.generate.writer import Words
+from serve.generate.model import Words
 from tests.serve.generate.test_engine import PROMPTS, Bench
 from tests.serve.generate.test_engine import _all as all_of
 from tests.serve.generate.test_engine import _run as run_bench

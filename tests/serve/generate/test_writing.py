@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from serve.generate.sampling import Sampling
-from serve.generate.writing import Asking, Order, Writing
+from serve.generate.sequence import Asking, Order, Writing
 from tests.serve.generate import tiny
 
 WORDS = tiny.tokenizer()

@@ -11,25 +11,66 @@ import httpx
 import numpy as np
 import pytest
 
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.golden import Golden
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.golden import Golden
 from serve.canary import Canary
-from serve.page import page, page_data
+from serve.model_version import ModelVersion
+from serve.page import page
+from serve.page.page import inline, render_markdown
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session
-from serve.served import Served
 from serve.shadow import Agreement
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
 
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("# a", "<h2>a</h2>"),
+        ("### a", "<h4>a</h4>"),
+        ("a\nb\n\nc", "<p>a b</p><p>c</p>"),
+        ("- a\n- b", "<ul><li>a</li><li>b</li></ul>"),
+        ("```\n# a\n  b\n```\nc", "<pre><code># a\n  b</code></pre><p>c</p>"),
+        ("```\nnever closed", "<pre><code>never closed</code></pre>"),
+        ("", ""),
+    ],
+)
+def test_blocks(text: str, html: str) -> None:
+    assert render_markdown(text) == html
+
+
+def test_a_table_has_a_head_and_rows() -> None:
+    html = render_markdown("| a | b |\n|---|:-:|\n| `1` | **2** |")
+    assert '<th scope="col">a</th><th scope="col">b</th>' in html
+    assert '<th scope="row"><code>1</code></th><td><strong>2</strong></td>' in html
+    assert "---" not in html
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("**a** *b* `c`", "<strong>a</strong> <em>b</em> <code>c</code>"),
+        ("2 * 3 * 4", "2 * 3 * 4"),
+        ("[a](https://x.y/z)", '<a href="https://x.y/z" rel="noopener noreferrer">a</a>'),
+        ("[a](javascript:alert(1))", "[a](javascript:alert(1))"),
+        ("[a](//x.y)", "[a](//x.y)"),
+        ('[a](https://x"onclick="y)', '<a href="https://x&quot;onclick=&quot;y" rel="noopener noreferrer">a</a>'),
+        ("<b>`<i>`**<u>**", "&lt;b&gt;<code>&lt;i&gt;</code><strong>&lt;u&gt;</strong>"),
+    ],
+)
+def test_what_is_no_mark_of_ours_stays_the_text_it_is(text: str, html: str) -> None:
+    assert inline(text) == html
+
+
 HTML = {"accept": "text/html,application/xhtml+xml"}
-STYLE = (Path(page_data.__file__).parent / "page.css").read_text()
+STYLE = (Path(page.__file__).parent / "page.css").read_text()
 
 
 @pytest.fixture
-def served(bundle: Bundle) -> Served:
-    return Served("tiny", "1", Predictor(bundle, Session(bundle, "cpu", 1)), None)  # type: ignore[arg-type]  # never runs
+def served(bundle: Bundle) -> ModelVersion:
+    return ModelVersion("tiny", "1", Predictor(bundle, Session(bundle, "cpu", 1)), None)  # type: ignore[arg-type]  # never runs
 
 
 def _get(server: Running, path: str = "/", **headers: str) -> httpx.Response:
@@ -94,8 +135,8 @@ def test_it_can_be_turned_off(bundle_path: Path, start: Launcher) -> None:
     assert "the page is off" in refused.json()["error"]
 
 
-def test_who_gets_a_share_or_copies_of_the_requests_is_told(served: Served) -> None:
-    candidate = Served("tiny", "2", served.predictor, served.pool)
+def test_who_gets_a_share_or_copies_of_the_requests_is_told(served: ModelVersion) -> None:
+    candidate = ModelVersion("tiny", "2", served.predictor, served.pool)
     served.canary = Canary(candidate, 0.1)
     served.mirror = SimpleNamespace(digest="d" * 64, share=0.5, agreement=Agreement(same=1200, other=3))  # type: ignore[assignment]
     html = page.render(page.Shown(served, [served, candidate], ["another"], ready=False)).decode()
@@ -109,15 +150,15 @@ def test_who_gets_a_share_or_copies_of_the_requests_is_told(served: Served) -> N
         assert told in html
 
 
-def test_a_codec_that_says_so_lets_people_draw(served: Served, bundle: Bundle) -> None:
-    form = page_data.form(served)
+def test_a_codec_that_says_so_lets_people_draw(served: ModelVersion, bundle: Bundle) -> None:
+    form = page.form(served)
     assert (form["kind"], form["examples"]) == ("drawing", bundle.golden().instances)
     assert form["drawing"] == {"width": 8, "height": 8, "top": 16, "fit": True, "pen": 1.5}
 
 
-def test_without_a_drawing_people_edit_an_instance(served: Served, bundle: Bundle) -> None:
+def test_without_a_drawing_people_edit_an_instance(served: ModelVersion, bundle: Bundle) -> None:
     served.predictor.drawing = None
-    assert page_data.form(served) == {"kind": "instances", "examples": bundle.golden().instances}
+    assert page.form(served) == {"kind": "instances", "examples": bundle.golden().instances}
 
 
 @pytest.fixture
@@ -129,9 +170,9 @@ def golden(monkeypatch: pytest.MonkeyPatch, bundle: Bundle) -> Golden:
     return golden
 
 
-def test_without_instances_they_edit_the_first_golden_tensors(served: Served, golden: Golden) -> None:
+def test_without_instances_they_edit_the_first_golden_tensors(served: ModelVersion, golden: Golden) -> None:
     served.predictor.drawing = None
-    form = page_data.form(served)
+    form = page.form(served)
     assert form["inputs"] == [{"name": "image", "datatype": "FP32", "shape": ("batch", 1, 8, 8)}]
     (body,) = form["examples"]
     (tensor,) = body["inputs"]
@@ -139,24 +180,24 @@ def test_without_instances_they_edit_the_first_golden_tensors(served: Served, go
 
 
 def test_what_is_too_large_to_edit_is_left_to_the_browser_to_make(
-    served: Served, golden: Golden, monkeypatch: pytest.MonkeyPatch
+    served: ModelVersion, golden: Golden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.predictor.drawing = None
-    monkeypatch.setattr(page_data, "_MOST_EXAMPLE_BYTES", 100)
-    assert page_data.form(served)["examples"] == []
+    monkeypatch.setattr(page, "_MOST_EXAMPLE_BYTES", 100)
+    assert page.form(served)["examples"] == []
 
 
 def test_the_page_outlives_the_bundles_folder(
-    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: ModelVersion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Bundle, "golden", lambda self: (self.path / "gone").read_text())
-    assert page_data.form(served)["examples"] == []
+    assert page.form(served)["examples"] == []
     assert "the page shows no example" in caplog.text
 
 
-def test_embedded_data_cannot_leave_its_element(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_data, "form", lambda _: {"examples": ["</script><script>&<!--"]})
-    assert not set("<>&") & set(page_data.embedded(served))
+def test_embedded_data_cannot_leave_its_element(served: ModelVersion, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "form", lambda _: {"examples": ["</script><script>&<!--"]})
+    assert not set("<>&") & set(page.embedded(served))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -9,9 +9,9 @@ import jsonschema
 import numpy as np
 import pytest
 
-from pipeline.spec.errors import InvalidPayload
-from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
-from serve.protocol import schemas
+from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from serve.protocol import openapi
 from serve.protocol.tensors import Request, Tensor
 from serve.routes import PATHS, find
 
@@ -79,7 +79,7 @@ def _with(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_request_that_fits_is_valid_in_any_order_of_its_inputs(order: int) -> None:
     given = {**GIVEN, "inputs": GIVEN["inputs"][::order]}  # type: ignore[index]
-    jsonschema.validate(given, schemas.infer_request(_signature(IMAGE, TOKENS), "tiny"))
+    jsonschema.validate(given, openapi.infer_request(_signature(IMAGE, TOKENS), "tiny"))
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_a_request_that_fits_is_valid_in_any_order_of_its_inputs(order: int) -> 
 )
 def test_what_the_service_refuses_is_invalid(path: str, value: Any) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(_with(path, value), schemas.infer_request(_signature(IMAGE, TOKENS), "tiny"))
+        jsonschema.validate(_with(path, value), openapi.infer_request(_signature(IMAGE, TOKENS), "tiny"))
 
 
 @pytest.mark.parametrize(("length", "fits"), [(3, True), (2, False)])
 def test_a_named_axis_is_as_long_as_its_limit_allows(length: int, fits: bool) -> None:
     signature = _signature(IMAGE, TOKENS)
     limits = signature.limits.model_copy(update={"axes": {"length": length}})
-    schema = schemas.infer_request(signature.model_copy(update={"limits": limits}), "tiny")
+    schema = openapi.infer_request(signature.model_copy(update={"limits": limits}), "tiny")
     assert jsonschema.Draft202012Validator(schema).is_valid(GIVEN) is fits
 
 
@@ -127,9 +127,9 @@ def test_a_named_axis_is_as_long_as_its_limit_allows(length: int, fits: bool) ->
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_largest_number_of_the_schema_is_the_largest_the_service_takes(datatype: Any, sign: float) -> None:
     spec = TensorSpec(name="x", datatype=datatype, shape=(1,))
-    edge = schemas._TOO_LARGE[datatype]
+    edge = openapi._TOO_LARGE[datatype]
     below = float(np.nextafter(edge, 0)) * sign
-    schema = schemas.infer_request(_signature(spec), "tiny")["properties"]["inputs"]["items"]["properties"]["data"]
+    schema = openapi.infer_request(_signature(spec), "tiny")["properties"]["inputs"]["items"]["properties"]["data"]
     jsonschema.validate([below], schema)
     assert np.isfinite(_taken(spec, below)).all()
     with pytest.raises(jsonschema.ValidationError):

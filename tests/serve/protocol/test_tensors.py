@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.spec.errors import InvalidPayload
-from pipeline.spec.signature import NUMPY_TYPES, Limits, Runtime, Signature, TensorSpec
+from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import NUMPY_TYPES, Limits, Runtime, Signature, TensorSpec
 from serve.protocol.tensors import Request, Tensor, Wish, refuse_parameters, to_raw
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.spec.errors import InvalidPayload
+from pipeline.contract.errors import InvalidPayload
 from serve.protocol.tensors import Wish
 from serve.protocol.v2 import parse, render
 

@@ -5,11 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from pipeline.spec.errors import InvalidPayload
-from pipeline.spec.generation import Cache, Generation
-from pipeline.spec.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
+from serve.errors import TooLarge
 from serve.protocol.validate import check_arrays, check_bytes, check_names, check_outputs, check_shape, check_shapes
-from serve.refusal import TooLarge
 
 LIMITS = Limits(max_batch_size=4, max_body_bytes=1000)
 IMAGE = TensorSpec(name="image", datatype="FP32", shape=("batch", 2))

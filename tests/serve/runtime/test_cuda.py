@@ -6,9 +6,9 @@ from pathlib import Path
 import onnxruntime
 import pytest
 
-from pipeline.service import request
-from pipeline.spec.bundle import Bundle
-from pipeline.spec.cuda import why_no_cuda
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.processes import why_no_cuda
+from pipeline.service.process import request
 from serve.runtime.session import CPU, Session
 
 from ..conftest import Launcher

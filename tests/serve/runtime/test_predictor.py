@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.spec.bundle import Bundle, open_bundle
-from pipeline.spec.errors import BundleError, InvalidPayload
+from pipeline.contract.bundle import Bundle, open_bundle
+from pipeline.contract.errors import BundleError, InvalidPayload
 from serve.runtime.predictor import Predictor, Stumble
 from serve.runtime.session import Session
 

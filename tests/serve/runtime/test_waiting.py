@@ -18,11 +18,12 @@ import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
-from pipeline.spec.limits import Limits, Runtime
+from pipeline.contract.signature import Limits, Runtime
 from tests.serve.odd import slow
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
+
 
 LONG, SHORT = 100.0, 0.0  # thousands of rounds of work
 MOST = 1 << 20  # bytes of a body

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from train.checkpoint import CheckpointStore, Progress, State
+from train.checkpoint.store import CheckpointStore
+from train.state import Progress, State
 
 IDENTITY = {"samples": 37, "batch_size": 8, "seed": 0}
 

@@ -12,15 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.spec.errors import ConfigError, PipelineError, ResourceError, StageError
-from pipeline.spec.rank import Rank
-from pipeline.spec.sections import Train
-from train.checkpoint import Progress
-from train.group import Group
-from train.objective import Objective
-from train.optimizer import make_optimizer
-from train.precision import Precision
-from train.strategy import Alone
+from pipeline.contract.errors import ConfigError, PipelineError, ResourceError, StageError
+from pipeline.contract.processes import Rank
+from pipeline.contract.settings.stages import Train
+from train.optim import Precision, make_optimizer
+from train.parallel.base import Objective, Strategy
+from train.process_group import Group
+from train.state import Progress
 
 from .conftest import flip, names, save, state, store
 
@@ -43,10 +41,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def alone(model: nn.Module) -> Alone:
+def alone(model: nn.Module) -> Strategy:
     task: Any = None  # no loss is asked for
     objective = Objective(task, Precision("fp16", torch.device("cpu")))
-    return Alone(model, objective, Group(Rank(), torch.device("cpu")), Train())
+    return Strategy(model, objective, Group(Rank(), torch.device("cpu")), Train())
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])

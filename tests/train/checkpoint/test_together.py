@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.spec.errors import ConfigError, PipelineError
-from train.checkpoint import CheckpointStore, Progress, State
-from train.group import Group, lost_contact
-from train.peril import arm
+from pipeline.contract.errors import ConfigError, PipelineError
+from train.chaos_hooks import arm
+from train.checkpoint.store import CheckpointStore
+from train.process_group import Group, lost_contact
+from train.state import Progress, State
 
 from ..conftest import equal
 from ..together import together, trained, trainer, weights

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline.spec.pretrained import INDEX, SINGLE
+from pipeline.contract.pretrained import INDEX, SINGLE
 
 BLOCK = (6, 5)  # no side of a matrix is a multiple of both
 EIGHT_BITS: dict[str, Any] = {

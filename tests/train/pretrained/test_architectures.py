@@ -14,16 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.spec.config import parse_config
-from pipeline.spec.data import Samples
-from pipeline.spec.errors import DataError
-from pipeline.spec.pretrained import open_pretrained
-from pipeline.spec.rank import Rank
-from pipeline.spec.weights import load_weights, save_weights
-from train.checkpoint import CheckpointStore, Progress
-from train.group import Group
-from train.pretrained.beginning import Beginning, from_files
-from train.seeding import seed_step
+from pipeline.contract.config import parse_config
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import DataError
+from pipeline.contract.pretrained import open_pretrained
+from pipeline.contract.processes import Rank
+from pipeline.contract.weights import load_weights, save_weights
+from train.checkpoint.store import CheckpointStore
+from train.optim import seed_step
+from train.pretrained.load import Beginning, from_files
+from train.process_group import Group
+from train.state import Progress
 from train.trainer import Trainer
 
 from .folders import BLOCK, EIGHT_BITS, quantised, write_folder

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipeline.spec.errors import ConfigError, DataError
-from pipeline.spec.pretrained import SINGLE, open_pretrained
-from train.pretrained.beginning import from_files
-from train.pretrained.reading import Reading
+from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.pretrained import SINGLE, open_pretrained
+from train.pretrained.fill import Reading
+from train.pretrained.load import from_files
 from train.pretrained.source import Scaled
 
 from .folders import BLOCK, EIGHT_BITS, Tower, quantised, tower_state, write_folder

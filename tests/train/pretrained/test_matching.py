@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.spec.errors import ConfigError, DataError
-from pipeline.spec.pretrained import open_pretrained
-from train.pretrained.beginning import from_files, from_nothing
-from train.seeding import seed_step
+from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.pretrained import open_pretrained
+from train.optim import seed_step
+from train.pretrained.load import from_files, from_nothing
 
 from .folders import Tower, tower_state, write_folder
 

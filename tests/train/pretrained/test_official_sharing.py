@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.spec.config import parse_config
-from pipeline.spec.data import Samples
-from pipeline.spec.pretrained import open_pretrained
-from pipeline.spec.rank import Rank
-from train.checkpoint import CheckpointStore, Progress
-from train.group import Group
-from train.pretrained.beginning import Beginning, from_files
-from train.seeding import seed_step
-from train.strategy.pieces import local
+from pipeline.contract.config import parse_config
+from pipeline.contract.data import Samples
+from pipeline.contract.pretrained import open_pretrained
+from pipeline.contract.processes import Rank
+from train.checkpoint.store import CheckpointStore
+from train.optim import seed_step
+from train.parallel.gradients import local
+from train.pretrained.load import Beginning, from_files
+from train.process_group import Group
+from train.state import Progress
 from train.trainer import Trainer
 
 from ..together import together

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.spec.digest import digest_file
-from pipeline.spec.errors import DataError, read_error
-from pipeline.spec.pretrained import Pretrained, open_pretrained
-from pipeline.spec.rank import Rank
-from pipeline.spec.run import Run, RunFile
-from train.group import Group
-from train.pretrained.opening import check_recorded
+from pipeline.contract.errors import DataError, read_error
+from pipeline.contract.files import digest_file
+from pipeline.contract.pretrained import Pretrained, open_pretrained
+from pipeline.contract.processes import Rank
+from pipeline.contract.run import Run, RunFile
+from train.pretrained.load import check_recorded
+from train.process_group import Group
 
 from ...nursery import launch
 from ..conftest import failure, journal, weights
@@ -91,7 +91,7 @@ class Road:
 
     def prepared(self, **model: Any) -> Run:
         run = self.run(**model)
-        assert "digest" in self.step("pipeline.prepare", run)
+        assert "digest" in self.step("pipeline.steps.prepare", run)
         run.partial("prepare").rename(run.output("prepare"))
         return run
 
@@ -115,7 +115,7 @@ def test_prepare_keeps_the_small_files_and_says_what_everything_was(road: Road) 
 
 def test_what_does_not_fit_stops_the_road_in_prepare(road: Road) -> None:
     run = road.run(allow=["3.*"])
-    road.step("pipeline.prepare", run)
+    road.step("pipeline.steps.prepare", run)
     error = read_error(run.partial("prepare"))
     assert isinstance(error, DataError)
     assert "missing: 2.bias [1], in no file" in str(error)
@@ -187,5 +187,5 @@ def test_a_task_that_cannot_adapt_says_so(road: Road) -> None:
     path = road.root / "task.py"
     path.write_text(path.read_text().replace("def adapt", "def other"))
     run = road.run()
-    road.step("pipeline.prepare", run)
+    road.step("pipeline.steps.prepare", run)
     assert "task.py:Tiny: has no method adapt(folder)" in str(read_error(run.partial("prepare")))

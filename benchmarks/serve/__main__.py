@@ -1,0 +1,107 @@
+"""`python -m benchmarks.serve`: closed loop, open loop, overload and starts, as asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from types import FrameType
+from typing import Any
+
+from benchmarks.serve import load, openloop, race, table
+from benchmarks.serve.contenders import CONTENDERS, Contender
+from benchmarks.serve.workloads import WORKLOADS
+from pipeline.contract.errors import PipelineError, ResourceError
+
+TABLES = ("closed", "open", "overload")
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parse(argv)
+    found: dict[str, Any] = {}
+    texts: list[str] = []
+    try:
+        if options.model:
+            return _texts(options)
+        if absent := load.missing():
+            raise ResourceError(f"{' and '.join(absent)}: not found; install wrk and nghttp2-client")
+        for name in options.table or TABLES:
+            {"closed": _closed, "open": _open, "overload": _overload}[name](options, found, texts)
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(found, indent=2) if options.output == "json" else "\n\n".join(texts))
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="pipe bench serve", description="how fast the service is, beside its peers")
+    parser.add_argument("--table", action="append", choices=TABLES, help="only this table; may be given again")
+    parser.add_argument("--model", choices=("deepseek",), help="a language model's tokens a second, and nothing else")
+    parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="only this model")
+    parser.add_argument("--only", action="append", choices=[one.name for one in CONTENDERS], help="only this service")
+    parser.add_argument("--clients", action="append", type=int, help="only so many clients at once")
+    parser.add_argument("--rounds", type=int, default=race.FULL.rounds, help="turns of everybody")
+    parser.add_argument("--seconds", type=float, default=race.FULL.seconds, help="of one turn")
+    parser.add_argument("--overload-seconds", type=float, default=60.0, help="of twice the capacity")
+    parser.add_argument("--quick", action="store_true", help="short and digits only: that it works, no more")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how results are printed")
+    return parser.parse_args(argv)
+
+
+def _texts(options: argparse.Namespace) -> int:
+    """No load generators, no peers: the service beside the bare runtime."""
+    from benchmarks.serve import texts  # here, not above: it takes a tokenizer, which the other tables do without
+
+    rows = texts.measure(texts.QUICK if options.quick else texts.FULL)
+    print(
+        json.dumps({"texts": [asdict(row) for row in rows]}, indent=2) if options.output == "json" else texts.text(rows)
+    )
+    return 0
+
+
+def _contenders(options: argparse.Namespace) -> list[Contender]:
+    return [one for one in CONTENDERS if not options.only or one.name in options.only]
+
+
+def _closed(options: argparse.Namespace, found: dict[str, Any], texts: list[str]) -> None:
+    size = race.QUICK if options.quick else replace(race.FULL, rounds=options.rounds, seconds=options.seconds)
+    if options.clients:
+        size = replace(size, concurrency=tuple(options.clients))
+    rows, starts = [], []
+    for name in options.workload or (["digits"] if options.quick else list(WORKLOADS)):
+        more, begun = race.race(WORKLOADS[name], _contenders(options), size)
+        rows += more
+        starts += begun
+    found["closed"] = [asdict(row) for row in rows]
+    found["starts"] = [asdict(one) for one in starts]
+    texts += [table.closed_loop(rows), table.starts(starts)]
+
+
+def _open(options: argparse.Namespace, found: dict[str, Any], texts: list[str]) -> None:
+    names = options.workload or (["digits"] if options.quick else ["digits", "conv"])
+    rows = [row for name in names for row in openloop.rates(WORKLOADS[name], 1 if options.quick else 10)]
+    found["open"] = [asdict(row) for row in rows]
+    texts.append(openloop.text(rows))
+
+
+def _overload(options: argparse.Namespace, found: dict[str, Any], texts: list[str]) -> None:
+    seconds = 5.0 if options.quick else options.overload_seconds
+    names = options.workload or ["conv"]
+    rows = [openloop.overload(WORKLOADS[name], seconds) for name in names]
+    found["overload"] = [asdict(row) for row in rows]
+    texts.append(openloop.overload_text(rows))
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """As Ctrl-C: processes are taken down first, and a second signal does not stop that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
+    sys.exit(main(sys.argv[1:]))

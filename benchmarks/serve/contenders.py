@@ -1,0 +1,46 @@
+"""Who is measured: how each is started, which wire formats it speaks, and where it listens for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.serve.environment import python_of
+
+V1, JSON, BINARY, GRPC = "V1 JSON", "V2 JSON", "V2 binary", "gRPC"
+_INFER = "/v2/models/net/infer"
+_RPC = "/inference.GRPCInferenceService/ModelInfer"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`paths`: where each wire format is asked for. `peer`: the name of its environment; ours when empty."""
+
+    name: str
+    paths: Mapping[str, str]
+    script: str = ""  # a module under benchmarks.serve.servers; `python -m serve` when empty
+    peer: str = ""
+    base: str = field(default=sys.executable)  # the interpreter its environment is made of
+
+    def argv(self, bundle: Path, http_port: int, grpc_port: int, threads: int) -> list[str]:
+        """Raises ResourceError where it cannot be installed."""
+        if not self.script:
+            ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
+            return [sys.executable, "-m", "serve", str(bundle), *ports]
+        python = str(python_of(self.peer, self.base)) if self.peer else sys.executable
+        told = [str(bundle / "model.onnx"), str(http_port), str(grpc_port), str(threads)]
+        return [python, "-m", f"benchmarks.serve.servers.{self.script}", *told]
+
+
+CONTENDERS: Sequence[Contender] = (
+    Contender("ours", {V1: "/v1/models/net:predict", JSON: _INFER, BINARY: _INFER, GRPC: _RPC}),
+    Contender("kserve", {JSON: _INFER, BINARY: _INFER, GRPC: _RPC}, "plain_kserve"),
+    Contender("granian x 2", {JSON: "/"}, "granian_bare", "granian"),
+    Contender("triton", {JSON: _INFER, BINARY: _INFER, GRPC: _RPC}, "triton_peer", "triton", "/usr/bin/python3.11"),
+    Contender("mlserver", {JSON: _INFER, GRPC: _RPC}, "mlserver_peer", "mlserver"),
+    Contender("bentoml", {JSON: "/predict"}, "bentoml_peer", "bentoml"),
+    Contender("litserve", {JSON: "/predict"}, "litserve_peer", "litserve"),
+    Contender("ray", {JSON: "/"}, "ray_peer", "ray"),
+)

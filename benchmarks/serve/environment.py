@@ -1,0 +1,38 @@
+"""Each peer's own environment: they cannot agree on what they need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pipeline.contract.errors import ResourceError
+from pipeline.contract.files import digest_bytes
+
+PINS = Path(__file__).with_name("pins")
+FOLDER = Path(__file__).resolve().parents[1] / ".peers" / "serve"
+
+
+def python_of(peer: str, base: str = sys.executable, folder: Path = FOLDER) -> Path:
+    """An interpreter that can import the peer, installed at the first call and after its pins changed."""
+    pins = PINS / f"{peer}.txt"
+    wanted = digest_bytes(pins.read_bytes() + base.encode())
+    home = folder / peer
+    mark, python = home / "installed", home / "bin" / "python"
+    if mark.exists() and mark.read_text() == wanted:
+        return python
+    print(f"installing {peer} into {home}", file=sys.stderr)
+    _do([base, "-m", "venv", "--clear", str(home)], peer)
+    _do([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(pins)], peer)
+    mark.write_text(wanted)
+    return python
+
+
+def _do(argv: list[str], peer: str) -> None:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ResourceError(f"{peer} cannot be installed: {error}") from error
+    if done.returncode:
+        told = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["it ended with an error"]
+        raise ResourceError(f"{peer} cannot be installed: {told[-1][:300]}")

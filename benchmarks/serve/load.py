@@ -1,0 +1,105 @@
+"""Closed loop: so many clients, each asking again as soon as it is answered; wrk for HTTP, h2load for gRPC."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.contract.errors import ResourceError, StageError
+
+_LUA = """
+wrk.method = "POST"
+local file = io.open("{body}", "rb")
+wrk.body = file:read("*a")
+file:close()
+{headers}
+done = function(summary, latency, requests)
+  local errors = summary.errors
+  local failed = errors.connect + errors.read + errors.write + errors.status + errors.timeout
+  io.write(string.format("FOUND %d %d %d %d %d\\n", summary.requests, summary.duration, failed,
+    latency:percentile(50), latency:percentile(99)))
+end
+"""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """One request, in one wire format, at one place."""
+
+    url: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...]
+    grpc: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    requests: int
+    per_second: float
+    p50_ms: float
+    p99_ms: float
+    failed: int
+
+
+def missing() -> list[str]:
+    return [name for name in ("wrk", "h2load") if shutil.which(name) is None]
+
+
+def closed(asking: Asking, concurrency: int, seconds: float, folder: Path) -> Found:
+    """`folder` is for files that last as long as this."""
+    return (_h2load if asking.grpc else _wrk)(asking, concurrency, seconds, folder)
+
+
+def _wrk(asking: Asking, concurrency: int, seconds: float, folder: Path) -> Found:
+    body, script = folder / "body", folder / "ask.lua"
+    body.write_bytes(asking.body)
+    headers = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in asking.headers)
+    script.write_text(_LUA.format(body=body, headers=headers))
+    argv = ["wrk", "-t1", f"-c{concurrency}", f"-d{max(1, round(seconds))}s", "--timeout", "30s", "-s", str(script)]
+    return read_wrk(_told([*argv, asking.url], seconds))
+
+
+def read_wrk(text: str) -> Found:
+    found = re.search(r"FOUND (\d+) (\d+) (\d+) (\d+) (\d+)", text)
+    if found is None:
+        raise StageError(f"wrk said: {text[-300:]}")
+    requests, duration, failed, p50, p99 = (int(one) for one in found.groups())
+    return Found(requests, requests / (duration / 1e6), p50 / 1e3, p99 / 1e3, failed)
+
+
+def _h2load(asking: Asking, concurrency: int, seconds: float, folder: Path) -> Found:
+    body, log = folder / "message", folder / "h2load.log"
+    body.write_bytes(asking.body)
+    log.unlink(missing_ok=True)
+    headers = [part for name, value in asking.headers for part in ("-H", f"{name}: {value}")]
+    argv = ["h2load", "-t1", f"-c{concurrency}", "-m1", "-D", str(max(1, round(seconds))), "-d", str(body)]
+    text = _told([*argv, f"--log-file={log}", *headers, asking.url], seconds)
+    return read_h2load(text, log.read_text().splitlines())
+
+
+def read_h2load(text: str, lines: Sequence[str]) -> Found:
+    """Its own rate; percentiles from its log: start in µs, status, µs it took."""
+    finished = re.search(r"finished in ([\d.]+)(us|ms|s|m), ([\d.]+) req/s", text)
+    if finished is None:
+        raise StageError(f"h2load said: {text[-300:]}")
+    logged = [line.split("\t") for line in lines]
+    failed = sum(status != "200" for _, status, _ in logged)
+    took = sorted(int(microseconds) / 1e3 for _, _, microseconds in logged)
+    return Found(len(logged), float(finished[3]), percentile(took, 0.5), percentile(took, 0.99), failed)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value that is at least as large as this share of them; infinity of none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("inf")
+
+
+def _told(argv: list[str], seconds: float) -> str:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds + 60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ResourceError(f"{argv[0]}: {error}; install wrk and nghttp2-client") from error
+    return done.stdout + done.stderr

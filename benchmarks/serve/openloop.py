@@ -1,0 +1,151 @@
+"""Ours under requests that come at fixed rates: below its capacity, and at twice of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.serve.arrivals import Arrived
+from benchmarks.serve.contenders import BINARY, CONTENDERS, JSON
+from benchmarks.serve.load import Asking, closed
+from benchmarks.serve.race import Started, started
+from benchmarks.serve.workloads import Workload
+from pipeline.contract.errors import StageError
+
+_SHARES = (0.25, 0.5, 0.75)
+_CLIENTS = 32
+_DEADLINE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Requests of V2 JSON that came at this rate."""
+
+    workload: str
+    per_second: float
+    share: float  # of what closed-loop clients got just before
+    p50_ms: float
+    p99_ms: float
+    failed: int
+    client_cores: float  # of the processor, on average; both sides share the machine
+    service_cores: float
+
+
+@dataclass(frozen=True)
+class Overload:
+    workload: str
+    seconds: float
+    deadline_seconds: float
+    capacity: float  # requests a second of closed-loop clients, before and after
+    goodput: float  # predictions a second at twice of it
+    p99_ms: float  # of predictions
+    refused: int  # 503
+    refused_p99_ms: float
+    failed: int  # everything else
+    late_p99_ms: float  # how long after its time the client sent a request; part of the times above
+    client_cores: float  # of the processor, on average; both sides share the machine
+    service_cores: float
+
+
+def rates(workload: Workload, seconds: float) -> list[Rate]:
+    with _ours(workload) as (one, folder):
+        asking = one.asking[JSON]
+        top = _capacity(asking, folder)
+        found = []
+        for share in _SHARES:
+            told, cores = _arrive(one, asking, top * share, seconds, folder)
+            failed = told.due - told.predictions
+            found.append(Rate(workload.name, top * share, share, told.p50_ms, told.p99_ms, failed, *cores))
+        return found
+
+
+def overload(workload: Workload, seconds: float) -> Overload:
+    with _ours(workload) as (one, folder):
+        asking = one.asking[BINARY]
+        before = _capacity(asking, folder)
+        within = (*asking.headers, ("x-request-timeout", str(_DEADLINE_SECONDS)))
+        told, cores = _arrive(one, Asking(asking.url, asking.body, within), 2 * before, seconds, folder)
+        capacity = (before + _capacity(asking, folder)) / 2
+    return judged(workload.name, capacity, told, cores)
+
+
+def judged(workload: str, capacity: float, told: Arrived, cores: tuple[float, float]) -> Overload:
+    """`cores` of the client and of the service."""
+    return Overload(
+        workload,
+        told.seconds,
+        _DEADLINE_SECONDS,
+        capacity,
+        told.predictions / told.seconds,
+        told.p99_ms,
+        told.refused,
+        told.refused_p99_ms,
+        told.failed,
+        told.late_p99_ms,
+        *cores,
+    )
+
+
+def text(rows: Sequence[Rate]) -> str:
+    lines = [
+        f"| {row.workload} | {row.per_second:,.0f} | {row.share:.2f} | {row.p50_ms:.2f} | {row.p99_ms:.2f} "
+        f"| {row.failed} | {row.client_cores:.2f} | {row.service_cores:.2f} |"
+        for row in rows
+    ]
+    head = "| model | requests/s | of capacity | p50 ms | p99 ms | failed | client cores | service cores |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *lines])
+
+
+def overload_text(rows: Sequence[Overload]) -> str:
+    head = (
+        "| model | seconds | capacity/s | goodput ÷ capacity | p99 ms | deadline ms | 503 | their p99 ms | failed "
+        "| sent late p99 ms | client cores | service cores |"
+    )
+    lines = [
+        f"| {row.workload} | {row.seconds:.0f} | {row.capacity:,.0f} | {row.goodput / row.capacity:.3f} "
+        f"| {row.p99_ms:.0f} | {row.deadline_seconds * 1e3:.0f} | {row.refused} | {row.refused_p99_ms:.1f} "
+        f"| {row.failed} | {row.late_p99_ms:.1f} | {row.client_cores:.2f} | {row.service_cores:.2f} |"
+        for row in rows
+    ]
+    return "\n".join([head, "|---" * 12 + "|", *lines])
+
+
+@contextmanager
+def _ours(workload: Workload) -> Iterator[tuple[Started, Path]]:
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = workload.bundle(Path(folder) / "bundle")
+        with started(workload, [one for one in CONTENDERS if one.name == "ours"], bundle) as found:
+            if not found:
+                raise StageError("the service did not start; the line above says why")
+            found[0].running.go_on()
+            yield found[0], Path(folder)
+
+
+def _capacity(asking: Asking, folder: Path) -> float:
+    closed(asking, _CLIENTS, 1, folder)
+    return closed(asking, _CLIENTS, 3, folder).per_second
+
+
+def _arrive(
+    one: Started, asking: Asking, rate: float, seconds: float, folder: Path
+) -> tuple[Arrived, tuple[float, float]]:
+    """And the cores that client and service were busy with, on average."""
+    body = folder / "arriving"
+    body.write_bytes(asking.body)
+    told = {"url": asking.url, "body": str(body), "headers": dict(asking.headers), "rate": rate, "seconds": seconds}
+    argv = [sys.executable, "-m", "benchmarks.serve.arrivals", json.dumps(told)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    before = one.running.cpu_seconds()
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=seconds + 120, check=False)
+    service = one.running.cpu_seconds() - before
+    if done.returncode:
+        raise StageError(f"the arrivals failed: {done.stderr.strip().splitlines()[-1:]}")
+    found = Arrived.of(json.loads(done.stdout))
+    return found, (found.cpu_seconds / found.seconds, service / found.seconds)

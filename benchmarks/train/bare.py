@@ -1,0 +1,50 @@
+"""The yardstick: the loop a good engineer writes by hand, with the mathematics of ours and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.train.gate import Gate
+from benchmarks.train.recipe import CLIP_NORM, LOG_EVERY, Plan, decay_groups
+from benchmarks.train.workloads import Workload
+from pipeline.contract.data import forward
+from pipeline.contract.processes import Rank
+
+
+def bare(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
+    if rank.world_size > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    task = workload.make()
+    model = task.model()
+    module: nn.Module = DistributedDataParallel(model) if rank.world_size > 1 else model
+    optimizer = torch.optim.AdamW(decay_groups(model), fused=True)
+    module.train()
+    with (folder / "log.txt").open("w") as log:
+        plan = Plan(task, workload.batch_size, rank)
+        for step, batch in enumerate(plan.batches()):
+            if step % workload.lap == 0:
+                gate()
+            loss = task.loss(forward(module, task, batch), batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+            for group in optimizer.param_groups:
+                group["lr"] = plan.rate(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank.first and step % LOG_EVERY == 0:
+                log.write(f"{step} {loss.item()}\n")
+                log.flush()
+
+
+def padded(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
+    """The same on the texts of `workload` with a row for each."""
+    from benchmarks.train.deepseek import Padded  # here: the other workloads do without a tokenizer
+
+    bare(replace(workload, make=Padded), rank, gate, folder)

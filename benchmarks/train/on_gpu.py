@@ -1,0 +1,89 @@
+"""One process of the GPU table: `torchrun … -m benchmarks.train.on_gpu NET STEPS COMPILE` trains on random tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.train.flops import peak_flops
+from benchmarks.train.gate import Finished
+from benchmarks.train.lapping import Lapping
+from benchmarks.train.large import LENGTH, NETS, sequences
+from pipeline.contract.config import parse_config
+from pipeline.contract.data import open_split
+from pipeline.contract.processes import Rank
+from train.checkpoint.store import CheckpointStore
+from train.process_group import Group, join
+from train.state import Progress
+
+LAP, WARM_LAPS = 5, 2
+
+
+class Stopwatch:
+    """Times whole laps, with the GPU's work done, and ends the run after the last."""
+
+    def __init__(self, laps: int) -> None:
+        self._left, self._started = laps + WARM_LAPS + 1, 0.0
+        self.seconds: list[float] = []
+
+    def __call__(self) -> None:
+        torch.cuda.synchronize()
+        now, self._left = time.perf_counter(), self._left - 1
+        self.seconds.append(now - self._started)
+        self._started = now
+        if self._left == 0:
+            raise Finished
+
+
+def main(net: str, steps: int, *, compiled: bool) -> None:
+    rank = Rank.from_env()
+    batch_size = sequences(torch.cuda.get_device_properties(rank.local_rank).total_memory) * rank.world_size
+    words = {
+        "batch_size": batch_size,
+        "precision": "bf16",
+        "compile": compiled,
+        "device": "cuda",
+        "checkpoint_every": 0,
+    }
+    body = {"name": "bench", "task": "task.py:T", "codec": "codec.py:C", "train": {**words, "deterministic": False}}
+    config = parse_config(body, source="the bench")
+    with tempfile.TemporaryDirectory() as folder, join(config.train, rank, Path(folder)) as group:
+        task = NETS[net].make()
+        train = open_split(task, "train")
+        trainer = Lapping(task, config, group, train, train, batch_size)
+        watch = Stopwatch(-(-steps // LAP))
+        trainer.gate, trainer.lap = watch, LAP
+        try:
+            trainer.fit(Progress(), CheckpointStore(Path(folder), 1, {}, group), None)  # no epoch ends in a few steps
+        except Finished:
+            _tell(watch, task.flops_per_token(trainer.strategy.model), batch_size, group)
+
+
+def _tell(watch: Stopwatch, flops_per_token: float, batch_size: int, group: Group) -> None:
+    tokens = batch_size * LENGTH * LAP / statistics.median(watch.seconds[WARM_LAPS + 1 :])
+    device = torch.cuda.get_device_name(group.device)
+    peak = peak_flops(device)
+    flops = tokens * flops_per_token
+    row = {
+        "gpus": group.size,
+        "device": device,
+        "batch_size": batch_size,
+        "tokens_per_second": tokens,
+        "mfu": flops / peak / group.size if peak else None,
+        "memory_gb": torch.cuda.max_memory_allocated(group.device) / 2**30,
+    }
+    if group.rank.first:
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), compiled=sys.argv[3] == "1")
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,66 @@
+"""The mathematics that all loops share: order of samples, learning rate, clipping, what is decayed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.contract.processes import Rank
+from pipeline.contract.task import Task
+from train.batch_order import Order
+from train.optim import learning_rate
+
+PEAK = 1e-3
+WEIGHT_DECAY = 0.01
+WARMUP = 0.05
+CLIP_NORM = 1.0
+LOG_EVERY = 10
+EPOCHS = 4
+
+
+def train_section(batch_size: int) -> dict[str, Any]:
+    """The same, in the words of `pipe.yaml`."""
+    return {
+        "epochs": EPOCHS,
+        "batch_size": batch_size,
+        "lr": PEAK,
+        "weight_decay": WEIGHT_DECAY,
+        "warmup": WARMUP,
+        "clip_norm": CLIP_NORM,
+        "log_every": LOG_EVERY,
+        "device": "cpu",
+    }
+
+
+class Plan:
+    """Which samples and which learning rate each step takes."""
+
+    def __init__(self, task: Task, batch_size: int, rank: Rank) -> None:
+        source = task.data("train")
+        assert isinstance(source, Mapping)
+        self._columns = {name: torch.as_tensor(column) for name, column in source.items()}
+        self._order = Order(len(next(iter(self._columns.values()))), batch_size, seed=0)
+        self._rank = rank
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """This process's slices, one a step, straight from memory."""
+        for step in itertools.count():
+            chosen = self._order.batch(step)
+            mine = self._rank.slice_of(len(chosen))
+            index = torch.from_numpy(chosen[mine.start : mine.stop])
+            yield {name: column[index] for name, column in self._columns.items()}
+
+    def rate(self, step: int) -> float:
+        return learning_rate(step, EPOCHS * self._order.steps_per_epoch, PEAK, WARMUP, "cosine")
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]

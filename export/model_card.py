@@ -1,0 +1,177 @@
+"""The model card: what a person should know before calling the service, of the same facts as the report."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.contract.bundle import Ancestors
+from pipeline.contract.facts import Body, Facts, mappings
+from pipeline.contract.html import number, signed
+from pipeline.contract.signature import Signature
+
+_CLASSES = 40  # named
+_SLICES = 30  # in the table; those that failed are among them
+
+
+def card(facts: Facts, signature: Signature, ancestors: Ancestors, about: str = "") -> str:
+    """Deterministic text, and so without anything that was timed: the same model has the same card."""
+    sections = {
+        "Intended use": _use(facts, about),
+        "Inputs and outputs": _tensors(signature),
+        "Limits": _limits(facts, signature),
+        "Judged": _judged(facts),
+        "Slices": _slices(facts),
+        "Calibration": _calibration(facts),
+        "Variants": _variants(facts),
+        "Data": _data(facts),
+        "Lineage": _lineage(ancestors),
+    }
+    lines = [f"# {facts.name}", "", *_verdict(facts)]
+    for title, body in sections.items():
+        if text := list(body):
+            lines += ["", f"## {title}", "", *text]
+    return "\n".join(lines) + "\n"
+
+
+def about_codec(bundle: Path, codec: str) -> str:
+    """What the codec's own docstring says of instances and predictions; it is read, not run."""
+    path = bundle / "codec.py"
+    tree = ast.parse(path.read_text() if path.is_file() else "")
+    found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == codec), None)
+    told = [ast.get_docstring(node) or "" for node in (tree, found) if node is not None]
+    return " ".join(" ".join(text.partition("\n\n")[0].split()) for text in told if text)
+
+
+def _verdict(facts: Facts) -> Iterator[str]:
+    yield f"Verdict: **{facts.verdict.get('verdict', 'not judged')}**. {facts.verdict.get('summary', '')}".rstrip()
+    if facts.excuse:
+        yield from ("", f"**The gate rejected this model.** It was {facts.excuse}.")
+
+
+def _use(facts: Facts, about: str) -> Iterator[str]:
+    if about:
+        yield about
+    if names := facts.classes:
+        shown = ", ".join(f"`{name}`" for name in names[:_CLASSES])
+        more = f" and {len(names) - _CLASSES} more" if len(names) > _CLASSES else ""
+        yield from (("",) if about else ())
+        yield f"It tells {len(names)} classes apart: {shown}{more}."
+
+
+def _tensors(signature: Signature) -> Iterator[str]:
+    rows = [
+        (f"`{spec.name}`", direction, spec.datatype, " × ".join(map(str, spec.shape)))
+        for direction, specs in (("in", signature.inputs), ("out", signature.outputs))
+        for spec in specs
+    ]
+    yield from _table(("tensor", "direction", "datatype", "shape"), rows)
+
+
+def _limits(facts: Facts, signature: Signature) -> Iterator[str]:
+    limits = signature.limits
+    yield f"- At most {limits.max_batch_size} instances and {limits.max_body_bytes} bytes a request."
+    yield from (f"- Axis `{axis}`: at most {size}." for axis, size in sorted(limits.axes.items()))
+    if signature.generation is not None:
+        yield "- A language model: it answers prompts of its own tokenizer, and goes on from what it has read."
+    if samples := facts.verdict.get("samples"):
+        yield f"- Judged on {number(samples)} test samples; on data of another kind nothing is known of it."
+    for told in (*(facts.verdict.get("warnings") or ()), *_notes(facts)):
+        yield f"- {told[:1].upper()}{_plain(told[1:])}."
+    if small := [one for one in facts.slices if not one.get("judged")]:
+        names = ", ".join(_plain(one.get("slice")) for one in small[:_CLASSES])
+        yield f"- Too few samples to judge by themselves: {names}."
+
+
+def _notes(facts: Facts) -> Iterator[str]:
+    """What is to be known of the file that is shipped."""
+    yield from (str(one["note"]) for one in facts.variants if one.get("chosen") and one.get("note"))
+
+
+def _judged(facts: Facts) -> Iterator[str]:
+    for rule in mappings(facts.verdict.get("rules")):
+        yield f"- {'passed' if rule.get('passed') else 'FAILED'}: {rule.get('rule')} ({rule.get('detail')})"
+
+
+def _slices(facts: Facts) -> Iterator[str]:
+    judged = sorted((one for one in facts.slices if one.get("judged")), key=lambda one: bool(one.get("passed")))
+    rows = [
+        (
+            one.get("slice"),
+            number(one.get("samples")),
+            number(one.get("candidate")),
+            number(one.get("baseline")),
+            _interval(one.get("difference")),
+            "passed" if one.get("passed") else "FAILED",
+        )
+        for one in judged[:_SLICES]
+    ]
+    if rows:
+        yield from _table(("slice", "samples", "candidate", "baseline", "difference", "outcome"), rows)
+    if len(judged) > _SLICES:
+        yield from ("", f"{len(judged) - _SLICES} more slices passed.")
+
+
+def _calibration(facts: Facts) -> Iterator[str]:
+    known = {name: facts.calibration[name] for name in ("candidate", "baseline") if facts.calibration.get(name)}
+    if not known:
+        return
+    names = {"ece": "expected calibration error", "brier": "Brier score"}
+    rows = [(title, *[number(one.get(key)) for one in known.values()]) for key, title in names.items()]
+    yield from _table(("lower is better", *known), rows)
+
+
+def _variants(facts: Facts) -> Iterator[str]:
+    if not facts.variants:
+        return
+    rows = [
+        (
+            f"{one.get('variant')}{' (this bundle)' if one.get('chosen') else ''}",
+            _metric(one.get("metric")),
+            _interval(one.get("difference")),
+            number(one.get("max_abs_error")),
+            number(one.get("bytes")),
+            "passed" if one.get("passed") else "FAILED",
+        )
+        for one in facts.variants
+    ]
+    yield from _table(("variant", "metric", "difference", "largest error", "bytes", "outcome"), rows)
+
+
+def _data(facts: Facts) -> Iterator[str]:
+    if facts.splits:
+        rows = [(name, number(split.get("samples")), split.get("fingerprint")) for name, split in facts.splits.items()]
+        yield from _table(("split", "samples", "fingerprint"), rows)
+    if doubtful := [one for one in facts.checks if one.get("level") not in (None, "ok")]:
+        yield ""
+        yield from (
+            f"- {one.get('level')}: {one.get('check')} of {one.get('where')}, {one.get('detail')}" for one in doubtful
+        )
+
+
+def _lineage(ancestors: Ancestors) -> Iterator[str]:
+    rows = [(kind, f"`{digest}`") for kind, digest in ancestors.model_dump().items() if digest]
+    yield from _table(("what", "SHA-256"), rows)
+
+
+def _metric(metric: Any) -> str:
+    return f"{metric.get('name')} {number(metric.get('value'))}" if isinstance(metric, dict) else "–"
+
+
+def _interval(found: Body | None) -> str:
+    if not found:
+        return "–"
+    return f"{signed(found['estimate'])} ({signed(found['low'])} to {signed(found['high'])})"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    yield from (f"| {' | '.join(_plain(cell) for cell in row)} |" for row in rows)
+
+
+def _plain(text: object) -> str:
+    """On one line, and without the bar that parts the cells of a table."""
+    return " ".join(str(text).split()).replace("|", "¦")

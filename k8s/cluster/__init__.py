@@ -1,0 +1,1 @@
+"""The cluster's API: apply, watch, roll out, explain."""

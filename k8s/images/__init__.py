@@ -1,0 +1,1 @@
+"""Container images: build contexts, OCI layouts, registries."""

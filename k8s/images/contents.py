@@ -1,0 +1,199 @@
+"""What is installed in an image: read from the image as its builder saves it, layer over layer, nothing run.
+
+The bill of materials of an image, in CycloneDX: what is installed, and every file of the bundle with its digest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import StageError
+from pipeline.contract.files import digest_mapping
+
+_HIDDEN, _EMPTIED = ".wh.", ".wh..wh..opq"
+# Where installers keep their books.
+_PYTHON = re.compile(r"(^|/)(site|dist)-packages/[^/]+\.(dist-info/METADATA|egg-info/PKG-INFO)$")
+_DEBIAN = re.compile(r"^var/lib/dpkg/status(\.d/[^/]+)?$")
+_ALPINE = re.compile(r"^lib/apk/db/installed$")
+_SYSTEM = re.compile(r"^(etc|usr/lib)/os-release$")
+_BOOKS = (_PYTHON, _DEBIAN, _ALPINE, _SYSTEM)
+
+
+@dataclass(frozen=True, order=True)
+class Package:
+    kind: str  # pypi, deb or apk, as in a package URL
+    name: str
+    version: str
+    license: str = ""
+    architecture: str = ""
+
+
+def read_image(archive: Path) -> list[Package]:
+    """Of an image as `docker save`, `podman save` or `buildah push` write it to a file."""
+    with tarfile.open(archive) as tar:
+        books: dict[str, bytes] = {}
+        for layer in _layers(tar):
+            _apply(tar, layer, books)
+    return packages(books)
+
+
+def packages(books: Mapping[str, bytes]) -> list[Package]:
+    """What the books of installers say, each package once."""
+    found: set[Package] = set()
+    for path, content in books.items():
+        text = content.decode(errors="replace")
+        if _PYTHON.search(path):
+            found.update(_python(text))
+        elif _DEBIAN.match(path):
+            found.update(_debian(text))
+        elif _ALPINE.match(path):
+            found.update(_alpine(text))
+    return sorted(found)
+
+
+def _layers(tar: tarfile.TarFile) -> list[str]:
+    """Their names in the archive, lowest first: Docker's own form names them, OCI's is an index of blobs."""
+    names = set(tar.getnames())
+    if "manifest.json" in names:
+        return [str(name) for name in _json(tar, "manifest.json")[0]["Layers"]]
+    if "index.json" not in names:
+        raise StageError("the builder saved the image in a form that is neither Docker's nor OCI's")
+    body = _json(tar, "index.json")
+    while "manifests" in body:
+        body = _json(tar, _blob(body["manifests"][0]["digest"]))
+    return [_blob(layer["digest"]) for layer in body["layers"]]
+
+
+def _blob(digest: str) -> str:
+    return f"blobs/{digest.replace(':', '/')}"
+
+
+def _json(tar: tarfile.TarFile, name: str) -> Any:
+    file = tar.extractfile(name)
+    assert file is not None
+    return json.load(file)
+
+
+def _apply(tar: tarfile.TarFile, layer: str, books: dict[str, bytes]) -> None:
+    """A later layer adds, replaces and hides."""
+    member = tar.extractfile(layer)
+    assert member is not None
+    try:
+        with tarfile.open(fileobj=member, mode="r|*") as inner:
+            for entry in inner:
+                _take(inner, entry, books)
+    except tarfile.ReadError as error:
+        raise StageError(f"layer {layer} of the image is packed in a way that Python cannot read: {error}") from error
+
+
+def _take(inner: tarfile.TarFile, entry: tarfile.TarInfo, books: dict[str, bytes]) -> None:
+    path = entry.name.removeprefix("./").strip("/")
+    folder, _, name = path.rpartition("/")
+    if name.startswith(_HIDDEN):
+        gone = folder if name == _EMPTIED else f"{folder}/{name.removeprefix(_HIDDEN)}".lstrip("/")
+        for known in [known for known in books if known == gone or known.startswith(f"{gone}/")]:
+            del books[known]
+    elif entry.isreg() and any(book.search(path) for book in _BOOKS):
+        file = inner.extractfile(entry)
+        assert file is not None
+        books[path] = file.read()
+
+
+def _python(text: str) -> Iterator[Package]:
+    fields = HeaderParser().parsestr(text)
+    if fields["Name"] and fields["Version"]:
+        yield Package("pypi", fields["Name"], fields["Version"], fields["License-Expression"] or "")
+
+
+def _debian(text: str) -> Iterator[Package]:
+    for paragraph in text.split("\n\n"):
+        fields = HeaderParser().parsestr(paragraph.lstrip("\n"))
+        state = fields["Status"] or "install ok installed"  # images without dpkg itself leave it out
+        if fields["Package"] and fields["Version"] and state.endswith(" installed"):
+            yield Package("deb", fields["Package"], fields["Version"], architecture=fields["Architecture"] or "")
+
+
+def _alpine(text: str) -> Iterator[Package]:
+    for paragraph in text.split("\n\n"):
+        fields = dict(line.split(":", 1) for line in paragraph.splitlines() if line[1:2] == ":")
+        if "P" in fields and "V" in fields:
+            yield Package("apk", fields["P"], fields["V"], fields.get("L", ""), fields.get("A", ""))
+
+
+_SCHEMA = "http://cyclonedx.org/schema/bom-1.6.schema.json"
+_MODEL = re.compile(r"\.(onnx|data)$")
+_DISTRIBUTORS = {"deb": "debian", "apk": "alpine"}
+
+
+def document(subject: Mapping[str, str], installed: Iterable[Package], bundle: Bundle | None) -> dict[str, Any]:
+    """The same for the same content: its number is made of what it lists, and it bears no date."""
+    components = [_package(package) for package in installed] + (_files(bundle) if bundle else [])
+    root = {
+        "type": "container",
+        "bom-ref": "image",
+        "name": subject["name"],
+        "version": subject["version"],
+        "properties": [{"name": f"pipe-road:{key}", "value": value} for key, value in sorted(subject.items())],
+    }
+    refs = [component["bom-ref"] for component in components]
+    number = digest_mapping({**subject, **dict.fromkeys(refs, "")})
+    return {
+        "$schema": _SCHEMA,
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, number)}",
+        "version": 1,
+        "metadata": {"component": root, "tools": {"components": [{"type": "application", "name": "pipe-road"}]}},
+        "components": components,
+        "dependencies": [{"ref": "image", "dependsOn": refs}],
+    }
+
+
+def pinned(requirements: Iterable[str]) -> list[Package]:
+    """Where no image was built: what one would be made of."""
+    pairs = (re.match(r"([\w.\-]+)(?:\[[^\]]*\])?==([^,;\s]+)", line) for line in requirements)
+    return [Package("pypi", pair[1], pair[2]) for pair in pairs if pair]
+
+
+def package_url(package: Package) -> str:
+    name = package.name.lower().replace("_", "-") if package.kind == "pypi" else package.name
+    distributor = f"{_DISTRIBUTORS[package.kind]}/" if package.kind in _DISTRIBUTORS else ""
+    qualifier = f"?arch={quote(package.architecture, safe='')}" if package.architecture else ""
+    return f"pkg:{package.kind}/{distributor}{quote(name, safe='')}@{quote(package.version, safe='')}{qualifier}"
+
+
+def _package(package: Package) -> dict[str, Any]:
+    url = package_url(package)
+    licenses = {"licenses": [{"license": {"name": package.license}}]} if package.license else {}
+    kind = "library" if package.kind == "pypi" else "application"
+    return {
+        "type": kind,
+        "bom-ref": url,
+        "name": package.name,
+        "version": package.version,
+        "purl": url,
+        **licenses,
+    }
+
+
+def _files(bundle: Bundle) -> list[dict[str, Any]]:
+    named = {**{name: entry.sha256 for name, entry in bundle.manifest.files.items()}, "manifest.json": bundle.digest}
+    return [
+        {
+            "type": "machine-learning-model" if _MODEL.search(name) else "file",
+            "bom-ref": f"bundle/{name}",
+            "name": f"bundle/{name}",
+            "hashes": [{"alg": "SHA-256", "content": digest}],
+        }
+        for name, digest in sorted(named.items())
+    ]

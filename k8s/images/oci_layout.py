@@ -1,0 +1,160 @@
+"""An OCI image layout on disk, made byte for byte the same every time: no clock, no owner, no order of a directory."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pipeline.contract.files import digest_bytes
+
+INDEX = "application/vnd.oci.image.index.v1+json"
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+CONFIG = "application/vnd.oci.image.config.v1+json"
+LAYER = "application/vnd.oci.image.layer.v1.tar"
+
+_EPOCH = "1970-01-01T00:00:00Z"
+
+
+@dataclass(frozen=True)
+class Blob:
+    """What OCI calls a descriptor."""
+
+    media_type: str
+    digest: str  # sha256:…
+    size: int
+
+    def descriptor(self, **more: Any) -> dict[str, Any]:
+        return {"mediaType": self.media_type, "digest": self.digest, "size": self.size, **more}
+
+
+@dataclass(frozen=True)
+class Layer:
+    blob: Blob
+    diff_id: str  # the digest of the layer when nothing compresses it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A directory of blobs named by their digests."""
+
+    path: Path
+
+    @classmethod
+    def make(cls, path: Path) -> Layout:
+        if path.exists():  # left by an interrupted attempt
+            shutil.rmtree(path)
+        (path / "blobs" / "sha256").mkdir(parents=True)
+        (path / "oci-layout").write_bytes(canonical({"imageLayoutVersion": "1.0.0"}))
+        return cls(path)
+
+    def file(self, digest: str) -> Path:
+        algorithm, _, value = digest.partition(":")
+        return self.path / "blobs" / algorithm / value
+
+    def read(self, digest: str) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(self.file(digest).read_bytes())
+        return body
+
+    def add(self, media_type: str, content: bytes) -> Blob:
+        blob = Blob(media_type, f"sha256:{digest_bytes(content)}", len(content))
+        self.file(blob.digest).write_bytes(content)
+        return blob
+
+    def add_json(self, media_type: str, body: Mapping[str, Any]) -> Blob:
+        return self.add(media_type, canonical(body))
+
+    def add_layer(self, folder: Path, at: str) -> Layer:
+        """The files of a folder, as they will lie under `at`; written once, whatever their size."""
+        waiting = self.path / "blobs" / "layer"
+        with waiting.open("wb") as file:
+            hashed = _Hashed(file)
+            _write_tar(hashed, folder, at)
+        blob = Blob(LAYER, f"sha256:{hashed.digest.hexdigest()}", waiting.stat().st_size)
+        waiting.rename(self.file(blob.digest))
+        return Layer(blob, blob.digest)
+
+    def add_image(
+        self, layers: Sequence[Layer], architecture: str, annotations: Mapping[str, str], run: Mapping[str, Any]
+    ) -> Blob:
+        """A manifest with its configuration, for one processor; `run` is what the image starts as."""
+        config = {
+            "architecture": architecture,
+            "config": {"Labels": dict(annotations), **run},
+            "created": _EPOCH,
+            "os": "linux",
+            "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
+        }
+        manifest = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST,
+            "config": self.add_json(CONFIG, config).descriptor(),
+            "layers": [layer.blob.descriptor() for layer in layers],
+            "annotations": dict(annotations),
+        }
+        return self.add_json(MANIFEST, manifest)
+
+    def add_index(self, images: Mapping[str, Blob], annotations: Mapping[str, str]) -> Blob:
+        """The images of several processors under one digest."""
+        manifests = [
+            blob.descriptor(platform={"architecture": architecture, "os": "linux"})
+            for architecture, blob in sorted(images.items())
+        ]
+        body = {"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests, "annotations": dict(annotations)}
+        return self.add_json(INDEX, body)
+
+    def name(self, root: Blob, reference: str) -> None:
+        """Tools that read layouts find this image, under this name."""
+        entry = root.descriptor(annotations={"org.opencontainers.image.ref.name": reference})
+        (self.path / "index.json").write_bytes(
+            canonical({"schemaVersion": 2, "mediaType": INDEX, "manifests": [entry]})
+        )
+
+
+def canonical(body: Mapping[str, Any]) -> bytes:
+    """One way to write it, so that equal content has equal digests."""
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+class _Hashed(io.RawIOBase):
+    """Writes to a file and knows the digest of what it wrote."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.digest = hashlib.sha256()
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+
+def _write_tar(target: _Hashed, folder: Path, at: str) -> None:
+    paths = sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).parts)
+    with tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        for depth in range(1, len(Path(at).parts) + 1):
+            tar.addfile(_entry("/".join(Path(at).parts[:depth]), tarfile.DIRTYPE))
+        for path in paths:
+            name = f"{at}/{path.relative_to(folder).as_posix()}"
+            if path.is_dir():
+                tar.addfile(_entry(name, tarfile.DIRTYPE))
+                continue
+            with path.open("rb") as file:
+                tar.addfile(_entry(name, tarfile.REGTYPE, path.stat().st_size), file)
+
+
+def _entry(name: str, kind: bytes, size: int = 0) -> tarfile.TarInfo:
+    """Readable by every user; of nobody in particular and of no time."""
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.size = kind, size
+    entry.mode = 0o755 if kind == tarfile.DIRTYPE else 0o644
+    entry.mtime = entry.uid = entry.gid = 0
+    return entry

@@ -1,0 +1,104 @@
+"""Who we are at a registry: what `docker login` or `podman login` left behind, or a credential helper knows."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.contract.errors import ConfigError
+
+_HELPER_SECONDS = 30
+_HUB = "https://index.docker.io/v1/"  # the name under which Docker Hub's password is kept
+_TOKEN_USER = "<token>"  # noqa: S105 - how a helper says that what it has is a token
+
+
+@dataclass(frozen=True)
+class Login:
+    user: str
+    password: str = field(repr=False)
+    token: str = field(default="", repr=False)  # for the OAuth road, in the place of both
+
+    @property
+    def basic(self) -> str:
+        return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+
+
+def login_of(host: str, env: Mapping[str, str]) -> Login | None:
+    """The first file that knows the host; None where nobody logged in, which public registries do not mind."""
+    for path in config_files(env):
+        if path.is_file() and (found := _from_file(path, host, env)) is not None:
+            return found
+    return None
+
+
+def config_files(env: Mapping[str, str]) -> Iterator[Path]:
+    """In the order the container tools look."""
+    if named := env.get("REGISTRY_AUTH_FILE"):
+        yield Path(named)
+    if runtime := env.get("XDG_RUNTIME_DIR"):
+        yield Path(runtime) / "containers" / "auth.json"
+    if folder := env.get("DOCKER_CONFIG"):
+        yield Path(folder) / "config.json"
+    elif home := env.get("HOME"):
+        yield Path(home) / ".docker" / "config.json"
+
+
+def _from_file(path: Path, host: str, env: Mapping[str, str]) -> Login | None:
+    try:
+        body = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as a file of logins ({error}); log in again") from error
+    names = _names(host)
+    helpers = body.get("credHelpers") or {}
+    helper = next((helpers[name] for name in names if name in helpers), body.get("credsStore"))
+    if helper:
+        found = next((login for name in names if (login := _ask(helper, name, env)) is not None), None)
+        if found is not None:
+            return found
+    auths = body.get("auths") or {}
+    entry = next((auths[name] for name in names if auths.get(name)), None)
+    return _from_entry(entry, path, host) if entry else None
+
+
+def _names(host: str) -> tuple[str, ...]:
+    return (
+        (_HUB, "docker.io", "index.docker.io") if host == "docker.io" else (host, f"https://{host}", f"http://{host}")
+    )
+
+
+def _from_entry(entry: Mapping[str, Any], path: Path, host: str) -> Login:
+    token = str(entry.get("identitytoken") or "")
+    if "auth" not in entry:
+        return Login(str(entry.get("username", "")), str(entry.get("password", "")), token)
+    try:
+        user, colon, password = base64.b64decode(entry["auth"], validate=True).decode().partition(":")
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the login of {host} is damaged; log in again") from error
+    if not colon:
+        raise ConfigError(f"{path}: the login of {host} has no password; log in again")
+    return Login(user, password.rstrip("\0"), token)
+
+
+def _ask(helper: str, name: str, env: Mapping[str, str]) -> Login | None:
+    """A program that keeps passwords: a server's name in, JSON out. It fails where it knows nothing of the server."""
+    program = f"docker-credential-{helper}"
+    try:
+        done = subprocess.run(
+            [program, "get"], input=name, capture_output=True, text=True, timeout=_HELPER_SECONDS, check=False,
+            env=dict(env),
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"{program}, which keeps the logins of registries here, does not run: {error}; install it or log in again"
+        ) from error
+    if done.returncode != 0:
+        return None
+    body = json.loads(done.stdout)
+    user, secret = str(body.get("Username", "")), str(body.get("Secret", ""))
+    return Login("", "", secret) if user == _TOKEN_USER else Login(user, secret)

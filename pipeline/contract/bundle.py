@@ -1,0 +1,357 @@
+"""The bundle: a self-contained model directory whose manifest names every byte and every ancestor.
+
+`provenance.json`: an in-toto statement of where a bundle came from, in the words of SLSA; the same for the same.
+
+Other names of a bundle's files: those in the runs it is reused by are ours, any other can change what is served.
+
+Which files an ONNX file keeps its tensors in, read off its bytes: the service has no library that could tell.
+
+A person's word against a failed verdict: who, when, why, and which verdict exactly; it travels in the bundle.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pydantic import ValidationError
+
+from pipeline.contract.errors import BundleError
+from pipeline.contract.files import digest_bytes, digest_file, write_json
+from pipeline.contract.override import OVERRIDDEN, OVERRIDE_FILE, Override, read_override
+from pipeline.contract.settings.section import Frozen
+from pipeline.contract.signature import Signature
+from pipeline.contract.signing import Trust, check_cover
+
+if TYPE_CHECKING:
+    from pipeline.contract.golden import Golden
+
+PROVENANCE = "provenance.json"
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://slsa.dev/provenance/v1"
+
+_BUILDER = "pkg:pypi/pipe-road"
+
+
+def statement(
+    manifest: Manifest,
+    raw: bytes,
+    parameters: Mapping[str, Any],
+    packages: Mapping[str, str],
+    builder: Mapping[str, str],
+) -> dict[str, Any]:
+    """No clock and no name of a machine or a run: who makes the same bundle again gets the same statement.
+
+    `parameters` is the configuration, `packages` what worked on the model, `builder` our own versions.
+    """
+    ancestors = manifest.ancestors.model_dump(exclude={"onnx"})  # that one is a subject
+    came_from = [{"name": name, "digest": {"sha256": digest}} for name, digest in ancestors.items()]
+    tools = [{"name": name, "uri": f"pkg:pypi/{name}@{version}"} for name, version in sorted(packages.items())]
+    return {
+        "_type": STATEMENT,
+        "subject": _subjects(manifest, raw),
+        "predicateType": PREDICATE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": f"{_BUILDER}#export",
+                "externalParameters": {"config": dict(parameters)},
+                "internalParameters": {},
+                "resolvedDependencies": [*came_from, *tools],
+            },
+            "runDetails": {"builder": {"id": f"{_BUILDER}#pipe", "version": dict(builder)}},
+        },
+    }
+
+
+def check_provenance(directory: Path, manifest: Manifest, raw: bytes) -> None:
+    """A statement that is there is about this very bundle."""
+    path = directory / PROVENANCE
+    if not path.is_file():
+        return
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise BundleError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(found, dict) or (found.get("_type"), found.get("predicateType")) != (STATEMENT, PREDICATE):
+        raise BundleError(f"{path}: is no in-toto statement of SLSA provenance; export again")
+    if found.get("subject") != _subjects(manifest, raw):
+        raise BundleError(f"{path}: is about another bundle; export again")
+
+
+def _subjects(manifest: Manifest, raw: bytes) -> list[dict[str, Any]]:
+    digests = {"manifest.json": digest_bytes(raw), **{name: entry.sha256 for name, entry in manifest.files.items()}}
+    return [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(digests.items())]
+
+
+def check_own(path: Path, found: os.stat_result) -> None:
+    """A file with more names than its run and those that share it is refused, unless nothing can be written there."""
+    if found.st_nlink == 1 or os.statvfs(path).f_flag & os.ST_RDONLY:
+        return
+    strange = found.st_nlink - sum(1 for _ in _shared(path, found))
+    if strange > 0:
+        raise BundleError(
+            f"{path}: has {strange} more name{'s' * (strange > 1)} elsewhere (a hard link), and whoever writes there "
+            "changes what is served; copy the bundle with `cp -r` and take the copy"
+        )
+
+
+def _shared(path: Path, found: os.stat_result) -> Iterator[Path]:
+    """Itself, and the same place in the other runs of its folder: what `pipe` reuses, it links."""
+    absolute = path.absolute()
+    run = next((parent for parent in absolute.parents if (parent / "run.json").is_file()), None)
+    if run is None:
+        yield path
+        return
+    step, *rest = absolute.relative_to(run).parts
+    steps = {step.removesuffix(".partial"), step.removesuffix(".partial") + ".partial"}
+    for other in run.parent.iterdir():
+        for name in steps:
+            place = other.joinpath(name, *rest)
+            try:
+                same = os.path.samestat(place.lstat(), found)
+            except OSError:  # not there
+                continue
+            if same:
+                yield place
+
+
+# ONNX's messages on the way to a tensor: field number → what stands there.
+MESSAGES: dict[str, dict[int, str]] = {
+    "ModelProto": {7: "GraphProto", 20: "TrainingInfoProto", 25: "FunctionProto"},
+    "TrainingInfoProto": {1: "GraphProto", 2: "GraphProto"},
+    "GraphProto": {1: "NodeProto", 5: "TensorProto", 15: "SparseTensorProto"},
+    "FunctionProto": {7: "NodeProto", 11: "AttributeProto"},
+    "NodeProto": {5: "AttributeProto"},
+    "AttributeProto": {
+        5: "TensorProto", 6: "GraphProto", 10: "TensorProto", 11: "GraphProto", 22: "SparseTensorProto",
+        23: "SparseTensorProto",
+    },
+    "SparseTensorProto": {1: "TensorProto", 2: "TensorProto"},
+    "TensorProto": {13: "StringStringEntryProto"},
+}  # fmt: skip
+
+_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+_SPARE = {_EIGHT: 8, _FOUR: 4}
+_LOCATION = b"location"
+
+Span: TypeAlias = tuple[int, int]
+
+
+def external_locations(path: Path) -> set[str]:
+    """As they are written there, whatever they lead to."""
+    if not path.stat().st_size:
+        return set()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+        if raw.find(_LOCATION) < 0:  # the word stands before each
+            return set()
+        try:
+            return set(_locations(raw))
+        except (IndexError, UnicodeDecodeError) as error:
+            raise BundleError(f"{path}: is not an ONNX file that can be read") from error
+
+
+def check_inside(path: Path) -> None:
+    """Weights kept outside the file are plain files beside it, named without any path."""
+    for location in sorted(external_locations(path)):
+        target = path.parent / location
+        if not location or Path(location).name != location or target.is_symlink() or not target.is_file():
+            raise BundleError(
+                f"{path}: keeps weights in {location!r}, which is no plain file beside it; a bundle holds all it needs"
+            )
+
+
+def _locations(raw: mmap.mmap) -> Iterator[str]:
+    """Without recursion: a file made in bad faith nests as deep as it likes."""
+    waiting: list[tuple[str, Span]] = [("ModelProto", (0, len(raw)))]
+    while waiting:
+        kind, span = waiting.pop()
+        if kind == "StringStringEntryProto":
+            entry = {number: raw[slice(*inner)] for number, inner in _fields(raw, span)}
+            if entry.get(1) == _LOCATION:
+                yield entry.get(2, b"").decode()
+            continue
+        inside = MESSAGES[kind]
+        waiting += [(inside[number], inner) for number, inner in _fields(raw, span) if number in inside]
+
+
+def _fields(raw: mmap.mmap, span: Span) -> Iterator[tuple[int, Span]]:
+    """Number and content of each field that has a length; the others are passed over."""
+    at, end = span
+    while at < end:
+        tag, at = _varint(raw, at)
+        kind = tag & 7
+        if kind == _BYTES:
+            size, at = _varint(raw, at)
+            if at + size > end:
+                raise IndexError(at)
+            yield tag >> 3, (at, at + size)
+            at += size
+        elif kind == _VARINT:
+            _, at = _varint(raw, at)
+        elif kind in _SPARE:
+            at += _SPARE[kind]
+        else:
+            raise IndexError(at)
+    if at != end:
+        raise IndexError(at)
+
+
+def _varint(raw: mmap.mmap, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = raw[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise IndexError(at)
+
+
+SCHEMA = 1
+# Beside what the manifest names: itself, a signature over it, and the statement of where the bundle came from.
+BESIDE = ("manifest.json", "manifest.sig.json", "provenance.json")
+REQUIRED = ("model.onnx", "signature.json", "golden.npz", "golden.json", "card.md")
+
+
+class FileEntry(Frozen):
+    sha256: str
+    bytes: int
+
+
+class Ancestors(Frozen):
+    """Digests of what the model came from; each link was checked when the next was made."""
+
+    code: str
+    data: str
+    checkpoint: str
+    verdict: str
+    onnx: str
+    override: str = ""  # of override.json, where a person let a failed verdict pass
+
+
+class Manifest(Frozen):
+    schema_version: int
+    name: str
+    verdict: str  # pass, no-baseline or overridden
+    ancestors: Ancestors
+    files: Mapping[str, FileEntry]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A verified bundle."""
+
+    path: Path
+    digest: str  # SHA-256 of manifest.json, and so of everything
+    manifest: Manifest
+    signature: Signature
+    override: Override | None = None
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.onnx"
+
+    def golden(self) -> Golden:
+        from pipeline.contract.golden import Golden  # brings numpy, which most commands do without
+
+        return Golden.read(self.path)
+
+
+def write_manifest(directory: Path, name: str, verdict: str, ancestors: Ancestors) -> str:
+    """Seal a directory: name every file in it. Returns the bundle digest."""
+    files = {
+        path.relative_to(directory).as_posix(): FileEntry(sha256=digest_file(path), bytes=path.stat().st_size)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.relative_to(directory).as_posix() not in BESIDE
+    }
+    manifest = Manifest(schema_version=SCHEMA, name=name, verdict=verdict, ancestors=ancestors, files=files)
+    write_json(directory / "manifest.json", manifest.model_dump())
+    return digest_file(directory / "manifest.json")
+
+
+def open_bundle(directory: Path, trust: Trust | None = None) -> Bundle:
+    """Verify every byte against the manifest; anything missing, changed, added or linked is refused.
+
+    With `trust` its signature comes first: nothing of an unsigned bundle is looked at.
+    """
+    path = directory / "manifest.json"
+    if not path.is_file():
+        raise BundleError(f"{directory}: not a bundle (no manifest.json)")
+    raw = path.read_bytes()
+    check_cover(directory, raw)
+    if trust is not None:
+        trust.check(directory, raw)
+    try:
+        manifest = Manifest.model_validate_json(raw)
+    except ValidationError as error:
+        raise BundleError(f"{path}: not a valid manifest: {error.errors()[0]['msg']}") from error
+    if manifest.schema_version != SCHEMA:
+        raise BundleError(f"{path}: schema {manifest.schema_version}, this version reads {SCHEMA}; export again")
+    _check_names(directory, manifest)
+    for name, entry in manifest.files.items():
+        if (found := digest_file(directory / name)) != entry.sha256:
+            raise BundleError(
+                f"{directory / name}: content changed since export "
+                f"(manifest says {entry.sha256[:12]}, found {found[:12]})"
+            )
+    if manifest.files["model.onnx"].sha256 != manifest.ancestors.onnx:
+        raise BundleError(f"{path}: the lineage names another model.onnx than the file list")
+    check_inside(directory / "model.onnx")
+    check_provenance(directory, manifest, raw)
+    signature = _read_signature(directory)
+    if signature.codec and "codec.py" not in manifest.files:
+        raise BundleError(f"{directory}: missing codec.py")
+    return Bundle(directory, digest_bytes(raw), manifest, signature, _override(directory, manifest))
+
+
+def _override(directory: Path, manifest: Manifest) -> Override | None:
+    """A failed verdict goes nowhere without the word that let it pass, and that is about this very verdict."""
+    found, ancestors = read_override(directory), manifest.ancestors
+    if found is None and manifest.verdict != OVERRIDDEN and not ancestors.override:
+        return None
+    named = manifest.files.get(OVERRIDE_FILE)
+    if found is None or manifest.verdict != OVERRIDDEN or named is None or named.sha256 != ancestors.override:
+        raise BundleError(f"{directory}: verdict {manifest.verdict!r} and {OVERRIDE_FILE} do not belong together")
+    if found.verdict != ancestors.verdict:
+        raise BundleError(f"{directory / OVERRIDE_FILE}: about another verdict than the one in the lineage")
+    return found
+
+
+def _check_names(directory: Path, manifest: Manifest) -> None:
+    """The files on disk are exactly those named, plain files all."""
+    for path in directory.rglob("*"):
+        found_there = path.lstat()
+        mode = found_there.st_mode
+        if stat.S_ISLNK(mode):
+            raise BundleError(f"{path}: a symbolic link; a bundle holds plain files only")
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise BundleError(f"{path}: not a plain file")
+        if stat.S_ISREG(mode):
+            check_own(path, found_there)
+    found = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    found -= set(BESIDE)
+    named = set(manifest.files)
+    if missing := sorted((named | set(REQUIRED)) - found):
+        raise BundleError(f"{directory}: missing {', '.join(missing)}")
+    if unlisted := sorted((set(REQUIRED) | found) - named):
+        raise BundleError(f"{directory}: not in the manifest: {', '.join(unlisted)}")
+
+
+def _read_signature(directory: Path) -> Signature:
+    path = directory / "signature.json"
+    try:
+        return Signature.model_validate(json.loads(path.read_text()))
+    except (ValidationError, json.JSONDecodeError) as error:
+        raise BundleError(f"{path}: not a valid signature: {error}") from error

@@ -1,0 +1,161 @@
+"""`pipe.yaml` as a whole: read, overridden, checked; an unknown key or a wrong type is an error with its mend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import Field, ValidationError
+
+from pipeline.contract.errors import ConfigError, ConflictError
+from pipeline.contract.settings.cluster import Cluster, Jobs, Rollout
+from pipeline.contract.settings.section import Section
+from pipeline.contract.settings.stages import Deploy, Evaluate, Export, Model, Package, Prepare, Serve, Train, Tune
+
+_GONE = (("evaluate", "force_reason"),)  # `pipe gate override` took its place
+
+
+class Config(Section):
+    """The whole of `pipe.yaml`."""
+
+    name: str = Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", description="model name in URLs and on the cluster")
+    task: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$", description="`file.py:Class` of the task")
+    codec: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$", description="`file.py:Class` of the codec")
+    registry: str = Field("", description="folder or fsspec URL of the model registry; empty: beside the runs")
+    prepare: Prepare = Field(default_factory=Prepare, description="checks of the data")
+    model: Model = Field(default_factory=Model, description="pretrained weights")
+    train: Train = Field(default_factory=Train, description="training")
+    evaluate: Evaluate = Field(default_factory=Evaluate, description="the gate")
+    export: Export = Field(default_factory=Export, description="ONNX and its proof")
+    package: Package = Field(default_factory=Package, description="the container")
+    serve: Serve = Field(default_factory=Serve, description="the service's limits")
+    deploy: Deploy = Field(default_factory=Deploy, description="where it runs")
+    cluster: Cluster = Field(default_factory=Cluster, description="the pods that run the steps on a cluster")
+    rollout: Rollout = Field(default_factory=Rollout, description="how a bundle takes over on a cluster")
+    jobs: Jobs = Field(default_factory=Jobs, description="steps on a cluster")
+    tune: Tune = Field(default_factory=Tune, description="the search for better settings")
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """Read `pipe.yaml` and apply `key=value` overrides."""
+    try:
+        values = yaml.load(path.read_text(), _Loader)  # noqa: S506 - a SafeLoader
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; `pipe init NAME` writes one") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must be a mapping of sections, found {type(values).__name__}")
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values, source=f"{path} with overrides" if overrides else str(path))
+
+
+def override_config(config: Config, overrides: Iterable[str], source: str = "override") -> Config:
+    """A configuration with `key=value` overrides on top."""
+    values = config.model_dump(mode="json")
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values, source)
+
+
+def parse_recorded(values: Mapping[str, Any], source: str) -> Config:
+    """Of an older run: words that have gone since are passed over."""
+    sections = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    for section, word in _GONE:
+        if isinstance(sections.get(section), dict):
+            sections[section].pop(word, None)
+    return parse_config(sections, source)
+
+
+def parse_config(values: Mapping[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        kind = ConflictError if {item["type"] for item in error.errors()} == {"conflict"} else ConfigError
+        raise kind(f"{source}: " + "; ".join(_sentences(error))) from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes `2:4` for minutes and seconds, and reads 124."""
+
+
+def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    text = loader.construct_scalar(node)
+    return text if ":" in str(text) else loader.construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r}: write it as section.key=value")
+    *sections, last = key.split(".")
+    for name in sections:
+        inner = values.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {name} is not a section")
+        values = inner
+    try:
+        values[last] = yaml.load(text, _Loader) if text else ""  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+
+
+def _sentences(error: ValidationError) -> list[str]:
+    """One for each key; a key that takes a number or a word fails as both."""
+    found: dict[tuple[int | str, ...], dict[str, Any]] = {}
+    for item in error.errors():
+        place = item["loc"][:-1] if str(item["loc"][-1]).startswith(("constrained-", "literal[")) else item["loc"]
+        if place in found:
+            found[place]["msg"] += f" or {item['msg'].removeprefix('Input should be ')}"
+        else:
+            found[place] = {**item, "loc": place}
+    return [_sentence(item) for item in found.values()]
+
+
+def _sentence(item: dict[str, Any]) -> str:
+    place = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown key `{place}`{_nearest(item['loc'])}"
+    if item["type"] == "missing":
+        return f"`{place}` is missing"
+    if item["type"] == "string_pattern_mismatch":
+        forms = {
+            "name": "small letters, digits and dashes, a letter first, 40 at most",
+            "task": "`file.py:Class`",
+            "codec": "`file.py:Class`",
+        }
+        form = forms.get(place, f"what fits {item['ctx']['pattern']}")
+        return f"`{place}`: write it as {form} (found {item['input']!r})"
+    if item["type"] in ("conflict", "form"):
+        return f"`{place}`: {item['msg']}"
+    found = repr(item["input"])
+    message = item["msg"][:1].lower() + item["msg"][1:]
+    return f"`{place}`: {message} (found {found if len(found) <= 60 else found[:57] + '...'})"
+
+
+def _nearest(location: tuple[str | int, ...]) -> str:
+    """The same key in another section, or else the key of this one that looks most like it."""
+    *sections, last = (str(part) for part in location)
+    model: Any = Config
+    for name in sections:  # of a section the field, of a mapping what its values are
+        model = model.model_fields[name].annotation if hasattr(model, "model_fields") else get_args(model)[-1]
+    elsewhere = [
+        f"{section}.{name}"
+        for section, field in Config.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        for name in field.annotation.model_fields
+        if name == last
+    ]
+    if elsewhere:
+        return f"; did you mean `{elsewhere[0]}`?"
+    near = difflib.get_close_matches(last, list(model.model_fields), n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean `{'.'.join([*sections, near[0]])}`?"
+    return f"; known keys here: {', '.join(model.model_fields)}"

@@ -1,0 +1,205 @@
+"""What a run left on disk, as far as it came: the one reader behind the report and the model card.
+
+Every file and every key is optional: a run of an older version has fewer. A damaged file is named, not read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from pipeline.contract.files import digest_file
+from pipeline.contract.override import OVERRIDDEN
+from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
+from pipeline.contract.run import STEPS, Run, RunFile, StepRecord
+
+Body = dict[str, Any]
+
+VARIANTS, FORMATS = "variants.json", "formats.json"  # of the export step
+WORST = "worst.json"  # of the evaluate step
+RIVAL = "champion.json"  # of the evaluate step, where the baseline was one: who named it, and where its bundle was
+
+
+@dataclass(frozen=True)
+class Facts:
+    """An empty mapping or list stands for a file the run has not reached."""
+
+    file: RunFile
+    summary: Body = field(default_factory=dict)  # train/summary.json
+    steps: tuple[Body, ...] = ()  # train/metrics.jsonl, the lines of optimizer steps
+    validations: tuple[Body, ...] = ()  # and those of validations
+    batch_size: Body = field(default_factory=dict)  # train/batch_size.json, where `auto` chose
+    communication: Body = field(default_factory=dict)  # train/communication.json, from a timeline
+    timeline: str = ""  # where that is, below the run directory
+    data: Body = field(default_factory=dict)
+    checked: Body = field(default_factory=dict)  # prepare/checks.json
+    metrics: Body = field(default_factory=dict)
+    verdict: Body = field(default_factory=dict)
+    worst: Body = field(default_factory=dict)
+    rival: Body = field(default_factory=dict)
+    override: Body = field(default_factory=dict)
+    parity: Body = field(default_factory=dict)
+    variants: tuple[Body, ...] = ()
+    formats: tuple[Body, ...] = ()
+    manifest: Body = field(default_factory=dict)
+    image: Body = field(default_factory=dict)
+    deploy: Body = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)  # of data.json, verdict.json and manifest.json as found
+    signed: bool = False
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def classes(self) -> list[str]:
+        """In the task's order: the files are sorted by name, and "10" would stand before "2"."""
+        return [str(name) for name in self.metrics.get("classes") or self.metrics.get("per_class") or ()]
+
+    @property
+    def name(self) -> str:
+        return str(self.file.config.get("name", self.file.id))
+
+    @property
+    def standing(self) -> str:
+        """The verdict as it counts: a failed one that a person has overridden, this very one, is not just failed."""
+        found = str(self.verdict.get("verdict", ""))
+        about = self.override.get("verdict")
+        return OVERRIDDEN if found == "fail" and about and about == self.digests.get("verdict.json") else found
+
+    @property
+    def excuse(self) -> str:
+        """Why a failing candidate passed all the same, where one did."""
+        if self.standing == OVERRIDDEN:
+            by, at, why = (str(self.override.get(key) or "?") for key in ("by", "at", "reason"))
+            return f"overridden by {by}, {at}: {why}"
+        forced = self.verdict.get("forced_reason")  # of older versions
+        return f"forced: {forced}" if forced and self.standing == "forced" else ""
+
+    @property
+    def slices(self) -> list[Body]:
+        return mappings(self.verdict.get("slices"))
+
+    @property
+    def checks(self) -> list[Body]:
+        """Of the data, made before training."""
+        return mappings(self.checked.get("checks") or self.data.get("checks"))
+
+    @property
+    def calibration(self) -> Body:
+        found = self.verdict.get("calibration")
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def splits(self) -> dict[str, Body]:
+        found = self.data.get("splits")
+        return {name: split for name, split in found.items() if isinstance(split, dict)} if found else {}
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """One number of the journal by optimizer step, where it was told."""
+        return [(line["step"], line[name]) for line in self.steps if is_number(line.get(name))]
+
+    def step(self, name: str) -> StepRecord | None:
+        return self.file.steps.get(name)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def mappings(value: object) -> list[Body]:
+    """Those of a list that are mappings; of anything else none."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, Sequence) else []
+
+
+def read_facts(run: Run) -> Facts:
+    reader = _Reader(run)
+    journal = reader.lines("train", "metrics.jsonl")
+    return Facts(
+        file=run.read(),
+        summary=reader.json("train", "summary.json"),
+        steps=tuple(line for line in journal if "loss" in line),
+        validations=tuple(line for line in journal if isinstance(line.get("validation"), dict)),
+        batch_size=reader.json("train", "batch_size.json"),
+        communication=reader.json("train", "communication.json"),
+        timeline=reader.place("train", "trace.json.gz"),
+        data=reader.json("prepare", "data.json"),
+        checked=reader.json("prepare", "checks.json"),
+        metrics=reader.json("evaluate", "metrics.json"),
+        verdict=reader.json("evaluate", "verdict.json"),
+        worst=reader.json("evaluate", WORST),
+        rival=reader.json("evaluate", RIVAL),
+        override=reader.beside(OVERRIDE),
+        parity=reader.json("export", "parity.json"),
+        variants=reader.rows("export", VARIANTS),
+        formats=reader.rows("export", FORMATS),
+        manifest=reader.json("export", "bundle/manifest.json"),
+        signed=bool(reader.place("export", "bundle/manifest.sig.json")),
+        image=reader.json("package", "image.json"),
+        deploy=reader.json("deploy", "deploy.json"),
+        digests=reader.digests(
+            ("prepare", "data.json"), ("evaluate", "verdict.json"), ("export", "bundle/manifest.json")
+        ),
+        damaged=tuple(reader.damaged),
+    )
+
+
+class _Reader:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.damaged: list[str] = []
+
+    def json(self, step: str, name: str) -> Body:
+        found = self._load(self._find(step, name), f"{step}/{name}", dict)
+        return found if isinstance(found, dict) else {}
+
+    def rows(self, step: str, name: str) -> tuple[Body, ...]:
+        return tuple(mappings(self._load(self._find(step, name), f"{step}/{name}", list)))
+
+    def beside(self, name: str) -> Body:
+        """Of the run as a whole."""
+        path = self._run.path / name
+        found = self._load(path if path.is_file() else None, name, dict)
+        return found if isinstance(found, dict) else {}
+
+    def lines(self, step: str, name: str) -> list[Body]:
+        """A line that is not whole is the one a killed process was writing, or one glued to it on resume."""
+        path = self._find(step, name)
+        found = []
+        for line in path.read_text(errors="replace").splitlines() if path else ():
+            try:
+                body = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(body, dict) and is_number(body.get("step")):
+                found.append(body)
+        return found
+
+    def place(self, step: str, name: str) -> str:
+        path = self._find(step, name)
+        return path.relative_to(self._run.path).as_posix() if path else ""
+
+    def digests(self, *places: tuple[str, str]) -> dict[str, str]:
+        """By the file's own name."""
+        found = [self._find(step, name) for step, name in places]
+        return {path.name: digest_file(path) for path in found if path is not None}
+
+    def _load(self, path: Path | None, name: str, kind: type) -> object:
+        if path is None:
+            return None
+        try:
+            body = json.loads(path.read_text())
+        except ValueError:
+            body = None
+        if not isinstance(body, kind):
+            self.damaged.append(name)
+            return None
+        return body
+
+    def _find(self, step: str, name: str) -> Path | None:
+        """Complete if there, else what an unfinished step has written so far."""
+        assert step in STEPS
+        places = (self._run.output(step) / name, self._run.partial(step) / name)
+        return next((path for path in places if path.is_file()), None)

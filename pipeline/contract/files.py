@@ -1,0 +1,122 @@
+"""Writing files so that a reader, or a crash, never meets half of one.
+
+SHA-256 of files, directory trees and named parts: every link of the chain is one of these.
+
+A tokenizer.json of the `tokenizers` package: which ids it can give.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.contract.errors import ConfigError, ResourceError
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Write aside, fsync, rename: the name holds the old content or the new, nothing between."""
+    body = data.encode() if isinstance(data, str) else data
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o644)
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(aside)
+        raise
+    sync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Deterministic JSON, so that equal content has an equal digest; NaN is refused."""
+    write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def unwritable(path: Path, error: OSError) -> ResourceError:
+    """What is in the way of a file, in one line: another file in a directory's place, rights, a full disk."""
+    place = f"{error.filename}: " if error.filename not in (None, str(path)) else ""
+    reason = os.strerror(error.errno or 0).lower()
+    return ResourceError(f"cannot write {path}: {place}{reason}; mend that, then `pipe run --resume`")
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename in this directory survive a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(directory: Path) -> None:
+    """fsync every file below a directory, and the directories themselves."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        elif path.is_dir():
+            sync_directory(path)
+    sync_directory(directory)
+
+
+_CHUNK_BYTES = 1 << 20
+
+
+def digest_bytes(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def digest_parts(parts: Iterable[bytes | str]) -> str:
+    """Digest of a sequence; each part is length-prefixed, so ("ab", "c") and ("a", "bc") differ."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def digest_mapping(parts: Mapping[str, str]) -> str:
+    """Digest of named parts, whatever their order."""
+    return digest_parts(item for name in sorted(parts) for item in (name, parts[name]))
+
+
+def digest_tree(directory: Path) -> dict[str, str]:
+    """Relative path → digest of every regular file below a directory, sorted."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+    return {path.relative_to(directory).as_posix(): digest_file(path) for path in files}
+
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def tokenizer_ids(path: Path) -> list[int]:
+    """Of tokens and of the special ones beside them."""
+    try:
+        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        words = body["model"]["vocab"]
+        found = list(words.values()) if isinstance(words, dict) else list(range(len(words)))
+        return [0, *found, *(token["id"] for token in body.get("added_tokens") or [])]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a tokenizer of the `tokenizers` package: {error!r}") from error

@@ -1,0 +1,169 @@
+"""Golden requests: what was asked at export and answered then, and must be answered the same for ever.
+
+Greedy generation over a bundle's graph, in the plainest way: what faster ways of it are held against.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.contract.files import write_json
+from pipeline.contract.signature import NUMPY_TYPES, Generation, TensorSpec
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Tensors by name for the raw protocol; instances and predictions for the codec's (both may be empty lists)."""
+
+    inputs: Mapping[str, Array]
+    outputs: Mapping[str, Array]
+    instances: list[Any]
+    predictions: list[Any]
+    rtol: float
+    atol: float
+    # Of a language model: ids of a prompt and of its greedy answer, up to the first token that is nearly a tie.
+    generated: list[dict[str, list[int]]] = field(default_factory=list)
+
+    def write(self, directory: Path) -> None:
+        arrays = {f"input.{name}": array for name, array in self.inputs.items()}
+        arrays |= {f"output.{name}": array for name, array in self.outputs.items()}
+        np.savez(directory / "golden.npz", allow_pickle=False, **{name: _plain(one) for name, one in arrays.items()})
+        body = {
+            "rtol": self.rtol,
+            "atol": self.atol,
+            "instances": self.instances,
+            "predictions": self.predictions,
+        } | ({"generated": self.generated} if self.generated else {})
+        write_json(directory / "golden.json", body)
+
+    @classmethod
+    def read(cls, directory: Path) -> Golden:
+        body = json.loads((directory / "golden.json").read_text())
+        with np.load(directory / "golden.npz", allow_pickle=False) as arrays:
+            tensors = {name: _texts(arrays[name]) for name in arrays.files}
+        return cls(
+            inputs={name[6:]: array for name, array in tensors.items() if name.startswith("input.")},
+            outputs={name[7:]: array for name, array in tensors.items() if name.startswith("output.")},
+            **body,
+        )
+
+
+def _plain(array: Array) -> Array:
+    """Texts are objects to ONNX Runtime, and objects would be pickled."""
+    return array.astype(np.str_) if array.dtype == np.object_ else array
+
+
+def _texts(array: Array) -> Array:
+    return array.astype(np.object_) if array.dtype.kind == "U" else array
+
+
+def difference(expected: Any, found: Any, rtol: float, atol: float, place: str = "") -> str | None:
+    """Where two JSON values part: numbers within tolerance, everything else exactly. None when they agree."""
+    if isinstance(expected, float | int) and not isinstance(expected, bool):
+        if isinstance(found, bool) or not isinstance(found, float | int):
+            return f"{place or 'answer'}: expected the number {expected}, found {found!r}"
+        close = bool(np.isclose(found, expected, rtol=rtol, atol=atol))
+        return None if close else f"{place or 'answer'}: expected {expected}, found {found}"
+    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        pairs: list[tuple[Any, Any, str]] = [
+            (a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(expected, found, strict=True))
+        ]
+    elif isinstance(expected, dict) and isinstance(found, dict) and expected.keys() == found.keys():
+        pairs = [(expected[key], found[key], f"{place}.{key}".lstrip(".")) for key in expected]
+    else:
+        same = expected == found and isinstance(expected, bool) == isinstance(found, bool)  # Python's True equals 1
+        return None if same else f"{place or 'answer'}: expected {expected!r}, found {found!r}"
+    return next((text for a, b, where in pairs if (text := difference(a, b, rtol, atol, where))), None)
+
+
+Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+
+
+@dataclass
+class Answer:
+    """What was generated for one prompt, and how far each token was ahead of the runner-up."""
+
+    tokens: list[int] = field(default_factory=list)
+    leads: list[float] = field(default_factory=list)
+    highest: list[float] = field(default_factory=list)  # the chosen tokens' logits
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A graph that can be run, and what its tensors are."""
+
+    run: Run
+    generation: Generation
+    specs: Mapping[str, TensorSpec]  # of its inputs, by name
+
+
+def greedy(decoder: Decoder, prompts: Sequence[Sequence[int]], most: int, chunk: int = 0) -> list[Answer]:
+    """All prompts in one batch, padded on the left; `chunk`: positions read at once before the first answer."""
+    ids, mask = padded(prompts)
+    past = empty_past(decoder, len(prompts))
+    answers = [Answer() for _ in prompts]
+    step, logits = chunk or ids.shape[1], ids[:0]
+    for start in range(0, ids.shape[1], step):
+        end = min(start + step, ids.shape[1])
+        logits, past = _read(decoder, ids[:, start:end], mask[:, :end], past)
+    for count in range(most):
+        chosen = _choose(answers, logits, decoder.generation)
+        if count == most - 1 or all(answer.tokens[-1] in decoder.generation.end for answer in answers):
+            break
+        mask = np.concatenate([mask, np.ones((len(prompts), 1), np.int64)], axis=1)
+        logits, past = _read(decoder, chosen[:, None], mask, past)
+    return answers
+
+
+def padded(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+    """Ids and mask, the end of every prompt at the right."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids, mask = (np.zeros((len(prompts), longest), np.int64) for _ in range(2))
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    return ids, mask
+
+
+def empty_past(decoder: Decoder, rows: int) -> dict[str, Array]:
+    """Caches that hold no position yet."""
+    specs = [decoder.specs[cache.input] for cache in decoder.generation.caches]
+    return {
+        spec.name: np.zeros([rows, *(0 if isinstance(axis, str) else axis for axis in spec.shape[1:])], kind)
+        for spec in specs
+        for kind in [NUMPY_TYPES[spec.datatype]]
+    }
+
+
+def inputs_of(generation: Generation, ids: Array, mask: Array, past: Mapping[str, Array]) -> dict[str, Array]:
+    """Of the graph, for ids behind a past; padded places take position 0, which nobody looks at."""
+    positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, mask.shape[1] - ids.shape[1] :]
+    return {generation.ids: ids, generation.mask: mask, generation.positions: positions, **past}
+
+
+def _read(decoder: Decoder, ids: Array, mask: Array, past: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
+    """Logits of the last position, and the past with these positions in it."""
+    generation = decoder.generation
+    found = decoder.run(inputs_of(generation, ids, mask, past))
+    return found[generation.logits][:, -1], {cache.input: found[cache.output] for cache in generation.caches}
+
+
+def _choose(answers: Sequence[Answer], logits: Array, generation: Generation) -> Array:
+    """The likeliest token of each row; a row that ended stays as it is."""
+    best: Array = logits.argmax(axis=-1)
+    top = np.sort(np.partition(logits, -2, axis=-1)[:, -2:], axis=-1) if logits.shape[-1] > 1 else None
+    for row, answer in enumerate(answers):
+        if answer.tokens and answer.tokens[-1] in generation.end:
+            continue
+        answer.tokens.append(int(best[row]))
+        answer.highest.append(float(logits[row, best[row]]))
+        answer.leads.append(float("inf") if top is None else float(top[row, 1] - top[row, 0]))
+    return best

@@ -1,0 +1,130 @@
+"""HTML by construction: whatever is not already `Html` is escaped, so no name can break the page.
+
+Numbers as people read them.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+_VOID = {"meta", "link", "br", "img", "input"}
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+Child: TypeAlias = "str | int | float | Iterable[Child] | None"
+
+
+def el(name: str, /, *children: Child, **attributes: object) -> Html:
+    """`el("td", 3, class_="number")`: None children and attributes are left out, iterables laid flat."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _VOID:
+        return Html(f"<{name}{written}>")
+    return Html(f"<{name}{written}>{flat(*children)}</{name}>")
+
+
+def flat(*children: Child) -> Html:
+    return Html("".join(_text(child) for child in children))
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = True, words: Sequence[int] = ()
+) -> Html:
+    """The first column names the row; the others are numbers unless said otherwise, or but for those in `words`."""
+
+    def kind(place: int) -> str | None:
+        return "number" if numbers and place not in words else None
+
+    body = [
+        el("tr", el("th", row[0], scope="row"), [el("td", cell, class_=kind(i)) for i, cell in enumerate(row) if i])
+        for row in rows
+    ]
+    first, *others = head
+    names = [el("th", name, scope="col", class_=kind(i)) for i, name in enumerate(others, 1)]
+    heading = el("tr", el("th", first, scope="col"), names)
+    return el("div", el("table", el("thead", heading), el("tbody", body)), class_="scroll")
+
+
+def pairs(rows: Iterable[tuple[str, Child]]) -> Html:
+    """Names with their values; those without a value are left out."""
+    return el("dl", [el("div", el("dt", name), el("dd", value)) for name, value in rows if value])
+
+
+def _text(child: Child) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Html):
+        return child
+    if isinstance(child, str | int | float):
+        return html.escape(str(child))
+    return "".join(_text(inner) for inner in child)
+
+
+MISSING = "–"
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Plain where that is short, with thousands apart; a power of ten elsewhere."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value < 0:
+        return f"−{number(-value, digits)}"
+    if value == 0 or (float(value).is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    if abs(value) < 1e-3:
+        return _power_of_ten(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.{digits}f}"
+
+
+def signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−") if value else "0"
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.1%}"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return MISSING
+    if value < 1:
+        return f"{value * 1000:.0f} ms"
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def size(count: float | None) -> str:
+    if count is None:
+        return MISSING
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+
+
+def short(digest: str) -> str:
+    """The first twelve digits of a digest, with or without its algorithm."""
+    return digest.rpartition(":")[2][:12]
+
+
+def _power_of_ten(value: float) -> str:
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}×10{str(int(exponent)).translate(_SUPERSCRIPT)}"

@@ -1,0 +1,199 @@
+"""One run directory: all its paths, its configuration and the record of each step.
+
+The runs of a project, newest first; any layer may look for one.
+
+The frame of every step's process: arguments in, a fresh partial directory, one clear error out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import itertools
+import json
+import re
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pipeline.contract.config import Config, override_config, parse_recorded
+from pipeline.contract.errors import PipelineError, ResourceError, StageError, write_error
+from pipeline.contract.override import Override, read_override
+from pipeline.contract.processes import Rank, watch_parent
+from pipeline.contract.settings.section import Frozen
+
+if TYPE_CHECKING:
+    from pipeline.contract.bundle import Bundle
+    from pipeline.contract.signing import Trust
+
+
+_SECOND = len("20260131-235959")  # at the beginning of a run's name
+_TIMED = re.compile(r"\d{8}-\d{6}-")
+
+
+def all_runs(runs: Path) -> list[Run]:
+    """Newest first. Directory names start with the second they were made in; what is of one second is asked."""
+    if not runs.is_dir():
+        return []
+    found = [Run(path) for path in runs.iterdir() if (path / "run.json").is_file()]
+    found.sort(key=lambda run: (_second(run), run.id), reverse=True)
+    seconds = [list(same) for _, same in itertools.groupby(found, _second)]
+    return [run for same in seconds for run in (sorted(same, key=created, reverse=True) if len(same) > 1 else same)]
+
+
+def _second(run: Run) -> str:
+    """Its name begins with it; a run that a workflow has named tells it itself."""
+    return run.id[:_SECOND] if _TIMED.match(run.id) else f"{created(run):%Y%m%d-%H%M%S}"
+
+
+def created(run: Run) -> datetime:
+    """To the microsecond; a run of an older version knows the second."""
+    return datetime.fromisoformat(run.read().created)
+
+
+STEPS = ("prepare", "train", "evaluate", "export", "package", "deploy")
+
+
+class StepRecord(Frozen):
+    """What is known of one step of one run."""
+
+    step: str
+    # `overridden`: rejected, and let pass by a person
+    status: Literal["running", "done", "failed", "rejected", "overridden", "interrupted", "pruned"]
+    key: str
+    parts: Mapping[str, str]  # the named parts the key is made of
+    argv: tuple[str, ...] = ()
+    started: str = ""
+    seconds: float = 0.0
+    outputs: Mapping[str, str] = {}  # relative path → SHA-256
+    digest: str = ""  # of outputs
+    reused_from: str = ""  # run whose files these are
+    reason: str = ""  # why it ran, was reused or failed
+
+    @property
+    def complete(self) -> bool:
+        """Its outputs may be used, in this run and in others."""
+        return self.status in ("done", "overridden")
+
+
+class RunFile(Frozen):
+    """`run.json`."""
+
+    schema_version: int = 1
+    id: str
+    created: str
+    parent: str = ""
+    wanted: tuple[str, ...]
+    config: Mapping[str, object]
+    continued: tuple[str, ...] = ()  # key=value: where and how carefully it went on, in place of what stands in config
+    environment: Mapping[str, str]
+    study: str = ""  # of `pipe tune`, which made this run as one of its trials
+    trial: int | None = None
+    steps: Mapping[str, StepRecord] = {}
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    def output(self, step: str) -> Path:
+        """Where a step's complete output stands."""
+        return self.path / step
+
+    def partial(self, step: str) -> Path:
+        """Where a step writes until it is complete."""
+        return self.path / f"{step}.partial"
+
+    def log(self, step: str) -> Path:
+        return self.path / "logs" / f"{step}.log"
+
+    @property
+    def bundle_path(self) -> Path:
+        return self.output("export") / "bundle"
+
+    def bundle(self, trust: Trust | None = None) -> Bundle:
+        from pipeline.contract.bundle import open_bundle  # brings numpy, which most commands do without
+
+        return open_bundle(self.bundle_path, trust)
+
+    @property
+    def runs(self) -> Path:
+        return self.path.parent
+
+    def read(self) -> RunFile:
+        path = self.path / "run.json"
+        try:
+            return RunFile.model_validate_json(path.read_text())
+        except FileNotFoundError:
+            raise PipelineError(f"{self.path}: not a run directory (no run.json)") from None
+        except ValueError as error:
+            raise PipelineError(f"{path}: damaged: {str(error).splitlines()[0]}") from error
+
+    @cached_property
+    def config(self) -> Config:
+        """As it runs: a resume may have changed where."""
+        return override_config(self.planned, self.read().continued, source=str(self.path / "run.json"))
+
+    @cached_property
+    def planned(self) -> Config:
+        """As it was begun, which is what its results are known by."""
+        return parse_recorded(self.read().config, source=str(self.path / "run.json"))
+
+    def verdict(self) -> dict[str, object]:
+        """The verdict of a complete evaluation."""
+        body: dict[str, object] = json.loads((self.output("evaluate") / "verdict.json").read_text())
+        return body
+
+    def override(self, verdict_digest: str) -> Override | None:
+        """A person's word on this very verdict; one on another counts for nothing."""
+        found = read_override(self.path)
+        return found if found is not None and found.verdict == verdict_digest else None
+
+
+def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) -> int:
+    """Call `work(run, root)`, where root is the project; a PipelineError is left for the runner and printed."""
+    parser = argparse.ArgumentParser(prog=name, description=f"the {name} step of one run")
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--root", type=Path, default=Path(), help="project folder with task.py (default: here)")
+    options = parser.parse_args(argv)
+    watch_parent()
+    run, root = Run(options.run.resolve()), options.root.resolve()
+    run.partial(name).mkdir(parents=True, exist_ok=True)
+    try:
+        work(run, root)
+    except PipelineError as error:
+        write_error(error, run.partial(name))
+        print(f"{'echo' if error.echo else 'error'}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        told = _unexpected(error, root)
+        write_error(told, run.partial(name))
+        return told.exit_code
+    return 0
+
+
+def _unexpected(error: Exception, root: Path) -> PipelineError:
+    """What the terminal says of a bug; the traceback is in the log."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return ResourceError(f"disk full on {socket.gethostname()}; free some space, then `pipe run --resume`")
+    rank = f"rank {Rank.from_env().rank}: " if Rank.from_env().world_size > 1 else ""
+    return StageError(f"{rank}{describe(error, root)}")
+
+
+def describe(error: Exception, root: Path) -> str:
+    """A bug in one line, with the line of the user's own code it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(root)]
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"

@@ -1,0 +1,148 @@
+"""How a service is entered, by people and by bundles: the files of keys that a deployment names, and our own way in.
+
+The golden requests as HTTP, for whoever asks a running service.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.golden import Golden, difference
+from pipeline.contract.settings.section import Frozen
+from pipeline.contract.settings.stages import Serve
+from pipeline.contract.signing import Trust
+
+KEY_VARIABLE = "PIPE_API_KEY"
+
+
+class Access(Frozen):
+    """Absolute paths; an empty one is not set."""
+
+    api_keys: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    require_signature: str = ""  # of public keys
+
+    @classmethod
+    def of(cls, serve: Serve, root: Path) -> Access:
+        """As the configuration says; its paths begin at the project's root."""
+        named = {name: getattr(serve, name) for name in cls.model_fields}
+        if bool(serve.tls_certificate) != bool(serve.tls_key):
+            raise ConfigError("serve.tls_certificate and serve.tls_key go together; give both or neither")
+        found = {name: str((root / value).absolute()) for name, value in named.items() if value}
+        for name, path in found.items():
+            if not Path(path).is_file():
+                raise ConfigError(f"serve.{name}: {path}: no such file")
+        return cls(**found)
+
+    @property
+    def options(self) -> list[str]:
+        """For `python -m serve`."""
+        given = ((f"--{name.replace('_', '-')}", getattr(self, name)) for name in type(self).model_fields)
+        return [word for option, path in given if path for word in (option, path)]
+
+    @property
+    def trust(self) -> Trust | None:
+        """Whose signature a bundle must bear."""
+        return Trust(Path(self.require_signature)) if self.require_signature else None
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls_certificate else "http"
+
+    @property
+    def without_tls(self) -> Access:
+        return self.model_copy(update={"tls_certificate": "", "tls_key": ""})
+
+    def connection(self, host: str, port: int, timeout_seconds: float) -> http.client.HTTPConnection:
+        if not self.tls_certificate:
+            return http.client.HTTPConnection(host, port, timeout=timeout_seconds)
+        # The service is told by its very certificate, not by a name: it answers on this machine.
+        context = ssl.create_default_context(cafile=self.tls_certificate)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        return http.client.HTTPSConnection(host, port, timeout=timeout_seconds, context=context)
+
+    def headers(self) -> dict[str, str]:
+        """That open the door to us."""
+        return {"x-api-key": self._own_key()} if self.api_keys else {}
+
+    def _own_key(self) -> str:
+        clear = (line for line in self._lines() if not line.startswith("sha256:"))
+        if not (key := os.environ.get(KEY_VARIABLE) or next(clear, "")):
+            raise ConfigError(
+                f"serve.api_keys: {self.api_keys} holds hashes alone; set {KEY_VARIABLE} to one of the keys"
+            )
+        return key
+
+    def hashed_keys(self) -> str:
+        """The file with no key in clear."""
+        return "".join(f"{_hashed(line)}\n" for line in self._lines())
+
+    def _lines(self) -> list[str]:
+        lines = map(str.strip, Path(self.api_keys).read_text().splitlines())
+        return [line for line in lines if line and not line.startswith("#")]
+
+
+ANYBODY = Access()  # no key is asked for, and nothing is encrypted
+
+
+def _hashed(line: str) -> str:
+    return line if line.startswith("sha256:") else f"sha256:{hashlib.sha256(line.encode()).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class GoldenRequest:
+    path: str
+    body: dict[str, Any]
+    problem: Callable[[Any], str | None]  # what is wrong with an answer, if anything
+
+
+def golden_requests(bundle: Bundle, version: str = "") -> Iterator[GoldenRequest]:
+    """One through the codec where the task has an example, one on raw tensors; of one version where it is named."""
+    golden = bundle.golden()
+    name = f"{bundle.name}/versions/{version}" if version else bundle.name
+    if golden.instances:
+        yield GoldenRequest(
+            f"/v1/models/{name}:predict",
+            {"instances": golden.instances},
+            lambda answer: difference(
+                golden.predictions, _field(answer, "predictions"), golden.rtol, golden.atol, "predictions"
+            ),
+        )
+    tensors = [
+        {"name": spec.name, "datatype": spec.datatype, "shape": list(array.shape), "data": array.ravel().tolist()}
+        for spec in bundle.signature.inputs
+        for array in [golden.inputs[spec.name]]
+    ]
+    yield GoldenRequest(
+        f"/v2/models/{name}/infer", {"inputs": tensors}, lambda answer: _compare_tensors(golden, answer)
+    )
+
+
+def _compare_tensors(golden: Golden, answer: Any) -> str | None:
+    found = {item.get("name"): item for item in _field(answer, "outputs") or []}
+    for name, expected in golden.outputs.items():
+        if name not in found:
+            return f"the answer has no output {name}"
+        if found[name].get("shape") != list(expected.shape):
+            return f"{name}: expected shape {list(expected.shape)}, found {found[name].get('shape')}"
+        flat = np.asarray(found[name].get("data")).ravel().tolist()  # servers may nest or flatten
+        if problem := difference(expected.ravel().tolist(), flat, golden.rtol, golden.atol, name):
+            return problem
+    return None
+
+
+def _field(answer: Any, name: str) -> Any:
+    return answer.get(name) if isinstance(answer, dict) else None

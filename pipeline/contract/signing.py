@@ -1,0 +1,224 @@
+"""Signatures over bundles: ed25519 keys, and a DSSE envelope beside the manifest that covers it and the provenance."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from pipeline.contract.errors import BundleError, ConfigError
+from pipeline.contract.files import digest_bytes, digest_file, write_json
+from pipeline.contract.settings.section import Frozen
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+
+SIGNATURE = "manifest.sig.json"
+COVERED = ("manifest.json", "provenance.json")  # the manifest names all else
+
+_KIND = "application/vnd.pipe-road.bundle+json"
+_PEM = re.compile(r"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
+_SSH = re.compile(r"^ssh-[^\n]*|^ecdsa-[^\n]*", re.MULTILINE)
+
+
+class Signed(Frozen):
+    keyid: str
+    sig: str
+
+
+class Envelope(Frozen):
+    """As DSSE writes it: what is signed stands inside, in base64."""
+
+    payload: str
+    payloadType: str  # noqa: N815 - the standard's own word
+    signatures: tuple[Signed, ...]
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whose signature a bundle must bear: any of the public keys in a file, which is read each time."""
+
+    path: Path
+
+    def check(self, directory: Path, manifest: bytes) -> str:
+        """The key that signed this very manifest; whatever else is raised."""
+        keys = {fingerprint(key): key for key in self.keys()}
+        envelope = read_envelope(directory)
+        if envelope is None:
+            raise BundleError(
+                f"{directory}: is not signed, and only what a key of {self.path} has signed is taken; "
+                "`pipe sign` signs a bundle"
+            )
+        check_cover(directory, manifest)
+        known = [one for one in envelope.signatures if one.keyid in keys]
+        if not known:
+            others = ", ".join(one.keyid for one in envelope.signatures) or "nobody"
+            raise BundleError(f"{directory}: is signed by {others}, not by a key of {self.path}")
+        for one in known:
+            _verify(keys[one.keyid], one, envelope, directory)
+        return known[0].keyid
+
+    def keys(self) -> list[Ed25519PublicKey]:
+        try:
+            text = self.path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.path}: cannot be read as a file of public keys: {error}") from error
+        if "PRIVATE KEY" in text:
+            raise ConfigError(f"{self.path}: is a private key, which belongs to nobody but its owner; give the .pub")
+        blocks = [*_PEM.findall(text), *_SSH.findall(text)]
+        if not blocks:
+            raise ConfigError(f"{self.path}: holds no public key; `pipe sign --new-key FILE` makes a pair")
+        return [_public(block, self.path) for block in blocks]
+
+    def lines(self) -> str:
+        """The keys alone, one a line."""
+        return "".join(f"{_line(key)}\n" for key in self.keys())
+
+
+def check_cover(directory: Path, manifest: bytes) -> None:
+    """A signature that is there is over this manifest and this provenance, whosever it is."""
+    envelope = read_envelope(directory)
+    if envelope is None:
+        return
+    if envelope.payloadType != _KIND or (said := _payload(envelope)) is None:
+        raise BundleError(f"{directory / SIGNATURE}: is a signature over something else than a bundle")
+    if said.get("manifest.json") != digest_bytes(manifest):
+        raise BundleError(f"{directory}: was changed and sealed again after it was signed; only `pipe sign` mends that")
+    for name in COVERED[1:]:
+        found = digest_file(directory / name) if (directory / name).is_file() else ""
+        if said.get(name, "") != found:
+            raise BundleError(f"{directory / name}: is not what was signed with the bundle; restore it, or sign again")
+
+
+def read_envelope(directory: Path) -> Envelope | None:
+    path = directory / SIGNATURE
+    if not path.is_file():
+        return None
+    try:
+        return Envelope.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise BundleError(f"{path}: not a valid signature file: {error.errors()[0]['msg']}") from error
+
+
+def sign(directory: Path, key: Ed25519PrivateKey) -> str:
+    """Of a bundle that was opened. Returns who signed; one key signs the same bundle with the same bytes."""
+    said = {name: digest_file(directory / name) for name in COVERED if (directory / name).is_file()}
+    payload = json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
+    signed = Signed(keyid=fingerprint(key.public_key()), sig=_base64(key.sign(_authenticated(payload))))
+    envelope = Envelope(payload=_base64(payload), payloadType=_KIND, signatures=(signed,))
+    write_json(directory / SIGNATURE, envelope.model_dump())
+    return signed.keyid
+
+
+def new_key(path: Path) -> str:
+    """A private key that only its owner reads, and FILE.pub for everybody; neither replaces what is there."""
+    serialization, ed25519 = _library()
+    public = path.with_name(f"{path.name}.pub")
+    if taken := [str(one) for one in (path, public) if one.exists()]:
+        raise ConfigError(f"{taken[0]}: is there already; a key is never overwritten, name another file")
+    key = ed25519.Ed25519PrivateKey.generate()
+    body = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    shown = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    for file, content, mode in ((path, body, 0o600), (public, shown, 0o644)):
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
+            opened.write(content)
+    return fingerprint(key.public_key())
+
+
+def private_key(path: Path, passphrase: str = "") -> Ed25519PrivateKey:
+    """In PEM or as OpenSSH writes it."""
+    serialization, ed25519 = _library()
+    try:
+        raw = path.read_bytes()
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if b"PRIVATE KEY" not in raw:
+        raise ConfigError(f"{path}: holds no private key, which is what signs; `pipe sign --new-key FILE` makes a pair")
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"{path}: others can read this private key; `chmod 600 {path}`, and make a new one")
+    load = serialization.load_ssh_private_key if b"OPENSSH" in raw else serialization.load_pem_private_key
+    try:
+        key = load(raw, passphrase.encode() or None)
+    except Exception as error:  # of several kinds: no key, a passphrase that is missing or wrong, an old cipher
+        raise ConfigError(
+            f"{path}: is no private key that can be read ({error}); a passphrase is taken from PIPE_KEY_PASSPHRASE"
+        ) from error
+    if not isinstance(key, ed25519.Ed25519PrivateKey):
+        raise ConfigError(f"{path}: bundles are signed with ed25519 keys; `pipe sign --new-key FILE` makes one")
+    found: Ed25519PrivateKey = key
+    return found
+
+
+def fingerprint(key: Ed25519PublicKey) -> str:
+    """As `ssh-keygen -l` shows it."""
+    blob = base64.b64decode(_line(key).split()[1])
+    return "SHA256:" + _base64(sha256(blob).digest()).rstrip("=")
+
+
+def _line(key: Ed25519PublicKey) -> str:
+    serialization, _ = _library()
+    raw: bytes = key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    return raw.decode()
+
+
+def _public(block: str, path: Path) -> Ed25519PublicKey:
+    serialization, ed25519 = _library()
+    load = serialization.load_ssh_public_key if block.startswith(("ssh-", "ecdsa-")) else serialization.load_pem_public_key  # fmt: skip  # noqa: E501
+    try:
+        key = load(block.encode())
+    except Exception as error:  # of several kinds, all of them saying that this is no key
+        raise ConfigError(f"{path}: a public key in it cannot be read: {error}") from error
+    if not isinstance(key, ed25519.Ed25519PublicKey):
+        raise ConfigError(f"{path}: holds a key that is not ed25519; take it out")
+    found: Ed25519PublicKey = key
+    return found
+
+
+def _verify(key: Ed25519PublicKey, signed: Signed, envelope: Envelope, directory: Path) -> None:
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        payload = base64.b64decode(envelope.payload, validate=True)
+        key.verify(base64.b64decode(signed.sig, validate=True), _authenticated(payload))
+    except (InvalidSignature, ValueError) as error:
+        raise BundleError(f"{directory / SIGNATURE}: was not made by the key {signed.keyid} it names") from error
+
+
+def _payload(envelope: Envelope) -> dict[str, Any] | None:
+    try:
+        found = json.loads(base64.b64decode(envelope.payload, validate=True))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _authenticated(payload: bytes) -> bytes:
+    """DSSE's encoding: a signature over one kind of document is none over another."""
+    parts: Iterable[bytes] = (b"DSSEv1", b"%d" % len(_KIND), _KIND.encode(), b"%d" % len(payload), payload)
+    return b" ".join(parts)
+
+
+def _base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def _library() -> tuple[Any, Any]:
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise ConfigError("signatures need the package cryptography; `pip install 'pipe-road[sign]'`") from error
+    return serialization, ed25519

@@ -1,0 +1,404 @@
+"""Bootstrap intervals of a mean: bias-corrected and accelerated (BCa), and plain percentiles for comparison.
+
+B. Efron, "Better Bootstrap Confidence Intervals", JASA 82 (1987).
+
+Statistics that are no mean over samples, and the paired bootstrap of any of them.
+
+Where samples are few each resample is computed anew. Where they are many the statistic is replaced by its own value
+plus the mean of each sample's influence on it (the infinitesimal jackknife): then it is a mean, and what that leaves
+out shrinks with the number of samples, faster than the interval itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Method: TypeAlias = Literal["bca", "percentile"]
+
+_CHUNK_ELEMENTS = 1 << 18  # of draws at a time: they stay in the cache, whatever the size of the test set
+_MOST_DRAWS = 50_000_000  # one by one; more are drawn by groups
+_FEW_VALUES = 64
+_GROUPS = 1024  # of neighbouring values, where samples are many
+_EXTREMES = 256  # values at either end that stay by themselves: they carry most of a long tail's variance
+_LOST_VARIANCE = 1e-4  # of the whole, that grouping may cost
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimated mean and its confidence bounds."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Floats, confidence: float, resamples: int, seed: int, method: Method = "bca") -> Interval:
+    """Of the mean of per-sample values, as differences of two models on the same samples."""
+    estimate = float(values.mean())
+    if len(values) == 1 or float(np.ptp(values)) == 0.0:
+        return Interval(estimate, estimate, estimate)
+    means = resampled_means(values, resamples, seed)
+    if method == "bca":
+        return bca_interval(means, values - estimate, estimate, confidence)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, (tail, 1 - tail))
+    return Interval(estimate, float(low), float(high))
+
+
+def bca_interval(drawn: Floats, apart: Floats, estimate: float, confidence: float) -> Interval:
+    """Of any statistic: its resampled values, and how far each sample lifts it."""
+    if float(np.ptp(drawn)) == 0.0 or not float((apart**2).sum()):
+        return Interval(estimate, estimate, estimate)
+    low, high = np.quantile(drawn, _bca_levels(apart, drawn, estimate, (1 - confidence) / 2))
+    return Interval(estimate, float(low), float(high))
+
+
+def resampled_means(values: Floats, resamples: int, seed: int) -> Floats:
+    """Means of as many samples again, drawn with replacement."""
+    generator = np.random.default_rng(seed)
+    distinct, counts = np.unique(values, return_counts=True)
+    if len(distinct) > _FEW_VALUES and len(values) * resamples <= _MOST_DRAWS:
+        return _means_of_draws(values, resamples, generator)
+    if len(distinct) > _GROUPS and (grouped := _group(distinct, counts)):
+        distinct, counts = grouped
+    elif len(distinct) > _GROUPS:
+        return _means_of_draws(values, resamples, generator)
+    return _means_of_counts(distinct, counts, resamples, generator)
+
+
+def _bca_levels(apart: Floats, means: Floats, estimate: float, tail: float) -> tuple[float, float]:
+    """Which quantiles of the resampled means bound the interval; ties count half on each side."""
+    count = len(means)
+    below = (int((means < estimate).sum()) + int((means <= estimate).sum())) / 2
+    bias = _NORMAL.inv_cdf(min(max(below, 0.5), count - 0.5) / count)
+    acceleration = float((apart**3).sum()) / (6 * float((apart**2).sum()) ** 1.5)
+
+    def level(z: float) -> float:
+        shifted = bias + z
+        return _NORMAL.cdf(bias + shifted / (1 - acceleration * shifted))
+
+    z = _NORMAL.inv_cdf(1 - tail)
+    return level(-z), level(z)
+
+
+def _means_of_draws(values: Floats, resamples: int, generator: np.random.Generator) -> Floats:
+    count = len(values)
+    rows = (generator.integers(count, size=(size, count)) for size in _chunks(resamples, count))
+    return np.concatenate([values.take(row).mean(axis=1) for row in rows])
+
+
+def _means_of_counts(values: Floats, counts: Counts, resamples: int, generator: np.random.Generator) -> Floats:
+    """How often each distinct value is drawn is multinomial: the same distribution, without touching samples."""
+    total = int(counts.sum())
+    drawn = (generator.multinomial(total, counts / total, size=size) for size in _chunks(resamples, len(values)))
+    return np.concatenate([row @ values / total for row in drawn])
+
+
+def _group(distinct: Floats, counts: Counts) -> tuple[Floats, Counts] | None:
+    """Neighbouring values as one, at their mean: means keep their distribution but for the variance within groups.
+
+    None where that is too much of the whole.
+    """
+    inner = np.cumsum(counts[_EXTREMES:-_EXTREMES])
+    place = np.minimum(inner * _GROUPS // (inner[-1] + 1), _GROUPS - 1)
+    starts = _EXTREMES + np.flatnonzero(np.diff(place, prepend=-1))
+    bounds = np.concatenate([np.arange(_EXTREMES), starts, np.arange(len(distinct) - _EXTREMES, len(distinct))])
+    merged = np.add.reduceat(counts, bounds)
+    means = np.add.reduceat(counts * distinct, bounds) / merged
+    apart = np.average((distinct - np.average(distinct, weights=counts)) ** 2, weights=counts)
+    within = np.average((distinct - np.repeat(means, np.diff(bounds, append=len(distinct)))) ** 2, weights=counts)
+    return (means, merged) if within <= _LOST_VARIANCE * apart else None
+
+
+def _chunks(resamples: int, width: int) -> Iterator[int]:
+    """Sizes that add up to `resamples`, each of few enough rows of this width."""
+    size = max(1, _CHUNK_ELEMENTS // width)
+    yield from (min(size, resamples - start) for start in range(0, resamples, size))
+
+
+_MOST_AGGREGATE_DRAWS = 20_000_000  # samples times resamples; beyond, influences stand for them
+_AGGREGATE_CHUNK_ELEMENTS = 1 << 19
+_FEW = 2048  # samples, up to which leaving each one out in turn costs little
+_MOST_UNDEFINED = 0.01  # of the resamples
+_BINS = 15
+
+
+class Statistic(Protocol):
+    @property
+    def units(self) -> int:
+        """How many samples (or queries) it is computed of."""
+
+    def values(self, weights: Floats) -> Floats:
+        """One value for each row of weights, [rows, units]; NaN where it is undefined."""
+
+    def influence(self) -> Floats:
+        """What a little more weight on each unit does to the value; their mean is 0."""
+
+
+def value_of(statistic: Statistic) -> float:
+    if isinstance(statistic, Mean):
+        return float(statistic.column.mean())
+    return float(statistic.values(np.ones((1, statistic.units)))[0])
+
+
+def contributions(candidate: Statistic, baseline: Statistic | None, better: int = 1) -> Floats:
+    """A value for each unit; their mean is the (difference of the) statistic, their spread that of it."""
+    if baseline is None:
+        return better * (value_of(candidate) + candidate.influence())
+    return better * (value_of(candidate) - value_of(baseline) + (candidate.influence() - baseline.influence()))
+
+
+def aggregate_interval(
+    candidate: Statistic, baseline: Statistic | None, confidence: float, resamples: int, seed: int, better: int = 1
+) -> Interval | None:
+    """Of the statistic, or of its difference on the same units; None where it is undefined or nothing varies it."""
+    units = candidate.units
+    estimate = better * (value_of(candidate) - (0.0 if baseline is None else value_of(baseline))) + 0.0  # never -0
+    if units < 2 or not math.isfinite(estimate):
+        return None
+    if units * resamples > _MOST_AGGREGATE_DRAWS:
+        return mean_interval(contributions(candidate, baseline, better), confidence, resamples, seed)
+
+    def values(weights: Floats) -> Floats:
+        other = 0.0 if baseline is None else baseline.values(weights)
+        found: Floats = better * (candidate.values(weights) - other)
+        return found
+
+    drawn = np.concatenate([values(weights) for weights in _resamples(units, resamples, seed)])
+    defined = drawn[np.isfinite(drawn)]
+    if len(defined) < (1 - _MOST_UNDEFINED) * resamples:
+        return None
+    apart = _leaving_out(values, units) if units <= _FEW else contributions(candidate, baseline, better) - estimate
+    return bca_interval(defined, apart[np.isfinite(apart)], estimate, confidence)
+
+
+def _resamples(units: int, resamples: int, seed: int) -> Iterator[Floats]:
+    """How often each unit is drawn, with replacement."""
+    generator = np.random.default_rng(seed)
+    size = max(1, _AGGREGATE_CHUNK_ELEMENTS // units)
+    for start in range(0, resamples, size):
+        rows = min(size, resamples - start)
+        drawn = generator.integers(units, size=(rows, units)) + np.arange(rows)[:, None] * units
+        yield np.bincount(drawn.ravel(), minlength=rows * units).reshape(rows, units).astype(np.float64)
+
+
+def _leaving_out(values: Callable[[Floats], Floats], units: int) -> Floats:
+    """By how much each unit lifts the statistic: the mean of all values without one, less the value without it."""
+    size = max(1, _AGGREGATE_CHUNK_ELEMENTS // units)
+    parts = []
+    for start in range(0, units, size):
+        rows = min(size, units - start)
+        weights = np.ones((rows, units))
+        weights[np.arange(rows), start + np.arange(rows)] = 0.0
+        parts.append(values(weights))
+    without = np.concatenate(parts)
+    kept = without[np.isfinite(without)]
+    lifts: Floats = kept.mean() - kept if len(kept) else kept
+    return lifts
+
+
+@dataclass(frozen=True)
+class Mean:
+    column: Floats
+
+    @property
+    def units(self) -> int:
+        return len(self.column)
+
+    def values(self, weights: Floats) -> Floats:
+        found: Floats = weights @ self.column / weights.sum(axis=1)
+        return found
+
+    def influence(self) -> Floats:
+        found: Floats = self.column - self.column.mean()
+        return found
+
+
+@dataclass(frozen=True)
+class RootMean:
+    """Of squared errors: rmse."""
+
+    squares: Floats
+
+    @property
+    def units(self) -> int:
+        return len(self.squares)
+
+    def values(self, weights: Floats) -> Floats:
+        found: Floats = np.sqrt(weights @ self.squares / weights.sum(axis=1))
+        return found
+
+    def influence(self) -> Floats:
+        root = math.sqrt(float(self.squares.mean()))
+        found: Floats = (self.squares - self.squares.mean()) / (2 * root) if root else np.zeros(self.units)
+        return found
+
+
+@dataclass(frozen=True)
+class Explained:
+    """Share of the variance of the true values that is explained: r2. Undefined where they are all equal."""
+
+    squares: Floats  # of the errors
+    actual: Floats
+
+    @property
+    def units(self) -> int:
+        return len(self.squares)
+
+    def values(self, weights: Floats) -> Floats:
+        total, centred = weights.sum(axis=1), self.actual - self.actual.mean()
+        spread = weights @ centred**2 / total - (weights @ centred / total) ** 2
+        return 1 - _ratio(weights @ self.squares / total, np.where(spread > _tiny(centred), spread, 0.0))
+
+    def influence(self) -> Floats:
+        apart = (self.actual - self.actual.mean()) ** 2
+        spread, error = float(apart.mean()), float(self.squares.mean())
+        found: Floats = -(self.squares - error) / spread + error * (apart - spread) / spread**2
+        return found
+
+
+class Ranks:
+    """Of one column under weights: the share of the weight below each value, and half of that on it (mid-ranks)."""
+
+    def __init__(self, column: Floats) -> None:
+        self.order = np.argsort(column, kind="stable")
+        ordered = column[self.order]
+        new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+        self.starts = np.flatnonzero(new)
+        self.group = np.empty(len(column), np.int64)
+        self.group[self.order] = np.cumsum(new) - 1
+
+    def sums(self, weights: Floats) -> Floats:
+        """By distinct value, ascending."""
+        return np.add.reduceat(weights[:, self.order], self.starts, axis=1)
+
+    def below(self, weights: Floats) -> Floats:
+        """For each distinct value: the weight below it and half of the weight on it."""
+        sums = self.sums(weights)
+        found: Floats = np.cumsum(sums, axis=1) - sums / 2
+        return found
+
+    def above(self, values: Floats) -> Floats:
+        """For each sample: the mean of `values` over those above it, and half over those equal to it."""
+        sums = self.sums(values[None])[0]
+        found: Floats = ((sums.sum() - np.cumsum(sums) + sums / 2) / len(values))[self.group]
+        return found
+
+
+class Spearman:
+    """Correlation of ranks. Undefined where one side has a single value."""
+
+    def __init__(self, first: Floats, second: Floats) -> None:
+        self._x, self._y, self.units = Ranks(first), Ranks(second), len(first)
+
+    def values(self, weights: Floats) -> Floats:
+        total = weights.sum(axis=1, keepdims=True)
+        u = (self._x.below(weights) / total)[:, self._x.group] - 0.5
+        v = (self._y.below(weights) / total)[:, self._y.group] - 0.5
+        joint, left, right = ((weights * a * b).sum(axis=1) for a, b in ((u, v), (u, u), (v, v)))
+        power = left * right
+        return _ratio(joint, np.sqrt(np.where(power > 1e-18 * total[:, 0] ** 2, power, 0.0)))
+
+    def influence(self) -> Floats:
+        return self._influence
+
+    @cached_property
+    def _influence(self) -> Floats:
+        ones = np.ones((1, self.units))
+        u = (self._x.below(ones)[0] / self.units)[self._x.group]
+        v = (self._y.below(ones)[0] / self.units)[self._y.group]
+        a, b, c = float((u * v).mean()), float((u * u).mean()), float((v * v).mean())
+        joint = u * v + self._x.above(v) + self._y.above(u) - 3 * a
+        left, right = u * u + 2 * self._x.above(u) - 3 * b, v * v + 2 * self._y.above(v) - 3 * c
+        a, b, c = a - 0.25, b - 0.25, c - 0.25
+        found: Floats = (joint - a / 2 * (left / b + right / c)) / math.sqrt(b * c)
+        return found
+
+
+class Auc:
+    """How often a positive sample has the greater score, ties half. Undefined without one of both kinds."""
+
+    def __init__(self, scores: Floats, positive: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        self._ranks, self.units = Ranks(scores), len(scores)
+        self._positive = positive.astype(np.float64)
+
+    def values(self, weights: Floats) -> Floats:
+        positive = self._ranks.sums(weights * self._positive)
+        below = self._ranks.below(weights * (1 - self._positive))
+        pairs = (weights @ self._positive) * (weights @ (1 - self._positive))
+        return _ratio((positive * below).sum(axis=1), pairs)
+
+    def influence(self) -> Floats:
+        return self._influence
+
+    @cached_property
+    def _influence(self) -> Floats:
+        yes, no = self._positive, 1 - self._positive
+        auc = value_of(self)
+        below = (self._ranks.below(no[None])[0] / no.sum())[self._ranks.group]
+        above = self._ranks.above(yes) * self.units / yes.sum()
+        found: Floats = yes * (below - auc) / yes.mean() + no * (above - auc) / no.mean()
+        return found
+
+
+@dataclass(frozen=True)
+class Average:
+    """Of several, over those that are defined."""
+
+    parts: Sequence[Statistic]
+
+    @property
+    def units(self) -> int:
+        return self.parts[0].units
+
+    def values(self, weights: Floats) -> Floats:
+        found = np.stack([part.values(weights) for part in self.parts])
+        known = np.isfinite(found)
+        return _ratio(np.where(known, found, 0.0).sum(axis=0), known.sum(axis=0).astype(np.float64))
+
+    def influence(self) -> Floats:
+        found: Floats = np.mean([part.influence() for part in self.parts], axis=0)
+        return found
+
+
+class CalibrationError:
+    """ECE: the gap between stated and true in each bin of equal width, weighed by samples."""
+
+    def __init__(self, stated: Floats, right: Floats) -> None:
+        self._place = np.minimum((stated * _BINS).astype(np.int64), _BINS - 1)
+        self._gap, self.units = stated - right, len(stated)
+
+    @cached_property
+    def _by_bin(self) -> Floats:
+        spread = np.zeros((self.units, _BINS))
+        spread[np.arange(self.units), self._place] = self._gap
+        return spread
+
+    def values(self, weights: Floats) -> Floats:
+        found: Floats = np.abs(weights @ self._by_bin).sum(axis=1) / weights.sum(axis=1)
+        return found
+
+    def influence(self) -> Floats:
+        signs = np.sign(self._by_bin.sum(axis=0))[self._place]
+        found: Floats = signs * self._gap - float((signs * self._gap).mean())
+        return found
+
+
+def _ratio(part: Floats, whole: Floats) -> Floats:
+    found: Floats = np.divide(part, whole, out=np.full(len(part), math.nan), where=whole > 0)
+    return found
+
+
+def _tiny(centred: Floats) -> float:
+    """Below this a spread is what rounding leaves of none."""
+    return 1e-14 * float((centred**2).max(initial=0.0))

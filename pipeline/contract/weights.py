@@ -1,0 +1,28 @@
+"""The trained weights as a file: safetensors, so that loading one can never run code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pipeline.contract.errors import StageError
+
+
+def save_weights(state: Mapping[str, Tensor], path: Path, step: int | None = None) -> None:
+    """Tied weights are written once for each name: safetensors refuses shared memory. `step` is told in the header."""
+    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    save_file(tensors, path, None if step is None else {"step": str(step)})
+
+
+def load_weights(model: nn.Module, path: Path, device: torch.device | str = "cpu") -> nn.Module:
+    """Fill a model, strictly, and put it in evaluation mode."""
+    try:
+        model.load_state_dict(load_file(path, device=str(device)))
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise StageError(f"{path}: does not fit the task's model: {' '.join(str(error).split())[:400]}") from error
+    return model.to(device).eval()

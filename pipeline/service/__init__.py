@@ -1,0 +1,1 @@
+"""The local prediction service: its process, roll-out and record."""

@@ -1,0 +1,1 @@
+"""Steps that run in a process of their own: prepare, package, deploy."""

@@ -1,0 +1,1 @@
+"""One machine of a training job: its node process, launchers and rendezvous."""

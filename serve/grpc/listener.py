@@ -1,0 +1,74 @@
+"""The gRPC port: its connections, a look at all of them now and then, and its end without a lost call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from serve.grpc.http2.connection import Connection
+from serve.grpc.http2.stream import Application
+from serve.http1.limits import most_rpc_connections
+from serve.sockets import admit_no_more
+
+_NOTICE_SECONDS = 0.1  # a handshake that is under way takes one way there and back
+_LOOK_SECONDS = 0.005
+_SWEEP_SECONDS = 1.0
+_BACKLOG = 2048
+_HANDSHAKE_SECONDS = 10.0  # of TLS
+
+
+class RpcListener:
+    def __init__(
+        self,
+        app: Application,
+        sock: socket.socket,
+        tls: ssl.SSLContext | None = None,
+        refused: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._app, self.socket, self._tls, self._refused = app, sock, tls, refused
+        self.connections: set[Connection] = set()
+        self._most = most_rpc_connections()
+        self._stopping = False
+        self._server: asyncio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        patience = None if self._tls is None else _HANDSHAKE_SECONDS
+        self._server = await loop.create_server(
+            self._connection, sock=self.socket, ssl=self._tls, ssl_handshake_timeout=patience, backlog=_BACKLOG
+        )
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Every call that a client made before it heard of the end is answered, for as long as that takes."""
+        assert self._server is not None and self._sweeper is not None
+        admit_no_more(self.socket)
+        self._stopping = True
+        for connection in tuple(self.connections):
+            connection.retire()
+        await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
+        self._server.close()
+        end = time.monotonic() + grace_seconds
+        while self.connections and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_SECONDS)
+        for connection in tuple(self.connections):
+            connection.transport.abort()
+        self._sweeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._sweeper
+
+    def _connection(self) -> Connection:
+        return Connection(self._app, self.connections, self._most, self._refused, lambda: self._stopping)
+
+    async def _sweep(self) -> None:
+        """One look at all connections costs less than a timer in each."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            for connection in tuple(self.connections):
+                connection.sweep(loop.time())

@@ -1,0 +1,252 @@
+"""Inference as protobuf messages of the Open Inference Protocol, read into requests and written from answers.
+
+How gRPC wraps its messages into HTTP/2: five bytes before each, the status behind it, codings and deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
+
+from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import NUMPY_TYPES
+from serve.errors import Refusal, TooLarge, Unoffered
+from serve.grpc.http2 import hpack
+from serve.protocol import v2
+from serve.protocol.tensors import Array, Parameters, Request, Tensor, Wish, refuse_parameters, to_raw
+from serve.protocol.validate import shown
+from serve.request_body import SLICE_BYTES, Inflater, of_parameter
+from serve.runtime.predictor import Predictor
+
+_CONTENTS: dict[str, tuple[str, Any]] = {
+    "BOOL": ("bool_contents", np.bool_),
+    "UINT8": ("uint_contents", np.uint32),
+    "UINT16": ("uint_contents", np.uint32),
+    "UINT32": ("uint_contents", np.uint32),
+    "UINT64": ("uint64_contents", np.uint64),
+    "INT8": ("int_contents", np.int32),
+    "INT16": ("int_contents", np.int32),
+    "INT32": ("int_contents", np.int32),
+    "INT64": ("int64_contents", np.int64),
+    "FP32": ("fp32_contents", np.float32),
+    "FP64": ("fp64_contents", np.float64),
+    "BYTES": ("bytes_contents", np.object_),
+}
+_RAW_ONLY = ("FP16", "BF16")  # the protocol has no typed contents for them
+_PROPERTY_TAG = 6 << 3 | 2  # ModelMetadataResponse.properties, a map of texts, which kserve's descriptors lack
+_QUICK_BYTES = 256 << 10  # of a message are read in well under a millisecond
+
+
+class Call:
+    """One inference."""
+
+    def __init__(self, message: Any) -> None:
+        self._message = message  # pb.ModelInferRequest
+        self._request = Request("", (), ())
+        self._wishes: Sequence[Wish] = ()
+        self._count = 0
+        size = message.ByteSize()
+        self.quick, self.size = size < _QUICK_BYTES, size.bit_length()
+
+    @property
+    def timeout_seconds(self) -> float:
+        return of_parameter(self._request.parameters.get("timeout", 0))
+
+    def key(self) -> str:
+        """The client's own id, which says who answers where versions share the requests."""
+        return str(self._message.id)
+
+    def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
+        self._request = parse(self._message)
+        found = v2.read_texts(self._request, predictor)
+        self._wishes, self._count = found.wishes, found.texts
+        return found.arrays, found.names
+
+    def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any:
+        return render(self._message, version, self._wishes, *v2.given(self._count, outputs, predictor))
+
+
+def parse(message: Any) -> Request:
+    """Raw contents, when used, are used for every input; answers then are raw as well."""
+    raws = message.raw_input_contents
+    if raws and len(raws) != len(message.inputs):
+        raise InvalidPayload(f"raw_input_contents: {len(raws)} given for {len(message.inputs)} inputs")
+    tensors = []
+    for index, one in enumerate(message.inputs):
+        if raws and one.HasField("contents"):
+            raise InvalidPayload(f"inputs: {one.name}: has contents beside raw_input_contents")
+        _parameters(one, f"inputs: {one.name}")
+        shape = list(one.shape)
+        if shape and min(shape) < 0:
+            raise InvalidPayload(f"inputs: {one.name}: shape {shown(shape)} has a negative axis")
+        tensors.append(Tensor(one.name, one.datatype, shape, raws[index] if raws else _contents(one)))
+    for wish in message.outputs:
+        _parameters(wish, f"outputs: {wish.name}")
+    outputs = [Wish(wish.name, bool(raws)) for wish in message.outputs]
+    return Request(message.id, tensors, outputs, binary=bool(raws), parameters=_parameters(message, "parameters"))
+
+
+def render(
+    message: Any, version: str, wishes: Sequence[Wish], outputs: Mapping[str, Array], datatypes: Mapping[str, str]
+) -> Any:
+    answer = pb.ModelInferResponse(model_name=message.model_name, model_version=version, id=message.id)
+    # Raw and typed outputs cannot be mixed in one answer.
+    raw = any(wish.binary or datatypes[wish.name] in _RAW_ONLY for wish in wishes)
+    for wish in wishes:
+        array, datatype = outputs[wish.name], datatypes[wish.name]
+        tensor = answer.outputs.add(name=wish.name, datatype=datatype, shape=array.shape)
+        if raw:
+            answer.raw_output_contents.append(to_raw(array, datatype))
+        else:
+            values = array.ravel().tolist()
+            values = [str(value).encode() for value in values] if datatype == "BYTES" else values
+            getattr(tensor.contents, _CONTENTS[datatype][0]).extend(values)
+    return answer
+
+
+def with_properties(message: Any, properties: Mapping[str, str]) -> Any:
+    """Field 6, written as the wire has it: an entry is a key (1) and a value (2), each behind tag and length."""
+    for pair in properties.items():
+        entry = b"".join(
+            bytes([tag, *_varint(len(text))]) + text for tag, text in zip((10, 18), map(str.encode, pair), strict=True)
+        )
+        message.MergeFromString(bytes([_PROPERTY_TAG, *_varint(len(entry))]) + entry)
+    return message
+
+
+def _varint(number: int) -> Iterator[int]:
+    while number > 0x7F:
+        yield number & 0x7F | 0x80
+        number >>= 7
+    yield number
+
+
+def _contents(one: Any) -> Array | list[str]:
+    """The values where the datatype has them; elsewhere they would be overlooked."""
+    if one.datatype not in NUMPY_TYPES:
+        raise InvalidPayload(f"inputs: {one.name}: unknown datatype {one.datatype[:40]!r}")
+    if one.datatype in _RAW_ONLY:
+        raise InvalidPayload(f"inputs: {one.name}: {one.datatype} travels in raw_input_contents only")
+    place, kind = _CONTENTS[one.datatype]
+    for used, _ in one.contents.ListFields():
+        if used.name != place:
+            raise InvalidPayload(f"inputs: {one.name}: {one.datatype} travels in {place}, not in {used.name}")
+    values = getattr(one.contents, place)
+    if one.datatype != "BYTES":
+        return np.fromiter(values, kind, len(values))
+    try:
+        return [value.decode() for value in values]
+    except UnicodeDecodeError:
+        raise InvalidPayload(f"inputs: {one.name}: bytes_contents holds an element that is not UTF-8") from None
+
+
+def _parameters(one: Any, where: str) -> Parameters:
+    """As REST has them; one without a value says nothing."""
+    if not one.parameters:
+        return {}
+    chosen = ((name, value, value.WhichOneof("parameter_choice")) for name, value in one.parameters.items())
+    found = {name: getattr(value, choice) for name, value, choice in chosen if choice}
+    refuse_parameters(found, where)
+    return found
+
+
+CODINGS = b"identity, deflate, gzip"
+_PREFIX = struct.Struct(">BI")  # whether it is compressed, and its length
+_NAMES = (
+    "OK CANCELLED UNKNOWN INVALID_ARGUMENT DEADLINE_EXCEEDED NOT_FOUND ALREADY_EXISTS PERMISSION_DENIED "
+    "RESOURCE_EXHAUSTED FAILED_PRECONDITION ABORTED OUT_OF_RANGE UNIMPLEMENTED INTERNAL UNAVAILABLE DATA_LOSS "
+    "UNAUTHENTICATED"
+)
+_CODES = {name: b"%d" % number for number, name in enumerate(_NAMES.split())}
+_PLAIN = frozenset(range(0x20, 0x7F)) - {ord("%")}
+
+ANSWER = hpack.status(200) + hpack.literals(
+    ((b"content-type", b"application/grpc"), (b"grpc-accept-encoding", CODINGS))
+)
+OK = hpack.literals(((b"grpc-status", b"0"),))
+
+
+class Unwrapped(Refusal):
+    """The bytes of a call are not one message."""
+
+    reason = "wire"
+
+
+def wrap(message: bytes) -> bytes:
+    return _PREFIX.pack(0, len(message)) + message
+
+
+def check_size(parts: Sequence[bytes], size: int, most: int) -> None:
+    """As soon as five bytes are here they say how long the message will be."""
+    declared = 0
+    if size >= _PREFIX.size:
+        first = parts[0] if len(parts[0]) >= _PREFIX.size else b"".join(parts[: _PREFIX.size])
+        declared = int.from_bytes(first[1:5], "big")
+    if declared > most or size > most + _PREFIX.size:
+        raise too_large(max(declared, size - _PREFIX.size), most)
+
+
+def too_large(size: int, most: int) -> TooLarge:
+    return TooLarge(f"message: of {size} bytes, it is larger than max, which is {most} bytes")
+
+
+def unwrap(body: bytes, most: int) -> tuple[bytes, bool]:
+    """The one message of a call, and whether it is compressed."""
+    if len(body) < _PREFIX.size:
+        if body:
+            raise Unwrapped(f"message: ends after {len(body)} bytes, in the middle of its prefix")
+        raise Unoffered("message: none came; every method here asks for one")
+    compressed, size = _PREFIX.unpack_from(body)
+    if size > most:
+        raise too_large(size, most)
+    if size > len(body) - _PREFIX.size:
+        raise Unwrapped(f"message: ends after {len(body) - _PREFIX.size} of its {size} bytes")
+    if size < len(body) - _PREFIX.size:
+        raise Unoffered("message: more than one came; no method here reads a stream of them")
+    if compressed > 1:
+        raise Unwrapped(f"message: its first byte is 0 or 1, not {compressed}")
+    return body[_PREFIX.size :], bool(compressed)
+
+
+async def inflated(data: bytes, coding: str, most: int) -> bytes:
+    """Decompressed, a slice at a time."""
+    if not coding:
+        raise Unwrapped("message: says that it is compressed, and grpc-encoding does not say how")
+    parts, size, inflater = [], 0, Inflater(coding)
+    for part in inflater.feed(data):
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise TooLarge(f"message: decompressed it is larger than max, which is {most} bytes")
+        if len(part) == SLICE_BYTES:
+            await asyncio.sleep(0)  # there may be much of it, and others are to be served
+    inflater.end()
+    return b"".join(parts)
+
+
+def coding_of(said: bytes | None) -> str:
+    """What `grpc-encoding` names; empty for none."""
+    name = (said or b"identity").decode("latin-1")
+    if name == "identity":
+        return ""
+    if name in ("gzip", "deflate"):
+        return name
+    raise Unoffered(f"grpc-encoding: {name[:40]!r} is not read here; send one of {CODINGS.decode()}")
+
+
+def failure(code: str, text: str) -> bytes:
+    """The fields of a status that is not OK."""
+    return hpack.literals(((b"grpc-status", _CODES[code]), (b"grpc-message", escaped(text))))
+
+
+def escaped(text: str) -> bytes:
+    """As gRPC writes texts into a header."""
+    data = text.encode(errors="replace")
+    if _PLAIN.issuperset(data):
+        return data
+    return b"".join([b"%c" % byte if byte in _PLAIN else b"%%%02X" % byte for byte in data])

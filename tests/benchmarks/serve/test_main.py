@@ -1,0 +1,25 @@
+"""What can be typed, and what is said where a program is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.serve import __main__ as bench
+from benchmarks.serve import load
+from pipeline.contract.errors import ResourceError
+from pipeline.contract.sources import HOUSE
+
+
+def test_every_option_the_documentation_names_is_known() -> None:
+    section = (HOUSE / "docs/serving.md").read_text().partition("## Speed")[2]
+    for words in ("--quick", "--table open", "--table overload", "--workload conv", "--only ours", "--clients 32"):
+        assert f"`{words}`" in section
+        bench._parse(words.split())
+
+
+def test_without_the_load_generators_a_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(load, "missing", lambda: ["wrk"])
+    assert bench.main(["--quick"]) == ResourceError.exit_code
+    assert capsys.readouterr().err == "error: wrk: not found; install wrk and nghttp2-client\n"

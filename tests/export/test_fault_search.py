@@ -1,0 +1,280 @@
+"""Which node is wrong: of damaged, quantised, optimised and halved copies of one small graph.
+
+A failed parity says where: in which node of the file, or in which module that was traced as another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+from export.fault_search import FirstWrong, Graph, blame, first_wrong, first_wrong_of
+from export.verify import feeds, prove
+from pipeline.contract.data import open_split
+from pipeline.contract.errors import StageError
+from pipeline.contract.settings.stages import Export
+
+from .conftest import Exported, Exporter, Small, pairs
+
+LAYERS = 24
+FEED = {"x": np.random.default_rng(1).normal(size=(5, 8)).astype(np.float32)}
+
+
+def chain(path: Path, layers: int = LAYERS) -> Path:
+    """Layers of product, bias and a bend, with a way around every fourth of them."""
+    rng, nodes, weights, before, kept = np.random.default_rng(0), [], [], "x", "x"
+    for layer in range(layers):
+        made = "y" if layer == layers - 1 else f"h{layer}"
+        weights.append(numpy_helper.from_array((rng.normal(size=(8, 8)) / 4).astype(np.float32), f"w{layer}"))
+        nodes.append(helper.make_node("MatMul", [before, f"w{layer}"], [f"p{layer}"], name=f"product{layer}"))
+        nodes.append(helper.make_node("Tanh", [f"p{layer}"], [f"t{layer}"], name=f"bend{layer}"))
+        other = kept if layer % 4 == 3 else f"p{layer}"
+        nodes.append(helper.make_node("Add", [f"t{layer}", other], [made], name=f"sum{layer}"))
+        before, kept = made, made if layer % 4 == 3 else kept
+    value = helper.make_tensor_value_info
+    given, answered = ([value(name, TensorProto.FLOAT, ["batch", 8])] for name in ("x", "y"))
+    model = helper.make_model(
+        helper.make_graph(nodes, "chain", given, answered, weights),
+        opset_imports=[helper.make_opsetid("", 20)],
+        ir_version=10,
+    )
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chain(tmp_path_factory.mktemp("chain") / "whole.onnx")
+
+
+def changed(whole: Path, folder: Path, change: Callable[[onnx.GraphProto], Any], **how: Any) -> Path:
+    model = onnx.load(whole)
+    change(model.graph)
+    onnx.save(model, folder / "changed.onnx", **how)
+    return folder / "changed.onnx"
+
+
+def transposed(layer: int) -> Callable[[onnx.GraphProto], Any]:
+    def change(graph: onnx.GraphProto) -> None:
+        weight = next(tensor for tensor in graph.initializer if tensor.name == f"w{layer}")
+        weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).T.copy(), weight.name))
+
+    return change
+
+
+def find(whole: Path, other: Path, tolerance: float = 1e-4) -> FirstWrong | None:
+    return first_wrong(whole, other, FEED, tolerance, tolerance)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 11, LAYERS - 1])
+def test_the_node_that_reads_a_damaged_weight_is_named(whole: Path, tmp_path: Path, layer: int) -> None:
+    found = find(whole, changed(whole, tmp_path, transposed(layer)))
+    assert found is not None
+    assert (found.node, found.op) == (f"product{layer}", "MatMul")
+    assert found.error > 0.01
+
+
+def test_an_equal_file_has_none(whole: Path) -> None:
+    assert find(whole, whole) is None
+
+
+def test_of_two_faults_the_earlier_is_named(whole: Path, tmp_path: Path) -> None:
+    once = changed(whole, tmp_path, transposed(6))
+    found = find(whole, changed(once, tmp_path, transposed(15)))
+    assert found is not None
+    assert found.node == "product6"
+
+
+def test_it_takes_as_many_runs_as_the_logarithm_of_the_nodes(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    run = Graph.run
+
+    def counted(self: Graph, feed: Any, names: Any, providers: Any = ("CPUExecutionProvider",)) -> Any:
+        asked.append(len(names))
+        return run(self, feed, names, providers)
+
+    monkeypatch.setattr(Graph, "run", counted)
+    assert find(whole, changed(whole, tmp_path, transposed(13))) is not None
+    assert len(asked) <= 2 * (math.ceil(math.log2(3 * LAYERS)) + 2)
+    assert max(asked) <= 4, "a cut is narrow"
+
+
+def test_names_that_an_optimiser_took_away_are_found_by_their_order(whole: Path, tmp_path: Path) -> None:
+    def renamed(graph: onnx.GraphProto) -> None:
+        transposed(9)(graph)
+        for node in graph.node:
+            node.name = ""
+            for names in (node.input, node.output):
+                names[:] = [name if name in {"x", "y"} or name[0] == "w" else f"new_{name}" for name in names]
+
+    found = find(whole, changed(whole, tmp_path, renamed))
+    assert found is not None
+    assert (found.node, found.op) == ("new_p9", "MatMul"), "a node without a name is called by what it makes"
+
+
+def test_quantised_values_are_compared_as_they_are_read(whole: Path, tmp_path: Path) -> None:
+    def quantised(scale: float) -> Callable[[onnx.GraphProto], Any]:
+        def change(graph: onnx.GraphProto) -> None:
+            graph.initializer.append(numpy_helper.from_array(np.array(scale, np.float32), "scale"))
+            graph.initializer.append(numpy_helper.from_array(np.array(0, np.int8), "zero"))
+            place = next(index for index, node in enumerate(graph.node) if node.name == "sum10")
+            graph.node[place + 1].input[0] = "h10_back"
+            pair = [("QuantizeLinear", "h10", "h10_small"), ("DequantizeLinear", "h10_small", "h10_back")]
+            nodes = [helper.make_node(kind, [left, "scale", "zero"], [right]) for kind, left, right in pair]
+            later = list(graph.node)[place + 1 :]
+            del graph.node[place + 1 :]
+            graph.node.extend([*nodes, *later])
+
+        return change
+
+    fine = changed(whole, tmp_path, quantised(0.02))
+    assert find(whole, fine, 0.2) is None
+    found = find(whole, changed(whole, tmp_path, quantised(0.001)), 0.2)  # all beyond 0.127 is cut off
+    assert found is not None
+    assert (found.node, found.op) == ("sum10", "Add")
+
+
+def test_a_file_in_halves_is_fed_halves(whole: Path, tmp_path: Path) -> None:
+    def halved(graph: onnx.GraphProto) -> None:
+        transposed(4)(graph)
+        for tensor in graph.initializer:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+        for value in (*graph.input, *graph.output):
+            value.type.tensor_type.elem_type = TensorProto.FLOAT16
+
+    found = find(whole, changed(whole, tmp_path, halved), 0.02)
+    assert found is not None
+    assert found.node == "product4"
+
+
+def test_weights_outside_the_file_are_not_read_into_it(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = {"save_as_external_data": True, "location": "weights", "size_threshold": 0}
+    outside = changed(whole, tmp_path, transposed(17), **how)
+    assert outside.stat().st_size < (tmp_path / "weights").stat().st_size
+    monkeypatch.chdir("/")
+    graph = Graph(outside)
+    assert not any(tensor.raw_data for tensor in graph.weights.values())
+    found = find(whole, outside)
+    assert found is not None
+    assert found.node == "product17"
+
+
+def test_a_branch_and_what_it_takes_from_outside_are_one_node(tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info
+
+    def model(path: Path, factor: float) -> Path:
+        branches = {}
+        for word, kind in (("then_branch", "Mul"), ("else_branch", "Add")):
+            inner = helper.make_node(kind, ["outside", "factor"], [word])
+            branches[word] = helper.make_graph([inner], word, [], [value(word, TensorProto.FLOAT, None)])
+        nodes = [
+            helper.make_node("Abs", ["x"], ["outside"], name="abs"),
+            helper.make_node("ReduceMax", ["outside"], ["most"], name="most", keepdims=0),
+            helper.make_node("Cast", ["most"], ["any"], name="any", to=TensorProto.BOOL),
+            helper.make_node("If", ["any"], ["y"], name="choice", **branches),
+        ]
+        given, answered = ([value(name, TensorProto.FLOAT, ["batch", 8])] for name in ("x", "y"))
+        weights = [numpy_helper.from_array(np.array(factor, np.float32), "factor")]
+        graph = helper.make_graph(nodes, "branch", given, answered, weights)
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+        return path
+
+    found = find(model(tmp_path / "left.onnx", 2.0), model(tmp_path / "right.onnx", 3.0))
+    assert found is not None
+    assert (found.node, found.op) == ("choice", "If")
+
+
+def test_an_answer_of_another_shape_is_wrong_and_so_is_what_is_no_number(whole: Path, tmp_path: Path) -> None:
+    def summed(graph: onnx.GraphProto) -> None:
+        graph.node[-1].output[0] = "before"
+        graph.node.append(helper.make_node("ReduceSum", ["before"], ["y"], name="total", keepdims=0))
+        graph.output[0].type.tensor_type.ClearField("shape")
+
+    found = find(whole, changed(whole, tmp_path, summed))
+    assert found is not None
+    assert (found.node, found.op) == ("total", "ReduceSum")
+
+    def rootless(graph: onnx.GraphProto) -> None:
+        next(node for node in graph.node if node.name == "bend8").op_type = "Sqrt"
+
+    found = find(whole, changed(whole, tmp_path, rootless))
+    assert found is not None
+    assert (found.node, found.error) == ("bend8", float(np.finfo(np.float64).max))
+
+
+def test_values_that_are_known_take_the_place_of_a_reference(whole: Path, tmp_path: Path) -> None:
+    names = [f"h{layer}" for layer in range(LAYERS - 1)] + ["y"]  # as of a trace whose inner steps have other names
+    values = Graph(whole).run(FEED, names)
+    assert first_wrong_of(values, whole, FEED, 1e-4, 1e-4) is None
+    found = first_wrong_of(values, changed(whole, tmp_path, transposed(5)), FEED, 1e-4, 1e-4)
+    assert found is not None
+    assert (found.node, found.op) == ("sum5", "Add"), "the inner steps of layer 5 are not known"
+    assert str(found).startswith("the first node that is wrong is `sum5` (Add), off by ")
+
+
+class Sneaky(nn.Module):
+    """Other than it is, while anybody traces it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.compiler.is_compiling() else x * 1.5
+
+
+def layers(middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), middle, nn.Linear(8, 3))
+
+
+def damaged(made: Exported, name: str) -> str:
+    """What is said of the file with one weight transposed and half of it forgotten."""
+    model = onnx.load(made.path)
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name.endswith(name))
+    values = numpy_helper.to_array(tensor).copy()
+    values[: len(values) // 2] = 0
+    tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    onnx.save(model, made.path)
+    return blame(made.written, made.path, feeds(made.task, made.test), made.config)
+
+
+def test_a_damaged_weight_is_told_by_node_module_and_line(exported: Exporter) -> None:
+    made = exported(Small(layers(nn.ReLU()), pairs()))
+    assert blame(made.written, made.path, feeds(made.task, made.test), made.config) == ""
+    said = damaged(made, "3.weight")
+    assert said.startswith("the first node that is wrong is `node_")
+    assert "(Gemm), off by" in said
+    assert said.endswith("of `3` (Linear)"), said
+    assert damaged(made, "0.weight").endswith("of `0` (Linear)"), "of two faults the earlier"
+
+
+def test_a_module_that_was_traced_as_another_is_named(tmp_path: Any) -> None:
+    task: Any = Small(layers(Sneaky()), pairs())
+    proven = prove(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    with pytest.raises(StageError, match=r"the trace is not the model: it answers otherwise in `2`, off by .* python"):
+        proven.require()
+
+
+class Short(nn.Module):
+    """Decides by a length, which a trace takes for a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.shape[0] > 5 else x * 2
+
+
+def test_a_length_that_decides_is_told_with_where_the_trace_holds(tmp_path: Any) -> None:
+    task: Any = Small(layers(Short()), pairs())
+    proven = prove(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    with pytest.raises(StageError, match=r"torch's guards say that the trace holds for `batch` max=5 alone"):
+        proven.require()
+    assert np.isfinite([one["max_abs_error"] for one in proven.comparisons]).all()

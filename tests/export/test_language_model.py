@@ -1,0 +1,239 @@
+"""Language models through ONNX: one graph that reads prompts and goes on, as torch would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+
+from export.bundle import Sources, fill
+from export.language_model import generation_of, kept_by
+from export.language_parity import _parts, prompts_of, verify_greedy, verify_language
+from export.model_card import card
+from export.parity import require_equal
+from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
+from pipeline.contract.config import Config
+from pipeline.contract.data import open_split
+from pipeline.contract.errors import BundleError, ConfigError, StageError
+from pipeline.contract.facts import Facts
+from pipeline.contract.files import digest_file
+from pipeline.contract.golden import Answer, greedy
+from pipeline.contract.run import RunFile
+from pipeline.contract.settings.stages import Export
+from pipeline.contract.signature import Prompting
+from serve.runtime.selfcheck import check
+from serve.runtime.session import Session
+
+from .languages import CODEC, LENGTH, POSITIONS, PROMPTS, WORDS, Language, Made, causal, make, tokenizer
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make("DeepseekV3", tmp_path_factory.mktemp("deepseek"))
+
+
+@pytest.fixture
+def bundle(deepseek: Made, tmp_path: Path) -> Bundle:
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    (folder / "model.onnx").write_bytes(deepseek.path.read_bytes())
+    (tmp_path / "talk_codec.py").write_text(CODEC)
+    tokenizer(tmp_path / "files")
+    return seal(deepseek, folder, tmp_path)
+
+
+def seal(made: Made, folder: Path, root: Path) -> Bundle:
+    config = Config.model_validate({"name": "talk", "task": "t.py:T", "codec": "talk_codec.py:Codec"})
+    said: Any = made.task
+    fill(folder, said, made.test, config, Sources(root, root / "files"), made.proven.said)
+    (folder / "card.md").write_text("# talk\n")
+    onnx_digest = digest_file(folder / "model.onnx")
+    write_manifest(folder, "talk", "pass", Ancestors(code="c", data="d", checkpoint="k", verdict="v", onnx=onnx_digest))
+    return open_bundle(folder)
+
+
+def test_prompt_and_past_are_free_in_length_and_the_latent_is_what_is_cached(deepseek: Made) -> None:
+    deepseek.proven.require()
+    specs = deepseek.decoder().specs
+    assert {name: spec.shape for name, spec in specs.items()} == {
+        "input_ids": ("batch", "sequence"),
+        "attention_mask": ("batch", "total"),
+        "position_ids": ("batch", "sequence"),
+        "past.0.latent": ("batch", 1, "past", 6),
+        "past.0.rope": ("batch", 1, "past", 4),
+    }
+    assert [cache.output for cache in deepseek.generation.caches] == ["present.0.latent", "present.0.rope"]
+    assert deepseek.generation.positions_limit == POSITIONS
+    assert deepseek.proven.said.axes == {"sequence": POSITIONS, "total": POSITIONS}
+
+
+def test_shapes_that_were_never_traced_were_compared_and_so_was_every_test_sample(deepseek: Made) -> None:
+    places = [found["worst"].partition(" at ")[2] for found in deepseek.proven.comparisons]
+    assert places[0] == "the test set"
+    assert {"past 0, sequence 1, 0 padded", f"past 0, sequence {POSITIONS}, 2 padded"} <= set(places)
+    assert "past 6, sequence 1, 3 padded" in places
+    assert all(found["max_abs_error"] < 1e-4 for found in deepseek.proven.comparisons)
+    assert deepseek.proven.greedy == {
+        "prompts": 4,
+        "tokens": deepseek.proven.greedy["tokens"] if deepseek.proven.greedy else 0,
+        "ways": ["each prompt alone", "all in one batch, padded on the left", "read three positions at a time"],
+        "ties": 0,
+    }
+
+
+def test_greedy_answers_are_those_of_transformers_own_generate(deepseek: Made) -> None:
+    answers = greedy(deepseek.decoder(), PROMPTS[:2], 6, chunk=2)
+    for prompt, answer in zip(PROMPTS[:2], answers, strict=True):
+        ids = torch.tensor([prompt])
+        found = deepseek.task.net.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6, eos_token_id=2, pad_token_id=0
+        )
+        assert found[0, len(prompt) :].tolist() == answer.tokens
+
+
+def test_no_expert_weights_are_gathered_by_token(deepseek: Made) -> None:
+    """The loops take one expert at a time; outside of them nothing is gathered from a stack of experts."""
+    graph = onnx.load(deepseek.path).graph
+    stacks = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 3 and tensor.dims[0] == 4}
+    for node in graph.node:
+        if node.op_type == "Transpose" and set(node.input) & stacks:
+            stacks |= set(node.output)
+    assert stacks
+    assert sum(node.op_type == "Loop" for node in graph.node) == 2
+    assert not [node.name for node in graph.node if node.op_type == "Gather" and set(node.input) & stacks]
+
+
+def damaged(made: Made, name: str, path: Path) -> Path:
+    """One weight, by an amount that no rounding makes."""
+    model = onnx.load(made.path)
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+    values = numpy_helper.to_array(tensor).copy()
+    values[..., 0] += 2.0
+    tensor.CopyFrom(numpy_helper.from_array(values, name))
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def weights(made: Made, axes: int) -> list[str]:
+    return [
+        tensor.name
+        for tensor in onnx.load(made.path).graph.initializer
+        if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) >= axes
+    ]
+
+
+def test_damage_to_one_expert_is_noticed(deepseek: Made, tmp_path: Path) -> None:
+    name = weights(deepseek, axes=3)[-1]
+    decoder = deepseek.decoder(damaged(deepseek, name, tmp_path / "model.onnx"))
+    with pytest.raises(StageError, match="the ONNX file is not the model"):
+        require_equal(verify_language(deepseek.task.net, decoder, deepseek.test, Export(), deepseek.judged), Export())
+
+
+@pytest.mark.long
+def test_damage_to_any_weight_is_noticed(deepseek: Made, tmp_path: Path) -> None:
+    names = weights(deepseek, axes=2)
+    assert len(names) > 8
+    for name in names:
+        decoder = deepseek.decoder(damaged(deepseek, name, tmp_path / "model.onnx"))
+        with pytest.raises(StageError, match=r"the ONNX file is not the model|ONNX Runtime cannot run the file"):
+            require_equal(
+                verify_language(deepseek.task.net, decoder, deepseek.test, Export(), deepseek.judged), Export()
+            )
+
+
+def test_answers_that_are_not_torchs_are_told_with_both(deepseek: Made) -> None:
+    honest = deepseek.decoder()
+
+    def lying(feed: Any) -> Any:
+        found = dict(honest.run(feed))
+        found["logits"] = np.roll(found["logits"], 1, axis=-1)
+        return found
+
+    with pytest.raises(StageError, match=r"does not generate what torch does \(each prompt alone\): .* ONNX Runtime's"):
+        verify_greedy(deepseek.task.net, replace(honest, run=lying), PROMPTS[:1], Export())
+
+
+def test_answers_may_part_at_a_tie_and_nowhere_else() -> None:
+    tie, ahead = Answer([4, 7], [1.0, 1e-5], [2.0, 2.0]), Answer([4, 7], [1.0, 1.0], [2.0, 2.0])
+    assert _parts("way", [1], [4, 7], ahead, Export()) == 0
+    assert _parts("way", [1], [4, 8], tie, Export()) == 1
+    with pytest.raises(StageError, match=r"torch's greedy answer is \[4, 8\], ONNX Runtime's \[4, 7\]"):
+        _parts("way", [1], [4, 8], ahead, Export())
+
+
+def test_the_bundle_answers_as_at_export_with_a_past_and_by_greedy_generation(bundle: Bundle) -> None:
+    golden = bundle.golden()
+    assert golden.inputs["past.0.latent"].shape[2] == 3
+    assert [one["prompt"] for one in golden.generated] == [list(prompt) for prompt in PROMPTS]
+    assert all(one["answer"] for one in golden.generated)
+    assert bundle.signature.generation is not None
+    assert (bundle.signature.generation.begin, bundle.signature.generation.end) == ((1,), (2,))
+    check(bundle, Session(bundle, "cpu", 1))
+
+
+def test_the_card_says_how_long_a_text_may_be(bundle: Bundle) -> None:
+    file = RunFile(id="one", created="2026-01-01", wanted=(), config={"name": "talk"}, environment={})
+    text = card(Facts(file), bundle.signature, bundle.manifest.ancestors)
+    assert f"Axis `total`: at most {POSITIONS}." in text
+    assert "A language model: it answers prompts" in text
+
+
+def test_a_bundle_that_generates_something_else_is_refused(bundle: Bundle) -> None:
+    golden = bundle.golden()
+    golden.generated[1]["answer"][-1] ^= 1
+    golden.write(bundle.path)
+    with pytest.raises(BundleError, match=r"golden requests: generated\[1\]: expected .*, found"):
+        check(bundle, Session(bundle, "cpu", 1))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: tokenizer(root / "files", WORDS + 1), f"has the id {WORDS}, but the model knows {WORDS} ids"),
+        (lambda root: (root / "files/tokenizer.json").write_text("{}"), "not a tokenizer of the `tokenizers` package"),
+        (
+            lambda root: (root / "talk_codec.py").write_text(
+                CODEC.replace('("tokenizer.json",)', "()").replace("folder)", "folder=None)")
+            ),
+            "the bundle of a language model needs files/tokenizer.json",
+        ),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_models_is_refused(
+    deepseek: Made, tmp_path: Path, spoil: Any, message: str
+) -> None:
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle/model.onnx").write_bytes(deepseek.path.read_bytes())
+    (tmp_path / "talk_codec.py").write_text(CODEC)
+    tokenizer(tmp_path / "files")
+    spoil(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        seal(deepseek, tmp_path / "bundle", tmp_path)
+
+
+def test_positions_beyond_the_models_own_are_refused() -> None:
+    task: Any = Language(causal("Llama"), said=Prompting(positions_limit=POSITIONS + 1))
+    with pytest.raises(StageError, match=f"allows {POSITIONS + 1} positions, but .* ends at {POSITIONS}"):
+        generation_of(task, task.net)
+    task.said = Prompting(positions_limit=LENGTH - 1)
+    generation = generation_of(task, task.net)
+    with pytest.raises(StageError, match="the model takes \\[batch, sequence\\] of 10 positions at most"):
+        prompts_of((), open_split(task, "test"), generation)
+
+
+def test_a_cache_that_forgets_positions_is_refused_by_its_kind() -> None:
+    sliding = causal("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    with pytest.raises(StageError, match="layer 0 of the model keeps a DynamicSlidingWindowLayer"):
+        kept_by(sliding)
+
+
+def test_a_model_without_a_configuration_is_no_language_model() -> None:
+    task: Any = Language(torch.nn.Linear(2, 2))
+    with pytest.raises(StageError, match=r"gives a Linear without config\.max_position_embeddings"):
+        generation_of(task, task.net)

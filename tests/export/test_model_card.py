@@ -1,0 +1,103 @@
+"""The model card, from the same facts as the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.model_card import about_codec, card
+from pipeline.contract.bundle import Ancestors
+from pipeline.contract.facts import Facts
+from pipeline.contract.run import RunFile
+from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+
+FILE = RunFile(id="one", created="2026-01-01", wanted=(), config={"name": "digits"}, environment={})
+ANCESTORS = Ancestors(code="a" * 64, data="b" * 64, checkpoint="c" * 64, verdict="d" * 64, onnx="e" * 64)
+SIGNATURE = Signature(
+    inputs=(TensorSpec(name="image", datatype="FP32", shape=("batch", 1, 8, 8)),),
+    outputs=(TensorSpec(name="logits", datatype="FP32", shape=("batch", 10)),),
+    codec="Digits",
+    limits=Limits(max_batch_size=16, max_body_bytes=1024),
+    runtime=Runtime(provider="cpu", threads=1),
+)
+VERDICT = {
+    "verdict": "fail",
+    "summary": "accuracy 0.9889 against the baseline's 0.9639",
+    "samples": 360,
+    "detectable": 0.017,
+    "rules": [{"rule": "non-inferior", "passed": False, "detail": "accuracy may be 0.05 below"}],
+    "warnings": ["the margin 0.01 is finer than\nwhat 360 samples show"],
+    "slices": [
+        {"slice": "ink=a|b", "samples": 90, "candidate": 0.9, "baseline": 0.8, "judged": True, "passed": False,
+         "difference": {"estimate": 0.1, "low": -0.02, "high": 0.2}},
+        {"slice": "ink=none", "samples": 3, "judged": False, "passed": True},
+    ],
+    "calibration": {"candidate": {"ece": 0.0213, "brier": 0.0187, "bins": []}, "baseline": None},
+}  # fmt: skip
+
+
+def made(**more: Any) -> str:
+    return card(Facts(FILE, **more), SIGNATURE, ANCESTORS, "Pixels in, digit out.")
+
+
+def test_a_card_of_a_run_that_recorded_little_has_what_is_known() -> None:
+    text = made()
+    assert text.startswith("# digits\n\nVerdict: **not judged**.\n")
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert titles == ["## Intended use", "## Inputs and outputs", "## Limits", "## Lineage"]
+    assert "| `image` | in | FP32 | batch × 1 × 8 × 8 |" in text
+    assert f"| checkpoint | `{'c' * 64}` |" in text
+
+
+def test_verdict_rules_slices_and_calibration_are_on_it() -> None:
+    text = made(verdict=VERDICT, metrics={"classes": ["0", "1"]})
+    assert "Verdict: **fail**. accuracy 0.9889 against the baseline's 0.9639\n" in text
+    assert "- FAILED: non-inferior (accuracy may be 0.05 below)" in text
+    assert "| ink=a¦b | 90 | 0.9000 | 0.8000 | +0.1000 (−0.0200 to +0.2000) | FAILED |" in text
+    assert "| expected calibration error | 0.0213 |" in text
+    assert "It tells 2 classes apart: `0`, `1`." in text
+    assert "- The margin 0.01 is finer than what 360 samples show." in text
+    assert "- Too few samples to judge by themselves: ink=none." in text
+
+
+def test_a_person_who_overrode_the_gate_is_named() -> None:
+    word = {"at": "2026-01-03", "by": "anna", "reason": "a rehearsal", "verdict": "d" * 64}
+    text = made(verdict=VERDICT, override=word, digests={"verdict.json": "d" * 64})
+    assert "**The gate rejected this model.** It was overridden by anna, 2026-01-03: a rehearsal." in text
+
+
+def test_variants_and_data_are_on_it_but_nothing_that_was_timed() -> None:
+    variants = [
+        {"variant": "fp32", "passed": True, "bytes": 605_321, "p50_ms": {"1": 0.271828}, "max_abs_error": 1e-6,
+         "metric": {"name": "accuracy", "value": 0.98, "reference": 0.98}, "difference": None},
+        {"variant": "fp16", "chosen": True, "passed": True, "bytes": 303_010,
+         "note": "its ranges are narrow", "reason": "the fastest: 0.271828 ms"},
+    ]  # fmt: skip
+    checks = [{"check": "drift", "where": "image", "level": "warn", "detail": "PSI 0.3"}, {"check": "x", "level": "ok"}]
+    data = {"splits": {"train": {"samples": 1077, "fingerprint": "f" * 64}}, "checks": checks}
+    text = made(variants=tuple(variants), data=data, summary={"seconds": 271828})
+    assert "| fp32 | accuracy 0.9800 | – | 1.0×10⁻⁶ | 605,321 | passed |" in text
+    assert "| fp16 (this bundle) |" in text
+    assert f"| train | 1,077 | {'f' * 64} |" in text
+    assert "- warn: drift of image, PSI 0.3" in text
+    assert "- Its ranges are narrow." in text
+    assert "271828" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            '"""Pixels in."""\nclass Digits:\n    """A list of\n    greys.\n\n    More."""\n',
+            "Pixels in. A list of greys.",
+        ),
+        ("class Digits: ...\n", ""),
+        (None, ""),
+    ],
+)
+def test_the_codec_says_itself_what_it_takes(tmp_path: Path, source: str | None, said: str) -> None:
+    if source:
+        (tmp_path / "codec.py").write_text(source)
+    assert about_codec(tmp_path, "Digits") == said

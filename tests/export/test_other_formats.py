@@ -1,0 +1,92 @@
+"""Other forms of the model: verified as the bundle is, or not kept; skipped aloud where they cannot be made."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from export import other_formats
+from export.other_formats import Original, require_formats, why_no_saved_model, write_formats
+from pipeline.contract.data import open_split
+from pipeline.contract.errors import StageError
+from pipeline.contract.files import digest_file
+from pipeline.contract.settings.stages import Export
+
+from .conftest import Classes, linear, pairs
+
+
+class Sneaky(nn.Module):
+    """Other than it is, while anybody traces it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :3] if torch.compiler.is_compiling() else x[:, :3] * 1.5
+
+
+def original(folder: Path, net: nn.Module, **settings: Any) -> Original:
+    task: Any = Classes(net.eval(), pairs())
+    config = Export(batch_sizes=(1, 7, 40), **settings)
+    return Original(task, task.net, open_split(task, "test"), config, folder / "model.onnx", {})
+
+
+def test_torchs_own_form_answers_as_the_model_does_without_its_code(tmp_path: Path) -> None:
+    one = original(tmp_path, linear(), formats=("onnx", "pt2"))
+    (row,) = write_formats(one, tmp_path / "formats")
+    path = tmp_path / row["path"]
+    assert (row["passed"], row["reason"], row["path"]) == (True, "equal to torch", "formats/pt2/model.pt2")
+    assert row["max_abs_error"] < 1e-5
+    assert row["sha256"] == {"model.pt2": digest_file(path)}
+    require_formats([row])
+    x = torch.from_numpy(pairs()["x"])
+    (found,) = torch.export.load(path).module()(x)
+    assert np.allclose(found.detach(), one.model(x).detach(), atol=1e-5)
+    with zipfile.ZipFile(path) as inside:
+        for name in inside.namelist():
+            assert str(Path(__file__).parent).encode() not in inside.read(name), "where it was made"
+            assert pairs()["x"][:3].tobytes() not in inside.read(name), "samples of the data"
+
+
+def test_a_form_that_is_not_the_model_is_not_kept(tmp_path: Path) -> None:
+    rows = write_formats(original(tmp_path, Sneaky(), formats=("onnx", "pt2")), tmp_path / "formats")
+    assert (rows[0]["passed"], rows[0]["path"], rows[0]["sha256"]) == (False, "", {})
+    assert list((tmp_path / "formats").iterdir()) == []
+    with pytest.raises(StageError, match=r"export\.formats: pt2 is not kept: it is not the model: \d+ elements differ"):
+        require_formats(rows)
+
+
+def test_a_saved_model_is_skipped_aloud_where_its_library_is_not_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_formats, "find_spec", lambda _: None)
+    rows = write_formats(original(tmp_path, linear(), formats=("onnx", "savedmodel")), tmp_path / "formats")
+    assert (rows[0]["passed"], rows[0]["skipped"]) == (False, True)
+    assert rows[0]["reason"].startswith("skipped: onnx2tf and tensorflow not installed here; pip install -c")
+    assert "savedmodel is skipped: onnx2tf and tensorflow not installed here" in capsys.readouterr().out
+    require_formats(rows)
+
+
+def test_an_environment_for_it_that_is_not_there_is_named() -> None:
+    assert why_no_saved_model("/no/such/python").startswith("export.tensorflow_python=/no/such/python: no such program")
+
+
+def test_what_its_converter_says_is_told_where_it_fails(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"onnx2tf does not convert the file: .*Error"):
+        other_formats.answers_of_saved_model(sys.executable, tmp_path / "gone.onnx", tmp_path, ("y",), [pairs()])
+
+
+@pytest.mark.parametrize("formats", [("pt2",), ("onnx", "pt2", "pt2")])
+def test_onnx_is_always_one_and_each_is_named_once(formats: Any) -> None:
+    with pytest.raises(ValidationError, match="onnx is always one, and each is named once"):
+        Export(formats=formats)
+
+
+def test_fused_operators_and_a_saved_model_do_not_go_together() -> None:
+    with pytest.raises(ValidationError, match="optimize=extended brings others"):
+        Export(formats=("onnx", "savedmodel"), optimize="extended")

@@ -1,0 +1,142 @@
+"""Every place a file may run at, with real samples, chance and shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import helper, numpy_helper
+from torch import Tensor, nn
+
+from export import parity_everywhere
+from export.parity_everywhere import (
+    CPU,
+    CUDA,
+    Asked,
+    Place,
+    compare_at,
+    places,
+    scrambled,
+    tolerance,
+    verify_everywhere,
+)
+from pipeline.contract.data import open_split
+from pipeline.contract.errors import StageError
+from pipeline.contract.settings.stages import Export
+
+from .conftest import COUNT, Small, pairs
+
+CONFIG = Export(batch_sizes=(1, 2, 7, 40))
+
+
+class Halved(nn.Module):
+    """Refuses one batch size, and has no number for the negative ones of another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 7:
+            raise ValueError("no sevens")
+        return x.sqrt() if len(x) == 40 else x / 2
+
+
+def halving(path: Path, above: float = 100.0) -> Path:
+    """y = x / 2, and 0 for numbers beyond `above`, which no real sample has."""
+    value, numbers = helper.make_tensor_value_info, {"half": 0.5, "above": above}
+    nodes = [
+        helper.make_node("Mul", ["x", "half"], ["scaled"]),
+        helper.make_node("Less", ["x", "above"], ["kept"]),
+        helper.make_node("Cast", ["kept"], ["factor"], to=onnx.TensorProto.FLOAT),
+        helper.make_node("Mul", ["scaled", "factor"], ["y"]),
+    ]
+    given, answered = ([value(name, onnx.TensorProto.FLOAT, ["batch", 4])] for name in ("x", "y"))
+    weights = [numpy_helper.from_array(np.array(number, np.float32), name) for name, number in numbers.items()]
+    graph = helper.make_graph(nodes, "halving", given, answered, weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+def task() -> Any:
+    return Small(Halved(), pairs())
+
+
+def found(path: Path) -> parity_everywhere.Coverage:
+    one = task()
+    return verify_everywhere(one, one.net, open_split(one, "test"), path, CONFIG)
+
+
+def test_every_size_is_compared_at_one_thread_and_at_all_with_real_samples_and_chance(tmp_path: Path) -> None:
+    covered = found(halving(tmp_path / "model.onnx"))
+    on_cpu = [row for row in covered.rows if row["place"].startswith("CPU")]
+    assert [(row["place"], row["inputs"], row["batches"]) for row in on_cpu] == [
+        ("CPU, all threads", "real samples", 3),
+        ("CPU, all threads", "random inputs", 2),
+        ("CPU, 1 thread", "real samples", 3),
+        ("CPU, 1 thread", "random inputs", 2),
+    ]
+    assert all(row["max_abs_error"] < 1e-6 and not row["beyond_tolerance"] for row in covered.rows)
+    told = "\n".join(covered.left_out)
+    assert "batch 7 of random inputs: torch itself refuses it (no sevens)" in told
+    assert "batch 40 of random inputs: torch itself answers NaN" in told
+
+
+def test_what_no_real_sample_shows_is_found_by_chance(tmp_path: Path) -> None:
+    values = pairs()["x"]
+    seen = np.sort(np.unique(values[:7]))  # the largest of the samples that the real batches hold
+    covered = found(halving(tmp_path / "model.onnx", above=float(seen[-1]) + 1e-4))
+    beyond = {row["inputs"]: row["beyond_tolerance"] for row in covered.rows if row["place"] == "CPU, 1 thread"}
+    assert beyond["random inputs"] > 0
+    worst = next(row["worst"] for row in covered.rows if row["inputs"] == "random inputs")
+    assert worst.startswith("`y` at batch ")
+    assert worst.endswith("of random inputs (CPU, all threads)")
+
+
+def test_values_at_random_are_of_the_data_and_masks_stay_as_they_are() -> None:
+    columns: dict[str, Any] = {
+        "input_ids": np.arange(COUNT * 6).reshape(COUNT, 6) % 11,
+        "attention_mask": np.tril(np.ones((COUNT, 6), np.int64)),
+        "weight": np.linspace(-1, 1, COUNT).astype(np.float32),
+    }
+    one: Any = Small(nn.Identity(), columns, inputs=tuple(columns))
+    drawn = scrambled(one, open_split(one, "test"), 40, 3)
+    assert drawn["input_ids"].max() <= 10
+    assert torch.equal(drawn["attention_mask"][:COUNT], torch.from_numpy(columns["attention_mask"]))
+    assert drawn["weight"].abs().max() <= 1
+    assert len(set(drawn["weight"].tolist())) > COUNT / 2
+    assert torch.equal(drawn["weight"], scrambled(one, open_split(one, "test"), 40, 3)["weight"]), "seeded"
+
+
+def test_a_provider_that_cannot_be_used_is_told_and_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["TensorrtExecutionProvider", CPU])
+    here, without = places()
+    assert [place.text for place in here] == ["CPU, all threads", "CPU, 1 thread"]
+    assert without == [
+        f"{CUDA}: the installed onnxruntime has no CUDA provider (onnxruntime-gpu has)",
+        "TensorrtExecutionProvider: no service of ours uses it",
+    ]
+    monkeypatch.setattr(parity_everywhere, "why_no_cuda", lambda _: "")
+    assert [place.text for place in places()[0]][2:] == ["CUDA", "CUDA in TF32"]
+
+
+def test_tf32_is_held_to_the_bits_it_has() -> None:
+    expected = {"y": np.array([[-4.0, 4.0]], np.float32)}
+    assert tolerance(Place(CUDA, 0), CONFIG, expected) is CONFIG
+    loose = tolerance(Place(CUDA, 0, exact=False), CONFIG, expected)
+    assert (loose.rtol, loose.atol) == (2**-7, 8 * 2**-7)
+
+
+def test_a_place_that_answers_otherwise_is_named(tmp_path: Path) -> None:
+    path, place = halving(tmp_path / "model.onnx"), Place(CPU, 1)
+    feed = {"x": np.ones((2, 4), np.float32)}
+    row = compare_at(place, place.open(path), [Asked("shapes", "batch 2", feed, {"y": feed["x"]})], CONFIG)
+    assert (row["beyond_tolerance"], row["worst"]) == (8, "`y` at batch 2 (CPU, 1 thread)")
+
+
+def test_a_file_that_does_not_run_on_a_batch_is_told_with_its_shapes(tmp_path: Path) -> None:
+    place = Place(CPU, 1)
+    asked = [Asked("shapes", "batch 2", {"x": np.ones((2, 5), np.float32)}, {"y": np.ones((2, 5), np.float32)})]
+    with pytest.raises(StageError, match=r"cannot run the file on x \[2, 5\]"):
+        compare_at(place, place.open(halving(tmp_path / "model.onnx")), asked, CONFIG)

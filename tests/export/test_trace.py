@@ -1,0 +1,195 @@
+"""Models with something in them that a graph would lose: each is refused, with the place and the mend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own word for it)
+from torch import Tensor, nn
+
+from export.to_onnx import traced_of
+from export.trace import inspect, numbers_of
+from pipeline.contract.errors import StageError
+
+from .conftest import Exporter, Small, linear, pairs
+
+
+class Plain(nn.Module):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.answer(self.head(x))
+
+    def answer(self, found: Tensor) -> Tensor:
+        return found
+
+
+class Functional(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        return F.dropout(found, 0.5)
+
+
+class Attention(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        heads = found[:, None, None]
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)[:, 0, 0]
+
+
+class OfTheBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(x)
+        return found
+
+
+class BatchNormOn(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        return F.batch_norm(found, None, None, training=True)
+
+
+class Counting(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        self.calls += 1
+        return found * self.calls
+
+
+class Numbering(Plain):
+    made = 0
+
+    def answer(self, found: Tensor) -> Tensor:
+        self.made += 1
+        return found * self.made
+
+
+class Replacing(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        self.calls = self.calls + found.mean()
+        return found
+
+
+class Learning(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        self.head.weight.mul_(0.5)
+        return found
+
+
+class Writing(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0] = 0
+        return self.answer(self.head(x))
+
+
+class Branching(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        return found if found.sum() > 0 else -found
+
+
+class Looping(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        for _ in range(int(found.abs().max())):
+            found = found * 2
+        return found
+
+
+@torch.library.custom_op("hidden_state::untraceable", mutates_args=())
+def untraceable(x: Tensor) -> Tensor:
+    return x * 3
+
+
+@torch.library.custom_op("hidden_state::triple", mutates_args=())
+def triple(x: Tensor) -> Tensor:
+    return x * 3
+
+
+@triple.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Untraceable(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        answer: Tensor = untraceable(found)
+        return answer
+
+
+class Custom(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        answer: Tensor = triple(found)
+        return answer
+
+
+def seen(net: nn.Module) -> str:
+    """Nothing, or why the model is refused before it is ONNX."""
+    task: Any = Small(net.eval(), pairs())
+    batch = {"x": torch.from_numpy(pairs()["x"][:3])}
+    try:
+        inspect(traced_of(net, task, batch))
+    except StageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("net", "parts"),
+    [
+        (Functional, ("the model's own forward, test_hidden.py line ", "dropout stays on", "training=self.training")),
+        (Attention, ("dropout stays on in eval mode",)),
+        (OfTheBatch, ("`body.1` (BatchNorm1d)", "by the batch at hand", "track_running_stats=True")),
+        (BatchNormOn, ("by the batch at hand",)),
+        (Counting, ("changes `calls` with every call", "only if self.training")),
+        (Numbering, ("counts its calls: `made` changes with each", "a graph has it as a constant")),
+        (Replacing, ("changes `calls` with every call",)),
+        (Learning, ("changes `head.weight` with every call",)),
+        (Writing, ("changes its input `x` in place", "x = x.clone()")),
+        (Branching, ("decides in python", "`return found if found.sum() > 0 else -found`", "torch.where")),
+        (Looping, ("decides in python", "test_hidden.py line ")),
+        (Untraceable, ("custom operator hidden_state::untraceable", "write it with torch's own operators")),
+    ],
+)
+def test_what_a_graph_would_lose_is_named_with_its_mend(
+    net: type[nn.Module], parts: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = seen(net())
+    assert [part for part in parts if part not in said] == [], said
+    assert "\n" not in said
+    capfd.readouterr()  # torch shows the graph up to a branch
+
+
+class Harmless(Plain):
+    """Everything of the above that is meant for training alone, or changes nothing."""
+
+    def answer(self, found: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        self.calls.mul_(1.0)
+        self.last, self.asked = found, found.numel() + getattr(self, "asked", 0)
+        found = F.dropout(F.dropout(found, 0.5, training=self.training), 0.0)
+        heads = found[:, None, None]
+        return F.scaled_dot_product_attention(heads, heads, heads)[:, 0, 0]
+
+
+@pytest.mark.parametrize("net", [Plain(), linear(), Harmless(), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))])
+def test_what_is_as_it_should_be_passes(net: nn.Module) -> None:
+    assert seen(net) == ""
+
+
+def test_an_operator_without_a_form_in_onnx_is_named_where_it_is_called(exported: Exporter) -> None:
+    with pytest.raises(
+        StageError, match=r"calls hidden_state::triple in the model's own forward, test_hidden\.py line"
+    ):
+        exported(Small(Custom(), pairs()))
+
+
+def test_numbers_of_a_model_are_those_of_its_parts() -> None:
+    net = nn.Sequential(nn.Dropout(0.25))
+    assert numbers_of(net)["0.p"] == 0.25

@@ -1,0 +1,51 @@
+"""What torch itself answers is looked at before a file is blamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from export.verify import by_chance
+from pipeline.contract.data import open_split
+from pipeline.contract.settings.stages import Export
+
+from .conftest import Small, linear, pairs
+
+
+def told(net: nn.Module) -> str:
+    task: Any = Small(net.eval(), pairs())
+    return by_chance(task, net, open_split(task, "test"), Export())
+
+
+class Beside(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Roots(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x[:, :1] + 2.0).sqrt()
+
+
+class Restless(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(4)
+
+
+def test_answers_that_hang_on_nothing_else_are_no_reason() -> None:
+    assert told(linear()) == ""
+
+
+def test_an_answer_that_hangs_on_who_asks_beside_is_named() -> None:
+    assert "answers `y` of a sample otherwise when others are beside it in the batch" in told(Beside())
+
+
+def test_the_first_sample_that_torch_answers_with_nan_is_named() -> None:
+    first = int((Roots()(torch.from_numpy(pairs()["x"])).isnan().any(1)).nonzero()[0])
+    assert f"answers `y` of test sample {first} with NaN" in told(Roots())
+
+
+def test_noise_is_named() -> None:
+    assert "answers `y` differently each time it is asked the same" in told(Restless())

@@ -1,0 +1,80 @@
+"""Which variant is shipped, and the sentence that says why."""
+
+from __future__ import annotations
+
+from export.variants.choose import Choice, Contender, decide
+from pipeline.contract.settings.stages import Export
+from pipeline.contract.statistics.bootstrap import Interval
+
+ALL = ("fp32", "fp16", "int8-dynamic", "int8-static")
+PLAIN = Contender("fp32", (), Interval(1.0, 1.0, 1.0))
+
+
+def contender(name: str, estimate: float, spread: float = 0.02, *faults: str) -> Contender:
+    return Contender(name, faults, Interval(estimate, estimate - spread, estimate + spread))
+
+
+def fastest(*contenders: Contender) -> Choice:
+    return decide(Export(variants=ALL, choose="fastest-that-passes"), contenders)
+
+
+def test_the_fastest_that_passes_is_chosen_and_says_by_how_much() -> None:
+    found = fastest(PLAIN, contender("fp16", 0.8), contender("int8-static", 0.5))
+    assert found.name == "int8-static"
+    assert found.reasons == {
+        "fp32": "passed, int8-static is faster",
+        "fp16": "passed, int8-static is faster; it takes 80% of fp32's time (78% to 82%)",
+        "int8-static": "chosen as the fastest that passes: takes 50% of fp32's time (48% to 52%)",
+    }
+
+
+def test_the_fastest_is_not_chosen_if_it_fails() -> None:
+    found = fastest(PLAIN, contender("fp16", 0.8), contender("int8-static", 0.1, 0.01, "accuracy is gone"))
+    assert (found.name, found.reasons["int8-static"]) == ("fp16", "accuracy is gone")
+
+
+def test_a_gain_that_noise_could_make_changes_nothing() -> None:
+    for other in (contender("fp16", 0.85, 0.2), contender("fp16", 0.95, 0.001), contender("fp16", 1.2)):
+        found = fastest(PLAIN, other)
+        assert found.name == "fp32"
+        assert found.reasons["fp32"] == "chosen: none that passes saves 10% of its time beyond doubt"
+        assert found.reasons["fp16"].startswith("passed, but does not save 10% of fp32's time beyond doubt; it takes")
+
+
+def test_of_two_that_cannot_be_told_apart_the_more_exact_is_chosen() -> None:
+    assert fastest(PLAIN, contender("int8-dynamic", 0.50), contender("int8-static", 0.51)).name == "int8-static"
+    assert fastest(PLAIN, contender("int8-dynamic", 0.50), contender("fp16", 0.51)).name == "fp16"
+    assert fastest(PLAIN, contender("int8-dynamic", 0.50, 0.001), contender("fp16", 0.51, 0.001)).name == "int8-dynamic"
+
+
+def test_where_fp32_is_over_its_budget_the_fastest_of_the_others_is_chosen_whatever_it_gains() -> None:
+    heavy = Contender("fp32", ("too heavy",), Interval(1.0, 1.0, 1.0))
+    assert fastest(heavy, contender("fp16", 1.3), contender("int8-static", 1.1)).name == "int8-static"
+
+
+def test_nothing_is_shipped_where_nothing_passes() -> None:
+    found = fastest(Contender("fp32", ("too slow",), None), contender("fp16", 0.5, 0.1, "too coarse"))
+    assert found.name == ""
+    assert found.refusal == "no variant passes, so that nothing is shipped: fp32: too slow; fp16: too coarse"
+
+
+def test_a_named_one_that_fails_stops_the_step_and_names_what_would_do() -> None:
+    config = Export(variants=ALL, choose="int8-static")
+    broken = contender("int8-static", 0.1, 0.01, "accuracy is gone")
+    found = decide(config, [PLAIN, contender("fp16", 0.9), broken])
+    assert found.name == ""
+    assert found.refusal == (
+        "export.choose=int8-static is not shipped: accuracy is gone; choose fp32 or fp16, or fastest-that-passes"
+    )
+    assert found.reasons["fp32"] == "passed, nothing is shipped"
+    alone = decide(config, [Contender("fp32", ("too slow",), None), broken])
+    assert alone.refusal.endswith("none of the others passed either")
+
+
+def test_a_named_one_is_shipped_though_another_is_faster() -> None:
+    found = decide(Export(variants=ALL), [PLAIN, contender("fp16", 0.2)])
+    assert (found.name, found.refusal) == ("fp32", "")
+    assert found.reasons == {
+        "fp32": "chosen by name",
+        "fp16": "passed, export.choose=fp32 ships another; it takes 20% of fp32's time (18% to 22%)",
+    }

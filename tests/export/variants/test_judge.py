@@ -1,0 +1,103 @@
+"""Rules a variant must keep, on numbers made by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from export.variants.judge import Answers, Apart, Array, Reference, apart, faults, judged, over_budget, spread_of
+from export.variants.timing import Timing
+from pipeline.contract.errors import StageError
+from pipeline.contract.settings.stages import Evaluate, Export
+from pipeline.contract.statistics.bootstrap import Interval
+
+NEAR = Apart(0.0, 0.0, 0.0)
+RIGHT = np.ones(100)
+EVALUATE = Evaluate(margin=0.08)
+
+
+def few_wrong(count: int) -> Array:
+    return np.where(np.arange(100) < count, 0.0, 1.0)
+
+
+def told(name: str, *answers: Answers, evaluate: Evaluate = EVALUATE, export: Export | None = None) -> list[str]:
+    reference = Reference({}, {"y": 1.0}, {"accuracy": RIGHT})
+    found = judged(evaluate, reference, answers)
+    return list(faults(name, export or Export(), evaluate, found, reference, answers, []))
+
+
+def of(values: Array, size: int = 1, found: Apart = NEAR) -> Answers:
+    return Answers(size, found, {"accuracy": values})
+
+
+def test_the_batch_size_at_which_the_metric_may_be_worst_decides() -> None:
+    assert told("int8-dynamic", of(RIGHT), of(few_wrong(1), 7)) == []
+    (fault,) = told("int8-dynamic", of(RIGHT), of(few_wrong(9), 7), of(few_wrong(1), 256))
+    assert fault.startswith("accuracy is 0.9100 at batch size 7, in torch 1.0000: the lower bound -0.1")
+    assert fault.endswith("of the difference misses the margin of -0.08")
+
+
+def test_a_margin_of_its_own_is_what_a_variant_may_cost() -> None:
+    wrong = of(few_wrong(4))
+    assert told("int8-static", wrong, evaluate=Evaluate(margin=0.2)) == []
+    assert told("int8-static", wrong, evaluate=Evaluate(margin=0.2), export=Export(variant_margin=0.001))
+    assert told("int8-static", of(RIGHT), export=Export(variant_margin=0)) == []  # equal on every sample
+
+
+def test_fp32_is_not_turned_away_over_its_last_digit() -> None:
+    values = RIGHT - 1e-9 * np.arange(100)
+    assert told("fp32", of(values), evaluate=Evaluate(margin=0)) == []
+    assert told("fp16", of(values), evaluate=Evaluate(margin=0))
+
+
+def test_a_metric_that_is_no_number_is_named_and_not_compared() -> None:
+    assert told("fp16", of(np.where(np.arange(100) == 3, np.nan, 1.0))) == [
+        "accuracy is not finite on every test sample"
+    ]
+
+
+def test_errors_that_a_metric_does_not_see_are_bounded_for_each_kind() -> None:
+    coarse = of(RIGHT, found=Apart(3.0, 0.3, 0.02))
+    assert told("int8-static", coarse) == []
+    assert "0.3 standard deviations off, over export.fp16_tolerance=0.05" in told("fp16", coarse)[0]
+    assert "off by 0.7 standard deviations" in told("int8-static", of(RIGHT, found=Apart(9, 2, 0.7)))[0]
+
+
+def test_a_floor_that_torch_misses_was_forgiven_and_is_not_asked_of_the_file() -> None:
+    assert told("fp32", of(RIGHT), evaluate=Evaluate(require={"accuracy": 2.0, "another": 1.0})) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "message"),
+    [
+        (1.0, 1.9, ""),
+        (2.1, 2.4, "p50_ms is 2.2 (at least 2.1), over export.budget p50_ms=2"),
+        (1.9, 2.4, "p50_ms lies between 1.9 and 2.4, which does not tell whether it keeps export.budget p50_ms=2"),
+        (1.9, math.inf, "p50_ms lies between 1.9 and more than the slowest call"),
+    ],
+)
+def test_a_budget_is_kept_when_the_whole_interval_is_within(low: float, high: float, message: str) -> None:
+    timing = Timing({1: Interval(2.2, low, high)}, {1: Interval(9, 9, 9)}, Interval(1, 1, 1))
+    found = list(over_budget({"p50_ms": 2}, 5, timing))
+    assert found == [] if not message else found[0].startswith(message)
+
+
+def test_distances_take_equal_infinities_for_equal_and_anything_else_for_all_wrong() -> None:
+    masked = np.array([[0.0, -np.inf], [2.0, 1.0]], np.float32)
+    spread = {"y": spread_of(masked)}
+    assert spread["y"] == pytest.approx(np.std([0, 2, 1]))
+    assert apart({"y": masked}, {"y": masked + np.float32(0)}, spread) == NEAR
+    half = apart({"y": masked}, {"y": np.array([[0.5, -np.inf], [2.0, 1.0]], np.float32)}, spread)
+    assert half.largest == 0.5
+    assert half.noise == pytest.approx(0.25 / spread["y"])
+    for bad in (np.nan, np.inf):
+        found = apart({"y": masked}, {"y": np.where(np.isinf(masked), bad, masked).astype(np.float32)}, spread)
+        assert found.largest == found.noise == np.finfo(np.float64).max
+    with pytest.raises(
+        StageError, match=r"it answers `y` as float32 of shape \[2\], torch as float32 of shape \[2, 2\]"
+    ):
+        apart({"y": masked}, {"y": masked[0]}, spread)
+    assert spread_of(np.full(3, -4.0)) == 4.0
+    assert spread_of(np.zeros(0)) == 1.0

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+from k8s.images import build
+from k8s.images.build import Recipe, content_of, fill_arguments, write_requirements, write_training_context
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.files import digest_tree
+from pipeline.contract.sources import PACKAGES
+
+TASK = """
+import json
+import os.path
+
+import numpy as np
+import yaml
+import not_installed_anywhere
+from shapes import Round
+from pipeline.contract import errors
+
+
+class T: ...
+"""
+REFERENCES = ("task.py:T", "codec.py:C")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    files = {
+        "task.py": TASK,
+        "shapes.py": "class Round: ...\n",
+        "codec.py": "class C: ...\n",
+        "pipe.yaml": "name: round\n",
+        "notes.txt": "nothing to do with it\n",
+        "data/a.csv": "1\n",
+        "data/b.csv": "2\n",
+        "runs/first/run.json": "{}",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_only_defaults_of_arguments_are_replaced() -> None:
+    text = "ARG BASE=a\nFROM ${BASE}\nARG BASE=a\nARG OTHER=b\nARG BASELINE=c\nARG BASE\n"
+    assert fill_arguments(text, {"BASE": "z:1"}) == (
+        "ARG BASE=z:1\nFROM ${BASE}\nARG BASE=z:1\nARG OTHER=b\nARG BASELINE=c\nARG BASE\n"
+    )
+
+
+def test_of_a_project_goes_along_what_it_reaches_and_what_it_names(project: Path) -> None:
+    content = content_of(project, REFERENCES, ["data/*.csv", "data/a*"])
+    assert list(content.files) == ["codec.py", "data/a.csv", "data/b.csv", "pipe.yaml", "shapes.py", "task.py"]
+
+
+def test_what_the_code_imports_from_elsewhere_is_installed_in_the_image(project: Path) -> None:
+    content = content_of(project, REFERENCES, [])
+    assert {name.lower() for name in content.packages} == {"numpy", "pyyaml"}
+    assert content.missing == ("not_installed_anywhere",)
+
+
+@pytest.mark.parametrize("pattern", ["data/*.parquet", "runs/**/*"])
+def test_a_pattern_without_a_file_is_a_mistake(pattern: str, project: Path) -> None:
+    with pytest.raises(ConfigError, match=r"package\.include: no file matches"):
+        content_of(project, REFERENCES, [pattern])
+
+
+def test_the_training_context_holds_all_steps_and_the_project_and_is_the_same_every_time(
+    project: Path, tmp_path: Path
+) -> None:
+    content = content_of(project, REFERENCES, [])
+    recipe = Recipe("python:3.11-slim", "gpu")
+    first = write_training_context("round", project, content, recipe, tmp_path / "first")
+    assert write_training_context("round", project, content, recipe, tmp_path / "second") == first
+    assert {path.name for path in (tmp_path / "first" / "app").iterdir()} == {*PACKAGES, "pyproject.toml"}
+    assert list(digest_tree(tmp_path / "first" / "project")) == ["codec.py", "pipe.yaml", "shapes.py", "task.py"]
+    lines = (tmp_path / "first" / "Dockerfile").read_text().splitlines()
+    assert {"ARG ACCELERATOR=gpu", f"ARG PROJECT={content.digest}", "USER 10001:10001"} <= set(lines)
+    pins = (tmp_path / "first" / "requirements-gpu.txt").read_text()
+    assert {"torch", "onnx", "onnxruntime-gpu[cuda,cudnn]", "safetensors"} <= {
+        line.partition("==")[0] for line in pins.splitlines()
+    }
+
+
+def test_where_we_are_installed_without_a_checkout_our_metadata_go_along(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package step in a pod locks by them what we need."""
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr(build, "HOUSE", tmp_path / "site-packages")
+    content = content_of(project, REFERENCES, [])
+    write_training_context("round", project, content, Recipe("python:3.11-slim", "cpu"), tmp_path / "context")
+    (ours,) = distributions(path=[str(tmp_path / "context" / "app")])
+    assert ours.name == "pipe-road"
+    assert any(need.startswith("kserve") for need in ours.requires or [])
+
+
+def test_of_a_folder_of_wheels_only_what_the_requirements_name_goes_along(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    names = (
+        "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl",
+        "torch-2.12.0-py3-none-any.whl",
+        "other-1-py3-none-any.whl",
+    )
+    for name in names:
+        (wheels / name).write_bytes(b"")
+    (tmp_path / "context").mkdir()
+    pins = {"cpu": ["torch==2.13.0", "numpy==2.4.6"], "gpu": ["torch==2.13.0,!=2.13.0+cpu"]}
+    write_requirements(tmp_path / "context", Recipe("b", "cpu", wheels), pins)
+    assert sorted(path.name for path in (tmp_path / "context" / "wheels").iterdir()) == ["README", names[0]]

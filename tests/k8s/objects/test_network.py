@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k8s.deploy import deploy
+from k8s.objects import network, serving
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.settings.access import Access
+
+from ..api_server import ApiServer
+from ..conftest import Configure
+from ..invariants import check
+from ..schemas import validate
+
+KEY, PRIVATE = "a-key-of-the-tests", "-----BEGIN PRIVATE KEY-----\nsecret\n"
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Access:
+    for name, text in (("keys", f"{KEY}\n"), ("crt", "-----BEGIN CERTIFICATE-----\n"), ("key", PRIVATE)):
+        (tmp_path / name).write_text(text)
+    return Access(api_keys=str(tmp_path / "keys"), tls_certificate=str(tmp_path / "crt"), tls_key=str(tmp_path / "key"))
+
+
+def _pod(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    pod: dict[str, Any] = next(item for item in objects if item["kind"] == "Deployment")["spec"]["template"]["spec"]
+    return pod
+
+
+def test_the_service_finds_the_secret_where_it_is_told_to_look(
+    configure: Configure, bundle: Bundle, entry: Access
+) -> None:
+    objects = serving.objects(configure(), bundle, "twice:1", entry)
+    (secret,) = network.secrets(configure(), entry)
+    for item in (*objects, secret):
+        validate(item)
+    pod = _pod(objects)
+    container = pod["containers"][0]
+    mount = next(one for one in container["volumeMounts"] if one["name"] == "access")
+    volume = next(one for one in pod["volumes"] if one["name"] == "access")
+    assert volume["secret"]["secretName"] == secret["metadata"]["name"]
+    assert mount["readOnly"]
+    words = container["args"][-6:]  # after those of the ConfigMap
+    paths = words[1::2]
+    assert words[::2] == ["--api-keys", "--tls-certificate", "--tls-key"]
+    assert sorted(paths) == sorted(f"{mount['mountPath']}/{name}" for name in secret["data"])
+
+
+def test_probes_follow_to_https(configure: Configure, bundle: Bundle, entry: Access) -> None:
+    def schemes(given: Access) -> set[str | None]:
+        container = _pod(serving.objects(configure(), bundle, "twice:1", given))["containers"][0]
+        return {
+            container[probe]["httpGet"].get("scheme") for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+        }
+
+    assert schemes(entry) == {"HTTPS"}
+    assert schemes(Access(api_keys=entry.api_keys)) == {None}
+
+
+def test_the_secret_holds_hashes_of_the_keys(configure: Configure, entry: Access) -> None:
+    (secret,) = network.secrets(configure(), entry)
+    data = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}
+    assert data["api-keys"] == f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}\n"
+    assert data["tls.key"] == PRIVATE
+
+
+def test_without_keys_and_tls_there_is_no_secret(configure: Configure, bundle: Bundle) -> None:
+    assert network.secrets(configure(), Access()) == []
+    assert network.command(configure(), Access()) == ""
+    pod = _pod(serving.objects(configure(), bundle, "twice:1"))
+    assert not [word for word in pod["containers"][0]["args"] if word.startswith(("--api", "--tls"))]
+    assert [volume["name"] for volume in pod["volumes"]] == ["tmp"]
+
+
+def test_behind_kserve_tls_is_the_gateways(configure: Configure, bundle: Bundle, entry: Access) -> None:
+    config = configure({"mode": "inferenceservice"})
+    with pytest.raises(ConfigError, match="KServe's gateway ends TLS"):
+        serving.objects(config, bundle, "twice:1", entry)
+    for item in serving.objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys)):
+        validate(item)
+
+
+def test_a_deployment_applies_the_secret_first_and_asks_with_a_key(
+    api: ApiServer, model: Any, configure: Configure, bundle: Bundle, entry: Access, tmp_path: Path
+) -> None:
+    api.service, api.unready_polls = model, 0
+    record = deploy(configure(), bundle, "twice:1", tmp_path / "out", False, print, entry)
+    assert record["applied"][0] == "secret/twice-access"
+    assert {headers["x-api-key"] for headers in api.proxied} == {KEY}
+    assert any("/services/https:twice:http/proxy/" in path for _, path, _, _ in api.requests)
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_what_is_secret_is_in_no_file_that_is_rendered(
+    configure: Configure, bundle: Bundle, entry: Access, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    deploy(configure(), bundle, "twice:1", tmp_path / "out", True, said.append, entry)
+    written = "".join(file.read_text() for file in (tmp_path / "out").iterdir())
+    assert KEY not in written
+    assert "PRIVATE" not in written
+    assert "twice-access" in written
+    wanted = "kubectl --namespace default create secret generic twice-access --from-file=api-keys="
+    assert any(wanted in line and f"--from-file=tls.key={entry.tls_key}" in line for line in said)
+
+
+def test_what_a_deployment_says_of_the_service_reaches_its_command_line(
+    configure: Configure, bundle: Bundle, entry: Access
+) -> None:
+    config = configure(serve={"page": False, "log_requests": 0.01})
+    objects = serving.objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys))
+    container, settings = _pod(objects)["containers"][0], next(item for item in objects if item["kind"] == "ConfigMap")
+    assert container["args"][-3:] == ["--no-page", "--api-keys", "/access/api-keys"]
+    assert settings["data"]["LOG_REQUESTS"] == "0.01"
+    check(objects)  # the service takes this command line
+
+
+@pytest.mark.parametrize("word", ["canary", "shadow"])
+def test_what_a_cluster_cannot_do_is_refused(configure: Configure, bundle: Bundle, word: str) -> None:
+    config = configure(serve={word: "10%"})
+    with pytest.raises(ConfigError, match=rf"serve\.{word}: is for the local service"):
+        serving.objects(config, bundle, "twice:1")
+
+
+DNS = 53
+
+
+def made(config: Any, bundle: Bundle, kind: str) -> dict[str, Any]:
+    spec: dict[str, Any] = next(
+        item["spec"] for item in serving.objects(config, bundle, "twice:1") if item["kind"] == kind
+    )
+    return spec
+
+
+def ways_out(deploy: dict[str, Any], configure: Configure, bundle: Bundle) -> list[dict[str, Any]]:
+    rules = made(configure(deploy), bundle, "NetworkPolicy")["egress"]
+    return [rule for rule in rules if {port["port"] for port in rule["ports"]} != {DNS}]
+
+
+def test_nothing_but_the_dns_is_reached_unless_it_is_named(configure: Configure, bundle: Bundle) -> None:
+    assert ways_out({}, configure, bundle) == []
+    tcp = {"protocol": "TCP"}
+    assert ways_out({"egress": ["443", "10.0.0.0/8:4318"]}, configure, bundle) == [
+        {"ports": [{"port": 443, **tcp}]},
+        {"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": 4318, **tcp}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("uri", "open_"),
+    [("s3://a/b", True), ("https://a/b", True), ("pvc://a/b", False), ("oci://a/b@sha256:" + "1" * 64, False)],
+)
+def test_a_download_is_let_out_once(uri: str, open_: bool, configure: Configure, bundle: Bundle) -> None:
+    deploy = {"mode": "inferenceservice", "storage_uri": uri}
+    assert len(ways_out(deploy, configure, bundle)) == open_
+    assert len(ways_out({**deploy, "egress": ["443"]}, configure, bundle)) == 1
+
+
+@pytest.mark.parametrize("text", ["", "anywhere", "10.0.0.0:443", "443/tcp", "10.0.0.0/8"])
+def test_what_names_no_port_is_refused(text: str, configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=r"deploy\.egress"):
+        configure({"egress": [text]})
+
+
+def test_clients_are_the_namespaces_that_are_named(configure: Configure, bundle: Bundle) -> None:
+    assert "from" not in made(configure(), bundle, "NetworkPolicy")["ingress"][0]
+    (rule,) = made(configure({"clients": ["shop", "office"]}), bundle, "NetworkPolicy")["ingress"]
+    (names,) = rule["from"][0]["namespaceSelector"]["matchExpressions"]
+    assert (names["operator"], names["values"]) == ("In", ["office", "shop"])
+
+
+@pytest.mark.parametrize(
+    ("gateway", "parent"), [("edge", {"name": "edge"}), ("infra/edge", {"name": "edge", "namespace": "infra"})]
+)
+def test_a_route_binds_to_the_gateway(
+    gateway: str, parent: dict[str, str], configure: Configure, bundle: Bundle
+) -> None:
+    route = made(configure({"expose": "gateway", "gateway": gateway}), bundle, "HTTPRoute")
+    assert route["parentRefs"] == [parent]
+    assert "hostnames" not in route
+    named = made(configure({"expose": "gateway", "gateway": gateway, "hostname": "a.example"}), bundle, "HTTPRoute")
+    assert named["hostnames"] == ["a.example"]
+
+
+def test_models_are_asked_from_outside_and_metrics_are_not(configure: Configure, bundle: Bundle) -> None:
+    route = made(configure({"expose": "gateway", "gateway": "edge"}), bundle, "HTTPRoute")
+    matches = [match["path"]["value"] for rule in route["rules"] for match in rule["matches"]]
+    ingress = made(configure({"expose": "ingress"}), bundle, "Ingress")
+    paths = [path["path"] for path in ingress["rules"][0]["http"]["paths"]]
+    assert matches == paths == ["/v1", "/v2"]
+
+
+def test_an_ingress_names_its_class_only_where_one_is_given(configure: Configure, bundle: Bundle) -> None:
+    assert "ingressClassName" not in made(configure({"expose": "ingress"}), bundle, "Ingress")
+    given = made(configure({"expose": "ingress", "ingress_class": "nginx"}), bundle, "Ingress")
+    assert given["ingressClassName"] == "nginx"
+
+
+def test_without_a_word_there_is_no_way_in_from_outside(configure: Configure, bundle: Bundle) -> None:
+    kinds = {item["kind"] for item in serving.objects(configure(), bundle, "twice:1")}
+    assert not kinds & {"HTTPRoute", "Ingress", "ServiceMonitor"}
+
+
+@pytest.mark.parametrize("deploy", [{}, {"mode": "inferenceservice"}])
+def test_the_dns_is_reached_where_a_node_has_a_cache_of_it(
+    deploy: dict[str, Any], configure: Configure, bundle: Bundle
+) -> None:
+    (rule,) = made(configure(deploy), bundle, "NetworkPolicy")["egress"]
+    assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in rule["to"]
+
+
+def test_from_outside_as_much_is_let_in_and_waited_for_as_the_service_takes(
+    configure: Configure, bundle: Bundle
+) -> None:
+    words = {"expose": "ingress", "answer_seconds": 300, "ingress_annotations": {"a.example/b": "c"}}
+    found = serving.objects(configure(words), bundle, "twice:1")
+    notes = next(item["metadata"]["annotations"] for item in found if item["kind"] == "Ingress")
+    prefix = "nginx.ingress.kubernetes.io/proxy"
+    assert notes[f"{prefix}-body-size"] == str(bundle.signature.limits.max_body_bytes)
+    assert notes[f"{prefix}-read-timeout"] == notes[f"{prefix}-send-timeout"] == "300"
+    assert notes["a.example/b"] == "c"
+    route = made(configure({**words, "expose": "gateway", "gateway": "edge"}), bundle, "HTTPRoute")
+    assert [rule["timeouts"] for rule in route["rules"]] == [{"request": "300s"}]
+
+
+def test_an_ingress_ends_tls_with_the_secret_that_is_named(configure: Configure, bundle: Bundle) -> None:
+    words = {"expose": "ingress", "hostname": "a.example", "ingress_secret": "cert"}
+    assert made(configure(words), bundle, "Ingress")["tls"] == [{"hosts": ["a.example"], "secretName": "cert"}]
+
+
+def test_who_asks_pods_that_encrypt_and_want_a_key_is_told(configure: Configure, bundle: Bundle) -> None:
+    access = Access(api_keys="/keys", tls_certificate="/crt", tls_key="/key")
+    config = configure({"service_monitor": True, "monitor_secret": "prometheus-key"})
+    parts = {item["kind"]: item for item in serving.objects(config, bundle, "twice:1", access)}
+    for item in parts.values():
+        validate(item)
+    assert {port["appProtocol"] for port in parts["Service"]["spec"]["ports"]} == {"https"}
+    (endpoint,) = parts["ServiceMonitor"]["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["authorization"] == {"credentials": {"name": "prometheus-key", "key": "key"}}
+
+
+@pytest.mark.parametrize(
+    ("deploy", "access", "said"),
+    [
+        ({"service_monitor": True}, {"api_keys": "/keys"}, "deploy.monitor_secret"),
+        ({"expose": "ingress"}, {"tls_certificate": "/crt", "tls_key": "/key"}, "deploy.ingress_secret"),
+        ({"expose": "gateway", "gateway": "edge"}, {"tls_certificate": "/crt", "tls_key": "/key"}, "TLS ends before"),
+    ],
+)
+def test_what_nobody_could_ask_is_refused(
+    deploy: dict[str, Any], access: dict[str, str], said: str, configure: Configure, bundle: Bundle
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        serving.objects(configure(deploy), bundle, "twice:1", Access(**access))

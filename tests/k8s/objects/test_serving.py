@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from k8s.objects import serving
+from k8s.objects.manifests import BUNDLE_ANNOTATION
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import ConfigError
+from serve.metrics import Metrics
+
+from ..conftest import Configure
+from ..invariants import check
+from ..schemas import validate
+
+IMAGE = "registry.example:5000/twice:1"
+DEPLOYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"replicas": 1, "max_replicas": 1},
+    {"replicas": 3, "max_replicas": 9, "cpu": "2", "memory": "8Gi", "gpus": 2, "namespace": "models"},
+    {"spot": True, "sidecar": False, "node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"]},
+    {"gpus": 1, "spot": True, "sidecar": False, "clients": ["shop"], "egress": ["10.0.0.0/8:4318", "443"]},
+    {"environment": {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://10.1.2.3:4318"}},
+)
+PLAIN: tuple[dict[str, Any], ...] = (
+    {"expose": "ingress"},
+    {"expose": "ingress", "hostname": "twice.example", "ingress_class": "nginx"},
+    {"expose": "gateway", "gateway": "edge"},
+    {"expose": "gateway", "gateway": "infra/edge", "hostname": "twice.example", "spot": True},
+    {"metrics_adapter": "prometheus", "in_flight": 4, "service_monitor": True, "monitor_labels": {"release": "p"}},
+)
+KSERVE: tuple[dict[str, Any], ...] = (
+    {"kserve_mode": "Knative"},
+    {"kserve_mode": "Knative", "gpus": 1, "spot": True, "sidecar": False},
+    {"storage_uri": "pvc://bundles/twice"},
+    {"storage_uri": "s3://bundles/twice", "storage_secret": "store", "gpus": 1},
+    {"storage_uri": "oci://registry.example/twice@sha256:" + "0" * 64, "kserve_mode": "Knative"},
+)
+ALL = [
+    *({**deploy, "mode": mode} for mode in ("deployment", "inferenceservice") for deploy in DEPLOYS),
+    *PLAIN,
+    *({**deploy, "mode": "inferenceservice"} for deploy in KSERVE),
+]
+IN_FLIGHT = "pipe_requests_in_flight"
+MODES = ("deployment", "inferenceservice")
+
+
+def objects(config: Any, bundle: Bundle) -> dict[str, dict[str, Any]]:
+    return {item["kind"]: item for item in serving.objects(config, bundle, IMAGE)}
+
+
+def pod_of(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Labels and spec of the serving pods."""
+    if "Deployment" in parts:
+        template = parts["Deployment"]["spec"]["template"]
+        return template["metadata"]["labels"], template["spec"]
+    predictor = parts["InferenceService"]["spec"]["predictor"]
+    return predictor["labels"], predictor
+
+
+@pytest.mark.parametrize("deploy", ALL, ids=lambda deploy: "-".join(deploy) or "default")
+def test_whatever_is_configured_the_api_accepts_it_and_its_parts_agree(
+    deploy: dict[str, Any], configure: Configure, bundle: Bundle
+) -> None:
+    made = serving.objects(configure(deploy), bundle, IMAGE)
+    for item in made:
+        validate(item)
+    check(made)
+    namespaces = {item["metadata"]["namespace"] for item in made}
+    assert namespaces == {deploy.get("namespace", "default")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_probes_ask_the_protocols_health_endpoints(mode: str, configure: Configure, bundle: Bundle) -> None:
+    container = pod_of(objects(configure({"mode": mode}), bundle))[1]["containers"][0]
+    for probe, path in (("startup", "ready"), ("readiness", "ready"), ("liveness", "live")):
+        assert container[f"{probe}Probe"]["httpGet"] == {"path": f"/v2/health/{path}", "port": "http"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pods_meet_the_restricted_security_standard(mode: str, configure: Configure, bundle: Bundle) -> None:
+    spec = pod_of(objects(configure({"mode": mode}), bundle))[1]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] == 10001
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["containers"][0]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert spec["containers"][0]["volumeMounts"] == [{"name": "tmp", "mountPath": "/tmp"}]
+    assert "emptyDir" in spec["volumes"][0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_bundle_is_named_on_the_objects_and_on_the_pods(mode: str, configure: Configure, bundle: Bundle) -> None:
+    parts = objects(configure({"mode": mode}), bundle)
+    owner = parts["Deployment"]["spec"]["template"]["metadata"] if mode == "deployment" else pod_of(parts)[1]
+    assert owner["annotations"][BUNDLE_ANNOTATION] == bundle.digest
+    assert all(item["metadata"]["annotations"][BUNDLE_ANNOTATION] == bundle.digest for item in parts.values())
+    assert all(item["metadata"]["labels"]["app.kubernetes.io/version"] == bundle.digest[:12] for item in parts.values())
+
+
+def test_the_autoscaler_owns_the_replicas_of_the_deployment_it_targets(configure: Configure, bundle: Bundle) -> None:
+    parts = objects(configure({"replicas": 3, "max_replicas": 5}), bundle)
+    scaler, deployment = parts["HorizontalPodAutoscaler"]["spec"], parts["Deployment"]
+    assert "replicas" not in deployment["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (3, 5)
+    assert scaler["scaleTargetRef"] == {
+        "apiVersion": deployment["apiVersion"],
+        "kind": "Deployment",
+        "name": deployment["metadata"]["name"],
+    }
+
+
+def test_kserve_gets_the_same_replica_bounds(configure: Configure, bundle: Bundle) -> None:
+    parts = objects(configure({"mode": "inferenceservice", "replicas": 3, "max_replicas": 5}), bundle)
+    predictor = parts["InferenceService"]["spec"]["predictor"]
+    assert (predictor["minReplicas"], predictor["maxReplicas"]) == (3, 5)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_one_pod_at_a_time_may_be_evicted_even_when_it_is_the_only_one(
+    replicas: int, configure: Configure, bundle: Bundle
+) -> None:
+    budget = objects(configure({"replicas": replicas}), bundle)["PodDisruptionBudget"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert "minAvailable" not in budget
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resources_come_from_the_configuration(mode: str, configure: Configure, bundle: Bundle) -> None:
+    deploy = {"mode": mode, "cpu": "2", "memory": "3Gi", "gpus": 1}
+    spec = pod_of(objects(configure(deploy), bundle))[1]
+    assert spec["containers"][0]["resources"] == {
+        "requests": {"cpu": "2", "memory": "3Gi"},
+        "limits": {"memory": "3Gi", "nvidia.com/gpu": "1"},
+    }
+    assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert "tolerations" not in pod_of(objects(configure({"mode": mode}), bundle))[1]
+
+
+def test_pods_may_reach_nothing_but_the_dns(configure: Configure, bundle: Bundle) -> None:
+    policy = objects(configure(), bundle)["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert [port["port"] for rule in policy["egress"] for port in rule["ports"]] == [53, 53]
+
+
+@pytest.mark.parametrize("image", ["twice", "twice:latest", "registry.example:5000/twice", "twice:", "two words:1", ""])
+def test_an_image_that_may_change_is_refused(image: str, configure: Configure, bundle: Bundle) -> None:
+    with pytest.raises(ConfigError, match="image"):
+        serving.objects(configure(), bundle, image)
+
+
+@pytest.mark.parametrize("tag", ["", ":latest", ":1"])
+def test_a_bundle_in_an_image_that_may_change_is_refused(tag: str, configure: Configure, bundle: Bundle) -> None:
+    pinned = "oci://r.example/a@sha256:" + "a" * 64
+    for storage, stable in ((f"oci://r.example/a{tag}", pinned), (pinned, f"oci://r.example/a{tag}")):
+        deploy = {"mode": "inferenceservice", "storage_uri": storage, "stable_uri": stable}
+        with pytest.raises(ConfigError, match="another image"):
+            serving.objects(configure(deploy), bundle, IMAGE)
+
+
+@pytest.mark.parametrize(
+    "image", ["twice:1", "r.example/a/twice@sha256:" + "a" * 64, "r:5000/twice:latest@sha256:" + "0" * 64]
+)
+def test_an_image_that_stays_is_taken(image: str, configure: Configure, bundle: Bundle) -> None:
+    parts = {item["kind"]: item for item in serving.objects(configure(), bundle, image)}
+    assert pod_of(parts)[1]["containers"][0]["image"] == image
+
+
+@pytest.mark.parametrize(
+    ("deploy", "key"),
+    [
+        ({"replicas": 7, "max_replicas": 6}, "max_replicas"),
+        ({"memory": "lots"}, "deploy.memory"),
+        ({"cpu": "-1"}, "deploy.cpu"),
+        ({"namespace": "My_Models"}, "deploy.namespace"),
+        ({"storage_uri": "pvc://a/b"}, "deploy.storage_uri: only KServe"),
+        ({"expose": "gateway"}, "needs deploy.gateway"),
+        ({"mode": "inferenceservice", "expose": "ingress"}, "deploy.expose=ingress: KServe makes"),
+        ({"mode": "inferenceservice", "metrics_adapter": "prometheus"}, "deploy.metrics_adapter"),
+        ({"mode": "inferenceservice", "service_monitor": True}, "deploy.service_monitor"),
+        ({"environment": {"LOG_FORMAT": "text"}}, "deploy.environment.LOG_FORMAT: is set"),
+    ],
+)
+def test_settings_a_cluster_would_refuse_are_named_before(
+    deploy: dict[str, Any], key: str, configure: Configure, bundle: Bundle
+) -> None:
+    with pytest.raises(ConfigError, match=key):
+        serving.objects(configure(deploy), bundle, IMAGE)
+
+
+def test_the_autoscaler_looks_at_requests_in_flight_where_an_adapter_is_named(
+    configure: Configure, bundle: Bundle
+) -> None:
+    def metrics(deploy: dict[str, Any]) -> list[Any]:
+        found: list[Any] = objects(configure(deploy), bundle)["HorizontalPodAutoscaler"]["spec"]["metrics"]
+        return found
+
+    assert [metric["type"] for metric in metrics({})] == ["Resource"]
+    _, pods = metrics({"metrics_adapter": "prometheus", "in_flight": 4})
+    assert pods["pods"] == {
+        "metric": {"name": IN_FLIGHT},
+        "target": {"type": "AverageValue", "averageValue": "4"},
+    }
+
+
+def test_the_metric_of_the_autoscaler_is_one_the_service_has() -> None:
+    assert IN_FLIGHT in {family.name for family in Metrics(list).collect()}
+
+
+def test_a_change_of_the_config_map_rolls_out(configure: Configure, bundle: Bundle) -> None:
+    def note(**serve: Any) -> str:
+        template = objects(configure(serve=serve), bundle)["Deployment"]["spec"]["template"]
+        return str(template["metadata"]["annotations"]["pipe-road/options"])
+
+    assert note() == note() != note(log_requests=0.5)
+
+
+@pytest.mark.parametrize("name", ["RawDeployment", "Serverless"])
+def test_a_deprecated_mode_is_answered_with_its_new_name(name: str, configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is the deprecated name of (Standard|Knative)"):
+        configure({"kserve_mode": name})

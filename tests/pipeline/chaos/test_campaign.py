@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pipeline.chaos.campaign import DEALT, schedule, small, step_ends
+from pipeline.contract.config import Config, parse_config
+from pipeline.contract.errors import ConfigError
+
+
+def test_the_same_numbers_give_the_same_kills_and_another_seed_gives_others() -> None:
+    assert schedule(50, 7, 18, 2) == schedule(50, 7, 18, 2)
+    assert schedule(50, 7, 18, 2) != schedule(50, 8, 18, 2)
+
+
+@pytest.mark.parametrize(("kills", "steps", "processes"), [(1, 8, 1), (5, 8, 1), (20, 9, 2), (50, 18, 3), (100, 40, 2)])
+def test_as_many_kills_as_asked_for_in_the_order_training_meets_them(kills: int, steps: int, processes: int) -> None:
+    found = schedule(kills, 7, steps, processes)
+    assert len(found) == kills
+    assert [kill.step for kill in found] == sorted(kill.step for kill in found)
+    assert all(1 <= kill.step <= steps and 0 <= kill.rank < processes and 0 <= kill.share < 1 for kill in found)
+
+
+def test_every_kind_of_place_and_of_victim_has_its_kills() -> None:
+    found = Counter(schedule(len(DEALT), 7, 18, 2))
+    places = Counter((kill.place, kill.who) for kill in found)
+    assert places.keys() == {
+        ("step", "worker"), ("write", "worker"), ("rename", "worker"), ("renamed", "worker"), ("ledger", "worker"),
+        ("moment", "worker"), ("moment", "launcher"), ("moment", "pipe"), ("start", "worker"),
+    }  # fmt: skip
+    assert {kill.rank for kill in found if (kill.place, kill.who) == ("moment", "worker")} == {0, 1}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_every_step_ends_with_a_kill_where_there_are_enough(seed: int) -> None:
+    steps = step_ends(50)
+    ends = [kill for kill in schedule(50, seed, steps, 2) if kill.place == "step"]
+    assert [kill.step for kill in ends] == list(range(1, steps + 1))
+    assert {kill.rank for kill in ends} == {0, 1}
+
+
+def test_a_kill_from_outside_finds_training_still_under_way() -> None:
+    outside = [kill for kill in schedule(200, 7, 18, 2) if kill.place == "moment"]
+    assert all(kill.step < kill.hold <= 18 for kill in outside)
+
+
+WHOLE = {"name": "x", "task": "task.py:T", "codec": "codec.py:C"}
+
+
+def config(**train: object) -> Config:
+    return parse_config({**WHOLE, "train": train}, source="test")
+
+
+@pytest.mark.parametrize("kills", [20, 50, 100])
+def test_a_large_split_is_cut_to_as_many_steps_as_there_are_kills_at_step_ends(kills: int) -> None:
+    train = small(config(batch_size=64, epochs=300), 1_000_000, kills, []).train
+    assert train.epochs * -(-train.samples // 64) == step_ends(kills) // 2 * 2
+    assert train.epochs == 2
+    assert train.samples % 64, "batches differ in size"
+
+
+def test_a_small_split_is_gone_through_more_often() -> None:
+    train = small(config(batch_size=64), 130, 50, []).train
+    assert train.samples == 0
+    assert train.epochs * 3 >= step_ends(50)
+
+
+def test_a_few_kills_have_steps_before_and_after() -> None:
+    train = small(config(batch_size=1), 1000, 1, []).train
+    assert train.epochs * train.samples == 8
+
+
+def test_every_step_is_saved_and_training_does_not_tire_of_starting_again() -> None:
+    train = small(config(nodes=4, rendezvous="h:1", patience=2, balance="auto"), 1000, 10, []).train
+    assert (train.checkpoint_every, train.nodes, train.patience, train.balance) == (1, 1, 0, "equal")
+    assert train.restarts >= 100
+
+
+def test_what_is_typed_comes_last() -> None:
+    assert small(config(), 1000, 10, ["train.processes=3", "train.epochs=5"]).train.epochs == 5
+
+
+@pytest.mark.parametrize("words", [["train.sync=parameter_server"], ["train.deterministic=false"]])
+def test_trainings_that_end_otherwise_each_time_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="pipe chaos compares weights to the bit"):
+        small(config(), 1000, 10, words)

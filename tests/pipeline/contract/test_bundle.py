@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from google.protobuf.descriptor import Descriptor
+
+from pipeline.contract.bundle import MESSAGES, PROVENANCE, REQUIRED, external_locations, open_bundle, statement
+from pipeline.contract.errors import BundleError
+from pipeline.contract.files import digest_file, write_json
+
+from .conftest import SIGNATURE, seal
+
+NAMES = [*REQUIRED, "codec.py", "weights/part.bin"]
+
+
+def edit(bundle: Path, change: dict[str, Any]) -> None:
+    path = bundle / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+
+def entries(bundle: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((bundle / "manifest.json").read_text())["files"]
+    return found
+
+
+def refusal(bundle: Path) -> str:
+    with pytest.raises(BundleError) as caught:
+        open_bundle(bundle)
+    return str(caught.value)
+
+
+def test_a_sealed_bundle_opens_and_is_known_by_the_digest_of_its_manifest(bundle: Path) -> None:
+    found = open_bundle(bundle)
+    assert found.digest == digest_file(bundle / "manifest.json") == seal(bundle)
+    assert (found.name, found.model, found.signature) == ("pairs", bundle / "model.onnx", SIGNATURE)
+    assert set(entries(bundle)) == set(NAMES)
+
+
+def test_golden_requests_are_read_back_as_they_were_written(bundle: Path) -> None:
+    golden = open_bundle(bundle).golden()
+    assert golden.inputs["pair"].tolist() == np.ones((2, 2)).tolist()
+    assert golden.outputs["score"].dtype == np.float32
+    assert (golden.instances, golden.predictions) == ([[1, 2]], [{"score": 0.5}])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_flipped_bit_in_any_file_is_refused_by_name(bundle: Path, name: str) -> None:
+    raw = bytearray((bundle / name).read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (bundle / name).write_bytes(raw)
+    assert f"{name}: content changed since export" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_file_is_named(bundle: Path, name: str) -> None:
+    (bundle / name).unlink()
+    assert f"missing {name}" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", [*REQUIRED, "codec.py"])
+def test_a_manifest_cannot_leave_out_what_every_bundle_has(bundle: Path, name: str) -> None:
+    edit(bundle, {"files": {path: entry for path, entry in entries(bundle).items() if path != name}})
+    assert f"not in the manifest: {name}" in refusal(bundle)
+
+
+def test_only_a_model_without_a_codec_needs_no_file_of_one(bundle: Path) -> None:
+    (bundle / "codec.py").unlink()
+    seal(bundle)
+    assert "missing codec.py" in refusal(bundle)
+    (bundle / "signature.json").write_text(SIGNATURE.model_copy(update={"codec": ""}).model_dump_json())
+    seal(bundle)
+    assert open_bundle(bundle).signature.codec == ""
+
+
+@pytest.mark.parametrize("name", ["extra.py", "weights/extra.bin", ".hidden", "weights/manifest.json"])
+def test_a_file_that_the_manifest_does_not_name_is_refused(bundle: Path, name: str) -> None:
+    (bundle / name).write_text("{}")
+    assert f"not in the manifest: {name}" in refusal(bundle)
+
+
+def test_a_symbolic_link_is_refused_though_its_content_is_right(bundle: Path) -> None:
+    (bundle / "codec.py").rename(bundle.parent / "codec.py")
+    (bundle / "codec.py").symlink_to(bundle.parent / "codec.py")
+    assert "symbolic link" in refusal(bundle)
+
+
+def test_a_linked_directory_is_refused(bundle: Path) -> None:
+    (bundle / "weights").rename(bundle.parent / "weights")
+    (bundle / "weights").symlink_to(bundle.parent / "weights")
+    assert "symbolic link" in refusal(bundle)
+
+
+def test_what_is_neither_file_nor_directory_is_refused(bundle: Path) -> None:
+    os.mkfifo(bundle / "pipe")
+    assert "not a plain file" in refusal(bundle)
+
+
+@pytest.mark.parametrize("name", ["../outside", "weights/../../outside", "/etc/hostname", "./codec.py", "weights"])
+def test_a_manifest_cannot_name_what_is_no_file_below_the_bundle(bundle: Path, name: str) -> None:
+    (bundle.parent / "outside").write_text("secret")
+    edit(bundle, {"files": {**entries(bundle), name: {"sha256": "0" * 64, "bytes": 6}}})
+    assert f"missing {name}" in refusal(bundle)
+
+
+def test_an_absolute_name_is_refused_though_the_file_and_digest_are_right(bundle: Path) -> None:
+    outside = bundle.parent / "outside"
+    outside.write_text("secret")
+    edit(bundle, {"files": {**entries(bundle), str(outside): {"sha256": digest_file(outside), "bytes": 6}}})
+    assert f"missing {outside}" in refusal(bundle)
+
+
+def test_a_lineage_with_another_model_is_refused(bundle: Path) -> None:
+    ancestors = json.loads((bundle / "manifest.json").read_text())["ancestors"]
+    edit(bundle, {"ancestors": {**ancestors, "onnx": "0" * 64}})
+    assert "lineage names another model.onnx" in refusal(bundle)
+
+
+def test_an_edited_lineage_is_another_bundle(bundle: Path) -> None:
+    before = open_bundle(bundle).digest
+    ancestors = json.loads((bundle / "manifest.json").read_text())["ancestors"]
+    edit(bundle, {"ancestors": {**ancestors, "data": "another"}})
+    assert open_bundle(bundle).digest != before
+
+
+def test_a_bundle_of_another_schema_says_what_to_do(bundle: Path) -> None:
+    edit(bundle, {"schema_version": 2})
+    assert "schema 2, this version reads 1; export again" in refusal(bundle)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": 1}', "\ufeff{}"])
+def test_a_manifest_that_makes_no_sense_is_refused(bundle: Path, text: str) -> None:
+    (bundle / "manifest.json").write_text(text)
+    assert "not a valid manifest" in refusal(bundle)
+
+
+def test_an_unknown_field_of_the_manifest_is_refused(bundle: Path) -> None:
+    edit(bundle, {"surprise": 1})
+    assert "not a valid manifest" in refusal(bundle)
+
+
+def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
+    assert "not a bundle" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"inputs": []}'])
+def test_a_sealed_signature_that_makes_no_sense_is_refused(bundle: Path, text: str) -> None:
+    (bundle / "signature.json").write_text(text)
+    seal(bundle)
+    assert "not a valid signature" in refusal(bundle)
+
+
+def test_a_file_of_the_manifests_own_name_deeper_down_is_sealed_too(bundle: Path) -> None:
+    (bundle / "weights" / "manifest.json").write_text("{}")
+    seal(bundle)
+    assert "weights/manifest.json" in open_bundle(bundle).manifest.files
+
+
+def test_a_file_that_has_another_name_elsewhere_is_refused(bundle: Path) -> None:
+    os.link(bundle / "codec.py", bundle.parent / "codec.py")
+    os.link(bundle / "codec.py", bundle.parent / "again.py")
+    said = refusal(bundle)
+    assert "codec.py: has 2 more names elsewhere (a hard link)" in said
+    assert "`cp -r`" in said
+
+
+def test_what_later_runs_reuse_has_names_in_them_and_nowhere_else(bundle: Path) -> None:
+    """As `pipe` links it; `export.partial` is what a killed one leaves."""
+    runs = bundle.parent / "runs"
+    own = runs / "first" / "export" / "bundle"
+    shutil.copytree(bundle, own)
+    (runs / "first" / "run.json").write_text("{}")
+    for name, step in (("second", "export"), ("third", "export.partial")):
+        shutil.copytree(own, runs / name / step / "bundle", copy_function=os.link)
+        (runs / name / "run.json").write_text("{}")
+        assert open_bundle(runs / name / step / "bundle").digest == open_bundle(own).digest
+    os.link(own / "card.md", bundle.parent / "card.md")
+    assert "card.md: has 1 more name elsewhere" in refusal(own)
+
+
+def model(bundle: Path, location: str) -> None:
+    tensor = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=[4], raw_data=b"0" * 16)
+    onnx.external_data_helper.set_external_data(tensor, location)
+    node = onnx.helper.make_node("Constant", [], ["w"], value=tensor)  # not an initializer: it is read all the same
+    graph = onnx.helper.make_graph([node], "g", [], [])
+    (bundle / "model.onnx").write_bytes(onnx.helper.make_model(graph).SerializeToString())
+    seal(bundle)
+
+
+@pytest.mark.parametrize("location", ["../outside", "/etc/hostname", "weights/part.bin", "gone", "", "."])
+def test_weights_that_a_sealed_model_keeps_elsewhere_are_refused(bundle: Path, location: str) -> None:
+    (bundle.parent / "outside").write_bytes(b"0" * 16)
+    model(bundle, location)
+    assert f"keeps weights in {location!r}, which is no plain file beside it" in refusal(bundle)
+
+
+def test_weights_beside_the_model_are_its_own(bundle: Path) -> None:
+    (bundle / "model.data").write_bytes(b"0" * 16)
+    model(bundle, "model.data")
+    assert "model.data" in open_bundle(bundle).manifest.files
+
+
+def test_a_sealed_model_that_hides_where_its_weights_are_is_refused(bundle: Path) -> None:
+    (bundle / "model.onnx").write_bytes(b"\x0f location")
+    seal(bundle)
+    assert "is not an ONNX file that can be read" in refusal(bundle)
+
+
+def test_a_provenance_is_about_the_bundle_it_lies_in(bundle: Path) -> None:
+    raw = (bundle / "manifest.json").read_bytes()
+    body = statement(open_bundle(bundle).manifest, raw, {"name": "pairs"}, {"torch": "2"}, {"python": "3"})
+    write_json(bundle / PROVENANCE, body)
+    digest = open_bundle(bundle).digest
+    assert seal(bundle) == digest, "it is not part of what it tells of"
+    for change, said in (
+        ({"subject": []}, "is about another bundle"),
+        ({"_type": "x"}, "is no in-toto statement"),
+    ):
+        write_json(bundle / PROVENANCE, {**body, **change})
+        assert said in refusal(bundle)
+    (bundle / PROVENANCE).write_text("{")
+    assert "not valid JSON" in refusal(bundle)
+
+
+def leads_to_a_tensor(kind: Descriptor, seen: frozenset[str] = frozenset()) -> bool:
+    if kind.name in ("TensorProto", "SparseTensorProto"):
+        return True
+    inner = (field.message_type for field in kind.fields if field.message_type and field.message_type.name not in seen)
+    return any(leads_to_a_tensor(other, seen | {kind.name}) for other in inner)
+
+
+def test_every_way_to_a_tensor_that_onnx_knows_is_followed() -> None:
+    """Held against ONNX's own schema, in which a later version may open another one."""
+    waiting: list[Descriptor] = [onnx.ModelProto.DESCRIPTOR]
+    found: dict[str, dict[int, str]] = {}
+    while waiting:
+        kind = waiting.pop()
+        if kind.name in found or kind.name == "TensorProto":
+            continue
+        inner = {field.number: field.message_type for field in kind.fields if field.message_type}
+        kept = {number: other for number, other in inner.items() if leads_to_a_tensor(other)}
+        found[kind.name] = {number: other.name for number, other in kept.items()}
+        waiting += kept.values()
+    assert found == {name: fields for name, fields in MESSAGES.items() if name != "TensorProto"}
+    field = onnx.TensorProto.DESCRIPTOR.fields_by_name["external_data"]
+    assert MESSAGES["TensorProto"] == {field.number: field.message_type.name}
+
+
+def outside(location: str) -> onnx.TensorProto:
+    tensor = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=[1], raw_data=b"0000")
+    onnx.external_data_helper.set_external_data(tensor, location, offset=0, length=4)
+    return tensor
+
+
+def test_tensors_are_found_wherever_they_hide(tmp_path: Path) -> None:
+    helper = onnx.helper
+    branch = helper.make_graph([helper.make_node("Constant", [], ["b"], value=outside("branch"))], "b", [], [])
+    function = helper.make_function("f", "F", [], ["y"], [helper.make_node("Constant", [], ["y"], value=outside("function"))], [helper.make_opsetid("", 20)])  # fmt: skip  # noqa: E501
+    sparse = onnx.SparseTensorProto(values=outside("values"), indices=outside("indices"), dims=[4])
+    graph = helper.make_graph(
+        [
+            helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
+            helper.make_node("Many", [], ["z"], all=[outside("list")]),
+        ],
+        "g", [], [], [outside("weights")], sparse_initializer=[sparse],
+    )  # fmt: skip
+    model = helper.make_model(graph, functions=[function])
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    assert external_locations(tmp_path / "model.onnx") == {
+        "branch", "function", "values", "indices", "list", "weights",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", [b"\x3a\x7flocation", b"\x3b location", b"\x3a" + b"\xff" * 12 + b"location", b"\x09location"[:-3] + b"location"])  # fmt: skip  # noqa: E501
+def test_what_is_no_protobuf_is_refused_and_not_passed_over(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "model.onnx").write_bytes(raw)
+    with pytest.raises(BundleError, match="is not an ONNX file that can be read"):
+        external_locations(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("raw", [b"", b"no tensors of its own"])
+def test_without_the_word_there_is_nothing_to_look_for(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "model.onnx").write_bytes(raw)
+    assert external_locations(tmp_path / "model.onnx") == set()

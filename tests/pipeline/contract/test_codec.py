@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.contract.codec import codec_class, load_codec, required, shared_files
+from pipeline.contract.errors import ConfigError
+
+METHODS = {
+    "decode": "    def decode(self, instances): return {'x': instances}",
+    "encode": "    def encode(self, o): ...",
+}
+
+
+def write(root: Path, *names: str) -> None:
+    (root / "some_codec.py").write_text("class Codec:\n    pass\n" + "\n".join(METHODS[n] for n in names) + "\n")
+
+
+def write_with(root: Path, *lines: str) -> None:
+    body = [*lines, *METHODS.values(), "    def __init__(self, folder=None): self.folder = folder"]
+    (root / "some_codec.py").write_text("class Codec:\n" + "\n".join(body) + "\n")
+
+
+def test_a_codec_with_both_methods_is_built(root: Path) -> None:
+    write(root, "decode", "encode")
+    assert load_codec("some_codec.py:Codec", root).decode([1]) == {"x": [1]}
+
+
+@pytest.mark.parametrize(("have", "missing"), [("decode", r"encode\(outputs\)"), ("encode", r"decode\(instances\)")])
+def test_a_missing_method_is_named(root: Path, have: str, missing: str) -> None:
+    write(root, have)
+    with pytest.raises(ConfigError, match=f"has no method {missing}"):
+        load_codec("some_codec.py:Codec", root)
+
+
+def test_a_codec_with_files_is_built_with_their_folder(root: Path) -> None:
+    (root / "files").mkdir()
+    (root / "files" / "words.txt").write_text("one two")
+    write_with(root, "    files = ('words.txt',)")
+    assert vars(load_codec("some_codec.py:Codec", root, files=root / "files")) == {"folder": root / "files"}
+
+
+def test_a_codec_without_files_is_built_without_a_folder(root: Path) -> None:
+    write_with(root)
+    assert vars(load_codec("some_codec.py:Codec", root, files=root)) == {"folder": None}
+
+
+def test_a_file_that_is_not_there_is_named(root: Path) -> None:
+    write_with(root, "    files = ('words.txt',)")
+    with pytest.raises(ConfigError, match=r"needs words.txt, which is not in "):
+        load_codec("some_codec.py:Codec", root, files=root / "files")
+    with pytest.raises(ConfigError, match=r"needs words.txt; build it with the folder"):
+        load_codec("some_codec.py:Codec", root)
+
+
+@pytest.mark.parametrize("name", ["../model.onnx", "/etc/hostname", "a/../../b", "./words.txt", r"a\b", "a//b", "."])
+def test_a_file_outside_the_folder_is_refused(root: Path, name: str) -> None:
+    write_with(root, f"    files = (r'{name}',)")
+    with pytest.raises(ConfigError, match="name files below the folder"):
+        load_codec("some_codec.py:Codec", root, files=root)
+
+
+@pytest.mark.parametrize("line", ["files = 'words.txt'", "files = (1,)", "requires = 'tokenizers'", "requires = ('',)"])
+def test_names_that_are_no_tuple_of_words_are_refused(root: Path, line: str) -> None:
+    write_with(root, f"    {line}")
+    kind = codec_class("some_codec.py:Codec", root)
+    read = shared_files if line.startswith("files") else required
+    with pytest.raises(ConfigError, match=f"write `{line.split()[0]} = "):
+        read(kind, "some_codec.py:Codec")

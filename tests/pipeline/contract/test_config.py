@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.contract.config import Config, load_config, override_config, parse_config, parse_recorded
+from pipeline.contract.errors import ConfigError, ConflictError
+
+MINIMAL: dict[str, Any] = {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:DigitsCodec"}
+
+
+def config(**sections: Any) -> Config:
+    return parse_config({**MINIMAL, **sections}, source="pipe.yaml")
+
+
+def refusal(**sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(**sections)
+    return str(caught.value)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "pipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_an_unknown_section_suggests_the_nearest_one() -> None:
+    assert "unknown key `trian`; did you mean `train`?" in refusal(trian={"epochs": 1})
+
+
+def test_an_unknown_key_suggests_the_nearest_of_its_section() -> None:
+    assert "unknown key `train.epoch`; did you mean `train.epochs`?" in refusal(train={"epoch": 1})
+
+
+def test_a_key_of_another_section_is_found_there() -> None:
+    assert "did you mean `deploy.replicas`?" in refusal(train={"replicas": 3})
+
+
+def test_a_key_like_no_other_lists_those_that_are_known() -> None:
+    assert "known keys here: leaks, near," in refusal(prepare={"qqqqqqqq": 1})
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match="`task` is missing"):
+        parse_config({"name": "x", "codec": "codec.py:C"}, source="pipe.yaml")
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    text = refusal(train={"epochs": 0, "lr": -1})
+    assert "`train.epochs`" in text
+    assert "`train.lr`" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("train", "epochs", "many"),
+        ("train", "epochs", 2.5),
+        ("train", "epochs", 0),
+        ("train", "epochs", [3]),
+        ("train", "optimizer", "adam"),
+        ("train", "seed", -1),
+        ("train", "seed", 2**64),
+        ("train", "warmup", 1.5),
+        ("evaluate", "confidence", 1.0),
+        ("evaluate", "require", {"accuracy": "high"}),
+        ("export", "batch_sizes", []),
+        ("export", "batch_sizes", [0]),
+        ("deploy", "port", 65536),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_full_name_of_its_key(section: str, key: str, value: Any) -> None:
+    assert f"`{section}.{key}" in refusal(**{section: {key: value}})
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("key", ["epochs", "lr", "seed"])
+def test_yes_or_no_is_not_taken_for_a_number(key: str, value: bool) -> None:
+    assert f"`train.{key}`" in refusal(train={key: value})
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", ".nan", "-.inf"])
+@pytest.mark.parametrize("key", ["train.lr", "evaluate.margin", "evaluate.require.accuracy", "export.rtol"])
+def test_a_number_that_is_not_finite_is_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{key}`"):
+        override_config(config(), [f"{key}={value}"])
+
+
+def test_a_section_that_is_not_a_mapping_is_refused() -> None:
+    assert "`train`" in refusal(train=3)
+
+
+@pytest.mark.parametrize("name", ["Digits", "-digits", "digits-", "dig its", "d" * 41, ""])
+def test_a_name_that_no_cluster_takes_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="`name`"):
+        parse_config({**MINIMAL, "name": name}, source="pipe.yaml")
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    assert len(refusal(train={"epochs": "x" * 5000})) < 300
+
+
+def test_overrides_win_over_the_file_and_leave_the_rest(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a\ntask: t.py:T\ncodec: c.py:C\ntrain: {epochs: 3, seed: 7}\n")
+    found = load_config(path, ["train.epochs=9", "evaluate.require.accuracy=0.5"])
+    assert (found.train.epochs, found.train.seed, found.evaluate.require) == (9, 7, {"accuracy": 0.5})
+
+
+def test_exponents_without_a_dot_are_numbers_though_yaml_reads_them_as_text() -> None:
+    assert override_config(config(), ["train.lr=1e-3"]).train.lr == 1e-3
+    assert config(train={"lr": "2e-4"}).train.lr == 2e-4
+
+
+def test_an_override_may_hold_a_list_or_an_equals_sign() -> None:
+    found = override_config(config(), ["export.batch_sizes=[1, 4]", "deploy.context=a=b"])
+    assert found.export.batch_sizes == (1, 4)
+    assert found.deploy.context == "a=b"
+
+
+def test_an_override_without_a_value_empties_the_text() -> None:
+    chosen = config(deploy={"context": "there"})
+    assert override_config(chosen, ["deploy.context="]).deploy.context == ""
+
+
+def test_a_word_that_has_gone_is_passed_over_in_a_run_of_before_and_refused_in_a_new_one() -> None:
+    values = {"name": "a", "task": "t.py:T", "codec": "c.py:C", "evaluate": {"force_reason": "", "margin": 0.5}}
+    assert parse_recorded(values, "run.json").evaluate.margin == 0.5
+    with pytest.raises(ConfigError, match=r"unknown key `evaluate\.force_reason`"):
+        parse_config(values, "pipe.yaml")
+
+
+@pytest.mark.parametrize("override", ["train.epochs", "=3", "train.lr.deep=1", "train.lr=[1"])
+def test_an_override_that_makes_no_sense_is_quoted(override: str) -> None:
+    with pytest.raises(ConfigError, match="override") as caught:
+        override_config(config(), [override])
+    assert override in str(caught.value)
+
+
+def test_an_override_of_an_unknown_key_suggests_too() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean `train\.epochs`"):
+        override_config(config(), ["train.epcohs=1"])
+
+
+def test_overriding_leaves_the_original_as_it_was() -> None:
+    before = config()
+    override_config(before, ["train.epochs=77"])
+    assert before == config()
+
+
+def test_a_configuration_survives_its_own_dump() -> None:
+    found = config(train={"lr": 0.3}, export={"batch_sizes": [5]}, evaluate={"require": {"accuracy": 0.9}})
+    assert parse_config(found.model_dump(mode="json"), source="run.json") == found
+
+
+def test_a_missing_file_names_the_command_that_writes_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pipe init"):
+        load_config(tmp_path / "pipe.yaml")
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "just words"])
+def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        load_config(write(tmp_path, text))
+
+
+def test_broken_yaml_is_refused_on_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not valid YAML") as caught:
+        load_config(write(tmp_path, "train: {epochs: [1\nname: x"))
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.yaml"
+    path.write_bytes(b"name: \xff\xfe\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("axis", "complaint"),
+    [
+        ({"low": 1}, "write it as `low` and `high`, or as `choices`"),
+        ({}, "write it as `low` and `high`, or as `choices`"),
+        ({"low": 1, "high": 2, "choices": [1]}, "write it as `low` and `high`, or as `choices`"),
+        ({"low": 2, "high": 2}, "low must be smaller than high"),
+        ({"low": 0, "high": 1, "log": True}, "log needs a range whose low is above 0"),
+        ({"choices": [1], "log": True}, "log needs a range whose low is above 0"),
+    ],
+)
+def test_what_is_searched_is_a_range_or_choices(axis: dict[str, Any], complaint: str) -> None:
+    assert f"`tune.space.train.lr`: {complaint}" in refusal(tune={"space": {"train.lr": axis}})
+
+
+def test_an_unknown_word_of_what_is_searched_suggests_the_nearest_one() -> None:
+    space = {"train.lr": {"lo": 1, "high": 2}}
+    assert "unknown key `tune.space.train.lr.lo`; did you mean `tune.space.train.lr.low`?" in refusal(
+        tune={"space": space}
+    )
+
+
+def test_the_types_of_choices_are_kept() -> None:
+    space = config(tune={"space": {"train.lr": {"choices": [1, True, 1.5, "x"]}}}).tune.space
+    assert [type(choice) for choice in space["train.lr"].choices] == [int, bool, float, str]
+
+
+def test_settings_that_do_not_go_together_are_told_apart_from_wrong_ones() -> None:
+    with pytest.raises(ConflictError):
+        config(train={"sync": "diloco", "precision": "fp16"})
+    with pytest.raises(ConfigError) as caught:
+        config(train={"sync": "diloco", "precision": "fp16"}, serve={"threads": -1})
+    assert not isinstance(caught.value, ConflictError)

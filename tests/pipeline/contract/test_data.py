@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from pipeline.contract import data as module
+from pipeline.contract.data import (
+    Rows,
+    Samples,
+    bare,
+    check_columns,
+    cut,
+    fingerprint,
+    forward,
+    named,
+    one_a_row,
+    pack,
+    sample_digests,
+    see_documents,
+)
+from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.task import Task
+
+
+class Items(Dataset[Any]):
+    def __init__(self, *items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
+
+
+class Stream(IterableDataset[Any]):
+    """Has no length and no order, so no sample could be counted exactly once."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class Names:
+    """Only what `named` reads of a task."""
+
+    inputs = ("x",)
+
+    def __init__(self, *outputs: str) -> None:
+        self.outputs = outputs
+
+
+def task(*outputs: str) -> Task:
+    return Names(*outputs)  # type: ignore[return-value]
+
+
+def test_columns_are_read_at_any_indices_in_the_order_asked() -> None:
+    samples = Samples("train", {"x": np.arange(10), "y": np.arange(10) * 2.0})
+    batch = samples.batch([7, 0, 7])
+    assert batch["x"].tolist() == [7, 0, 7]
+    assert batch["y"].tolist() == [14.0, 0.0, 14.0]
+    assert samples.in_memory
+
+
+def test_a_data_set_gives_the_batches_that_columns_give() -> None:
+    columns: dict[str, Any] = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "label": np.arange(4)}
+    items = Items(*({name: column[i] for name, column in columns.items()} for i in range(4)))
+    left, right = Samples("test", columns), Samples("test", items)
+    assert not right.in_memory
+    for indices in ([0, 3, 1], range(4)):
+        for name, column in left.batch(indices).items():
+            assert torch.equal(column, right.batch(indices)[name])
+            assert column.dtype == right.batch(indices)[name].dtype
+
+
+def test_batches_cover_a_range_in_order_with_a_smaller_last_one() -> None:
+    samples = Samples("test", {"x": np.arange(10)})
+    assert [batch["x"].tolist() for batch in samples.batches(range(2, 9), 3)] == [[2, 3, 4], [5, 6, 7], [8]]
+
+
+def test_columns_of_unequal_length_are_refused_with_their_lengths() -> None:
+    with pytest.raises(DataError, match=r"columns differ in length \(x 3, y 2\)"):
+        Samples("train", {"x": np.zeros(3), "y": np.zeros(2)})
+
+
+@pytest.mark.parametrize("source", [{"x": np.zeros((0, 4))}, Items()])
+def test_an_empty_split_is_refused_by_name(source: Any) -> None:
+    with pytest.raises(DataError, match=r"data\('validation'\): the split is empty"):
+        Samples("validation", source)
+
+
+def test_a_split_without_columns_is_refused() -> None:
+    with pytest.raises(DataError, match="has no columns"):
+        Samples("train", {})
+
+
+@pytest.mark.parametrize("column", [["a", "b"], 3, None, [[1, 2], [3]], np.array(["x", "y"])])
+def test_a_column_that_is_no_array_of_numbers_is_named(column: Any) -> None:
+    with pytest.raises(DataError, match=r"data\('train'\): column `bad`"):
+        Samples("train", {"x": np.zeros(2), "bad": column})
+
+
+@pytest.mark.parametrize("source", [None, 5, Stream()])
+def test_a_source_that_cannot_be_counted_is_refused(source: Any) -> None:
+    with pytest.raises(DataError, match="columns of equal length, or a map-style data set"):
+        Samples("train", source)
+
+
+@pytest.mark.parametrize("item", [3, (torch.zeros(2), 1)])
+def test_an_item_that_is_no_mapping_is_refused(item: Any) -> None:
+    with pytest.raises(DataError, match="must be a mapping of column names"):
+        Samples("train", Items(item, item)).batch([0, 1])
+
+
+def test_an_item_with_a_value_that_is_no_number_names_the_column() -> None:
+    with pytest.raises(DataError, match="column `path`"):
+        Samples("train", Items({"x": 1.0, "path": "a.png"})).batch([0])
+
+
+def test_an_input_that_is_no_column_is_named_with_those_there_are() -> None:
+    with pytest.raises(DataError, match=r"no column x, which the task names as an input \(columns: image\)"):
+        check_columns(task("y"), Samples("train", {"image": np.zeros(2)}))
+
+
+def test_one_declared_output_reaches_the_loss_as_a_bare_tensor() -> None:
+    found = forward(nn.Identity(), task("y"), {"x": torch.ones(2), "label": torch.zeros(2)})
+    assert isinstance(found, Tensor)
+
+
+@pytest.mark.parametrize("returned", [(torch.zeros(1), torch.ones(1)), [torch.zeros(1), torch.ones(1)]])
+def test_several_outputs_take_the_declared_names_in_order(returned: Any) -> None:
+    found = named(task("a", "b"), returned)
+    assert {name: float(tensor) for name, tensor in found.items()} == {"a": 0.0, "b": 1.0}
+    assert bare(task("a", "b"), found) is found
+
+
+def test_a_mapping_is_read_by_name_and_in_declared_order() -> None:
+    found = named(task("a", "b"), {"b": torch.ones(1), "other": torch.ones(9), "a": torch.zeros(1)})
+    assert list(found) == ["a", "b"]
+    assert float(found["b"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [torch.zeros(1), (torch.zeros(1),), (torch.zeros(1), None), {"a": torch.zeros(1)}, (torch.zeros(1),) * 3, None, 3],
+)
+def test_an_answer_that_does_not_hold_the_declared_outputs_is_refused(returned: Any) -> None:
+    with pytest.raises(DataError, match=r"named in `outputs` \(a, b\)"):
+        named(task("a", "b"), returned)
+
+
+def test_a_split_can_be_cut_to_its_first_samples_whether_in_memory_or_not() -> None:
+    columns = Samples("train", {"x": np.arange(5)})
+    items = Samples("train", Items(*({"x": i} for i in range(5))))
+    for samples in (columns, items):
+        cut = samples.first(3)
+        assert (len(cut), cut.in_memory) == (3, samples.in_memory)
+        assert cut.batch([2, 0])["x"].tolist() == [2, 0]
+        assert samples.first(0) is samples
+        assert samples.first(9) is samples
+
+
+def columns() -> dict[str, Any]:
+    generator = np.random.default_rng(0)
+    return {"x": generator.normal(size=(20, 3)).astype(np.float32), "label": generator.integers(0, 5, 20)}
+
+
+def of(source: Any) -> str:
+    return fingerprint(Samples("train", source))
+
+
+def test_equal_data_have_equal_fingerprints_whatever_the_split_or_column_order() -> None:
+    left, right = columns(), dict(reversed(columns().items()))
+    assert fingerprint(Samples("train", left)) == fingerprint(Samples("test", right))
+
+
+def test_a_data_set_and_columns_of_the_same_samples_are_the_same_data() -> None:
+    data = columns()
+    items = [{name: column[i] for name, column in data.items()} for i in range(20)]
+    assert of(items) == of(data)
+
+
+@pytest.mark.parametrize("size", [1, 7, 20])
+def test_the_fingerprint_does_not_depend_on_how_much_is_read_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    expected = of(columns())
+    monkeypatch.setattr(module, "_BATCH", size)
+    assert of(columns()) == expected
+
+
+def test_one_flipped_bit_changes_it() -> None:
+    data = columns()
+    before = of(data)
+    data["x"].view(np.uint8)[7, 2] ^= 1
+    assert of(data) != before
+
+
+def test_one_label_changes_it() -> None:
+    data = columns()
+    before = of(data)
+    data["label"][19] += 1
+    assert of(data) != before
+
+
+def test_the_order_of_samples_changes_it() -> None:
+    data = columns()
+    assert of({name: column[::-1].copy() for name, column in data.items()}) != of(data)
+
+
+def test_type_shape_and_name_change_it_though_the_bytes_are_the_same() -> None:
+    zeros = np.zeros((4, 6), np.float32)
+    found = {
+        of(source)
+        for source in (
+            {"x": zeros},
+            {"y": zeros},
+            {"x": zeros.view(np.int32)},
+            {"x": zeros.reshape(4, 2, 3)},
+            {"x": zeros[:3]},
+        )
+    }
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64])
+def test_every_type_of_number_has_a_fingerprint(kind: torch.dtype) -> None:
+    assert of({"x": torch.tensor([0, 1]).to(kind)}) != of({"x": torch.tensor([1, 1]).to(kind)})
+
+
+def test_samples_are_duplicates_by_the_named_columns_alone() -> None:
+    samples = Samples("train", {"x": np.array([[1, 2], [3, 4], [1, 2]]), "label": np.array([0, 1, 1])})
+    first, second, third = sample_digests(samples, ["x"])
+    assert first == third != second
+    assert len(set(sample_digests(samples, ["x", "label"]))) == 3
+
+
+PLAIN = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "deepseek_v2": lambda: DeepseekV2ForCausalLM(DeepseekV2Config(**PLAIN, **LATENT, topk_method="greedy")),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**PLAIN, **LATENT, num_mtp_layers=0)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**PLAIN)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**PLAIN)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**PLAIN, head_dim=8)),
+    "mistral, a window of 4": lambda: MistralForCausalLM(MistralConfig(**PLAIN, sliding_window=4)),
+}
+
+
+def lengths(seed: int) -> list[int]:
+    """As functions have them: many short, few long."""
+    draw = random.Random(seed)
+    return [min(2 + int(draw.expovariate(1 / 12)), 40) for _ in range(300)]
+
+
+def ids_of(*sizes: int) -> list[list[int]]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(1, 64, size).tolist() for size in sizes]
+
+
+def fed(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.from_numpy(rows.ids), torch.from_numpy(rows.segments), torch.from_numpy(rows.positions)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_text_stands_in_one_row_whole_and_once(seed: int) -> None:
+    texts = [[1000 * number + place for place in range(length)] for number, length in enumerate(lengths(seed), 1)]
+    rows = pack(texts, 40, pad=7)
+    found = []
+    for ids, segments, positions in zip(rows.ids, rows.segments, rows.positions, strict=True):
+        assert (np.diff(segments) >= 0).all(), "padding on the left, then the texts in order"
+        assert (ids[segments == 0] == 7).all()
+        for number in range(1, segments.max() + 1):
+            own = segments == number
+            assert positions[own].tolist() == list(range(own.sum()))
+            found.append(ids[own].tolist())
+    assert sorted(found) == texts
+
+
+def test_packing_leaves_little_padding_where_rows_of_their_own_would_be_mostly_that() -> None:
+    texts = [[1] * length for length in lengths(0)]
+    assert one_a_row(texts, 40, pad=0).padding > 0.6
+    assert pack(texts, 40, pad=0).padding < 0.02
+
+
+def test_a_text_goes_into_the_first_row_with_room_and_one_without_any_is_refused() -> None:
+    rows = pack([[1] * 6, [2] * 5, [3] * 4, [4] * 5, [5] * 10], 10, pad=0)
+    assert [sorted(set(row.tolist())) for row in rows.ids] == [[1, 3], [2, 4], [5]]
+    for lay_out in (pack, one_a_row):
+        with pytest.raises(DataError, match="a text of 11 tokens is longer than a row of 10"):
+            lay_out([[1] * 11], 10, pad=0)
+
+
+def test_a_long_text_is_cut_and_an_end_without_anything_to_predict_is_left_out() -> None:
+    assert cut([list(range(9)), [1], []], 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_packed_text_gives_the_logits_it_gives_alone(name: str) -> None:
+    """Though masks are given, and models keep a cache unless they are told not to: both would let texts through."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    texts = ids_of(5, 9, 1, 14, 3, 2)
+    alone = [model(torch.tensor([text])).logits[0] for text in texts]  # as transformers itself masks and counts
+    see_documents(model)
+    packed = pack([*texts, *ids_of(30, 8)], 48, pad=0)
+    assert packed.ids.shape == (2, 48) and packed.segments[0].max() > 5 and packed.padding
+    ids, segments, positions = fed(packed)
+    together = model(ids, segments, positions).logits
+    for number, (text, expected) in enumerate(zip(texts, alone, strict=True), 1):
+        own = segments[0] == number
+        assert ids[0][own].tolist() == text
+        torch.testing.assert_close(together[0][own], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_gradient_comes_from_another_text() -> None:
+    model = see_documents(MODELS["llama"]())
+    ids, segments, positions = fed(pack(ids_of(6, 7), 16, pad=0))
+    embedded = model.get_submodule("model.embed_tokens")(ids).detach().requires_grad_()
+    found = model(inputs_embeds=embedded, attention_mask=segments, position_ids=positions).logits
+    found[segments == 2].square().sum().backward()
+    assert embedded.grad is not None
+    assert (embedded.grad[segments == 2] != 0).any() and not embedded.grad[segments != 2].any()
+
+
+@torch.no_grad()
+def test_a_row_of_one_text_with_padding_is_what_the_model_alone_makes_of_it() -> None:
+    model = MODELS["qwen2"]().eval()
+    texts = ids_of(4, 7)
+    alone = [model(torch.tensor([text])).logits[0] for text in texts]
+    found = see_documents(model)(*fed(one_a_row(texts, 9, pad=0))).logits
+    for row, expected in zip(found, alone, strict=True):
+        torch.testing.assert_close(row[-len(expected) :], expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_pass_that_goes_on_with_a_cache_is_left_as_it_is() -> None:
+    model = see_documents(MODELS["llama"]()).eval()
+    (ids,) = ids_of(8)
+    whole = model(torch.tensor([ids]), position_ids=torch.arange(8)[None]).logits
+    plain = LlamaForCausalLM(LlamaConfig(**PLAIN)).eval()
+    plain.load_state_dict(model.state_dict())
+    cache = plain(torch.tensor([ids[:7]])).past_key_values
+    step = model(torch.tensor([ids[7:]]), torch.ones(1, 8), torch.tensor([[7]]), past_key_values=cache)
+    torch.testing.assert_close(step.logits[0, 0], whole[0, 7], rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_keep_texts_apart_is_refused() -> None:
+    model = see_documents(MODELS["llama"]())
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(DataError, match="no position_ids"):
+        model(ids)
+    model.config._attn_implementation = "flash_attention_2"  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="attention by 'flash_attention_2' does not keep the texts of a row apart"):
+        model(ids, None, ids)

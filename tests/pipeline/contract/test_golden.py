@@ -1,0 +1,184 @@
+"""Greedy generation over a graph of a few lines, whose answers are known by counting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.contract.golden import Decoder, Golden, difference, empty_past, greedy, padded
+from pipeline.contract.signature import Cache, Generation, TensorSpec
+
+RTOL, ATOL = 1e-3, 1e-4
+
+
+@pytest.mark.parametrize(
+    ("expected", "found"),
+    [
+        (1.0, 1.0005),
+        (0.0, 0.00005),
+        (3, 3.0),
+        ("cat", "cat"),
+        (None, None),
+        (True, True),
+        ([1.0, [2.0]], [1.0005, [2.0]]),
+        ({"a": 1.0, "b": []}, {"b": [], "a": 1.0}),
+        ([], []),
+    ],
+)
+def test_answers_within_tolerance_agree(expected: Any, found: Any) -> None:
+    assert difference(expected, found, RTOL, ATOL) is None
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "place"),
+    [
+        (1.0, 1.01, "answer"),
+        (1.0, float("nan"), "answer"),
+        (1.0, float("inf"), "answer"),
+        (1, True, "answer"),
+        (True, 1, "answer"),
+        (1.0, "1.0", "answer"),
+        (1.0, None, "answer"),
+        ("cat", "dog", "answer"),
+        ([1.0], 1.0, "answer"),
+        ([1.0, 2.0], [1.0], "answer"),
+        ([1.0, 2.0], [1.0, 3.0], "[1]"),
+        ({"a": 1.0}, {"a": 1.0, "b": 2.0}, "answer"),
+        ({"a": {"b": [0.0, 5.0]}}, {"a": {"b": [0.0, 6.0]}}, "a.b[1]"),
+        ([{"digit": 3}], [{"digit": 4}], "[0].digit"),
+    ],
+)
+def test_answers_that_part_say_where(expected: Any, found: Any, place: str) -> None:
+    text = difference(expected, found, RTOL, ATOL)
+    assert text is not None
+    assert text.startswith(f"{place}: expected")
+
+
+def test_the_place_starts_with_what_the_caller_looks_at() -> None:
+    assert str(difference([[1.0]], [[2.0]], RTOL, ATOL, "predictions")).startswith("predictions[0][0]: ")
+
+
+def test_golden_requests_keep_every_type_and_value(tmp_path: Path) -> None:
+    inputs = {
+        "ids": np.array([[1, -(2**62)]]),
+        "mask": np.array([[True, False]]),
+        "x": np.array([[np.inf]], np.float16),
+    }
+    Golden(inputs, {"y": np.array([[np.nan]])}, ["é"], [1.25], 0.1, 0.2).write(tmp_path)
+    found = Golden.read(tmp_path)
+    for name, array in inputs.items():
+        assert found.inputs[name].dtype == array.dtype
+        assert np.array_equal(found.inputs[name], array)
+    assert np.isnan(found.outputs["y"]).all()
+    assert (found.instances, found.predictions, found.rtol, found.atol) == (["é"], [1.25], 0.1, 0.2)
+
+
+def test_golden_texts_come_back_as_texts(tmp_path: Path) -> None:
+    texts = np.array([["héllo", ""]], np.object_)
+    Golden({"x": texts}, {}, [], [], 0.0, 0.0).write(tmp_path)
+    found = Golden.read(tmp_path).inputs["x"]
+    assert found.dtype == np.object_
+    assert found.tolist() == texts.tolist()
+
+
+def test_arrays_that_need_pickle_are_not_read(tmp_path: Path) -> None:
+    Golden({}, {}, [], [], 0.0, 0.0).write(tmp_path)
+    arrays: dict[str, Any] = {"input.x": np.array([{"code": "runs"}], dtype=object)}
+    np.savez(tmp_path / "golden.npz", **arrays)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        Golden.read(tmp_path)
+
+
+def test_the_same_golden_requests_are_the_same_bytes(tmp_path: Path) -> None:
+    golden = Golden({"x": np.ones((2, 2))}, {"y": np.zeros(2)}, [], [], 0.0, 0.0)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        golden.write(tmp_path / name)
+    assert (tmp_path / "a" / "golden.npz").read_bytes() == (tmp_path / "b" / "golden.npz").read_bytes()
+    assert json.loads((tmp_path / "a" / "golden.json").read_text())["instances"] == []
+
+
+WORDS = 11
+CACHE = TensorSpec(name="past", datatype="FP32", shape=("batch", 1, "past", 2))
+
+
+class Summing:
+    """Says the sum of all real ids so far, weighted by their positions; remembers how it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, feed: Mapping[str, Any]) -> dict[str, Any]:
+        ids, mask, past = feed["input_ids"], feed["attention_mask"], feed["past"]
+        self.asked.append((past.shape[2], ids.shape[1]))
+        assert mask.shape[1] == past.shape[2] + ids.shape[1]
+        new = np.stack([ids, feed["position_ids"]], axis=-1)[:, None].astype(np.float32)
+        present = np.concatenate([past, new], axis=2)
+        total = (present[:, 0, :, 0] * (present[:, 0, :, 1] + 1) * mask).cumsum(axis=1)[:, -ids.shape[1] :]
+        logits = -np.abs(np.arange(WORDS) - total[..., None] % WORDS)
+        return {"logits": logits.astype(np.float32), "present": present}
+
+
+def decoder(run: Summing | None = None, end: tuple[int, ...] = ()) -> Decoder:
+    generation = Generation(caches=(Cache(input="past", output="present"),), end=end, positions_limit=99)
+    return Decoder(run or Summing(), generation, {"past": CACHE})
+
+
+def counted(prompt: Sequence[int], most: int, end: tuple[int, ...] = ()) -> list[int]:
+    ids = list(prompt)
+    while len(ids) - len(prompt) < most and (len(ids) == len(prompt) or ids[-1] not in end):
+        ids.append(sum(one * (place + 1) for place, one in enumerate(ids)) % WORDS)
+    return ids[len(prompt) :]
+
+
+PROMPTS = [[3], [1, 2, 3, 4, 5], [9, 9], [0, 7, 0]]
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2, 3, 9])
+def test_company_padding_and_pieces_change_no_answer(chunk: int) -> None:
+    answers = greedy(decoder(), PROMPTS, 6, chunk)
+    assert [answer.tokens for answer in answers] == [counted(prompt, 6) for prompt in PROMPTS]
+
+
+def test_a_prompt_is_read_once_and_then_one_position_at_a_time() -> None:
+    run = Summing()
+    greedy(decoder(run), [[1, 2, 3]], 3)
+    assert run.asked == [(0, 3), (3, 1), (4, 1)]
+    run = Summing()
+    greedy(decoder(run), [[1, 2, 3]], 1, chunk=2)
+    assert run.asked == [(0, 2), (2, 1)]
+
+
+def test_a_row_that_ended_stays_as_it_is_while_others_go_on() -> None:
+    end = (counted(PROMPTS[1], 3)[-1],)
+    answers = greedy(decoder(end=end), PROMPTS, 6)
+    assert [answer.tokens for answer in answers] == [counted(prompt, 6, end) for prompt in PROMPTS]
+    assert min(len(answer.tokens) for answer in answers) < max(len(answer.tokens) for answer in answers)
+
+
+def test_nothing_is_computed_once_all_rows_ended() -> None:
+    run, first = Summing(), counted([4], 1)[0]
+    assert greedy(decoder(run, end=(first,)), [[4]], 6)[0].tokens == [first]
+    assert len(run.asked) == 1
+
+
+def test_how_far_a_token_is_ahead_is_told() -> None:
+    answer = greedy(decoder(), [[3]], 2)[0]
+    assert answer.leads == [1.0, 1.0]
+    assert answer.highest == [0.0, 0.0]
+
+
+def test_prompts_end_at_the_right_and_the_rest_is_masked() -> None:
+    ids, mask = padded([[5], [1, 2, 3]])
+    assert ids.tolist() == [[0, 0, 5], [1, 2, 3]]
+    assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
+
+
+def test_an_empty_past_has_every_axis_but_the_positions() -> None:
+    (past,) = empty_past(decoder(), 3).values()
+    assert (past.shape, past.dtype) == ((3, 1, 0, 2), np.float32)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
+from pipeline.contract.errors import BundleError, PipelineError
+from pipeline.contract.files import digest_file
+from pipeline.contract.override import Override, passed_gate, read_override, write_override
+
+GIVEN = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="v")
+
+
+def seal(bundle: Path, verdict: str, override: str) -> None:
+    onnx = digest_file(bundle / "model.onnx")
+    ancestors = Ancestors(code="c", data="d", checkpoint="w", verdict="v", onnx=onnx, override=override)
+    write_manifest(bundle, "pairs", verdict, ancestors)
+
+
+def test_an_override_travels_in_its_bundle(bundle: Path) -> None:
+    write_override(bundle, GIVEN)
+    seal(bundle, "overridden", digest_file(bundle / "override.json"))
+    assert open_bundle(bundle).override == GIVEN
+    assert str(GIVEN) == "overridden by ann@here, 2026-01-02: shown on Monday"
+
+
+def test_a_bundle_that_passed_has_none(bundle: Path) -> None:
+    assert open_bundle(bundle).override is None
+
+
+@pytest.mark.parametrize("verdict", ["overridden", "pass"])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+def test_verdict_lineage_and_file_tell_of_the_same_override(
+    bundle: Path, verdict: str, named: bool, there: bool
+) -> None:
+    if there:
+        write_override(bundle, GIVEN)
+    seal(bundle, verdict, digest_file(bundle / "override.json") if named and there else "f" * 64 if named else "")
+    if (verdict == "overridden", named, there) in ((True, True, True), (False, False, False)):
+        assert (open_bundle(bundle).override is not None) is there
+    else:
+        with pytest.raises(BundleError, match="do not belong together"):
+            open_bundle(bundle)
+
+
+def test_a_word_about_another_verdict_lets_nothing_pass(bundle: Path) -> None:
+    write_override(bundle, GIVEN.model_copy(update={"verdict": "another"}))
+    seal(bundle, "overridden", digest_file(bundle / "override.json"))
+    with pytest.raises(BundleError, match="about another verdict than the one in the lineage"):
+        open_bundle(bundle)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "override.json").write_text('{"reason": 3}')
+    with pytest.raises(PipelineError, match=r"override\.json: damaged"):
+        read_override(tmp_path)
+
+
+@pytest.mark.parametrize("verdict", ["pass", "no-baseline", "overridden", "forced (demo)", "fail", "passed"])
+def test_which_verdicts_let_a_model_go_on(verdict: str) -> None:
+    assert passed_gate(verdict) is (verdict not in ("fail", "passed"))

@@ -1,0 +1,313 @@
+"""What is read of a folder of weights, and what is refused before anything of it is read.
+
+Another project as the beginning: which of its runs is taken, and what is said where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.contract.config import parse_config
+from pipeline.contract.errors import ConfigError, DataError, PipelineError, ResourceError
+from pipeline.contract.files import digest_bytes
+from pipeline.contract.pretrained import INDEX, SINGLE, commit_of, hub_id, locate, open_pretrained
+from pipeline.contract.run import Run, RunFile, StepRecord
+from pipeline.contract.settings.stages import Model
+from pipeline.steps.pretrained import record
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "weights")
+
+
+def write(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "README.md").write_text("# Weights")
+    for name in SHARDS:
+        (folder / name).write_bytes(b"some")
+    index(folder, {"a.weight": SHARDS[0], "b.weight": SHARDS[1], "c.weight": SHARDS[1]})
+    return folder
+
+
+def index(folder: Path, weight_map: object) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_the_small_files_and_the_shards_of_the_index_are_read_and_nothing_else(folder: Path) -> None:
+    (folder / "consolidated.safetensors").write_bytes(b"the same in another layout")
+    found = open_pretrained(folder)
+    assert sorted(found.small) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(found.weights) == list(SHARDS)
+
+
+def test_of_a_run_of_ours_its_trained_weights_are_taken(tmp_path: Path, folder: Path) -> None:
+    run = tmp_path / "run"
+    (run / "train").mkdir(parents=True)
+    (run / "train" / SINGLE).write_bytes(b"some")
+    (run / "run.json").write_text("{}")
+    (run / "prepare").mkdir()
+    folder.rename(run / "prepare" / "files")
+    found = open_pretrained(run)
+    assert found.weights == {SINGLE: run / "train" / SINGLE}
+    assert found.small["config.json"] == run / "prepare" / "files" / "config.json"
+
+
+def refused(folder: Path, kind: type[PipelineError] = DataError) -> str:
+    with pytest.raises(kind) as caught:
+        open_pretrained(folder)
+    return str(caught.value)
+
+
+def test_a_shard_that_is_not_there_is_named_with_what_it_holds(folder: Path) -> None:
+    (folder / SHARDS[1]).unlink()
+    assert f"{SHARDS[1]} is not in the folder, and holds b.weight and 1 more weights; fetch" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../other.safetensors", "/etc/other.safetensors", "a/../../b.safetensors", "evil.bin"]
+)
+def test_an_index_that_leads_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
+    (folder.parent / "other.safetensors").write_bytes(b"some")
+    index(folder, {"a.weight": SHARDS[0], "b.weight": name})
+    assert f"names '{name}', which is no safetensors file inside the folder" in refused(folder)
+
+
+@pytest.mark.parametrize("name", [SHARDS[0], "config.json", "tokenizer.json"])
+def test_a_link_that_leads_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
+    outside = folder.parent / "outside"
+    outside.write_bytes((folder / name).read_bytes())
+    (folder / name).unlink()
+    (folder / name).symlink_to(outside)
+    assert f"{name}: a link to {outside}, outside the folder" in refused(folder)
+
+
+def test_a_link_within_the_folder_is_fine(folder: Path) -> None:
+    (folder / SHARDS[0]).rename(folder / "first")
+    (folder / SHARDS[0]).symlink_to("first")
+    assert SHARDS[0] in open_pretrained(folder).weights
+
+
+@pytest.mark.parametrize("body", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": []}'])
+def test_an_index_that_is_none_is_refused(folder: Path, body: str) -> None:
+    (folder / INDEX).write_text(body)
+    assert INDEX in refused(folder)
+
+
+def test_a_pickle_is_refused_with_how_to_convert_it(folder: Path) -> None:
+    for path in (*folder.glob("*.safetensors"), folder / INDEX):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}.")
+    told = refused(folder, ConfigError)
+    assert "pytorch_model.bin: a pickle, which can run code" in told
+    assert "torch.load('pytorch_model.bin', weights_only=True)" in told
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
+    told = refused(folder, ConfigError)
+    assert "model_type 'mamba' (architectures: MambaForCausalLM)" in told
+    assert "deepseek_v2, deepseek_v3, llama, qwen2, qwen3" in told
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [("config.json", "no config.json in"), ("*.safetensors*", f"neither {SINGLE} nor {INDEX}"), ("", "no folder")],
+)
+def test_a_folder_without_what_it_needs_is_refused(folder: Path, gone: str, message: str) -> None:
+    for path in folder.glob(gone) if gone else ():
+        path.unlink()
+    assert message in refused(folder if gone else folder / "none", ConfigError)
+
+
+@pytest.mark.parametrize("body", ["{", "[]"])
+def test_a_config_that_is_none_is_refused(folder: Path, body: str) -> None:
+    (folder / "config.json").write_text(body)
+    assert "config.json" in refused(folder)
+
+
+def test_a_word_is_a_folder_where_there_is_one_and_else_an_id(tmp_path: Path, folder: Path) -> None:
+    assert hub_id(Model(pretrained="deepseek-ai/DeepSeek-V2-Lite"), tmp_path) == "deepseek-ai/DeepSeek-V2-Lite"
+    write(tmp_path / "deepseek-ai" / "DeepSeek-V2-Lite")
+    assert hub_id(Model(pretrained="deepseek-ai/DeepSeek-V2-Lite"), tmp_path) == ""
+    for word in ("weights", "./weights", "../a/weights", str(folder), "a/b/c"):
+        assert hub_id(Model(pretrained=word), tmp_path) == ""
+    assert locate(Model(pretrained="weights"), tmp_path) == folder
+    assert locate(Model(pretrained=str(folder)), Path("/elsewhere")) == folder
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.revision is of a Hugging Face id; weights is a folder"):
+        locate(Model(pretrained="weights", revision="main"), tmp_path)
+
+
+@pytest.mark.parametrize("words", [{"revision": "main"}, {"allow": ["score.*"]}])
+def test_words_about_pretrained_weights_need_some(words: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"says more about `pretrained`, which is not set"):
+        parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "model": words}, source="test")
+
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As the hub lays its files down: a snapshot of links to blobs. Nobody is asked over the network."""
+    repository = tmp_path / "hub" / "models--org--tiny"
+    plain = write(tmp_path / "plain")
+    snapshot, blobs = repository / "snapshots" / COMMIT, repository / "blobs"
+    for directory in (snapshot, blobs, repository / "refs"):
+        directory.mkdir(parents=True)
+    for number, path in enumerate(sorted(plain.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    (repository / "refs" / "main").write_text(COMMIT)
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    real = huggingface_hub.snapshot_download
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *args, **words: real(*args, cache_dir=tmp_path / "hub", **words)
+    )
+    return snapshot
+
+
+@pytest.mark.parametrize("revision", ["", "main", COMMIT])
+def test_an_id_is_read_from_the_hubs_cache(cache: Path, tmp_path: Path, revision: str) -> None:
+    found = open_pretrained(locate(Model(pretrained="org/tiny", revision=revision), tmp_path))
+    assert found.folder == cache
+    assert sorted(found.weights) == list(SHARDS)
+    assert commit_of(found.folder) == COMMIT
+
+
+def test_training_takes_the_commit_that_prepare_took(cache: Path, tmp_path: Path) -> None:
+    (cache.parents[1] / "refs" / "main").write_text("f" * 40)
+    assert locate(Model(pretrained="org/tiny"), tmp_path, COMMIT, SHARDS) == cache
+    (cache / "config.json").unlink()
+    assert locate(Model(pretrained="org/tiny"), tmp_path, COMMIT, ["config.json"]) == cache, "asked for again"
+
+
+def test_an_id_that_cannot_be_had_says_which_folder_to_give(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ResourceError) as caught:
+        locate(Model(pretrained="org/other"), tmp_path)
+    assert "no such folder in the project, and Hugging Face gave no files of it" in str(caught.value)
+    assert "into a folder and name that in model.pretrained" in str(caught.value)
+    with pytest.raises(ResourceError, match="gave no v2 of it"):
+        locate(Model(pretrained="org/tiny", revision="v2"), tmp_path)
+
+
+def test_a_link_of_the_hubs_cache_leads_to_its_own_blobs_only(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "stranger").write_bytes(b"some")
+    (cache / SHARDS[0]).unlink()
+    (cache / SHARDS[0]).symlink_to(tmp_path / "stranger")
+    assert "outside the folder" in refused(cache)
+
+
+CONFIG = {"name": "x", "task": "t.py:T", "codec": "c.py:C"}
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    folder = tmp_path / "other"
+    (folder / "runs").mkdir(parents=True)
+    (folder / "pipe.yaml").write_text("name: other\n")
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path: Path, other: Path) -> Path:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    return folder
+
+
+def walked(project: Path, second: int, verdict: str = "pass", **statuses: str) -> Run:
+    run = Run(project / "runs" / f"20260131-2359{second:02d}-0a1b")
+    (run.output("prepare") / "files").mkdir(parents=True)
+    (run.output("prepare") / "files" / "config.json").write_text('{"model_type": "llama"}')
+    for step in ("train", "evaluate"):
+        run.output(step).mkdir()
+    weights = f"of {run.id}".encode()
+    (run.output("train") / SINGLE).write_bytes(weights)
+    (run.output("evaluate") / "verdict.json").write_text(json.dumps({"verdict": verdict}))
+    known: dict[str, Any] = {"prepare": "done", "train": "done", "evaluate": "done", **statuses}
+    outputs = {"train": {SINGLE: digest_bytes(weights)}}
+    steps = {
+        step: StepRecord(step=step, status=status, key="k", parts={}, outputs=outputs.get(step, {}))
+        for step, status in known.items()
+        if status
+    }
+    body = RunFile(
+        id=run.id, created="2026-01-31T23:59:00", wanted=("train",), config=CONFIG, environment={}, steps=steps
+    )
+    (run.path / "run.json").write_text(body.model_dump_json())
+    return run
+
+
+def found(root: Path, **taken: str) -> Path:
+    return locate(Model(pretrained="../other"), root, **taken).resolve()
+
+
+def test_the_newest_run_that_is_trained_and_passed_is_taken(root: Path, other: Path) -> None:
+    walked(other, 1)
+    good = walked(other, 2)
+    walked(other, 3, verdict="forced")
+    walked(other, 4, verdict="fail", evaluate="rejected")
+    walked(other, 5, train="running", evaluate="")
+    assert found(root) == good.path
+    better = walked(other, 6, verdict="no-baseline")
+    assert found(root) == better.path
+
+
+def test_training_takes_the_run_that_prepare_took_though_a_newer_one_is_there(root: Path, other: Path) -> None:
+    first, newer = walked(other, 1), walked(other, 2)
+    assert found(root, run=first.id) == first.path
+    assert found(root, run="20250101-000000-gone") == newer.path, "its digests tell whether it is as good"
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (None, "a project without runs, so there are no weights to begin with"),
+        ({"train": "interrupted", "evaluate": ""}, "(the newest, 20260131-235901-0a1b: train interrupted)"),
+        ({"evaluate": ""}, "(the newest, 20260131-235901-0a1b: evaluate never run)"),
+        ({"verdict": "forced"}, "none of its 1 runs is trained and passed its gate"),
+    ],
+)
+def test_without_such_a_run_it_says_how_to_make_one(
+    root: Path, other: Path, state: dict[str, str] | None, said: str
+) -> None:
+    if state is not None:
+        walked(other, 1, **state)
+    with pytest.raises(ConfigError) as caught:
+        found(root)
+    assert said in str(caught.value)
+    assert str(caught.value).endswith("; first `cd ../other && pipe run all`")
+
+
+def test_a_verdict_that_is_gone_is_no_passed_one(root: Path, other: Path) -> None:
+    run = walked(other, 1)
+    (run.output("evaluate") / "verdict.json").unlink()
+    with pytest.raises(DataError, match=r"verdict.json: damaged or gone"):
+        found(root)
+
+
+def test_prepare_records_the_run_and_refuses_weights_that_are_not_those_it_trained(root: Path, other: Path) -> None:
+    run = walked(other, 1)
+    record(open_pretrained(found(root)), root)
+    told = json.loads((root / "pretrained.json").read_text())
+    assert told["run"] == run.id
+    assert told["files"][SINGLE]["sha256"] == run.read().steps["train"].outputs[SINGLE]
+    (run.output("train") / SINGLE).write_bytes(b"others")
+    with pytest.raises(DataError, match=rf"{SINGLE}: changed since it was trained; `pipe verify {run.id}`"):
+        record(open_pretrained(found(root)), root)

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.processes import (
+    PARENT_WATCH_VARIABLE,
+    TERMINATED,
+    Rank,
+    asked_to_go,
+    ending,
+    split_address,
+    without,
+)
+
+
+def test_an_address_is_a_host_and_a_port() -> None:
+    assert split_address("head:29500") == ("head", 29500)
+    assert split_address("[::1]:29500") == ("::1", 29500)
+
+
+@pytest.mark.parametrize("address", ["", "head", "head:", ":29500", "head:x"])
+def test_anything_else_is_a_mistake(address: str) -> None:
+    with pytest.raises(ConfigError, match="write it as host:port"):
+        split_address(address)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (-9, "rank 1 was killed (SIGKILL)"),
+        (-11, "rank 1 was ended by SIGSEGV"),
+        (-99, "rank 1 was ended by signal 99"),
+        (3, "rank 1 exited with status 3"),
+    ],
+)
+def test_an_end_is_told_by_its_status(status: int, said: str) -> None:
+    assert ending("rank 1", status) == said
+
+
+def test_who_was_asked_to_go_is_told_from_who_was_killed() -> None:
+    assert [asked_to_go(status) for status in (-15, 143, -9, 1)] == [True, True, False, False]
+
+
+_VALIDATOR = "kubernetes_validate"
+
+
+def test_a_package_counts_as_not_installed_within_and_is_there_again_after() -> None:
+    sys.modules.pop("colorsys", None)
+    with without("colorsys"):
+        with pytest.raises(ImportError):
+            import colorsys
+        assert "colorsys" in sys.modules
+    import colorsys
+
+    assert sys.modules["colorsys"] is colorsys
+
+
+def test_what_is_in_memory_already_stays() -> None:
+    with without("sys"):
+        import sys as found
+    assert found is sys
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from serve.__main__ import service_class; service_class()",
+        "from k8s.cluster.api import client_package; client_package()",
+    ],
+)
+def test_neither_the_service_nor_a_command_on_a_cluster_loads_the_validator_of_manifests(program: str) -> None:
+    """It is installed here, where tests use it, and costs a service a second of its start."""
+    told = f"import sys; print('kubernetes' in sys.modules, {_VALIDATOR!r} in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}\n{told}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+# Says when it holds the leash, then works until it is told to stop through another pipe.
+PROGRAM = (
+    "import os, sys; from pipeline.contract.processes import watch_parent; watch_parent(); "
+    "print('held', flush=True); os.read({stop}, 1)"
+)
+
+
+@contextmanager
+def leashed(env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """A process, the end of the leash the runner holds, and the pipe that ends its work."""
+    read_end, write_end = os.pipe()
+    stop_read, stop_write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(stop=stop_read)],
+        stdin=read_end,
+        stdout=subprocess.PIPE,
+        pass_fds=[stop_read],
+        env={**{k: v for k, v in os.environ.items() if k != PARENT_WATCH_VARIABLE}, **env},
+    )
+    os.close(read_end)
+    os.close(stop_read)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    try:
+        yield process, write_end, stop_write
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        os.close(stop_write)
+
+
+def test_a_process_goes_when_the_runner_is_gone() -> None:
+    with leashed({PARENT_WATCH_VARIABLE: "1"}) as (process, write_end, _):
+        assert process.poll() is None
+        os.close(write_end)
+        assert process.wait(timeout=10) == TERMINATED
+
+
+def test_bytes_on_the_leash_do_not_end_the_process() -> None:
+    with leashed({PARENT_WATCH_VARIABLE: "1"}) as (process, write_end, stop):
+        os.write(write_end, b"hello")
+        os.write(stop, b"x")
+        assert process.wait(timeout=10) == 0
+        os.close(write_end)
+
+
+def test_a_process_that_its_launcher_gave_the_null_device_is_not_on_the_leash() -> None:
+    """Its end-of-file says nothing of the runner: mpirun hands the leash to its first process alone."""
+    env = {**os.environ, PARENT_WATCH_VARIABLE: "1"}
+    program = (
+        "import threading; from pipeline.contract.processes import watch_parent; "
+        "watch_parent(); print(threading.active_count())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=True
+    )
+    assert done.stdout == b"1\n"
+
+
+def test_a_process_that_nobody_leashed_works_on_without_standard_input() -> None:
+    with leashed({}) as (process, write_end, stop):
+        os.close(write_end)
+        os.write(stop, b"x")
+        assert process.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 8, 97])
+def test_slices_cover_every_item_once_in_order_and_differ_by_one_at_most(world_size: int, count: int) -> None:
+    slices = [Rank(rank, rank, world_size).slice_of(count) for rank in range(world_size)]
+    assert [i for part in slices for i in part] == list(range(count))
+    assert max(map(len, slices)) - min(map(len, slices)) <= 1
+
+
+def test_a_process_started_alone_is_the_first_of_one() -> None:
+    assert Rank.from_env({}) == Rank(0, 0, 1)
+    assert Rank.from_env({}).first
+
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+HOROVOD = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize("env", [TORCHRUN, OPEN_MPI, MPICH, SRUN, HOROVOD], ids=lambda env: next(iter(env)))
+def test_each_launcher_tells_the_place(env: dict[str, str]) -> None:
+    found = Rank.from_env(env)
+    assert (found.rank, found.local_rank, found.world_size) == (3, 1, 4)
+    assert not found.first
+
+
+@pytest.mark.parametrize("outer", [OPEN_MPI, MPICH, SRUN], ids=lambda env: next(iter(env)))
+def test_torchrun_counts_before_the_launcher_that_started_it(outer: dict[str, str]) -> None:
+    assert Rank.from_env({**outer, "RANK": "5", "WORLD_SIZE": "8"}).rank == 5
+
+
+def test_the_script_of_an_sbatch_is_alone_though_its_job_has_tasks() -> None:
+    script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+    assert Rank.from_env(script) == Rank()
+
+
+@pytest.mark.parametrize(
+    ("per_node", "size", "local"), [("4", "4", True), ("2(x2)", "4", False), ("3,1", "4", False), ("2", "4", False)]
+)
+def test_slurm_tells_whether_all_processes_are_on_this_machine(per_node: str, size: str, local: bool) -> None:
+    env = {**SRUN, "SLURM_STEP_NUM_TASKS": size, "SLURM_STEP_TASKS_PER_NODE": per_node}
+    assert Rank.from_env(env).all_local is local
+
+
+def test_a_launch_has_a_name_of_its_own_which_all_its_processes_share() -> None:
+    first = {**SRUN, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    assert Rank.from_env(first).job == Rank.from_env({**first, "SLURM_PROCID": "1"}).job != ""
+    for later in ({"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "8"}, {"SLURM_RESTART_COUNT": "1"}):
+        assert Rank.from_env({**first, **later}).job != Rank.from_env(first).job
+    assert Rank.from_env(MPICH).job == "", "MPICH does not tell"
+
+
+def test_the_meeting_place_is_known_when_both_halves_are() -> None:
+    assert Rank.from_env({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "29500"}).master == "head:29500"
+    assert Rank.from_env({**SRUN, "MASTER_ADDR": "head"}).master == ""

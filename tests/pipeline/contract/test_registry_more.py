@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import secrets
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.contract import registry_store
+from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.contract.registry import (
+    CHAMPION,
+    PREVIOUS,
+    Change,
+    Entry,
+    Registry,
+    Wanted,
+    change_registry,
+    read_registry,
+)
+
+WRITERS, EACH = 8, 6
+
+
+def entry(name: str) -> Entry:
+    return Entry(bundle=f"bundle-{name}", checkpoint=f"checkpoint-{name}", path=f"{name}/export/bundle")
+
+
+def told(*names: str, to: str = CHAMPION) -> Registry:
+    return Registry(tuple(Change(at="now", name=to, entry=entry(name), reason="deployed") for name in names))
+
+
+def give(runs: Path, name: str, word: str = "", to: str = CHAMPION) -> Registry:
+    return change_registry(runs, word, lambda _: Wanted(to, entry(name), "deployed"))
+
+
+@pytest.fixture(params=["beside", "folder", "file://", "memory://"])
+def word(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return {
+        "beside": "",
+        "folder": "shared/registry",
+        "file://": f"file://{tmp_path}/shared",
+        "memory://": f"memory://{secrets.token_hex(4)}",
+    }[str(request.param)]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+def test_without_a_champion_there_is_nobody_to_beat() -> None:
+    assert Registry().champion_for("checkpoint-a") is None
+    assert told("a", to="canary").champion_for(None) is None
+
+
+def test_a_candidate_must_beat_the_champion() -> None:
+    assert told("a", "b").champion_for("checkpoint-c") == entry("b")
+    assert told("a", "b").champion_for(None) == entry("b")
+
+
+def test_the_champion_itself_must_beat_the_one_before() -> None:
+    assert told("a", "b").champion_for("checkpoint-b") == entry("a")
+    assert told("a").champion_for("checkpoint-a") is None
+    assert told("a", "b", "a").champion_for("checkpoint-a") == entry("b")
+
+
+def test_names_are_a_fold_over_the_history() -> None:
+    assert told("a").names == {CHAMPION: entry("a")}
+    assert told("a", "b").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
+    assert told("a", "b", "b").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
+    assert Registry(told("a").history + told("b", "c", to="canary").history).names == {
+        CHAMPION: entry("a"), "canary": entry("c"),
+    }  # fmt: skip
+
+
+def test_before_a_name_meant_what_it_means_it_meant_something_else() -> None:
+    assert told("a", "b", "c", "b").before(CHAMPION) == entry("c")
+    assert told("a", "a").before(CHAMPION) is None
+    assert Registry().before(CHAMPION) is None
+
+
+def test_what_is_written_is_read_wherever_it_stands(runs: Path, word: str) -> None:
+    assert read_registry(runs, word) == Registry()
+    for name in ("a", "b"):
+        made = give(runs, name, word)
+    found = read_registry(runs, word)
+    assert found == made
+    assert [change.entry for change in found.history] == [entry("a"), entry("b")]
+    assert found.history[1].by.endswith(os.uname().nodename)
+    assert change_registry(runs, word, lambda _: None) == found
+
+
+def test_a_change_rests_on_the_history_as_it_was_when_it_counted(runs: Path, word: str) -> None:
+    """Whoever comes second is asked again, with what the first one did before his eyes."""
+    seen: list[int] = []
+
+    def decide(registry: Registry) -> Wanted:
+        if not seen:
+            give(runs, "the first", word)
+        seen.append(len(registry.history))
+        return Wanted(CHAMPION, entry("the second"), "x")
+
+    names = change_registry(runs, word, decide).names
+    assert seen == [0, 1]
+    assert (names[CHAMPION], names[PREVIOUS]) == (entry("the second"), entry("the first"))
+
+
+def _write(runs: Path, word: str, who: int) -> None:
+    for number in range(EACH):
+        give(runs, f"{who}-{number}", word, to=str(who))
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["", "without hard links"])
+def test_of_many_processes_that_write_at_once_no_change_is_lost(
+    runs: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", _refuse)
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=_write, args=(runs, "", who)) for who in range(WRITERS)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * WRITERS
+    _all_there(read_registry(runs, ""))
+    left = [path.name for path in (runs / "registry").iterdir() if path.name.startswith(".")]
+    assert left == ([] if links else [".lock"])
+
+
+def test_of_many_threads_that_write_to_a_store_at_once_no_change_is_lost(runs: Path) -> None:
+    word = f"memory://{secrets.token_hex(4)}"
+    writers = [threading.Thread(target=_write, args=(runs, word, who)) for who in range(WRITERS)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    _all_there(read_registry(runs, word))
+
+
+def _all_there(found: Registry) -> None:
+    for who in range(WRITERS):
+        mine = [change.entry for change in found.history if change.name == str(who)]
+        assert mine == [entry(f"{who}-{number}") for number in range(EACH)]
+
+
+def test_writers_that_are_killed_leave_a_whole_history_with_all_they_were_told_was_written(runs: Path) -> None:
+    reader, writer = os.pipe()
+    pids = []
+    for who in range(4):
+        if not (pid := os.fork()):
+            try:
+                for number in range(10_000):
+                    os.write(writer, b"%06d" % len(give(runs, f"{who}-{number}").history))
+            finally:
+                os._exit(1)
+        pids.append(pid)
+    heard = [int(os.read(reader, 6)) for _ in range(16)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    os.close(writer)
+    heard += [int(raw) for raw in iter(lambda: os.read(reader, 6), b"")]
+    os.close(reader)
+    found = read_registry(runs, "")
+    assert set(heard) <= set(range(1, len(found.history) + 1))
+    assert len(set(heard)) == len(heard), "two were told that the same change is theirs"
+    assert give(runs, "after").names[CHAMPION] == entry("after")
+
+
+def test_a_writer_killed_before_its_change_has_a_name_has_changed_nothing(runs: Path) -> None:
+    give(runs, "a")
+    if not (pid := os.fork()):
+        registry_store.os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
+        give(runs, "b")
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert [path for path in (runs / "registry").iterdir() if path.name.startswith(".")], "it was at it"
+    assert read_registry(runs, "").names == {CHAMPION: entry("a")}
+    assert len(give(runs, "c").history) == 2
+
+
+def test_the_history_of_an_earlier_version_goes_on(runs: Path) -> None:
+    old = [{"at": "2026", "name": CHAMPION, "entry": entry(name).model_dump(), "reason": "x"} for name in ("a", "b")]
+    names = {CHAMPION: old[1]["entry"], PREVIOUS: old[0]["entry"]}
+    (runs / "registry.json").write_text(json.dumps({"names": names, "history": old}))
+    assert read_registry(runs, "").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
+    found = give(runs, "c")
+    assert read_registry(runs, "") == found
+    assert [change.entry for change in found.history] == [entry("a"), entry("b"), entry("c")]
+    (runs / "registry.json").write_text(json.dumps({"names": {}, "history": []}))
+    with pytest.raises(PipelineError, match=r"000001\.json: does not follow"):
+        read_registry(runs, "")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"names": {"champion": 1}}', '{"nmaes": {}}'])
+def test_a_damaged_file_of_an_earlier_version_is_refused_by_its_path(runs: Path, text: str) -> None:
+    (runs / "registry.json").write_text(text)
+    with pytest.raises(PipelineError, match=r"registry\.json: damaged"):
+        read_registry(runs, "")
+
+
+def test_names_that_do_not_follow_from_the_history_are_refused(runs: Path) -> None:
+    body = {"names": {CHAMPION: entry("a").model_dump()}, "history": []}
+    (runs / "registry.json").write_text(json.dumps(body))
+    with pytest.raises(PipelineError, match=r"its names do not follow"):
+        read_registry(runs, "")
+
+
+def test_a_change_that_was_altered_taken_out_or_damaged_is_named(runs: Path) -> None:
+    for name in ("a", "b", "c"):
+        give(runs, name)
+    second = runs / "registry" / "000002.json"
+    whole = second.read_text()
+    assert second.stat().st_mode & 0o222 == 0
+    second.chmod(0o644)
+    for text, said in (
+        (whole.replace("bundle-b", "bundle-x"), r"000003\.json: does not follow"),
+        ("{", r"000002\.json: damaged"),
+    ):
+        second.write_text(text)
+        with pytest.raises(PipelineError, match=said):
+            read_registry(runs, "")
+    second.unlink()
+    with pytest.raises(PipelineError, match=r"000002\.json is missing"):
+        read_registry(runs, "")
+    with pytest.raises(PipelineError, match=r"000002\.json is missing"):
+        give(runs, "d")
+
+
+def test_a_registry_that_cannot_be_reached_is_named(runs: Path) -> None:
+    with pytest.raises(ConfigError, match=r"registry=nosuch://x.*or name a folder"):
+        read_registry(runs, "nosuch://x")

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec  # type: ignore[import-untyped]
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+
+from pipeline.contract.errors import ConfigError, ResourceError
+from pipeline.contract.registry_store import FolderShelf, ObjectShelf, Shelf, shelf_of
+
+
+class Lax(MemoryFileSystem):  # type: ignore[misc]
+    """Speaks the language and passes over the condition, as some stores do."""
+
+    protocol = ("s3", "lax")
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **words: Any) -> None:
+        super().pipe_file(path, value)
+
+
+class Plain(MemoryFileSystem):  # type: ignore[misc]
+    """Asks first and writes then: between the two is time for another."""
+
+    protocol = "plain"
+
+
+class Http(MemoryFileSystem):  # type: ignore[misc]
+    """Its library hands on what the store answered."""
+
+    protocol = ("gs", "http-like")
+    code = 412
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **words: Any) -> None:
+        try:
+            super().pipe_file(path, value, mode=mode)
+        except FileExistsError:
+            error = RuntimeError("conditionNotMet")
+            error.code = self.code  # type: ignore[attr-defined]
+            raise error from None
+
+
+class Remembering(MemoryFileSystem):  # type: ignore[misc]
+    """Takes what was listed for what is there, as libraries of object stores do."""
+
+    protocol = ("gs", "remembering")
+    listed: ClassVar[dict[str, list[str]]] = {}
+
+    def ls(self, path: str, detail: bool = True, **words: Any) -> Any:
+        found = super().ls(path, detail=False)
+        self.listed[path] = found
+        return found
+
+    def cat(self, path: Any, **words: Any) -> Any:
+        for one in path:
+            if one not in self.listed.get(one.rpartition("/")[0], [one]):
+                raise FileNotFoundError(one)
+        return super().cat(path, **words)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.listed.clear()
+
+
+for _kind, _name in ((Remembering, "remembering"), (Lax, "lax"), (Plain, "plain"), (Http, "http-like")):
+    fsspec.register_implementation(_name, _kind, clobber=True)
+
+
+def at(kind: str) -> str:
+    return f"{kind}://{secrets.token_hex(4)}"
+
+
+@pytest.fixture(params=["folder", "no links", "memory", "http-like"])
+def shelf(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    if request.param == "no links":
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+    return (
+        FolderShelf(tmp_path / "shelf") if request.param in ("folder", "no links") else ObjectShelf(at(request.param))
+    )
+
+
+def test_what_is_there_is_never_replaced(shelf: Shelf) -> None:
+    assert shelf.names() == []
+    assert shelf.create("one", b"first")
+    assert not shelf.create("one", b"second")
+    assert shelf.read(["one"]) == [b"first"]
+    assert "one" in shelf.names()
+
+
+def test_files_come_and_go_whole(shelf: Shelf, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    assert not shelf.has("deep/er/file")
+    shelf.upload(tmp_path / "file", "deep/er/file")
+    assert shelf.has("deep/er/file")
+    shelf.download("deep/er/file", tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == b"content"
+
+
+def test_a_request_that_was_sent_twice_is_known_as_ones_own() -> None:
+    shelf = ObjectShelf(at("memory"))
+    assert shelf.create("one", b"mine")
+    assert shelf.create("one", b"mine")
+
+
+@pytest.mark.parametrize("kind", ["lax", "plain"])
+def test_where_two_writers_could_undo_each_other_nothing_is_written(kind: str) -> None:
+    shelf = ObjectShelf(at(kind))
+    with pytest.raises(ConfigError, match=r"two that write at once could undo each other.*use a folder"):
+        shelf.create("one", b"x")
+    assert shelf.names() in ([], ["exclusive"])
+
+
+def test_what_another_process_wrote_is_seen_though_the_folder_was_listed_before() -> None:
+    url = at("remembering")
+    shelf = ObjectShelf(url)
+    shelf.create("one", b"x")
+    shelf.names()
+    MemoryFileSystem().pipe_file(f"{shelf._path}/two", b"theirs")
+    assert not shelf.create("two", b"mine")
+    assert shelf.read(["two"]) == [b"theirs"]
+
+
+def test_a_store_that_fails_is_no_store_that_has_it() -> None:
+    shelf = ObjectShelf(at("http-like"))
+    shelf.create("one", b"x")
+    Http.code = 503
+    try:
+        with pytest.raises(ResourceError, match=r"cannot write the registry http-like://.*conditionNotMet"):
+            shelf.create("one", b"y")
+    finally:
+        Http.code = 412
+
+
+def test_a_store_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no credentials")
+
+    shelf = ObjectShelf(at("memory"))
+    for method in ("ls", "cat", "exists", "put_file", "get_file"):
+        monkeypatch.setattr(MemoryFileSystem, method, fail)
+    for ask in (
+        shelf.names,
+        lambda: shelf.read(["one"]),
+        lambda: shelf.has("one"),
+        lambda: shelf.upload(tmp_path, "one"),
+        lambda: shelf.download("one", tmp_path),
+    ):
+        with pytest.raises(ResourceError, match=r"the registry memory://.* cannot be reached: RuntimeError: no cred"):
+            ask()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match=r"cannot write the registry .*file/deeper: not a directory"):
+        FolderShelf(tmp_path / "file" / "deeper").create("one", b"x")
+
+
+@pytest.mark.parametrize(
+    ("word", "where"),
+    [("", "project/runs/registry"), ("names", "project/names"), ("../team", "team"), ("local:///all", "/all")],
+)
+def test_a_folder_begins_where_the_runs_stand(tmp_path: Path, word: str, where: str) -> None:
+    assert Path(shelf_of(word, tmp_path / "project" / "runs").where) == tmp_path / where
+
+
+def test_a_registry_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "registry").write_text("a file")
+    with pytest.raises(ResourceError, match=r"cannot read .*registry of the registry: not a directory"):
+        FolderShelf(tmp_path / "registry").names()
+    (tmp_path / "000001.json").mkdir()
+    with pytest.raises(ResourceError, match=r"cannot read .*000001.json of the registry: is a directory"):
+        FolderShelf(tmp_path).read(["000001.json"])

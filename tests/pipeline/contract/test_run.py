@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.contract.errors import ConfigError, DataError, GateError, PipelineError, read_error
+from pipeline.contract.run import Run, RunFile, StepRecord, run_step
+
+CONFIG = {"name": "digits", "task": "task.py:T", "codec": "codec.py:C", "train": {"epochs": 3}}
+
+
+def write(path: Path, config: dict[str, object]) -> RunFile:
+    file = RunFile(id=path.name, created="2026-01-01", wanted=("train",), config=config, environment={})
+    path.mkdir(exist_ok=True)
+    (path / "run.json").write_text(file.model_dump_json())
+    return file
+
+
+def test_all_paths_follow_from_one(tmp_path: Path) -> None:
+    run = Run(tmp_path / "runs" / "one")
+    assert (run.id, run.runs) == ("one", tmp_path / "runs")
+    assert run.partial("train").parent == run.output("train").parent == run.path
+    assert run.partial("train") != run.output("train")
+    assert run.bundle_path == run.path / "export" / "bundle"
+
+
+def test_a_run_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    file = write(tmp_path, dict(CONFIG))
+    assert Run(tmp_path).read() == file
+    assert Run(tmp_path).config.train.epochs == 3
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match="not a run directory"):
+        Run(tmp_path).read()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"id": "one"', b"{}", b"\xff\xfe"])
+def test_a_damaged_run_file_is_refused_on_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(PipelineError, match=r"run\.json: damaged") as caught:
+        Run(tmp_path).read()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_of_another_version_is_refused_by_its_key(tmp_path: Path) -> None:
+    write(tmp_path, {**CONFIG, "train": {"epohcs": 3}})
+    with pytest.raises(ConfigError, match="epohcs"):
+        _ = Run(tmp_path).config
+
+
+def test_a_record_cannot_be_changed_in_place() -> None:
+    record = StepRecord(step="train", status="running", key="k", parts={})
+    with pytest.raises(ValueError, match="frozen"):
+        record.status = "done"  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def fails_with(error: BaseException) -> Callable[[Run, Path], None]:
+    def work(run: Run, root: Path) -> None:
+        raise error
+
+    return work
+
+
+def left_behind(tmp_path: Path, error: BaseException) -> tuple[int, PipelineError]:
+    status = run_step("train", fails_with(error), [str(tmp_path), "--root", str(tmp_path)])
+    found = read_error(tmp_path / "train.partial")
+    assert found is not None
+    return status, found
+
+
+def test_work_gets_the_run_the_project_and_a_directory_to_write_to(tmp_path: Path) -> None:
+    seen: list[tuple[Path, Path, bool]] = []
+
+    def work(run: Run, root: Path) -> None:
+        seen.append((run.path, root, run.partial("train").is_dir()))
+
+    assert run_step("train", work, [str(tmp_path / "run"), "--root", str(tmp_path)]) == 0
+    assert seen == [(tmp_path / "run", tmp_path, True)]
+    assert read_error(tmp_path / "run" / "train.partial") is None
+
+
+@pytest.mark.parametrize(("error", "status"), [(DataError("bad sample"), 2), (GateError("too weak"), 3)])
+def test_an_error_to_mend_is_left_for_the_runner_and_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], error: PipelineError, status: int
+) -> None:
+    found = left_behind(tmp_path, error)
+    assert (found[0], type(found[1]), str(found[1])) == (status, type(error), str(error))
+    assert capfd.readouterr().err == f"error: {error}\n"
+
+
+def test_a_bug_leaves_its_traceback_in_the_log_and_one_line_for_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, found = left_behind(tmp_path, ValueError("two\n  lines"))
+    assert status == 1
+    assert str(found) == "ValueError: two lines"
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_bug_in_the_users_file_names_its_line(tmp_path: Path) -> None:
+    source = tmp_path / "task.py"
+    source.write_text("\n\ndef work(run, root):\n    return {}['label']\n")
+    scope: dict[str, Callable[[Run, Path], None]] = {}
+    exec(compile(source.read_text(), str(source), "exec"), scope)
+    run_step("train", scope["work"], [str(tmp_path), "--root", str(tmp_path)])
+    assert str(read_error(tmp_path / "train.partial")) == "KeyError: 'label' (task.py, line 4)"
+
+
+def test_a_bug_names_the_rank_where_there_are_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert str(left_behind(tmp_path, ValueError("x"))[1]) == "rank 1: ValueError: x"
+
+
+def test_a_full_disk_is_told_with_its_mend(tmp_path: Path) -> None:
+    status, found = left_behind(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
+    assert status == 2
+    assert "disk full" in str(found)
+
+
+def test_an_interrupt_is_no_failure_of_the_step(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_step("train", fails_with(KeyboardInterrupt()), [str(tmp_path)])
+    assert read_error(tmp_path / "train.partial") is None

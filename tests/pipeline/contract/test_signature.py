@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from pipeline.contract.codec import load_codec
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.signature import (
+    NUMPY_TYPES,
+    Cache,
+    Datatype,
+    Drawing,
+    Generation,
+    Limits,
+    Runtime,
+    Signature,
+    TensorSpec,
+    drawing_of,
+)
+
+
+class Drawn:
+    page = Drawing(width=8, height=4, top=1)
+
+
+class Plain:
+    pass
+
+
+def test_a_codec_has_a_drawing_or_none() -> None:
+    assert drawing_of(Drawn(), "codec.py:Drawn") == Drawing(width=8, height=4, top=1, fit=False)
+    assert drawing_of(Plain(), "codec.py:Plain") is None
+
+
+@pytest.mark.parametrize("wrong", [{"width": 0}, {"height": 1000}, {"top": 0}, {"top": float("inf")}, {"pen": -1}])
+def test_a_drawing_nobody_could_draw_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Drawing(**{"width": 8, "height": 8, "top": 16, **wrong})
+
+
+def test_a_page_that_is_something_else_is_told_when_the_codec_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "pagecodec.py").write_text(
+        "class C:\n page = {}\n def decode(self, x): ...\n def encode(self, x): ...\n"
+    )
+    with pytest.raises(ConfigError, match=r"pagecodec\.py:C: page must be a pipeline\.spec\.page\.Drawing, found dict"):
+        load_codec("pagecodec.py:C", tmp_path)
+
+
+def test_every_datatype_has_a_type_of_numpy_and_only_bf16_shares_one() -> None:
+    assert set(NUMPY_TYPES) == set(get_args(Datatype))
+    assert len({np.dtype(kind) for name, kind in NUMPY_TYPES.items() if name != "BF16"}) == len(NUMPY_TYPES) - 1
+    assert np.dtype(NUMPY_TYPES["BF16"]) == np.float32
+
+
+def test_the_names_of_a_signature_are_at_hand_and_are_no_part_of_its_file() -> None:
+    spec = TensorSpec(name="x", datatype="BF16", shape=("batch",))
+    limits, runtime = Limits(max_batch_size=1, max_body_bytes=1), Runtime(provider="cpu", threads=1)
+    signature = Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
+    assert signature.input_specs == {"x": spec}
+    assert signature.output_names == ("x",)
+    told = {"inputs", "outputs", "codec", "requires", "limits", "runtime", "generation", "variant"}
+    assert set(signature.model_dump()) == told
+
+
+def test_requests_are_merged_where_all_share_a_named_axis_and_rounding_does_not_look_at_the_batch() -> None:
+    spec = TensorSpec(name="x", datatype="FP32", shape=("batch", 2))
+    limits, runtime = Limits(max_batch_size=1, max_body_bytes=1), Runtime(provider="cpu", threads=1)
+    whole = Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
+    assert whole.why_alone == whole.model_copy(update={"variant": "int8-static"}).why_alone == ""
+    assert "the range of the whole batch" in whole.model_copy(update={"variant": "int8-dynamic"}).why_alone
+    for shape in (("rows", 2), (4, 2), ()):
+        other = spec.model_copy(update={"shape": shape})
+        assert "do not share a first axis" in whole.model_copy(update={"outputs": (other,)}).why_alone
+
+
+def test_a_named_axis_is_minus_one_in_the_protocol() -> None:
+    assert TensorSpec(name="x", datatype="FP32", shape=("batch", 3, "time")).protocol_shape == [-1, 3, -1]
+
+
+def test_a_datatype_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="datatype"):
+        TensorSpec(name="x", datatype="FP31", shape=())
+
+
+def test_generation_that_names_tensors_the_graph_lacks_is_refused_and_names_them() -> None:
+    ids = TensorSpec(name="input_ids", datatype="INT64", shape=("batch", "sequence"))
+    parts = {
+        "inputs": (
+            ids,
+            *(ids.model_copy(update={"name": name}) for name in ("attention_mask", "position_ids", "past")),
+        ),
+        "outputs": (ids.model_copy(update={"name": "logits"}), ids.model_copy(update={"name": "present"})),
+        "codec": "C",
+        "limits": Limits(max_batch_size=1, max_body_bytes=1),
+        "runtime": Runtime(provider="cpu", threads=1),
+    }
+    cache = Cache(input="past", output="present")
+    whole = Signature(**parts, generation=Generation(caches=(cache,), positions_limit=8))
+    assert Signature.model_validate_json(whole.model_dump_json()) == whole
+    for absent in ({"caches": (Cache(input="past.1", output="present"),)}, {"logits": "scores"}, {"mask": "m"}):
+        kinds = {"caches": (cache,), "positions_limit": 8, **absent}
+        with pytest.raises(ValueError, match=r"that the graph does not have: (past\.1|scores|m)"):
+            Signature(**parts, generation=Generation(**kinds))

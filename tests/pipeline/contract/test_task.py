@@ -1,0 +1,224 @@
+"""Every step reads the files that prepare made, or says that it cannot."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import train
+from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.files import write_json
+from pipeline.contract.run import Run, RunFile
+from pipeline.contract.task import Classifier, HasBaseline, HasExample, companions_in, load_class, load_task, open_task
+
+TASK = """
+class Net:
+    inputs = ("x",)
+    outputs = ("y",)
+
+    def model(self): ...
+    def data(self, split): ...
+    def loss(self, outputs, batch): ...
+    def metrics(self, outputs, batch): ...
+
+    def make_files(self, folder): ...
+
+    def use_files(self, folder):
+        self.words = (folder / "words.txt").read_text()
+"""
+
+
+@pytest.fixture
+def run(root: Path) -> Run:
+    """As prepare left it."""
+    (root / "some_task.py").write_text(TASK)
+    run = Run(root / "runs" / "one")
+    files = run.output("prepare") / "files"
+    files.mkdir(parents=True)
+    (files / "words.txt").write_text("one two")
+    write_json(run.output("prepare") / "data.json", {"files": companions_in(files)})
+    config = {"name": "x", "task": "some_task.py:Net", "codec": "codec.py:C"}
+    file = RunFile(id="one", created="2026-01-01", wanted=("train",), config=config, environment={})
+    (run.path / "run.json").write_text(file.model_dump_json())
+    return run
+
+
+def test_a_later_step_opens_the_task_with_its_files(run: Run, root: Path) -> None:
+    assert vars(open_task(run, root)) == {"words": "one two"}
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda files: (files / "words.txt").write_text("one too"),
+        lambda files: (files / "words.txt").unlink(),
+        lambda files: (files / "words.txt").rename(files / "other.txt"),
+        lambda files: (files / "more.txt").write_text("never there"),
+    ],
+    ids=["altered", "gone", "renamed", "added"],
+)
+def test_files_other_than_prepare_left_are_refused(run: Run, root: Path, harm: Callable[[Path], object]) -> None:
+    harm(run.output("prepare") / "files")
+    with pytest.raises(DataError, match="not as prepare left it"):
+        open_task(run, root)
+
+
+def test_without_a_record_of_prepare_nothing_is_believed(run: Run, root: Path) -> None:
+    (run.output("prepare") / "data.json").unlink()
+    with pytest.raises(DataError, match="run the prepare step first"):
+        open_task(run, root)
+
+
+@pytest.mark.parametrize(("left", "gone"), [("make_files", "use_files"), ("use_files", "make_files")])
+def test_a_task_that_only_makes_or_only_uses_files_is_refused(run: Run, root: Path, left: str, gone: str) -> None:
+    (root / "some_task.py").write_text(TASK.replace(gone, "something_else"))
+    with pytest.raises(ConfigError, match=rf"{left}\(folder\) without {gone}\(folder\)"):
+        open_task(run, root)
+
+
+def test_a_class_and_the_helper_beside_it_are_imported(root: Path) -> None:
+    (root / "plugin_helper.py").write_text("WIDTH = 3\n")
+    (root / "my_task.py").write_text("import plugin_helper\nclass Net:\n    width = plugin_helper.WIDTH\n")
+    assert load_class("my_task.py:Net", root).width == 3
+
+
+def test_a_file_in_a_folder_finds_what_stands_beside_it(root: Path) -> None:
+    (root / "tasks").mkdir()
+    (root / "tasks" / "beside.py").write_text("WIDTH = 4\n")
+    (root / "tasks" / "deep_task.py").write_text("from beside import WIDTH\nclass Net:\n    width = WIDTH\n")
+    assert load_class("tasks/deep_task.py:Net", root).width == 4
+
+
+def test_loading_twice_gives_one_and_the_same_class(root: Path) -> None:
+    (root / "my_task.py").write_text("class Net: ...\n")
+    assert load_class("my_task.py:Net", root) is load_class("my_task.py:Net", root)
+
+
+def test_the_codec_a_task_imports_is_the_codec_that_is_loaded(root: Path) -> None:
+    (root / "my_codec.py").write_text("class Codec: ...\n")
+    (root / "my_task.py").write_text("from my_codec import Codec\nclass Net:\n    codec = Codec\n")
+    assert load_class("my_task.py:Net", root).codec is load_class("my_codec.py:Codec", root)
+
+
+def test_a_users_train_py_does_not_shadow_ours(root: Path) -> None:
+    (root / "train.py").write_text("class Net: ...\n")
+    assert load_class("train.py:Net", root).__module__ != "train"
+    assert importlib.import_module("train") is train
+
+
+def test_a_users_file_does_not_shadow_what_is_installed_but_not_yet_imported(root: Path) -> None:
+    assert "wave" not in sys.modules
+    (root / "wave.py").write_text("class Net: ...\n")
+    (root / "pip.py").write_text("class Net: ...\n")
+    for reference in ("wave.py:Net", "pip.py:Net"):
+        load_class(reference, root)
+    assert "wave" not in sys.modules
+    assert "pip" not in sys.modules
+
+
+def test_two_projects_with_files_of_one_name_stay_apart(root: Path) -> None:
+    for project in ("a", "b"):
+        (root / project).mkdir()
+        (root / project / "same.py").write_text(f"class Net:\n    project = {project!r}\n")
+    assert [load_class("same.py:Net", root / project).project for project in ("a", "b")] == ["a", "b"]
+
+
+def test_a_missing_file_is_named_with_the_folder_that_was_searched(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no file task\.py in") as caught:
+        load_class("task.py:Net", root)
+    assert str(root) in str(caught.value)
+
+
+def test_a_missing_class_is_named(root: Path) -> None:
+    (root / "my_task.py").write_text("class Other: ...\n")
+    with pytest.raises(ConfigError, match=r"my_task\.py has no class Net"):
+        load_class("my_task.py:Net", root)
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("class Net(:", "SyntaxError"),
+        ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+        ("import sys; sys.exit(0)", "SystemExit"),  # a script without a main guard must not end the step as done
+    ],
+)
+def test_an_import_that_fails_says_why_on_one_line(root: Path, source: str, cause: str) -> None:
+    (root / "my_task.py").write_text(source + "\n")
+    with pytest.raises(ConfigError, match=r"my_task\.py: import failed: ") as caught:
+        load_class("my_task.py:Net", root)
+    assert cause in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_import_that_failed_can_be_mended_and_tried_again(root: Path) -> None:
+    path = root / "my_task.py"
+    path.write_text("1 / 0\n")
+    with pytest.raises(ConfigError):
+        load_class("my_task.py:Net", root)
+    path.write_text("class Net: ...  # mended\n")
+    assert load_class("my_task.py:Net", root).__name__ == "Net"
+
+
+WHOLE = {
+    "inputs": "    inputs = ('x',)",
+    "outputs": "    outputs = ('y',)",
+    "model": "    def model(self): ...",
+    "data": "    def data(self, split): ...",
+    "loss": "    def loss(self, outputs, batch): ...",
+    "metrics": "    def metrics(self, outputs, batch): ...",
+}
+
+
+def write(root: Path, parts: dict[str, str]) -> None:
+    (root / "some_task.py").write_text("class Net:\n" + "\n".join(parts.values()) + "\n")
+
+
+def test_a_task_with_all_its_parts_is_built(root: Path) -> None:
+    write(root, WHOLE)
+    task = load_task("some_task.py:Net", root)
+    assert (task.inputs, task.outputs) == (("x",), ("y",))
+    assert not isinstance(task, HasBaseline | HasExample | Classifier)
+
+
+@pytest.mark.parametrize("missing", ["model", "data", "loss", "metrics"])
+def test_a_missing_method_is_named(root: Path, missing: str) -> None:
+    write(root, {name: text for name, text in WHOLE.items() if name != missing})
+    with pytest.raises(ConfigError, match=rf"has no method {missing}\("):
+        load_task("some_task.py:Net", root)
+
+
+@pytest.mark.parametrize("attribute", ["inputs", "outputs"])
+@pytest.mark.parametrize("value", [None, "'x'", "()", "('',)", "(1,)", "7"])
+def test_names_that_are_missing_or_no_names_are_refused(root: Path, attribute: str, value: str | None) -> None:
+    parts = {**WHOLE, attribute: f"    {attribute} = {value}"}
+    write(root, parts if value else {name: text for name, text in WHOLE.items() if name != attribute})
+    with pytest.raises(ConfigError, match=f"set `{attribute} = "):
+        load_task("some_task.py:Net", root)
+
+
+def test_one_name_used_twice_is_refused(root: Path) -> None:
+    write(root, {**WHOLE, "outputs": "    outputs = ('y', 'y')"})
+    with pytest.raises(ConfigError, match="set `outputs = "):
+        load_task("some_task.py:Net", root)
+
+
+def test_a_task_that_wants_arguments_is_refused(root: Path) -> None:
+    write(root, {**WHOLE, "init": "    def __init__(self, depth): ..."})
+    with pytest.raises(ConfigError, match="cannot be built without arguments"):
+        load_task("some_task.py:Net", root)
+
+
+def test_a_classifier_has_classes_and_both_of_its_methods(root: Path) -> None:
+    extra = {
+        "classes": "    classes = ('a', 'b')",
+        "predicted": "    def predicted(self, outputs): ...",
+        "actual": "    def actual(self, batch): ...",
+    }
+    write(root, {**WHOLE, **extra})
+    assert isinstance(load_task("some_task.py:Net", root), Classifier)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pipeline.cli import app
+from pipeline.contract.errors import DataError
+from pipeline.contract.files import digest_tree
+from pipeline.contract.run import Run, StepRecord
+from pipeline.evaluate.compare_runs import against, sentences
+from pipeline.evaluate.evaluate import evaluate
+from pipeline.history import write_record
+
+if TYPE_CHECKING:
+    from tests.pipeline.evaluate.conftest import Project
+
+
+def judged(project: Project, answers: str, name: str, task: str = "task.py", **more: Any) -> Run:
+    run = project.run(answers, name, task=f"{task}:Greater", evaluate={"margin": 9.0, **more})
+    evaluate(run, project.root)
+    run.partial("evaluate").rename(run.output("evaluate"))
+    outputs = digest_tree(run.output("evaluate"))
+    write_record(run, StepRecord(step="evaluate", status="done", key="k", parts={}, outputs=outputs))
+    return run
+
+
+def another(project: Project, old: str, new: str) -> str:
+    """A task that differs; a module is loaded once a process."""
+    text = (project.root / "task.py").read_text()
+    assert old in text
+    (project.root / "another.py").write_text(text.replace(old, new))
+    return "another.py"
+
+
+def test_two_runs_are_compared_sample_by_sample_whatever_they_were_judged_against(with_baseline: Project) -> None:
+    first, second = judged(with_baseline, "right", "one"), judged(with_baseline, "first", "two")
+    found = against(first, second, first.config.evaluate)
+    (row,) = found["metrics"]
+    assert (row["metric"], row["candidate"], row["samples"]) == ("accuracy", 1.0, 50)
+    wrong = row["mcnemar"]["only_candidate"]
+    assert row["difference"]["estimate"] == pytest.approx(wrong / 50)
+    assert row["mcnemar"]["only_baseline"] == 0 and row["adjusted_p"] < 0.01
+    text = "\n".join(sentences(found))
+    assert "accuracy 1.0000 against" in text and "not by chance" in text
+    back = against(second, first, first.config.evaluate)["metrics"][0]
+    assert back["difference"]["estimate"] == -row["difference"]["estimate"]
+
+
+def test_a_run_does_not_differ_from_its_twin(with_baseline: Project) -> None:
+    first, second = judged(with_baseline, "first", "one"), judged(with_baseline, "first", "two")
+    found = against(first, second, first.config.evaluate)
+    assert found["metrics"][0]["difference"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
+    assert "the same on average" in "\n".join(sentences(found))
+
+
+def test_runs_that_were_judged_on_other_samples_are_not_compared(with_baseline: Project) -> None:
+    first = judged(with_baseline, "right", "one")
+    second = judged(with_baseline, "right", "two", another(with_baseline, "default_rng(7)", "default_rng(8)"))
+    with pytest.raises(DataError, match=r"one and two were judged on different test data \(fingerprints \w{12} and"):
+        against(first, second, first.config.evaluate)
+
+
+def test_records_that_are_gone_changed_or_of_another_truth_are_refused(with_baseline: Project) -> None:
+    first, second = judged(with_baseline, "right", "one"), judged(with_baseline, "wrong", "two")
+    config = first.config.evaluate
+    path = second.output("evaluate") / "predictions.npz"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b" ")
+    with pytest.raises(DataError, match=r"predictions\.npz: changed since it was judged"):
+        against(first, second, config)
+    path.unlink()
+    with pytest.raises(DataError, match=r"run two has no per-sample records; `pipe run --resume two`"):
+        against(first, second, config)
+    path.write_bytes(whole)
+    third = judged(
+        with_baseline,
+        "wrong",
+        "three",
+        another(with_baseline, '        return batch["label"]\n', '        return 1 - batch["label"]\n'),
+    )
+    with pytest.raises(DataError, match=r"other true values of the same samples \(actual\): the task changed"):
+        against(first, third, config)
+
+
+def test_other_classes_of_the_same_number_are_noticed(with_baseline: Project) -> None:
+    first = judged(with_baseline, "right", "one")
+    swapped = another(with_baseline, '("first", "second")', '("second", "first")')
+    second = judged(with_baseline, "right", "two", swapped)
+    assert json.loads((second.output("evaluate") / "metrics.json").read_text())["classes"] == ["second", "first"]
+    with pytest.raises(DataError, match="tell other classes apart"):
+        against(first, second, first.config.evaluate)
+
+
+def test_the_commands_compare_and_refuse(with_baseline: Project) -> None:
+    first, second = judged(with_baseline, "right", "one"), judged(with_baseline, "first", "two")
+    other = judged(with_baseline, "right", "three", another(with_baseline, "default_rng(7)", "default_rng(8)"))
+    (with_baseline.root / "pipe.yaml").write_text("name: greater\ntask: task.py:Greater\ncodec: codec.py:None_\n")
+    typed = CliRunner()
+
+    def pipe(*words: str) -> Result:
+        return typed.invoke(app, ["-C", str(with_baseline.root), *words])
+
+    done = pipe("gate", "explain", first.id, "--against", second.id, "-o", "json")
+    assert json.loads(done.stdout)["metrics"][0]["metric"] == "accuracy"
+    assert "not by chance" in pipe("gate", "explain", first.id, "--against", second.id).stdout
+    refused = pipe("gate", "explain", first.id, "--against", other.id)
+    assert isinstance(refused.exception, DataError)
+    assert "pipe gate explain RUN --against RUN" in pipe("compare", first.id, second.id).stderr
+    assert "their numbers do not compare" in pipe("compare", first.id, other.id).stderr

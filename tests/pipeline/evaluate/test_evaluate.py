@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from pipeline.contract.data import fingerprint, open_split
+from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
+from pipeline.contract.files import write_json
+from pipeline.contract.processes import Rank
+from pipeline.contract.run import Run
+from pipeline.contract.task import load_task
+from pipeline.evaluate.evaluate import device_of, evaluate, share_of
+
+if TYPE_CHECKING:
+    from tests.pipeline.evaluate.conftest import Project
+
+
+LENIENT = {"margin": 2.0}  # nothing is that much worse
+
+
+def written(run: Run, name: str) -> Any:
+    return json.loads((run.partial("evaluate") / name).read_text())
+
+
+def test_a_candidate_as_good_as_the_tasks_baseline_passes(with_baseline: Project) -> None:
+    run = with_baseline.run("right")
+    evaluate(run, with_baseline.root)
+    verdict = written(run, "verdict.json")
+    assert (verdict["verdict"], verdict["baseline"]) == ("pass", {"kind": "task", "bundle": None})
+    assert verdict["difference"] == {"estimate": 0, "low": 0, "high": 0}
+    assert verdict["mcnemar"] == {"p_value": 1, "only_candidate": 0, "only_baseline": 0}
+
+
+def test_a_rejected_candidate_stops_the_road_with_everything_written(with_baseline: Project) -> None:
+    run = with_baseline.run("wrong", evaluate={"require": {"accuracy": 0.9}})
+    with pytest.raises(GateError, match=r"accuracy 0\.0000 is 0\.9 below the required 0\.9; accuracy may be 1\.0000"):
+        evaluate(run, with_baseline.root)
+    verdict, metrics = written(run, "verdict.json"), written(run, "metrics.json")
+    assert verdict["verdict"] == "fail"
+    assert verdict["mcnemar"]["only_baseline"] == 50
+    assert metrics["candidate"] == {"accuracy": 0.0}
+    assert metrics["baseline"] == {"accuracy": 1.0}
+    assert (run.partial("evaluate") / "predictions.npz").is_file()
+
+
+def test_without_any_baseline_the_verdict_is_no_baseline(project: Project) -> None:
+    run = project.run("right")
+    evaluate(run, project.root)
+    assert written(run, "verdict.json")["verdict"] == "no-baseline"
+    assert written(run, "metrics.json")["baseline"] is None
+
+
+def test_predictions_metrics_and_confusion_tell_the_same_story(with_baseline: Project) -> None:
+    run = with_baseline.run("first", evaluate=LENIENT)
+    evaluate(run, with_baseline.root)
+    metrics = written(run, "metrics.json")
+    with np.load(run.partial("evaluate") / "predictions.npz", allow_pickle=False) as arrays:
+        actual = arrays["actual"]
+        assert arrays["candidate.predicted"].tolist() == [0] * 50
+        assert (arrays["baseline.predicted"] == actual).all()
+        assert arrays["candidate.accuracy"].mean() == metrics["candidate"]["accuracy"]
+    firsts = int((actual == 0).sum())
+    assert metrics["confusion"] == [[firsts, 0], [50 - firsts, 0]]
+    assert metrics["per_class"]["first"]["recall"] == 1
+    assert metrics["per_class"]["second"] == {"samples": 50 - firsts, "precision": None, "recall": 0, "f1": 0}
+
+
+def test_equal_inputs_give_equal_bytes(with_baseline: Project) -> None:
+    runs = [with_baseline.run("first", name, evaluate=LENIENT) for name in ("one", "two")]
+    for run in runs:
+        evaluate(run, with_baseline.root)
+    for name in ("verdict.json", "metrics.json", "predictions.npz"):
+        first, second = ((run.partial("evaluate") / name).read_bytes() for run in runs)
+        assert first == second
+
+
+def test_a_metric_that_is_nan_for_one_sample_fails_and_is_written_as_null(with_baseline: Project) -> None:
+    with_baseline.replace(".float()}", '.float().where(batch["pair"][:, 0] < 1, torch.nan)}')
+    run = with_baseline.run("right")
+    with pytest.raises(GateError, match="accuracy of the candidate is not a finite number"):
+        evaluate(run, with_baseline.root)
+    assert written(run, "metrics.json")["candidate"] == {"accuracy": None}
+    assert written(run, "verdict.json")["difference"] is None
+
+
+def test_the_compared_metric_must_be_one_of_the_tasks(project: Project) -> None:
+    run = project.run("right", evaluate={"metric": "f1"})
+    with pytest.raises(ConfigError, match=r"evaluate\.metric: the task has no metric f1 \(it has accuracy\)"):
+        evaluate(run, project.root)
+
+
+def test_data_that_changed_since_prepare_is_noticed(project: Project) -> None:
+    run = project.run("right")
+    run.output("prepare").mkdir()
+    write_json(run.output("prepare") / "data.json", {"splits": {"test": {"fingerprint": "f" * 64}}})
+    with pytest.raises(DataError, match=r"data\('test'\) changed since prepare"):
+        evaluate(run, project.root)
+
+
+def test_data_that_prepare_saw_is_accepted_and_named(project: Project) -> None:
+    run = project.run("right")
+    expected = fingerprint(open_split(load_task("task.py:Greater", project.root), "test"))
+    run.output("prepare").mkdir()
+    write_json(run.output("prepare") / "data.json", {"splits": {"test": {"fingerprint": expected}}})
+    evaluate(run, project.root)
+    assert written(run, "metrics.json")["test_fingerprint"] == expected
+
+
+def test_missing_weights_are_named(project: Project) -> None:
+    run = project.run("right")
+    (run.output("train") / "model.safetensors").unlink()
+    with pytest.raises(StageError, match="run the train step first"):
+        evaluate(run, project.root)
+
+
+def test_a_task_that_is_no_classifier_is_judged_without_classes(with_baseline: Project) -> None:
+    with_baseline.replace('    classes = ("first", "second")\n', "")
+    run = with_baseline.run("right")
+    evaluate(run, with_baseline.root)
+    metrics = written(run, "metrics.json")
+    assert metrics["classes"] is metrics["per_class"] is metrics["confusion"] is None
+    assert written(run, "verdict.json")["verdict"] == "pass"
+
+
+def test_a_test_set_of_one_sample_decides_nothing(with_baseline: Project) -> None:
+    with_baseline.replace("size=(50, 2)", "size=(1, 2)")
+    with_baseline.add("    def probabilities(self, outputs):\n        return outputs.softmax(dim=1)\n")
+    run = with_baseline.run("right", evaluate={"calibration": {"ece": 1.0}})
+    with pytest.raises(GateError, match="accuracy cannot be compared with the baseline on a single sample"):
+        evaluate(run, with_baseline.root)
+    verdict, metrics = written(run, "verdict.json"), written(run, "metrics.json")
+    assert verdict["detectable"] is None
+    assert any("too few samples to judge" in warning for warning in verdict["warnings"])
+    assert metrics["undefined"] == {"auc": "the test set has samples of a single class"}
+    assert verdict["calibration"]["candidate"]["intervals"]["ece"] is None
+
+
+def test_numbers_and_lists_go_through_the_step_too(with_baseline: Project) -> None:
+    with_baseline.replace('    classes = ("first", "second")\n', "")
+    run = with_baseline.run("first", evaluate={"metric": "rmse", "margin": 9.0, "require": {"rmse": 1.0}})
+    evaluate(run, with_baseline.root)
+    assert list(written(run, "metrics.json")["candidate"]) == ["accuracy", "mae", "r2", "rmse", "spearman"]
+    assert "rmse 0." in written(run, "verdict.json")["summary"]
+    assert written(run, "worst.json")["metric"] == "accuracy", "rmse has no value for each sample"
+    text = (with_baseline.root / "task.py").read_text()
+    (with_baseline.root / "lists.py").write_text(
+        text + "    def queries(self, batch):\n        return (batch['pair'][:, 0] * 2).long()\n"
+    )
+    run = with_baseline.run("right", "two", task="lists.py:Greater", evaluate={"metric": "ndcg"})
+    evaluate(run, with_baseline.root)
+    assert written(run, "verdict.json")["verdict"] == "pass"
+    assert set(written(run, "metrics.json")["candidate"]) == {"accuracy", "ndcg", "mrr", "auc"}
+
+
+@pytest.mark.parametrize("samples", [1, 7, 8, 9, 360])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_shares_hold_every_sample_exactly_once_and_in_order(samples: int, world_size: int) -> None:
+    shares = [share_of(Rank(rank, rank, world_size), samples, batch_size=4) for rank in range(world_size)]
+    assert [index for share in shares for index in share] == list(range(samples))
+
+
+def test_a_share_starts_where_a_batch_starts_so_that_batches_do_not_depend_on_the_world_size() -> None:
+    for world_size in range(1, 6):
+        starts = [share_of(Rank(rank, rank, world_size), 30, batch_size=8).start for rank in range(world_size)]
+        assert all(start % 8 == 0 or start == 30 for start in starts)
+
+
+def test_a_wanted_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert device_of("auto", Rank()).type == "cpu"
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        device_of("cuda", Rank())
+
+
+def test_several_processes_take_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [device_of("auto", Rank(i, i, 3)).index for i in range(3)] == [0, 1, 0]
+    assert device_of("cpu", Rank()).type == "cpu"

@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr  # type: ignore[import-untyped]
+from sklearn.metrics import (
+    confusion_matrix,
+    mean_absolute_error,
+    ndcg_score,
+    precision_recall_fscore_support,
+    r2_score,
+    roc_auc_score,
+)
+
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.settings.stages import Evaluate
+from pipeline.evaluate.gate import judge
+from pipeline.evaluate.metrics import confusion, per_class, per_query
+from pipeline.evaluate.predictions import Columns
+from pipeline.evaluate.results import Evidence, metrics_body
+
+
+def test_confusion_and_ratios_agree_with_scikit_learn() -> None:
+    generator = np.random.default_rng(0)
+    actual = generator.integers(4, size=300)
+    predicted = np.where(generator.random(300) < 0.7, actual, generator.integers(4, size=300))
+    matrix = confusion(actual, predicted, 4)
+    assert (matrix == confusion_matrix(actual, predicted)).all()
+    expected = precision_recall_fscore_support(actual, predicted)
+    for i, row in enumerate(per_class(matrix, "abcd").values()):
+        assert [row["precision"], row["recall"], row["f1"], row["samples"]] == pytest.approx([e[i] for e in expected])
+
+
+def test_a_class_that_is_never_seen_nor_predicted_has_no_ratios() -> None:
+    matrix = confusion(np.array([0, 0, 1]), np.array([0, 1, 1]), 3)
+    assert matrix.tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0]]
+    assert per_class(matrix, "abc")["c"] == {"samples": 0, "precision": None, "recall": None, "f1": None}
+
+
+FAST: dict[str, Any] = {"resamples": 300, "margin": 0.1}
+
+
+def numbers(samples: int = 120, changed: Columns | None = None) -> Columns:
+    """A regression whose candidate is nearer to the truth than its baseline."""
+    generator = np.random.default_rng(4)
+    actual = generator.normal(size=samples)
+    found = {
+        "candidate.own": np.zeros(samples),
+        "candidate.predicted": actual + 0.3 * generator.normal(size=samples),
+        "baseline.own": np.zeros(samples),
+        "baseline.predicted": actual + 0.6 * generator.normal(size=samples),
+        "actual": actual,
+    }
+    return found | (changed or {})
+
+
+def evidence(columns: Columns, classes: tuple[str, ...] | None = None) -> Evidence:
+    return Evidence(columns, "task", None, classes)
+
+
+def test_numbers_are_measured_as_scikit_learn_and_scipy_do() -> None:
+    columns = numbers()
+    body = metrics_body(Evaluate(metric="rmse", **FAST), evidence(columns), "f")
+    actual, predicted = columns["actual"], columns["candidate.predicted"]
+    assert body["candidate"]["mae"] == pytest.approx(mean_absolute_error(actual, predicted))
+    assert body["candidate"]["r2"] == pytest.approx(r2_score(actual, predicted))
+    assert body["candidate"]["spearman"] == pytest.approx(spearmanr(actual, predicted).statistic)
+    assert body["lower_is_better"] == ["mae", "rmse"]
+    for name in ("mae", "rmse", "r2", "spearman"):
+        low, high = body["intervals"]["candidate"][name]
+        assert low < body["candidate"][name] < high
+        assert body["intervals"]["difference"][name]["low"] > 0, "positive is better, of errors too"
+
+
+@pytest.mark.parametrize("metric", ["mae", "rmse", "r2", "spearman"])
+def test_any_of_them_decides(metric: str) -> None:
+    config = Evaluate(metric=metric, rule="superior", resamples=300, margin=0.05)
+    columns = numbers()
+    verdict = judge(config, evidence(columns).judged(config))
+    assert verdict.verdict == "pass", verdict.summary
+    assert ("better by +" in verdict.summary) is (metric in ("mae", "rmse"))
+    swapped = columns | {f"{a}.predicted": columns[f"{b}.predicted"] for a, b in
+                         (("candidate", "baseline"), ("baseline", "candidate"))}  # fmt: skip
+    assert judge(config, evidence(swapped).judged(config)).verdict == "fail"
+
+
+def test_what_is_required_of_an_error_is_a_ceiling() -> None:
+    for limit, passed in ((0.5, True), (0.1, False)):
+        config = Evaluate(metric="rmse", require={"rmse": limit}, **FAST)
+        rules = {rule.rule: rule for rule in judge(config, evidence(numbers()).judged(config)).rules}
+        assert rules["require.rmse"].passed is passed
+
+
+def test_slices_of_an_error_are_judged_by_the_samples_errors() -> None:
+    columns = numbers()
+    columns["slice.place"] = np.array(["sea"] * 60 + ["air"] * 60)
+    columns["candidate.predicted"][:60] += 2.0
+    config = Evaluate(metric="rmse", resamples=300, margin=9, slice_margin=0.1)
+    judged = {one.slice: one.passed for one in evidence(columns).judged(config).slices}
+    assert judged == {"place=sea": False, "place=air": True}
+    config = config.model_copy(update={"metric": "spearman"})
+    told = evidence(columns).judged(config).slices
+    assert [one.judged for one in told] == [False, False]
+    assert "no value of its own for each sample" in told[0].detail
+
+
+@pytest.mark.parametrize(
+    ("changed", "undefined", "why"),
+    [
+        ({"actual": np.ones(120)}, {"r2", "spearman"}, "all true values are equal"),
+        ({"candidate.predicted": np.ones(120)}, {"spearman"}, "all values that the candidate predicts are equal"),
+        ({"baseline.predicted": np.ones(120)}, {"spearman"}, "all values that the baseline predicts are equal"),
+    ],
+)
+def test_ties_everywhere_leave_a_metric_undefined_and_say_so(changed: Columns, undefined: set[str], why: str) -> None:
+    found = evidence(numbers(changed=changed))
+    config = Evaluate(metric="mae", resamples=300, margin=9.0)
+    verdict = judge(config, found.judged(config))
+    assert verdict.verdict == "pass", "it is not the one that decides"
+    assert f"spearman is undefined: {why}" in verdict.warnings
+    assert set(metrics_body(config, found, "f")["undefined"]) == undefined
+    config = Evaluate(metric="spearman", require={"spearman": 0.1}, resamples=300)
+    verdict = judge(config, found.judged(config))
+    assert {rule.rule for rule in verdict.failures} == {"require.spearman", "non-inferior"}
+    assert why in verdict.summary
+
+
+def test_a_prediction_that_is_nan_is_no_finite_metric() -> None:
+    columns = numbers()
+    columns["candidate.predicted"][5] = np.nan
+    config = Evaluate(metric="rmse", **FAST)
+    verdict = judge(config, evidence(columns).judged(config))
+    assert verdict.failures[0].detail == "mae, r2, rmse, spearman of the candidate is not a finite number"
+    assert metrics_body(config, evidence(columns), "f")["candidate"]["rmse"] is None
+
+
+def test_one_sample_decides_nothing() -> None:
+    for metric in ("own", "rmse"):
+        config = Evaluate(metric=metric, **FAST)
+        verdict = judge(config, evidence(numbers(samples=1)).judged(config))
+        assert verdict.verdict == "fail"
+        assert "cannot be compared with the baseline" in verdict.failures[-1].detail
+        assert "not finite" not in verdict.failures[-1].detail
+
+
+def test_the_tasks_own_metric_of_that_name_is_the_one_and_higher_is_better_there() -> None:
+    columns = numbers() | {"candidate.mae": np.full(120, -1.0), "baseline.mae": np.full(120, -2.0)}
+    measure = evidence(columns).measures["mae"]
+    assert not measure.lower
+    found = measure.difference(0.95, 100, 0)
+    assert found is not None and found.estimate == 1.0
+
+
+def test_an_unknown_metric_lists_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no metric f1 \(it has own, mae, rmse, r2, spearman\)"):
+        evidence(numbers()).check(Evaluate(metric="f1"))
+
+
+def ranked() -> Columns:
+    generator = np.random.default_rng(1)
+    queries = np.repeat(np.arange(40), 6)
+    actual = generator.integers(0, 2, size=240).astype(np.float64)
+    actual[:6] = 0.0
+    actual[6:12] = 1.0
+    noise = generator.normal(size=(2, 240))
+    return {
+        "candidate.own": np.zeros(240), "candidate.predicted": actual + 0.4 * noise[0],
+        "baseline.own": np.zeros(240), "baseline.predicted": actual + 3.0 * noise[1],
+        "actual": actual, "query": queries,
+    }  # fmt: skip
+
+
+def test_lists_are_compared_query_by_query_and_those_without_a_value_are_told() -> None:
+    config = Evaluate(metric="ndcg", rule="superior", resamples=300, margin=0.05)
+    found = evidence(ranked())
+    assert list(found.measures) == ["own", "ndcg", "mrr", "auc"]
+    judged = found.judged(config)
+    assert judged.comparison is not None
+    assert (judged.comparison.unit, judged.comparison.samples) == ("queries", 39)
+    verdict = judge(config, judged)
+    assert verdict.verdict == "pass", verdict.summary
+    assert "ndcg leaves out 1 of 40 queries, which have no relevant item" in verdict.warnings
+    assert "auc leaves out 3 of 40 queries, which have no relevant or no irrelevant item" in verdict.warnings
+    assert "on the same 39 queries" in next(rule.how for rule in verdict.rules if rule.rule == "superior")
+
+
+def stated(classes: int, present: int) -> Columns:
+    """Probabilities of a classifier; the test set has samples of the first so many classes alone."""
+    generator = np.random.default_rng(6)
+    actual = generator.integers(present, size=200)
+    rows = [generator.random((200, classes)) + sure * np.eye(classes)[actual] for sure in (0.6, 0.4)]
+    shares = [(one / one.sum(axis=1, keepdims=True)).astype(np.float32) for one in rows]
+    found: Columns = {"actual": actual}
+    for owner, share in zip(("candidate", "baseline"), shares, strict=True):
+        right = (share.argmax(axis=1) == actual).astype(np.float64)
+        found |= {f"{owner}.accuracy": right, f"{owner}.predicted": share.argmax(axis=1)}
+        found[f"{owner}.probabilities"] = share
+    return found
+
+
+def test_a_metric_that_is_undefined_on_a_class_leaves_it_out_and_says_so() -> None:
+    columns = stated(3, 3)
+    auc = evidence(columns, ("a", "b", "c")).measures["auc"]
+    assert auc.candidate is not None
+    expected = roc_auc_score(columns["actual"], columns["candidate.probabilities"], multi_class="ovr")
+    assert auc.candidate.values(np.ones((1, 200)))[0] == pytest.approx(expected)
+    found = evidence(stated(3, 2), ("a", "b", "c"))
+    assert found.measures["auc"].note == "auc leaves out c: no sample of it in the test set"
+    config = Evaluate(**FAST)
+    assert any("class=c" in warning for warning in judge(config, found.judged(config)).warnings)
+    body = metrics_body(config, found, "f")
+    assert body["per_class"]["c"]["recall"] is None, "a class that was never seen has none"
+    alone = evidence(stated(2, 1), ("a", "b"))
+    assert alone.measures["auc"].why == "the test set has samples of a single class"
+
+
+def test_calibration_is_told_with_intervals_and_judged_where_asked() -> None:
+    found = evidence(stated(3, 3), ("a", "b", "c"))
+    told = found.calibration(Evaluate(**FAST))["candidate"].body()
+    assert told["intervals"]["brier"][0] < told["brier"] < told["intervals"]["brier"][1]
+    assert sum(one["count"] for one in told["bins"]) == 200
+
+    def rules(**limits: float) -> dict[str, bool]:
+        config = Evaluate.model_validate({**FAST, "calibration": limits})
+        return {rule.rule: rule.passed for rule in judge(config, found.judged(config)).rules}
+
+    assert not any("calibration" in name for name in rules())
+    assert rules(ece=0.9, brier=1.9, brier_margin=0.0).items() >= {
+        "calibration.ece": True, "calibration.brier": True, "calibration.brier_margin": True}.items()  # fmt: skip
+    assert rules(ece=1e-6, brier=1e-6).items() >= {"calibration.ece": False, "calibration.brier": False}.items()
+
+
+def test_a_model_whose_probabilities_became_worse_is_stopped_though_its_answers_are_the_same() -> None:
+    columns = stated(3, 3)
+    columns["baseline.predicted"] = columns["candidate.predicted"]
+    columns["baseline.accuracy"] = columns["candidate.accuracy"]
+    sure = np.eye(3, dtype=np.float32)[columns["candidate.predicted"]]
+    columns["baseline.probabilities"] = columns["candidate.probabilities"]
+    columns["candidate.probabilities"] = sure
+    config = Evaluate.model_validate({**FAST, "calibration": {"brier_margin": 0.02}})
+    verdict = judge(config, evidence(columns, ("a", "b", "c")).judged(config))
+    assert [rule.rule for rule in verdict.failures] == ["calibration.brier_margin"]
+
+
+def test_calibration_needs_probabilities() -> None:
+    with pytest.raises(ConfigError, match=r"needs a classifier whose task has probabilities\(outputs\)"):
+        evidence(numbers()).check(Evaluate.model_validate({"metric": "own", "calibration": {"ece": 0.1}}))
+    with pytest.raises(ValueError, match="ece"):
+        Evaluate.model_validate({"calibration": {"mce": 0.1}})
+
+
+def test_each_query_is_what_scikit_learn_says_ties_and_all() -> None:
+    generator = np.random.default_rng(0)
+    queries = np.repeat(np.arange(30), generator.integers(4, 12, size=30))
+    scores = np.round(generator.normal(size=len(queries)), 1)
+    relevance = generator.integers(0, 3, size=len(queries)).astype(np.float64)
+    shuffled = generator.permutation(len(queries))
+    found = per_query(queries[shuffled], scores[shuffled], relevance[shuffled])
+    for query in range(30):
+        own = queries == query
+        ndcg = ndcg_score(relevance[None, own], scores[None, own]) if relevance[own].any() else np.nan
+        assert found["ndcg"][query] == pytest.approx(ndcg, nan_ok=True)
+        both = len(set(relevance[own] > 0)) == 2
+        auc = roc_auc_score(relevance[own] > 0, scores[own]) if both else np.nan
+        assert found["auc"][query] == pytest.approx(auc, nan_ok=True)
+
+
+def test_the_first_relevant_item_counts_and_is_last_among_its_equals() -> None:
+    queries = np.array([7, 7, 7, 9, 9, 9, 9])
+    scores = np.array([3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    relevance = np.array([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    assert per_query(queries, scores, relevance)["mrr"].tolist() == [1 / 2, 1 / 3]
+
+
+def test_a_constant_score_earns_nothing() -> None:
+    found = per_query(np.zeros(4, np.int64), np.ones(4), np.array([1.0, 0, 0, 0]))
+    assert found["mrr"].tolist() == [1 / 4]
+    assert found["auc"].tolist() == [0.5]
+
+
+def test_a_query_without_a_relevant_item_has_no_value() -> None:
+    found = per_query(np.array([1, 1, 2, 2]), np.arange(4.0), np.array([0.0, 0, 1, 1]))
+    assert np.isnan(found["ndcg"]).tolist() == np.isnan(found["mrr"]).tolist() == [True, False]
+    assert np.isnan(found["auc"]).all(), "nor, for auc, one without an irrelevant item"

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipeline.contract.errors import GateError
+from pipeline.evaluate.evaluate import evaluate
+from pipeline.evaluate.results import explain, sentences
+
+if TYPE_CHECKING:
+    from tests.pipeline.evaluate.conftest import Project
+
+
+def test_a_rejection_is_explained_rule_by_rule_with_power_and_tests(with_baseline: Project) -> None:
+    run = with_baseline.run("first", evaluate={"require": {"accuracy": 0.9}})
+    with pytest.raises(GateError):
+        evaluate(run, with_baseline.root)
+    run.partial("evaluate").rename(run.output("evaluate"))
+    found = explain(dict(run.verdict()), None)
+    rules = {rule["rule"]: rule for rule in found["rules"]}
+    assert {"finite", "require.accuracy", "non-inferior"} <= set(rules)
+    assert rules["require.accuracy"]["limit"] == 0.9
+    assert rules["non-inferior"]["value"] < rules["non-inferior"]["limit"] == -0.01
+    assert found["power"]["samples_for_margin"] > 50 == found["power"]["samples"]
+    text = "\n".join(sentences(found))
+    assert text.startswith("fail: accuracy ")
+    assert "what would change it: a floor of" in text
+    assert "power: 50 samples show a true difference of" in text
+    assert "McNemar's exact test: p = " in text and "permutation test: p = " in text
+
+
+def test_an_older_verdict_without_its_newer_keys_is_explained_as_far_as_it_goes() -> None:
+    rules = [{"rule": "finite", "passed": True, "detail": "all finite: accuracy"}]
+    old = {"verdict": "no-baseline", "summary": "accuracy 0.9", "samples": 5, "margin": 0.0, "rules": rules}
+    given = {"by": "ann", "at": "noon", "reason": "because"}
+    text = "\n".join(sentences(explain(old, given)))
+    assert "passed  finite: all finite: accuracy" in text
+    assert "overridden by ann, noon: because" in text
+    assert "power: unknown" in text

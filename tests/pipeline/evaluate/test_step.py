@@ -1,0 +1,83 @@
+"""The step as a process: alone, and shared by two under torchrun."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.contract.data import forward, open_split
+from pipeline.contract.errors import GateError, read_error
+from pipeline.contract.files import write_atomic
+from pipeline.contract.run import Run, RunFile
+from pipeline.contract.sources import HOUSE
+from pipeline.contract.task import load_task
+from pipeline.contract.weights import save_weights
+from pipeline.service.process import any_port
+
+from ...nursery import launch
+
+DIGITS = HOUSE / "examples" / "digits"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits after a few steps of training: better than chance, worse than its baseline."""
+    torch.manual_seed(0)
+    task = load_task("task.py:Digits", DIGITS)
+    model, samples = task.model(), open_split(task, "train")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    for batch in samples.batches(range(512), 64):
+        optimizer.zero_grad()
+        task.loss(forward(model, task, batch), batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    save_weights(model.state_dict(), path)
+    return path
+
+
+def make_run(path: Path, weights: Path, **evaluate: object) -> Run:
+    run = Run(path)
+    run.output("train").mkdir(parents=True)
+    (run.output("train") / "model.safetensors").write_bytes(weights.read_bytes())
+    config = {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:DigitsCodec", "evaluate": evaluate}
+    file = RunFile(id=run.id, created="2026-01-01T00:00:00+00:00", wanted=("evaluate",), config=config, environment={})
+    write_atomic(run.path / "run.json", file.model_dump_json())
+    return run
+
+
+def start(run: Run, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    argv = ("-m", "pipeline.evaluate", str(run.path), "--root", str(DIGITS))
+    return launch(argv, run.path.parent, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(any_port())})
+
+
+def test_one_process_and_two_measure_every_sample_once_and_exactly_alike(tmp_path: Path, weights: Path) -> None:
+    # 360 samples in batches of 50: eight batches, the last one short.
+    one = make_run(tmp_path / "one", weights, batch_size=50, margin=2.0)
+    two = make_run(tmp_path / "two", weights, batch_size=50, margin=2.0)
+    for run, processes in ((one, 1), (two, 2)):
+        done = start(run, processes)
+        assert done.returncode == 0, done.stderr
+    with (
+        np.load(one.partial("evaluate") / "predictions.npz") as alone,
+        np.load(two.partial("evaluate") / "predictions.npz") as shared,
+    ):
+        assert set(alone.files) == set(shared.files) >= {"actual", "candidate.log_likelihood", "baseline.accuracy"}
+        assert len(alone["actual"]) == 360
+        for name in alone.files:
+            np.testing.assert_array_equal(alone[name], shared[name], err_msg=name)
+    for name in ("metrics.json", "verdict.json"):
+        assert (one.partial("evaluate") / name).read_bytes() == (two.partial("evaluate") / name).read_bytes()
+    assert json.loads((one.partial("evaluate") / "verdict.json").read_text())["verdict"] == "pass"
+
+
+def test_a_rejected_candidate_ends_the_process_with_exit_code_3(tmp_path: Path, weights: Path) -> None:
+    run = make_run(tmp_path / "run", weights, require={"accuracy": 0.999})
+    done = start(run)
+    assert done.returncode == 3, done.stderr
+    assert "below the required 0.999" in done.stderr
+    assert isinstance(read_error(run.partial("evaluate")), GateError)

@@ -1,0 +1,156 @@
+"""What is kept of the worst samples, for people to look at."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from pipeline.contract.errors import DataError
+from pipeline.evaluate.evaluate import evaluate
+from pipeline.evaluate.worst_samples import LARGEST, SAMPLES, as_picture, png, worst_indices
+
+if TYPE_CHECKING:
+    from tests.pipeline.evaluate.conftest import Project
+
+
+WORDS = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"no": 0, "so": 1, "yes": 2}, "unk_token": "no"}}'
+
+
+def kept(project: Project, answers: str = "first", **more: Any) -> dict[str, Any]:
+    run = project.run(answers, evaluate={"margin": 2.0}, **more)
+    if (words := project.root / "words.json").is_file():
+        (run.output("prepare") / "files").mkdir(parents=True)
+        words.rename(run.output("prepare") / "files" / "tokenizer.json")
+    evaluate(run, project.root)
+    body: dict[str, Any] = json.loads((run.partial("evaluate") / "worst.json").read_text())
+    return body
+
+
+def unpacked(data: bytes) -> tuple[tuple[int, ...], bytes]:
+    """Size, depth and colour of a PNG, and its rows; every checksum is looked at."""
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    place, chunks = 8, {}
+    while place < len(data):
+        (size,) = struct.unpack(">I", data[place : place + 4])
+        kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + size]
+        assert struct.unpack(">I", data[place + 8 + size : place + 12 + size]) == (zlib.crc32(kind + body),)
+        chunks[kind], place = body, place + 12 + size
+    return struct.unpack(">IIBBBBB", chunks[b"IHDR"]), zlib.decompress(chunks[b"IDAT"])
+
+
+def test_the_lowest_come_first_and_what_is_no_number_before_them() -> None:
+    columns = {"accuracy": np.array([1.0, 0, 0, np.nan, 1]), "likelihood": np.array([-0.1, -2, -3, -0.2, -0.3])}
+    assert worst_indices(columns, "accuracy", 4) == [3, 2, 1, 4]
+    assert worst_indices({"accuracy": np.zeros(3)}, "accuracy", 9) == [0, 1, 2], "ties keep their order"
+
+
+def test_the_worst_samples_tell_what_was_expected_and_what_each_model_said(with_baseline: Project) -> None:
+    body = kept(with_baseline)
+    assert (body["metric"], len(body["samples"])) == ("accuracy", SAMPLES)
+    first = body["samples"][0]
+    assert (first["actual"], first["predicted"], first["baseline_predicted"]) == ("second", "first", "second")
+    assert (first["value"], first["baseline"], first["metrics"]) == (0, 1, {"accuracy": 0})
+    (shown,) = first["shown"]
+    assert (shown["kind"], shown["name"], shown["shape"]) == ("values", "pair", [2])
+    assert shown["values"][0] < shown["values"][1], "the second is greater"
+
+
+def test_without_classes_the_answers_are_numbers(project: Project) -> None:
+    project.replace('classes = ("first", "second")', "")
+    first = kept(project)["samples"][0]
+    assert (first["actual"], first["predicted"], first["baseline"]) == ("1", "0", None)
+
+
+def test_a_task_may_say_itself_what_people_read(project: Project) -> None:
+    project.add(
+        "\n    def text(self, batch):\n        return [f'{a:.0f} or {b:.0f} ' * 200 for a, b in batch['pair']]\n"
+    )
+    (shown,) = kept(project)["samples"][0]["shown"]
+    assert (shown["kind"], shown["whole"], len(shown["text"])) == ("text", False, 600)
+    assert " or " in shown["text"]
+
+
+def test_a_text_for_each_sample_is_what_is_asked_for(project: Project) -> None:
+    project.add("\n    def text(self, batch):\n        return 'one'\n")
+    with pytest.raises(DataError, match="one text for each of the 12 samples"):
+        kept(project)
+
+
+def test_tokens_are_read_by_the_tokenizer_of_the_run_and_their_mask_is_not_shown(project: Project) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: the extra `deepseek` has it")
+    project.replace('inputs = ("pair",)', 'inputs = ("pair", "tokens", "attention_mask")')
+    project.replace(
+        "return nn.Linear(2, 2, bias=False)",
+        "found = nn.Linear(2, 2, bias=False)\n        plain = found.forward\n"
+        "        found.forward = lambda pair, tokens, mask: plain(pair)\n        return found",
+    )
+    rows = "'tokens': np.tile([2, 1, 0], (50, 1)), 'attention_mask': np.tile([1, 1, 0], (50, 1))"
+    project.replace('return {"pair": pair,', f'return {{{rows}, "pair": pair,')
+    (project.root / "words.json").write_text(WORDS)
+    text, pair = kept(project)["samples"][0]["shown"]
+    assert (text["kind"], text["name"], text["text"]) == ("text", "tokens", "yes so")
+    assert (pair["kind"], pair["name"]) == ("values", "pair")
+
+
+def test_a_sample_of_rows_and_columns_is_a_picture(project: Project) -> None:
+    project.replace(
+        '"pair": pair,', '"pair": pair, "image": np.broadcast_to(pair[:, :1, None, None], (50, 1, 8, 6)).copy(),'
+    )
+    project.replace('inputs = ("pair",)', 'inputs = ("pair", "image")')
+    project.replace(
+        "return nn.Linear(2, 2, bias=False)",
+        "found = nn.Linear(2, 2, bias=False)\n        plain = found.forward\n"
+        "        found.forward = lambda pair, image: plain(pair)\n        return found",
+    )
+    _, image = kept(project)["samples"][0]["shown"]
+    assert (image["kind"], image["shape"]) == ("picture", [1, 8, 6])
+    head, rows = unpacked(base64.b64decode(image["png"]))
+    assert head == (6, 8, 8, 0, 0, 0, 0)
+    assert len(rows) == 8 * (1 + 6)
+
+
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        (np.eye(8, dtype=np.float32), (8, 8, 1)),
+        (np.full((3, 5, 7), 0.5), (5, 7, 3)),
+        (np.full((5, 7, 3), 200, np.uint8), (5, 7, 3)),
+        (np.random.default_rng(0).normal(size=(1, 200, 193)), (67, 65, 1)),
+        (np.full((4, 4), np.nan), (4, 4, 1)),
+    ],
+)
+def test_pictures_of_every_layout_become_bytes_of_a_bounded_size(values: Any, size: tuple[int, ...]) -> None:
+    found = as_picture(values)
+    assert found is not None
+    assert (found.shape, found.dtype) == (size, np.uint8)
+    assert max(found.shape) <= LARGEST
+    assert unpacked(png(found))[0][:2] == (size[1], size[0])
+
+
+def test_greys_keep_their_meaning_and_other_numbers_are_spread_from_black_to_white() -> None:
+    for values, expected in (
+        (np.full((4, 4), 0.5), [128]),
+        (np.full((4, 4), 200, np.uint8), [200]),
+        (np.array([[-2.0, 6.0]] * 4).repeat(2, axis=1), [0, 255]),
+    ):
+        found = as_picture(values)
+        assert found is not None
+        assert sorted(set(found.ravel().tolist())) == expected
+
+
+@pytest.mark.parametrize("shape", [(13,), (2, 3), (5, 8, 8), (3, 2, 9), (1, 3, 8, 8)])
+def test_what_is_no_picture_is_none(shape: tuple[int, ...]) -> None:
+    assert as_picture(np.zeros(shape)) is None
+
+
+def test_the_file_is_small_however_large_the_samples_are() -> None:
+    noise = np.random.default_rng(0).random((3, 1000, 1000))
+    found = as_picture(noise)
+    assert found is not None
+    assert len(png(found)) < 30_000

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from pipeline.contract.bundle import Ancestors, Bundle, Manifest
+from pipeline.contract.errors import PipelineError, ResourceError, StageError
+from pipeline.contract.golden import Golden
+from pipeline.contract.settings.stages import Deploy
+from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.service.process import (
+    Live,
+    any_port,
+    check_golden,
+    end,
+    free_port,
+    last_lines,
+    latency,
+    port_is_free,
+    process_started,
+    read_live,
+    request,
+    service_environment,
+    spawn,
+    wait_until_ready,
+    write_live,
+)
+from pipeline.service.start import choose_ports
+
+WAITING = "import time; print('up', flush=True); time.sleep(60)"
+DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def started(program: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    process = started(WAITING)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that a foreigner listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def live_of(process: subprocess.Popen[str], **changes: object) -> Live:
+    values = {
+        "name": "tiny", "run": "one", "bundle": "b" * 64, "pid": process.pid,
+        "process_started": process_started(process.pid), "host": "127.0.0.1", "port": 9000, "grpc_port": 9001,
+        "asked_port": 9000, "since": "now", "log": "log",
+    }  # fmt: skip
+    return Live.model_validate({**values, **changes})
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path, process: subprocess.Popen[str]) -> None:
+    assert read_live(tmp_path) is None
+    write_live(tmp_path, live_of(process))
+    assert read_live(tmp_path) == live_of(process)
+    write_live(tmp_path, None)
+    assert read_live(tmp_path) is None
+
+
+def test_a_damaged_record_is_told(tmp_path: Path) -> None:
+    (tmp_path / "live.json").write_text("{}")
+    with pytest.raises(PipelineError, match=r"live\.json: damaged"):
+        read_live(tmp_path)
+
+
+def test_a_service_is_alive_as_long_as_its_process(process: subprocess.Popen[str]) -> None:
+    live = live_of(process)
+    assert live.alive
+    process.kill()
+    process.wait(timeout=10)
+    assert not live.alive
+
+
+def test_a_dead_process_whose_parent_did_not_look_is_not_alive(process: subprocess.Popen[str]) -> None:
+    live = live_of(process)
+    process.kill()
+    seen = psutil.Process(process.pid)
+    deadline = time.monotonic() + 10
+    while seen.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not live.alive
+
+
+def test_another_process_with_the_same_pid_is_neither_alive_nor_ended(process: subprocess.Popen[str]) -> None:
+    live = live_of(process, process_started=process_started(process.pid) - 60)
+    assert not live.alive
+    assert not end(live.pid, live.process_started)
+    assert process.poll() is None
+
+
+def test_a_service_is_ended_and_only_once(process: subprocess.Popen[str]) -> None:
+    when = process_started(process.pid)
+    assert end(process.pid, when, grace_seconds=10)
+    assert not psutil.pid_exists(process.pid)
+    assert not end(process.pid, when)
+
+
+def test_a_service_that_does_not_heed_is_killed() -> None:
+    with started(DEAF) as process:
+        assert end(process.pid, process_started(process.pid), grace_seconds=0.2)
+        assert not psutil.pid_exists(process.pid)
+
+
+def test_a_spawned_process_owes_nothing_to_its_starter(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.set_inheritable(write_end, True)
+    program = (
+        "import os; print(os.getsid(0) == os.getpid(), os.getcwd(), sorted(map(int, os.listdir('/proc/self/fd')))[:4])"
+    )
+    log = tmp_path / "logs" / "service.log"
+    assert spawn(["-c", program], log, service_environment()).wait(timeout=20) == 0
+    os.close(write_end)
+    os.close(read_end)
+    assert log.read_text() == "True / [0, 1, 2, 3]\n", "3 is the listing itself"
+
+
+def test_a_service_does_not_inherit_what_belongs_to_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPE_LEASH", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = service_environment()
+    assert found.keys().isdisjoint({"PIPE_LEASH", "OMP_NUM_THREADS"})
+    assert found["PYTHONSAFEPATH"] == "1"
+
+
+def test_the_next_free_port_is_taken_when_the_wanted_one_is_not(taken: int) -> None:
+    assert not port_is_free("127.0.0.1", taken)
+    assert taken < free_port("127.0.0.1", taken) < taken + 100
+    with pytest.raises(ResourceError, match=f"no free port between {taken} and {taken}"):
+        free_port("127.0.0.1", taken, tries=1)
+
+
+def test_a_redeployment_keeps_the_ports_the_old_one_got(process: subprocess.Popen[str]) -> None:
+    old = live_of(process, port=9007, grpc_port=9008)
+    assert choose_ports(Deploy(port=9000), old) == (9007, 9008)
+
+
+def test_a_taken_grpc_port_that_was_asked_for_is_an_error(taken: int) -> None:
+    with pytest.raises(StageError, match=f"deploy.grpc_port={taken} is taken"):
+        choose_ports(Deploy(grpc_port=taken), None)
+
+
+class Echo(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200 if self.path == "/echo" else 503)
+        self.send_header("X-Name", "echo")
+        self.end_headers()
+        self.wfile.write(body if self.path == "/echo" else b"not json")
+
+    def log_message(self, *args: object) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def echo() -> Iterator[int]:
+    server = HTTPServer(("127.0.0.1", 0), Echo)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_exchange_is_json_both_ways_with_headers_in_small_letters(echo: int) -> None:
+    status, headers, answer = request("127.0.0.1", echo, "POST", "/echo", {"a": [1]})
+    assert (status, headers["x-name"], answer) == (200, "echo", {"a": [1]})
+
+
+def test_an_answer_that_is_not_json_is_given_as_text(echo: int) -> None:
+    assert request("127.0.0.1", echo, "POST", "/broken", {})[::2] == (503, "not json")
+
+
+Answer = tuple[int, str, Any]  # status, bundle digest, body
+Serve = Callable[[dict[str, Answer]], int]
+V1, V2 = "/v1/models/tiny:predict", "/v2/models/tiny/infer"
+TENSOR = {"outputs": [{"name": "y", "shape": [1, 1], "data": [2.0]}]}
+GOOD: dict[str, Answer] = {V1: (200, "digest", {"predictions": [2.0]}), V2: (200, "digest", TENSOR)}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    """One golden request through the codec and one on tensors."""
+    one = np.ones((1, 1), np.float32)
+    Golden({"x": one}, {"y": 2 * one}, [1.0], [2.0], rtol=1e-3, atol=1e-4).write(tmp_path)
+    ancestors = Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx="e")
+    manifest = Manifest(schema_version=1, name="tiny", verdict="pass", ancestors=ancestors, files={})
+    signature = Signature(
+        inputs=(TensorSpec(name="x", datatype="FP32", shape=("batch", 1)),),
+        outputs=(TensorSpec(name="y", datatype="FP32", shape=("batch", 1)),),
+        codec="C",
+        limits=Limits(max_batch_size=1, max_body_bytes=1),
+        runtime=Runtime(provider="cpu", threads=1),
+    )
+    return Bundle(tmp_path, "digest", manifest, signature)
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """A server that gives these answers by path."""
+    started: list[tuple[HTTPServer, threading.Thread]] = []
+
+    def start(answers: dict[str, Answer]) -> int:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                status, digest, body = answers[self.path]
+                self.send_response(status)
+                self.send_header("X-Bundle-Digest", digest)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def log_message(self, *args: object) -> None:
+                """Silent."""
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        started.append((server, thread))
+        return server.server_port
+
+    yield start
+    for server, thread in started:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_golden_answers_are_counted(serve: Serve, bundle: Bundle) -> None:
+    assert check_golden("127.0.0.1", serve(GOOD), bundle) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({V1: (200, "digest", {"predictions": [2.1]})}, r"predictions\[0\]: expected 2.0, found 2.1; what runs is not"),
+        ({V2: (200, "digest", {"outputs": []})}, "the answer has no output y"),
+        ({V1: (500, "digest", {"error": "no"})}, "answered 500: .*no"),
+        ({V1: (200, "another", {"predictions": [2.0]})}, "answered by another bundle than digest"),
+    ],
+)
+def test_a_wrong_answer_is_told(serve: Serve, bundle: Bundle, wrong: dict[str, Answer], sentence: str) -> None:
+    with pytest.raises(StageError, match=sentence):
+        check_golden("127.0.0.1", serve(GOOD | wrong), bundle)
+
+
+def test_latency_is_what_a_client_sees(serve: Serve, bundle: Bundle) -> None:
+    found = latency("127.0.0.1", serve(GOOD), bundle)
+    assert 0 < found["p50"] <= found["p95"] <= found["max"]
+    assert found["requests"] == 50
+
+
+def test_a_service_that_ends_at_its_start_is_told_by_its_last_words(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("one\ntwo\nthree\nno such model\n")
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(timeout=20)
+    with pytest.raises(StageError, match="the service ended at its start: two / three / no such model"):
+        wait_until_ready(process, any_port(), log, timeout_seconds=20)
+
+
+def test_a_service_that_never_listens_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        with pytest.raises(StageError, match=r"was not ready within 0\.2 s"):
+            wait_until_ready(process, any_port(), tmp_path / "log", timeout_seconds=0.2)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_log_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    assert last_lines(tmp_path / "none") == "it left no log"

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.config import Config
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.registry import CHAMPION, PREVIOUS, read_registry
+from pipeline.contract.run import Run
+from pipeline.contract.settings.access import Access
+from pipeline.service.process import Live
+from pipeline.service.rollout import canary_share, decide, promote, rollback, shadow_bundle, stamp_of
+from pipeline.service.start import Ports, Start, argv
+
+from ..conftest import NewRun, bundle_of
+
+
+def champion(run: Run) -> str:
+    return read_registry(run.runs, "").names[CHAMPION].bundle
+
+
+def test_what_serves_is_what_the_next_candidate_has_to_beat(new_run: NewRun) -> None:
+    run = new_run()
+    promote(run, bundle_of(run, "one"))
+    entry = read_registry(run.runs, "").names[CHAMPION]
+    assert (entry.bundle, entry.checkpoint, entry.path) == ("one", "checkpoint of one", f"{run.id}/export/bundle")
+    assert read_registry(run.runs, "").history[-1].reason == f"deployed by run {run.id}"
+
+
+def test_the_one_it_replaces_is_remembered(new_run: NewRun) -> None:
+    run = new_run()
+    for digest in ("one", "two"):
+        promote(run, bundle_of(run, digest))
+    assert champion(run) == "two"
+    assert read_registry(run.runs, "").names[PREVIOUS].bundle == "one"
+
+
+def test_the_same_bundle_in_a_later_run_changes_nothing(new_run: NewRun) -> None:
+    first, later = new_run(), new_run()
+    promote(first, bundle_of(first, "one"))
+    before = read_registry(first.runs, "")
+    promote(later, bundle_of(later, "one"))
+    assert read_registry(first.runs, "") == before
+
+
+def test_going_back_exchanges_champion_and_previous(new_run: NewRun) -> None:
+    run = new_run()
+    for digest in ("one", "two"):
+        promote(run, bundle_of(run, digest))
+    assert rollback(run.runs, "").bundle == champion(run) == "one"
+    assert rollback(run.runs, "").bundle == champion(run) == "two"
+    assert [change.reason for change in read_registry(run.runs, "").history][-1] == "rolled back"
+
+
+def test_without_a_previous_one_there_is_nothing_to_go_back_to(new_run: NewRun) -> None:
+    with pytest.raises(ConfigError, match="no previous champion"):
+        rollback(new_run().runs, "")
+
+
+def test_a_name_of_ones_own_has_a_history_of_its_own(new_run: NewRun) -> None:
+    run = new_run()
+    for digest in ("one", "two"):
+        promote(run, bundle_of(run, digest), "tried", name="staging")
+    assert read_registry(run.runs, "").names["staging"].bundle == "two"
+    assert CHAMPION not in read_registry(run.runs, "").names
+    assert rollback(run.runs, "", "staging", "too slow").bundle == "one"
+    assert [change.reason for change in read_registry(run.runs, "").history][-1] == "too slow"
+
+
+def test_previous_follows_from_the_history_and_is_given_by_nobody(new_run: NewRun) -> None:
+    run = new_run()
+    with pytest.raises(ConfigError, match="previous follows from the history"):
+        promote(run, bundle_of(run, "one"), name=PREVIOUS)
+
+
+STAMP = "of today"
+
+
+@pytest.fixture
+def run(new_run: NewRun) -> Run:
+    return new_run()
+
+
+@pytest.fixture
+def bundle(run: Run) -> Bundle:
+    return bundle_of(run, "b" * 64)
+
+
+def _live(**changes: Any) -> Live:
+    values = {
+        "name": "tiny", "run": "one", "bundle": "a" * 64, "pid": 1, "process_started": 0.0, "host": "127.0.0.1",
+        "port": 8080, "grpc_port": 8081, "asked_port": 8080, "since": "now", "log": "log", "admin_port": 8090,
+        "token": "token", "stamp": STAMP, "max_body_bytes": 1,
+    }  # fmt: skip
+    return Live.model_validate({**values, **changes})
+
+
+def _with(config: Config, section: str, **changes: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+
+
+def test_where_nothing_serves_a_process_is_started(config: Config, bundle: Bundle) -> None:
+    assert decide(None, config, bundle, STAMP)[0] == "start"
+
+
+def test_where_the_bundle_alone_is_another_it_is_swapped_in(config: Config, bundle: Bundle) -> None:
+    assert decide(_live(), config, bundle, STAMP)[0] == "swap"
+    assert decide(_live(bundle=bundle.digest), config, bundle, STAMP)[0] == "swap", "which then changes nothing"
+    assert decide(_live(), _with(config, "deploy", grpc_port=8081), bundle, STAMP)[0] == "swap"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"host": "0.0.0.0"}, "another address"),
+        ({"asked_port": 9000}, "another address"),
+        ({"admin_port": 0}, "no admin interface"),
+        ({"stamp": "of yesterday"}, "packages, the service's own source or its options have changed"),
+        ({"name": "small"}, "the model is called tiny now"),
+        ({"max_body_bytes": 0}, "its requests may be larger"),
+    ],
+)
+def test_what_belongs_to_the_process_needs_another_process(
+    config: Config, bundle: Bundle, changes: dict[str, Any], reason: str
+) -> None:
+    way, why = decide(_live(**changes), config, bundle, STAMP)
+    assert way == "take over"
+    assert reason in why
+
+
+def test_another_grpc_port_is_another_address(config: Config, bundle: Bundle) -> None:
+    assert decide(_live(), _with(config, "deploy", grpc_port=9001), bundle, STAMP)[0] == "take over"
+
+
+def test_the_stamp_is_of_the_options_too_and_stays_the_same() -> None:
+    assert stamp_of(["--no-page"]) == stamp_of(["--no-page"]) != stamp_of([])
+
+
+def test_a_share_is_a_number_and_none_is_0(config: Config) -> None:
+    assert canary_share(config) == 0
+    assert canary_share(_with(config, "serve", canary="10%")) == 0.1
+
+
+def _sealed(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    return folder
+
+
+def test_a_shadow_is_a_folder_of_the_project_or_a_run(config: Config, run: Run, tmp_path: Path) -> None:
+    assert shadow_bundle(config, run, tmp_path) is None
+    folder = _sealed(tmp_path / "candidates" / "next")
+    assert shadow_bundle(_with(config, "serve", shadow="candidates/next"), run, tmp_path) == folder
+    with pytest.raises(ConfigError, match=f"serve.shadow: {run.id} has no bundle"):
+        shadow_bundle(_with(config, "serve", shadow=run.id), run, tmp_path)
+    sealed = _sealed(run.bundle_path)
+    assert shadow_bundle(_with(config, "serve", shadow=run.id), run, tmp_path) == sealed
+
+
+def test_a_process_is_told_all_it_needs(new_run: NewRun, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, old = new_run(), _live()
+    config = _with(run.config, "serve", canary="10%", shadow_share=0.5)
+    monkeypatch.setattr(Run, "config", config)
+    order = Start(Run(run.path), bundle, Access(), ["--no-page"], STAMP, Path("/candidate"))
+    words = argv(order, Ports(1, 2, 3, 4), Path("/token"), old)
+    text = " ".join(words)
+    old_path = Run(run.runs / "one").bundle_path.resolve()
+    assert text.startswith(f"-m serve tiny={old_path} tiny={run.bundle_path.resolve()} --host 127.0.0.1 --port 1")
+    assert "--grpc-port 2 --standby 3 --admin 4 --admin-token /token --no-page --canary 0.1" in text
+    assert "--shadow /candidate --shadow-share 0.5 --log-format text" in text
+    alone = " ".join(argv(order, Ports(1, 2, 3, 4), Path("/token"), None))
+    assert "--canary" not in alone
+    assert str(old_path) not in alone

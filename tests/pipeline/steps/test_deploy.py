@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from k8s.cluster.cluster import Change
+from pipeline.cli import run
+from pipeline.cli.app import app
+from pipeline.contract.config import Config, override_config
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.registry import CHAMPION, read_registry
+from pipeline.contract.run import Run
+from pipeline.contract.settings.access import ANYBODY
+from pipeline.history import Project
+from pipeline.service.process import Live, process_started, write_live
+from pipeline.service.rollout import stamp_of
+from pipeline.steps import deploy
+from pipeline.steps.deploy import fixed_options
+
+from ..conftest import NewRun, bundle_of
+
+
+@pytest.mark.parametrize(("verdict", "promoted"), [("pass", True), ("no-baseline", True), ("overridden", False)])
+def test_a_bundle_that_went_past_the_gate_serves_but_is_no_champion(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, verdict: str, promoted: bool
+) -> None:
+    run = new_run()
+    run.partial("deploy").mkdir()
+    record: dict[str, Any] = {"live": True}
+    monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "one", verdict))
+    monkeypatch.setattr(deploy, "_locally", lambda *_: record)
+    deploy.deploy(run, run.path)
+    assert (CHAMPION in read_registry(run.runs, "").names) is promoted
+
+
+def test_manifests_that_were_only_rendered_promote_nothing(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run()
+    run.partial("deploy").mkdir()
+    monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "one"))
+    monkeypatch.setattr(deploy, "_locally", lambda *_: {"live": False})
+    deploy.deploy(run, run.path)
+    assert read_registry(run.runs, "").names == {}
+
+
+@pytest.mark.parametrize("word", ["canary", "shadow"])
+def test_what_needs_two_bundles_in_one_process_is_refused_for_a_cluster(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    words = {"deploy": {"target": "kubernetes"}, "serve": {word: "10%"}}
+    config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", **words})
+    run = Run(new_run().path)
+    monkeypatch.setattr(Run, "config", config)
+    monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "one"))
+    with pytest.raises(ConfigError, match=rf"serve\.{word}: a pod on a cluster holds one bundle"):
+        deploy.deploy(run, run.path)
+
+
+def test_a_canary_is_no_champion_yet(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run()
+    run.partial("deploy").mkdir()
+    monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "one"))
+    monkeypatch.setattr(deploy, "_locally", lambda *_: {"live": True, "canary": 0.1})
+    deploy.deploy(run, run.path)
+    assert read_registry(run.runs, "").names == {}
+
+
+@pytest.fixture
+def source(new_run: NewRun, config: Config, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run with a bundle, which would be deployed as its configuration says."""
+    monkeypatch.setattr(deploy, "deployable", lambda source, words: (override_config(config, words), []))
+    monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "b" * 64))
+    return new_run()
+
+
+def serve(run: Run, config: Config, bundle: str) -> None:
+    """As if a service of this bundle were live here, with the very options that are asked for."""
+    stamp = stamp_of(fixed_options(config, ANYBODY))
+    deploy = config.deploy
+    ports = {"port": deploy.port, "asked_port": deploy.port, "grpc_port": deploy.grpc_port or 1, "admin_port": 1}
+    place = {"host": deploy.host, "log": "", "since": "", "token": "", "stamp": stamp, "max_body_bytes": 1, **ports}
+    pid = os.getpid()
+    live = Live(name="tiny", run=run.id, bundle=bundle, pid=pid, process_started=process_started(pid), **place)
+    write_live(run.runs, live)
+
+
+def told(project: Project, source: Run, *words: str) -> str:
+    return deploy.lines(deploy.preview(project, source, words, print))
+
+
+def test_where_nothing_serves_the_service_is_new(project: Project, source: Run) -> None:
+    assert told(project, source) == "service/tiny: new"
+
+
+def test_what_serves_already_changes_nothing(project: Project, source: Run, config: Config) -> None:
+    serve(source, config, "b" * 64)
+    assert told(project, source) == "nothing would change"
+
+
+def test_another_bundle_and_another_process_are_told(project: Project, source: Run, config: Config) -> None:
+    serve(source, config, "a" * 64)
+    assert told(project, source) == "service/tiny: bundle aaaaaaaaaaaa → bbbbbbbbbbbb"
+    found = told(project, source, "deploy.port=1234")
+    assert "service/tiny: a new process takes over: another address is asked for" in found
+
+
+def test_on_a_cluster_only_what_changes_is_told(project: Project, source: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = [
+        Change("service/tiny", True, ()),
+        Change("hpa/tiny", False, ()),
+        Change("pdb/tiny", False, ("a: 1 → 2",)),
+    ]
+    monkeypatch.setattr("k8s.deploy.preview", lambda *_: changes)
+    monkeypatch.setattr(deploy, "image_on_cluster", lambda *_: "tiny@sha256:0")
+    assert told(project, source, "deploy.target=kubernetes") == "service/tiny: new\npdb/tiny: a: 1 → 2"
+
+
+@pytest.mark.parametrize(("changes", "words", "status"), [(1, ["--exit-code"], 4), (0, ["--exit-code"], 0), (1, [], 0)])
+def test_the_exit_status_tells_a_program_whether_anything_would_change(
+    changes: int, words: list[str], status: int, folder: Path, source: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [{"object": "service/tiny", "new": True, "fields": []}] * changes
+    monkeypatch.setattr(deploy, "preview", lambda *_: found)
+    monkeypatch.setattr(run, "newest_bundle", lambda project: source)
+    done = CliRunner().invoke(app, ["-C", str(folder), "deploy", "--dry-run", "-o", "json", *words])
+    assert done.exit_code == status
+    assert json.loads(done.stdout) == found

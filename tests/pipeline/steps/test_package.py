@@ -1,0 +1,487 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.contract.bundle import open_bundle, write_manifest
+from pipeline.contract.config import parse_config
+from pipeline.contract.errors import BundleError, ConfigError, GateError, StageError
+from pipeline.contract.files import digest_mapping, digest_tree, write_json
+from pipeline.contract.sources import HOUSE
+from pipeline.history import Project
+from pipeline.steps.package import package_training
+
+from ...k8s.registry_server import RegistryServer
+from ..packing import (
+    BASE,
+    DIGEST,
+    FAILING,
+    NO_DAEMON,
+    NOT_ALLOWED,
+    PUSHED,
+    WORKING,
+    MakeRun,
+    PutBuilders,
+    context_of,
+    pack,
+)
+
+
+@pytest.fixture
+def registry() -> Iterator[RegistryServer]:
+    server = RegistryServer().start()
+    yield server
+    server.stop()
+
+
+def test_without_a_builder_it_says_who_was_looked_for_and_how_to_build_by_hand(
+    make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builders(docker=NO_DAEMON)
+    run = make_run()
+    record = pack(run)
+    assert record["builder"] is None
+    assert record["reason"] == (
+        "no container builder works: docker is installed but its daemon does not answer "
+        "(Cannot connect to the daemon); podman is not installed; buildah is not installed"
+    )
+    out = capsys.readouterr().out
+    assert f"docker build --tag {record['image']} {run.output('package') / 'context'}" in out
+
+
+def test_a_required_build_without_a_builder_stops_the_road(make_run: MakeRun, builders: PutBuilders) -> None:
+    builders()
+    with pytest.raises(StageError, match="podman is not installed"):
+        pack(make_run(package={"build": "require", "builder": "podman"}))
+
+
+def test_the_first_builder_that_answers_builds_the_image(make_run: MakeRun, builders: PutBuilders) -> None:
+    builders(docker=NO_DAEMON, podman=WORKING)
+    record = pack(make_run())
+    assert (record["builder"], record["image_digest"], record["reason"]) == ("podman", f"sha256:{DIGEST}", "")
+
+
+def test_the_index_is_passed_by_name_and_written_nowhere(
+    make_run: MakeRun,
+    builders: PutBuilders,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = builders(buildah=WORKING)
+    monkeypatch.setenv("PIP_INDEX_URL", "https://user:secret@index.example/simple")
+    run = make_run()
+    pack(run)
+    called = (folder / "called").read_text()
+    assert "--build-arg PIP_INDEX_URL " in called
+    assert "secret" not in called
+    assert (
+        "building from https://user:secret@index.example/simple" in capfd.readouterr().out
+    )  # it did reach the builder
+    assert not [path for path in run.path.rglob("*") if path.is_file() and b"user:secret" in path.read_bytes()]
+
+
+def test_a_failed_build_is_loud_and_the_local_road_goes_on(
+    make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builders(docker=FAILING)
+    run = make_run()
+    record = pack(run)
+    assert (record["builder"], record["image_digest"]) == ("docker", None)
+    assert "docker ended with status 3" in record["reason"]
+    out, err = capsys.readouterr()
+    assert "WARNING" in err
+    assert "no space left on device" in err
+    assert str(run.log("package")) in err
+    assert (out + err).count("Step 4: RUN pip") == 1, "both go to the log"
+
+
+@pytest.mark.parametrize("sections", [{"package": {"build": "require"}}, {"deploy": {"target": "kubernetes"}}])
+def test_a_failed_build_stops_a_road_that_needs_the_image(
+    sections: dict[str, Any], make_run: MakeRun, builders: PutBuilders
+) -> None:
+    builders(docker=FAILING)
+    with pytest.raises(StageError, match="docker could not build"):
+        pack(make_run(**sections))
+
+
+REGISTRY = {"image": "r.example/twice", "push": True}
+
+
+@pytest.mark.parametrize("builder", ["docker", "podman", "buildah"])
+def test_what_is_pushed_is_known_by_the_digest_the_registry_gave(
+    builder: str, make_run: MakeRun, builders: PutBuilders
+) -> None:
+    folder = builders(**{builder: WORKING})
+    run = make_run(package=REGISTRY)
+    record = pack(run)
+    assert record["reference"] == f"r.example/twice@sha256:{PUSHED}"
+    pushed = [line for line in (folder / "called").read_text().splitlines() if f"{builder} push" in line][-1]
+    assert record["image"] in pushed
+    assert "tls-verify" not in pushed
+    left = {path.name for path in run.partial("package").iterdir()}
+    assert left == {"context", "image.json", "sbom.cdx.json"}
+
+
+def test_a_registry_of_this_machine_is_spoken_to_without_tls(make_run: MakeRun, builders: PutBuilders) -> None:
+    folder = builders(podman=WORKING)
+    pack(make_run(package={**REGISTRY, "image": "127.0.0.1:5000/twice"}))
+    assert "--tls-verify=false" in (folder / "called").read_text()
+
+
+@pytest.mark.parametrize("builder", ["podman", "buildah", "docker"])
+def test_the_bundle_is_in_the_annotations(builder: str, make_run: MakeRun, builders: PutBuilders) -> None:
+    folder = builders(**{builder: WORKING})
+    (folder / "buildx").write_text("      --annotation stringArray\n")
+    run = make_run(package={"builder": builder})
+    pack(run)
+    (line,) = [line for line in (folder / "called").read_text().splitlines() if "--iidfile" in line]
+    assert f"--annotation pipe-road.bundle={run.bundle().digest}" in line
+    assert line.startswith("docker buildx build --load" if builder == "docker" else f"{builder} build")
+
+
+@pytest.mark.parametrize("said", [None, "Usage: docker buildx build, of long ago"], ids=["without", "old"])
+def test_docker_without_annotations_says_so(
+    said: str | None, make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = builders(docker=WORKING)
+    if said:
+        (folder / "buildx").write_text(said)
+    pack(make_run())
+    assert "--annotation" not in (folder / "called").read_text()
+    assert "docker build --tag" in (folder / "called").read_text()
+    assert "the image's labels alone" in capsys.readouterr().out
+
+
+def test_a_base_whose_digest_nobody_tells_is_said_aloud(
+    make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builders(podman=WORKING)
+    assert pack(make_run())["base_digest"] is None
+    assert f"WARNING: package.base={BASE} is a tag" in (said := capsys.readouterr().err)
+    assert "127.0.0.1:1 does not answer" in said
+
+
+def test_the_base_is_taken_by_the_digest_its_registry_gives(
+    make_run: MakeRun, builders: PutBuilders, registry: RegistryServer
+) -> None:
+    folder = builders(podman=WORKING)
+    manifest = b'{"schemaVersion": 2}'
+    registry.manifests["3.11"] = ("application/vnd.oci.image.index.v1+json", manifest)
+    digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+    record = pack(make_run(package={"base": f"{registry.host}/library/python:3.11"}))
+    assert record["base_digest"] == digest
+    called = (folder / "called").read_text()
+    assert "--tls-verify=false" in called, "that registry is on this machine"
+    assert f"--build-arg BASE={registry.host}/library/python@{digest}" in called
+    assert f"--annotation org.opencontainers.image.base.digest={digest}" in called
+    by_digest = {"base": f"registry.invalid/python@{digest}"}
+    assert pack(make_run("second", package=by_digest))["base_digest"] == digest, "nobody is asked"
+
+
+def test_the_bill_of_materials_is_of_the_image_that_was_built(make_run: MakeRun, builders: PutBuilders) -> None:
+    builders(buildah=WORKING)
+    run = make_run()
+    record = pack(run)
+    body = json.loads((run.partial("package") / record["sbom"]).read_text())
+    assert [part["purl"] for part in body["components"] if "purl" in part] == ["pkg:pypi/numpy@2.0"]
+    facts = {fact["name"]: fact["value"] for fact in body["metadata"]["component"]["properties"]}
+    assert facts["pipe-road:bundle"] == run.bundle().digest
+    assert (facts["pipe-road:source"], facts["pipe-road:image_digest"]) == ("image", f"sha256:{DIGEST}")
+
+
+def test_without_an_image_the_bill_of_materials_says_what_it_is_of(make_run: MakeRun) -> None:
+    run = make_run(package={"build": "never"})
+    pack(run)
+    body = json.loads((run.partial("package") / "sbom.cdx.json").read_text())
+    facts = {fact["name"]: fact["value"] for fact in body["metadata"]["component"]["properties"]}
+    assert facts["pipe-road:source"] == "requirements"
+    assert "kserve" in {part["name"] for part in body["components"]}
+
+
+def test_a_refused_push_says_who_refused_and_why(make_run: MakeRun, builders: PutBuilders) -> None:
+    builders(podman=NOT_ALLOWED)
+    with pytest.raises(StageError, match=r"could not push .*denied: log in first.*podman login r\.example"):
+        pack(make_run(package=REGISTRY))
+
+
+@pytest.mark.parametrize(
+    ("package", "said"),
+    [
+        ({"push": True}, "names no registry"),
+        ({**REGISTRY, "build": "never"}, "nothing to push"),
+    ],
+)
+def test_a_push_that_cannot_be_is_refused_before_anything_is_built(
+    package: dict[str, Any], said: str, make_run: MakeRun, builders: PutBuilders
+) -> None:
+    folder = builders(podman=WORKING)
+    with pytest.raises(ConfigError, match=said):
+        pack(make_run(package=package))
+    assert not (folder / "called").exists()
+
+
+def test_a_push_without_a_builder_stops_the_road(make_run: MakeRun, builders: PutBuilders) -> None:
+    builders()
+    with pytest.raises(StageError, match="no container builder works"):
+        pack(make_run(package=REGISTRY))
+
+
+def test_a_modelcar_needs_no_builder(make_run: MakeRun, builders: PutBuilders) -> None:
+    builders()
+    run = make_run(package={"modelcar": True})
+    car = pack(run)["modelcar"]
+    index = json.loads((run.partial("package") / "modelcar" / "index.json").read_text())
+    assert index["manifests"][0]["digest"] == car["digest"]
+    assert car == {
+        "image": f"twice-modelcar:{run.bundle().digest[:12]}",
+        "digest": car["digest"],
+        "reference": None,
+        "uri": None,
+    }
+
+
+NEVER = {"build": "never"}
+
+
+def test_the_context_is_complete_and_its_digest_is_on_record(make_run: MakeRun) -> None:
+    run = make_run(package=NEVER)
+    record = pack(run)
+    context = context_of(run)
+    assert sorted(path.name for path in context.iterdir()) == [
+        ".dockerignore",
+        "Dockerfile",
+        "app",
+        "bundle",
+        "requirements-cpu.txt",
+        "requirements-gpu.txt",
+        "slim.py",
+        "wheels",
+    ]
+    assert record == {
+        "image": f"twice:{run.bundle().digest[:12]}",
+        "bundle": run.bundle().digest,
+        "context": digest_mapping(digest_tree(context)),
+        "base": BASE,
+        "base_digest": None,
+        "accelerator": "cpu",
+        "builder": None,
+        "image_digest": None,
+        "reason": "package.build is never",
+        "reference": None,
+        "sbom": "sbom.cdx.json",
+        "modelcar": None,
+    }
+    assert open_bundle(context / "bundle").digest == run.bundle().digest
+
+
+def test_the_same_bundle_gives_the_same_context_whatever_the_umask(make_run: MakeRun) -> None:
+    first = pack(make_run("first", package=NEVER))
+    old = os.umask(0o077)
+    try:
+        run = make_run("second", package=NEVER)
+        second = pack(run)
+    finally:
+        os.umask(old)
+    assert first == second
+    modes = {path.stat().st_mode & 0o777 for path in context_of(run).rglob("*") if path.is_file()}
+    assert modes == {0o644}
+    assert {path.stat().st_mode & 0o777 for path in context_of(run).rglob("*") if path.is_dir()} == {0o755}
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
+def test_requirements_are_pinned_and_without_torch(accelerator: str, make_run: MakeRun) -> None:
+    run = make_run(package=NEVER)
+    pack(run)
+    lines = (context_of(run) / f"requirements-{accelerator}.txt").read_text().splitlines()
+    names = [line.partition("==")[0].partition("[")[0] for line in lines]
+    assert all(line.count("==") == 1 and line.partition("==")[2] for line in lines)
+    assert names == sorted(set(names))
+    runtime = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu"}[accelerator]
+    assert {"kserve", "numpy", runtime, "pydantic", "psutil", "uvloop"} <= set(names)
+    assert not {"torch", "onnx", "safetensors", "pipe-road"} & set(names)
+
+
+def test_what_the_codec_needs_goes_along_pinned_with_all_it_needs_itself(make_run: MakeRun) -> None:
+    run = make_run(package=NEVER)
+    needed = f"tokenizers=={version('tokenizers')}"
+    signature = run.bundle().signature.model_copy(update={"requires": (needed,)})
+    ancestors = run.bundle().manifest.ancestors
+    write_json(run.bundle_path / "signature.json", signature.model_dump())
+    (run.bundle_path / "files").mkdir()
+    (run.bundle_path / "files" / "tokenizer.json").write_text("{}")
+    write_manifest(run.bundle_path, "twice", "pass", ancestors)
+    pack(run)
+    for accelerator in ("cpu", "gpu"):
+        lines = (context_of(run) / f"requirements-{accelerator}.txt").read_text().splitlines()
+        assert {needed, f"huggingface-hub=={version('huggingface-hub')}"} <= set(lines)
+        assert not [line for line in lines if line.startswith(("torch", "transformers"))]
+    assert (context_of(run) / "bundle" / "files" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("sections", "accelerator"),
+    [
+        ({}, "cpu"),
+        ({"deploy": {"gpus": 1}}, "gpu"),
+        ({"package": {**NEVER, "accelerator": "gpu"}}, "gpu"),
+        ({"package": {**NEVER, "accelerator": "cpu"}, "deploy": {"gpus": 1}}, "cpu"),
+    ],
+)
+def test_an_image_brings_cuda_where_it_will_be_used(
+    sections: dict[str, Any], accelerator: str, make_run: MakeRun
+) -> None:
+    run = make_run(**{"package": NEVER, **sections})
+    assert pack(run)["accelerator"] == accelerator
+    assert f"ARG ACCELERATOR={accelerator}" in (context_of(run) / "Dockerfile").read_text().splitlines()
+
+
+def test_wheels_of_the_project_go_along(make_run: MakeRun) -> None:
+    run = make_run(package={**NEVER, "wheels": "wheels"})
+    (run.path / "wheels").mkdir()
+    with pytest.raises(ConfigError, match=r"package\.wheels: no wheel in"):
+        pack(run)
+    name = f"numpy-{version('numpy')}-py3-none-any.whl"
+    (run.path / "wheels" / name).write_bytes(b"")
+    pack(run)
+    assert (context_of(run) / "wheels" / name).is_file()
+
+
+def test_the_dockerfile_names_base_and_bundle_and_runs_as_nobody_in_particular(make_run: MakeRun) -> None:
+    run = make_run(package={**NEVER, "base": "registry.example/python:3.12-slim"})
+    pack(run)
+    lines = (context_of(run) / "Dockerfile").read_text().splitlines()
+    assert lines.count("ARG BASE=registry.example/python:3.12-slim") == 2
+    assert f"ARG BUNDLE={run.bundle().digest}" in lines
+    assert "USER 10001:10001" in lines
+    assert not [line for line in lines if "unbuilt" in line]
+
+
+def test_the_context_holds_no_compiled_files(make_run: MakeRun) -> None:
+    run = make_run(package=NEVER)
+    pack(run)
+    assert not [path for path in context_of(run).rglob("*") if path.suffix == ".pyc" or path.name == "__pycache__"]
+
+
+def test_the_packed_source_alone_can_start_the_server(make_run: MakeRun) -> None:
+    run = make_run(package=NEVER)
+    pack(run)
+    app = context_of(run) / "app"
+    env = {**os.environ, "PYTHONPATH": str(app), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "serve", "--help"], env=env, cwd=run.path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--grpc-port" in done.stdout
+
+
+def test_a_base_that_could_smuggle_in_a_line_is_refused(make_run: MakeRun) -> None:
+    with pytest.raises(ConfigError, match=r"package\.base"):
+        pack(make_run(package={**NEVER, "base": "python:3.11\nRUN true"}))
+
+
+def test_an_image_name_with_a_tag_is_refused(make_run: MakeRun) -> None:
+    with pytest.raises(ConfigError, match="has a tag"):
+        pack(make_run(package={**NEVER, "image": "r.example:5000/twice:1"}))
+
+
+def test_an_image_name_with_a_registry_gets_the_bundle_as_tag(make_run: MakeRun) -> None:
+    run = make_run(package={**NEVER, "image": "r.example:5000/twice"})
+    assert pack(run)["image"] == f"r.example:5000/twice:{run.bundle().digest[:12]}"
+
+
+@pytest.mark.parametrize("verdict", ["pass", "no-baseline", "forced (demo on Friday)"])
+def test_an_accepted_verdict_is_packaged(verdict: str, make_run: MakeRun) -> None:
+    assert pack(make_run(verdict=verdict, package=NEVER))["image"]
+
+
+@pytest.mark.parametrize("verdict", ["fail", "", "passed"])
+def test_any_other_verdict_is_refused(verdict: str, make_run: MakeRun) -> None:
+    with pytest.raises(GateError, match="its verdict is"):
+        pack(make_run(verdict=verdict, package=NEVER))
+
+
+def test_a_tampered_bundle_is_refused(make_run: MakeRun) -> None:
+    run = make_run(package=NEVER)
+    with (run.bundle_path / "model.onnx").open("r+b") as file:
+        file.write(b"\xff")
+    with pytest.raises(BundleError, match="content changed"):
+        pack(run)
+
+
+def test_as_a_process_it_leaves_its_error_for_the_runner(make_run: MakeRun) -> None:
+    run = make_run(verdict="fail")
+    argv = [sys.executable, "-m", "pipeline.steps.package", str(run.path), "--root", str(run.path)]
+    env = {**os.environ, "PYTHONPATH": str(HOUSE), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(argv, env=env, cwd=run.path, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert json.loads((run.partial("package") / "error.json").read_text())["kind"] == "GateError"
+
+
+def make(project: Project, **package: Any) -> tuple[dict[str, Any], list[str]]:
+    """The record, and what was said."""
+    said: list[str] = []
+    body = {"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "package": {"base": BASE, **package}}
+    return package_training(project, parse_config(body, "test"), os.environ, said.append), said
+
+
+def test_a_project_becomes_an_image_named_by_its_context(project: Project, builders: PutBuilders) -> None:
+    builders(podman=WORKING)
+    record, said = make(project)
+    folder = project.runs / "images" / f"train-{record['context'][:12]}"
+    assert record["image"] == f"tiny-train:{record['context'][:12]}"
+    assert json.loads((folder / "image.json").read_text()) == record
+    assert (record["image_digest"], record["accelerator"]) == (f"sha256:{DIGEST}", "cpu")
+    assert {path.name for path in folder.iterdir()} == {"context", "image.json", "sbom.cdx.json"}
+    assert said == [f"train.image={record['image']}"]
+
+
+def test_an_unchanged_project_is_not_built_again_and_a_changed_one_is(project: Project, builders: PutBuilders) -> None:
+    called = builders(podman=WORKING) / "called"
+    first, _ = make(project)
+    builds = called.read_text().count("podman build")
+    assert make(project) == (first, [f"unchanged: {first['image']}"])
+    assert called.read_text().count("podman build") == builds == 1
+    (project.root / "shapes.py").write_text("def size():\n    return 3\n")
+    assert make(project)[0]["image"] != first["image"]
+    assert called.read_text().count("podman build") == 2
+    assert len(list(project.runs.glob("images/train-*/image.json"))) == 2
+    assert len(list(project.runs.glob("images/train-*/context"))) == 1, "the old one's record is enough"
+
+
+def test_one_that_was_not_pushed_yet_is(project: Project, builders: PutBuilders) -> None:
+    builders(podman=WORKING)
+    make(project, image="r.example/twice")
+    record, said = make(project, image="r.example/twice", push=True)
+    assert record["reference"] == f"r.example/twice-train@sha256:{PUSHED}"
+    assert said == [f"train.image={record['reference']}"]
+
+
+def test_without_an_image_there_is_nothing_to_train_with(project: Project, builders: PutBuilders) -> None:
+    builders(podman=FAILING)
+    with pytest.raises(StageError, match=r"podman could not build tiny-train:.*no space left on device"):
+        make(project)
+    assert not list(project.runs.glob("images/train-*"))
+
+
+def test_what_is_not_installed_here_is_said(project: Project, builders: PutBuilders) -> None:
+    builders(podman=WORKING)
+    (project.root / "shapes.py").write_text("import not_installed_anywhere\n\n\ndef size():\n    return 2\n")
+    assert "not_installed_anywhere" in make(project)[1][0]
+
+
+def test_the_image_holds_what_the_project_names(project: Project, builders: PutBuilders) -> None:
+    builders(podman=WORKING)
+    record, _ = make(project, include=["README.md"])
+    held = project.runs / "images" / f"train-{record['context'][:12]}" / "context" / "project"
+    assert sorted(path.name for path in Path(held).iterdir()) == [
+        "README.md", "codec.py", "pipe.yaml", "shapes.py", "task.py",
+    ]  # fmt: skip

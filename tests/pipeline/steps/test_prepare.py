@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.contract.errors import DataError
+from pipeline.contract.run import Run, RunFile, run_step
+from pipeline.steps.prepare import find_duplicates, prepare
+
+TASK = """
+import numpy as np
+import torch
+
+
+class Prepared:
+    inputs = ("x",)
+    outputs = ("y",)
+    classes = ("cat", "dog", "owl")
+
+    def model(self): ...
+    def loss(self, outputs, batch): ...
+    def metrics(self, outputs, batch): ...
+    def predicted(self, outputs): ...
+
+    def actual(self, batch):
+        return batch["label"]
+
+    def data(self, split):
+        start = {"train": 0, "validation": 10, "test": 20}[split]
+        x = np.arange(start, start + 6, dtype=np.float32)[:, None]
+        label = np.array([0, 1, 1, 0, 1, 0])
+        return {"x": x, "label": label}
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """A project folder; what is imported from it is forgotten afterwards."""
+    (tmp_path / "prepared_task.py").write_text(TASK)
+    modules, path = set(sys.modules), list(sys.path)
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def edit(root: Path, old: str, new: str) -> None:
+    path = root / "prepared_task.py"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def new_run(root: Path, **sections: Any) -> Run:
+    run = Run(root / "run")
+    run.partial("prepare").mkdir(parents=True)
+    config = {"name": "x", "task": "prepared_task.py:Prepared", "codec": "codec.py:C", **sections}
+    file = RunFile(id="run", created="2026-01-01", wanted=("prepare",), config=config, environment={})
+    (run.path / "run.json").write_text(file.model_dump_json())
+    return run
+
+
+def report(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run.partial("prepare") / "data.json").read_text())
+    return found
+
+
+def place(split: str, index: int) -> dict[str, Any]:
+    return {"split": split, "index": index}
+
+
+def test_every_split_is_counted_fingerprinted_and_balanced(root: Path) -> None:
+    run = new_run(root)
+    prepare(run, root)
+    splits = report(run)["splits"]
+    assert {name: facts["samples"] for name, facts in splits.items()} == {"train": 6, "validation": 6, "test": 6}
+    assert len({facts["fingerprint"] for facts in splits.values()}) == 3
+    assert splits["train"]["classes"] == {"cat": 3, "dog": 3, "owl": 0}
+    assert report(run)["duplicates"] == []
+
+
+def test_a_task_without_classes_has_no_balance(root: Path) -> None:
+    edit(root, '    classes = ("cat", "dog", "owl")\n', "")
+    run = new_run(root)
+    prepare(run, root)
+    assert report(run)["splits"]["test"]["classes"] is None
+
+
+def test_a_sample_in_two_splits_stops_the_road_and_both_places_are_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(root, '"test": 20', '"test": 15')  # the last of validation is the first of test
+    run = new_run(root)
+    assert run_step("prepare", prepare, [str(run.path), "--root", str(root)]) == DataError.exit_code == 2
+    told = capsys.readouterr()
+    assert "test[0] = validation[5]" in told.err
+    assert "duplicate: test[0] = validation[5]" in told.out
+    assert report(run)["duplicates"] == [{"a": place("validation", 5), "b": place("test", 0)}]
+
+
+def test_a_leak_may_be_accepted_aloud(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(root, '"test": 20', '"test": 12')
+    run = new_run(root, prepare={"leaks": "warn"})
+    prepare(run, root)
+    assert "warning: 4 samples stand in more than one split" in capsys.readouterr().err
+    assert report(run)["duplicate_count"] == 4
+
+
+def test_a_leak_counts_though_its_label_differs(root: Path) -> None:
+    edit(root, '"test": 20', '"test": 10')
+    edit(root, "        return {", '        label = label + (split == "test")\n        return {')
+    with pytest.raises(DataError, match="6 samples stand in more than one split"):
+        prepare(new_run(root), root)
+
+
+def test_of_very_many_duplicates_the_first_are_listed_and_all_are_counted(root: Path) -> None:
+    edit(root, '"test": 20', '"test": 10')
+    edit(root, "start + 6, dtype=np.float32)[:, None]", "start + 150, dtype=np.float32)[:, None] * (split != 'train')")
+    edit(root, "np.array([0, 1, 1, 0, 1, 0])", "np.zeros(150, int)")
+    run = new_run(root)
+    with pytest.raises(DataError, match=r"150 samples stand .*; the first 100 are listed in"):
+        prepare(run, root)
+    assert (report(run)["duplicate_count"], len(report(run)["duplicates"])) == (150, 100)
+
+
+def test_a_sample_twice_in_one_split_is_no_leak() -> None:
+    assert find_duplicates({"train": ["a", "a", "b"], "test": ["c"]}) == []
+
+
+def test_every_later_place_is_paired_with_the_first() -> None:
+    assert find_duplicates({"train": ["a", "a"], "validation": ["b", "a"], "test": ["a", "b"]}) == [
+        {"a": place("train", 0), "b": place("validation", 1)},
+        {"a": place("train", 0), "b": place("test", 0)},
+        {"a": place("validation", 0), "b": place("test", 1)},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("start + 6, dtype=np.float32)[:, None]", "start, dtype=np.float32)[:, None]", "differ in length"),
+        ("        return {", "        x, label = x[:0], label[:0]\n        return {", "the split is empty"),
+        ("[0, 1, 1, 0, 1, 0]", "[0, 1, 1, 0, 1, 3]", "label 3 is outside the 3 classes"),
+        ("[0, 1, 1, 0, 1, 0]", "[0, 1, 1, 0, 1, -1]", "label -1 is outside the 3 classes"),
+        ("[0, 1, 1, 0, 1, 0]", "[0, 1, np.nan, 0, 1, 0]", "labels are float64, not whole numbers, and 1 of 6 are miss"),
+        ('{"x": x', '{"picture": x', "no column x, which the task names as an input"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_are_refused_by_split(root: Path, old: str, new: str, message: str) -> None:
+    edit(root, old, new)
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(new_run(root), root)
+    assert "data('train')" in str(caught.value)
+
+
+FILES = """
+    def make_files(self, folder):
+        (folder / "words").mkdir()
+        (folder / "words" / "list.txt").write_text("one two")
+
+    def use_files(self, folder):
+        self.words = (folder / "words" / "list.txt").read_text().split()
+        assert not (folder / "stale.txt").exists()
+"""
+
+
+def test_files_that_model_and_codec_share_are_made_read_and_named_by_digest(root: Path) -> None:
+    (root / "prepared_task.py").write_text(TASK.replace("x = np", "assert self.words; x = np") + FILES)
+    run = new_run(root)
+    (run.partial("prepare") / "files").mkdir()
+    (run.partial("prepare") / "files" / "stale.txt").write_text("of an attempt that was interrupted")
+    prepare(run, root)
+    assert report(run)["files"] == {"words/list.txt": hashlib.sha256(b"one two").hexdigest()}
+
+
+def test_a_task_without_files_has_none(root: Path) -> None:
+    run = new_run(root)
+    prepare(run, root)
+    assert report(run)["files"] == {}
+    assert not (run.partial("prepare") / "files").exists()
+
+
+def test_a_link_among_the_shared_files_is_refused(root: Path) -> None:
+    link = '    def make_files(self, folder): (folder / "words").symlink_to("/etc")\n'
+    (root / "prepared_task.py").write_text(TASK + link + "    def use_files(self, folder): ...\n")
+    with pytest.raises(DataError, match="left words, which is no plain file"):
+        prepare(new_run(root), root)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster_executor import OnCluster
+from pipeline.contract.config import Config, override_config
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.run import Run, StepRecord
+from pipeline.history import Project, write_record
+from pipeline.plan import Step
+from pipeline.runner import check_config
+
+from ..k8s.api_server import ApiServer
+from .conftest import NewRun
+
+IMAGE = f"registry.test/tiny@sha256:{'0' * 64}"
+ON_CLUSTER = ["jobs.executor=kubernetes", f"train.image={IMAGE}"]
+
+
+def test_an_image_and_no_address_is_what_training_on_a_cluster_needs(config: Config) -> None:
+    with pytest.raises(ConfigError, match=r"train\.image is empty"):
+        check_config(override_config(config, ON_CLUSTER[:1]))
+    check_config(override_config(config, [*ON_CLUSTER, "train.nodes=4"]))
+    with pytest.raises(ConfigError, match="latest"):
+        check_config(override_config(config, [*ON_CLUSTER[:1], "train.image=tiny:latest"]))
+
+
+@pytest.fixture
+def held(
+    project: Project, new_run: NewRun, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Run, StepRecord]:
+    run = new_run()
+    monkeypatch.setattr(Run, "config", override_config(config, ON_CLUSTER))
+    argv = ("python", "-m", "pipeline.steps.prepare", f"runs/{run.id}")
+    record = StepRecord(step="prepare", status="running", key="k" * 64, parts={}, argv=argv)
+    write_record(run, record)
+    run.log("prepare").parent.mkdir(exist_ok=True)
+    return run, record
+
+
+@pytest.mark.parametrize(("cancel", "left"), [(True, 0), (False, 1)])
+def test_an_interrupted_step_is_cancelled_or_left_as_the_answer_says(
+    cancel: bool,
+    left: int,
+    held: tuple[Run, StepRecord],
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    run, record = held
+    api = ApiServer()
+    try:
+        api.write_kubeconfig(tmp_path / "kubeconfig")
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        api.add({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "tiny-runs"}, "spec": {}})
+        api.nodes.play = lambda pod: 0 if pod.gone.wait(30) else 1
+        asked: list[str] = []
+
+        def ask(question: str) -> bool:
+            asked.append(question)
+            return cancel
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        said: list[str] = []
+        executor = OnCluster(project.root, said.append, ask)
+        with pytest.raises(KeyboardInterrupt):
+            executor.exit_status(run, record, interrupt)
+        assert len([path for path in api.objects if "/jobs/" in path]) == left
+        assert asked == [f"job/{said[1].split('job/')[1].split()[0]} runs on the cluster. Cancel it? [Y/n] "]
+        step = Step("prepare", "run", "", record.key, {})
+        assert executor.goes_on(run, step) is bool(left)
+    finally:
+        api.close()

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.contract.errors import ResourceError
+from pipeline.contract.sources import HOUSE
+from pipeline.processes import (
+    Killed,
+    LocalLauncher,
+    count_gpus,
+    killed_process,
+    prepare_log,
+    said_since,
+    step_environment,
+    with_this_python,
+)
+
+TORCHRUN = """
+============================================================
+train FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-01-01_00:00:01
+  host      : node0
+  rank      : 0 (local_rank: 0)
+  exitcode  : {first} (pid: 40)
+  error_file: <N/A>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:01
+  host      : node1
+  rank      : 3 (local_rank: 1)
+  exitcode  : {cause} (pid: 41)  (SIGKILL)
+  error_file: <N/A>
+============================================================
+"""
+MPIRUN = "mpirun noticed that process rank 1 with PID 0 on node node1 exited on signal 11 (Segmentation fault)."
+
+
+def test_torchruns_table_names_the_killed_process_and_not_those_it_ended_itself() -> None:
+    assert killed_process(TORCHRUN.format(first="-15", cause="-9")) == Killed(3, "node1", signal.SIGKILL)
+
+
+def test_a_process_that_failed_because_another_was_killed_is_not_the_one() -> None:
+    assert killed_process(TORCHRUN.format(first="-9", cause="1")) == Killed(0, "node0", signal.SIGKILL)
+    assert killed_process(TORCHRUN.format(first="-9", cause="-6")) == Killed(0, "node0", signal.SIGKILL)
+    assert killed_process(TORCHRUN.format(first="1", cause="-6")) == Killed(3, "node1", signal.SIGABRT)
+
+
+def test_processes_that_only_failed_were_not_killed() -> None:
+    assert killed_process(TORCHRUN.format(first="-15", cause="2")) is None
+    assert killed_process("") is None
+
+
+def test_mpirun_names_it_in_a_sentence() -> None:
+    assert killed_process(f"noise\n{MPIRUN}\n") == Killed(1, "node1", signal.SIGSEGV)
+
+
+@pytest.mark.parametrize(("told", "number"), [("Killed", 9), ("Segmentation fault (core dumped)", 11)])
+def test_srun_names_it_by_what_the_signal_means(told: str, number: int) -> None:
+    assert killed_process(f"srun: error: node7: task 5: {told}\n") == Killed(5, "node7", number)
+    assert killed_process("srun: error: node7: task 5: Exited with exit code 1\n") is None
+
+
+def test_horovodrun_names_it_by_a_shells_status() -> None:
+    log = "Process 0 exit with status code 1.\nTerminating remaining workers.\nProcess 1 exit with status code {}.\n"
+    assert killed_process(log.format(137)) == Killed(1, "localhost", signal.SIGKILL)
+    assert killed_process(log.format(143)) is None, "it ended that one itself"
+
+
+def test_a_sentence_says_who_and_how() -> None:
+    assert str(Killed(1, "node1", 9)).startswith("rank 1 on node1 was killed (SIGKILL), by hand or by the kernel")
+    assert "rank 0 on node1 was ended by SIGSEGV" in str(Killed(0, "node1", 11))
+    assert "signal 99" in str(Killed(0, "node1", 99))
+
+
+def test_the_installed_torchrun_still_writes_such_a_table() -> None:
+    program = (
+        "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    found = killed_process(done.stderr)
+    assert found is not None
+    assert (found.rank, found.signal) == (1, signal.SIGKILL)
+
+
+# A step that says its pid and then waits, on its leash, for ever.
+WAITING = (
+    "import os, time; from pipeline.contract.processes import watch_parent; watch_parent(); "
+    "print(os.getpid(), flush=True); time.sleep(60)"
+)
+RUNNER = """
+import sys
+from pathlib import Path
+from pipeline.processes import LocalLauncher
+log, program = Path(sys.argv[1]), sys.argv[2]
+sys.exit(LocalLauncher(Path.cwd(), log.with_suffix(".tick").touch).launch(("python", "-c", program), log, {}))
+"""
+
+
+def launch(program: str, log: Path, **env: str) -> int:
+    return LocalLauncher(log.parent, lambda: None).launch(("python", "-c", program), log, env)
+
+
+def waited_for(log: Path) -> int:
+    """The pid a step wrote, once its runner waits for it: a busy machine may let the step come so far first."""
+    pid, deadline = pid_in(log), time.monotonic() + 20
+    while not log.with_suffix(".tick").exists():
+        assert time.monotonic() < deadline, "the runner does not tick"
+        time.sleep(0.01)
+    return pid
+
+
+def pid_in(log: Path) -> int:
+    """The pid a waiting step wrote."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if log.exists() and log.read_text().endswith("\n"):
+            return int(log.read_text())
+        time.sleep(0.01)
+    raise AssertionError("the step did not start")
+
+
+def gone(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        process.wait(timeout=20)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_the_exit_status_is_the_steps_own(tmp_path: Path) -> None:
+    assert launch("raise SystemExit(3)", tmp_path / "log") == 3
+    assert launch("pass", tmp_path / "log") == 0
+
+
+def test_a_step_ended_by_a_signal_has_that_signals_negative_status(tmp_path: Path) -> None:
+    assert launch("import os; os.kill(os.getpid(), 9)", tmp_path / "log") == -signal.SIGKILL
+
+
+def test_both_streams_go_to_the_log_after_what_is_there(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("earlier\n")
+    launch("import sys; print('out', flush=True); print('err', file=sys.stderr)", log)
+    assert log.read_text().splitlines() == ["earlier", "out", "err"]
+
+
+def test_a_step_runs_in_the_project_with_its_environment(tmp_path: Path) -> None:
+    launch("import os; print(os.getcwd(), os.environ['WORD'], os.environ['PIPE_LEASH'])", tmp_path / "log", WORD="w")
+    assert (tmp_path / "log").read_text() == f"{tmp_path} w 1\n"
+
+
+def test_ticks_come_while_a_step_runs(tmp_path: Path) -> None:
+    """The step ends only when a tick has come."""
+    came = tmp_path / "came"
+    program = f"import pathlib, time\nwhile not pathlib.Path({str(came)!r}).exists(): time.sleep(0.01)"
+    assert LocalLauncher(tmp_path, came.touch).launch(("python", "-c", program), tmp_path / "log", {}) == 0
+
+
+def test_an_interrupt_ends_the_step_first(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=HOUSE, stderr=subprocess.PIPE)
+    pid = waited_for(log)
+    runner.send_signal(signal.SIGINT)
+    _, said = runner.communicate(timeout=20)
+    assert b"KeyboardInterrupt" in said
+    assert not psutil.pid_exists(pid), "the runner waits for its end"
+
+
+def test_a_step_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    deaf = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
+
+    def interrupt() -> None:
+        if log.read_text().endswith("\n"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalLauncher(tmp_path, interrupt, grace_seconds=0.2).launch(("python", "-c", deaf), log, {})
+    assert not psutil.pid_exists(pid_in(log))
+
+
+def test_who_interrupts_twice_is_not_made_to_wait(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    deaf = "import os, signal, time; signal.signal(15, lambda *_: print('told', flush=True)); " + WAITING
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), deaf], cwd=HOUSE, stderr=subprocess.PIPE)
+    pid = pid_in(log)
+    runner.send_signal(signal.SIGINT)
+    while "told" not in log.read_text():
+        assert runner.poll() is None
+        time.sleep(0.02)
+    runner.send_signal(signal.SIGINT)
+    _, said = runner.communicate(timeout=20)
+    assert b"KeyboardInterrupt" in said
+    assert gone(pid)
+
+
+def test_a_killed_runner_takes_its_step_along(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=HOUSE)
+    pid = pid_in(log)
+    runner.kill()
+    runner.wait(timeout=10)
+    assert gone(pid)
+
+
+def test_cores_are_shared_out_among_processes() -> None:
+    assert step_environment(processes=2, cores=8)["OMP_NUM_THREADS"] == "4"
+    assert step_environment(processes=4, cores=2)["OMP_NUM_THREADS"] == "1"
+    assert step_environment(processes=1, cores=2)["PYTHONSAFEPATH"] == "1"
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("GPU-5a3f", 1)])
+def test_visible_devices_are_counted_as_cuda_does(visible: str, count: int, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == count
+
+
+def test_without_a_choice_every_device_counts(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus({}, tmp_path) == 2
+
+
+def test_a_log_that_cannot_be_written_is_told_before_the_step_starts(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(ResourceError, match=r"cannot write .*logs/train\.log: .*exists; mend that"):
+        prepare_log(tmp_path / "logs" / "train.log")
+
+
+def test_what_an_attempt_said_is_told_from_what_stood_there(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "train.log"
+    assert prepare_log(log) == 0
+    log.write_text("earlier\n")
+    began = prepare_log(log)
+    with log.open("a") as file:
+        file.write("now\n")
+    assert said_since(log, began) == "now\n"
+
+
+def test_the_interpreter_that_runs_us_is_used_wherever_the_launcher_names_it() -> None:
+    assert with_this_python(("mpirun", "-np", "2", "python", "-m", "train", "python")) == [
+        "mpirun", "-np", "2", sys.executable, "-m", "train", "python",
+    ]  # fmt: skip
+    assert with_this_python(("python", "-m", "horovod", "python", "-c", "pass")) == [
+        sys.executable, "-m", "horovod", sys.executable, "-c", "pass",
+    ]  # fmt: skip

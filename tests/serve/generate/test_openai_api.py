@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.contract.errors import InvalidPayload
+from serve.errors import Busy, Expired, Refusal, Unauthorized, Unknown
+from serve.generate.openai_api import DONE, Choice, Reply, completion, conversation, failure, order
+from serve.generate.sampling import Likelihood
+from serve.generate.sequence import Detokenizer, Piece
+from tests.serve.generate import tiny
+
+
+def _reply(*, chat: bool = False, telling: bool = False, choices: int = 1) -> Reply:
+    words = {1: "he", 2: "llo", 3: "<s>", 4: "\ufffd", 5: "\ufffd"}
+    return Reply(
+        chat=chat, request_id="r", model="m", digest="d" * 64, token=words.__getitem__,
+        prompt_tokens=3, choices=[Choice(lambda one: "" if one == 3 else words[one]) for _ in range(choices)],
+        telling=telling, created=5,
+    )  # fmt: skip
+
+
+def _events(said: bytes) -> list[Any]:
+    return [json.loads(one.removeprefix(b"data: ")) for one in said.split(b"\n\n") if one and one != DONE.strip()]
+
+
+def test_pieces_of_one_text_become_one_choice() -> None:
+    reply = _reply(choices=2)
+    for piece in (Piece(1, "a", tokens=1), Piece(0, "x", tokens=1), Piece(1, "b", finish="stop", tokens=1)):
+        reply.add(piece)
+    body = json.loads(reply.body())
+    assert [(one["index"], one["text"], one["finish_reason"]) for one in body["choices"]] == [
+        (0, "x", None),
+        (1, "ab", "stop"),
+    ]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert (body["id"], body["object"], body["created"]) == ("cmpl-r", "text_completion", 5)
+
+
+def test_tokens_have_their_place_in_the_text_and_those_without_text_take_none() -> None:
+    reply = _reply(telling=True)
+    reply.add(Piece(0, "hello", (3, Likelihood(1, -0.5, ((2, -0.1),)), Likelihood(2, -0.25))))
+    (choice,) = json.loads(reply.body())["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["<s>", "he", "llo"],
+        "token_logprobs": [None, -0.5, -0.25],
+        "top_logprobs": [None, {"llo": -0.1, "he": -0.5}, {"llo": -0.25}],
+        "text_offset": [0, 0, 2],
+    }
+
+
+def test_tokens_that_are_parts_of_a_character_have_its_place() -> None:
+    words, reply = tiny.tokenizer(), _reply(telling=True)
+    reply.token = str
+    reply.choices = [Choice(Detokenizer(lambda ids: str(words.decode(list(ids)))).feed)]
+    reply.add(Piece(0, "z☃z", (tiny.BEGIN, *words.encode("z☃z").ids)))
+    (choice,) = json.loads(reply.body())["choices"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
+
+
+def test_of_tokens_that_read_alike_the_likeliest_is_told() -> None:
+    reply = _reply(telling=True)
+    reply.add(Piece(0, "he", (Likelihood(1, -3.0, ((4, -0.1), (5, -0.2))),)))
+    (choice,) = json.loads(reply.body())["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1, "he": -3.0}]
+
+
+def test_in_a_conversation_a_token_tells_its_bytes_where_it_is_whole() -> None:
+    reply = _reply(chat=True, telling=True)
+    (event,) = _events(reply.event(Piece(0, "he", (Likelihood(1, -1.0, ((4, -2.0),)),)), usage=False))
+    (told,) = event["choices"][0]["logprobs"]["content"]
+    assert (told["token"], told["bytes"]) == ("he", [104, 101])
+    assert told["top_logprobs"] == [{"token": "\ufffd", "logprob": -2.0, "bytes": None}]
+
+
+def test_a_stream_of_a_conversation_begins_with_who_speaks_and_ends_with_done() -> None:
+    reply = _reply(chat=True)
+    opening = _events(b"".join(reply.opening(usage=True)))
+    assert [one["choices"][0]["delta"] for one in opening] == [{"role": "assistant", "content": ""}]
+    assert opening[0]["usage"] is None
+    assert reply.event(Piece(0, "", tokens=1), usage=True) == b"", "half a character says nothing"
+    (last,) = _events(reply.event(Piece(0, "", finish="length", tokens=1), usage=True))
+    assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "length")
+    closing = reply.closing(usage=True)
+    assert closing.endswith(DONE)
+    assert _events(closing)[0]["usage"]["completion_tokens"] == 2
+    assert reply.closing(usage=False) == DONE
+
+
+@pytest.mark.parametrize(
+    ("refusal", "kind", "param", "code"),
+    [
+        (Refusal("n: expected `int`"), "invalid_request_error", "n", "invalid"),
+        (Refusal("body: not valid JSON: line 3"), "invalid_request_error", "body", "invalid"),
+        (Refusal("this model has no chat template; ask: elsewhere"), "invalid_request_error", None, "invalid"),
+        (Unauthorized("no key: none"), "invalid_request_error", None, "invalid_api_key"),
+        (Unknown("no model 'x'; there are y"), "invalid_request_error", None, "model_not_found"),
+        (Unknown("POST /openai/v1/x: not found"), "invalid_request_error", None, "not_found"),
+        (Busy("full: try again"), "server_error", None, "busy"),
+        (Expired("late"), "server_error", None, "expired"),
+        (None, "server_error", None, "internal"),
+    ],
+)
+def test_every_refusal_has_openais_form(refusal: Refusal | None, kind: str, param: str | None, code: str) -> None:
+    error = failure(refusal)["error"]
+    assert (error["type"], error["param"], error["code"]) == (kind, param, code)
+    assert error["message"] == ("internal error; the server's log has the details" if refusal is None else str(refusal))
+
+
+PROMPT = {"model": "m", "prompt": "x"}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+def _completion(**fields: Any) -> Any:
+    return completion(json.dumps({**PROMPT, **fields}).encode())
+
+
+def _chat(**fields: Any) -> Any:
+    return conversation(json.dumps({**CHAT, **fields}).encode())
+
+
+def test_a_completion_says_nothing_more_than_it_must() -> None:
+    found = order(_completion(), room=100)
+    assert (found.most, found.sampling.temperature, found.sampling.top_p, found.top, found.echo) == (
+        16,
+        1,
+        1,
+        None,
+        False,
+    )
+    assert order(_completion(), room=5).most == 5
+
+
+def test_an_answer_in_a_chat_may_take_the_room_there_is() -> None:
+    assert order(_chat(), room=100).most == 100
+    assert order(_chat(max_tokens=7), room=100).most == 7
+    assert order(_chat(max_completion_tokens=8, max_tokens=7), room=100).most == 8
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts_come_in_four_forms(prompt: Any, prompts: Any) -> None:
+    assert _completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", 1], [1, [2]]])
+def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidPayload, match="prompt: give a text"):
+        _ = _completion(prompt=prompt).prompts
+
+
+def test_messages_come_as_texts_or_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    found = _chat(messages=[{"role": "developer", "content": "s"}, {"role": "user", "name": "n", "content": parts}])
+    assert found.plain == [{"role": "system", "content": "s"}, {"role": "user", "content": "ab", "name": "n"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"suffix": "x"}, "suffix: is not supported"),
+        ({"best_of": 3}, "best_of: is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias: is not supported"),
+        ({"presence_penalty": 0.5}, "presence_penalty: is not supported"),
+        ({"made_up": None, "other": 1}, "other: is not supported"),
+        ({"n": 0}, "n: expected `int` >= 1"),
+        ({"n": "2"}, "n: expected `int`, got `str`"),
+        ({"n": 1.5}, "n: expected `int`, got `float`"),
+        ({"temperature": -1}, "temperature: expected `float` >= 0"),
+        ({"temperature": 3}, "temperature: expected `float` <= 2"),
+        ({"top_p": 0}, "top_p: expected `float` > 0"),
+        ({"logprobs": 21}, "logprobs: expected `int` <= 20"),
+        ({"max_tokens": -1}, "max_tokens: expected `int` >= 0"),
+        ({"stream": "yes"}, "stream: expected `bool`"),
+        ({"stream_options": {"nothing": 1}}, "stream_options: object contains unknown field `nothing`"),
+        ({"prompt": {"a": 1}}, "prompt: expected"),
+        ({"prompt": None}, "body: object missing required field `prompt`"),
+        ({"stop": [1]}, r"stop\[0\]: expected `str`"),
+    ],
+)
+def test_what_is_wrong_or_not_supported_is_named(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidPayload, match=sentence):
+        _completion(**fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (b'"def f(\xff\xfe):"', "body: not valid JSON: .*not valid UTF-8"),
+        (b'"\\ud800 half a pair"', "body: not valid JSON: .*surrogate"),
+        (b'"no end', "body: not valid JSON"),
+    ],
+)
+def test_a_text_that_is_no_utf8_is_refused_by_both(given: bytes, sentence: str) -> None:
+    for parse, body in (
+        (completion, b'{"model": "m", "prompt": %b}'),
+        (conversation, b'{"model": "m", "messages": [{"role": "user", "content": %b}]}'),
+    ):
+        with pytest.raises(InvalidPayload, match=sentence):
+            parse(body % given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools: is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format: is not supported"),
+        ({"audio": {}}, "audio: is not supported"),
+        ({"messages": []}, "messages: expected `array` of length >= 1"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]\.role: invalid enum value 'tool'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+        ({"max_tokens": 0}, "max_tokens: expected `int` >= 1"),
+    ],
+)
+def test_in_a_conversation_too(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidPayload, match=sentence):
+        _chat(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"best_of": 1, "suffix": None, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0},
+        {"user": "me", "stop": None, "logprobs": None, "seed": None},
+    ],
+)
+def test_fields_that_ask_for_nothing_are_passed_over(fields: dict[str, Any]) -> None:
+    assert order(_completion(**fields), 100) == order(_completion(), 100)
+
+
+def test_orders_that_contradict_themselves_are_refused() -> None:
+    for asked, sentence in (
+        (_completion(max_tokens=0), "max_tokens: 0 without echo"),
+        (_completion(stop=[""]), "stop: give up to 16 words"),
+        (_completion(stop=["x"] * 17), "stop: give up to 16 words"),
+        (_chat(top_logprobs=2), "top_logprobs: goes with logprobs"),
+    ):
+        with pytest.raises(InvalidPayload, match=sentence):
+            order(asked, 100)
+
+
+def test_likelihoods_are_asked_for_in_two_ways() -> None:
+    assert order(_completion(logprobs=0), 9).top == 0
+    assert order(_completion(logprobs=3, echo=True), 9).top == 3
+    assert order(_chat(logprobs=True), 9).top == 0
+    assert order(_chat(logprobs=True, top_logprobs=4), 9).top == 4
+    assert order(_chat(), 9).top is None
+
+
+def test_any_seed_is_one() -> None:
+    assert order(_completion(seed=-1), 9).seed == 2**64 - 1
+    assert order(_completion(seed=5), 9).seed == 5

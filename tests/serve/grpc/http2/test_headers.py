@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from serve.grpc.http2.frames import Code, StreamFault
+from serve.grpc.http2.headers import check_trailers, length_of, request_of
+from serve.grpc.http2.hpack import Field
+
+PSEUDO: list[Field] = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/a")]
+
+
+def test_a_request_is_its_fields_by_name() -> None:
+    found = request_of([*PSEUDO, (b":authority", b"x"), (b"te", b"trailers"), (b"a", b"1"), (b"a", b"2")])
+    assert found[b":path"] == b"/a"
+    assert found[b"a"] == b"2"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        PSEUDO[1:],
+        [PSEUDO[0], PSEUDO[2]],
+        PSEUDO[:2],
+        [*PSEUDO[:2], (b":path", b"")],
+        [*PSEUDO, PSEUDO[0]],
+        [*PSEUDO, (b":status", b"200")],
+        [*PSEUDO, (b":protocol", b"websocket")],
+        [*PSEUDO, (b":", b"")],
+        [*PSEUDO, (b"", b"")],
+        [*PSEUDO[:2], (b"a", b"1"), PSEUDO[2]],
+        [*PSEUDO, (b"Content-Type", b"x")],
+        [*PSEUDO, (b"a b", b"x")],
+        [*PSEUDO, (b"a\x00", b"x")],
+        [*PSEUDO, (b"caf\xe9", b"x")],
+        [*PSEUDO, (b"a:b", b"x")],
+        [*PSEUDO, (b"a", b"x\r\ny: z")],
+        [*PSEUDO, (b"a", b"x\0")],
+        [*PSEUDO, (b"a", b" x")],
+        [*PSEUDO, (b"a", b"x\t")],
+        [*PSEUDO[:2], (b":path", b"/a\n")],
+        [*PSEUDO, (b"connection", b"close")],
+        [*PSEUDO, (b"transfer-encoding", b"chunked")],
+        [*PSEUDO, (b"upgrade", b"h2c")],
+        [*PSEUDO, (b"keep-alive", b"1")],
+        [*PSEUDO, (b"proxy-connection", b"close")],
+        [*PSEUDO, (b"te", b"gzip")],
+    ],
+)
+def test_a_malformed_request_is_a_fault_of_its_stream(fields: list[Field]) -> None:
+    with pytest.raises(StreamFault) as caught:
+        request_of(fields)
+    assert caught.value.code is Code.PROTOCOL_ERROR
+
+
+def test_trailers_have_no_pseudo_headers() -> None:
+    check_trailers([(b"x-more", b"1")])
+    with pytest.raises(StreamFault):
+        check_trailers([(b":path", b"/")])
+
+
+@pytest.mark.parametrize(("said", "wanted"), [(b"0", 0), (b"17", 17)])
+def test_a_length_is_a_number(said: bytes, wanted: int) -> None:
+    assert length_of({b"content-length": said}) == wanted
+    assert length_of({}) is None
+
+
+@pytest.mark.parametrize("said", [b"", b"-1", b"1.5", b"0x10", b"1" * 30, b"\xb2"])
+def test_a_length_that_is_none_is_malformed(said: bytes) -> None:
+    with pytest.raises(StreamFault):
+        length_of({b"content-length": said})

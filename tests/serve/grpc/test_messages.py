@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import urllib.parse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.contract.errors import InvalidPayload
+from serve.errors import TooLarge
+from serve.grpc import messages
+from serve.request_body import of_call
+
+from ..wire import RANDOM, fields_of
+
+
+@RANDOM
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_a_sentence_survives_the_header(text: str) -> None:
+    said = messages.escaped(text)
+    assert all(0x20 <= byte < 0x7F for byte in said)
+    assert urllib.parse.unquote(said.decode()) == text
+
+
+def test_a_failure_is_a_number_and_a_sentence() -> None:
+    assert fields_of(messages.failure("NOT_FOUND", "no 100 %")) == {
+        b"grpc-status": b"5",
+        b"grpc-message": b"no 100 %25",
+    }
+
+
+@RANDOM
+@given(message=st.binary(max_size=100))
+def test_what_is_wrapped_is_unwrapped(message: bytes) -> None:
+    assert messages.unwrap(messages.wrap(message), 100) == (message, False)
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [(b"2H", 7200.0), (b"3M", 180.0), (b"20S", 20.0), (b"5m", 0.005), (b"7u", 7e-6), (b"99999999n", 0.099999999)],
+)
+def test_a_deadline_has_a_unit(said: bytes, seconds: float) -> None:
+    assert of_call(said) == pytest.approx(seconds)
+
+
+def test_without_one_there_is_no_end() -> None:
+    assert of_call(None) == float("inf")
+
+
+@pytest.mark.parametrize("said", [b"", b"S", b"5", b"5x", b"-1S", b"1.5S", b"123456789S", b"5 S", b"\xb2S"])
+def test_what_is_no_deadline_is_refused(said: bytes) -> None:
+    with pytest.raises(InvalidPayload, match="grpc-timeout"):
+        of_call(said)
+
+
+@pytest.mark.parametrize("cut", [[1, 1, 1, 1, 1], [5], [2, 4], [3, 90]])
+def test_a_message_is_known_to_be_too_large_by_its_first_bytes(cut: list[int]) -> None:
+    data = b"\0\0\0\0\x65" + b"x" * 1000
+    parts, position = [], 0
+    for size in cut:
+        parts.append(data[position : position + size])
+        position += size
+    with pytest.raises(TooLarge, match="of 101 bytes, it is larger than max, which is 100 bytes"):
+        messages.check_size(parts, position, 100)
+    messages.check_size(parts, position, 1000)
+
+
+def test_a_message_longer_than_it_says_is_too_large_as_well() -> None:
+    messages.check_size([b"\0\0\0\0\x01" + b"x" * 100], 105, 100)
+    with pytest.raises(TooLarge):
+        messages.check_size([b"\0\0\0\0\x01" + b"x" * 101], 106, 100)

@@ -1,0 +1,226 @@
+"""gRPC as it is on the wire: what a call may say in its head and around its message, and what it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import urllib.parse
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import grpc
+import hpack
+import httpx
+import numpy as np
+import pytest
+from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
+
+from serve.grpc.http2 import frames
+from serve.grpc.http2.frames import END_HEADERS, END_STREAM, HEAD, Frame
+from serve.grpc.http2.hpack import Field
+
+from ..wire import HELLO, data, head
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Running
+
+
+SERVICE = "/inference.GRPCInferenceService/"
+CODES = {code.value[0]: code.name for code in grpc.StatusCode}
+TENSOR = {"name": "image", "datatype": "FP32", "shape": [1, 1, 8, 8]}
+GOOD = pb.ModelInferRequest(model_name="tiny", inputs=[TENSOR], raw_input_contents=[b"\0" * 256]).SerializeToString()
+CALL: dict[bytes, bytes] = {
+    b":method": b"POST",
+    b":scheme": b"http",
+    b":path": SERVICE.encode() + b"ModelInfer",
+    b":authority": b"x",
+    b"te": b"trailers",
+    b"content-type": b"application/grpc",
+}
+
+
+def wrapped(message: bytes, flag: int = 0) -> bytes:
+    return struct.pack(">BI", flag, len(message)) + message
+
+
+Changes = dict[bytes, bytes | None]
+
+
+class Wire:
+    """One connection, one call after the other."""
+
+    def __init__(self, port: int) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), 20)
+        self._file = self.sock.makefile("rb")
+        self._decoder = hpack.Decoder()
+        self._next = 1
+        self.sock.sendall(HELLO)
+
+    def close(self) -> None:
+        self._file.close()
+        self.sock.close()
+
+    def hear(self) -> Frame:
+        high, low, kind, flags, stream_id = HEAD.unpack(self._file.read(9))
+        return kind, flags, stream_id, self._file.read(high << 8 | low)
+
+    def ask(
+        self, body: bytes = wrapped(GOOD), changes: Changes | None = None, *, ends: bool = True
+    ) -> tuple[dict[str, str], bytes]:
+        """A call whose head has these fields changed, or without them."""
+        fields = {**CALL, **(changes or {})}
+        said: list[Field] = [(name, value) for name, value in fields.items() if value is not None]
+        self._next += 2
+        self.sock.sendall(head(self._next, said))
+        if body or ends:
+            self.sock.sendall(data(self._next, body, END_STREAM if ends else 0))
+        return self.answer(self._next)
+
+    def ask_in_pieces(self, size: int) -> tuple[dict[str, str], bytes]:
+        """A call whose head has a field of that size."""
+        self._next += 2
+        whole = head(self._next, [*CALL.items(), (b"x-much", b"y" * size)])[9:]
+        pieces = [whole[place : place + 16384] for place in range(0, len(whole), 16384)]
+        for place, piece in enumerate(pieces):
+            kind = frames.CONTINUATION if place else frames.HEADERS
+            self.sock.sendall(frames.frame(kind, END_HEADERS if piece is pieces[-1] else 0, self._next, piece))
+        return self.answer(self._next)
+
+    def answer(self, number: int) -> tuple[dict[str, str], bytes]:
+        """All fields, and the body."""
+        fields: dict[str, str] = {}
+        body = b""
+        while True:
+            kind, flags, stream_id, payload = self.hear()
+            assert kind != frames.GOAWAY, payload
+            if stream_id != number:
+                continue
+            if kind == frames.DATA:
+                body += payload
+            elif kind == frames.HEADERS:
+                assert flags & END_HEADERS
+                fields |= {str(name): str(value) for name, value in self._decoder.decode(payload)}
+            if flags & END_STREAM and kind in (frames.DATA, frames.HEADERS):
+                fields["grpc-message"] = urllib.parse.unquote(fields.get("grpc-message", ""))
+                return fields, body
+
+
+@pytest.fixture(scope="module")
+def wire(server: Running) -> Iterator[Wire]:
+    with contextlib.closing(Wire(server.grpc_port)) as made:
+        yield made
+
+
+def test_a_call_is_answered_with_a_head_a_message_and_a_status(wire: Wire) -> None:
+    fields, body = wire.ask(changes={b"x-request-id": b"mine-7"})
+    assert (fields[":status"], fields["content-type"], fields["grpc-status"]) == ("200", "application/grpc", "0")
+    assert fields["x-request-id"] == "mine-7"
+    assert fields["grpc-accept-encoding"] == "identity, deflate, gzip"
+    flag, size = struct.unpack(">BI", body[:5])
+    assert (flag, size) == (0, len(body) - 5)
+    answer = pb.ModelInferResponse.FromString(body[5:])
+    assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [0.0] * 10
+
+
+@pytest.mark.parametrize("kind", [b"application/grpc+proto", b"application/grpc; charset=utf-8"])
+def test_other_names_of_the_same_type_are_known(wire: Wire, kind: bytes) -> None:
+    assert wire.ask(changes={b"content-type": kind})[0]["grpc-status"] == "0"
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_a_compressed_message_is_read_and_one_that_is_not_beside_it(wire: Wire, coding: str) -> None:
+    stream = zlib.compressobj(wbits=31 if coding == "gzip" else 15)
+    small = stream.compress(GOOD) + stream.flush()
+    assert wire.ask(wrapped(small, 1), changes={b"grpc-encoding": coding.encode()})[0]["grpc-status"] == "0"
+    assert wire.ask(changes={b"grpc-encoding": coding.encode()})[0]["grpc-status"] == "0"
+
+
+HEADS: list[tuple[Changes, str, str]] = [
+    ({b":path": b"/inference.GRPCInferenceService/ModelStreamInfer"}, "UNIMPLEMENTED", "no method"),
+    ({b":path": b"/other.Service/ModelInfer"}, "UNIMPLEMENTED", "no method"),
+    ({b":path": b"/" + b"x" * 9000}, "UNIMPLEMENTED", "no method"),
+    ({b":path": b"*"}, "UNIMPLEMENTED", "no method"),
+    ({b"grpc-encoding": b"br"}, "UNIMPLEMENTED", "send one of identity, deflate, gzip"),
+    ({b"grpc-encoding": b"gzip, gzip"}, "UNIMPLEMENTED", "send one of identity, deflate, gzip"),
+    ({b"grpc-timeout": b""}, "INVALID_ARGUMENT", "grpc-timeout"),
+    ({b"grpc-timeout": b"5"}, "INVALID_ARGUMENT", "grpc-timeout"),
+    ({b"grpc-timeout": b"123456789S"}, "INVALID_ARGUMENT", "grpc-timeout"),
+    ({b"grpc-timeout": b"0n"}, "DEADLINE_EXCEEDED", ""),
+    ({b"x-much": b""}, "RESOURCE_EXHAUSTED", "the head is longer than 32768 bytes"),
+]
+
+
+@pytest.mark.parametrize(("changes", "code", "named"), HEADS)
+def test_a_head_that_is_wrong_is_refused_with_a_sentence(wire: Wire, changes: Changes, code: str, named: str) -> None:
+    fields, _ = wire.ask_in_pieces(40_000) if b"x-much" in changes else wire.ask(changes=changes)
+    assert (fields[":status"], CODES[int(fields["grpc-status"])]) == ("200", code)
+    assert named in fields["grpc-message"]
+    assert " " in fields["grpc-message"]
+    assert "x-request-id" in fields
+
+
+BODIES: list[tuple[bytes, Changes, str, str]] = [
+    (b"", {}, "UNIMPLEMENTED", "none came"),
+    (b"\0\0", {}, "INVALID_ARGUMENT", "ends after 2 bytes"),
+    (wrapped(GOOD)[:-1], {}, "INVALID_ARGUMENT", f"ends after {len(GOOD) - 1} of its {len(GOOD)} bytes"),
+    (wrapped(GOOD) + b"\0", {}, "UNIMPLEMENTED", "more than one"),
+    (wrapped(GOOD) * 2, {}, "UNIMPLEMENTED", "more than one"),
+    (wrapped(GOOD, 2), {}, "INVALID_ARGUMENT", "0 or 1, not 2"),
+    (wrapped(GOOD, 1), {}, "INVALID_ARGUMENT", "does not say how"),
+    (wrapped(GOOD, 1), {b"grpc-encoding": b"gzip"}, "INVALID_ARGUMENT", "is not valid gzip"),
+    (wrapped(zlib.compress(GOOD)[:-6], 1), {b"grpc-encoding": b"deflate"}, "INVALID_ARGUMENT", "ends in the middle"),
+    (
+        wrapped(zlib.compress(b"\0" * 9_000_000), 1),
+        {b"grpc-encoding": b"deflate"},
+        "RESOURCE_EXHAUSTED",
+        "decompressed",
+    ),
+    (wrapped(b"\xff\xff"), {}, "INVALID_ARGUMENT", "no message of ModelInfer"),
+    (b"\0\x7f\xff\xff\xff", {}, "RESOURCE_EXHAUSTED", "larger than max"),
+]
+
+
+@pytest.mark.parametrize(("body", "changes", "code", "named"), BODIES)
+def test_a_body_that_is_no_message_is_refused_with_a_sentence(
+    wire: Wire, body: bytes, changes: Changes, code: str, named: str
+) -> None:
+    fields, found = wire.ask(body, changes=changes)
+    assert (fields[":status"], CODES[int(fields["grpc-status"])], found) == ("200", code, b"")
+    assert named in fields["grpc-message"]
+
+
+def test_a_message_that_says_it_is_too_large_is_refused_before_it_is_sent(wire: Wire) -> None:
+    fields, _ = wire.ask(b"\0\x7f\xff\xff\xff", ends=False)
+    assert CODES[int(fields["grpc-status"])] == "RESOURCE_EXHAUSTED"
+    assert wire.hear()[:3] == (frames.RST_STREAM, 0, wire._next)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "named"),
+    [
+        ({b":method": b"GET"}, "405", "whose calls are POST"),
+        ({b"content-type": None}, "415", "is no gRPC"),
+        ({b"content-type": b"application/json"}, "415", "'application/json' is no gRPC"),
+        ({b"content-type": b"application/grpc+json"}, "415", "is no gRPC"),
+        ({b"content-type": b"application/grpcx"}, "415", "is no gRPC"),
+    ],
+)
+def test_what_is_no_grpc_is_refused_as_http_does(wire: Wire, changes: Changes, status: str, named: str) -> None:
+    fields, body = wire.ask(b"", ends=False, changes=changes)
+    assert (fields[":status"], fields["content-type"]) == (status, "text/plain")
+    assert named in body.decode()
+    assert fields.get("allow") == ("POST" if status == "405" else None)
+
+
+def test_what_we_say_of_ourselves_is_in_every_answer(wire: Wire, server: Running) -> None:
+    for said in (wire.ask()[0], wire.ask(b"")[0], wire.ask(b"", {b"content-type": None}, ends=False)[0]):
+        assert said["x-served-by"] == str(server.process.pid)
+        assert said["x-request-id"]
+
+
+def test_refusals_of_the_wire_are_counted(wire: Wire, server: Running) -> None:
+    wire.ask(b"\0\0")
+    text = httpx.get(f"{server.url}/metrics", timeout=20).text
+    assert 'pipe_rejected_total{model="",reason="wire",version=""}' in text

@@ -1,0 +1,297 @@
+"""Two readers of one form: what the quick one takes, the slow one takes alike, and what it refuses gets a sentence.
+
+How deep a client's JSON may be, whatever stands in its strings.
+"""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.contract.errors import InvalidPayload
+from serve.protocol import v2_json
+from serve.protocol.v2 import Call, parse
+from serve.protocol.v2_json import MOST_LEVELS, Form, checked, levels, parse_object, read_v2_json
+
+INPUT = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 0.1, -2e3]}
+
+
+def _body(*inputs: dict[str, Any], **fields: Any) -> bytes:
+    return json.dumps({"inputs": list(inputs), **fields}).encode()
+
+
+def test_numbers_become_arrays_and_everything_else_is_as_the_plain_reader_has_it() -> None:
+    others: list[dict[str, Any]] = [
+        {"name": "k", "shape": [1], "datatype": "INT8", "data": [5], "parameters": {"a": True, "b": "é"}},
+        {"name": "u", "shape": [1], "datatype": "UINT64", "data": [2**64 - 1]},
+        {"name": "t", "shape": [1], "datatype": "BYTES", "data": ["a"]},
+        {"name": "f", "shape": [1], "datatype": "BOOL", "data": [True]},
+    ]
+    body = _body(INPUT, *others, id="7", outputs=[{"name": "y"}], parameters={"binary_data_output": False})
+    found = v2_json.read_flat_json(body)
+    assert found is not None
+    arrays = [one["data"] for one in found["inputs"]]
+    assert [getattr(data, "dtype", list) for data in arrays] == [np.float64, np.int64, np.uint64, list, list]
+    found["inputs"] = [{**one, "data": list(one["data"])} for one in found["inputs"]]
+    assert found == json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _body({**INPUT, "data": [[1, 2, 3]]}),
+        _body({**INPUT, "data": [1, [2], 3]}),
+        _body({**INPUT, "data": [1, [], 3]}),
+        _body({**INPUT, "data": [1, True, 3]}),
+        _body({**INPUT, "data": [1, None, 3]}),
+        _body({**INPUT, "data": [1, "2", 3]}),
+        _body({**INPUT, "data": [10**30, 2, 3]}),
+        _body({**INPUT, "datatype": "INT64", "data": [1.0]}),
+        _body({**INPUT, "datatype": "UINT8", "data": [-1]}),
+        _body({**INPUT, "name": "x["}),
+        b'{"inputs": [], "inputs": [{}]}',
+        b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1], "data": [2]}]}',
+        b'{"inputs": [1]}',
+        b'{"inputs": 1}',
+        b'{"inputs": [{}',
+        b'{"inputs": []} []',
+        b"[]",
+        b"{}",
+        b"",
+        b'{"inputs": [], "id": "\xff"}',
+        b'{"inputs": ' + b"[" * 5000,
+    ],
+)
+def test_what_is_of_another_form_or_wrong_is_left_to_the_plain_reader(body: bytes) -> None:
+    assert v2_json.read_flat_json(body) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data": [True] * 5000}, "x: data holds values that are not FP32"),
+        ({"data": [1, [2]] * 3000}, "x: data is not a regular array"),
+        ({"datatype": "INT8", "data": [128] * 5000}, "x: data holds a number outside the range of INT8"),
+        ({"datatype": "INT8", "data": [0.5] * 5000}, "x: data holds values that are not INT8"),
+    ],
+)
+def test_long_data_gets_the_same_sentences_as_short(changes: dict[str, Any], sentence: str) -> None:
+    from tests.serve.protocol.test_tensors import _signature
+
+    body = _body({**INPUT, **changes, "shape": [1, 2]})
+    assert len(body) > v2_json.FLAT_JSON_MIN_BYTES
+    with pytest.raises(InvalidPayload, match=sentence):
+        parse(body, None).arrays(_signature(changes.get("datatype", "FP32")))
+
+
+@pytest.mark.parametrize(
+    ("data", "flat"),
+    [
+        ([0.25, -1e-07] * 4000, True),
+        ([[0.25, 1.5]] * 4000, False),
+        ([True] * 8000, False),
+        (["1"] * 8000, False),
+    ],
+)
+def test_long_bodies_of_numbers_need_no_thread_and_all_others_do(data: list[Any], flat: bool) -> None:
+    body = _body({**INPUT, "data": data})
+    assert len(body) > 32 << 10
+    assert v2_json.is_flat_json(body) is flat
+    assert Call("tiny", body, None).quick is flat
+    assert not Call("tiny", body * 8, None).quick
+    assert Call("tiny", body * 8, "512").quick  # raw tensors behind a little JSON
+
+
+def test_long_data_gives_the_very_numbers_the_plain_reader_gives() -> None:
+    data = np.random.default_rng(3).normal(size=4000).tolist()
+    body = _body({**INPUT, "shape": [1, 4000], "data": data})
+    (tensor,) = parse(body, None).inputs
+    assert isinstance(tensor.data, np.ndarray)
+    assert tensor.data.tolist() == data
+
+
+def test_whatever_becomes_of_a_body_both_readers_say_the_same_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [b"[", b"]", b"{", b"}", b",", b":", b'"', b"0", b"-", b".", b"e", b"9" * 15, b"true", b"null", b" "]
+    tokens += [b'"inputs"', b'"data"', b'"FP32"', b'"INT8"', b'"x"', b"\\", b"\xff", b"\0", b"1.0", b"[1]"]
+    two = {**INPUT, "shape": [1, 2]}
+    body = _body({**two, "data": [10, -0.25]}, {**two, "name": "k", "datatype": "INT8", "data": [10, 2]}, id="7")
+    random, read = np.random.default_rng(11), 0
+    for _ in range(3000):
+        place, most = int(random.integers(len(body))), int(random.integers(4))
+        changed = body[:place] + tokens[int(random.integers(len(tokens)))] + body[place + most :]
+        monkeypatch.setattr(v2_json, "LEAST_BYTES", 0)
+        fast = _told(changed)
+        monkeypatch.setattr(v2_json, "LEAST_BYTES", 10**9)
+        assert fast == _told(changed), changed
+        read += isinstance(fast, list)
+    assert read > 100
+
+
+def _told(body: bytes) -> Any:
+    """The inputs as they arrive, or the sentence."""
+    from tests.serve.protocol.test_tensors import _signature
+
+    try:
+        request = parse(body, None)
+    except InvalidPayload as error:
+        return str(error)
+    found: list[Any] = [request.id, request.outputs]
+    for tensor in request.inputs:
+        alone = request._replace(inputs=[msgspec.structs.replace(tensor, name="x", shape=[1, 2])], outputs=[])
+        try:
+            found.append(alone.arrays(_signature(tensor.datatype))["x"].tolist())
+        except (InvalidPayload, ValueError) as error:  # a signature knows no other datatypes
+            found.append(str(error))
+    return found
+
+
+_SCALARS = st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats(allow_nan=False) | st.text(max_size=4)
+_VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner, max_size=4), max_leaves=8)
+_PARAMETERS = st.none() | st.dictionaries(st.text(max_size=4), _SCALARS, max_size=3) | _SCALARS
+_INPUTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.text(max_size=4) | _SCALARS,
+        "datatype": st.sampled_from(["FP32", "INT64", "BYTES"]) | _SCALARS,
+        "shape": st.lists(st.integers(-1, 4) | _SCALARS, max_size=3) | _SCALARS,
+        "data": _VALUES,
+        "parameters": _PARAMETERS,
+        "other": _SCALARS,
+    },
+)
+_BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": st.text(max_size=4) | _SCALARS,
+        "inputs": st.lists(_INPUTS | _SCALARS, max_size=3) | _SCALARS,
+        "outputs": st.lists(st.fixed_dictionaries({"name": st.text(max_size=3)}) | _SCALARS, max_size=2) | _SCALARS,
+        "parameters": _PARAMETERS,
+        "model_name": st.text(max_size=4) | _SCALARS,
+        "else": _SCALARS,
+    },
+)
+_DECODER = msgspec.json.Decoder(Form)
+
+
+def _plainly(form: Form) -> Any:
+    """Null, nothing and empty say the same."""
+    found = msgspec.to_builtins(form)
+    for part in ("inputs", "outputs"):
+        found[part] = [{key: one[key] for key in one if one[key] not in (None, {})} for one in found[part] or ()]
+    return {key: value for key, value in found.items() if value not in (None, {}, [], "")}
+
+
+@settings(max_examples=400, deadline=None)
+@given(_BODIES)
+def test_both_readers_take_the_same_and_read_the_same(body: Any) -> None:
+    text = msgspec.json.encode(body)
+    try:
+        quick = _DECODER.decode(text)
+    except ValueError:
+        quick = None
+    try:
+        slow = checked(orjson.loads(text))
+    except (InvalidPayload, ValueError):
+        slow = None
+    if quick is None:
+        assert slow is None or any(value is None for value in _all(body))  # a null is more than the quick one knows
+    else:
+        assert slow is not None
+        assert _numbers(_plainly(quick)) == _numbers(_plainly(slow))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b"", "not valid JSON"),
+        (b"[]", "body: must be a JSON object"),
+        (b"{}", "inputs: is missing"),
+        (b'{"inputs": {}}', "inputs: must be a list"),
+        (b'{"inputs": [1]}', "inputs.0: must be a JSON object"),
+        (b'{"inputs": [{"name": 1}]}', "inputs.0.name: must be a string"),
+        (b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [true]}]}', "inputs.0.shape: must hold whole"),
+        (b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1.0]}]}', "inputs.0.shape: must hold whole"),
+        (b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [-1]}]}', "inputs.0.shape: must hold whole"),
+        (b'{"inputs": [], "more": 1}', 'unknown field "more"'),
+        (b'{"inputs": [], "parameters": {"a": []}}', "parameters: must be a JSON object"),
+        (b'{"inputs": [' + b"[" * 5000 + b"]" * 5000 + b"]}", "64 levels deep"),
+        (b'{"inputs": [{"name": "\xff"}]}', "not valid JSON"),
+    ],
+)
+def test_what_is_wrong_is_said(text: bytes, sentence: str) -> None:
+    with pytest.raises(InvalidPayload, match=sentence):
+        read_v2_json(text)
+
+
+def test_the_last_of_two_fields_of_one_name_counts_in_both() -> None:
+    text = b'{"id": "a", "inputs": [], "id": "b"}'
+    assert read_v2_json(text).id == checked(parse_object(text)).id == "b"
+
+
+def _all(value: Any) -> list[Any]:
+    """Every value in it, at whatever depth."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value, *(found for one in inner for found in _all(one))]
+
+
+def _numbers(value: Any) -> Any:
+    """Integers beyond 64 bits, which one reader keeps and the other makes floats, as floats."""
+    if isinstance(value, dict):
+        return {key: _numbers(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_numbers(one) for one in value]
+    return float(value) if type(value) is int and not -(2**63) <= value < 2**64 else value
+
+
+def nested(depth: int, value: Any = 1) -> Any:
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("text", "depth"),
+    [
+        (b"", 0),
+        (b"5", 0),
+        (b"[]", 1),
+        (b'{"a": [1, [2], {"b": 3}], "c": []}', 3),
+        (b'{"[[[[": "{{{{", "a": []}', 2),
+        (rb'["\"[[[\"", "\\", [1], "\\\"{"]', 2),
+        (b'["[[[ never closed', 1),
+        (b"]]]][[", 0),
+    ],
+)
+def test_levels_are_those_outside_of_strings(text: bytes, depth: int) -> None:
+    assert levels(text) == depth
+
+
+def test_what_is_as_deep_as_may_be_is_read_and_one_level_more_is_not() -> None:
+    deepest = {"a": nested(MOST_LEVELS - 1)}
+    assert parse_object(json.dumps(deepest).encode()) == deepest
+    with pytest.raises(InvalidPayload, match="more than 64 levels deep"):
+        parse_object(json.dumps({"a": nested(MOST_LEVELS)}).encode())
+
+
+def test_many_lists_beside_one_another_are_not_deep() -> None:
+    wide = {"instances": [[[1, 2], [3, 4]]] * 500, "text": "[" * 500}
+    assert parse_object(memoryview(json.dumps(wide).encode())) == wide
+
+
+def test_what_is_too_deep_takes_no_more_memory_than_it_came_with() -> None:
+    text = b'{"a": ' + b'{"a":[' * 400 + b" " * 100_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidPayload, match="levels deep"):
+            parse_object(text)
+        assert tracemalloc.get_traced_memory()[1] < 1.1 * len(text)
+    finally:
+        tracemalloc.stop()

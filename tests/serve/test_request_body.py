@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import asyncio
+import gzip
+import math
+import os
+import socket
+import tracemalloc
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pipeline.contract.errors import InvalidPayload
+from serve.errors import Gone, TooLarge, Unreadable
+from serve.request_body import of_parameter, read
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Running
+
+
+HEAD = "POST /v1/models/tiny:predict HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+def _send(server: Running, *parts: bytes) -> bytes:
+    """Everything the service answers to these bytes until it closes."""
+    with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
+        for part in parts:
+            sock.sendall(part)
+        answer = b""
+        while chunk := sock.recv(4096):
+            answer += chunk
+        return answer
+
+
+def test_a_body_said_to_be_too_large_is_refused_before_it_is_sent(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
+        sock.sendall(f"{HEAD}content-length: 1000000000000\r\n\r\n".encode())
+        answer = b""
+        while not answer.endswith(b"}"):
+            chunk = sock.recv(4096)
+            assert chunk, answer
+            answer += chunk
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer
+    assert answer.endswith(b'{"error":"body: larger than the limit of 100000 bytes"}')
+
+
+def test_a_body_of_unsaid_size_is_refused_where_it_passes_the_limit(server: Running) -> None:
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    head = f"{HEAD}connection: close\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    answer = _send(server, head, chunk, chunk, b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_client_that_waits_for_leave_to_send_is_refused_without_it(server: Running) -> None:
+    answer = _send(server, f"{HEAD}content-length: 200000\r\nexpect: 100-continue\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"100 Continue" not in answer
+
+
+def test_a_client_that_hangs_up_in_the_middle_of_its_body_harms_nobody(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
+        sock.sendall(f"{HEAD}content-length: 1000\r\n\r\n[".encode())
+    answer = _send(server, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert "Traceback" not in server.log
+
+
+MOST = 1 << 20
+PLAIN = os.urandom(5000) + b" " * 5000
+
+
+def bare(data: bytes) -> bytes:
+    return zlib.compress(data, wbits=-15)
+
+
+def body(coding: str, *pieces: bytes, most: int = MOST) -> bytes:
+    """What the application reads of a body that comes in these pieces."""
+    waiting = [
+        {"type": "http.request", "body": piece, "more_body": index + 1 < len(pieces)}
+        for index, piece in enumerate(pieces)
+    ]
+
+    async def receive() -> Any:
+        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
+
+    headers = {b"content-encoding": coding.encode()} if coding else {}
+    return asyncio.run(read(headers, receive, most))
+
+
+def cut(data: bytes, size: int) -> Sequence[bytes]:
+    return [data[place : place + size] for place in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 100_000])
+@pytest.mark.parametrize(
+    ("coding", "compress"),
+    [
+        ("gzip", gzip.compress),
+        ("x-gzip", gzip.compress),
+        ("GZIP ", gzip.compress),
+        ("deflate", zlib.compress),
+        ("deflate", bare),
+        ("identity", bytes),
+        ("", bytes),
+    ],
+)
+def test_a_body_is_read_as_it_was_before_it_was_compressed(
+    coding: str, compress: Callable[[bytes], bytes], size: int
+) -> None:
+    assert body(coding, *cut(compress(PLAIN), size)) == PLAIN
+
+
+def test_gzip_files_behind_one_another_are_one_body() -> None:
+    twice = gzip.compress(PLAIN) + gzip.compress(b"more")
+    assert body("gzip", *cut(twice, 333)) == PLAIN + b"more"
+
+
+@pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, gzip", "gzip,deflate", "deflate;q=1", "\xff"])
+def test_another_coding_is_refused_and_those_that_are_read_are_named(coding: str) -> None:
+    with pytest.raises(Unreadable, match=r"content-encoding: .* send one of gzip, deflate") as refusal:
+        body(coding, b"{}")
+    assert dict(refusal.value.headers) == {b"accept-encoding": b"gzip, deflate"}
+
+
+@pytest.mark.parametrize(
+    ("coding", "data", "named"),
+    [
+        ("gzip", PLAIN, "not valid gzip"),
+        ("gzip", zlib.compress(PLAIN), "not valid gzip"),
+        ("gzip", gzip.compress(PLAIN)[:-5], "ends in the middle"),
+        ("gzip", gzip.compress(PLAIN) + b"more", "not valid gzip"),
+        ("gzip", gzip.compress(PLAIN)[:-8] + b"\0" * 8, "not valid gzip"),  # its checksum
+        ("deflate", zlib.compress(PLAIN)[:-5], "ends in the middle"),
+        ("deflate", zlib.compress(PLAIN) + b"more", "behind the end"),
+        ("deflate", b"\xff" * 100, "not valid deflate"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_what_does_not_decompress_is_refused(coding: str, data: bytes, named: str, size: int) -> None:
+    with pytest.raises(InvalidPayload, match=named):
+        body(coding, *cut(data, size))
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress, bare])
+def test_a_bomb_is_refused_while_it_swells(compress: Callable[[bytes], bytes]) -> None:
+    bomb = compress(b"\0" * (30 << 20))
+    assert len(bomb) < MOST
+    coding = "gzip" if compress is gzip.compress else "deflate"
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge, match="decompressed it is larger than the limit of 1048576 bytes"):
+            body(coding, bomb)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MOST
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("coding", ["", "gzip"])
+def test_what_is_too_large_as_it_is_sent_is_refused_where_it_passes_the_limit(coding: str) -> None:
+    data = os.urandom(2000)
+    with pytest.raises(TooLarge, match="body: larger than the limit of 1000 bytes"):
+        body(coding, *cut(gzip.compress(data) if coding else data, 100), most=1000)
+
+
+@pytest.mark.parametrize("coding", ["", "gzip"])
+def test_a_client_that_hangs_up_inside_its_body_is_gone(coding: str) -> None:
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(Gone):
+        asyncio.run(read({b"content-encoding": coding.encode()}, receive, MOST))
+
+
+def test_a_timeout_longer_than_any_number_of_seconds_is_none() -> None:
+    assert of_parameter(2**64) == 2**64 / 1e6
+    assert of_parameter(10**400) == of_parameter(0) == math.inf

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from torch._C._distributed_c10d import TCPStore
+
+from pipeline.contract.errors import ResourceError, read_error
+from pipeline.service.process import any_port
+from train.elastic.store import listen, main
+
+
+def test_machines_meet_in_a_store_that_is_a_process_of_its_own(tmp_path: Path) -> None:
+    port = any_port()
+    argv = [sys.executable, "-m", "train.elastic.store", str(tmp_path), f"127.0.0.1:{port}"]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PIPE_LEASH": "1"}, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.readline() == f"machines meet at 127.0.0.1:{port}\n"
+        one, other = (TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2))
+        one.set("key", "value")
+        assert other.get("key") == b"value"
+        process.stdin.close()
+        assert process.wait(timeout=20) == 143, "it goes with the node that started it"
+
+
+def test_a_port_that_is_taken_is_told_with_its_mend(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main([str(tmp_path), address]) == ResourceError.exit_code
+    told = str(read_error(tmp_path / "train.partial"))
+    assert f"train.rendezvous={address}: cannot listen there: address already in use; name a free port" in told
+
+
+def test_a_name_that_belongs_to_a_gateway_is_listened_for_everywhere() -> None:
+    with listen("203.0.113.7", 0) as everywhere:  # an address for documentation, which no machine has
+        assert everywhere.getsockname()[0] == "0.0.0.0"

@@ -1,0 +1,107 @@
+"""Which layers with thin products beside them are cut, decided without any process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.processes import Rank
+from pipeline.contract.settings.stages import Train
+from train.parallel.experts import check_experts, find_experts, linear_in, styles
+from train.parallel.tensor_parallel import find_pairs
+from train.process_group import join
+
+from .mixture import Language
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+
+def adapted(**words: Any) -> nn.Module:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model: nn.Module = inject_adapter_in_model(LoraConfig(r=2, target_modules=["fc1", "fc2"], **words), Mlp())
+    return model
+
+
+def test_attention_and_mlp_of_an_adapted_model_are_cut() -> None:
+    pairs = find_pairs(Language("AdaptedLlama"), 2)
+    assert [pair.columns[0].rpartition(".")[2] for pair in pairs] == ["q_proj", "gate_proj"] * 2
+
+
+def test_the_thin_matrix_on_the_cut_side_is_cut_and_the_other_one_whole() -> None:
+    model = adapted()
+    first, second = (styles(name, model.get_submodule(name), by_outputs=name == "fc1") for name in ("fc1", "fc2"))
+    assert {name: type(style) for name, style in (first | second).items()} == {
+        "fc1.base_layer": ColwiseParallel,
+        "fc1.lora_B.default": ColwiseParallel,
+        "fc2.base_layer": RowwiseParallel,
+        "fc2.lora_A.default": RowwiseParallel,
+    }
+
+
+@pytest.mark.parametrize("words", [{"use_dora": True}, {"lora_bias": True}])
+def test_an_adapter_that_looks_at_the_whole_layer_stays_whole(words: dict[str, Any]) -> None:
+    assert linear_in(adapted().get_submodule("fc1")) is not None
+    assert linear_in(adapted(**words).get_submodule("fc1")) is None
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.gate_up_proj = nn.Parameter(torch.zeros(count, 8, 4))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        raise AssertionError("it is looked at, not run")
+
+
+class Others(Experts):
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        raise AssertionError("it is looked at, not run")
+
+
+def test_layers_of_experts_are_known_by_their_parameters_and_arguments() -> None:
+    model = nn.ModuleDict({"mixture": Experts(), "other": Others(), "plain": nn.Linear(4, 4)})
+    assert list(find_experts(model)) == ["mixture"]
+
+
+@pytest.mark.parametrize(
+    ("expert", "tensor", "said"),
+    [
+        (
+            4,
+            1,
+            "train.expert=4: 4 processes cannot share the 6 experts of mixture; use numbers whose product divides 6",
+        ),
+        (2, 2, "train.expert=2 x train.tensor=2: 4 processes cannot share the 6 experts"),
+        (1, 4, "train.tensor=4: 4 processes cannot share the 6 experts"),
+    ],
+)
+def test_experts_that_cannot_be_shared_are_refused(expert: int, tensor: int, said: str) -> None:
+    check_experts({"mixture": Experts()}, 3, 2)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_experts({"mixture": Experts()}, expert, tensor)
+
+
+def test_a_model_without_experts_cannot_share_them() -> None:
+    check_experts({}, 1, 2)
+    with pytest.raises(ConfigError, match=r"train\.expert=2: the model has no layer of experts"):
+        check_experts({}, 2, 1)
+
+
+def test_processes_that_cannot_be_shared_out_are_refused_before_they_meet(tmp_path: Path) -> None:
+    config = Train(device="cpu", expert=4, tensor=2)
+    said = "train.expert=4: 2 copies cannot share the experts; make train.processes a multiple of 8"
+    with pytest.raises(ConfigError, match=said), join(config, Rank(0, 0, 4), tmp_path):
+        pass

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import StageError
+from pipeline.contract.processes import Rank
+from train.data import Feed, Job, fits
+from train.process_group import Group
+
+from .conftest import Project, equal, failure, weights
+
+CPU = Group(Rank(), torch.device("cpu"))
+
+
+class Noisy(Dataset[dict[str, Any]]):
+    """Every generator an augmentation may draw from is drawn from."""
+
+    broken: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.broken:
+            raise ValueError(f"no picture {index}")
+        return {"x": torch.tensor([index, random.random(), np.random.random(), torch.rand(()).item()])}
+
+
+def jobs(steps: range, parts: int = 1) -> list[Job]:
+    found = [(step, part) for step in steps for part in range(parts)]
+    return [Job(step, part, np.arange(3) + 3 * (step % 5) + part) for step, part in found]
+
+
+def fetched(workers: int, wanted: list[Job], seed: int = 1) -> list[Tensor]:
+    feed = Feed(Samples("train", Noisy()), CPU, seed, workers)
+    feed.start(wanted)
+    try:
+        return [feed.fetch(job)["x"] for job in wanted]
+    finally:
+        feed.stop()
+
+
+def test_workers_draw_the_batches_that_a_process_without_them_draws() -> None:
+    wanted = jobs(range(6), parts=2)
+    found = [torch.stack(fetched(workers, wanted)) for workers in (0, 1, 2)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_feed_that_starts_in_the_middle_gives_what_one_from_the_start_gives_there(workers: int) -> None:
+    whole, rest = fetched(workers, jobs(range(6))), fetched(workers, jobs(range(4, 6)))
+    assert torch.equal(torch.stack(whole[4:]), torch.stack(rest))
+
+
+def test_seed_step_part_and_slice_each_draw_something_else() -> None:
+    same = np.arange(3)
+    found = [
+        fetched(0, [Job(step, part, same, number)], seed)[0][:, 1:]
+        for seed, step, part, number in ((1, 2, 3, 0), (2, 2, 3, 0), (1, 3, 3, 0), (1, 2, 2, 0), (1, 2, 3, 1))
+    ]
+    for i, left in enumerate(found):
+        assert not any((left == right).any() for right in found[i + 1 :])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_samples_draw_is_not_drawn_from_the_model(workers: int) -> None:
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    expected = torch.rand(2), np.random.random(), random.random()
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    fetched(workers, jobs(range(2)))
+    found = torch.rand(2), np.random.random(), random.random()
+    assert torch.equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
+
+
+def test_what_a_worker_raises_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Noisy, "broken", (4,))
+    with pytest.raises(StageError, match=r"^ValueError: no picture 4 \(test_feed\.py, line \d+\)$"):
+        fetched(2, jobs(range(4)))
+
+
+def test_before_it_starts_a_feed_with_workers_loads_here() -> None:
+    """Trial and warm-up passes take a batch or two, in any order."""
+    feed = Feed(Samples("train", Noisy()), CPU, seed=1, workers=2)
+    for job in reversed(jobs(range(3))):
+        assert torch.equal(feed.fetch(job)["x"], fetched(0, [job])[0])
+
+
+def test_columns_are_indexed_in_the_order_asked_for_and_need_no_worker() -> None:
+    columns = {"x": torch.arange(40.0).reshape(20, 2), "mask": torch.arange(20) % 2 == 0}
+    feed = Feed(Samples("train", columns), CPU, seed=0, workers=2)
+    feed.start(iter(()))
+    found = feed.fetch(Job(0, 0, np.array([7, 3, 3])))
+    assert found["x"].tolist() == [[14, 15], [6, 7], [6, 7]]
+    assert found["mask"].tolist() == [False, False, False]
+
+
+def test_columns_move_to_a_gpu_only_where_they_are_a_small_part_of_it() -> None:
+    assert fits(1 << 30, 10 << 30)
+    assert not fits(3 << 30, 10 << 30)
+
+
+SPY = """
+import sys, time, numpy as np, torch
+from train.data import Workers
+from types import SimpleNamespace as Job
+
+def load(job):
+    return {"x": torch.zeros(1)}
+
+workers = Workers(load, (Job(step=i, slice=0, part=0) for i in range(10**6)), 2, pinned=False)
+workers.next(Job(step=0, slice=0, part=0))
+import multiprocessing
+print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+time.sleep(60)
+"""
+
+# The same samples as columns, drawn one by one with noise.
+DRAWN = """
+    def data(self, split):
+        return Drawn(self.columns(split))
+
+    def columns(self, split):"""
+DATA_SET = """
+
+class Drawn(torch.utils.data.Dataset):
+    def __init__(self, columns):
+        self.columns = columns
+
+    def __len__(self):
+        return len(self.columns["x"])
+
+    def __getitem__(self, index):
+        found = {name: column[index] for name, column in self.columns.items()}
+        return {**found, "x": found["x"] + np.random.normal(size=3).astype(np.float32) / 10}
+"""
+
+
+@pytest.fixture
+def drawn(project: Project) -> Project:
+    project.replace("\n    def data(self, split):", DRAWN)
+    path = project.root / "task.py"
+    path.write_text(path.read_text() + DATA_SET)
+    return project
+
+
+def test_workers_end_when_the_training_process_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", SPY], stdout=subprocess.PIPE, text=True) as spy:
+        assert spy.stdout is not None
+        workers = [psutil.Process(int(word)) for word in spy.stdout.readline().split()]
+        assert len(workers) == 2
+        spy.kill()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_training_with_workers_gives_the_weights_of_training_without(drawn: Project) -> None:
+    one, two = drawn.run("one", accumulate=2), drawn.run("two", accumulate=2, workers=2)
+    for run in (one, two):
+        done = drawn.train(run, processes=2)
+        assert done.returncode == 0, done.stderr
+    assert equal(weights(one), weights(two))
+
+
+def test_a_sample_that_cannot_be_loaded_stops_the_run_with_its_line(drawn: Project) -> None:
+    in_worker(drawn, "raise ValueError('torn')")
+    run = drawn.run(workers=1)
+    assert drawn.train(run).returncode != 0
+    assert str(failure(run)).startswith("ValueError: torn (task.py, line")
+
+
+def test_a_worker_that_is_killed_is_named_as_such(drawn: Project) -> None:
+    in_worker(drawn, "os.kill(os.getpid(), 9)")
+    run = drawn.run(workers=1)
+    assert drawn.train(run).returncode != 0
+    assert "killed" in str(failure(run))
+
+
+def in_worker(drawn: Project, deed: str) -> None:
+    """What a worker, and not the training process, does at the sample of index 3."""
+    lines = ["import os", "if torch.utils.data.get_worker_info() and index == 3:", f"    {deed}"]
+    drawn.replace("        found = {name", "".join(f"        {line}\n" for line in lines) + "        found = {name")

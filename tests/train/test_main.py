@@ -1,0 +1,222 @@
+"""Processes that are all killed between two checkpoints go on from what is left in memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.contract.data import Samples
+from pipeline.contract.run import Run
+from train.__main__ import describe, disagreement, last_line
+from train.checkpoint.in_memory import open_memory
+from train.ledger import read_lines
+
+from ..nursery import Born
+from .conftest import Project, equal, failure, journal, weights
+from .launching import finish, task_of
+
+
+class Items:
+    """A data set that is asked for its items one by one; each time it draws them anew."""
+
+    def __init__(self, widths: list[int]) -> None:
+        self._widths = widths
+
+    def __len__(self) -> int:
+        return len(self._widths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.rand(self._widths[index])}
+
+
+def columns(**changes: Any) -> dict[str, str]:
+    values: dict[str, Any] = {"x": np.zeros((100, 3), np.float32), "y": np.arange(100), **changes}
+    return describe(Samples("train", {name: value for name, value in values.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"x": np.zeros((100, 4), np.float32)},
+            "column x is (3,) torch.float32 on rank 0, 2 and (4,) torch.float32",
+        ),
+        ({"x": np.zeros((100, 3))}, "column x is (3,) torch.float32 on rank 0, 2 and (3,) torch.float64 on rank 1"),
+        ({"y": None}, "column y is () torch.int64 on rank 0, 2 and missing on rank 1"),
+        ({"x": np.zeros((99, 3), np.float32), "y": np.arange(99)}, "its length is 100 on rank 0, 2 and 99 on rank 1"),
+        ({"y": np.arange(100)[::-1].copy()}, "what is in column y is "),
+    ],
+)
+def test_what_differs_is_named_with_the_ranks(changes: dict[str, Any], told: str) -> None:
+    found = disagreement([columns(), columns(**changes), columns()])
+    assert found.startswith(told)
+
+
+def test_equal_splits_agree() -> None:
+    assert disagreement([columns(), columns(), columns()]) == ""
+    assert disagreement([columns()]) == ""
+
+
+def test_samples_drawn_anew_in_every_process_agree_by_their_shape() -> None:
+    found = [describe(Samples("train", Items([3, 3, 3]))) for _ in range(2)]  # type: ignore[arg-type]
+    assert disagreement(found) == ""
+
+
+def test_the_last_sample_is_looked_at_too() -> None:
+    found = [describe(Samples("train", Items(widths))) for widths in ([3, 3, 3], [3, 3, 4])]  # type: ignore[arg-type]
+    assert "(3,) torch.float32 at first, (4,) torch.float32 at last on rank 1" in disagreement(found)
+
+
+def test_half_precision_is_compared_as_any_other() -> None:
+    assert disagreement([columns(x=torch.ones(100, dtype=torch.bfloat16))] * 2) == ""
+
+
+def test_a_split_that_differs_between_processes_is_refused_before_the_first_step(project: Project) -> None:
+    run = project.run()
+    project.replace("self.counts[split], 3", 'self.counts[split] - int(__import__("os").environ["RANK"]), 3')
+    assert project.train(run, processes=2).returncode != 0
+    assert str(failure(run)).startswith(
+        "data('train') differs between processes: its length is 37 on rank 0 and 36 on rank 1; it must give"
+    )
+    assert not (run.partial("train") / "checkpoints").exists()
+
+
+def test_a_split_smaller_than_the_world_is_refused(project: Project) -> None:
+    project.replace('"validation": 11', '"validation": 1')
+    run = project.run()
+    assert project.train(run, processes=2).returncode != 0
+    assert "data('validation'): 1 samples for 2 processes; lower train.processes" in str(failure(run))
+
+
+IN_LOSS = "    def loss(self, outputs, batch):\n"
+# Nobody comes far beyond the step at which all are to be killed, however late that is seen.
+SLOW = """\
+        import pathlib, time
+        time.sleep(0.01)
+        while any(there in pathlib.Path(path).read_text() for path, there in read_holds()):
+            time.sleep(0.01)
+"""
+HOLDS = """
+def read_holds():
+    import json, pathlib
+    hold = pathlib.Path("hold.json")
+    return [json.loads(hold.read_text())] if hold.exists() else []
+"""
+WORDS: dict[str, Any] = {"batch_size": 3, "checkpoint_every": 0, "epochs": 4}  # of 13 steps
+SNAPSHOTS = {"snapshot": "memory", "snapshot_every": 5}
+
+
+@pytest.fixture
+def slow(project: Project) -> Project:
+    project.replace(IN_LOSS, IN_LOSS + SLOW)
+    project.replace("class Tiny:", HOLDS + "\n\nclass Tiny:")
+    return project
+
+
+@pytest.fixture
+def run(slow: Project) -> Iterator[Run]:
+    found = slow.run("killed", **WORDS, **SNAPSHOTS)
+    yield found
+    shutil.rmtree(open_memory(found), ignore_errors=True)
+
+
+def start_both(project: Project, run: Run) -> list[Born]:
+    return [task_of(project, run, rank) for rank in (0, 1)]
+
+
+def killed_after(project: Project, run: Run, step: int, checkpoint: int | None = None) -> int:
+    """The step they had come to, about; the checkpoint is one that was complete by then."""
+    journaled, hold = run.partial("train") / "metrics.jsonl", project.root / "hold.json"
+    journaled.parent.mkdir(parents=True, exist_ok=True)
+    journaled.touch()
+    hold.write_text(json.dumps([str(journaled), f'"step": {step},']))
+    processes = start_both(project, run)
+    wait_until(lambda: f'"step": {step},' in journaled.read_text())
+    if checkpoint is not None:
+        wait_until((run.partial("train") / "checkpoints" / f"step-{checkpoint:08d}").exists)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.communicate(timeout=20)
+    hold.unlink()
+    return int(journal(run)[-1]["step"])
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def resumed_from(said: str) -> tuple[str, int]:
+    found = re.search(r"resumed from the (\w+) of step (\d+) of 52", said)
+    assert found is not None, said
+    return found[1], int(found[2])
+
+
+def test_all_processes_killed_cost_no_more_steps_than_lie_between_two_snapshots(slow: Project, run: Run) -> None:
+    whole = slow.run("whole", **WORDS)
+    came_to = killed_after(slow, run, 12)
+    assert not list((run.partial("train") / "checkpoints").glob("step-*")), "none was due"
+    said = finish_both(slow, run)
+    what, step = resumed_from(said)
+    assert what == "snapshot"
+    assert step % 5 == 0
+    assert came_to - step <= 2 * 5, "the newest may have been under way"
+    finish_both(slow, whole)
+    assert equal(weights(run), weights(whole)), "the same bits as if nobody had been killed"
+    lines = read_lines(run.partial("train") / "ledger.jsonl")
+    assert [line.step for line in lines] == list(range(1, 53))
+    assert [line.digest for line in lines] == [
+        line.digest for line in read_lines(whole.partial("train") / "ledger.jsonl")
+    ]
+
+
+def finish_both(project: Project, run: Run) -> str:
+    processes = start_both(project, run)
+    finish(*processes)
+    return (project.root / f"{run.id}-0.txt").read_text()
+
+
+def test_a_checkpoint_that_is_newer_comes_before_a_snapshot(slow: Project) -> None:
+    run = slow.run("killed", **WORDS, **{**SNAPSHOTS, "snapshot_every": 12})
+    try:
+        killed_after(slow, run, 14, checkpoint=13)
+        assert any(open_memory(run).iterdir()), "the snapshot of step 12"
+        assert resumed_from(finish_both(slow, run)) == ("checkpoint", 13)
+    finally:
+        shutil.rmtree(open_memory(run), ignore_errors=True)
+
+
+def test_without_its_memory_training_goes_on_from_the_checkpoint(slow: Project, run: Run) -> None:
+    killed_after(slow, run, 23, checkpoint=13)
+    shutil.rmtree(open_memory(run))
+    assert resumed_from(finish_both(slow, run)) == ("checkpoint", 13)
+
+
+def test_after_training_nothing_is_left_in_memory(slow: Project, run: Run) -> None:
+    folder = open_memory(run)
+    finish_both(slow, run)
+    assert not folder.exists()
+
+
+SUMMARY = {"steps": 40, "batch_size": 8, "samples_per_second": 1234.5, "best_step": 30}
+
+
+def test_training_ends_with_a_line_for_people() -> None:
+    assert last_line(SUMMARY) == "40 steps in batches of 8, 1,234 samples/s; best at step 30"
+
+
+def test_steps_that_were_skipped_are_told() -> None:
+    told = last_line({**SUMMARY, "overflow_steps": 2, "loss_scale": 16384.0})
+    assert told.endswith("; best at step 30; 2 steps skipped for overflow, loss scale 16384")
+    assert "; 1 step skipped" in last_line({**SUMMARY, "overflow_steps": 1, "loss_scale": 16384.0})

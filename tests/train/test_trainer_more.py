@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.contract.config import Config, parse_config
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import DataError
+from pipeline.contract.processes import Rank
+from train.checkpoint.store import CheckpointStore
+from train.optim import make_optimizer
+from train.process_group import Group
+from train.state import Progress
+from train.trainer import Trainer, judge_epoch
+
+CPU = Group(Rank(), torch.device("cpu"))
+
+
+class Line:
+    """Fits y = x · w on 20 samples; counts what it was asked for."""
+
+    inputs = ("x",)
+    outputs = ("y",)
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.poison: dict[int, float] = {}  # call of loss() → what is added to it
+        self.calls = 0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def data(self, split: str) -> dict[str, Any]:
+        x = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)
+        return {"x": x, "y": x.sum(axis=1, keepdims=True), "index": np.arange(20)}
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if torch.is_grad_enabled():
+            self.seen += batch["index"].tolist()
+            self.calls += 1
+        return nn.functional.mse_loss(outputs, batch["y"]) + self.poison.get(self.calls, 0.0)
+
+    def metrics(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"closeness": -(outputs - batch["y"]).abs()[:, 0]}
+
+
+def config(**train: Any) -> Config:
+    values = {"epochs": 4, "batch_size": 6, "lr": 0.05, "device": "cpu", **train}
+    return parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": values}, source="test")
+
+
+def trainer(task: Line, settings: Config) -> Trainer:
+    splits = Samples("train", task.data("train")), Samples("validation", task.data("v"))
+    assert settings.train.batch_size != "auto"
+    return Trainer(task, settings, CPU, *splits, settings.train.batch_size)  # type: ignore[arg-type]
+
+
+def fit(directory: Path, task: Line, **train: Any) -> tuple[Trainer, Progress]:
+    made = trainer(task, config(**train))
+    return made, made.fit(Progress(), CheckpointStore(directory, 2, {}), None)
+
+
+def weights(made: Trainer) -> list[float]:
+    return [value for tensor in made.strategy.model.state_dict().values() for value in tensor.flatten().tolist()]
+
+
+def validation_loss(progress: Progress) -> float:
+    assert progress.best_loss is not None
+    return progress.best_loss
+
+
+def test_every_sample_is_counted_once_an_epoch_in_the_order_of_the_plan(tmp_path: Path) -> None:
+    task = Line()
+    made, progress = fit(tmp_path, task, epochs=2)
+    planned = [int(i) for step in range(progress.step) for i in made.order.batch(step)]
+    assert task.seen == planned
+    assert sorted(planned) == sorted([*range(20), *range(20)])
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    found = [weights(fit(tmp_path / str(parts), Line(), accumulate=parts)[0]) for parts in (1, 3, 5, 100)]
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], abs=1e-6)
+
+
+def test_the_same_seed_trains_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
+    found = [weights(fit(tmp_path / str(i), Line(), seed=seed)[0]) for i, seed in enumerate((7, 7, 8))]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_reaches_a_similar_loss(tmp_path: Path, precision: str) -> None:
+    full = validation_loss(fit(tmp_path / "fp32", Line(), epochs=20)[1])
+    half = validation_loss(fit(tmp_path / precision, Line(), epochs=20, precision=precision)[1])
+    assert half == pytest.approx(full, abs=0.02)
+    assert half < 0.2
+
+
+def test_fp16_forgives_a_gradient_that_overflows_and_lowers_its_scale(tmp_path: Path) -> None:
+    made = trainer(Line(), config(precision="fp16"))
+    scaler = made._precision.scaler
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**127})  # the scaled loss is infinite at once
+    progress = made.fit(Progress(), CheckpointStore(tmp_path, 2, {}), None)
+    assert progress.step == made.total_steps
+    assert scaler.get_scale() < 2.0**127
+    assert all(map(math.isfinite, weights(made)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_a_loss_that_is_not_finite_stops_at_its_step_though_its_gradient_is_finite(
+    tmp_path: Path, value: float, precision: str, log_every: int
+) -> None:
+    task = Line()
+    task.poison[7] = value
+    with pytest.raises(DataError, match="the loss is not finite at step 6 on rank 0"):
+        fit(tmp_path, task, precision=precision, log_every=log_every)
+    assert CheckpointStore(tmp_path, 2, {}).steps() == [4]
+
+
+def test_a_gradient_that_is_not_finite_stops_too_and_its_weights_are_not_touched(tmp_path: Path) -> None:
+    made = trainer(Line(), config())
+    before = weights(made)
+    made.strategy.model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    hook: Any = made.strategy.model.get_parameter("weight").register_hook  # published without types
+    hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(DataError, match="the gradient is not finite at step 0 on rank 0"):
+        made.fit(Progress(), CheckpointStore(tmp_path, 2, {}), None)
+    assert weights(made)[: len(before)] == before
+
+
+def test_training_stops_after_as_many_epochs_without_gain_as_patience_allows(tmp_path: Path) -> None:
+    made, progress = fit(tmp_path, Line(), epochs=50, patience=2, lr=1e-30)  # a rate too small for float32 to move
+    assert progress.step == 3 * made.order.steps_per_epoch
+    assert progress.best_step == made.order.steps_per_epoch
+
+
+def test_going_on_after_patience_ran_out_does_nothing(tmp_path: Path) -> None:
+    made, progress = fit(tmp_path, Line(), epochs=50, patience=2, lr=1e-30)
+    assert made.fit(progress, CheckpointStore(tmp_path, 2, {}), None) == progress
+
+
+def test_a_better_epoch_becomes_the_best_and_patience_starts_anew() -> None:
+    found = judge_epoch(Progress(step=20, best_step=10, best_loss=0.5, stale_epochs=3), {"loss": 0.4, "accuracy": 0.9})
+    assert found == Progress(20, 20, 0.4, {"loss": 0.4, "accuracy": 0.9}, 0)
+
+
+@pytest.mark.parametrize("loss", [0.5, 0.6])
+def test_an_epoch_without_gain_keeps_the_best_and_is_counted(loss: float) -> None:
+    before = Progress(step=20, best_step=10, best_loss=0.5, best_validation={"loss": 0.5}, stale_epochs=1)
+    assert judge_epoch(before, {"loss": loss}) == Progress(20, 10, 0.5, {"loss": 0.5}, 2)
+
+
+def test_the_first_epoch_is_the_best_so_far_however_bad() -> None:
+    assert judge_epoch(Progress(step=5), {"loss": 1e9}).best_step == 5
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_biases_and_norms_do_not_decay_and_frozen_weights_are_left_out(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model[2].requires_grad_(False)
+    decayed, plain = make_optimizer(model, kind, weight_decay=0.3).param_groups
+    assert [tuple(parameter.shape) for parameter in decayed["params"]] == [(3, 2)]
+    assert [tuple(parameter.shape) for parameter in plain["params"]] == [(3,), (3,), (3,)]
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)

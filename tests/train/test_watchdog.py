@@ -1,0 +1,245 @@
+"""Real processes of which one hangs: the others tell which, where and since when, and all end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.contract.attempts import read_events
+from pipeline.contract.errors import Stalled
+from pipeline.contract.processes import Rank
+from pipeline.contract.run import Run
+from train.checkpoint.storage import Folder
+from train.hang_report import Doing, Report, Standstill, sentence
+from train.process_group import Group
+from train.watchdog import Stalls, Watchman, watched
+
+from ..nursery import Born
+from .conftest import Project, failure, journal
+from .launching import finish, start, task_of
+
+HUNG = Report(1, "b", 42, 0.0, 9, 4, "data", Doing.USERS_CODE, "task.py, line 7, data", 30.04, "", "its stacks\n")
+WAITS = replace(HUNG, rank=0, host="a", doing=Doing.WAITING, exchanges="gloo:all_reduce, no. 3, of [2] Float")
+FOUND = Standstill([WAITS, HUNG], [HUNG])
+
+
+def test_a_report_begins_with_the_sentence_and_has_a_section_for_each_process(tmp_path: Path) -> None:
+    path = Stalls(tmp_path / "stalls").write(FOUND, lambda one: f"more of {one.rank}")
+    first, waits, hung = path.read_text().split("== ")
+    assert first.startswith("rank 1 on b (process 42) has not moved for 30 s from step 4, data")
+    assert waits.splitlines()[0] == "rank 0 on a (process 42), still for 30.0 s"
+    assert "unfinished: gloo:all_reduce, no. 3, of [2] Float" in waits
+    assert hung.splitlines() == [
+        "rank 1 on b (process 42), still for 30.0 s  <- waited for",
+        "at step 4, data",
+        "place: task.py, line 7, data",
+        "more of 1",
+        "its stacks",
+        "",
+    ]
+
+
+def test_processes_of_one_launch_leave_one_report_and_those_of_the_next_another(tmp_path: Path) -> None:
+    first, second = Stalls(tmp_path), Stalls(tmp_path)
+    assert first.write(FOUND, lambda _: "seen by the first") == tmp_path / "1.txt"
+    assert second.write(FOUND, lambda _: "seen by the second") == tmp_path / "1.txt"
+    assert "seen by the first" in (tmp_path / "1.txt").read_text()
+    assert Stalls(tmp_path).write(FOUND, lambda _: "") == tmp_path / "2.txt"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.txt", "2.txt"]
+
+
+IN_LOSS = "    def loss(self, outputs, batch):\n"
+SECOND_AT_ITS_FOURTH_LOSS = """
+        import os
+        self.losses = getattr(self, "losses", 0) + 1
+        if os.environ["SLURM_PROCID"] == "1" and self.losses == 4:
+            {hang}
+"""
+ASLEEP = "import time; time.sleep(600)"
+STOPPED = "os.kill(os.getpid(), 19)"
+FROZEN = "import ctypes; ctypes.PyDLL(None).sleep(600)  # holds the interpreter lock"
+
+
+def start_both(project: Project, run: Run) -> list[Born]:
+    return [task_of(project, run, rank) for rank in (0, 1)]
+
+
+def end(processes: list[Born]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("hang", "told"),
+    [
+        (ASLEEP, "has not moved for"),
+        (STOPPED, "does not answer: it is stopped (SIGSTOP)"),
+        (FROZEN, "does not answer: its interpreter is blocked in native code"),
+    ],
+    ids=["asleep", "stopped", "frozen"],
+)
+def test_a_process_that_hangs_in_a_step_is_named_and_all_end(project: Project, hang: str, told: str) -> None:
+    project.replace(IN_LOSS, IN_LOSS + SECOND_AT_ITS_FOURTH_LOSS.format(hang=hang))
+    run = project.run(timeout_seconds=3)
+    processes = start_both(project, run)
+    try:
+        said, _ = processes[0].communicate(timeout=60)
+        assert processes[0].returncode == Stalled.exit_code, said
+        assert isinstance(failure(run), Stalled)
+        assert failure(run).passing, "training may start again by itself"
+        text = str(failure(run))
+        assert text.startswith(f"rank 1 on {os.uname().nodename} (process {processes[1].pid}) {told}")
+        assert "step 1, forward and backward" in text, "two losses are of the warm-up"
+        assert "Waiting for it: rank 0 at step 1, forward and backward" in text
+        assert "gloo:" in text, "the exchange that waits"
+        assert_autopsy(run, hang)
+        end_of_second = processes[1].wait(timeout=20)
+        if hang == ASLEEP:
+            assert "task.py, line" in text
+            assert end_of_second == Stalled.exit_code, "it can still end itself"
+        else:
+            assert end_of_second == -signal.SIGKILL, "nobody waits for it any longer"
+    finally:
+        end(processes)
+
+
+def assert_autopsy(run: Run, hang: str) -> None:
+    """The stack of the one that hangs as far as it can be had, and of the other in its exchange."""
+    text = (run.path / "logs" / "stalls" / "1.txt").read_text()
+    assert "logs/stalls/1.txt of the run" in str(failure(run))
+    assert [path.name for path in (run.path / "logs" / "stalls").iterdir()] == ["1.txt"]
+    waiting, hanging = text.split("== rank ")[1:]
+    still = re.search(r"still for ([\d.]+) s", waiting)
+    assert still is not None
+    assert float(still[1]) < 1.5 * run.config.train.timeout_seconds, "by its own clock"
+    assert "unfinished: gloo:" in waiting
+    assert 'train/trainer.py", line' in waiting
+    assert "still for" in hanging and "<- waited for" in hanging
+    if hang == STOPPED:
+        assert "kernel: T (stopped)" in hanging
+    else:
+        assert f'{run.path.parent.parent / "task.py"}", line' in hanging
+
+
+def test_a_process_that_hangs_in_validation_is_named(project: Project) -> None:
+    hang = f'if __import__("os").environ["SLURM_PROCID"] == "0" and not torch.is_grad_enabled(): {ASLEEP}'
+    project.replace(IN_LOSS, f"{IN_LOSS}        {hang}\n")
+    run = project.run(timeout_seconds=3)
+    processes = start_both(project, run)
+    try:
+        for process in processes:
+            assert process.wait(timeout=60) == Stalled.exit_code
+    finally:
+        end(processes)
+    assert str(failure(run)).startswith("rank 0 on ")
+    assert "from step 4, validation (task.py, line" in str(failure(run))
+
+
+def test_work_that_takes_long_but_goes_on_is_left_alone(project: Project) -> None:
+    """The second process is slow at every batch of validation: together they take longer than the timeout."""
+    slow = (
+        'if __import__("os").environ["SLURM_PROCID"] == "1" and not torch.is_grad_enabled(): '
+        "import time; time.sleep(2.8)"
+    )
+    project.replace(IN_LOSS, f"{IN_LOSS}        {slow}\n")
+    run = project.run(timeout_seconds=5, epochs=1, batch_size=3)  # two batches of its 6 samples
+    finish(*start_both(project, run))
+    assert list((run.path / "logs" / "positions").iterdir()) == []
+
+
+def test_a_process_alone_waits_for_nobody(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with watched(Group(Rank(), torch.device("cpu")), Run(tmp_path), tmp_path, 1):
+        assert threading.active_count() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_of_which_nothing_was_ever_heard_is_told(tmp_path: Path) -> None:
+    watchman = Watchman(Group(Rank(0, 0, 2), torch.device("cpu")), tmp_path, tmp_path, timeout_seconds=0.5)
+    found = None
+    while found is None:
+        time.sleep(0.02)
+        found = watchman.look()
+    assert sentence(found).startswith("rank 1 on an unknown host (process 0) does not answer: stopped, stuck in")
+    assert json.loads(watchman.path(0).read_text())["still_seconds"] >= 0.5
+    watchman.forget()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_goes_on_within_its_phase_does_not_stand_still(tmp_path: Path) -> None:
+    group = Group(Rank(0, 0, 2), torch.device("cpu"))
+    watchman = Watchman(group, tmp_path, tmp_path, timeout_seconds=0.5)
+    end = time.monotonic() + 1.2
+    while time.monotonic() < end:
+        group.watch.again()
+        assert watchman.look() is None
+        time.sleep(0.02)
+    watchman.forget()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_what_a_process_is_at(tmp_path: Path) -> None:
+    """Its main thread only waits for the one that writes."""
+    folder, group = Folder(tmp_path), Group(Rank(0, 0, 2), torch.device("cpu"))
+    folder.begin("token")
+    (tmp_path / ".step-00000004.token").mkdir()
+    pipe = tmp_path / ".step-00000004.token" / "0.safetensors"
+    os.mkfifo(pipe)
+    watchman = Watchman(group, tmp_path, tmp_path / "user", timeout_seconds=30)
+
+    def write() -> None:
+        with contextlib.suppress(OSError):  # a pipe cannot be synced to a disk
+            folder.write(4, pipe.name, memoryview(b"state"))
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        group.watch.at(3, "checkpoint")
+        watchman.publish()
+        told = json.loads(watchman.path(0).read_text())
+        assert (told["doing"], told["place"].split(",")[0]) == (Doing.OUR_CODE, "folder.py")
+        group.watch.at(4, "data")
+        watchman.publish()
+        assert json.loads(watchman.path(0).read_text())["place"].startswith("watchman.py"), "it has gone on"
+    finally:
+        descriptor = os.open(pipe, os.O_RDONLY)
+        writing.join(timeout=20)
+        os.close(descriptor)
+    watchman.forget()
+
+
+ONCE = """
+        import os, pathlib
+        self.losses = getattr(self, "losses", 0) + 1
+        if os.environ["RANK"] == "1" and self.losses == 14 and not os.path.exists("hung"):
+            pathlib.Path("hung").touch()
+            os.kill(os.getpid(), 19)
+"""
+
+
+@pytest.mark.long
+def test_training_goes_on_from_its_last_checkpoint_soon_after_a_process_was_stopped(project: Project) -> None:
+    """Nobody waits for the stopped one: torch's agent would, for 30 s."""
+    project.replace(IN_LOSS, IN_LOSS + ONCE)
+    run = project.run(timeout_seconds=3)  # 15 steps; a checkpoint after every fifth, the stop is in the tenth or so
+    agent = start(
+        project, ("python", "-m", "train.elastic.agent", str(run.path), "--processes", "2", "--restarts", "3")
+    )
+    began = time.time()
+    said, _ = agent.communicate(timeout=120)
+    assert agent.returncode == 0, said
+    hung, told = (path.stat().st_mtime for path in (project.root / "hung", run.path / "logs" / "stalls" / "1.txt"))
+    assert told - hung < 1.5 * run.config.train.timeout_seconds
+    first, second = (event.time for event in read_events(run.path) if event.event == "step")
+    assert second - told < 5 + 3 * (first - began), "as long as any start takes, and not 30 s more"
+    assert journal(run)[-1]["step"] == 15

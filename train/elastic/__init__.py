@@ -1,0 +1,1 @@
+"""Restarts, preemption and rendezvous of the training processes."""

@@ -1,1 +1,0 @@
-"""What models of known families need beyond pairs of linear layers that are cut together: latent attention, experts."""
