@@ -34,18 +34,20 @@ def imported_names(path: Path) -> Iterator[str]:
 
 
 def import_graph(files: list[Path]) -> dict[str, set[str]]:
-    """Map each module to the modules among `files` that it imports; a name imported from a module counts as that."""
+    """Map each module to the modules of `files` it imports. To import `a.b` runs `a` too, except from inside `a`."""
     modules = {module_name(path) for path in files}
     graph: dict[str, set[str]] = {}
     for path in files:
-        module, names = module_name(path), set(imported_names(path))
-        packages = {name for name in names if any(f"{name}.{leaf}" in modules for leaf in _leaves(names, name))}
-        graph[module] = {name for name in names if name in modules and name != module and name not in packages}
+        module = module_name(path)
+        graph[module] = set()
+        for name in imported_names(path):
+            parts = name.split(".")
+            prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+            targets = [prefix for prefix in prefixes if prefix in modules]
+            inside = [target for target in targets[:-1] if not f"{module}.".startswith(f"{target}.")]
+            graph[module].update(inside, targets[-1:])
+        graph[module].discard(module)
     return graph
-
-
-def _leaves(names: set[str], package: str) -> set[str]:
-    return {name.removeprefix(f"{package}.") for name in names if name.startswith(f"{package}.")}
 
 
 def cycles(graph: Graph) -> list[list[str]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 _LOADED = [
     "sklearn",  # before torch: its libraries look for threads at import
     "torch.utils.tensorboard.writer",
-    "train.parallel.parameter_server",
+    "train.parameter_server",
     "train.batch_size",
     "train.watchdog",
 ]

@@ -39,7 +39,7 @@ from train.hang_report import record_exchanges
 from train.ledger import LEDGER_FILE, Ledger, read_lines
 from train.metrics import Journal
 from train.optim import be_deterministic, forget_what_lasts, keep_freed_memory
-from train.parallel.parameter_server import Asynchronous
+from train.parameter_server import Asynchronous
 from train.pretrained.load import beginning_of
 from train.process_group import Group, join
 from train.profiling import Tracer, traced_steps

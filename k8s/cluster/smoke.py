@@ -11,7 +11,7 @@ from k8s.cluster.api import Unreachable
 from k8s.cluster.cluster import Cluster
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import StageError
-from pipeline.contract.settings.access import golden_requests
+from pipeline.contract.golden_http import golden_requests
 
 _PATIENCE_SECONDS = 30.0  # endpoints and proxies follow a roll-out with a delay
 _PAUSE_SECONDS = 0.5

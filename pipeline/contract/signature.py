@@ -178,4 +178,4 @@ def drawing_of(codec: object, reference: str) -> Drawing | None:
     page = getattr(codec, "page", None)
     if page is None or isinstance(page, Drawing):
         return page
-    raise ConfigError(f"{reference}: page must be a pipeline.contract.signature.Drawing, found {type(page).__name__}")
+    raise ConfigError(f"{reference}: page must be a pipeline.Drawing, found {type(page).__name__}")

@@ -16,15 +16,17 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 from pipeline.contract.files import write_json
-from pipeline.contract.settings.access import ANYBODY, Access, golden_requests
+from pipeline.contract.settings.access import ANYBODY, Access
 from pipeline.contract.settings.section import Frozen
+
+if TYPE_CHECKING:
+    from pipeline.contract.bundle import Bundle
 
 _DRAIN_SECONDS = 30.0
 
@@ -211,6 +213,8 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path, tim
 
 def check_golden(host: str, port: int, bundle: Bundle, access: Access = ANYBODY, version: str = "") -> int:
     """Every golden request over HTTP, answered as at export and by this bundle. Returns how many were asked."""
+    from pipeline.contract.golden_http import golden_requests  # brings numpy, which other commands do without
+
     asked = list(golden_requests(bundle, version))
     for golden in asked:
         status, headers, answer = request(host, port, "POST", golden.path, golden.body, access=access)
@@ -225,6 +229,8 @@ def check_golden(host: str, port: int, bundle: Bundle, access: Access = ANYBODY,
 
 def latency(host: str, port: int, bundle: Bundle, access: Access = ANYBODY, version: str = "") -> dict[str, float]:
     """Milliseconds of the first golden request, one after the other, as a client would see them."""
+    from pipeline.contract.golden_http import golden_requests  # as above
+
     golden = next(golden_requests(bundle, version))
     times = []
     for _ in range(_LATENCY_REQUESTS):

@@ -148,7 +148,7 @@ def test_weights_that_nobody_touched_are_not_read_again(
         read.append(path)
         return "read again"
 
-    monkeypatch.setattr("pipeline.steps.prepare.digest_file", digest)
+    monkeypatch.setattr("pipeline.steps.pretrained.digest_file", digest)
     assert parts_of("prepare", begun, project, {}) == before
     assert read == []
     (folder / "weights" / "config.json").write_text('{"model_type": "qwen2"}')

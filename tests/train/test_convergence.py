@@ -12,7 +12,7 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import forward, open_split
 from pipeline.contract.task import load_task
 from train.checkpoint.store import CheckpointStore
-from train.parallel.parameter_server import Asynchronous
+from train.parameter_server import Asynchronous
 from train.process_group import Group
 from train.state import Progress
 from train.trainer import Trainer

@@ -22,7 +22,7 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
-from train.parallel.parameter_server import Asynchronous
+from train.parameter_server import Asynchronous
 from train.process_group import Group
 from train.state import Progress
 from train.trainer import Trainer

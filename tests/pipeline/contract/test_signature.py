@@ -46,7 +46,7 @@ def test_a_page_that_is_something_else_is_told_when_the_codec_is_loaded(tmp_path
     (tmp_path / "pagecodec.py").write_text(
         "class C:\n page = {}\n def decode(self, x): ...\n def encode(self, x): ...\n"
     )
-    with pytest.raises(ConfigError, match=r"pagecodec\.py:C: page must be a pipeline\.spec\.page\.Drawing, found dict"):
+    with pytest.raises(ConfigError, match=r"pagecodec\.py:C: page must be a pipeline\.Drawing, found dict"):
         load_codec("pagecodec.py:C", tmp_path)
 
 

@@ -17,7 +17,7 @@ from pipeline.contract.errors import DataError, LostContact
 from train.checkpoint.load import Saved
 from train.checkpoint.store import CheckpointStore
 from train.metrics import Journal
-from train.parallel.parameter_server import Result, Server, Tally, Work
+from train.parameter_server import Result, Server, Tally, Work
 from train.process_group import Group, lost_contact
 from train.state import Progress
 
