@@ -44,7 +44,7 @@ def lacking(config: Config) -> str:
         return ""
     return (
         "pods have no container builder, so the workflow's deploy step finds no image of its bundle: set deploy.image, "
-        "deploy.mode=inferenceservice and deploy.storage_uri (docs/kubernetes.md, The whole road as a workflow), or "
+        "deploy.mode=inferenceservice and deploy.storage_uri (docs/kubernetes.md, Argo and Kubeflow Pipelines), or "
         "deploy the run from where a builder is"
     )
 

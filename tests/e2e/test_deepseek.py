@@ -1,4 +1,4 @@
-"""docs/deepseek.md as it is written, and distilled models of both kinds; all are taught next to nothing.
+"""The section DeepSeek of docs/training.md as it is written, and distilled models of both kinds; all are taught next to nothing.
 
 Every command of the document is typed in its order. What differs is said in `typed`: paths and addresses that exist,
 a small part of the data, little training, and a gate that lets pass what has learned so little.
@@ -24,7 +24,6 @@ from pipeline.contract.run import all_runs
 from pipeline.contract.sources import HOUSE
 from pipeline.service.process import any_port
 
-from .test_docs import blocks
 from .walker import PIPE, Walker, environment, wait_for
 
 pytestmark = pytest.mark.long
@@ -71,7 +70,9 @@ def official(folder: Path, kind: str) -> Path:
 
 def document() -> list[list[str]]:
     """The words of each command, `pipe` left out."""
-    bodies = [body for language, body in blocks(HOUSE / "docs" / "deepseek.md") if language == "sh"]
+    training = (HOUSE / "docs" / "training.md").read_text()
+    section = training.partition("\n## DeepSeek\n")[2].partition("\n## ")[0]
+    bodies = re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     lines = [line for body in bodies for line in body.replace("\\\n", " ").splitlines()]
     commands = [shlex.split(line, comments=True) for line in lines]
     assert commands[0] == ["cd", "examples/deepseek"]

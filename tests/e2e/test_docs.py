@@ -59,7 +59,7 @@ def walker(tmp_path: Path) -> Iterator[Walker]:
 def test_adding_a_model_works_as_it_is_written(walker: Walker) -> None:
     """Literally: every block in order, in one folder, save that the port is one that is free here."""
     folder, said = walker.folder, ""
-    for language, body in blocks(HOUSE / "docs" / "add-a-model.md"):
+    for language, body in blocks(HOUSE / "docs" / "your-own-model.md"):
         if named := _FILE.match(body):
             assert language in ("python", "yaml")
             (folder / named[1]).write_text(body)

@@ -62,10 +62,9 @@ def test_what_the_document_quotes_is_what_is_said(said: str) -> None:
     assert said in quoted()
 
 
-def test_every_section_is_told_in_the_table_at_the_top() -> None:
+def test_every_section_is_linked_at_the_top() -> None:
     text = DOCUMENT.read_text()
     sections = re.findall(r"^##+ (.+)$", text, re.MULTILINE)
     named = set(re.findall(r"\]\(#([^)]+)\)", text))
-    groups = {"one-machine", "several-machines"}
     slugs = {re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-") for name in sections}
-    assert slugs - named == groups
+    assert slugs <= named

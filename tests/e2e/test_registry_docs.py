@@ -1,4 +1,4 @@
-"""docs/registry.md, typed line by line on a walked road."""
+"""The sections Registry and Signatures of docs/operations.md, run line by line after a pipeline run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pipeline.contract.sources import HOUSE
 
 from .walker import Walker
 
-DOCUMENT = (HOUSE / "docs" / "registry.md").read_text()
+OPERATIONS = (HOUSE / "docs" / "operations.md").read_text()
+DOCUMENT = OPERATIONS.partition("\n## Registry\n")[2].partition("\n## Bundle contents\n")[0]
 
 
 def another(run: Run) -> Run:

@@ -1,6 +1,6 @@
 """Comparisons that are not fair, or measure nothing: each is stopped, by the check that is there for it.
 
-docs/judging.md lists them, beside the damaged files of tests/export.
+docs/evaluation.md lists them, next to the damaged files of tests/export.
 """
 
 from __future__ import annotations
