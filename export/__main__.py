@@ -1,6 +1,6 @@
-"""The export step: `python -m export RUN`. A judged checkpoint becomes a verified bundle.
+"""The export step: `python -m export RUN` turns an evaluated checkpoint into a verified bundle.
 
-What the provenance of a bundle says of this export: its settings, the packages at work, and our own source.
+It also writes the provenance of the bundle: settings, package versions and the digest of the exporter's own source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from export.other_formats import Original, require_formats, write_formats
 from export.to_onnx import tensor_specs
 from export.variants.choose import FP32, Contest, Entry, check_wanted, contenders, decide, rows, ship, story, table
 from export.variants.choose import VARIANTS_FILE as VARIANTS
-from export.verify import Proven, prove
+from export.verify import Verification, verify_model
 from pipeline.contract.bundle import PROVENANCE, Ancestors, Manifest, open_bundle, statement, write_manifest
 from pipeline.contract.data import check_columns, open_split
 from pipeline.contract.errors import GateError, StageError
@@ -48,7 +48,7 @@ def export(run: Run, root: Path) -> None:
     bundle = run.partial("export") / "bundle"
     shutil.rmtree(bundle, ignore_errors=True)
     bundle.mkdir(parents=True)
-    for chatty in ("torch.onnx", "onnx_ir"):  # they tell of every optional package that is missing, and of themselves
+    for chatty in ("torch.onnx", "onnx_ir"):  # they log every missing optional package
         logging.getLogger(chatty).setLevel(logging.ERROR)
     task = open_task(run, root)
     check_wanted(task, config)
@@ -56,15 +56,15 @@ def export(run: Run, root: Path) -> None:
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)
     file = bundle / "model.onnx"
-    proven = prove(task, model, test, config.export, file)
-    write_json(run.partial("export") / "parity.json", _parity(run, proven, len(test), file))
-    proven.require()
-    print("\n".join(_proof(proven, len(test))), flush=True)
+    verification = verify_model(task, model, test, config.export, file)
+    write_json(run.partial("export") / "parity.json", _parity(run, verification, len(test), file))
+    verification.require()
+    print("\n".join(_proof(verification, len(test))), flush=True)
     _formats(run, Original(task, model, test, config.export, file, {one.name: one for one in tensor_specs(file)[0]}))
     shipped = _ship(run, Contest(task, model, test, config, file, run.partial("export") / "variants"))
-    write_json(run.partial("export") / "parity.json", _parity(run, proven, len(test), file, shipped.name))
-    said = replace(proven.said, variant=shipped.name, error=shipped.rounding)
-    signature = fill(bundle, task, test, config, Sources(root, run.output("prepare") / FOLDER), said)
+    write_json(run.partial("export") / "parity.json", _parity(run, verification, len(test), file, shipped.name))
+    properties = replace(verification.properties, variant=shipped.name, error=shipped.rounding)
+    signature = fill(bundle, task, test, config, Sources(root, run.output("prepare") / FOLDER), properties)
     if override is not None:
         write_override(bundle, override)
     ancestors = _ancestors(run, root, weights, bundle)
@@ -75,16 +75,17 @@ def export(run: Run, root: Path) -> None:
     print(f"bundle {digest[:12]}, variant {shipped.name}")
 
 
-def _proof(proven: Proven, samples: int) -> Iterator[str]:
-    worst = max(found["max_abs_error"] for found in proven.everything)
-    sizes = sorted({found["batch_size"] for found in proven.comparisons})
+def _proof(verification: Verification, samples: int) -> Iterator[str]:
+    worst = max(found["max_abs_error"] for found in verification.everything)
+    sizes = sorted({found["batch_size"] for found in verification.comparisons})
     yield f"equal to torch on {samples} test samples at batch sizes {sizes}; largest difference {worst:.2g}"
-    if proven.greedy:
-        yield f"greedy answers to {proven.greedy['prompts']} prompts are torch's, {proven.greedy['tokens']} tokens"
+    if verification.greedy:
+        greedy = verification.greedy
+        yield f"greedy answers to {greedy['prompts']} prompts are torch's, {greedy['tokens']} tokens"
 
 
 def _formats(run: Run, original: Original) -> None:
-    """Other forms, made of the proven file before a variant takes its place."""
+    """Write the other formats from the verified file, before a variant replaces it."""
     if original.config.formats == ("onnx",):
         return
     rows = write_formats(original, run.partial("export") / FORMATS)
@@ -96,7 +97,7 @@ def _formats(run: Run, original: Original) -> None:
 
 
 def _ship(run: Run, contest: Contest) -> Entry:
-    """The chosen variant, in the bundle; what became of the others is on record, whether one passed or not."""
+    """Put the chosen variant into the bundle, and record what became of all of them."""
     metric, record = run.config.evaluate.metric, run.partial("export") / VARIANTS
     shutil.rmtree(contest.folder, ignore_errors=True)
     entries = contest.entries()
@@ -113,7 +114,7 @@ def _ship(run: Run, contest: Contest) -> Entry:
 
 
 def _allowed_verdict(run: Run, checkpoint: str) -> tuple[dict[str, Any], Override | None]:
-    """The verdict lets this very checkpoint pass, or a person does in spite of it."""
+    """Return the verdict on this checkpoint and its override, if any; raise if neither lets it pass."""
     verdict = run.verdict()
     if verdict["checkpoint"] != checkpoint:
         raise StageError("the verdict is about another checkpoint than train/model.safetensors; evaluate again")
@@ -123,7 +124,7 @@ def _allowed_verdict(run: Run, checkpoint: str) -> tuple[dict[str, Any], Overrid
     if override is None:
         raise GateError(
             f"the verdict is `{verdict['verdict']}`: {verdict['summary']}; "
-            f"`pipe gate override {run.id} --reason WHY` goes past it, on record"
+            f"`pipe gate override {run.id} --reason WHY` overrides it, on record"
         )
     return verdict, override
 
@@ -139,8 +140,8 @@ def _ancestors(run: Run, root: Path, weights: Path, bundle: Path) -> Ancestors:
     )
 
 
-def _parity(run: Run, proven: Proven, samples: int, model: Path, variant: str = FP32) -> dict[str, Any]:
-    """`runs` hold fp32 against torch; `variant` and what follows is of the file that is shipped."""
+def _parity(run: Run, verification: Verification, samples: int, model: Path, variant: str = FP32) -> dict[str, Any]:
+    """Return parity.json: `runs` compare fp32 with torch; `variant` and the rest describe the shipped file."""
     config = run.config.export
     return {
         "variant": variant,
@@ -149,11 +150,11 @@ def _parity(run: Run, proven: Proven, samples: int, model: Path, variant: str = 
         "samples": samples,
         "onnx_bytes": model.stat().st_size,
         "onnx_sha256": digest_file(model),
-        "runs": proven.comparisons,
-        **({"greedy": proven.greedy} if proven.greedy else {}),
-        **proven.file,
-        "coverage": proven.coverage.rows,
-        "left_out": proven.coverage.left_out,
+        "runs": verification.comparisons,
+        **({"greedy": verification.greedy} if verification.greedy else {}),
+        **verification.file,
+        "coverage": verification.coverage.rows,
+        "left_out": verification.coverage.left_out,
         "versions": {"torch": torch.__version__, "onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__},
     }
 
@@ -163,19 +164,19 @@ _SECTIONS = ("name", "task", "codec", "prepare", "model", "train", "evaluate", "
 
 
 def write_provenance(bundle: Path, run: Run, signature: Signature) -> None:
-    """Beside a manifest that is written: it is one of the subjects."""
+    """Write provenance.json; the manifest must exist, because it is one of the subjects."""
     raw = (bundle / "manifest.json").read_bytes()
-    config = run.planned.model_dump(mode="json")  # as it was begun, which is what its results are known by
-    said: dict[str, Any] = {name: config[name] for name in _SECTIONS}
-    said["serve"] = {name: config["serve"][name] for name in SEALED}
+    config = run.planned.model_dump(mode="json")  # as the run was started; its results are identified by it
+    properties: dict[str, Any] = {name: config[name] for name in _SECTIONS}
+    properties["serve"] = {name: config["serve"][name] for name in SEALED}
     packages = _versions(_PACKAGES) | dict(_split(pin) for pin in signature.requires)
     builder = {"python": platform.python_version(), "source": digest_mapping(house_sources("export"))}
     builder |= _versions(("pipe-road",))
-    write_json(bundle / PROVENANCE, statement(Manifest.model_validate_json(raw), raw, said, packages, builder))
+    write_json(bundle / PROVENANCE, statement(Manifest.model_validate_json(raw), raw, properties, packages, builder))
 
 
 def _versions(names: tuple[str, ...]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Return the versions of those that are installed."""
     found = {}
     for name in names:
         try:
@@ -186,7 +187,7 @@ def _versions(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _split(pin: str) -> tuple[str, str]:
-    """What the codec needs, as `name==1.2`, or as it is required."""
+    """Split `name==1.2` into name and version."""
     name, _, version = pin.partition("==")
     return name, version
 

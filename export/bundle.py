@@ -1,10 +1,8 @@
-"""Filling the bundle: signature, codec, the files it shares with the model, and golden requests.
+"""Fill the bundle: signature, codec, the files it shares with the model, and golden requests.
 
-Golden requests: what the bundle was asked at export, through its graph, its codec and by greedy generation.
-
-What a codec imports is what it declares: the service installs numpy and that, nothing else.
-
-A tokenizer and the model it feeds: every id it can give is one the model knows.
+Golden requests are inputs with the outputs of the exported file: through the graph, through the codec and, for
+language models, by greedy generation. The codec may import numpy and what it declares, because the service installs
+nothing else; the tokenizer may give only ids that the model has.
 """
 
 from __future__ import annotations
@@ -46,45 +44,47 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What is known of the model beside its graph."""
+class ModelProperties:
+    """Properties of the model that its graph does not hold."""
 
-    axes: Mapping[str, int] = field(default_factory=dict)  # how long each may be
+    axes: Mapping[str, int] = field(default_factory=dict)  # maximum size of each named axis
     generation: Generation | None = None
     variant: str = "fp32"
-    error: float = 0.0  # what another processor may answer otherwise, where it rounds the variant its own way
+    error: float = 0.0  # tolerance for processors that round this variant differently
 
 
-def fill(bundle: Path, task: Task, test: Samples, config: Config, sources: Sources, said: Said) -> Signature:
-    """Everything beside model.onnx, which is there already; the manifest comes last, from the caller."""
+def fill(
+    bundle: Path, task: Task, test: Samples, config: Config, sources: Sources, properties: ModelProperties
+) -> Signature:
+    """Write everything except model.onnx, which is there already, and the manifest, which the caller writes last."""
     kind = codec_class(config.codec, sources.root)
     requires = check_requirements(config.codec, sources.root, required(kind, config.codec))
-    signature = _signature(bundle, config, said, requires)
+    signature = _signature(bundle, config, properties, requires)
     (bundle / "signature.json").write_text(signature.model_dump_json(indent=2) + "\n")
     _copy_codec(bundle, config.codec, sources.root)
     _copy_files(bundle, shared_files(kind, config.codec), sources.files)
     codec = build_codec(kind, config.codec, bundle / FILES)
     check_tokenizer(bundle, signature)
-    golden(bundle, task, test, codec, signature, config, said.error).write(bundle)
+    golden(bundle, task, test, codec, signature, config, properties.error).write(bundle)
     return signature
 
 
-def _signature(bundle: Path, config: Config, said: Said, requires: tuple[str, ...] = ()) -> Signature:
+def _signature(bundle: Path, config: Config, properties: ModelProperties, requires: tuple[str, ...] = ()) -> Signature:
     inputs, outputs = tensor_specs(bundle / "model.onnx")
     return Signature(
         inputs=inputs,
         outputs=outputs,
         codec=config.codec.partition(":")[2],
         requires=requires,
-        limits=Limits(**config.serve.model_dump(include=set(Limits.model_fields)), axes=said.axes),
+        limits=Limits(**config.serve.model_dump(include=set(Limits.model_fields)), axes=properties.axes),
         runtime=Runtime(**config.serve.model_dump(include=set(Runtime.model_fields))),
-        generation=said.generation,
-        variant=said.variant,
+        generation=properties.generation,
+        variant=properties.variant,
     )
 
 
 def _copy_codec(bundle: Path, reference: str, root: Path) -> None:
-    """The codec travels alone: the service has no checkout of the project."""
+    """Copy the codec, which must be one file: the service has no checkout of the project."""
     file = reference.partition(":")[0]
     if others := sorted(set(project_sources(root, reference)) - {Path(file).as_posix()}):
         raise ConfigError(f"{file} imports {', '.join(others)}; a codec travels alone in the bundle: move that code into it")  # fmt: skip  # noqa: E501
@@ -94,7 +94,7 @@ def _copy_codec(bundle: Path, reference: str, root: Path) -> None:
 def _copy_files(bundle: Path, names: Sequence[str], source: Path) -> None:
     for name in names:
         if not (source / name).is_file():
-            raise ConfigError(f"codec: wants the file {name}, which the task's make_files() did not write")
+            raise ConfigError(f"codec: needs the file {name}, which the task's make_files() did not write")
         (bundle / FILES / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, bundle / FILES / name)
 
@@ -102,15 +102,15 @@ def _copy_files(bundle: Path, names: Sequence[str], source: Path) -> None:
 def golden(
     bundle: Path, task: Task, test: Samples, codec: Codec, signature: Signature, config: Config, error: float
 ) -> Golden:
-    """`error`: what other processors may answer otherwise, where that is more than the tolerances of the export."""
+    """Return the golden requests; `error` widens the tolerance for processors that round differently."""
     session = open_session(bundle / "model.onnx")
     decoder = _decoder(session, signature)
     if decoder is not None and isinstance(task, Generates):
-        prompts = prompts_of(task.prompting().prompts, test, decoder.generation)[: config.export.golden]
+        prompts = prompts_of(task.prompting().prompts, test, decoder.generation)[: GOLDEN_REQUESTS]
         inputs = _with_past(decoder, prompts)
         generated = [{"prompt": prompt, "answer": settled(decoder, prompt, config.export)} for prompt in prompts]
     else:
-        batch = test.batch(range(min(config.export.golden, len(test))))
+        batch = test.batch(range(min(GOLDEN_REQUESTS, len(test))))
         inputs, generated = {name: batch[name].numpy() for name in task.inputs}, []
     instances, predictions = _through_codec(session, task, codec, signature)
     return Golden(
@@ -131,7 +131,7 @@ def _decoder(session: onnxruntime.InferenceSession, signature: Signature) -> Dec
 
 
 def _with_past(decoder: Decoder, prompts: list[list[int]]) -> Arrays:
-    """Prompts whose first half was read before the rest is asked, so that a cache is part of the request."""
+    """Return inputs that continue prompts whose first half is in the cache already."""
     ids, mask = padded(prompts)
     half = ids.shape[1] // 2
     past: Arrays = empty_past(decoder, len(prompts))
@@ -156,7 +156,7 @@ def _through_codec(
 
 
 def check_decoded(arrays: Any, specs: tuple[TensorSpec, ...], count: int) -> None:
-    """What the codec makes of the example is what the model takes."""
+    """Check that the decoded example fits the inputs of the model."""
     if not isinstance(arrays, Mapping):
         raise ConfigError(f"codec: decode() gives {type(arrays).__name__}, not a mapping of input names to arrays")
     for spec in specs:
@@ -180,15 +180,17 @@ def _plain(value: list[Any], what: str) -> list[Any]:
     return plain
 
 
-_GIVEN = {"numpy"}
-_BARRED = {"torch", "transformers"}  # gigabytes in a service that runs on ONNX Runtime
+_ALWAYS_INSTALLED = {"numpy"}
+_FORBIDDEN = {"torch", "transformers"}  # gigabytes in a service that runs on ONNX Runtime
 
 
 def check_requirements(reference: str, root: Path, declared: tuple[str, ...]) -> tuple[str, ...]:
-    """The declared packages with the versions installed here; refuses what the service could not import."""
+    """Pin the declared packages to the versions installed here; reject imports the service could not make."""
     pins = tuple(_pin(reference, text) for text in declared)
-    allowed = _GIVEN | {canonicalize_name(pin.partition("==")[0]) for pin in pins}
-    owners = metadata.packages_distributions() if (found := outside_imports(root, reference)) - _GIVEN else {}
+    allowed = _ALWAYS_INSTALLED | {canonicalize_name(pin.partition("==")[0]) for pin in pins}
+    owners = (
+        metadata.packages_distributions() if (found := outside_imports(root, reference)) - _ALWAYS_INSTALLED else {}
+    )
     for module in sorted(found):
         names = {canonicalize_name(name) for name in owners.get(module, [module])}
         if not names & allowed:
@@ -207,8 +209,8 @@ def _pin(reference: str, text: str) -> str:
             f'{reference}: `requires` has {text!r}; write a package\'s name, as in "tokenizers"'
         ) from error
     name = canonicalize_name(requirement.name)
-    if name in _BARRED:
-        raise ConfigError(f"{reference}: `requires` has {name}, which no service of ours carries; decode without it")
+    if name in _FORBIDDEN:
+        raise ConfigError(f"{reference}: `requires` has {name}, which is too large for a service; decode without it")
     try:
         version = Version(metadata.version(name))
     except metadata.PackageNotFoundError:
@@ -219,7 +221,7 @@ def _pin(reference: str, text: str) -> str:
 
 
 def check_tokenizer(bundle: Path, signature: Signature) -> None:
-    """Of a language model's bundle; one without is left alone."""
+    """Check that every id of a language model's tokenizer is one the model has."""
     generation = signature.generation
     if generation is None:
         return

@@ -1,16 +1,11 @@
-"""Where a file begins to be another model: the first node whose inputs are right and whose answer is not.
+"""Find where an ONNX file begins to differ from the model, and say why.
 
-Cuts through the graph are compared, halving each time what is left between a cut that is right and a tensor that is
-wrong: as many runs as the logarithm of the number of nodes, each with a few tensors beside the outputs.
+The search bisects the graph: it compares cuts between a right cut and a wrong tensor, so it needs about as many runs as
+the logarithm of the number of nodes. The exporter keeps the names of torch's own trace, so the trace, run step by step,
+gives the expected value of each tensor and the module it comes from.
 
-Why a file is not the model: the first wrong node, or the module that was traced as another than it is.
-
-The exporter keeps the names of torch's own trace, so that the trace, run step by step, says what each tensor of the
-file should hold; and the trace says of each step which module it comes from, whose answer torch knows too.
-
-An ONNX graph as bisecting needs it: who makes each tensor of what, and parts of it that run alone.
-
-Weights kept outside the file are never read here; ONNX Runtime maps them where the file lies.
+`Graph` is the ONNX graph as the search needs it: producers, inputs, and parts that run alone. Weights stored outside
+the file are not read here; ONNX Runtime maps them.
 """
 
 from __future__ import annotations
@@ -174,8 +169,8 @@ def first_wrong(
     """
     reference, variant = Graph(reference_path), Graph(variant_path)
     own = {name: _as(reference, name, array) for name, array in feed.items() if name in reference.inputs}
-    judge = _Judge(variant, feed, lambda names: reference.run(own, names), rtol, atol, providers)
-    return _search(judge, points_of(reference, variant))
+    prober = _Prober(variant, feed, lambda names: reference.run(own, names), rtol, atol, providers)
+    return _search(prober, points_of(reference, variant))
 
 
 def first_wrong_of(
@@ -184,8 +179,8 @@ def first_wrong_of(
     """The same against values that are known already, by the names the file gives them."""
     variant = Graph(variant_path)
     points = {name: name for name in variant.maker if name in values}
-    judge = _Judge(variant, feed, lambda names: {name: values[name] for name in names}, rtol, atol, CPU)
-    return _search(judge, points)
+    prober = _Prober(variant, feed, lambda names: {name: values[name] for name in names}, rtol, atol, CPU)
+    return _search(prober, points)
 
 
 def points_of(reference: Graph, variant: Graph) -> dict[str, str]:
@@ -212,7 +207,7 @@ def _by_order(reference: Graph, variant: Graph, matched: set[str]) -> Iterator[t
             yield from zip(*pair, strict=True)
 
 
-class _Judge:
+class _Prober:
     """Which of some tensors are wrong, and by how much."""
 
     def __init__(
@@ -230,33 +225,33 @@ class _Judge:
         self._known: dict[str, float | None] = {}  # 0 is right; None cannot be compared
 
     def errors(self, points: Mapping[str, str], names: Sequence[str]) -> dict[str, float | None]:
-        if asked := [name for name in names if name not in self._known]:
-            expected = self._values([points[name] for name in asked])
-            found = self.variant.run(self._feed, asked, self._providers)
-            for name in asked:
+        if missing := [name for name in names if name not in self._known]:
+            expected = self._values([points[name] for name in missing])
+            found = self.variant.run(self._feed, missing, self._providers)
+            for name in missing:
                 self._known[name] = error_of(expected[points[name]], found[name], self._rtol, self._atol)
         return {name: self._known[name] for name in names}
 
 
-def _search(judge: _Judge, points: dict[str, str]) -> FirstWrong | None:
-    graph = judge.variant
-    errors = judge.errors(points, [name for name in graph.outputs if name in points])
+def _search(prober: _Prober, points: dict[str, str]) -> FirstWrong | None:
+    graph = prober.variant
+    errors = prober.errors(points, [name for name in graph.outputs if name in points])
     wrong = next((name for name, error in errors.items() if error != 0), None)  # an answer of another shape is wrong
     if wrong is None:
         return None
     right: set[str] = set()  # compared and found equal, or not comparable: searched no further
     while between := _between(graph, points, wrong, right):
         cut = _cut(graph, between, wrong)
-        found = judge.errors(points, cut)
+        found = prober.errors(points, cut)
         bad = [name for name in cut if found[name]]
         if bad:
             wrong = bad[0]
         for name in cut:
             if found[name] is None:
-                del points[name]  # nothing can be said of it
+                del points[name]  # it cannot be compared
             elif not found[name]:
                 right.add(name)
-    error = judge.errors(points, [wrong])[wrong]
+    error = prober.errors(points, [wrong])[wrong]
     node = graph.blamed(wrong, right)
     return FirstWrong(node.name or node.output[0], node.op_type, _LARGEST if error is None else error)
 
@@ -291,7 +286,7 @@ def _ancestors(graph: Graph, name: str, stops: set[str]) -> set[str]:
 
 
 def error_of(expected: Any, found: Any, rtol: float, atol: float) -> float | None:
-    """0 where equal within tolerance; None where nothing can be said, as of sequences and of quantised values."""
+    """Return 0 if equal within tolerance, None if not comparable, as sequences and quantized values are not."""
     if not isinstance(expected, np.ndarray) or not isinstance(found, np.ndarray) or expected.shape != found.shape:
         return None
     if not all(array.dtype.kind in "fiub" for array in (expected, found)):
@@ -327,7 +322,7 @@ class Step:
         return f"{owner(self.node)}{place(self.node)}"
 
 
-def blame(written: Written, path: Path, feeds: Iterable[Feed], config: Export) -> str:
+def explain_difference(written: Written, path: Path, feeds: Iterable[Feed], config: Export) -> str:
     """One clause, of the first feed that shows a fault; nothing where none does, or where torch kept no trace."""
     if written.program is None:
         return written.limits

@@ -54,17 +54,17 @@ def new_cache(model: nn.Module) -> Any:
 
 
 def generation_of(task: Generates, model: nn.Module) -> Generation:
-    """What the bundle will say, read off the model and its task."""
-    said, known = task.prompting(), known_positions(model)
-    if said.positions_limit > known:
+    """Return the generation section of the signature, from the model and its task."""
+    properties, known = task.prompting(), known_positions(model)
+    if properties.positions_limit > known:
         raise StageError(
-            f"prompting() allows {said.positions_limit} positions, but the model's configuration ends at {known} "
+            f"prompting() allows {properties.positions_limit} positions, but the model's configuration ends at {known} "
             "(max_position_embeddings): beyond it the model was never trained"
         )
     return Generation(
         caches=tuple(Cache(input=f"past.{one.name}", output=f"present.{one.name}") for one in kept_by(model)),
-        positions_limit=said.positions_limit or known,
-        **said.model_dump(include=_SAID),
+        positions_limit=properties.positions_limit or known,
+        **properties.model_dump(include=_PROMPTING_FIELDS),
     )
 
 
@@ -80,7 +80,7 @@ def known_positions(model: nn.Module) -> int:
 
 @torch.no_grad()
 def kept_by(model: nn.Module) -> tuple[Kept, ...]:
-    """Asked of the model itself: what lies in its cache after two positions."""
+    """Return the cache of the model after two positions."""
     ids = torch.zeros((1, 2), dtype=torch.long)
     layers = model(input_ids=ids, past_key_values=new_cache(model), use_cache=True).past_key_values.layers
     latent = getattr(model.config, "kv_lora_rank", None) is not None  # DeepSeek caches what keys and values come from
@@ -123,4 +123,4 @@ def traced_language(model: nn.Module, generation: Generation) -> Traced:
     )
 
 
-_SAID = set(Prompting.model_fields) & set(Generation.model_fields) - {"positions_limit"}
+_PROMPTING_FIELDS = set(Prompting.model_fields) & set(Generation.model_fields) - {"positions_limit"}

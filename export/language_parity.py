@@ -1,4 +1,4 @@
-"""Does the decoder say what torch says? Logits at shapes never traced, and greedy answers token by token."""
+"""Compare the exported decoder with torch: logits at untraced shapes, and greedy generation token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from export.language_model import Cached
-from export.parity import Arrays, Comparison, measure, together
+from export.parity import Arrays, Comparison, combine, measure
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Answer, Decoder, empty_past, greedy, inputs_of
@@ -29,27 +29,27 @@ _MOST_POSITIONS = 2048  # of the longest past that is compared; the model's own 
 
 
 @dataclass(frozen=True)
-class Asked:
+class Case:
     """One run of the graph. `seen`: the real positions among its columns."""
 
     feed: Arrays
     seen: Array
     text: str
-    judged: Arrays = field(default_factory=dict)  # what the model as it was judged answers, where that is known
+    evaluated: Arrays = field(default_factory=dict)  # outputs of the model as it was evaluated, if known
 
 
 @dataclass
 class Greedy:
-    """What came of comparing greedy answers, as parity.json has it."""
+    """Result of comparing greedy generation, for parity.json."""
 
     prompts: int = 0
     tokens: int = 0
     ways: list[str] = field(default_factory=list)
-    ties: int = 0  # answers that part where the two likeliest tokens are equal within tolerance
+    ties: int = 0  # answers that differ where the two likeliest tokens are equal within tolerance
 
 
 class TorchDecoder:
-    """The judge: torch, with the same feeds as the graph, or from the beginning at every token."""
+    """The reference: torch, with the same inputs as the graph, or recomputing from the start for every token."""
 
     def __init__(self, model: nn.Module, generation: Generation) -> None:
         self.cached, self.generation = Cached(model).eval(), generation
@@ -65,7 +65,7 @@ class TorchDecoder:
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], most: int) -> list[int]:
-        """Without cache, padding or company."""
+        """Generate without cache, padding or batching."""
         ids = list(prompt)
         while len(ids) - len(prompt) < most and (ids[-1] not in self.generation.end or len(ids) == len(prompt)):
             logits = self.cached.model(input_ids=torch.tensor([ids]), use_cache=False).logits
@@ -73,17 +73,17 @@ class TorchDecoder:
         return ids[len(prompt) :]
 
 
-Judged = Callable[[Mapping[str, torch.Tensor]], Arrays]  # what evaluation saw, by output
+Evaluated = Callable[[Mapping[str, torch.Tensor]], Arrays]  # what evaluation saw, by output
 
 
 def verify_language(
-    model: nn.Module, decoder: Decoder, samples: Samples, config: Export, judged: Judged
+    model: nn.Module, decoder: Decoder, samples: Samples, config: Export, evaluated: Evaluated
 ) -> list[dict[str, Any]]:
-    """The whole test set, answered as it was when it was judged, and shapes that were never traced."""
-    judge = TorchDecoder(model, decoder.generation)
-    asked = _test_set(decoder, samples, max(config.batch_sizes), judged)
-    data = together(list(_compare(judge, decoder, asked, config)))
-    shapes = _compare(judge, decoder, _never_traced(judge, decoder, samples), config)
+    """Compare on the whole test set, with the outputs of the evaluation, and at untraced shapes."""
+    reference = TorchDecoder(model, decoder.generation)
+    cases = _test_set(decoder, samples, max(config.batch_sizes), evaluated)
+    data = combine(list(_compare(reference, decoder, cases, config)))
+    shapes = _compare(reference, decoder, _never_traced(reference, decoder, samples), config)
     return [asdict(comparison) for comparison in (data, *shapes)]
 
 
@@ -91,27 +91,31 @@ def verify_random(
     model: nn.Module, decoder: Decoder, tolerance: Callable[[Arrays], Export], place: str
 ) -> dict[str, Any]:
     """Ids in an order no text has, at shapes that were never traced."""
-    judge, known = TorchDecoder(model, decoder.generation), _vocabulary(decoder)
+    reference, known = TorchDecoder(model, decoder.generation), _vocabulary(decoder)
     ids = np.random.default_rng(0).integers(0, known, 64)
-    asked = [
-        replace(one, text=f"{one.text} ({place})") for one in islice(_of_shapes(judge, decoder, ids), _SHORT_SHAPES)
+    cases = [
+        replace(one, text=f"{one.text} ({place})") for one in islice(_of_shapes(reference, decoder, ids), _SHORT_SHAPES)
     ]
-    parts = [found for one in asked for found in _compare(judge, decoder, iter([one]), tolerance(judge.run(one.feed)))]
-    return {**asdict(together(parts)), "batches": len(parts)}
+    parts = [
+        found
+        for one in cases
+        for found in _compare(reference, decoder, iter([one]), tolerance(reference.run(one.feed)))
+    ]
+    return {**asdict(combine(parts)), "batches": len(parts)}
 
 
 def language_feeds(model: nn.Module, decoder: Decoder, samples: Samples) -> Iterator[Arrays]:
     """What a fault is looked for with."""
-    judge = TorchDecoder(model, decoder.generation)
-    yield from (asked.feed for asked in _never_traced(judge, decoder, samples))
-    yield from (asked.feed for asked in _test_set(decoder, samples, 4, lambda _: {}))
+    reference = TorchDecoder(model, decoder.generation)
+    yield from (cases.feed for cases in _never_traced(reference, decoder, samples))
+    yield from (cases.feed for cases in _test_set(decoder, samples, 4, lambda _: {}))
 
 
 def verify_greedy(model: nn.Module, decoder: Decoder, prompts: Sequence[Sequence[int]], config: Export) -> Greedy:
     """Every prompt alone, all of them in one batch, and read in pieces: torch's tokens, all of them."""
-    judge, found = TorchDecoder(model, decoder.generation), Greedy(prompts=len(prompts))
+    reference, found = TorchDecoder(model, decoder.generation), Greedy(prompts=len(prompts))
     most = min(TOKENS, decoder.generation.positions_limit - max(map(len, prompts)))
-    expected = [judge.greedy(prompt, most) for prompt in prompts]
+    expected = [reference.greedy(prompt, most) for prompt in prompts]
     found.tokens = sum(map(len, expected))
     alone = [greedy(decoder, [prompt], most)[0] for prompt in prompts]
     ways = {
@@ -164,8 +168,8 @@ def _tokens(batch: Mapping[str, torch.Tensor], generation: Generation) -> Array:
     return ids.astype(np.int64)
 
 
-def _test_set(decoder: Decoder, samples: Samples, size: int, judged: Judged) -> Iterator[Asked]:
-    """Packed rows tell by their mask which tokens belong together; they are read as one text each, by both."""
+def _test_set(decoder: Decoder, samples: Samples, size: int, evaluated: Evaluated) -> Iterator[Case]:
+    """Yield the test set; packed rows, whose mask numbers their texts, are read as one text each by both sides."""
     one = decoder.generation
     width = _tokens(samples.batch([0]), one).shape[1] * _vocabulary(decoder)
     for batch in samples.batches(range(len(samples)), max(1, min(size, _LOGITS // width))):
@@ -173,17 +177,17 @@ def _test_set(decoder: Decoder, samples: Samples, size: int, judged: Judged) -> 
         mask = batch[one.mask].numpy().astype(np.int64) if one.mask in batch else np.ones_like(ids)
         plain = mask.shape == ids.shape and mask.max() <= 1
         feed = inputs_of(one, ids, mask if plain else np.ones_like(ids), empty_past(decoder, len(ids)))
-        known = {name: array for name, array in judged(batch).items() if name == one.logits} if plain else {}
-        yield Asked(feed, feed[one.mask] == 1, "the test set", known)
+        known = {name: array for name, array in evaluated(batch).items() if name == one.logits} if plain else {}
+        yield Case(feed, feed[one.mask] == 1, "the test set", known)
 
 
-def _never_traced(judge: TorchDecoder, decoder: Decoder, samples: Samples) -> Iterator[Asked]:
+def _never_traced(reference: TorchDecoder, decoder: Decoder, samples: Samples) -> Iterator[Case]:
     yield from _of_shapes(
-        judge, decoder, _tokens(samples.batch(range(min(8, len(samples)))), decoder.generation).ravel()
+        reference, decoder, _tokens(samples.batch(range(min(8, len(samples)))), decoder.generation).ravel()
     )
 
 
-def _of_shapes(judge: TorchDecoder, decoder: Decoder, tokens: Array) -> Iterator[Asked]:
+def _of_shapes(reference: TorchDecoder, decoder: Decoder, tokens: Array) -> Iterator[Case]:
     """Rows, past, sequence and padding, with a past that torch has read."""
     one = decoder.generation
     longest = min(one.positions_limit, _MOST_POSITIONS, max(16, _LOGITS // _vocabulary(decoder)))
@@ -203,20 +207,20 @@ def _of_shapes(judge: TorchDecoder, decoder: Decoder, tokens: Array) -> Iterator
         mask[::2, : padding if rows > 1 or before == 0 else 0] = 0
         past = empty_past(decoder, rows)
         if before:
-            read = judge.run(inputs_of(one, ids[:, :before], mask[:, :before], past))
+            read = reference.run(inputs_of(one, ids[:, :before], mask[:, :before], past))
             past = {cache.input: read[cache.output] for cache in one.caches}
         text = f"past {before}, sequence {sequence}, {padding} padded"
-        yield Asked(inputs_of(one, ids[:, before:], mask, past), mask[:, before:] == 1, text)
+        yield Case(inputs_of(one, ids[:, before:], mask, past), mask[:, before:] == 1, text)
 
 
-def _compare(judge: TorchDecoder, decoder: Decoder, asked: Iterator[Asked], config: Export) -> Iterator[Comparison]:
-    """Logits and the new past, at places that are no padding."""
+def _compare(reference: TorchDecoder, decoder: Decoder, cases: Iterator[Case], config: Export) -> Iterator[Comparison]:
+    """Compare logits and the new cache, except padding."""
     one = decoder.generation
-    for each in asked:
+    for each in cases:
         started = time.perf_counter()
         found = decoder.run(each.feed)
         seconds = time.perf_counter() - started
-        expected = each.judged or judge.run(each.feed)
+        expected = each.evaluated or reference.run(each.feed)
         seen = each.feed[one.mask] == 1
         pairs = {
             name: tuple(
@@ -235,14 +239,14 @@ def _seen(array: Array, places: Array, logits: bool) -> Array:
 
 
 def _vocabulary(decoder: Decoder) -> int:
-    """Asked of the graph: as many logits as one position has."""
+    """Return the size of the vocabulary: the logits of one position of the graph."""
     one = decoder.generation
     token = np.zeros((1, 1), np.int64)
     return int(decoder.run(inputs_of(one, token, token + 1, empty_past(decoder, 1)))[one.logits].shape[-1])
 
 
 def _parts(way: str, prompt: Sequence[int], expected: Sequence[int], answer: Answer, config: Export) -> int:
-    """1 where an answer parts from torch's at a tie, 0 where it does not part; raises where it parts without one."""
+    """Return 1 if an answer differs from torch's at a tie and 0 if it is equal; raise if it differs otherwise."""
     if answer.tokens == list(expected):
         return 0
     pairs = enumerate(zip(expected, answer.tokens, strict=False))

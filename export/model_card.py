@@ -22,7 +22,7 @@ def card(facts: Facts, signature: Signature, ancestors: Ancestors, about: str = 
         "Intended use": _use(facts, about),
         "Inputs and outputs": _tensors(signature),
         "Limits": _limits(facts, signature),
-        "Judged": _judged(facts),
+        "Evaluation": _evaluation_section(facts),
         "Slices": _slices(facts),
         "Calibration": _calibration(facts),
         "Variants": _variants(facts),
@@ -37,16 +37,16 @@ def card(facts: Facts, signature: Signature, ancestors: Ancestors, about: str = 
 
 
 def about_codec(bundle: Path, codec: str) -> str:
-    """What the codec's own docstring says of instances and predictions; it is read, not run."""
+    """Return the codec's docstrings on instances and predictions; the file is parsed, not run."""
     path = bundle / "codec.py"
     tree = ast.parse(path.read_text() if path.is_file() else "")
     found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == codec), None)
-    told = [ast.get_docstring(node) or "" for node in (tree, found) if node is not None]
-    return " ".join(" ".join(text.partition("\n\n")[0].split()) for text in told if text)
+    texts = [ast.get_docstring(node) or "" for node in (tree, found) if node is not None]
+    return " ".join(" ".join(text.partition("\n\n")[0].split()) for text in texts if text)
 
 
 def _verdict(facts: Facts) -> Iterator[str]:
-    yield f"Verdict: **{facts.verdict.get('verdict', 'not judged')}**. {facts.verdict.get('summary', '')}".rstrip()
+    yield f"Verdict: **{facts.verdict.get('verdict', 'not evaluated')}**. {facts.verdict.get('summary', '')}".rstrip()
     if facts.excuse:
         yield from ("", f"**The gate rejected this model.** It was {facts.excuse}.")
 
@@ -58,7 +58,7 @@ def _use(facts: Facts, about: str) -> Iterator[str]:
         shown = ", ".join(f"`{name}`" for name in names[:_CLASSES])
         more = f" and {len(names) - _CLASSES} more" if len(names) > _CLASSES else ""
         yield from (("",) if about else ())
-        yield f"It tells {len(names)} classes apart: {shown}{more}."
+        yield f"It distinguishes {len(names)} classes: {shown}{more}."
 
 
 def _tensors(signature: Signature) -> Iterator[str]:
@@ -75,14 +75,14 @@ def _limits(facts: Facts, signature: Signature) -> Iterator[str]:
     yield f"- At most {limits.max_batch_size} instances and {limits.max_body_bytes} bytes a request."
     yield from (f"- Axis `{axis}`: at most {size}." for axis, size in sorted(limits.axes.items()))
     if signature.generation is not None:
-        yield "- A language model: it answers prompts of its own tokenizer, and goes on from what it has read."
+        yield "- A language model: it continues prompts of its tokenizer."
     if samples := facts.verdict.get("samples"):
-        yield f"- Judged on {number(samples)} test samples; on data of another kind nothing is known of it."
-    for told in (*(facts.verdict.get("warnings") or ()), *_notes(facts)):
-        yield f"- {told[:1].upper()}{_plain(told[1:])}."
+        yield f"- Evaluated on {number(samples)} test samples; nothing is known about other kinds of data."
+    for texts in (*(facts.verdict.get("warnings") or ()), *_notes(facts)):
+        yield f"- {texts[:1].upper()}{_plain(texts[1:])}."
     if small := [one for one in facts.slices if not one.get("judged")]:
         names = ", ".join(_plain(one.get("slice")) for one in small[:_CLASSES])
-        yield f"- Too few samples to judge by themselves: {names}."
+        yield f"- Too few samples for a verdict of their own: {names}."
 
 
 def _notes(facts: Facts) -> Iterator[str]:
@@ -90,7 +90,7 @@ def _notes(facts: Facts) -> Iterator[str]:
     yield from (str(one["note"]) for one in facts.variants if one.get("chosen") and one.get("note"))
 
 
-def _judged(facts: Facts) -> Iterator[str]:
+def _evaluation_section(facts: Facts) -> Iterator[str]:
     for rule in mappings(facts.verdict.get("rules")):
         yield f"- {'passed' if rule.get('passed') else 'FAILED'}: {rule.get('rule')} ({rule.get('detail')})"
 

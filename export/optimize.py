@@ -1,10 +1,7 @@
-"""Optimising the file once, offline: what is written here is what is verified and shipped.
+"""Optimize the file once, before it is verified, and make sure that ONNX Runtime can load it.
 
-The plain file is kept beside it until the optimised one has been verified, and takes its place again where it fails.
-
-Is the file sound, and can the ONNX Runtime that will serve it load it? The serving image pins the one that is here.
-
-A file of a newer IR or operator set than the runtime has is lowered, and then verified as any other.
+The plain file is kept until the optimized one is verified, and replaces it if that fails. A file with a newer IR or
+operator set than the installed runtime supports is lowered first. The serving image pins the runtime installed here.
 """
 
 from __future__ import annotations
@@ -39,15 +36,15 @@ _INLINE_BYTES = "1024"  # tensors below stay inside the file in any case
 class Optimised:
     """What became of it, as parity.json has it."""
 
-    asked: str
+    requested: str
     used: str
     nodes: tuple[int, int]  # before and after
     fused: dict[str, int]  # operators that are in the file now and were not before
-    reason: str = ""  # why less was used than asked for
+    reason: str = ""  # why less was used than requested
 
 
 def optimise(path: Path, model: nn.Module, config: Export) -> Optimised | None:
-    """Write the optimised file to `path`; None where nothing is asked for, and where it fails the reason."""
+    """Write the optimized file to `path`. Return None if none is requested; the result has the reason for a failure."""
     if config.optimize == "none":
         return None
     before, plain, made = operators(path), _plain(path), path.parent.parent / f"{path.parent.name}.optimised"
@@ -77,7 +74,7 @@ def put_back(path: Path, found: Optimised, reason: str) -> Optimised:
     for file in _files(_plain(path) / path.name):
         os.replace(file, path.parent / file.name)
     forget_plain(path)
-    return Optimised(found.asked, "none", (found.nodes[0], found.nodes[0]), {}, reason)
+    return Optimised(found.requested, "none", (found.nodes[0], found.nodes[0]), {}, reason)
 
 
 def forget_plain(path: Path) -> None:

@@ -1,9 +1,7 @@
-"""Other forms of the model than ONNX, beside the bundle: each is loaded back and held against torch, as that is.
+"""Write other formats: torch.export's pt2 and TensorFlow's SavedModel, each loaded again and compared with torch.
 
-ONNX → TensorFlow SavedModel by onnx2tf, in a process and, if need be, an environment of its own.
-
-onnx2tf pins an onnx of its own, and TensorFlow brings what torch's neighbours do not like: both stay out of the
-export's process. What it answers comes back as arrays, which the export judges.
+onnx2tf converts ONNX to a SavedModel. It pins another version of onnx, and TensorFlow conflicts with packages torch
+needs, so both run in a process and, if configured, an environment of their own. Their outputs come back as arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch import nn
 
 from export.language_model import generation_of, traced_language
 from export.language_parity import verify_language
-from export.parity import Arrays, compare_all, judged_by
+from export.parity import Arrays, compare_all, evaluated_outputs
 from export.parity_everywhere import answered, questions, rows_of
 from export.to_onnx import example, traced_of
 from export.trace import Traced, trace
@@ -58,11 +56,11 @@ class Original:
 
 
 class Skipped(Exception):
-    """A form that cannot be made here, which is nobody's fault."""
+    """Raised for a format that cannot be written on this machine."""
 
 
 def write_formats(one: Original, folder: Path) -> list[dict[str, Any]]:
-    """A row for each form that was asked for, as formats.json has them; one that is not the model is not kept."""
+    """Return a row of formats.json for each requested format; a file that differs from the model is removed."""
     shutil.rmtree(folder, ignore_errors=True)
     return [_row(one, name, folder / name) for name in one.config.formats if name != "onnx"]
 
@@ -117,7 +115,7 @@ def _program(one: Original, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     found = trace(traced)
     if found.program is None:
         raise StageError(f"torch.export alone does not manage this model{f': {found.limits}' if found.limits else ''}")
-    found.program.example_inputs = None  # samples of the data, which are nobody's business
+    found.program.example_inputs = None  # samples of the data must not be in the file
     for node in found.program.graph.nodes:
         node.meta.pop("stack_trace", None)  # of the machine that made it
     torch.export.save(found.program, path)
@@ -129,10 +127,11 @@ def _saved_model(one: Original, folder: Path) -> tuple[Path, list[dict[str, Any]
     """TensorFlow's, made from the ONNX file."""
     if isinstance(one.task, Generates):
         raise Skipped("the decoder of a language model, with its cache, has no SavedModel; other models have")
-    if reason := why_no_saved_model(one.config.tensorflow_python):
+    python = os.environ.get(TENSORFLOW_PYTHON, "")
+    if reason := why_no_saved_model(python):
         raise Skipped(reason)
     answers = partial(
-        answers_of_saved_model, one.config.tensorflow_python, one.path, folder, tuple(one.task.outputs)
+        answers_of_saved_model, python, one.path, folder, tuple(one.task.outputs)
     )  # fmt: skip
     return folder, _verified(one, answers)
 
@@ -156,23 +155,23 @@ def _run_program(module: nn.Module, traced: Traced, feeds: Sequence[Arrays]) -> 
 
 
 def _verified(one: Original, answers: Answers) -> list[dict[str, Any]]:
-    """The whole test set at every size, and what the bundle's file was asked beside that."""
+    """Compare on the whole test set at every size, and on the other inputs the bundle's file was compared on."""
     if isinstance(one.task, Generates):
         task: Any = one.task
         model = task.language_model(one.model)
         decoder = Decoder(lambda feed: answers([dict(feed)])[0], generation_of(task, model), one.inputs)
-        return verify_language(model, decoder, one.test, one.config, partial(judged_by, task, one.model))
-    asked = list(answered(one.task, one.model, questions(one.task, one.test, one.config), []))
+        return verify_language(model, decoder, one.test, one.config, partial(evaluated_outputs, task, one.model))
+    cases = list(answered(one.task, one.model, questions(one.task, one.test, one.config), []))
     sizes = one.config.batch_sizes
     batches = {size: list(one.test.batches(range(len(one.test)), size)) for size in sizes}
     feeds = [{name: batch[name].numpy() for name in one.task.inputs} for size in sizes for batch in batches[size]]
     started = time.perf_counter()
-    found = answers([*feeds, *(each.feed for each in asked)])
+    found = answers([*feeds, *(each.feed for each in cases)])
     seconds = time.perf_counter() - started
     rest = iter(found)
     parts = {size: [next(rest) for _ in batches[size]] for size in sizes}
     comparisons = compare_all(one.task, one.model, one.test, one.config, parts, seconds)
-    return [*comparisons, *rows_of(asked, list(rest), one.config)]
+    return [*comparisons, *rows_of(cases, list(rest), one.config)]
 
 
 _MAKERS: dict[str, Callable[[Original, Path], tuple[Path, list[dict[str, Any]]]]] = {
@@ -182,9 +181,9 @@ _MAKERS: dict[str, Callable[[Original, Path], tuple[Path, list[dict[str, Any]]]]
 
 
 _NEEDED = ("onnx2tf", "tensorflow")
-_MEND = (
-    "pip install -c constraints.txt '.[savedmodel]', or let export.tensorflow_python name the python of an environment "
-    "that has it"
+_HOW_TO_INSTALL = (
+    "pip install -c constraints.txt '.[savedmodel]', or let PIPE_TENSORFLOW_PYTHON name the python of an "
+    "environment that has it"
 )
 _SECONDS = 1800
 
@@ -193,23 +192,23 @@ def why_no_saved_model(python: str) -> str:
     """One clause where none can be made; `python` empty is the one that runs here."""
     if not python:
         missing = [name for name in _NEEDED if find_spec(name) is None]
-        return f"{' and '.join(missing)} not installed here; {_MEND}" if missing else ""
+        return f"{' and '.join(missing)} not installed here; {_HOW_TO_INSTALL}" if missing else ""
     if shutil.which(python) is None:
-        return f"export.tensorflow_python={python}: no such program; {_MEND}"
+        return f"{TENSORFLOW_PYTHON}={python}: no such program; {_HOW_TO_INSTALL}"
     wanted = f"import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in {_NEEDED}))"
     done = subprocess.run([python, "-c", wanted], capture_output=True, check=False, timeout=60)
-    return "" if done.returncode == 0 else f"{' or '.join(_NEEDED)} is not installed for {python}; {_MEND}"
+    return "" if done.returncode == 0 else f"{' or '.join(_NEEDED)} is not installed for {python}; {_HOW_TO_INSTALL}"
 
 
 def answers_of_saved_model(
     python: str, path: Path, folder: Path, outputs: Sequence[str], feeds: Sequence[Arrays]
 ) -> list[Arrays]:
-    """Convert `path` into `folder`, and ask what was converted, in one process."""
+    """Convert `path` into `folder` and run the result on `feeds`, in one process."""
     with tempfile.TemporaryDirectory() as scratch:
-        asked, told = Path(scratch) / "asked.npz", Path(scratch) / "told.npz"
+        cases, results = Path(scratch) / "inputs.npz", Path(scratch) / "outputs.npz"
         given: dict[str, Any] = {f"{at}/{name}": array for at, feed in enumerate(feeds) for name, array in feed.items()}
-        np.savez(asked, **given)
-        words = json.dumps({"model": str(path), "folder": str(folder), "asked": str(asked), "told": str(told), "outputs": list(outputs)})  # fmt: skip  # noqa: E501
+        np.savez(cases, **given)
+        words = json.dumps({"model": str(path), "folder": str(folder), "inputs": str(cases), "outputs_file": str(results), "outputs": list(outputs)})  # fmt: skip  # noqa: E501
         done = subprocess.run(
             [python or sys.executable, "-c", _PROGRAM, words],
             capture_output=True, text=True, check=False, timeout=_SECONDS, cwd=scratch,
@@ -217,7 +216,7 @@ def answers_of_saved_model(
         )  # fmt: skip
         if done.returncode:
             raise StageError(f"onnx2tf does not convert the file: {_cause(done.stderr)}")
-        with np.load(told) as found:
+        with np.load(results) as found:
             return [{name: found[f"{place}/{name}"] for name in outputs} for place in range(len(feeds))]
 
 
@@ -233,29 +232,29 @@ import json, shutil, sys
 from pathlib import Path
 from typing import Any
 import onnx2tf, numpy, onnx, tensorflow
-said = json.loads(sys.argv[1])
-names = [value.name for value in onnx.load(said["model"], load_external_data=False).graph.input]
+job = json.loads(sys.argv[1])
+names = [value.name for value in onnx.load(job["model"], load_external_data=False).graph.input]
 onnx2tf.convert(
-    input_onnx_file_path=said["model"], output_folder_path=said["folder"], non_verbose=True, not_use_onnxsim=True,
+    input_onnx_file_path=job["model"], output_folder_path=job["folder"], non_verbose=True, not_use_onnxsim=True,
     output_signaturedefs=True, keep_shape_absolutely_input_names=names,
 )
-for extra in Path(said["folder"]).glob("*.tflite"):
+for extra in Path(job["folder"]).glob("*.tflite"):
     extra.unlink()
-serve = tensorflow.saved_model.load(said["folder"]).signatures["serving_default"]
+serve = tensorflow.saved_model.load(job["folder"]).signatures["serving_default"]
 places = {}
-with numpy.load(said["asked"]) as asked:
-    for key in asked.files:
+with numpy.load(job["inputs"]) as given:
+    for key in given.files:
         place, _, name = key.partition("/")
-        places.setdefault(place, {})[name] = tensorflow.constant(asked[key])
-told = {}
+        places.setdefault(place, {})[name] = tensorflow.constant(given[key])
+results = {}
 for place, feed in places.items():
     found = serve(**feed)
-    order = said["outputs"]
+    order = job["outputs"]
     if not set(order) <= set(found):
         order = sorted(found, key=lambda one: int(one.rpartition("_")[2]))
-    if len(order) != len(said["outputs"]):
-        raise SystemExit(f"it has the outputs {sorted(found)}, the model has {said['outputs']}")
-    for name, key in zip(said["outputs"], order):
-        told[f"{place}/{name}"] = found[key].numpy()
-numpy.savez(said["told"], **told)
+    if len(order) != len(job["outputs"]):
+        raise SystemExit(f"it has the outputs {sorted(found)}, the model has {job['outputs']}")
+    for name, key in zip(job["outputs"], order):
+        results[f"{place}/{name}"] = found[key].numpy()
+numpy.savez(job["outputs_file"], **results)
 """

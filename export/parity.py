@@ -1,4 +1,4 @@
-"""Is the ONNX file the model? The whole test set through ONNX Runtime, element by element and answer by answer."""
+"""Compare the ONNX file with torch on the whole test set, element by element and prediction by prediction."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def open_session(path: Path) -> onnxruntime.InferenceSession:
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
-        told = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise StageError(
-            f"{path.name}: the ONNX Runtime {onnxruntime.__version__} that will serve it cannot load it: {told}"
+            f"{path.name}: the ONNX Runtime {onnxruntime.__version__} that will serve it cannot load it: {message}"
         ) from error
 
 
@@ -74,7 +74,7 @@ def compare_all(
     parts: Mapping[int, Sequence[Arrays]],
     seconds: float,
 ) -> list[dict[str, Any]]:
-    """Answers to the whole test set that were given elsewhere, by batch size."""
+    """Compare outputs for the whole test set, computed elsewhere, with torch's, by batch size."""
     reference = torch_outputs(task, model, samples, max(config.batch_sizes))
     found = {
         size: {name: np.concatenate([one[name] for one in each]) for name in task.outputs}
@@ -84,13 +84,13 @@ def compare_all(
 
 
 @torch.no_grad()
-def judged_by(task: Task, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Arrays:
-    """What evaluation saw."""
+def evaluated_outputs(task: Task, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Arrays:
+    """Return torch's outputs as the evaluation computes them."""
     return named_arrays(task, forward(model, task, batch))
 
 
 def require_equal(comparisons: Sequence[Mapping[str, Any]], config: Export, why: str = "") -> None:
-    """`why`: what is known of the cause."""
+    """Raise for the first comparison that failed; `why` names the cause where it is known."""
     for found in comparisons:
         if found["beyond_tolerance"] or found["unexplained_flips"]:
             raise StageError(
@@ -104,12 +104,12 @@ def require_equal(comparisons: Sequence[Mapping[str, Any]], config: Export, why:
 def compare(
     task: Task, samples: Samples, reference: Arrays, found: Arrays, config: Export, size: int, seconds: float
 ) -> Comparison:
-    """Both sides hold every sample of the test set, in order."""
+    """Compare two sets of outputs for the whole test set, in the same order."""
     agree = np.ones(len(samples), dtype=bool)
     beyond, largest, relative, worst = 0, 0.0, 0.0, ""
     for name, expected in reference.items():
         if found[name].shape != expected.shape:
-            raise StageError(f"the ONNX file answers `{name}` of shape {found[name].shape}, torch {expected.shape}")
+            raise StageError(f"the ONNX file returns `{name}` of shape {found[name].shape}, torch {expected.shape}")
         close = np.isclose(found[name], expected, rtol=config.rtol, atol=config.atol)
         error = _distance(found[name].astype(np.float64), expected.astype(np.float64))
         beyond += int((~close).sum())
@@ -142,12 +142,12 @@ def measure(
     text: str,
     chosen: str = "",
 ) -> Comparison:
-    """Expected and found of one run that is no pass over the test set; `chosen`: the output whose largest is taken."""
+    """Compare one run that is not a pass over the test set; `chosen`: the output whose argmax is the prediction."""
     beyond, flips, unexplained, largest, relative, worst = 0, 0, 0, 0.0, 0.0, text
     for name, (expected, found) in pairs.items():
         if found.shape != expected.shape:
             raise StageError(
-                f"at {text}, the ONNX file answers `{name}` of shape {found.shape}, torch {expected.shape}"
+                f"at {text}, the ONNX file returns `{name}` of shape {found.shape}, torch {expected.shape}"
             )
         close = np.isclose(found, expected, rtol=config.rtol, atol=config.atol)
         error = np.nan_to_num(_distance(found.astype(np.float64), expected.astype(np.float64)), nan=np.inf)
@@ -162,8 +162,8 @@ def measure(
     return Comparison(rows, _finite(largest), _finite(relative), beyond, flips, unexplained, {}, seconds, worst)
 
 
-def together(parts: Sequence[Comparison]) -> Comparison:
-    """Several runs told as one."""
+def combine(parts: Sequence[Comparison]) -> Comparison:
+    """Combine several comparisons into one."""
     worst = max(parts, key=lambda one: one.max_abs_error)
     return replace(
         worst,
@@ -202,18 +202,18 @@ def run(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray[A
 
 @torch.no_grad()
 def verify_variants(task: Task, model: nn.Module, samples: Samples, path: Path, config: Export) -> list[dict[str, Any]]:
-    """Lengths, batch sizes and padding that the exporter was never shown."""
+    """Compare at lengths, batch sizes and paddings that were not traced."""
     session, found = open_session(path), []
     for one in variants(task, samples):
         try:
             expected = named_arrays(task, forward(model, task, one.batch))
         except RuntimeError as error:  # a window that is longer than the text
-            print(f"not compared at {one.text}: torch itself refuses it ({' '.join(str(error).split())[:160]})")
+            print(f"not compared at {one.text}: torch itself fails ({' '.join(str(error).split())[:160]})")
             continue
         found.append(asdict(_variant(task, session, one, expected, config)))
     if len({one["worst"].rpartition(" at ")[2] for one in found}) < 2:
         raise StageError(
-            "fewer than two shapes beside the traced one could be compared; show longer samples to test on"
+            "fewer than two shapes other than the traced one could be compared; add longer samples to the test data"
         )
     return found
 
@@ -230,18 +230,18 @@ def _variant(
 
 
 def _seen(array: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """An answer for each position says nothing where there is padding."""
+    """Leave out padded positions of outputs that have one value per position."""
     return array[mask] if array.shape[:2] == mask.shape else array
 
 
 def named_arrays(task: Task, outputs: Any) -> Arrays:
-    """numpy has no bfloat16; everything else keeps its type."""
+    """Return outputs as numpy arrays; numpy has no bfloat16, so that becomes float32."""
     tensors = named(task, outputs).items()
     return {name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for name, tensor in tensors}
 
 
 def _distance(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Equal infinities, as masked scores have them, are no distance apart."""
+    """Return the absolute error; equal infinities, as in masked scores, count as zero."""
     with np.errstate(invalid="ignore"):
         distance: np.ndarray[Any, Any] = np.where(found == expected, 0.0, np.abs(found - expected))
     return distance
@@ -256,7 +256,7 @@ def _flips(task: Task, reference: Arrays, found: Arrays, count: int) -> np.ndarr
 
 
 def _metrics(task: Task, samples: Samples, found: Arrays) -> dict[str, float]:
-    """The task's own metrics on what ONNX Runtime answered."""
+    """Return the task's metrics on ONNX Runtime's outputs."""
     everything = samples.batch(range(len(samples)))
     values = task.metrics(bare(task, _tensors(found)), everything)
     return {name: _finite(float(value.double().mean())) for name, value in values.items()}
@@ -267,5 +267,5 @@ def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity; the largest double stands for it."""
+    """Replace infinity, which JSON cannot hold, by the largest double."""
     return float(np.nan_to_num(value, nan=np.finfo(np.float64).max))

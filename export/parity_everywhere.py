@@ -1,7 +1,7 @@
-"""The same answers wherever the file may run: providers, threads, sizes, real samples, chance and shapes never traced.
+"""Compare the file with torch wherever it may run: providers, threads, batch sizes, random inputs, untraced shapes.
 
-The whole test set is compared once, as a service runs by itself (export/parity.py); here each further way to run has a
-batch of every size, of real samples and of values put together at random.
+The whole test set is compared once, with the settings a service has by default (export/parity.py). Here every other
+way to run gets a batch of each size, of real samples and of values drawn at random from the data.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from export.parity import Arrays, Comparison, measure, named_arrays, run
 from export.to_onnx import MASK, variants
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.errors import StageError
-from pipeline.contract.processes import why_no_cuda
+from pipeline.contract.processes import cuda_problem
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import HasAxes, Task
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-_SERVED = (CPU, CUDA)  # what a service can be told to use
-_DRAWN_FROM = 256  # samples whose values are put together at random
+_SERVED = (CPU, CUDA)  # providers a service can be configured for
+_DRAWN_FROM = 256  # samples whose values random inputs are drawn from
 
 
 @dataclass(frozen=True)
 class Place:
-    """A way to run the file. `exact`: without TF32, in which CUDA multiplies by itself."""
+    """A way to run the file. `exact`: without TF32, which CUDA uses by default for products."""
 
     provider: str
     threads: int  # 0: as many as there are cores
@@ -48,8 +48,8 @@ class Place:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
-        told = {"use_tf32": "0" if self.exact else "1"} if self.provider == CUDA else {}
-        session = onnxruntime.InferenceSession(str(path), options, providers=[(self.provider, told)])
+        settings = {"use_tf32": "0" if self.exact else "1"} if self.provider == CUDA else {}
+        session = onnxruntime.InferenceSession(str(path), options, providers=[(self.provider, settings)])
         if session.get_providers()[0] != self.provider:
             raise StageError(f"{self.provider}: ONNX Runtime has it, but cannot load its libraries")
         return session
@@ -57,15 +57,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What was compared beside the test set, and what could not be."""
+    """Comparisons beyond the test set, and those that were not possible."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One batch, and what torch answers."""
+class Case:
+    """One batch and torch's outputs for it."""
 
     kind: str  # real samples, random inputs or shapes
     text: str
@@ -78,7 +78,7 @@ def places() -> tuple[list[Place], list[str]]:
     """Of this machine; and a sentence for each provider that is not among them."""
     found, without = [Place(CPU, 0), Place(CPU, 1)], []
     available = onnxruntime.get_available_providers()
-    if reason := why_no_cuda(available):
+    if reason := cuda_problem(available):
         without.append(f"{CUDA}: {reason}")
     else:
         found += [Place(CUDA, 0), Place(CUDA, 0, exact=False)]
@@ -87,43 +87,43 @@ def places() -> tuple[list[Place], list[str]]:
 
 
 def verify_everywhere(task: Task, model: nn.Module, samples: Samples, path: Path, config: Export) -> Coverage:
-    """Every size and shape, at every place; torch is asked once."""
+    """Compare every size and shape at every place; torch computes each once."""
     here, without = places()
     found = Coverage(left_out=without)
-    asked = list(answered(task, model, questions(task, samples, config), found.left_out))
+    cases = list(answered(task, model, questions(task, samples, config), found.left_out))
     for place in here:
         session = place.open(path)
-        for kind in dict.fromkeys(one.kind for one in asked):
-            found.rows.append(compare_at(place, session, [one for one in asked if one.kind == kind], config))
+        for kind in dict.fromkeys(one.kind for one in cases):
+            found.rows.append(compare_at(place, session, [one for one in cases if one.kind == kind], config))
     return found
 
 
 def compare_at(
-    place: Place, session: onnxruntime.InferenceSession, asked: Sequence[Asked], config: Export
+    place: Place, session: onnxruntime.InferenceSession, cases: Sequence[Case], config: Export
 ) -> dict[str, Any]:
-    """All of one kind, told as one; its worst is named."""
+    """Combine all cases of one kind into one row that names the worst."""
     parts = []
-    for one in asked:
+    for one in cases:
         started = time.perf_counter()
         found = run(session, one.feed)
         seconds = time.perf_counter() - started
         parts.append(_measured(one, found, tolerance(place, config, one.expected), seconds, f" ({place.text})"))
-    return {**asdict(_together(parts)), "inputs": asked[0].kind, "place": place.text, "batches": len(parts)}
+    return {**asdict(_together(parts)), "inputs": cases[0].kind, "place": place.text, "batches": len(parts)}
 
 
-def rows_of(asked: Sequence[Asked], found: Sequence[Arrays], config: Export) -> list[dict[str, Any]]:
-    """Of answers that were given elsewhere."""
-    return [asdict(_measured(one, answer, config, 0.0)) for one, answer in zip(asked, found, strict=True)]
+def rows_of(cases: Sequence[Case], found: Sequence[Arrays], config: Export) -> list[dict[str, Any]]:
+    """Compare outputs that were computed elsewhere."""
+    return [asdict(_measured(one, answer, config, 0.0)) for one, answer in zip(cases, found, strict=True)]
 
 
-def _measured(one: Asked, found: Arrays, config: Export, seconds: float, where: str = "") -> Comparison:
+def _measured(one: Case, found: Arrays, config: Export, seconds: float, where: str = "") -> Comparison:
     pairs = {name: tuple(_seen(arrays[name], one.seen) for arrays in (one.expected, found)) for name in one.expected}
     rows = len(next(iter(one.feed.values())))
     return measure(pairs, config, rows, seconds, f"{one.text}{where}")
 
 
 def tolerance(place: Place, config: Export, expected: Arrays) -> Export:
-    """TF32 keeps 10 bits of what is multiplied: it is held to those, relative to how far the answers spread."""
+    """Return the tolerances at a place: TF32 keeps 10 bits of each factor, so errors are relative to the spread."""
     if place.exact:
         return config
     spread = max(
@@ -134,9 +134,9 @@ def tolerance(place: Place, config: Export, expected: Arrays) -> Export:
 
 
 def scrambled(task: Task, samples: Samples, rows: int, seed: int) -> dict[str, Tensor]:
-    """Values of the data in an order they never have; numbers with a point also between the smallest and the largest.
+    """Return a batch of values drawn at random from the data; floats also between the smallest and the largest.
 
-    A mask keeps its form, which has a meaning; and where a value must be one of some, it stays one of them.
+    Masks are kept as they are, and integers stay among the values that occur.
     """
     generator = torch.Generator().manual_seed(seed)
     real = samples.batch([index % len(samples) for index in range(rows)])
@@ -171,22 +171,22 @@ def questions(task: Task, samples: Samples, config: Export) -> Iterator[tuple[st
 @torch.no_grad()
 def answered(
     task: Task, model: nn.Module, questions: Iterable[tuple[str, str, Mapping[str, Tensor], Any]], left_out: list[str]
-) -> Iterator[Asked]:
-    """What torch refuses, or has no number for, says nothing about the file."""
+) -> Iterator[Case]:
+    """Yield torch's outputs for each batch; note the batches for which torch fails or returns NaN."""
     for kind, text, batch, seen in questions:
         try:
             expected = named_arrays(task, forward(model, task, batch))
         except (RuntimeError, IndexError, ValueError) as error:
-            left_out.append(f"{text}: torch itself refuses it ({' '.join(str(error).split())[:160]})")
+            left_out.append(f"{text}: torch itself fails ({' '.join(str(error).split())[:160]})")
             continue
         if kind != "real samples" and any(np.isnan(_seen(array, seen)).any() for array in expected.values()):
-            left_out.append(f"{text}: torch itself answers NaN")
+            left_out.append(f"{text}: torch itself returns NaN")
             continue
-        yield Asked(kind, text, {name: batch[name].numpy() for name in task.inputs}, expected, seen)
+        yield Case(kind, text, {name: batch[name].numpy() for name in task.inputs}, expected, seen)
 
 
 def _seen(array: np.ndarray[Any, Any], seen: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """An answer for each position says nothing where there is padding."""
+    """Leave out padded positions of outputs that have one value per position."""
     return array[seen] if seen is not None and array.shape[:2] == seen.shape else array
 
 

@@ -1,12 +1,10 @@
-"""torch → ONNX with named dynamic axes, free of traces of the machine that made it.
+"""Export a torch model to ONNX with named dynamic axes and nothing that identifies the exporting machine.
 
-Axes that differ from request to request: what the task calls them, an example that leaves them free, and others.
+The task names its dynamic axes; `example` makes an input that leaves them free and `variants` makes untraced shapes.
 
-Mixture of experts in ONNX: a loop over the experts that were hit, each with its own tokens and no others.
-
-`transformers` sorts tokens by expert and multiplies group by group (`grouped_mm`), for which ONNX has no operator. Its
-`batched_mm`, which exports by itself, copies the weights of every token's experts: at 512 tokens that is hundreds of
-times the memory and over ten times the time (benchmarks/RESULTS.md).
+A mixture of experts becomes a loop over the experts that received tokens: ONNX has no operator for the grouped product
+of `transformers` (`grouped_mm`), and its `batched_mm` copies the weights of every token's experts, which at 512 tokens
+takes hundreds of times the memory and over ten times the time (benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ def write_onnx(traced: Traced, config: Export, path: Path) -> Written:
             raise StageError(_untranslated(error, seen) or _refused(error, seen)) from error
     assert program is not None
     weights = sum(tensor.numel() * tensor.element_size() for tensor in traced.module.state_dict().values())
-    external = config.external_data == "always" or weights > _INSIDE_BYTES
+    external = weights > _INSIDE_BYTES
     program.save(path, external_data=external)
     _strip(path)
     return Written(traced, program.exported_program, seen.limits)
@@ -148,7 +146,7 @@ def _strip(path: Path) -> None:
 
 
 def _bare(model: onnx.ModelProto) -> None:
-    """Drop source paths and stack traces: they say where it was made and make equal models differ."""
+    """Drop source paths and stack traces: they name the machine and make equal models differ."""
     model.doc_string = ""
     del model.metadata_props[:]
     for function in model.functions:
@@ -172,7 +170,7 @@ def _strip_graph(graph: onnx.GraphProto | onnx.FunctionProto) -> None:
 
 
 def _untranslated(error: BaseException, seen: Trace) -> str:
-    """Told where an operator has no translation, with the place that calls it."""
+    """Raise a StageError that names the operator without a translation and the place that calls it."""
     found = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>", str(error))
     if not found:
         return ""
@@ -245,7 +243,7 @@ def axes_of(task: Task) -> dict[str, tuple[str, ...]]:
     names = {axis for axes in found.values() for axis in axes[1:]}
     if set(task.longest) != names:
         raise ConfigError(
-            f"`longest` must say how long each of {', '.join(sorted(names))} may be; found {task.longest}"
+            f"`longest` must give the maximum of each of {', '.join(sorted(names))}; found {task.longest}"
         )
     return found
 
@@ -268,8 +266,10 @@ def sizes_of(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
             if size < 2:
                 raise StageError(f"axis `{axis}` of `{name}` is {size} long in the test data; show one of 2 at least")
     if len(set(sizes.values())) != len(sizes):
-        told = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-        raise StageError(f"axes of different names have one size in the test data ({told}); the export needs to differ")
+        sizes_text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise StageError(
+            f"axes of different names have one size in the test data ({sizes_text}); the export needs to differ"
+        )
     return sizes
 
 

@@ -1,6 +1,7 @@
-"""A model as torch.export sees it, before ONNX: what cannot be told of in a graph is told here, in words.
+"""Trace the model with torch.export and find what an ONNX graph cannot express.
 
-State that a graph would lose or keep for ever: found in the traced model, and told with its mend.
+Reports, with a way to fix each: lengths the trace fixed, state that changes with every call, functional dropout, and
+values that the graph would keep as constants.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def trace(traced: Traced) -> Trace:
         warnings.simplefilter("ignore")
         try:
             found = torch.export.export(traced.module, traced.arguments, dynamic_shapes=traced.axes, strict=False)
-        except Exception as error:  # torch raises errors of its own, and any that the model's code does
+        except Exception as error:  # torch raises its own types and any that the model raises
             _refuse_branch(error)
             _refuse_unknown_operator(error)
             return Trace(None, _limits(str(error)))
@@ -98,10 +99,10 @@ def _refuse_unknown_operator(error: BaseException) -> None:
 def _limits(text: str) -> str:
     """Of torch's suggestion for an axis that its guards found to be bounded."""
     found = re.findall(r"(\w+) = Dim\('\w+', ([^)]*)\)|^\s*(\w+) = (\d+)\s*$", text, flags=re.MULTILINE)
-    told = [f"`{name or fixed}` {f'= {size}' if size else bounds}" for name, bounds, fixed, size in found]
-    if not told:
+    named = [f"`{name or fixed}` {f'= {size}' if size else bounds}" for name, bounds, fixed, size in found]
+    if not named:
         return ""
-    return f"torch's guards say that the trace holds for {', '.join(told)} alone: the model compares a length in python"
+    return f"torch's guards limit the trace to {', '.join(named)}: the model compares a length in Python"
 
 
 def _is_users(file: str) -> bool:
@@ -176,14 +177,14 @@ def _refuse_counting(traced: Traced, before: dict[str, Any], first: Any) -> None
     after = numbers_of(traced.module)
     if not (moved := sorted(name for name, value in after.items() if before.get(name) != value)):
         return
-    told = ", ".join(f"`{name}`" for name in moved[:4])
+    named = ", ".join(f"`{name}`" for name in moved[:4])
     second = traced.module(*copy.deepcopy(traced.arguments))
     if any(not _same(left, right) for left, right in zip(_tensors(first), _tensors(second), strict=True)):
         raise StageError(
-            f"the model counts its calls: {told} changes with each, and the answer with it, while a graph has it as a "
+            f"the model counts its calls: {named} changes with each, and the answer with it, while a graph has it as a "
             "constant; count only if self.training, or make it an input"
         )
-    print(f"the model changes {told} with every call; in the graph it is a constant, which no answer hung on here")
+    print(f"the model changes {named} with every call; in the graph it is a constant, which no answer hung on here")
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_on(node: torch.fx.Node) -> bool:
-    """Whether the call trains; where it says how much is dropped, more than nothing."""
+    """Return whether the call is in training mode and, if it has a probability, drops anything."""
     known = _arguments(node)
     if not any(known.get(name) for name in _TRAINING):
         return False

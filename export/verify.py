@@ -1,6 +1,8 @@
-"""From a model to a file that was proven to be that model, whatever kind of model it is.
+"""Convert a model to ONNX and verify that the file computes what the model computes.
 
-Why no file can be a model: torch's own answers are no numbers, change by themselves, or hang on who asks beside.
+`verify_model` is the entry: it writes the file, optimizes it if configured, and compares it with torch. A file cannot
+be verified if torch's own outputs are NaN, differ between calls, or depend on the rest of the batch;
+`find_nondeterminism` distinguishes these from a wrong file.
 """
 
 from __future__ import annotations
@@ -16,13 +18,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.bundle import Said
-from export.fault_search import blame
+from export.bundle import ModelProperties
+from export.fault_search import explain_difference
 from export.language_model import convert_language, generation_of
 from export.language_parity import language_feeds, prompts_of, verify_greedy, verify_language, verify_random
 from export.optimize import Optimised, fit_runtime, forget_plain, optimise, put_back, versions_of
-from export.optimize import check_file as check_file  # part of the proof
-from export.parity import Arrays, judged_by, named_arrays, open_session, require_equal, run, verify, verify_variants
+from export.optimize import check_file as check_file
+from export.parity import (
+    Arrays,
+    evaluated_outputs,
+    named_arrays,
+    open_session,
+    require_equal,
+    run,
+    verify,
+    verify_variants,
+)
 from export.parity_everywhere import Coverage, places, scrambled, tolerance, verify_everywhere
 from export.to_onnx import Written, check_free, convert, example, longest_of, tensor_specs, variants
 from pipeline.contract.data import Samples, forward
@@ -34,21 +45,21 @@ from pipeline.contract.task import Generates, HasAxes, Task
 
 
 @dataclass(frozen=True)
-class Proven:
-    """Every comparison, whether it went well or not."""
+class Verification:
+    """All comparisons of a file with its model, passed or not."""
 
     comparisons: Sequence[dict[str, Any]]
-    said: Said
-    chance: str  # why torch's own answers are nothing to hold a file against
+    properties: ModelProperties
+    nondeterminism: str  # why torch's own outputs cannot be compared with a file
     config: Export
     greedy: dict[str, Any] | None = None
-    why: str = ""  # the first wrong node, or the module that was traced as another, where that is not chance
+    why: str = ""  # the first wrong node, or the module that was traced differently
     coverage: Coverage = field(default_factory=Coverage)
-    file: dict[str, Any] = field(default_factory=dict)  # what parity.json says of the file itself
+    file: dict[str, Any] = field(default_factory=dict)  # properties of the file, for parity.json
 
     @property
     def equal(self) -> bool:
-        return not self.chance and not _apart(self.everything)
+        return not self.nondeterminism and not _apart(self.everything)
 
     @property
     def everything(self) -> list[dict[str, Any]]:
@@ -56,13 +67,13 @@ class Proven:
 
     def require(self) -> None:
         """Raise unless the file is the model."""
-        if self.chance:
-            raise StageError(f"no ONNX file can be the model: {self.chance}")
+        if self.nondeterminism:
+            raise StageError(f"no ONNX file can be the model: {self.nondeterminism}")
         require_equal(self.everything, self.config, self.why)
 
 
-def prove(task: Task, model: nn.Module, test: Samples, config: Export, path: Path) -> Proven:
-    """Write `path` and hold it against the model; an optimised file that is not equal gives way to the plain one."""
+def verify_model(task: Task, model: nn.Module, test: Samples, config: Export, path: Path) -> Verification:
+    """Write `path` and compare it with the model; fall back to the plain file if the optimized one differs."""
     check_mode(model)
     check_positions(task, model)
     generation = None
@@ -72,21 +83,21 @@ def prove(task: Task, model: nn.Module, test: Samples, config: Export, path: Pat
         written = convert_language(language, generation, config, path)
     else:
         written = convert(model, task, example(task, test), config, path)
-    said = said_of_samples(task) if generation is None else said_of(generation)
-    subject = Subject(task, model, test, config, path, written, said)
+    properties = properties_of_task(task) if generation is None else properties_of_language_model(generation)
+    subject = Subject(task, model, test, config, path, written, properties)
     optimised = optimise(path, model, config)
-    kept, reason = _held_optimised(subject, optimised)
+    kept, reason = _verify_optimized(subject, optimised)
     if reason and optimised is not None:
         print(f"export.optimize={config.optimize} is not used: {reason}")
         optimised = optimised if optimised.used == "none" else put_back(path, optimised, reason)
-    lowered, proven = kept or (fit_runtime(path), held(subject))
+    lowered, proven = kept or (fit_runtime(path), verify_file(subject))
     forget_plain(path)
     return replace(proven, file=_of_file(path, optimised, lowered))
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A file, and all it is held against."""
+    """A file and everything it is compared with."""
 
     task: Task
     model: nn.Module
@@ -94,46 +105,52 @@ class Subject:
     config: Export
     path: Path
     written: Written
-    said: Said
+    properties: ModelProperties
 
 
-def _held_optimised(one: Subject, found: Optimised | None) -> tuple[tuple[str, Proven] | None, str]:
-    """How the runtime was suited and what was proven of an optimised file; or nothing, and why it is not used."""
+def _verify_optimized(one: Subject, found: Optimised | None) -> tuple[tuple[str, Verification] | None, str]:
+    """Verify the optimized file. Return the runtime settings and the verification, or None and the reason."""
     if found is None or found.used == "none":
         return None, "" if found is None else found.reason
     try:
-        lowered, proven = fit_runtime(one.path), held(one)
+        lowered, proven = fit_runtime(one.path), verify_file(one)
     except StageError as error:  # fusions write operators that ONNX's own rules do not know, for one
         return None, str(error)
-    if proven.equal or proven.chance:
+    if proven.equal or proven.nondeterminism:
         return (lowered, proven), ""
-    return None, f"optimised it is not the model: {_worst(proven)}" + (f"; {proven.why}" if proven.why else "")
+    return None, f"the optimized file differs from the model: {_worst(proven)}" + (
+        f"; {proven.why}" if proven.why else ""
+    )
 
 
-def held(one: Subject) -> Proven:
-    """The file, every way it is looked at."""
+def verify_file(one: Subject) -> Verification:
+    """Compare the file with the model in every way that applies to its kind."""
     check_file(one.path)
     return _language(one) if isinstance(one.task, Generates) else _samples(one)
 
 
-def _samples(one: Subject) -> Proven:
+def _samples(one: Subject) -> Verification:
     task, model, test, config, path = one.task, one.model, one.test, one.config, one.path
-    check_free(tensor_specs(path)[0], task)  # a fixed axis is told here, before other sizes fail on it
+    check_free(tensor_specs(path)[0], task)  # report a fixed axis here, before other sizes fail on it
     comparisons = verify(task, model, test, path, config)
     if isinstance(task, HasAxes):
         comparisons += verify_variants(task, model, test, path, config)
-    found = Proven(comparisons, one.said, "", config)
+    found = Verification(comparisons, one.properties, "", config)
     if found.equal:
         found = replace(found, coverage=verify_everywhere(task, model, test, path, config))
     if found.equal:
         return found
-    chance = by_chance(task, model, test, config)
-    return replace(found, chance=chance, why="" if chance else blame(one.written, path, feeds(task, test), config))
+    nondeterminism = find_nondeterminism(task, model, test, config)
+    return replace(
+        found,
+        nondeterminism=nondeterminism,
+        why="" if nondeterminism else explain_difference(one.written, path, feeds(task, test), config),
+    )
 
 
-def _language(one: Subject) -> Proven:
+def _language(one: Subject) -> Verification:
     task: Any = one.task
-    model, generation, config, test = task.language_model(one.model), one.said.generation, one.config, one.test
+    model, generation, config, test = task.language_model(one.model), one.properties.generation, one.config, one.test
     assert generation is not None
     specs = {spec.name: spec for spec in tensor_specs(one.path)[0]}
 
@@ -141,8 +158,8 @@ def _language(one: Subject) -> Proven:
         return Decoder(lambda feed: run(session, feed), generation, specs)
 
     decoder = decoder_in(open_session(one.path))
-    comparisons = verify_language(model, decoder, test, config, partial(judged_by, task, one.model))
-    found = Proven(comparisons, one.said, "", config)
+    comparisons = verify_language(model, decoder, test, config, partial(evaluated_outputs, task, one.model))
+    found = Verification(comparisons, one.properties, "", config)
     if found.equal:
         here, without = places()
         rows = []
@@ -151,21 +168,25 @@ def _language(one: Subject) -> Proven:
             row = verify_random(model, there, partial(tolerance, place, config), place.text)
             rows.append({**row, "inputs": "random inputs", "place": place.text})
         found = replace(found, coverage=Coverage(rows, without))
-    if not found.equal:  # what it would generate is of no interest any more
-        chance = by_chance(task, one.model, test, config)
-        why = "" if chance else blame(one.written, one.path, language_feeds(model, decoder, test), config)
-        return replace(found, chance=chance, why=why)
+    if not found.equal:  # no need to compare generated texts
+        nondeterminism = find_nondeterminism(task, one.model, test, config)
+        why = (
+            ""
+            if nondeterminism
+            else explain_difference(one.written, one.path, language_feeds(model, decoder, test), config)
+        )
+        return replace(found, nondeterminism=nondeterminism, why=why)
     prompts = prompts_of(task.prompting().prompts, test, generation)
     return replace(found, greedy=asdict(verify_greedy(model, decoder, prompts, config)))
 
 
-def said_of_samples(task: Task) -> Said:
-    return Said(axes=longest_of(task))
+def properties_of_task(task: Task) -> ModelProperties:
+    return ModelProperties(axes=longest_of(task))
 
 
-def said_of(generation: Generation) -> Said:
+def properties_of_language_model(generation: Generation) -> ModelProperties:
     limits = dict.fromkeys(("sequence", "total"), generation.positions_limit)
-    return Said(axes=limits, generation=generation)
+    return ModelProperties(axes=limits, generation=generation)
 
 
 def _of_file(path: Path, optimised: Optimised | None, lowered: str) -> dict[str, Any]:
@@ -182,14 +203,14 @@ def _apart(comparisons: Sequence[Mapping[str, Any]]) -> bool:
     return any(found["beyond_tolerance"] or found["unexplained_flips"] for found in comparisons)
 
 
-def _worst(proven: Proven) -> str:
+def _worst(proven: Verification) -> str:
     worst = max(proven.everything, key=lambda found: (found["beyond_tolerance"], found["max_abs_error"]))
     beyond, error = worst["beyond_tolerance"], worst["max_abs_error"]
     return f"{beyond} elements beyond tolerance, off by {error:.3g} in {worst['worst']}"
 
 
 def check_mode(model: nn.Module) -> None:
-    """A part that stays in training mode drops at random, and changes what it should only read."""
+    """Reject modules that stay in training mode: dropout would be random and running statistics would change."""
     model.eval()
     if training := [name or type(model).__name__ for name, module in model.named_modules() if module.training]:
         raise StageError(
@@ -199,7 +220,7 @@ def check_mode(model: nn.Module) -> None:
 
 
 def check_positions(task: Task, model: nn.Module) -> None:
-    """What the bundle promises to take is what the model knows."""
+    """Reject a `longest` beyond the positions the model was configured for."""
     configs = (getattr(module, "config", None) for module in model.modules())
     known = next((most for config in configs if isinstance(most := getattr(config, _POSITIONS, None), int)), None)
     for axis, size in longest_of(task).items():
@@ -208,7 +229,7 @@ def check_positions(task: Task, model: nn.Module) -> None:
 
 
 def feeds(task: Task, test: Samples) -> Iterator[Arrays]:
-    """What a fault is looked for with: one sample, some, the test set's beginning, and shapes that were not traced."""
+    """Yield inputs for the fault search: one sample, several, the start of the test set, and untraced shapes."""
     batches = [test.batch([0]), test.batch(range(min(2, len(test)))), *islice(test.batches(range(len(test)), 64), 16)]
     if isinstance(task, HasAxes):
         batches += [one.batch for one in variants(task, test)]
@@ -222,43 +243,43 @@ _POSITIONS = "max_position_embeddings"
 
 Array = np.ndarray[Any, Any]
 
-_FEW = 4  # samples that are asked twice, and one by one
+_REPEATED_SAMPLES = 4  # samples that are run twice, and one by one
 _BATCH = 64
 
 
-def by_chance(task: Task, model: nn.Module, test: Samples, config: Export) -> str:
-    """Nothing where the same samples are answered by the same numbers, together or alone."""
-    first = _answers(task, model, test, range(min(_FEW, len(test))))
-    again = _answers(task, model, test, range(min(_FEW, len(test))))
+def find_nondeterminism(task: Task, model: nn.Module, test: Samples, config: Export) -> str:
+    """Return why torch's outputs are not reproducible, or nothing if the same samples give the same numbers."""
+    first = _answers(task, model, test, range(min(_REPEATED_SAMPLES, len(test))))
+    again = _answers(task, model, test, range(min(_REPEATED_SAMPLES, len(test))))
     if moved := _named(name for name in first if not np.array_equal(first[name], again[name], equal_nan=True)):
         return (
-            f"torch answers {moved} differently each time it is asked the same; look for functional dropout without "
+            f"torch returns different values of {moved} for the same input; look for functional dropout without "
             "training=self.training, or noise in a router"
         )
-    return _no_number(task, model, test) or _company(task, model, test, config, first)
+    return _nan_outputs(task, model, test) or _depends_on_batch(task, model, test, config, first)
 
 
-def _no_number(task: Task, model: nn.Module, test: Samples) -> str:
+def _nan_outputs(task: Task, model: nn.Module, test: Samples) -> str:
     for start in range(0, len(test), _BATCH):
         found = _answers(task, model, test, range(start, min(start + _BATCH, len(test))))
         for name, answer in found.items():
             if (broken := np.isnan(answer).reshape(len(answer), -1).any(axis=1)).any():
                 sample = start + int(broken.argmax())
                 return (
-                    f"torch itself answers `{name}` of test sample {sample} with NaN, and nothing equals that; look "
-                    "for a division by zero, or a root or logarithm of what is not positive"
+                    f"torch itself returns NaN in `{name}` for test sample {sample}, so no file can equal it; look "
+                    "for a division by zero, or a root or logarithm of a number that is not positive"
                 )
     return ""
 
 
-def _company(task: Task, model: nn.Module, test: Samples, config: Export, together: Arrays) -> str:
-    alone = [_answers(task, model, test, range(row, row + 1)) for row in range(min(_FEW, len(test)))]
+def _depends_on_batch(task: Task, model: nn.Module, test: Samples, config: Export, together: Arrays) -> str:
+    alone = [_answers(task, model, test, range(row, row + 1)) for row in range(min(_REPEATED_SAMPLES, len(test)))]
     moved = [name for name, answer in together.items() if not _alike([one[name] for one in alone], answer, config)]
     if not moved:
         return ""
     return (
-        f"torch answers {_named(moved)} of a sample otherwise when others are beside it in the batch, and a service "
-        "puts strangers' requests into one; compute nothing along the first axis, and no python number (as by .item()) "
+        f"torch's {_named(moved)} for a sample depends on the other samples in the batch, and a service batches "
+        "requests of different clients; compute nothing along the first axis, and no Python number (as by .item()) "
         "from the whole batch"
     )
 

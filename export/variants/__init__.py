@@ -1,1 +1,1 @@
-"""Files of fewer bits made of the verified one: each judged by itself, timed, and shipped only if it passes."""
+"""Smaller and faster variants of the verified file: fp16 and int8, evaluated separately."""

@@ -1,4 +1,4 @@
-"""All variants of a verified file: made, answered, timed, judged, and one of them chosen.
+"""Make, run, time and evaluate all variants of a verified file, and choose one.
 
 Which of the variants that passed is shipped; pure.
 
@@ -21,11 +21,11 @@ from export.optimize import check_file
 from export.to_onnx import tensor_specs
 from export.variants.judge import (
     Apart,
-    Judged,
+    MetricResult,
     Reference,
     answers_of,
+    evaluate_variant,
     faults,
-    judged,
     over_budget,
     reference_of,
     rounding,
@@ -54,7 +54,7 @@ class Entry:
     faults: tuple[str, ...] = ()
     note: str = ""  # what a reader should know of how it was made
     apart: Apart | None = None  # None: it has not answered
-    judged: Judged | None = None
+    evaluate_variant: MetricResult | None = None
     timing: Timing | None = None
     first_wrong: FirstWrong | None = None
     rounding: float = 0.0  # what another processor may answer otherwise
@@ -69,14 +69,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Contest:
-    """What the variants are judged on."""
+    """The inputs of the comparison of variants."""
 
     task: Task
     model: nn.Module
     test: Samples
     config: Config
     path: Path  # the verified file
-    folder: Path  # for the others, while they are judged
+    folder: Path  # for the other variants
     makers: Mapping[str, Maker] = field(default_factory=lambda: MAKERS)
 
     def entries(self) -> list[Entry]:
@@ -86,7 +86,7 @@ class Contest:
         reference = self._reference()
         found = [self._entry(name, reference) for name in self.config.export.made]
         timed = self._timed([one for one in found if one.apart is not None])
-        return [self._judged(replace(one, timing=timed.get(one.name)), reference) for one in found]
+        return [self._with_result(replace(one, timing=timed.get(one.name)), reference) for one in found]
 
     def rounding(self, entry: Entry) -> float:
         """fp32 has the tolerances of the export; halves are computed as halves elsewhere; integers are rounded anew."""
@@ -106,7 +106,7 @@ class Contest:
         if metric not in reference.metrics:
             raise ConfigError(
                 f"evaluate.metric: the task has no metric {metric} (it has {', '.join(reference.metrics)}), so that "
-                "nothing can be said of its exported file"
+                "its exported file cannot be compared"
             )
         return reference
 
@@ -116,7 +116,7 @@ class Contest:
         return replace(entry, faults=tuple(over_budget(self.config.export.budget, entry.bytes, None)))
 
     def _entry(self, name: str, reference: Reference) -> Entry:
-        """Made, and asked everything; whatever goes wrong is a fault of this variant alone."""
+        """Make and run the variant; whatever goes wrong is recorded as a fault of this variant."""
         entry = Entry(name, self.path if name == FP32 else self.folder / name / self.path.name)
         try:
             entry = replace(entry, note=self._make(name, entry.path))
@@ -124,8 +124,8 @@ class Contest:
         except PipelineError as error:
             return replace(entry, faults=(str(error),))
         except Exception as error:  # quantisers and ONNX Runtime raise a dozen types without a common base
-            told = " ".join(str(error).split())[:400]
-            return replace(entry, faults=(f"it cannot be made: {type(error).__name__}: {told}",))
+            message = " ".join(str(error).split())[:400]
+            return replace(entry, faults=(f"it cannot be made: {type(error).__name__}: {message}",))
 
     def _make(self, name: str, path: Path) -> str:
         if name == FP32:
@@ -136,8 +136,8 @@ class Contest:
         material = Material(
             reference=self.path,
             external=self.path.with_name(f"{self.path.name}.data").exists(),
-            weight_bits=export.int8_weight_bits,
-            calibration=lambda: calibration(self.task, specs[0], export.calibration_samples),
+            weight_bits=INT8_WEIGHT_BITS,
+            calibration=lambda: calibration(self.task, specs[0], CALIBRATION_SAMPLES),
         )
         note = self.makers[name](material, path)
         check_file(path)
@@ -148,13 +148,13 @@ class Contest:
     def _answered(self, entry: Entry, reference: Reference) -> Entry:
         """fp32 was compared at every size and shape when it was proven."""
         sizes = self.config.export.batch_sizes
-        asked = [max(sizes)] if entry.name == FP32 else sizes
-        answers = [answers_of(self.task, self.test, entry.path, reference, size) for size in asked]
+        batch_sizes = [max(sizes)] if entry.name == FP32 else sizes
+        answers = [answers_of(self.task, self.test, entry.path, reference, size) for size in batch_sizes]
         shapes = stretched(self.task, self.model, self.test, entry.path, reference) if entry.name != FP32 else []
-        found = judged(self.config.evaluate, reference, answers)
-        told = faults(entry.name, self.config.export, self.config.evaluate, found, reference, answers, shapes)
+        found = evaluate_variant(self.config.evaluate, reference, answers)
+        message = faults(entry.name, self.config.export, self.config.evaluate, found, reference, answers, shapes)
         worst = Apart.worst(*(one.apart for one in answers), *shapes)
-        return replace(entry, apart=worst, judged=found, faults=tuple(told))
+        return replace(entry, apart=worst, outcome=found, faults=tuple(message))
 
     def _timed(self, entries: Sequence[Entry]) -> dict[str, Timing]:
         if not entries:
@@ -166,11 +166,11 @@ class Contest:
             for size in SIZES
             for batch in [self.test.batch([index % len(self.test) for index in range(size)])]
         }
-        seconds = min(config.export.timing_seconds, _GLANCE) if alone else config.export.timing_seconds
+        seconds = min(TIMING_SECONDS, _GLANCE) if alone else TIMING_SECONDS
         paths = {one.name: one.path for one in entries}
         return race(paths, feeds, seconds, config.serve.threads, config.evaluate.confidence)
 
-    def _judged(self, entry: Entry, reference: Reference) -> Entry:
+    def _with_result(self, entry: Entry, reference: Reference) -> Entry:
         """With its cost, and for what failed where it goes wrong."""
         if entry.timing is not None:
             costs = over_budget(self.config.export.budget, entry.bytes, entry.timing)
@@ -180,12 +180,11 @@ class Contest:
         try:
             return replace(entry, first_wrong=self._first_wrong(entry, entry.apart, reference))
         except PipelineError as error:
-            return replace(entry, note=f"{entry.note}; where it goes wrong cannot be told: {error}".removeprefix("; "))
+            return replace(entry, note=f"{entry.note}; the place of the error is unknown: {error}".removeprefix("; "))
 
     def _first_wrong(self, entry: Entry, worst: Apart, reference: Reference) -> FirstWrong | None:
         """By the bound of this variant, or by half of its largest error where a metric suffers from less."""
-        export = self.config.export
-        bound = export.fp16_tolerance if entry.name == "fp16" else export.int8_noise
+        bound = FP16_TOLERANCE if entry.name == "fp16" else INT8_NOISE
         atol = min(bound * max(reference.spread.values(), default=1.0), worst.largest / 2)
         batch = self.test.batch(range(min(_LOOKED_AT, len(self.test))))
         feed = {name: batch[name].numpy() for name in self.task.inputs}
@@ -193,7 +192,7 @@ class Contest:
 
 
 def check_wanted(task: Task, config: Config) -> None:
-    """What a language model cannot be, told before the work begins."""
+    """Reject variants that a language model cannot have, before the work begins."""
     if not isinstance(task, Generates):
         return
     export = config.export
@@ -205,7 +204,7 @@ def check_wanted(task: Task, config: Config) -> None:
     if times := [cost for cost in export.budget if cost != "megabytes"]:
         raise ConfigError(
             f"export.budget: {', '.join(times)} of a language model depends on the text; of its costs only "
-            "megabytes is judged here, and `pipe bench serve` measures its time"
+            "only megabytes is checked here; `python -m benchmarks.serve` measures its time"
         )
 
 
@@ -214,19 +213,19 @@ def contenders(entries: Sequence[Entry]) -> list[Contender]:
 
 
 def ship(entry: Entry, model: Path) -> None:
-    """The very bytes that were judged take the place of the verified file."""
+    """Replace the verified file by the evaluated bytes of the variant."""
     if entry.path == model:
         return
-    judged_digest = digest_file(entry.path)
+    evaluated_digest = digest_file(entry.path)
     for old in model.parent.glob(f"{model.name}*"):
         old.unlink()
     for new in entry.path.parent.glob(f"{model.name}*"):
         shutil.move(new, model.parent / new.name)
     check_file(model)
-    assert digest_file(model) == judged_digest
+    assert digest_file(model) == evaluated_digest
 
 
-_GLANCE = 0.1  # seconds, where the time is only told
+_GLANCE = 0.1  # seconds, if the time is only reported
 
 
 _EXACTNESS = ("fp32", "fp16", "int8-static", "int8-dynamic")
@@ -264,9 +263,9 @@ def _named(export: Export, passed: Sequence[Contender]) -> str:
 
 
 def _fastest(export: Export, passed: Sequence[Contender]) -> str:
-    """fp32, unless another saves enough time beyond doubt; of several that cannot be told apart the most exact."""
+    """Choose fp32 unless another saves enough time with confidence; among equals, the most exact."""
     exact = sorted(passed, key=lambda one: _EXACTNESS.index(one.name))
-    quick = [one for one in exact if one.name != "fp32" and one.share and one.share.high < 1 - export.least_gain]
+    quick = [one for one in exact if one.name != "fp32" and one.share and one.share.high < 1 - MIN_SPEEDUP]
     if not exact or (exact[0].name == "fp32" and not quick):
         return exact[0].name if exact else ""
     shares = {one.name: one.share for one in quick or exact if one.share is not None}
@@ -278,12 +277,12 @@ def _fastest(export: Export, passed: Sequence[Contender]) -> str:
 
 def _refusal(export: Export, contenders: Sequence[Contender], passed: Sequence[Contender]) -> str:
     if export.choose == FASTEST:
-        told = "; ".join(f"{one.name}: {'; '.join(one.faults)}" for one in contenders)
-        return f"no variant passes, so that nothing is shipped: {told}"
+        message = "; ".join(f"{one.name}: {'; '.join(one.faults)}" for one in contenders)
+        return f"no variant passes, so nothing is shipped: {message}"
     wanted = next(one for one in contenders if one.name == export.choose)
     names = [one.name for one in passed]
-    mend = f"choose {' or '.join(names)}, or {FASTEST}" if names else "none of the others passed either"
-    return f"export.choose={wanted.name} is not shipped: {'; '.join(wanted.faults)}; {mend}"
+    fix = f"choose {' or '.join(names)}, or {FASTEST}" if names else "none of the others passed either"
+    return f"export.choose={wanted.name} is not shipped: {'; '.join(wanted.faults)}; {fix}"
 
 
 def _reason(export: Export, one: Contender, chosen: str) -> str:
@@ -296,7 +295,7 @@ def _reason(export: Export, one: Contender, chosen: str) -> str:
         other = f"export.choose={export.choose} ships another" if chosen else "nothing is shipped"
         return f"passed, {other}" + (f"; it {speed}" if speed else "")
     if chosen == "fp32":
-        return f"passed, but does not save {export.least_gain:.0%} of fp32's time beyond doubt; it {speed}"
+        return f"passed, but does not save {MIN_SPEEDUP:.0%} of fp32's time beyond doubt; it {speed}"
     return f"passed, {chosen} is faster" + (f"; it {speed}" if speed else "")
 
 
@@ -304,7 +303,7 @@ def _how(export: Export, chosen: str) -> str:
     if export.choose != FASTEST:
         return "chosen by name"
     if chosen == "fp32":
-        return f"chosen: none that passes saves {export.least_gain:.0%} of its time beyond doubt"
+        return f"chosen: none that passes saves {MIN_SPEEDUP:.0%} of its time beyond doubt"
     return "chosen as the fastest that passes"
 
 
@@ -345,7 +344,7 @@ def _interval(found: Interval | None) -> str:
 
 
 def _row(one: Entry, reason: str, chosen: bool, metric: str) -> dict[str, Any]:
-    found, timing = one.judged, one.timing
+    found, timing = one.outcome, one.timing
     body: dict[str, Any] = {
         "variant": one.name,
         "chosen": chosen,
@@ -372,9 +371,9 @@ def _row(one: Entry, reason: str, chosen: bool, metric: str) -> dict[str, Any]:
 
 
 def _metric(one: Entry) -> tuple[str, str]:
-    if one.judged is None:
+    if one.outcome is None:
         return "-", "-"
-    return f"{one.judged.value:.4f}", _interval(one.judged.difference)
+    return f"{one.outcome.value:.4f}", _interval(one.outcome.difference)
 
 
 def _milliseconds(one: Entry) -> tuple[str, ...]:
@@ -386,7 +385,7 @@ def _plain(interval: Interval) -> dict[str, float | None]:
 
 
 def _short(value: float) -> float | None:
-    """Of a time nobody needs more digits."""
+    """Format milliseconds with three significant digits."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 

@@ -22,7 +22,7 @@ from export.variants.timing import Timing
 from pipeline.contract.data import Samples, bare, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
-from pipeline.contract.statistics.bootstrap import Interval, mean_interval
+from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Interval, mean_interval
 from pipeline.contract.task import HasAxes, Task
 
 Array = np.ndarray[Any, Any]
@@ -96,7 +96,7 @@ def stretched(task: Task, model: nn.Module, test: Samples, path: Path, reference
     for one in variants(task, test):
         try:
             expected = named_arrays(task, forward(model, task, one.batch))
-        except RuntimeError:  # parity has said so: torch itself refuses this shape
+        except RuntimeError:  # reported already: torch itself fails at this shape
             continue
         got = run(session, {name: one.batch[name].numpy() for name in task.inputs})
         mask = one.batch[MASK].numpy() == 1 if MASK in one.batch else np.ones((0, 0), dtype=bool)
@@ -140,7 +140,7 @@ def metrics_of(task: Task, test: Samples, outputs: Arrays) -> dict[str, Array]:
 
 
 def _seen(array: Array, mask: Array) -> Array:
-    """An answer for each position says nothing where there is padding."""
+    """Leave out padded positions of outputs that have one value per position."""
     return array[mask] if array.shape[:2] == mask.shape else array
 
 
@@ -148,7 +148,7 @@ FEWEST = 2  # samples an interval takes
 
 
 @dataclass(frozen=True)
-class Judged:
+class MetricResult:
     """Of all batch sizes, the one where the metric may be worst."""
 
     size: int
@@ -158,24 +158,24 @@ class Judged:
     difference: Interval | None  # None where a value is not finite
 
 
-def judged(config: Evaluate, reference: Reference, answers: Sequence[Answers]) -> Judged:
+def evaluate_variant(config: Evaluate, reference: Reference, answers: Sequence[Answers]) -> MetricResult:
     """The paired interval of the task's metric, the file against torch on the same samples.
 
     The file must pass at every batch size, so that the worst decides; no correction for several looks is due to who
     must pass them all.
     """
-    return min((_judged(config, reference, one) for one in answers), key=_lowest)
+    return min((_metric_result(config, reference, one) for one in answers), key=_lowest)
 
 
-def _judged(config: Evaluate, reference: Reference, answers: Answers) -> Judged:
+def _metric_result(config: Evaluate, reference: Reference, answers: Answers) -> MetricResult:
     own, torch = answers.metrics[config.metric], reference.metrics[config.metric]
     apart = own - torch
     finite = bool(np.isfinite(apart).all())
-    difference = mean_interval(apart, config.confidence, config.resamples, config.seed) if finite else None
-    return Judged(answers.size, len(own), float(own.mean()), float(torch.mean()), difference)
+    difference = mean_interval(apart, config.confidence, config.resamples, BOOTSTRAP_SEED) if finite else None
+    return MetricResult(answers.size, len(own), float(own.mean()), float(torch.mean()), difference)
 
 
-def _lowest(one: Judged) -> float:
+def _lowest(one: MetricResult) -> float:
     return -math.inf if one.difference is None else one.difference.low
 
 
@@ -187,14 +187,14 @@ def faults(
     name: str,
     export: Export,
     evaluate: Evaluate,
-    found: Judged,
+    found: MetricResult,
     reference: Reference,
     answers: Sequence[Answers],
     shapes: Sequence[Apart],
 ) -> Iterator[str]:
     """Every rule that is not kept, as a sentence; none where all are.
 
-    fp32 was proven number by number: its metric is told, but a margin of 0 must not fall over the last digit.
+    fp32 was verified value by value: its metric is reported, but a margin of 0 must not fail on the last digit.
     """
     yield from _not_finite(answers)
     if name != "fp32":
@@ -219,8 +219,8 @@ def over_budget(budget: Mapping[Cost, float], size_bytes: int, timing: Timing | 
         elif found.high > limit:
             high = f"and {found.high:.3g}" if math.isfinite(found.high) else "and more than the slowest call"
             yield (
-                f"{cost} lies between {found.low:.3g} {high}, which does not tell whether it keeps export.budget "
-                f"{cost}={limit:g}; raise export.timing_seconds, or measure on a machine that does nothing else"
+                f"{cost} lies between {found.low:.3g} {high}, which does not show whether it keeps export.budget "
+                f"{cost}={limit:g}; measure again on a machine that does nothing else"
             )
 
 
@@ -230,12 +230,12 @@ def _not_finite(answers: Sequence[Answers]) -> Iterator[str]:
         yield f"{', '.join(sorted(found))} is not finite on every test sample"
 
 
-def _inferior(config: Evaluate, margin: float, found: Judged) -> Iterator[str]:
+def _inferior(config: Evaluate, margin: float, found: MetricResult) -> Iterator[str]:
     """As the gate judges a candidate: the interval's lower bound lies above the margin, or nothing differs at all."""
     if found.difference is None:
-        return  # told already
+        return  # reported already
     if found.samples < FEWEST:
-        yield f"{config.metric} cannot be judged on a single test sample"
+        yield f"{config.metric} cannot be evaluated on a single test sample"
     elif found.difference.low <= -margin and found.difference != Interval(0.0, 0.0, 0.0):
         yield (
             f"{config.metric} is {found.value:.4f} at batch size {found.size}, in torch {found.reference:.4f}: the "
@@ -245,7 +245,7 @@ def _inferior(config: Evaluate, margin: float, found: Judged) -> Iterator[str]:
 
 def _below_floors(config: Evaluate, reference: Reference, answers: Sequence[Answers]) -> Iterator[str]:
     """Floors that torch's own answers reach; one they miss was forgiven by a person."""
-    for name, floor in sorted(config.require.items()):
+    for name, floor in sorted(config.metric_limits.items()):
         if name not in reference.metrics or float(reference.metrics[name].mean()) < floor:
             continue
         lowest = min(float(one.metrics[name].mean()) for one in answers)
@@ -255,13 +255,13 @@ def _below_floors(config: Evaluate, reference: Reference, answers: Sequence[Answ
 
 def _apart(name: str, export: Export, found: Apart, where: str) -> Iterator[str]:
     """Far looser than the tolerances of fp32: it is the metric that judges, this stops what a metric may not see."""
-    if name == "fp16" and found.share > export.fp16_tolerance:
+    if name == "fp16" and found.share > FP16_TOLERANCE:
         yield (
-            f"on {where}, an answer is {found.share:.3g} standard deviations off, over "
-            f"export.fp16_tolerance={export.fp16_tolerance:g}"
+            f"on {where}, an answer is {found.share:.3g} standard deviations off; "
+            f"{FP16_TOLERANCE:g} are allowed"
         )
-    if name.startswith("int8") and found.noise > export.int8_noise:
+    if name.startswith("int8") and found.noise > INT8_NOISE:
         yield (
-            f"on {where}, answers are off by {found.noise:.3g} standard deviations (root mean square), over "
-            f"export.int8_noise={export.int8_noise:g}"
+            f"on {where}, answers are off by {found.noise:.3g} standard deviations (root mean square); "
+            f"{INT8_NOISE:g} are allowed"
         )

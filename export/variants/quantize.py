@@ -28,8 +28,8 @@ from pipeline.contract.task import HasAxes, Task
 Array = np.ndarray[Any, Any]
 
 FEWEST = 16  # samples: the range of fewer is that of chance
-_TOGETHER = 16  # in one run of the graph, whose every tensor is looked at
-_MEND = "make data('train') give what data('test') gives, or leave int8-static out of export.variants"
+_TOGETHER = 16  # samples per run of the graph, whose every tensor is read
+_FIX = "make data('train') give what data('test') gives, or leave int8-static out of export.variants"
 
 
 def calibration(task: Task, specs: Sequence[TensorSpec], count: int) -> list[dict[str, Array]]:
@@ -58,7 +58,7 @@ def spread(samples: int, count: int) -> list[int]:
     if min(samples, count) < FEWEST:
         raise DataError(
             f"calibration: {min(samples, count)} training samples are too few to learn ranges from; give {FEWEST} at "
-            "least (data('train'), export.calibration_samples), or leave int8-static out of export.variants"
+            "least by data('train'), or leave int8-static out of export.variants"
         )
     return [index * samples // count for index in range(count)] if samples > count else list(range(samples))
 
@@ -67,15 +67,15 @@ def check_array(spec: TensorSpec, array: Array) -> None:
     """The type and the shape the graph takes, and numbers that have a range."""
     wanted = np.dtype(NUMPY_TYPES[spec.datatype])
     if array.dtype != wanted:
-        raise DataError(f"calibration: data('train') gives `{spec.name}` as {array.dtype}, the model takes {wanted}; {_MEND}")  # fmt: skip  # noqa: E501
+        raise DataError(f"calibration: data('train') gives `{spec.name}` as {array.dtype}, the model takes {wanted}; {_FIX}")  # fmt: skip  # noqa: E501
     fixed = [(place, size) for place, size in enumerate(spec.shape) if isinstance(size, int)]
     if array.ndim != len(spec.shape) or any(array.shape[place] != size for place, size in fixed):
         raise DataError(
             f"calibration: data('train') gives `{spec.name}` of shape {list(array.shape)}, the model takes "
-            f"{list(spec.shape)}; {_MEND}"
+            f"{list(spec.shape)}; {_FIX}"
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise DataError(f"calibration: data('train') has NaN or infinity in `{spec.name}`, which has no range; {_MEND}")
+        raise DataError(f"calibration: data('train') has NaN or infinity in `{spec.name}`, which has no range; {_FIX}")
 
 
 Feed = Mapping[str, np.ndarray[Any, Any]]
@@ -187,7 +187,7 @@ def without_half(model: onnx.ModelProto) -> set[str]:
 def _bars_half(node: onnx.NodeProto, versions: Mapping[str, int]) -> bool:
     version = versions.get(node.domain, 1)
     if not onnx.defs.has(node.op_type, version, node.domain):
-        return False  # ONNX Runtime's own: loading the file will tell
+        return False  # ONNX Runtime's own operator: loading the file shows
     types = {name for one in onnx.defs.get_schema(node.op_type, version, node.domain).inputs for name in one.types}
     return "tensor(float)" in types and "tensor(float16)" not in types
 
@@ -207,7 +207,7 @@ def _prepared(material: Material, folder: Path) -> Path:
     outside = {"save_as_external_data": True, "all_tensors_to_one_file": True} if material.external else {}
     quant_pre_process(str(material.reference), str(path), skip_symbolic_shape=True, **outside)
     model = onnx.load(path)
-    del model.graph.value_info[:]  # the exporter tells the shapes of weights too, and Gemm's are transposed later
+    del model.graph.value_info[:]  # the exporter also records the shapes of weights, and Gemm's are transposed later
     onnx.save(model, path, save_as_external_data=material.external)
     return path
 

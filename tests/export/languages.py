@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.parity import judged_by, open_session, run
+from export.parity import evaluated_outputs, open_session, run
 from export.to_onnx import tensor_specs
-from export.verify import Proven, prove
+from export.verify import Verification, verify_model
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.golden import Decoder
 from pipeline.contract.settings.stages import Export
@@ -107,16 +107,16 @@ class Made:
     task: Language
     test: Samples
     path: Path
-    proven: Proven
+    proven: Verification
 
     @property
     def generation(self) -> Generation:
         assert self.proven.said.generation is not None
         return self.proven.said.generation
 
-    def judged(self, batch: Any) -> Any:
+    def evaluated(self, batch: Any) -> Any:
         task: Any = self.task
-        return judged_by(task, self.task.model(), batch)
+        return evaluated_outputs(task, self.task.model(), batch)
 
     def decoder(self, path: Path | None = None) -> Decoder:
         session, specs = open_session(path or self.path), tensor_specs(self.path)[0]
@@ -127,7 +127,7 @@ def make(kind: str, folder: Path, **settings: Any) -> Made:
     said = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
     task: Any = Language(causal(kind, **settings), inputs=MASKED, said=said)
     test, path = open_split(task, "test"), folder / "model.onnx"
-    return Made(task, test, path, prove(task, task.model(), test, Export(), path))
+    return Made(task, test, path, verify_model(task, task.model(), test, Export(), path))
 
 
 def tokenizer(folder: Path, words: int = WORDS) -> None:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from export.bundle import Said
-from export.verify import prove
+from export.bundle import ModelProperties
+from export.verify import verify_model
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
@@ -51,9 +51,9 @@ class Restless(torch.nn.Module):
 @pytest.mark.long
 def test_a_language_model_that_answers_by_chance_is_told_so(tmp_path: Path) -> None:
     task: Any = Language(causal("Llama"), inputs=MASKED)
-    proven = prove(task, Restless(task.net), open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    proven = verify_model(task, Restless(task.net), open_split(task, "test"), Export(), tmp_path / "model.onnx")
     assert proven.greedy is None
-    with pytest.raises(StageError, match="torch answers `logits` differently each time it is asked the same"):
+    with pytest.raises(StageError, match="torch returns different values of `logits` for the same input"):
         proven.require()
 
 
@@ -67,7 +67,7 @@ class Labels(Text):
 def test_a_head_of_labels_takes_texts_of_every_length(kind: str, tmp_path: Path) -> None:
     net = causal(kind, head="SequenceClassification", num_labels=3, pad_token_id=0)
     task: Any = Labels(Masked(net), inputs=MASKED)
-    proven = prove(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    proven = verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
     proven.require()
-    assert proven.said == Said(axes={"sequence": POSITIONS})
+    assert proven.said == ModelProperties(axes={"sequence": POSITIONS})
     assert {found["batch_size"] for found in proven.comparisons} >= {1, 2, 5, 7}

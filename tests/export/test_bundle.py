@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from export import bundle
-from export.bundle import Said, check_decoded, check_requirements
+from export.bundle import ModelProperties, check_decoded, check_requirements
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.signature import SEALED, TensorSpec
@@ -63,7 +63,7 @@ def test_the_words_of_the_service_that_concern_the_model_travel_in_its_bundle(tm
     }
     assert words.keys() == set(SEALED)
     config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "serve": words})
-    signature = bundle._signature(slow(tmp_path / "bundle"), config, Said(axes={"sequence": 9}))
+    signature = bundle._signature(slow(tmp_path / "bundle"), config, ModelProperties(axes={"sequence": 9}))
     assert signature.limits.model_dump() | signature.runtime.model_dump() == {**words, "axes": {"sequence": 9}}
 
 

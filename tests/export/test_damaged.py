@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from export.optimize import fit_runtime
 from export.to_onnx import convert
-from export.verify import Subject, held, said_of_samples
+from export.verify import Subject, properties_of_task, verify_file
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
@@ -65,14 +65,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     config, test = Export(batch_sizes=(1, 7, COUNT)), open_split(task, "test")
     path = tmp_path_factory.mktemp("whole") / "model.onnx"
     written = convert(task.net, task, test.batch(range(3)), config, path)
-    return Subject(task, task.net, test, config, path, written, said_of_samples(task))
+    return Subject(task, task.net, test, config, path, written, properties_of_task(task))
 
 
 def stopped_by(one: Subject) -> tuple[str, str]:
     """Which check ends the export, and its words."""
     try:
         fit_runtime(one.path)
-        proven = held(one)
+        proven = verify_file(one)
     except StageError as error:
         return next((kind for words, kind in CHECKS.items() if words in str(error)), "unknown"), str(error)
     try:

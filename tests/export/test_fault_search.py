@@ -17,8 +17,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from export.fault_search import FirstWrong, Graph, blame, first_wrong, first_wrong_of
-from export.verify import feeds, prove
+from export.fault_search import FirstWrong, Graph, explain_difference, first_wrong, first_wrong_of
+from export.verify import feeds, verify_model
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
@@ -245,12 +245,12 @@ def damaged(made: Exported, name: str) -> str:
     values[: len(values) // 2] = 0
     tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     onnx.save(model, made.path)
-    return blame(made.written, made.path, feeds(made.task, made.test), made.config)
+    return explain_difference(made.written, made.path, feeds(made.task, made.test), made.config)
 
 
 def test_a_damaged_weight_is_told_by_node_module_and_line(exported: Exporter) -> None:
     made = exported(Small(layers(nn.ReLU()), pairs()))
-    assert blame(made.written, made.path, feeds(made.task, made.test), made.config) == ""
+    assert explain_difference(made.written, made.path, feeds(made.task, made.test), made.config) == ""
     said = damaged(made, "3.weight")
     assert said.startswith("the first node that is wrong is `node_")
     assert "(Gemm), off by" in said
@@ -260,7 +260,7 @@ def test_a_damaged_weight_is_told_by_node_module_and_line(exported: Exporter) ->
 
 def test_a_module_that_was_traced_as_another_is_named(tmp_path: Any) -> None:
     task: Any = Small(layers(Sneaky()), pairs())
-    proven = prove(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    proven = verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
     with pytest.raises(StageError, match=r"the trace is not the model: it answers otherwise in `2`, off by .* python"):
         proven.require()
 
@@ -274,7 +274,7 @@ class Short(nn.Module):
 
 def test_a_length_that_decides_is_told_with_where_the_trace_holds(tmp_path: Any) -> None:
     task: Any = Small(layers(Short()), pairs())
-    proven = prove(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    proven = verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
     with pytest.raises(StageError, match=r"torch's guards say that the trace holds for `batch` max=5 alone"):
         proven.require()
     assert np.isfinite([one["max_abs_error"] for one in proven.comparisons]).all()

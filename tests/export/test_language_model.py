@@ -132,7 +132,9 @@ def test_damage_to_one_expert_is_noticed(deepseek: Made, tmp_path: Path) -> None
     name = weights(deepseek, axes=3)[-1]
     decoder = deepseek.decoder(damaged(deepseek, name, tmp_path / "model.onnx"))
     with pytest.raises(StageError, match="the ONNX file is not the model"):
-        require_equal(verify_language(deepseek.task.net, decoder, deepseek.test, Export(), deepseek.judged), Export())
+        require_equal(
+            verify_language(deepseek.task.net, decoder, deepseek.test, Export(), deepseek.evaluated), Export()
+        )
 
 
 @pytest.mark.long
@@ -143,7 +145,7 @@ def test_damage_to_any_weight_is_noticed(deepseek: Made, tmp_path: Path) -> None
         decoder = deepseek.decoder(damaged(deepseek, name, tmp_path / "model.onnx"))
         with pytest.raises(StageError, match=r"the ONNX file is not the model|ONNX Runtime cannot run the file"):
             require_equal(
-                verify_language(deepseek.task.net, decoder, deepseek.test, Export(), deepseek.judged), Export()
+                verify_language(deepseek.task.net, decoder, deepseek.test, Export(), deepseek.evaluated), Export()
             )
 
 

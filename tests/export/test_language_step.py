@@ -85,7 +85,7 @@ class TalkCodec:
 """
 
 
-def judged(root: Path) -> Run:
+def evaluated_run(root: Path) -> Run:
     run = Run(root / "runs" / "one")
     for step in ("prepare", "train", "evaluate"):
         run.output(step).mkdir(parents=True)
@@ -106,7 +106,7 @@ def judged(root: Path) -> Run:
 def test_a_language_model_becomes_a_bundle_that_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "talk_task.py").write_text(TASK)
     (tmp_path / "talk_codec.py").write_text(CODEC)
-    run = judged(tmp_path)
+    run = evaluated_run(tmp_path)
     export(run, tmp_path)
     bundle = open_bundle(run.partial("export") / "bundle")
     assert bundle.signature.generation is not None

@@ -44,7 +44,7 @@ def made(**more: Any) -> str:
 
 def test_a_card_of_a_run_that_recorded_little_has_what_is_known() -> None:
     text = made()
-    assert text.startswith("# digits\n\nVerdict: **not judged**.\n")
+    assert text.startswith("# digits\n\nVerdict: **not evaluated**.\n")
     titles = [line for line in text.splitlines() if line.startswith("## ")]
     assert titles == ["## Intended use", "## Inputs and outputs", "## Limits", "## Lineage"]
     assert "| `image` | in | FP32 | batch × 1 × 8 × 8 |" in text
@@ -57,7 +57,7 @@ def test_verdict_rules_slices_and_calibration_are_on_it() -> None:
     assert "- FAILED: non-inferior (accuracy may be 0.05 below)" in text
     assert "| ink=a¦b | 90 | 0.9000 | 0.8000 | +0.1000 (−0.0200 to +0.2000) | FAILED |" in text
     assert "| expected calibration error | 0.0213 |" in text
-    assert "It tells 2 classes apart: `0`, `1`." in text
+    assert "It distinguishes 2 classes: `0`, `1`." in text
     assert "- The margin 0.01 is finer than what 360 samples show." in text
     assert "- Too few samples to judge by themselves: ink=none." in text
 

@@ -132,7 +132,7 @@ def test_the_plain_file_comes_back_byte_for_byte(tmp_path: Path, external: bool)
     assert found is not None
     back = put_back(path, found, "it is another")
     assert {one.name: one.read_bytes() for one in path.parent.iterdir()} == before
-    assert (back.asked, back.used, back.reason) == ("extended", "none", "it is another")
+    assert (back.requested, back.used, back.reason) == ("extended", "none", "it is another")
 
 
 def test_the_fusions_are_those_of_the_models_kind() -> None:
@@ -161,13 +161,13 @@ def test_an_optimised_file_that_is_another_is_not_used(
     task: Any = Small(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), pairs())
     (tmp_path / "bundle").mkdir()
     path = tmp_path / "bundle" / "model.onnx"
-    proven = verify.prove(task, task.net, open_split(task, "test"), Export(optimize="basic"), path)
+    proven = verify.verify_model(task, task.net, open_split(task, "test"), Export(optimize="basic"), path)
     proven.require()
     told = proven.file["optimize"]
     assert (told["asked"], told["used"]) == ("basic", "none")
-    assert told["reason"].startswith("optimised it is not the model: ")
+    assert told["reason"].startswith("the optimized file differs from the model: ")
     assert "the first node that is wrong is `" in told["reason"]
-    assert "export.optimize=basic is not used: optimised it is not the model" in capsys.readouterr().out
+    assert "export.optimize=basic is not used: the optimized file differs from the model" in capsys.readouterr().out
     assert [one.name for one in tmp_path.iterdir()] == ["bundle"]
     assert json.dumps(proven.file)
 
@@ -185,7 +185,7 @@ def test_an_optimised_file_that_is_not_sound_is_not_used_either(
     monkeypatch.setattr(verify, "optimise", fused)
     task: Any = Small(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), pairs())
     (tmp_path / "bundle").mkdir()
-    proven = verify.prove(
+    proven = verify.verify_model(
         task, task.net, open_split(task, "test"), Export(optimize="basic"), tmp_path / "bundle" / "model.onnx"
     )
     proven.require()

@@ -90,7 +90,7 @@ def test_outputs_that_changed_places_are_noticed(exported: Exporter) -> None:
 
 def test_an_answer_of_another_shape_is_refused() -> None:
     task: Any = Small(nn.Identity(), pairs())
-    with pytest.raises(StageError, match=r"answers `y` of shape \(23, 1\), torch \(23, 2\)"):
+    with pytest.raises(StageError, match=r"returns `y` of shape \(23, 1\), torch \(23, 2\)"):
         compare(task, Samples("test", pairs()), {"y": np.zeros((23, 2))}, {"y": np.zeros((23, 1))}, Export(), 1, 0.0)
 
 

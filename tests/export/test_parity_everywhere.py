@@ -17,7 +17,7 @@ from export import parity_everywhere
 from export.parity_everywhere import (
     CPU,
     CUDA,
-    Asked,
+    Case,
     Place,
     compare_at,
     places,
@@ -79,8 +79,8 @@ def test_every_size_is_compared_at_one_thread_and_at_all_with_real_samples_and_c
     ]
     assert all(row["max_abs_error"] < 1e-6 and not row["beyond_tolerance"] for row in covered.rows)
     told = "\n".join(covered.left_out)
-    assert "batch 7 of random inputs: torch itself refuses it (no sevens)" in told
-    assert "batch 40 of random inputs: torch itself answers NaN" in told
+    assert "batch 7 of random inputs: torch itself fails (no sevens)" in told
+    assert "batch 40 of random inputs: torch itself returns NaN" in told
 
 
 def test_what_no_real_sample_shows_is_found_by_chance(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_provider_that_cannot_be_used_is_told_and_not_passed_over(monkeypatch:
         f"{CUDA}: the installed onnxruntime has no CUDA provider (onnxruntime-gpu has)",
         "TensorrtExecutionProvider: no service of ours uses it",
     ]
-    monkeypatch.setattr(parity_everywhere, "why_no_cuda", lambda _: "")
+    monkeypatch.setattr(parity_everywhere, "cuda_problem", lambda _: "")
     assert [place.text for place in places()[0]][2:] == ["CUDA", "CUDA in TF32"]
 
 
@@ -131,12 +131,12 @@ def test_tf32_is_held_to_the_bits_it_has() -> None:
 def test_a_place_that_answers_otherwise_is_named(tmp_path: Path) -> None:
     path, place = halving(tmp_path / "model.onnx"), Place(CPU, 1)
     feed = {"x": np.ones((2, 4), np.float32)}
-    row = compare_at(place, place.open(path), [Asked("shapes", "batch 2", feed, {"y": feed["x"]})], CONFIG)
+    row = compare_at(place, place.open(path), [Case("shapes", "batch 2", feed, {"y": feed["x"]})], CONFIG)
     assert (row["beyond_tolerance"], row["worst"]) == (8, "`y` at batch 2 (CPU, 1 thread)")
 
 
 def test_a_file_that_does_not_run_on_a_batch_is_told_with_its_shapes(tmp_path: Path) -> None:
     place = Place(CPU, 1)
-    asked = [Asked("shapes", "batch 2", {"x": np.ones((2, 5), np.float32)}, {"y": np.ones((2, 5), np.float32)})]
+    asked = [Case("shapes", "batch 2", {"x": np.ones((2, 5), np.float32)}, {"y": np.ones((2, 5), np.float32)})]
     with pytest.raises(StageError, match=r"cannot run the file on x \[2, 5\]"):
         compare_at(place, place.open(halving(tmp_path / "model.onnx")), asked, CONFIG)

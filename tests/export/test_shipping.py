@@ -14,14 +14,14 @@ from pipeline.contract.errors import StageError
 from pipeline.contract.files import digest_file
 from pipeline.verify import verify_bundle
 
-from .test_step import CODEC, TASK, judged, refusal
+from .test_step import CODEC, TASK, evaluated_run, refusal
 
 
 def test_the_variant_that_is_shipped_is_named_wherever_the_model_is(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "sums_task.py").write_text(TASK)
     (tmp_path / "sums_codec.py").write_text(CODEC)
     words = {"variants": ["int8-dynamic", "int8-static"], "choose": "int8-dynamic", "variant_margin": 0.1}
-    run = judged(tmp_path, export=words)
+    run = evaluated_run(tmp_path, export=words)
     export(run, tmp_path)
     bundle = open_bundle(run.partial("export") / "bundle")
     assert bundle.signature.variant == "int8-dynamic"
@@ -39,6 +39,6 @@ def test_the_variant_that_is_shipped_is_named_wherever_the_model_is(tmp_path: Pa
     assert sorted(path.name for path in run.partial("export").iterdir()) == ["bundle", "parity.json", "variants.json"]
     assert [*verify_bundle(bundle.path)][-1] == "golden requests are answered as at export"
     assert "*  int8-dynamic" in capsys.readouterr().out
-    again = judged(tmp_path, export={**words, "choose": "int8-static"})
+    again = evaluated_run(tmp_path, export={**words, "choose": "int8-static"})
     assert "export.choose=int8-static is not shipped: calibration: 9 training" in refusal(again, tmp_path, StageError)
     assert not any(row["chosen"] for row in json.loads((again.partial("export") / "variants.json").read_text()))

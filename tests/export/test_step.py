@@ -84,7 +84,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def judged(root: Path, verdict: str = "pass", checkpoint: str | None = None, **sections: Any) -> Run:
+def evaluated_run(root: Path, verdict: str = "pass", checkpoint: str | None = None, **sections: Any) -> Run:
     """A run up to its verdict."""
     run = Run(root / "runs" / f"run-{len(list(root.glob('runs/*')))}")
     for step in ("prepare", "train", "evaluate"):
@@ -116,7 +116,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def test_the_bundle_opens_and_names_every_ancestor(root: Path) -> None:
-    run = judged(root)
+    run = evaluated_run(root)
     export(run, root)
     bundle = open_bundle(run.partial("export") / "bundle")
     assert bundle.manifest.ancestors.checkpoint == digest_file(run.output("train") / "model.safetensors")
@@ -132,7 +132,7 @@ def test_the_bundle_opens_and_names_every_ancestor(root: Path) -> None:
 def test_the_same_model_is_the_same_bundle_to_the_byte(root: Path) -> None:
     digests = set()
     for _ in range(2):
-        run = judged(root)
+        run = evaluated_run(root)
         export(run, root)
         bundle = run.partial("export") / "bundle"
         digests.add((open_bundle(bundle).digest, digest_file(bundle / "provenance.json")))
@@ -160,7 +160,7 @@ def check_provenance(run: Run, directory: Path) -> None:
 
 
 def test_no_file_of_the_bundle_tells_where_it_was_made(root: Path) -> None:
-    run = judged(root)
+    run = evaluated_run(root)
     export(run, root)
     for path in (run.partial("export") / "bundle").iterdir():
         assert str(root).encode() not in path.read_bytes(), path.name
@@ -168,11 +168,11 @@ def test_no_file_of_the_bundle_tells_where_it_was_made(root: Path) -> None:
 
 
 def test_a_rejected_candidate_is_not_exported(root: Path) -> None:
-    assert "`fail`: size is 1" in refusal(judged(root, verdict="fail"), root, GateError)
+    assert "`fail`: size is 1" in refusal(evaluated_run(root, verdict="fail"), root, GateError)
 
 
 def test_an_overridden_one_says_so_in_its_card_its_manifest_and_its_lineage(root: Path) -> None:
-    run = judged(root, verdict="fail")
+    run = evaluated_run(root, verdict="fail")
     verdict = digest_file(run.output("evaluate") / "verdict.json")
     write_override(run.path, Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="0" * 64))
     assert "`pipe gate override" in refusal(run, root, GateError), "a word about another verdict"
@@ -186,13 +186,13 @@ def test_an_overridden_one_says_so_in_its_card_its_manifest_and_its_lineage(root
 
 
 def test_the_verdict_on_another_checkpoint_is_worth_nothing(root: Path) -> None:
-    assert "another checkpoint" in refusal(judged(root, checkpoint="0" * 64), root, StageError)
+    assert "another checkpoint" in refusal(evaluated_run(root, checkpoint="0" * 64), root, StageError)
 
 
 def test_a_codec_that_imports_from_the_project_cannot_travel(root: Path) -> None:
     (root / "sums_scale.py").write_text("SCALE = 1\n")
     edit(root / "sums_codec.py", "import numpy as np\n", "import numpy as np\nfrom sums_scale import SCALE\n")
-    assert "imports sums_scale.py; a codec travels alone" in refusal(judged(root), root, ConfigError)
+    assert "imports sums_scale.py; a codec travels alone" in refusal(evaluated_run(root), root, ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,13 @@ def test_a_codec_that_imports_from_the_project_cannot_travel(root: Path) -> None
 )
 def test_a_codec_that_does_not_fit_is_told_at_export(root: Path, old: str, new: str, message: str) -> None:
     edit(root / "sums_codec.py", old, new)
-    assert message in refusal(judged(root), root, ConfigError)
+    assert message in refusal(evaluated_run(root), root, ConfigError)
 
 
 def test_a_model_that_answers_by_chance_is_refused_and_the_evidence_is_kept(root: Path) -> None:
     edit(root / "sums_task.py", "class Sums:", NOISY + "class Sums:")
     edit(root / "sums_task.py", "return nn.Linear(3, 1)", "return Noisy(3, 1)")
-    run = judged(root)
+    run = evaluated_run(root)
     assert "no ONNX file can be the model: torch answers `" in refusal(run, root, StageError)
     evidence = json.loads((run.partial("export") / "parity.json").read_text())
     assert all(one["beyond_tolerance"] for one in evidence["runs"])
@@ -222,10 +222,10 @@ def test_a_model_that_answers_by_chance_is_refused_and_the_evidence_is_kept(root
 def test_a_model_that_names_its_batch_size_is_told_where_to_look(root: Path) -> None:
     edit(root / "sums_task.py", "class Sums:", FIXED + "class Sums:")
     edit(root / "sums_task.py", "return nn.Linear(3, 1)", "return Fixed(3, 1)")
-    text = refusal(judged(root, export={"batch_sizes": [3]}), root, StageError)
+    text = refusal(evaluated_run(root, export={"batch_sizes": [3]}), root, StageError)
     assert "the batch axis of" in text
     assert "look in the model for a reshape that names the batch size" in text
-    assert "the batch axis of" in refusal(judged(root), root, StageError)
+    assert "the batch axis of" in refusal(evaluated_run(root), root, StageError)
 
 
 FED_TASK = """
@@ -260,7 +260,7 @@ def fed(root: Path) -> Run:
     """A run whose task and codec share a file, and whose prepare made one more."""
     (root / "sums_task.py").write_text(TASK + FED_TASK)
     (root / "sums_codec.py").write_text(FED_CODEC)
-    run = judged(root)
+    run = evaluated_run(root)
     files = run.output("prepare") / "files"
     files.mkdir()
     (files / "scale.txt").write_text("2.5")

@@ -33,7 +33,7 @@ from export.to_onnx import (
     tensor_specs,
     variants,
 )
-from export.verify import check_positions, prove
+from export.verify import check_positions, verify_model
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import DataError, PipelineError, StageError
 from pipeline.contract.files import digest_file
@@ -145,7 +145,7 @@ def test_the_batch_that_is_traced_is_as_large_as_no_other_axis(length: int) -> N
             "`axes` of input_ids: write the names of its axes, `batch` first",
         ),
         ({"axes": {"input_ids": ("batch", "x", "x")}}, "`axes` of input_ids"),
-        ({"longest": {}}, "`longest` must say how long each of sequence may be"),
+        ({"longest": {}}, "`longest` must give the maximum of each of sequence"),
         ({"longest": {"sequence": 4}}, "an axis 6 long, beyond the 4 that `longest` allows"),
         ({"columns": columns(1)}, "axis `sequence` of `input_ids` is 1 long in the test data"),
         (
@@ -197,7 +197,7 @@ def test_lengths_that_torch_itself_refuses_are_told_and_not_compared(
     require_equal(found, made.config)
     assert not [one for one in found if " 1, padding" in one["worst"] or " 2, padding" in one["worst"]]
     said = capsys.readouterr().out
-    assert "not compared at sequence 1, padding: none: torch itself refuses it" in said
+    assert "not compared at sequence 1, padding: none: torch itself fails" in said
 
 
 class Stubborn(Bag):
@@ -211,7 +211,7 @@ class Stubborn(Bag):
 def test_a_part_that_stays_in_training_mode_is_named(tmp_path: Any) -> None:
     task: Any = Texts(nn.Sequential(Stubborn()), columns())
     with pytest.raises(StageError, match=r"0, 0\.embedding, 0\.head: still in training mode after eval"):
-        prove(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+        verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
 
 
 def test_a_router_with_noise_is_named(tmp_path: Any) -> None:
@@ -221,8 +221,8 @@ def test_a_router_with_noise_is_named(tmp_path: Any) -> None:
             return found + torch.rand_like(found)
 
     task: Any = Texts(Noisy(), columns())
-    proven = prove(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
-    with pytest.raises(StageError, match=r"torch answers `y` differently each time .*noise in a router"):
+    proven = verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    with pytest.raises(StageError, match=r"torch returns different values of `y` .*noise in a router"):
         proven.require()
 
 

@@ -142,7 +142,7 @@ def seen(net: nn.Module) -> str:
 @pytest.mark.parametrize(
     ("net", "parts"),
     [
-        (Functional, ("the model's own forward, test_hidden.py line ", "dropout stays on", "training=self.training")),
+        (Functional, ("the model's own forward, test_trace.py line ", "dropout stays on", "training=self.training")),
         (Attention, ("dropout stays on in eval mode",)),
         (OfTheBatch, ("`body.1` (BatchNorm1d)", "by the batch at hand", "track_running_stats=True")),
         (BatchNormOn, ("by the batch at hand",)),
@@ -152,7 +152,7 @@ def seen(net: nn.Module) -> str:
         (Learning, ("changes `head.weight` with every call",)),
         (Writing, ("changes its input `x` in place", "x = x.clone()")),
         (Branching, ("decides in python", "`return found if found.sum() > 0 else -found`", "torch.where")),
-        (Looping, ("decides in python", "test_hidden.py line ")),
+        (Looping, ("decides in python", "test_trace.py line ")),
         (Untraceable, ("custom operator hidden_state::untraceable", "write it with torch's own operators")),
     ],
 )

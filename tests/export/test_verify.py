@@ -1,4 +1,4 @@
-"""What torch itself answers is looked at before a file is blamed."""
+"""Torch's own outputs are checked before a file is called wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from export.verify import by_chance
+from export.verify import find_nondeterminism
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export
 
@@ -16,7 +16,7 @@ from .conftest import Small, linear, pairs
 
 def told(net: nn.Module) -> str:
     task: Any = Small(net.eval(), pairs())
-    return by_chance(task, net, open_split(task, "test"), Export())
+    return find_nondeterminism(task, net, open_split(task, "test"), Export())
 
 
 class Beside(nn.Module):
@@ -39,7 +39,7 @@ def test_answers_that_hang_on_nothing_else_are_no_reason() -> None:
 
 
 def test_an_answer_that_hangs_on_who_asks_beside_is_named() -> None:
-    assert "answers `y` of a sample otherwise when others are beside it in the batch" in told(Beside())
+    assert "`y` for a sample depends on the other samples in the batch" in told(Beside())
 
 
 def test_the_first_sample_that_torch_answers_with_nan_is_named() -> None:
@@ -48,4 +48,4 @@ def test_the_first_sample_that_torch_answers_with_nan_is_named() -> None:
 
 
 def test_noise_is_named() -> None:
-    assert "answers `y` differently each time it is asked the same" in told(Restless())
+    assert "returns different values of `y` for the same input" in told(Restless())

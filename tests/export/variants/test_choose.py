@@ -55,7 +55,7 @@ def test_where_fp32_is_over_its_budget_the_fastest_of_the_others_is_chosen_whate
 def test_nothing_is_shipped_where_nothing_passes() -> None:
     found = fastest(Contender("fp32", ("too slow",), None), contender("fp16", 0.5, 0.1, "too coarse"))
     assert found.name == ""
-    assert found.refusal == "no variant passes, so that nothing is shipped: fp32: too slow; fp16: too coarse"
+    assert found.refusal == "no variant passes, so nothing is shipped: fp32: too slow; fp16: too coarse"
 
 
 def test_a_named_one_that_fails_stops_the_step_and_names_what_would_do() -> None:

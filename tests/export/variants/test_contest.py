@@ -214,7 +214,7 @@ def test_a_single_test_sample_judges_no_variant(tmp_path: Path) -> None:
     one = contest(tmp_path, variants=["int8-dynamic"])
     few = Contest(one.task, one.model, one.test.first(1), one.config, one.path, one.folder)
     entries = by_name(few.entries())
-    assert entries["int8-dynamic"].faults == ("accuracy cannot be judged on a single test sample",)
+    assert entries["int8-dynamic"].faults == ("accuracy cannot be evaluated on a single test sample",)
     assert entries["fp32"].faults == ()  # it is proven number by number
 
 

@@ -7,7 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from export.variants.judge import Answers, Apart, Array, Reference, apart, faults, judged, over_budget, spread_of
+from export.variants.judge import (
+    Answers,
+    Apart,
+    Array,
+    Reference,
+    apart,
+    evaluate_variant,
+    faults,
+    over_budget,
+    spread_of,
+)
 from export.variants.timing import Timing
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Evaluate, Export
@@ -24,7 +34,7 @@ def few_wrong(count: int) -> Array:
 
 def told(name: str, *answers: Answers, evaluate: Evaluate = EVALUATE, export: Export | None = None) -> list[str]:
     reference = Reference({}, {"y": 1.0}, {"accuracy": RIGHT})
-    found = judged(evaluate, reference, answers)
+    found = evaluate_variant(evaluate, reference, answers)
     return list(faults(name, export or Export(), evaluate, found, reference, answers, []))
 
 
@@ -74,7 +84,7 @@ def test_a_floor_that_torch_misses_was_forgiven_and_is_not_asked_of_the_file() -
     [
         (1.0, 1.9, ""),
         (2.1, 2.4, "p50_ms is 2.2 (at least 2.1), over export.budget p50_ms=2"),
-        (1.9, 2.4, "p50_ms lies between 1.9 and 2.4, which does not tell whether it keeps export.budget p50_ms=2"),
+        (1.9, 2.4, "p50_ms lies between 1.9 and 2.4, which does not show whether it keeps export.budget p50_ms=2"),
         (1.9, math.inf, "p50_ms lies between 1.9 and more than the slowest call"),
     ],
 )
