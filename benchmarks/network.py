@@ -49,7 +49,7 @@ class Host:
         """Pull the cable out at the switch: the host itself sees its carrier go."""
         _do("ip", "-n", self.switch, "link", "set", self.interface, "down")
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         _do("ip", "-n", self.switch, "link", "set", self.interface, "up")
 
 
@@ -91,7 +91,7 @@ def sweep() -> None:
             try:
                 _do("ip", "netns", "delete", name)
             except StageError:
-                if name in _namespaces():  # else somebody else swept it away
+                if name in _namespaces():  # otherwise another process removed it
                     raise
 
 

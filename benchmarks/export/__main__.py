@@ -27,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pipe bench export", description="time and memory of experts in ONNX Runtime")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.export", description="time and memory of experts in ONNX Runtime"
+    )
     parser.add_argument("--experts", type=int, nargs="+", default=EXPERTS, help="how many there are; 4 are active")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model; an expert is half as wide")
     parser.add_argument("--output", "-o", choices=("text", "json"), default="text")
@@ -35,7 +37,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _measured(form: str, experts: int, hidden: int) -> Cost:
-    """In a process of its own: the most memory a process ever had never falls again."""
+    """Run in a separate process: the peak memory of a process never falls."""
     argv = [sys.executable, "-m", "benchmarks.export.experts", form, str(experts), str(hidden)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:

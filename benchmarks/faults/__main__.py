@@ -32,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pipe bench faults", description="training that is killed again and again")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description="training that is killed again and again"
+    )
     parser.add_argument("--every", action="append", type=float, help="mean seconds between failures: 60 and 15")
     parser.add_argument("--steps", type=int, default=4096, help="steps of each training; one takes about 50 ms")
     parser.add_argument("--victim", choices=get_args(Victim), default="worker", help="what is killed")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pipeline.chaos.attack import Due, DueKill, kills_of, never
-from pipeline.contract.attempts import ChaosEvent, Kill
+from train.chaos_hooks import ChaosEvent, Kill
 
 Victim = Literal["worker", "launcher", "pipe"]
 

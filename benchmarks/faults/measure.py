@@ -16,9 +16,9 @@ from benchmarks.faults.failures import Victim, failures
 from pipeline.chaos.attack import kills_of
 from pipeline.chaos.campaign import Campaign
 from pipeline.chaos.verdict import journal, recoveries
-from pipeline.contract.attempts import ChaosEvent
 from pipeline.contract.run import Run
 from pipeline.history import Project
+from train.chaos_hooks import ChaosEvent
 
 PROJECT = Path(__file__).with_name("project")
 _BATCH_SIZE, _EPOCH_STEPS = 32, 512
@@ -70,7 +70,7 @@ def measure(course: Course, every: Sequence[float], folder: Path) -> dict[str, A
 def overrides(course: Course) -> list[str]:
     per_epoch = min(course.steps, _EPOCH_STEPS)
     return [
-        f"train.samples={per_epoch * _BATCH_SIZE}",
+        f"train.max_samples={per_epoch * _BATCH_SIZE}",
         f"train.batch_size={_BATCH_SIZE}",
         f"train.epochs={course.steps // per_epoch}",
         f"train.processes={course.processes}",

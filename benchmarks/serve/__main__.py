@@ -1,4 +1,4 @@
-"""`python -m benchmarks.serve`: closed loop, open loop, overload and starts, as asked for."""
+"""`python -m benchmarks.serve`: closed loop, open loop, overload and start times."""
 
 from __future__ import annotations
 
@@ -38,13 +38,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pipe bench serve", description="how fast the service is, beside its peers")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serve", description="how fast the service is, beside its peers"
+    )
     parser.add_argument("--table", action="append", choices=TABLES, help="only this table; may be given again")
     parser.add_argument("--model", choices=("deepseek",), help="a language model's tokens a second, and nothing else")
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="only this model")
     parser.add_argument("--only", action="append", choices=[one.name for one in CONTENDERS], help="only this service")
     parser.add_argument("--clients", action="append", type=int, help="only so many clients at once")
-    parser.add_argument("--rounds", type=int, default=race.FULL.rounds, help="turns of everybody")
+    parser.add_argument(
+        "--rounds", type=int, default=race.FULL.rounds, help="rounds in which each contender has one turn"
+    )
     parser.add_argument("--seconds", type=float, default=race.FULL.seconds, help="of one turn")
     parser.add_argument("--overload-seconds", type=float, default=60.0, help="of twice the capacity")
     parser.add_argument("--quick", action="store_true", help="short and digits only: that it works, no more")

@@ -2,12 +2,12 @@
 
 A request counts from when it was due, whatever kept it: one that waits for a free connection waits for its answer too.
 The connections are opened before the clock starts and are kept open; one that the service closes is opened anew.
-Not measured: more requests on their way at once than there are connections (what that makes late is told), and
+Not measured: more requests in flight than there are connections (the delay this causes is reported), and
 whether an answer is right, beyond its status and length.
 
 Of a processor it takes some 15 µs a request, as h2load does, and 60 where few come. (h2load can be held to a rate too,
-but cannot say when a request was due, and asks no more over a connection that was closed.) Both sides share the machine
-and take it from one another: what each took is told.
+but cannot say when a request was due, and sends no more over a connection that was closed.) Both sides share the machine
+and take it from one another: the CPU time of each is reported.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Clients:
         self._place, self._request = (host, port), request
         self._loop = asyncio.get_running_loop()
         self.answers: list[tuple[int, float, float, float]] = []  # status, due, sent, answered
-        self._free: list[Client] = []  # the last that was freed is the next that asks
+        self._free: list[Client] = []  # last freed, first used
         self._due: deque[float] = deque()
         self._all: set[Client] = set()
         self._opening: set[asyncio.Task[None]] = set()
@@ -124,7 +124,7 @@ class Clients:
             self._due.append(due)
 
     def answered(self, client: Client, status: int, *, last: bool) -> None:
-        """`last`: the service closes the connection, and would lose what it is asked on it."""
+        """`last`: the service closes the connection; a request sent on it would be lost."""
         self.answers.append((status, client.due, client.sent, self._loop.time()))
         client.due = -1.0
         if last:
@@ -140,7 +140,7 @@ class Clients:
             self._free.append(client)
 
     def gone(self, client: Client) -> None:
-        """Closed by the service: what it was asked is lost, and another connection takes its place."""
+        """The service closed the connection: its request is lost, and a new connection replaces it."""
         self._all.discard(client)
         if client in self._free:
             self._free.remove(client)
@@ -187,13 +187,13 @@ async def arrive(url: str, body: bytes, headers: Mapping[str, str], rate: float,
     await clients.open(connections(rate, seconds))
     gc.freeze()
     gc.disable()  # what is kept of each answer would be looked through again and again
-    used, began, asked = _cpu_seconds(), loop.time(), 0
-    while asked < count:
+    used, began, sent = _cpu_seconds(), loop.time(), 0
+    while sent < count:
         due = min(count, int((loop.time() - began) * rate) + 1)
-        for number in range(asked, due):
+        for number in range(sent, due):
             clients.arrive(began + number / rate)
-        asked = due
-        await asyncio.sleep(max(_TICK_SECONDS, began + asked / rate - loop.time()))
+        sent = due
+        await asyncio.sleep(max(_TICK_SECONDS, began + sent / rate - loop.time()))
     end = loop.time() + _LAST_SECONDS
     while clients.waiting and loop.time() < end:
         await asyncio.sleep(0.01)
@@ -227,7 +227,7 @@ def _cpu_seconds() -> float:
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    told["body"] = Path(told["body"]).read_bytes()
+    arguments = json.loads(sys.argv[1])
+    arguments["body"] = Path(arguments["body"]).read_bytes()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        print(json.dumps(runner.run(arrive(**told))))
+        print(json.dumps(runner.run(arrive(**arguments))))

@@ -16,7 +16,7 @@ _RPC = "/inference.GRPCInferenceService/ModelInfer"
 
 @dataclass(frozen=True)
 class Contender:
-    """`paths`: where each wire format is asked for. `peer`: the name of its environment; ours when empty."""
+    """`paths`: the URL path of each wire format. `peer`: the name of its environment; empty for this one."""
 
     name: str
     paths: Mapping[str, str]
@@ -30,8 +30,8 @@ class Contender:
             ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
             return [sys.executable, "-m", "serve", str(bundle), *ports]
         python = str(python_of(self.peer, self.base)) if self.peer else sys.executable
-        told = [str(bundle / "model.onnx"), str(http_port), str(grpc_port), str(threads)]
-        return [python, "-m", f"benchmarks.serve.servers.{self.script}", *told]
+        arguments = [str(bundle / "model.onnx"), str(http_port), str(grpc_port), str(threads)]
+        return [python, "-m", f"benchmarks.serve.servers.{self.script}", *arguments]
 
 
 CONTENDERS: Sequence[Contender] = (

@@ -35,7 +35,7 @@ def names() -> list[tuple[str, str, int]]:
 
 
 def bundle(folder: Path, threads: int) -> Path:
-    """Sealed in `folder`, which must not exist yet. Its texts end where they were asked to."""
+    """Sealed in `folder`, which must not exist yet. Its texts end at the requested length."""
     (folder / "files").mkdir(parents=True)
     _build(folder / "model.onnx")
     words = {f"t{number}": number for number in range(VOCABULARY)}
@@ -106,7 +106,7 @@ def _looked_up(net: Net, rows: int, what: str) -> str:
 
 
 def _mask(net: Net) -> str:
-    """0 where a place may be looked at, far below elsewhere."""
+    """0 where attention is allowed, a large negative number elsewhere."""
     zero, one = net.constant(np.array(0)), net.constant(np.array(1))
     total = net.add("Gather", net.add("Shape", "attention_mask"), one)
     past = net.add("Sub", total, net.add("Gather", net.add("Shape", "input_ids"), one))
@@ -119,7 +119,7 @@ def _mask(net: Net) -> str:
 
 
 def _attention(net: Net, layer: int, x: str, mask: str) -> str:
-    """Every head looks at the same latent vectors, each through a matrix of its own that is put before it."""
+    """All heads attend to the same latent vectors, each through its own projection."""
     whole = {}
     for kind, width in _CACHES.items():
         made = net.add("Unsqueeze", net.add("MatMul", x, net.weight(_WIDE, width)), net.constant(np.array([1])))

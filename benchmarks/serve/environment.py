@@ -34,5 +34,5 @@ def _do(argv: list[str], peer: str) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ResourceError(f"{peer} cannot be installed: {error}") from error
     if done.returncode:
-        told = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["it ended with an error"]
-        raise ResourceError(f"{peer} cannot be installed: {told[-1][:300]}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["it ended with an error"]
+        raise ResourceError(f"{peer} cannot be installed: {errors[-1][:300]}")

@@ -60,13 +60,13 @@ def _wrk(asking: Asking, concurrency: int, seconds: float, folder: Path) -> Foun
     headers = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in asking.headers)
     script.write_text(_LUA.format(body=body, headers=headers))
     argv = ["wrk", "-t1", f"-c{concurrency}", f"-d{max(1, round(seconds))}s", "--timeout", "30s", "-s", str(script)]
-    return read_wrk(_told([*argv, asking.url], seconds))
+    return read_wrk(_output([*argv, asking.url], seconds))
 
 
 def read_wrk(text: str) -> Found:
     found = re.search(r"FOUND (\d+) (\d+) (\d+) (\d+) (\d+)", text)
     if found is None:
-        raise StageError(f"wrk said: {text[-300:]}")
+        raise StageError(f"wrk printed: {text[-300:]}")
     requests, duration, failed, p50, p99 = (int(one) for one in found.groups())
     return Found(requests, requests / (duration / 1e6), p50 / 1e3, p99 / 1e3, failed)
 
@@ -77,7 +77,7 @@ def _h2load(asking: Asking, concurrency: int, seconds: float, folder: Path) -> F
     log.unlink(missing_ok=True)
     headers = [part for name, value in asking.headers for part in ("-H", f"{name}: {value}")]
     argv = ["h2load", "-t1", f"-c{concurrency}", "-m1", "-D", str(max(1, round(seconds))), "-d", str(body)]
-    text = _told([*argv, f"--log-file={log}", *headers, asking.url], seconds)
+    text = _output([*argv, f"--log-file={log}", *headers, asking.url], seconds)
     return read_h2load(text, log.read_text().splitlines())
 
 
@@ -85,7 +85,7 @@ def read_h2load(text: str, lines: Sequence[str]) -> Found:
     """Its own rate; percentiles from its log: start in µs, status, µs it took."""
     finished = re.search(r"finished in ([\d.]+)(us|ms|s|m), ([\d.]+) req/s", text)
     if finished is None:
-        raise StageError(f"h2load said: {text[-300:]}")
+        raise StageError(f"h2load printed: {text[-300:]}")
     logged = [line.split("\t") for line in lines]
     failed = sum(status != "200" for _, status, _ in logged)
     took = sorted(int(microseconds) / 1e3 for _, _, microseconds in logged)
@@ -97,7 +97,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("inf")
 
 
-def _told(argv: list[str], seconds: float) -> str:
+def _output(argv: list[str], seconds: float) -> str:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds + 60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

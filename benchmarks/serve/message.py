@@ -16,7 +16,7 @@ def infer_request(model: str, name: str, datatype: str, shape: Sequence[int], ra
 
 
 def framed(message: bytes) -> bytes:
-    """As it stands in an HTTP/2 body: not compressed, behind its length."""
+    """Frame a gRPC message: flag for no compression, length, bytes."""
     return struct.pack(">BI", 0, len(message)) + message
 
 

@@ -60,9 +60,9 @@ def rates(workload: Workload, seconds: float) -> list[Rate]:
         top = _capacity(asking, folder)
         found = []
         for share in _SHARES:
-            told, cores = _arrive(one, asking, top * share, seconds, folder)
-            failed = told.due - told.predictions
-            found.append(Rate(workload.name, top * share, share, told.p50_ms, told.p99_ms, failed, *cores))
+            arrived, cores = _arrive(one, asking, top * share, seconds, folder)
+            failed = arrived.due - arrived.predictions
+            found.append(Rate(workload.name, top * share, share, arrived.p50_ms, arrived.p99_ms, failed, *cores))
         return found
 
 
@@ -71,24 +71,24 @@ def overload(workload: Workload, seconds: float) -> Overload:
         asking = one.asking[BINARY]
         before = _capacity(asking, folder)
         within = (*asking.headers, ("x-request-timeout", str(_DEADLINE_SECONDS)))
-        told, cores = _arrive(one, Asking(asking.url, asking.body, within), 2 * before, seconds, folder)
+        arrived, cores = _arrive(one, Asking(asking.url, asking.body, within), 2 * before, seconds, folder)
         capacity = (before + _capacity(asking, folder)) / 2
-    return judged(workload.name, capacity, told, cores)
+    return summarize(workload.name, capacity, arrived, cores)
 
 
-def judged(workload: str, capacity: float, told: Arrived, cores: tuple[float, float]) -> Overload:
+def summarize(workload: str, capacity: float, arrived: Arrived, cores: tuple[float, float]) -> Overload:
     """`cores` of the client and of the service."""
     return Overload(
         workload,
-        told.seconds,
+        arrived.seconds,
         _DEADLINE_SECONDS,
         capacity,
-        told.predictions / told.seconds,
-        told.p99_ms,
-        told.refused,
-        told.refused_p99_ms,
-        told.failed,
-        told.late_p99_ms,
+        arrived.predictions / arrived.seconds,
+        arrived.p99_ms,
+        arrived.refused,
+        arrived.refused_p99_ms,
+        arrived.failed,
+        arrived.late_p99_ms,
         *cores,
     )
 
@@ -123,7 +123,7 @@ def _ours(workload: Workload) -> Iterator[tuple[Started, Path]]:
         bundle = workload.bundle(Path(folder) / "bundle")
         with started(workload, [one for one in CONTENDERS if one.name == "ours"], bundle) as found:
             if not found:
-                raise StageError("the service did not start; the line above says why")
+                raise StageError("the service did not start; see the line above")
             found[0].running.go_on()
             yield found[0], Path(folder)
 
@@ -139,8 +139,14 @@ def _arrive(
     """And the cores that client and service were busy with, on average."""
     body = folder / "arriving"
     body.write_bytes(asking.body)
-    told = {"url": asking.url, "body": str(body), "headers": dict(asking.headers), "rate": rate, "seconds": seconds}
-    argv = [sys.executable, "-m", "benchmarks.serve.arrivals", json.dumps(told)]
+    arguments = {
+        "url": asking.url,
+        "body": str(body),
+        "headers": dict(asking.headers),
+        "rate": rate,
+        "seconds": seconds,
+    }
+    argv = [sys.executable, "-m", "benchmarks.serve.arrivals", json.dumps(arguments)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     before = one.running.cpu_seconds()
     done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=seconds + 120, check=False)

@@ -1,4 +1,4 @@
-"""Everybody at once, but one at a time: all are started, all but one are held, and they take turns in rounds."""
+"""Interleaved measurement: all contenders are started, all but one are paused, and they take turns in rounds."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def started(workload: Workload, contenders: Sequence[Contender], bundle: Path) -
 def race(workload: Workload, contenders: Sequence[Contender], size: Size) -> tuple[list[Row], list[Start]]:
     with tempfile.TemporaryDirectory() as folder:
         bundle = workload.bundle(Path(folder) / "bundle")
-        with started(workload, contenders, bundle) as everybody:
-            starts = [_start(workload, one) for one in everybody]
+        with started(workload, contenders, bundle) as running:
+            starts = [_start(workload, one) for one in running]
             laps: dict[tuple[int, str, str], list[Lap]] = {}
             for concurrency in size.concurrency:
                 for number in range(size.rounds):
                     limit = _limit(workload, bundle, concurrency, size.seconds)
                     laps.setdefault((concurrency, BARE, "-"), []).append(limit)
-                    for one in everybody[:: 1 if number % 2 == 0 else -1]:
+                    for one in running[:: 1 if number % 2 == 0 else -1]:
                         for wire, asking in one.asking.items():
                             if lap := _lap(one, asking, concurrency, size.seconds, limit.raw, Path(folder)):
                                 laps.setdefault((concurrency, one.contender.name, wire), []).append(lap)
@@ -151,7 +151,7 @@ def _limit(workload: Workload, bundle: Path, concurrency: int, seconds: float) -
 
 
 def _lap(one: Started, asking: Asking, concurrency: int, seconds: float, limit: float, folder: Path) -> Lap | None:
-    """None where it does not go on; the reason is told."""
+    """Return None if the contender failed; the reason is printed."""
     one.running.go_on()
     try:
         closed(asking, concurrency, 1, folder)  # so that it is warm, whatever it keeps

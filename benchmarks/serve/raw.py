@@ -26,10 +26,10 @@ class Speed:
 
 
 def best(model: Path, threads: int, seconds: float, rows: Sequence[int]) -> Speed:
-    """The size of a batch with which it is fastest; measured in a process of its own, as every contender is."""
+    """The size of a batch with which it is fastest; measured in a separate process, like every contender."""
     argv = [sys.executable, "-m", "benchmarks.serve.raw", str(model), str(threads), str(seconds), *map(str, rows)]
-    told = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60 + 10 * seconds * len(rows))
-    return max((Speed(*one) for one in json.loads(told.stdout)), key=lambda one: one.per_second)
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60 + 10 * seconds * len(rows))
+    return max((Speed(*one) for one in json.loads(done.stdout)), key=lambda one: one.per_second)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ class Running:
         self.seconds_to_answer = 0.0
 
     def wait_for_answer(self, asking: Asking) -> None:
-        """Raises StageError with what it said last where none comes."""
+        """Raise StageError with its last output if it does not come."""
         while not answers(asking):
             if self._process.poll() is not None or time.monotonic() - self.began > _START_SECONDS:
                 raise StageError(f"{self.name} does not answer: {self._last_words()}")
@@ -85,7 +85,7 @@ class Running:
     def _last_words(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return " / ".join(lines[-3:])[-400:] or "it said nothing"
+        return " / ".join(lines[-3:])[-400:] or "no output"
 
 
 def answers(asking: Asking) -> bool:
@@ -125,4 +125,4 @@ def free_ports(count: int) -> list[int]:
 
 
 def log_file() -> IO[bytes]:
-    return tempfile.TemporaryFile()  # whoever starts the process closes it
+    return tempfile.TemporaryFile()  # closed by the caller that starts the process

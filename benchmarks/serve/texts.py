@@ -102,7 +102,7 @@ def _row(service: tuple[Running, str], bundle: Path, rows: int, size: Size) -> R
 
 
 def _raw(bundle: Path, rows: int, size: Size) -> Seconds:
-    """In a process of its own, as the service is."""
+    """Run in a separate process, like the service."""
     numbers = map(str, (THREADS, rows, size.length, size.tokens))
     argv = [sys.executable, "-m", "benchmarks.serve.raw_texts", str(bundle / "model.onnx"), *numbers]
     read, written, cpu = json.loads(subprocess.run(argv, capture_output=True, check=True, timeout=600).stdout)
@@ -120,12 +120,12 @@ def _ours(running: Running, url: str, rows: int, size: Size) -> Seconds:
 
 def _together(url: str, rows: int, size: Size, tokens: int, *, stream: bool = False) -> float:
     prompts = np.random.default_rng(time.time_ns()).integers(1, 8000, (rows, size.length)).tolist()
-    asked = [_body(prompt, tokens, stream=stream) for prompt in prompts]
+    bodies = [_body(prompt, tokens, stream=stream) for prompt in prompts]
     with ThreadPoolExecutor(rows) as pool:
         began = time.perf_counter()
-        found = list(pool.map(lambda body: _ask(url, body, stream=stream), asked))
+        found = list(pool.map(lambda body: _ask(url, body, stream=stream), bodies))
         took = time.perf_counter() - began
-    assert all(count == tokens for count in found), f"{found} tokens, asked for {tokens}"
+    assert all(count == tokens for count in found), f"{found} tokens, requested {tokens}"
     return took
 
 
@@ -140,10 +140,12 @@ def _ask(url: str, body: bytes, *, stream: bool = False) -> int:
     """Tokens that came, as the answer counts them."""
     request = urllib.request.Request(url, body, dict(_JSON))  # noqa: S310  # our own service
     with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310  # as above
-        said = answer.read()
+        answer_body = answer.read()
     if stream:
-        said = said.removesuffix(b"data: [DONE]\n\n").rstrip().rsplit(b"\n\n", 1)[-1].removeprefix(b"data: ")
-    return int(json.loads(said)["usage"]["completion_tokens"])
+        answer_body = (
+            answer_body.removesuffix(b"data: [DONE]\n\n").rstrip().rsplit(b"\n\n", 1)[-1].removeprefix(b"data: ")
+        )
+    return int(json.loads(answer_body)["usage"]["completion_tokens"])
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What is asked: each net as a sealed bundle, and one request for it in each wire format."""
+"""Workloads: each net as a bundle, and one request for it in each wire format."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Workload:
 
     @property
     def request(self) -> Array:
-        """One row, the same for everybody."""
+        """One row, the same for all contenders."""
         drawn = np.random.default_rng(1).integers(0, self.top, (1, *self.shape), endpoint=True)
         return drawn if self.datatype == "INT64" else (drawn / self.top).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.train`: runs the tables that were asked for and prints them."""
+"""`python -m benchmarks.train`: run the requested tables and print them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pipe bench train", description="how fast training is, beside its peers")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train", description="how fast training is, beside its peers"
+    )
     parser.add_argument(
         "--table", action="append", choices=(*TABLES, "packing"), help="only this table; may be given again"
     )

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from train.checkpoint.storage import Deed
 from train.checkpoint.store import CheckpointStore
-from train.process_group import Group
+from train.process_group import ProcessGroup
 from train.state import State
 
 
 class Copying(CheckpointStore):
     """In the place of a store: no plan, no agreement, no names, nothing that could be read again."""
 
-    def __init__(self, path: Path, group: Group) -> None:
+    def __init__(self, path: Path, group: ProcessGroup) -> None:
         super().__init__(path, 1, {}, group)
         self._size, self._file = group.size, path / f"{group.rank.rank}"
         self._thread = Thread()

@@ -39,5 +39,5 @@ def _install(python: Path, pins: Path) -> None:
     argv = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(pins)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
-        told = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        raise ResourceError(f"the peers cannot be installed: {told[-1][:300]}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise ResourceError(f"the peers cannot be installed: {errors[-1][:300]}")

@@ -44,7 +44,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def row(net: str, gpus: int, steps: int, *, compiled: bool) -> dict[str, Any]:
-    """What fails says so in its row: the others are measured all the same."""
+    """Measure each contender; a failure is written in its row, and the others go on."""
     try:
         return {**_run(net, gpus, steps, compiled=compiled), "compiled": compiled}
     except (StageError, subprocess.TimeoutExpired) as error:
@@ -54,8 +54,8 @@ def row(net: str, gpus: int, steps: int, *, compiled: bool) -> dict[str, Any]:
 def _run(net: str, gpus: int, steps: int, *, compiled: bool) -> dict[str, Any]:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     argv = [sys.executable, *launch, "-m", "benchmarks.train.on_gpu", net, str(steps), str(int(compiled))]
-    house = str(Path(__file__).resolve().parents[2])
-    env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": house, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    root = str(Path(__file__).resolve().parents[2])
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": root, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=_SECONDS, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:

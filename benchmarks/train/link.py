@@ -21,11 +21,11 @@ WORDS: dict[str, dict[str, Any]] = {
     "none": {},
     "fp16": {"compress": "fp16"},
     "accumulate 4": {"accumulate": 4, "batch_size": 256, "lr": 2e-3},
-    "powersgd 4": {"compress": "powersgd", "compress_rank": 4},
-    "topk 1 %": {"compress": "topk", "compress_share": 0.01},
-    "local_sgd 8": {"sync": "local_sgd", "sync_every": 8},
-    "local_sgd 32": {"sync": "local_sgd", "sync_every": 32},
-    "diloco 16": {"sync": "diloco", "sync_every": 16},
+    "powersgd 4": {"compress": "powersgd:4"},
+    "topk 1 %": {"compress": "topk:0.01"},
+    "local_sgd 8": {"strategy": "local_sgd", "sync_every": 8},
+    "local_sgd 32": {"strategy": "local_sgd", "sync_every": 32},
+    "diloco 16": {"strategy": "diloco", "sync_every": 16},
 }
 
 
@@ -82,16 +82,16 @@ def _train(ends: Sequence[Host], words: Mapping[str, Any], target: float, limit:
             process = subprocess.Popen(end.argv(argv), env=env, stdout=-1, stderr=-1, text=True)
             stack.callback(process.kill)
             processes.append(process)
-        told, errors = processes[0].communicate(timeout=limit + 120)
+        output, errors = processes[0].communicate(timeout=limit + 120)
         if processes[0].returncode:
             raise StageError(f"training over the link failed: {' / '.join(errors.strip().splitlines()[-3:])}")
         processes[1].communicate(timeout=60)
-    found: dict[str, Any] = json.loads(told.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return found
 
 
 def _environment(rank: int, master: str, interface: str) -> dict[str, str]:
     place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": master, "MASTER_PORT": _PORT}
-    house = str(Path(__file__).resolve().parents[2])
-    shared = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": house}
+    root = str(Path(__file__).resolve().parents[2])
+    shared = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": root}
     return {**{name: str(value) for name, value in place.items()}, **shared}

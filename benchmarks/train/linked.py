@@ -1,4 +1,4 @@
-"""One process of the link table: trains until the validation loss is low enough, and says what that took."""
+"""One process of the link table: trains until the validation loss is low enough, and prints what that took."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
-from train.process_group import join
+from train.process_group import join_process_group
 from train.state import Progress
 from train.trainer import Trainer
 from train.validation import validate
@@ -29,14 +29,14 @@ SETTINGS = {
     "epochs": 100,
     "batch_size": 64,
     "schedule": "constant",
-    "warmup": 0,
+    "warmup_ratio": 0,
     "device": "cpu",
     "checkpoint_every": 0,
 }
 
 
 class Teacher(Synthetic):
-    """Learn a fixed random net's answers: 1.6 million parameters and little computation, so that the link tells."""
+    """Learn the outputs of a fixed random net: 1.6 million parameters, little computation: the link dominates."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 1216), nn.ReLU(), nn.Linear(1216, 1216), nn.ReLU(), nn.Linear(1216, 10))
@@ -72,7 +72,7 @@ def main(train: dict[str, Any], target: float, limit_seconds: float) -> None:
     config = parse_config(body, source="the bench")
     rank, task = Rank.from_env(), Teacher()
     assert config.train.batch_size != "auto"
-    with tempfile.TemporaryDirectory() as folder, join(config.train, rank, Path(folder)) as group:
+    with tempfile.TemporaryDirectory() as folder, join_process_group(config.train, rank, Path(folder)) as group:
         splits = open_split(task, "train"), open_split(task, "validation")
         trainer = Racing(task, config, group, *splits, config.train.batch_size)
         trainer.target, trainer.limit_seconds = target, limit_seconds

@@ -36,10 +36,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Size:
-    heats: int  # each with processes of its own: where memory comes to lie differs from one to the next
+    heats: int  # each with new processes, because memory placement differs between processes
     laps: int  # in a heat, of each contestant
     warm_laps: int
-    lap: int  # steps; 0: as the workload says
+    lap: int  # steps; 0: as the workload defines
 
 
 QUICK, FULL = Size(heats=1, laps=2, warm_laps=1, lap=4), Size(heats=4, laps=10, warm_laps=2, lap=0)

@@ -20,7 +20,7 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
-from train.process_group import Group, join
+from train.process_group import ProcessGroup, join_process_group
 from train.state import Progress
 
 LAP, WARM_LAPS = 5, 2
@@ -54,7 +54,7 @@ def main(net: str, steps: int, *, compiled: bool) -> None:
     }
     body = {"name": "bench", "task": "task.py:T", "codec": "codec.py:C", "train": {**words, "deterministic": False}}
     config = parse_config(body, source="the bench")
-    with tempfile.TemporaryDirectory() as folder, join(config.train, rank, Path(folder)) as group:
+    with tempfile.TemporaryDirectory() as folder, join_process_group(config.train, rank, Path(folder)) as group:
         task = NETS[net].make()
         train = open_split(task, "train")
         trainer = Lapping(task, config, group, train, train, batch_size)
@@ -63,10 +63,10 @@ def main(net: str, steps: int, *, compiled: bool) -> None:
         try:
             trainer.fit(Progress(), CheckpointStore(Path(folder), 1, {}, group), None)  # no epoch ends in a few steps
         except Finished:
-            _tell(watch, task.flops_per_token(trainer.strategy.model), batch_size, group)
+            _print_row(watch, task.flops_per_token(trainer.strategy.model), batch_size, group)
 
 
-def _tell(watch: Stopwatch, flops_per_token: float, batch_size: int, group: Group) -> None:
+def _print_row(watch: Stopwatch, flops_per_token: float, batch_size: int, group: ProcessGroup) -> None:
     tokens = batch_size * LENGTH * LAP / statistics.median(watch.seconds[WARM_LAPS + 1 :])
     device = torch.cuda.get_device_name(group.device)
     peak = peak_flops(device)

@@ -1,4 +1,4 @@
-"""Our loop as `pipe run train` runs it: the Trainer with its journal, without the road around it."""
+"""Our loop as `pipe run train` runs it: the Trainer with its journal, without the rest of the pipeline."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
-from train.metrics import Journal
-from train.optim import be_deterministic, forget_what_lasts, keep_freed_memory
-from train.process_group import Group, join
+from train.metrics import MetricsLog
+from train.optim import freeze_garbage_collector, set_determinism, tune_malloc
+from train.process_group import ProcessGroup, join_process_group
 from train.state import Progress
 
 
@@ -26,24 +26,24 @@ def ours(
     rank: Rank,
     gate: Gate,
     folder: Path,
-    make_store: Callable[[Path, Group], CheckpointStore] | None = None,
+    make_store: Callable[[Path, ProcessGroup], CheckpointStore] | None = None,
     **words: Any,
 ) -> None:
     section = {**train_section(workload.batch_size), **words}
     body = {"name": "race", "task": "task.py:T", "codec": "codec.py:C", "train": section}
     config = parse_config(body, source="the race")
-    be_deterministic(config.train)
-    keep_freed_memory()
-    with join(config.train, rank, folder) as group:
+    set_determinism(config.train)
+    tune_malloc()
+    with join_process_group(config.train, rank, folder) as group:
         task = workload.make()
         train = open_split(task, "train")
         trainer = Lapping(task, config, group, train, train, workload.batch_size)
         trainer.gate, trainer.lap = gate, workload.lap
         place = group.share(folder) / "checkpoints"
         store = make_store(place, group) if make_store else CheckpointStore(place, 2, {}, group)
-        forget_what_lasts()
+        freeze_garbage_collector()
         if not rank.first:
             trainer.fit(Progress(), store, None)
             return
-        with contextlib.closing(Journal(folder, 0)) as journal:
+        with contextlib.closing(MetricsLog(folder, 0)) as journal:
             trainer.fit(Progress(), store, journal)

@@ -66,7 +66,7 @@ class Racer:
 
 
 def rotations(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
-    """Every contestant starts at every place equally often: noise that grows or fades favours nobody."""
+    """Every contestant starts at every place equally often: noise that grows or fades favours none of them."""
     for i in range(rounds):
         start = i % len(names)
         turned = [*names[start:], *names[:start]]

@@ -23,7 +23,7 @@ def contestant(name: str) -> Contestant:
     if name in ("ours", "exact"):
         from benchmarks.train.ours import ours
 
-        return functools.partial(ours, elastic="exact") if name == "exact" else ours
+        return functools.partial(ours, elastic_shards=4) if name == "exact" else ours
     if name in ("copying", "saving"):
         from benchmarks.train.copying import Copying
         from benchmarks.train.ours import ours

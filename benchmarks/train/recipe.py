@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.contract.processes import Rank
 from pipeline.contract.task import Task
-from train.batch_order import Order
+from train.batch_order import BatchOrder
 from train.optim import learning_rate
 
 PEAK = 1e-3
@@ -29,7 +29,7 @@ def train_section(batch_size: int) -> dict[str, Any]:
         "batch_size": batch_size,
         "lr": PEAK,
         "weight_decay": WEIGHT_DECAY,
-        "warmup": WARMUP,
+        "warmup_ratio": WARMUP,
         "clip_norm": CLIP_NORM,
         "log_every": LOG_EVERY,
         "device": "cpu",
@@ -43,7 +43,7 @@ class Plan:
         source = task.data("train")
         assert isinstance(source, Mapping)
         self._columns = {name: torch.as_tensor(column) for name, column in source.items()}
-        self._order = Order(len(next(iter(self._columns.values()))), batch_size, seed=0)
+        self._order = BatchOrder(len(next(iter(self._columns.values()))), batch_size, seed=0)
         self._rank = rank
 
     def batches(self) -> Iterator[dict[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from benchmarks.train.transformer import Transformer
 from pipeline.contract.task import Task, load_task
-from pipeline.history import example
+from pipeline.history import example_folder
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Outputs
@@ -64,7 +64,7 @@ class Convolution(Synthetic):
 
 
 class Language(Synthetic):
-    """A transformer of three blocks that tells the next of 96 characters."""
+    """A transformer of three blocks that predicts the next of 96 characters."""
 
     def model(self) -> nn.Module:
         return Transformer(vocabulary=96, width=96, heads=4, depth=3, length=48)
@@ -76,7 +76,7 @@ class Language(Synthetic):
 
 def _digits() -> Task:
     """The example's own task; its training split is repeated, since it is short."""
-    task = load_task("task.py:Digits", example("digits"))
+    task = load_task("task.py:Digits", example_folder("digits"))
     original = task.data
 
     def data(split: str) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ WORKLOADS = {
     "transformer": Workload(Language, batch_size=16, lap=20),
 }
 
-TEXTS = "deepseek"  # needs what `pip install pipe-road[deepseek]` brings, so it runs where it is asked for
+TEXTS = "deepseek"  # needs what `pip install pipe-road[deepseek]` brings, so it runs only when requested
 
 
 def workload(name: str) -> Workload:

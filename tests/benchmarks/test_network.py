@@ -42,7 +42,7 @@ def test_hosts_reach_each_other_unless_a_cable_is_out(pair: tuple[Host, ...]) ->
             assert reaches(near, far)
             far.cut()
             assert not reaches(near, far)
-            far.mend()
+            far.restore()
             assert reaches(near, far)
         finally:
             listener.kill()

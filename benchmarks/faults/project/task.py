@@ -1,4 +1,4 @@
-"""A transformer of three blocks that tells the next of 96 characters; what it learns does not matter."""
+"""A transformer of three blocks that predicts the next of 96 characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ours is measured beside; each runs in an environment of its own and imports nothing of ours.
+"""Peers in the serving benchmark; each runs in its own environment and imports nothing of this project.
 
-Every one is told MODEL.onnx, its HTTP port, its gRPC port and the threads inside one inference.
+Arguments of each: MODEL.onnx, HTTP port, gRPC port, and threads per inference.
 """

@@ -16,7 +16,7 @@ class Net(litserve.LitAPI):  # type: ignore[misc]  # mypy is not run where the p
         options.intra_op_num_threads = int(sys.argv[4])
         self.session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
 
-    def decode_request(self, request) -> Any:  # type: ignore[no-untyped-def]  # what it is told it would look for in the URL
+    def decode_request(self, request) -> Any:  # type: ignore[no-untyped-def]  # a typed parameter would be read from the URL
         one = request["inputs"][0]
         kind = np.int64 if one["datatype"] == "INT64" else np.float32
         return np.array(one["data"], kind).reshape(one["shape"])[0]

@@ -1,4 +1,4 @@
-"""MLServer with a runtime of its own kind, adaptive batching on."""
+"""MLServer with a custom ONNX runtime and adaptive batching."""
 
 from __future__ import annotations
 

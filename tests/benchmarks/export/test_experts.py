@@ -8,7 +8,7 @@ from benchmarks.export.__main__ import main
 from benchmarks.export.experts import Cost, table
 
 
-def test_the_table_says_what_each_form_took() -> None:
+def test_the_table_states_what_each_form_took() -> None:
     text = table([Cost("batched_mm", 4, {"1": 0.5, "512": 60.25}, 1024.4, 1e-7)])
     assert text.splitlines()[-1] == "| 4 | `batched_mm`: weights gathered for each token | 0.500 | 60.250 | 1024 |"
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.faults.failures import failures, gaps
 from benchmarks.faults.measure import Course, Row, percentile, text
-from pipeline.contract.attempts import ChaosEvent, Kill
+from train.chaos_hooks import ChaosEvent, Kill
 
 STEP = ChaosEvent(event="step", time=100.0, born=90.0)
 
@@ -41,7 +41,7 @@ def test_a_percentile_is_a_value_that_was_seen(values: Sequence[float], share: f
     assert percentile(values, share) == expected
 
 
-def test_the_table_tells_its_configuration() -> None:
+def test_the_table_shows_its_configuration() -> None:
     course = Course(steps=4096, processes=2, checkpoint_every=20, victim="worker", seed=0)
     row = Row(15.0, 0.7, 4096, 300.0, 20, 0, 4.0, 6.0, 1.5, 9.0)
     never = Row(0.0, 0.98, 4096, 210.0, 0, 0, None, None, None, None)
@@ -54,7 +54,7 @@ def test_the_table_tells_its_configuration() -> None:
 
 
 @pytest.mark.long
-def test_training_goes_on_under_failures_and_its_goodput_is_told() -> None:
+def test_training_goes_on_under_failures_and_its_goodput_is_reported() -> None:
     argv = [sys.executable, "-m", "pipeline", "bench", "faults", "--quick", "-o", "json"]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600, check=False)

@@ -12,7 +12,7 @@ from pipeline.contract.errors import ResourceError
 from pipeline.contract.files import digest_bytes
 
 
-def test_an_interpreter_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_an_interpreter_that_is_not_there_is_stated(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="granian cannot be installed"):
         python_of("granian", str(tmp_path / "python"), tmp_path)
 

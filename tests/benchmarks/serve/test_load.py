@@ -19,19 +19,19 @@ def test_of_nothing_there_is_no_percentile() -> None:
     assert percentile([], 0.5) == math.inf
 
 
-def test_wrk_tells_microseconds() -> None:
+def test_wrk_shows_microseconds() -> None:
     text = "Running 2s test\n  12 requests in 2.00s\nFOUND 12000 2000000 3 1500 20500\n"
     assert read_wrk(text) == Found(12000, 6000.0, 1.5, 20.5, 3)
 
 
-def test_h2load_tells_its_rate_and_logs_each_request() -> None:
+def test_h2load_shows_its_rate_and_logs_each_request() -> None:
     text = "finished in 2.00s, 2.00 req/s, 1.2KB/s\nrequests: 4 total"
     lines = ["1\t200\t1000", "2\t200\t2000", "3\t503\t3000", "4\t200\t4000"]
     assert read_h2load(text, lines) == Found(4, 2.0, 3.0, 4.0, 1)
 
 
 @pytest.mark.parametrize("read", [read_wrk, lambda text: read_h2load(text, [])])
-def test_what_a_program_could_not_do_is_told(read: object) -> None:
+def test_what_a_program_could_not_do_is_reported(read: object) -> None:
     assert callable(read)
     with pytest.raises(StageError, match="unable to connect"):
         read("unable to connect to 127.0.0.1")

@@ -17,7 +17,7 @@ def test_every_option_the_documentation_names_is_known() -> None:
         bench._parse(words.split())
 
 
-def test_without_the_load_generators_a_sentence_says_so(
+def test_without_the_load_generators_a_sentence_states_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(load, "missing", lambda: ["wrk"])

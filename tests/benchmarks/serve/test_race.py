@@ -11,7 +11,7 @@ from benchmarks.serve import race, table
 from benchmarks.serve.arrivals import Arrived
 from benchmarks.serve.contenders import BINARY, CONTENDERS, GRPC, JSON, V1, Contender
 from benchmarks.serve.load import Asking, Found
-from benchmarks.serve.openloop import judged
+from benchmarks.serve.openloop import summarize
 from benchmarks.serve.race import Lap, Row
 from benchmarks.serve.running import Running, log_file
 from benchmarks.serve.workloads import WORKLOADS
@@ -47,10 +47,10 @@ def test_the_table_shows_both_ratios_and_failures() -> None:
     assert "(7 failed)" in line
 
 
-def test_overload_is_judged_by_predictions_and_all_that_was_no_clean_refusal() -> None:
+def test_overload_is_evaluated_by_predictions_and_all_that_was_no_clean_refusal() -> None:
     statuses = {200: 900, 503: 800, 504: 5}
     told = Arrived(1707, 10.0, statuses, 300.0, 900.0, refused_p99_ms=3.0, late_p99_ms=0.1, cpu_seconds=1.0)
-    found = judged("conv", 100.0, told, (0.1, 1.9))
+    found = summarize("conv", 100.0, told, (0.1, 1.9))
     assert (found.goodput, found.refused, found.failed) == (90.0, 800, 7)
     assert (found.client_cores, found.service_cores) == (0.1, 1.9)
 
@@ -68,7 +68,7 @@ def test_who_cannot_be_installed_is_left_out_with_the_reason(
     assert "absent is left out: absent cannot be installed: no such package" in capsys.readouterr().err
 
 
-def test_who_ends_before_it_answers_is_told_with_its_last_words() -> None:
+def test_who_ends_before_it_answers_is_reported_with_its_last_words() -> None:
     with log_file() as log:
         running = Running("short", [sys.executable, "-c", "raise SystemExit('no licence')"], log)
         with pytest.raises(StageError, match="short does not answer: no licence"):

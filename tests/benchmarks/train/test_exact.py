@@ -21,4 +21,4 @@ def test_the_exact_contestant_is_ours_with_that_word() -> None:
     found = contestant("exact")
     assert isinstance(found, functools.partial)
     assert found.func is ours
-    assert found.keywords == {"elastic": "exact"}
+    assert found.keywords == {"elastic_shards": 4}

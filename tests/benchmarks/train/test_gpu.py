@@ -11,7 +11,7 @@ from benchmarks.train.large import LENGTH, NETS, DeepSeek, sequences
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("net", NETS)
-def test_a_net_trains_on_every_gpu_and_its_speed_is_told(net: str) -> None:
+def test_a_net_trains_on_every_gpu_and_its_speed_is_reported(net: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     rows = gpu(quick=True, net=net)["rows"]
@@ -27,7 +27,7 @@ def test_without_a_gpu_the_table_is_skipped_with_the_reason(monkeypatch: pytest.
     assert "4 of 32 experts on a GPU skipped: torch sees no CUDA device" in text(gpu(quick=True, net="deepseek"))
 
 
-def test_a_row_that_fails_says_why_and_one_that_does_not_its_share() -> None:
+def test_a_row_that_fails_states_why_and_one_that_does_not_its_share() -> None:
     assert line({"gpus": 2, "compiled": True, "failed": "no compiler"}) == "2 x compiled: failed: no compiler"
     row = {"gpus": 1, "compiled": False, "device": "NVIDIA H200", "tokens_per_second": 1e6, "mfu": 0.415}
     assert line(row).split() == ["1", "x", "NVIDIA", "H200", "as", "it", "is", "1,000,000", "tokens/s", "41.5%"]

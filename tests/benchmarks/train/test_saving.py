@@ -11,11 +11,11 @@ from benchmarks.train.race import Course, Lap
 from benchmarks.train.racer import contestant
 from benchmarks.train.saving import line, row_of
 from pipeline.contract.processes import Rank
-from train.process_group import Group
+from train.process_group import ProcessGroup
 from train.state import Progress, State
 
 
-def test_what_a_checkpoint_costs_is_told_beside_what_its_bytes_cost() -> None:
+def test_what_a_checkpoint_costs_is_reported_beside_what_its_bytes_cost() -> None:
     course = Course("digits", processes=2, threads=1, lap=10, warm_laps=0, laps=2)
     plain, copied, saved = (
         [Lap(seconds * load, cpu) for load in (1, 3)] for seconds, cpu in ((1.0, 0.5), (1.1, 0.55), (1.2, 0.6))
@@ -35,7 +35,7 @@ def test_the_saving_contestant_makes_a_checkpoint_after_every_step() -> None:
 
 def test_the_bytes_alone_are_a_share_of_them_on_the_disk(tmp_path: Path) -> None:
     for rank in (0, 1):
-        with Copying(tmp_path, Group(Rank(rank, world_size=2), torch.device("cpu"))) as store:
+        with Copying(tmp_path, ProcessGroup(Rank(rank, world_size=2), torch.device("cpu"))) as store:
             store.save(State(Progress(1), {"a": torch.ones(7), "b": torch.tensor(2.0)}))
         store._thread.join(10)
         assert (tmp_path / str(rank)).stat().st_size == 4 * (4 + 1)
