@@ -1,4 +1,4 @@
-"""`pipe.yaml` as a whole: read, overridden, checked; an unknown key or a wrong type is an error with its mend."""
+"""Read, override and check `pipe.yaml`; an unknown setting or a wrong type is an error that says how to fix it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import yaml
 from pydantic import Field, ValidationError
 
 from pipeline.contract.errors import ConfigError, ConflictError
-from pipeline.contract.settings.cluster import Cluster, Jobs, Rollout
+from pipeline.contract.settings.cluster import Cluster, Rollout
+from pipeline.contract.settings.old_names import REPLACED, upgrade
 from pipeline.contract.settings.section import Section
 from pipeline.contract.settings.stages import Deploy, Evaluate, Export, Model, Package, Prepare, Serve, Train, Tune
-
-_GONE = (("evaluate", "force_reason"),)  # `pipe gate override` took its place
 
 
 class Config(Section):
     """The whole of `pipe.yaml`."""
 
-    name: str = Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", description="model name in URLs and on the cluster")
+    name: str = Field(
+        pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", description="model name, used in URLs and for cluster objects"
+    )
     task: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$", description="`file.py:Class` of the task")
     codec: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$", description="`file.py:Class` of the codec")
-    registry: str = Field("", description="folder or fsspec URL of the model registry; empty: beside the runs")
+    registry: str = Field("", description="folder or fsspec URL of the model registry; empty: next to the runs")
     prepare: Prepare = Field(default_factory=Prepare, description="checks of the data")
     model: Model = Field(default_factory=Model, description="pretrained weights")
     train: Train = Field(default_factory=Train, description="training")
-    evaluate: Evaluate = Field(default_factory=Evaluate, description="the gate")
-    export: Export = Field(default_factory=Export, description="ONNX and its proof")
-    package: Package = Field(default_factory=Package, description="the container")
-    serve: Serve = Field(default_factory=Serve, description="the service's limits")
-    deploy: Deploy = Field(default_factory=Deploy, description="where it runs")
-    cluster: Cluster = Field(default_factory=Cluster, description="the pods that run the steps on a cluster")
-    rollout: Rollout = Field(default_factory=Rollout, description="how a bundle takes over on a cluster")
-    jobs: Jobs = Field(default_factory=Jobs, description="steps on a cluster")
+    evaluate: Evaluate = Field(default_factory=Evaluate, description="the quality gate")
+    export: Export = Field(default_factory=Export, description="conversion to ONNX and its verification")
+    package: Package = Field(default_factory=Package, description="container images")
+    serve: Serve = Field(default_factory=Serve, description="the prediction service")
+    deploy: Deploy = Field(default_factory=Deploy, description="where the service runs")
+    cluster: Cluster = Field(default_factory=Cluster, description="the steps as pods on a cluster")
+    rollout: Rollout = Field(default_factory=Rollout, description="how a new bundle replaces the one that serves")
     tune: Tune = Field(default_factory=Tune, description="the search for better settings")
 
 
@@ -63,12 +63,8 @@ def override_config(config: Config, overrides: Iterable[str], source: str = "ove
 
 
 def parse_recorded(values: Mapping[str, Any], source: str) -> Config:
-    """Of an older run: words that have gone since are passed over."""
-    sections = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-    for section, word in _GONE:
-        if isinstance(sections.get(section), dict):
-            sections[section].pop(word, None)
-    return parse_config(sections, source)
+    """Parse the configuration of an older run, whose settings may have had other names."""
+    return parse_config(upgrade(values), source)
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> Config:
@@ -122,7 +118,7 @@ def _sentences(error: ValidationError) -> list[str]:
 def _sentence(item: dict[str, Any]) -> str:
     place = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"unknown key `{place}`{_nearest(item['loc'])}"
+        return f"unknown setting `{place}`{_replacement(item) or _nearest(item['loc'])}"
     if item["type"] == "missing":
         return f"`{place}` is missing"
     if item["type"] == "string_pattern_mismatch":
@@ -138,6 +134,16 @@ def _sentence(item: dict[str, Any]) -> str:
     found = repr(item["input"])
     message = item["msg"][:1].lower() + item["msg"][1:]
     return f"`{place}`: {message} (found {found if len(found) <= 60 else found[:57] + '...'})"
+
+
+def _replacement(item: Mapping[str, Any]) -> str:
+    """Say what took the place of a setting, or of each setting of a section, that no longer exists."""
+    place = ".".join(map(str, item["loc"]))
+    names = [f"{place}.{name}" for name in item["input"]] if isinstance(item["input"], dict) else []
+    replaced = dict.fromkeys(REPLACED[name] for name in names if name in REPLACED) or (
+        [REPLACED[place]] if place in REPLACED else []
+    )
+    return "".join(f"; {sentence}" for sentence in replaced)
 
 
 def _nearest(location: tuple[str | int, ...]) -> str:
@@ -158,4 +164,4 @@ def _nearest(location: tuple[str | int, ...]) -> str:
     near = difflib.get_close_matches(last, list(model.model_fields), n=1, cutoff=0.5)
     if near:
         return f"; did you mean `{'.'.join([*sections, near[0]])}`?"
-    return f"; known keys here: {', '.join(model.model_fields)}"
+    return f"; settings here: {', '.join(model.model_fields)}"

@@ -1,16 +1,10 @@
-"""The words that only a Kubernetes cluster knows: of the pods that run the steps, and of those that serve.
-
-The `rollout` section of `pipe.yaml`: how a bundle takes over from another one on a cluster.
-
-The `jobs` section of `pipe.yaml`: which steps run as Jobs, and where in the image.
-"""
+"""Define the sections of `pipe.yaml` that are about Kubernetes: pods of the steps, pods that serve, roll-outs."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from pipeline.contract.settings.section import (
     Bytes,
@@ -31,133 +25,122 @@ from pipeline.contract.settings.section import (
     Variable,
 )
 
-_DEPRECATED = {"RawDeployment": "Standard", "Serverless": "Knative"}
-
 
 class Placed(Section):
-    """Which nodes take a pod, and how they get its image."""
+    """Which nodes a pod may run on."""
 
-    node_selector: dict[LabelKey, Label] = Field({}, description="labels a node must bear, as in `{pool: gpus}`")
-    tolerations: tuple[Toleration, ...] = Field((), description="taints that are borne, as in `pool=gpus:NoSchedule`")
-    pull_secret: Name = Field("", description="Secret that opens the registry of the image; empty: it is open")
-    spot: bool = Field(False, description="nodes that may be taken away at short notice are preferred")
+    node_selector: dict[LabelKey, Label] = Field(
+        {}, description="node labels that the pods require, as in `{pool: gpus}`"
+    )
+    tolerations: tuple[Toleration, ...] = Field((), description="taints to tolerate, as in `pool=gpus:NoSchedule`")
+    spot: bool = Field(False, description="prefer spot nodes")
 
 
 class Cluster(Placed):
-    """The pods that run the steps on a Kubernetes cluster; no result depends on these words."""
+    """The steps as pods on a Kubernetes cluster. Nothing here changes a result."""
 
+    executor: Literal["local", "kubernetes"] = Field(
+        "local", description="where the steps run: `local` processes, or `kubernetes` Jobs; `--executor` sets it"
+    )
     workload: Literal["job", "jobset", "trainjob"] = Field(
-        "job", description="what training is on the cluster; the last two need JobSet and Kubeflow Trainer installed"
+        "job",
+        description="Kubernetes resource for training: `job`, `jobset` (needs JobSet) or `trainjob` (needs Kubeflow "
+        "Trainer)",
     )
-    queue: Name = Field("", description="local queue of Kueue that admits the steps; empty: none is asked")
-    cpu: Cpu = Field("", description="CPU request of a training pod; empty: one for each process")
-    memory: Bytes = Field("2Gi", description="memory request of a pod of any step")
-    shared_memory: Bytes = Field("2Gi", description="size of /dev/shm, which data loaders and NCCL use")
-    claim: Name = Field("", description="volume claim that holds the runs; empty: one is made")
-    claim_size: Bytes = Field("10Gi", description="size of the claim that is made")
-    claim_class: Name = Field("", description="storage class of the claim that is made; empty: the cluster's default")
-    claim_access: Literal["ReadWriteMany", "ReadWriteOnce"] = Field(
-        "ReadWriteMany", description="`ReadWriteOnce` will do where all pods share one node"
+    queue: Name = Field("", description="Kueue LocalQueue that admits the steps; empty: no queue")
+    cpu: Cpu = Field("", description="CPU request of a training pod; empty: one per process")
+    memory: Bytes = Field("2Gi", description="memory request of each pod, and size limit of its /dev/shm")
+    volume_claim: Name = Field("", description="PersistentVolumeClaim that stores the runs; empty: one is created")
+    volume_size: Bytes = Field("10Gi", description="size of the created claim")
+    storage_class: Name = Field("", description="StorageClass of the created claim; empty: the cluster's default")
+    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = Field(
+        "ReadWriteMany",
+        description="access mode of the created claim; `ReadWriteOnce` is enough if all pods run on one node",
     )
-    secret: Name = Field("", description="Secret whose keys the steps get as variables, as for an object store")
-    deadline_seconds: Positive = Field(604_800, description="longest time training may take in all; it is ended then")
-    keep_seconds: Natural = Field(604_800, description="how long a finished training stays to be looked at")
+    env_secret: Name = Field(
+        "", description="Secret whose keys become environment variables of the steps, such as object store credentials"
+    )
+    active_deadline_seconds: Positive = Field(
+        604_800, description="maximum duration of training; it is terminated afterwards"
+    )
     service_account: Name = Field(
-        "", description="account of the workflow's steps that change the cluster: deploy, and training as a JobSet"
+        "",
+        description="ServiceAccount of the workflow's steps that change the cluster: deploy, and training as a JobSet",
     )
 
 
 class ServingPods(Placed):
-    """The pods that serve on a cluster, and who reaches them."""
+    """The pods of the service on a cluster, and how clients reach them."""
 
-    sidecar: bool = Field(True, description="whether a service mesh may put its proxy into the pods")
+    image_pull_secret: Name = Field(
+        "", description="Secret with the credentials of the image registry, for all pods; empty: none"
+    )
     environment: dict[Variable, Text] = Field(
-        {},
-        description="variables of the serving pods, in a ConfigMap: OTEL_EXPORTER_OTLP_ENDPOINT; MAX_WAITING, "
-        "DEADLINE_SECONDS and others that a bundle says",
+        {}, description="environment variables of the serving pods, such as OTEL_EXPORTER_OTLP_ENDPOINT or MAX_WAITING"
     )
-    clients: tuple[Namespace, ...] = Field(
-        (), description="namespaces whose pods may ask; empty: whoever finds the way"
-    )
+    clients: tuple[Namespace, ...] = Field((), description="namespaces allowed to call the service; empty: all")
     egress: tuple[Egress, ...] = Field(
-        (), description="what pods may reach beside the DNS: a port, or `CIDR:port`, as in `10.0.0.0/8:4318`"
+        (),
+        description="destinations that serving pods may connect to besides DNS: a port, or `CIDR:port` as in "
+        "`10.0.0.0/8:4318`",
     )
-    expose: Literal["none", "ingress", "gateway"] = Field("none", description="how requests come in from outside")
-    hostname: Host = Field("", description="host name of requests from outside; empty: any")
-    ingress_class: Name = Field("", description="expose=ingress: its class; empty: the cluster's default")
-    ingress_secret: Name = Field("", description="expose=ingress: Secret with the certificate of the host name")
-    ingress_annotations: dict[LabelKey, Text] = Field({}, description="expose=ingress: what its controller is told")
-    answer_seconds: int = Field(
-        60, ge=1, le=86_400, description="expose: longest that an answer may take, from outside"
+    ingress_class: Name = Field(
+        "",
+        description="expose the service by an Ingress of this class; `default`: the cluster's default class; empty: no "
+        "Ingress",
     )
-    gateway: Gateway = Field("", description="expose=gateway: `NAME` or `NAMESPACE/NAME`")
-    metrics_adapter: Literal["none", "prometheus"] = Field(
-        "none", description="what brings `pipe_requests_in_flight` to the autoscaler; none: it looks at CPU alone"
+    ingress_tls_secret: Name = Field(
+        "", description="TLS Secret with the certificate of the host name, for the Ingress"
     )
-    in_flight: Positive = Field(8, description="requests in flight in each pod that the autoscaler aims at")
-    service_monitor: bool = Field(False, description="write a ServiceMonitor for the Prometheus operator")
-    monitor_labels: dict[LabelKey, Label] = Field({}, description="labels by which Prometheus finds the ServiceMonitor")
-    monitor_secret: Name = Field("", description="Secret with an API key, under `key`, for the ServiceMonitor")
-    kserve_mode: Literal["Standard", "Knative"] = Field(
-        "Standard", description="mode=inferenceservice: a plain Deployment, or a Knative service"
+    ingress_annotations: dict[LabelKey, Text] = Field({}, description="annotations of the Ingress")
+    gateway: Gateway = Field(
+        "",
+        description="expose the service by an HTTPRoute at this Gateway, `NAME` or `NAMESPACE/NAME`; empty: no "
+        "HTTPRoute",
+    )
+    hostname: Host = Field("", description="external host name; empty: any")
+    target_concurrency: Natural = Field(
+        0,
+        description="requests in flight per pod that the autoscaler aims at; needs prometheus-adapter, except with "
+        "Knative; 0: scale by CPU",
+    )
+    service_monitor_labels: dict[LabelKey, Label] = Field(
+        {}, description="write a ServiceMonitor with these labels, by which Prometheus selects it; empty: none"
+    )
+    service_monitor_secret: Name = Field(
+        "",
+        description="Secret with an API key under `key`, for the ServiceMonitor; required if `serve.api_keys` is set",
     )
     storage_uri: Storage = Field(
         "",
-        description="mode=inferenceservice: where KServe finds the bundle (`pvc://`, `s3://`, `oci://`; `{run}` is "
-        "the run's name); empty: in the image",
+        description="KServe: storage URI of the bundle (`pvc://`, `s3://`, `oci://`; `{run}` is replaced by the run's "
+        "name); empty: the bundle is in the image",
     )
-    storage_secret: Name = Field("", description="Secret with the credentials for `storage_uri`")
-    canary_percent: Annotated[int, Field(ge=0, lt=100)] = Field(
-        0, description="mode=inferenceservice, rendered: share of the requests that this bundle gets; 0: all"
+    storage_secret: Name = Field("", description="KServe: Secret with the credentials for `storage_uri`")
+    stable_storage_uri: Storage = Field(
+        "", description="canary with target=kserve: storage URI of the version that gets the rest of the requests"
     )
-    stable_uri: Storage = Field(
-        "", description="canary in Standard mode: where the version is stored that gets the rest"
-    )
-
-    @field_validator("kserve_mode", mode="before")
-    @classmethod
-    def _a_name_of_today(cls, value: Any) -> Any:
-        if value in _DEPRECATED:
-            problem = f"{value} is the deprecated name of {_DEPRECATED[value]}; write that"
-            raise PydanticCustomError("conflict", "{problem}", {"problem": problem})
-        return value
 
 
 class Rollout(Section):
-    """How a new bundle takes over on a cluster."""
+    """How a new bundle replaces the one that serves."""
 
-    canary: float = Field(
-        0, ge=0, lt=100, description="percent of the requests that it gets at first; 0: all at once; `--canary` sets it"
+    canary_percent: float = Field(
+        0,
+        ge=0,
+        lt=100,
+        description="percentage of requests that a new bundle gets first; 0: all at once; `--canary` sets it",
     )
-    auto: bool = Field(False, description="go on to 50 and 100 percent, or back, by what is measured; `--auto` sets it")
-    observe_seconds: Positive = Field(60, description="how long each share is watched before it is judged")
-    patience: Positive = Field(5, description="times a share is watched again where too few requests came to judge by")
-    requests: Natural = Field(100, description="requests a share is judged by at least; 0: golden requests will do")
-    margin: float = Field(0.01, ge=0, le=1, description="how much larger its share of failed requests may be")
-    slow_margin: float = Field(
-        0.05, ge=0, le=1, description="how much larger its share may be of requests slower than 95 % of the stable ones"
+    auto: bool = Field(
+        False,
+        description="raise the canary to 50 and 100 percent, or roll it back, by measured errors and latency; `--auto` "
+        "sets it",
     )
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="with which both must be shown to stay below the margin")
-    take_over: bool = Field(False, description="set fields anew that others have set, as by `kubectl edit`")
-    wait_seconds: Natural = Field(120, description="longest wait for another deployment of this model to end")
-    force_reason: str = Field("", description="deploy a bundle that failed its gate, with this reason on record")
-
-
-StepName = Literal["prepare", "train", "evaluate", "export", "package", "deploy"]
-
-
-class Jobs(Section):
-    """Steps as Jobs: in `deploy.namespace`, from the image `train.image`; `cluster` says what their pods ask for."""
-
-    executor: Literal["local", "kubernetes"] = Field(
-        "local", description="processes on this machine, or Jobs on a cluster; `--executor` sets it"
+    observe_seconds: Positive = Field(60, description="observation time at each percentage before it is judged")
+    min_requests: Natural = Field(
+        100, description="minimum requests to judge a percentage by; 0: golden requests are enough"
     )
-    steps: tuple[StepName, ...] = Field(
-        ("prepare", "train", "evaluate", "export"), description="steps that run as Jobs; the others run here"
-    )
-    project: str = Field(
-        "/project", pattern="^/.+", description="project folder in the image; the volume of runs is mounted below it"
-    )
-    timeout_seconds: Positive = Field(
-        300, description="longest wait for a pod whose image or settings the cluster cannot get"
+    margin: float = Field(0.01, ge=0, le=1, description="how much higher the canary's error rate may be")
+    force_conflicts: bool = Field(
+        False, description="overwrite fields that others have changed, such as by `kubectl edit`"
     )

@@ -1,4 +1,4 @@
-"""Which words of the train section go together: a table, so that a run refuses before it starts."""
+"""Check which settings of the `train` section go together, by a table, so that a run is refused before it starts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """When `word` is one of `values`, `other` must be one of `allowed`."""
+    """When `setting` has one of `values`, `other` must have one of `allowed`."""
 
-    word: str
+    setting: str
     values: set[Any]
     other: str
     allowed: set[Any]
@@ -17,117 +17,138 @@ class Rule(NamedTuple):
     instead: str
 
 
-def conflict(train: Mapping[str, Any]) -> str:
-    """The first conflict as a sentence, or nothing."""
-    words = {
-        **train,
-        **{name: min(train[name], MANY) for name in ("tensor", "expert", "pipeline", "accumulate", "workers")},
-    }
-    words["bucket_mb"] = train["bucket_mb"] > 0
-    words["nodes"] = RANGE if isinstance(train["nodes"], str) else train["nodes"]
+def find_conflict(train: Mapping[str, Any]) -> str:
+    """Return the first conflict as a sentence; empty if there is none."""
+    values = {**train, **{name: min(train[name], MANY) for name in _COUNTS}}
+    values["compress"] = train["compress"].partition(":")[0]
+    values["snapshot"] = train["snapshot"].partition(":")[0]
+    values["elastic_shards"] = min(train["elastic_shards"], 1)
+    values["nodes"] = RANGE if isinstance(train["nodes"], str) else train["nodes"]
     for rule in RULES:
-        if words[rule.word] in rule.values and words[rule.other] not in rule.allowed:
-            first, second = (f"{name}={_shown(train[name])}" for name in (rule.word, rule.other))
+        if values[rule.setting] in rule.values and values[rule.other] not in rule.allowed:
+            first, second = (f"{name}={_yaml(train[name])}" for name in (rule.setting, rule.other))
             return f"{first} does not go with {second}: {rule.why}; {rule.instead}"
     return ""
 
 
-def _shown(value: Any) -> str:
+def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-MANY = 2  # stands for every number above one
-RANGE = "2:4"  # stands for every other one
-PACKED = {"fp16", "bf16", "powersgd", "topk"}
-SELDOM = {"local_sgd", "diloco"}
-LOOSE = {*SELDOM, "parameter_server"}
+MANY = 2  # represents every number above one
+RANGE = "2:4"  # represents every other range
+_COUNTS = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "accumulate", "workers")
+
+COMPRESSED = {"fp16", "bf16", "powersgd", "topk"}
+LOCAL = {"local_sgd", "diloco"}
+LOOSE = {*LOCAL, "parameter_server"}  # processes do not have the same weights at every step
+IN_STEP = {"ddp", "fsdp", "horovod", *LOCAL}  # every process knows its next step
 WHOLE = "it needs the whole gradient in every process"
 NUMBER = "use batch_size=64, or another number"
-BUCKETS = "the buckets are DDP's"
-OWN = "Horovod carries the gradients itself"
+OWN = "Horovod exchanges the gradients itself"
 SHARDS = "it adds up whole gradients of shards"
+DDP = "use strategy=ddp"
 
 RULES = (
-    Rule("compress", PACKED, "parallel", {"ddp"}, WHOLE, "use compress=none (fsdp sends half with precision=bf16)"),
-    Rule("compress", PACKED, "tensor", {1}, WHOLE, "use compress=none"),
-    Rule("compress", PACKED, "pipeline", {1}, WHOLE, "use compress=none"),
-    Rule("compress", PACKED, "sync", {"allreduce"}, "weights are sent, not gradients", "use sync=allreduce"),
-    Rule("sync", LOOSE, "parallel", {"ddp"}, WHOLE, "use sync=allreduce"),
-    Rule("sync", LOOSE, "tensor", {1}, WHOLE, "use sync=allreduce"),
-    Rule("sync", LOOSE, "pipeline", {1}, WHOLE, "use sync=allreduce"),
-    Rule("sync", LOOSE, "precision", {"fp32", "bf16"}, "processes cannot agree on a loss scale", "use precision=bf16"),
-    Rule("sync", LOOSE, "balance", {"equal"}, "processes do not wait at every step", "use balance=equal"),
-    Rule("sync", {"parameter_server"}, "accumulate", {1}, "every gradient is sent at once", "use accumulate=1"),
-    Rule("sync_overlap", {True}, "sync", SELDOM, "it is for exchanges every few steps", "use sync=local_sgd"),
-    Rule("static_graph", {True}, "parallel", {"ddp"}, "it is a promise to DDP", "use static_graph=false"),
-    Rule("static_graph", {True}, "sync", {"allreduce"}, "it is a promise to DDP", "use static_graph=false"),
-    Rule("static_graph", {True}, "tensor", {1}, "it is a promise to DDP", "use static_graph=false"),
-    Rule("static_graph", {True}, "pipeline", {1}, "it is a promise to DDP", "use static_graph=false"),
-    Rule("bucket_mb", {True}, "parallel", {"ddp"}, BUCKETS, "use bucket_mb=0"),
-    Rule("bucket_mb", {True}, "tensor", {1}, BUCKETS, "use bucket_mb=0"),
-    Rule("bucket_mb", {True}, "pipeline", {1}, BUCKETS, "use bucket_mb=0"),
-    Rule("bucket_mb", {True}, "sync", {"allreduce"}, BUCKETS, "use bucket_mb=0"),
-    Rule("bucket_mb", {True}, "backend", {"torch"}, BUCKETS, "use bucket_mb=0"),
-    Rule("parallel", {"fsdp"}, "pipeline", {1}, "its stages are not cut again", "use parallel=ddp"),
     Rule(
-        "tensor",
+        "compress",
+        COMPRESSED,
+        "strategy",
+        {"ddp", "horovod"},
+        "it compresses whole gradients, at every step",
+        "use compress=none (fsdp sends half with precision=bf16)",
+    ),
+    Rule("compress", COMPRESSED, "tensor_parallel", {1}, WHOLE, "use compress=none"),
+    Rule("compress", COMPRESSED, "pipeline_parallel", {1}, WHOLE, "use compress=none"),
+    Rule("strategy", LOOSE, "tensor_parallel", {1}, WHOLE, DDP),
+    Rule("strategy", LOOSE, "pipeline_parallel", {1}, WHOLE, DDP),
+    Rule(
+        "strategy", LOOSE, "precision", {"fp32", "bf16"}, "processes cannot agree on a loss scale", "use precision=bf16"
+    ),
+    Rule("strategy", LOOSE, "balance", {"equal"}, "processes do not wait at every step", "use balance=equal"),
+    Rule("strategy", {"parameter_server"}, "accumulate", {1}, "every gradient is sent at once", "use accumulate=1"),
+    Rule("sync_overlap", {True}, "strategy", LOCAL, "it is for exchanges every few steps", "use strategy=local_sgd"),
+    Rule("strategy", {"fsdp"}, "pipeline_parallel", {1}, "it does not split pipeline stages", DDP),
+    Rule(
+        "tensor_parallel",
         {MANY},
-        "pipeline",
+        "pipeline_parallel",
         {1},
-        "only one of them can cut the model",
-        "use pipeline=1; tensor goes with parallel=fsdp",
+        "only one of them can split the model",
+        "use pipeline_parallel=1; tensor_parallel goes with strategy=fsdp",
     ),
-    Rule("expert", {MANY}, "pipeline", {1}, "its stages are not cut again", "use pipeline=1"),
-    Rule("expert", {MANY}, "precision", {"fp32", "bf16"}, "experts overflow apart", "use precision=bf16"),
-    Rule("expert", {MANY}, "compile", {False}, "other numbers of tokens travel at each step", "use compile=false"),
-    Rule("expert", {MANY}, "compress", {"none"}, WHOLE, "use compress=none"),
-    Rule("expert", {MANY}, "sync", {"allreduce"}, WHOLE, "use sync=allreduce"),
-    Rule("expert", {MANY}, "static_graph", {False}, "it is a promise to DDP", "use static_graph=false"),
-    Rule("expert", {MANY}, "bucket_mb", {False}, BUCKETS, "use bucket_mb=0"),
-    Rule("expert", {MANY}, "balance", {"equal"}, "processes that share experts work in step", "use balance=equal"),
-    Rule("expert", {MANY}, "backend", {"torch"}, OWN, "use backend=torch"),
-    Rule("expert", {MANY}, "elastic", {"close"}, SHARDS, "use elastic=close"),
-    Rule("batch_size", {"auto"}, "expert", {1}, "its trials hold the whole model", NUMBER),
-    Rule("balance", {"auto"}, "parallel", {"ddp"}, "shards are waited for within the passes", "use balance=equal"),
-    Rule("balance", {"auto"}, "tensor", {1}, "processes that share layers work in step", "use balance=equal"),
-    Rule("balance", {"auto"}, "pipeline", {1}, "stages work in step", "use balance=equal"),
+    Rule(
+        "expert_parallel",
+        {MANY},
+        "pipeline_parallel",
+        {1},
+        "it does not split pipeline stages",
+        "use pipeline_parallel=1",
+    ),
+    Rule("expert_parallel", {MANY}, "precision", {"fp32", "bf16"}, "experts overflow separately", "use precision=bf16"),
+    Rule(
+        "expert_parallel", {MANY}, "compile", {False}, "the number of tokens changes at each step", "use compile=false"
+    ),
+    Rule("expert_parallel", {MANY}, "compress", {"none"}, WHOLE, "use compress=none"),
+    Rule("expert_parallel", {MANY}, "strategy", {"ddp", "fsdp"}, WHOLE, DDP),
+    Rule(
+        "expert_parallel",
+        {MANY},
+        "balance",
+        {"equal"},
+        "processes that share experts work in step",
+        "use balance=equal",
+    ),
+    Rule("expert_parallel", {MANY}, "elastic_shards", {0}, SHARDS, "use elastic_shards=0"),
+    Rule("batch_size", {"auto"}, "expert_parallel", {1}, "its trials hold the whole model", NUMBER),
+    Rule(
+        "balance", {"auto"}, "strategy", {"ddp"}, "only DDP's slices can follow the measured speed", "use balance=equal"
+    ),
+    Rule("balance", {"auto"}, "tensor_parallel", {1}, "processes that share layers work in step", "use balance=equal"),
+    Rule("balance", {"auto"}, "pipeline_parallel", {1}, "stages work in step", "use balance=equal"),
     Rule("workers", {1, MANY}, "balance", {"equal"}, "they load slices before their size is known", "use workers=0"),
-    Rule("workers", {1, MANY}, "sync", {"allreduce", *SELDOM}, "nobody knows its next step before", "use workers=0"),
-    Rule("pipeline", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"),
     Rule(
-        "pipeline", {MANY}, "compile", {False}, "a stage ends its pass in the midst of the model", "use compile=false"
+        "workers", {1, MANY}, "strategy", IN_STEP, "a process does not know its next step in advance", "use workers=0"
     ),
-    Rule("batch_size", {"auto"}, "parallel", {"ddp"}, "its trials hold the whole model", NUMBER),
-    Rule("batch_size", {"auto"}, "tensor", {1}, "its trials hold the whole model", NUMBER),
-    Rule("batch_size", {"auto"}, "pipeline", {1}, "its memory depends on the schedule", NUMBER),
+    Rule("pipeline_parallel", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"),
+    Rule("pipeline_parallel", {MANY}, "compile", {False}, "a stage is only a part of the model", "use compile=false"),
+    Rule("batch_size", {"auto"}, "strategy", {"ddp"}, "its trials are runs of DDP", NUMBER),
+    Rule("batch_size", {"auto"}, "tensor_parallel", {1}, "its trials hold the whole model", NUMBER),
+    Rule("batch_size", {"auto"}, "pipeline_parallel", {1}, "its memory depends on the schedule", NUMBER),
     Rule("batch_size", {"auto"}, "balance", {"equal"}, "its trials are of equal slices", NUMBER),
-    Rule("batch_size", {"auto"}, "backend", {"torch"}, "its trials exchange by torch", NUMBER),
-    Rule("batch_size", {"auto"}, "sync", {"allreduce"}, "it is for batches that processes share out", NUMBER),
-    Rule("trace", {True}, "sync", {"allreduce", *SELDOM}, "its processes have no common steps", "use trace=false"),
-    Rule("backend", {"horovod"}, "parallel", {"ddp"}, OWN, "use backend=torch"),
-    Rule("backend", {"horovod"}, "tensor", {1}, OWN, "use backend=torch"),
-    Rule("backend", {"horovod"}, "pipeline", {1}, OWN, "use backend=torch"),
-    Rule("backend", {"horovod"}, "sync", {"allreduce"}, OWN, "use sync=allreduce"),
-    Rule("backend", {"horovod"}, "balance", {"equal"}, OWN, "use balance=equal"),
-    Rule("backend", {"horovod"}, "launcher", {"torchrun"}, "horovodrun takes its place", "use launcher=torchrun"),
-    Rule("backend", {"horovod"}, "nodes", {1}, "horovodrun wants machines by name", "use nodes=1, or start it by hand"),
-    Rule("nodes", {RANGE}, "launcher", {"torchrun"}, "others start a fixed number of processes", "use nodes=2"),
-    Rule("backend", {"horovod"}, "static_graph", {False}, OWN, "use static_graph=false"),
-    Rule("backend", {"horovod"}, "compress", {"none", "fp16"}, "Horovod packs as fp16 or not", "use compress=fp16"),
-    Rule("elastic", {"exact"}, "parallel", {"ddp"}, SHARDS, "use parallel=ddp"),
-    Rule("elastic", {"exact"}, "tensor", {1}, SHARDS, "use tensor=1"),
-    Rule("elastic", {"exact"}, "pipeline", {1}, SHARDS, "use pipeline=1"),
-    Rule("elastic", {"exact"}, "sync", {"allreduce"}, SHARDS, "use sync=allreduce"),
-    Rule("elastic", {"exact"}, "compress", {"none"}, "what is left out depends on who packs", "use compress=none"),
-    Rule("elastic", {"exact"}, "backend", {"torch"}, OWN, "use backend=torch"),
-    Rule("elastic", {"exact"}, "balance", {"equal"}, "slices would depend on measured time", "use balance=equal"),
-    Rule("elastic", {"exact"}, "deterministic", {True}, "no two runs need be equal then", "use deterministic=true"),
-    Rule("bucket_mb", {True}, "elastic", {"close"}, BUCKETS, "use bucket_mb=0"),
-    Rule("static_graph", {True}, "elastic", {"close"}, "it is a promise to DDP", "use static_graph=false"),
-    Rule("batch_size", {"auto"}, "elastic", {"close"}, "what it finds depends on the processes", NUMBER),
-    Rule("tensor", {MANY}, "precision", {"fp32", "bf16"}, "parts of a layer overflow apart", "use precision=bf16"),
+    Rule("trace", {True}, "strategy", IN_STEP, "its processes have no common steps", "use trace=false"),
+    Rule("strategy", {"horovod"}, "tensor_parallel", {1}, OWN, DDP),
+    Rule("strategy", {"horovod"}, "pipeline_parallel", {1}, OWN, DDP),
+    Rule("strategy", {"horovod"}, "launcher", {"torchrun"}, "horovodrun takes its place", "use launcher=torchrun"),
     Rule(
-        "snapshot", {"memory"}, "sync", {"allreduce", *SELDOM}, "its state is whole at epoch ends", "use snapshot=none"
+        "strategy",
+        {"horovod"},
+        "nodes",
+        {1},
+        "horovodrun needs the machines by name",
+        "use nodes=1, or start it by hand",
     ),
-    Rule("pipeline", {MANY}, "accumulate", {MANY}, "all stages but one would wait", "use accumulate=4, or more"),
+    Rule(
+        "strategy", {"horovod"}, "compress", {"none", "fp16"}, "Horovod compresses to fp16 or not", "use compress=fp16"
+    ),
+    Rule("nodes", {RANGE}, "launcher", {"torchrun"}, "others start a fixed number of processes", "use nodes=2"),
+    Rule("elastic_shards", {1}, "strategy", {"ddp"}, SHARDS, DDP),
+    Rule("elastic_shards", {1}, "tensor_parallel", {1}, SHARDS, "use tensor_parallel=1"),
+    Rule("elastic_shards", {1}, "pipeline_parallel", {1}, SHARDS, "use pipeline_parallel=1"),
+    Rule("elastic_shards", {1}, "compress", {"none"}, "what is left out depends on the processes", "use compress=none"),
+    Rule("elastic_shards", {1}, "balance", {"equal"}, "slices would depend on measured time", "use balance=equal"),
+    Rule("elastic_shards", {1}, "deterministic", {True}, "two runs may differ without it", "use deterministic=true"),
+    Rule("batch_size", {"auto"}, "elastic_shards", {0}, "the size it finds depends on the processes", NUMBER),
+    Rule(
+        "tensor_parallel",
+        {MANY},
+        "precision",
+        {"fp32", "bf16"},
+        "parts of a layer overflow separately",
+        "use precision=bf16",
+    ),
+    Rule("snapshot", {"memory"}, "strategy", IN_STEP, "its state is complete at epoch ends only", "use snapshot=none"),
+    Rule(
+        "pipeline_parallel", {MANY}, "accumulate", {MANY}, "all stages but one would wait", "use accumulate=4, or more"
+    ),
 )

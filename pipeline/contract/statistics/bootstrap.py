@@ -24,6 +24,7 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Method: TypeAlias = Literal["bca", "percentile"]
 
+BOOTSTRAP_SEED = 0  # always the same: nobody may try seeds until a verdict suits
 _CHUNK_ELEMENTS = 1 << 18  # of draws at a time: they stay in the cache, whatever the size of the test set
 _MOST_DRAWS = 50_000_000  # one by one; more are drawn by groups
 _FEW_VALUES = 64
