@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(VENV)/.all  ## install what is needed, then walk the whole road: pipe run all
+run: $(VENV)/.all  ## install everything, then run the example: pipe run all
 	$(BIN)/pipe run all
 
 test: lint types unit  ## every check and test that CI runs
@@ -32,14 +32,14 @@ types: $(VENV)/.dev
 	cd examples/deepseek/pretrain && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 	cd examples/deepseek/classify && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 
-# In the order of the files: sorted by how many tests they have, those with few and long ones would come last, alone.
+# In the order of the files: sorted by their number of tests, files with few and long ones would run last.
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu"
 
-docs: $(VENV)/.dev  ## write docs/config.md anew from the configuration's own fields
+docs: $(VENV)/.dev  ## write docs/config.md from the settings in pipeline/contract/settings
 	$(BIN)/python -m pipeline.config_reference > docs/config.md
 
-format: $(VENV)/.dev  ## let ruff format and mend what it can
+format: $(VENV)/.dev  ## format and fix with ruff
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
