@@ -39,7 +39,7 @@ class Runtime(Frozen):
 
 
 # Words of the serve section that travel in the bundle.
-SEALED = tuple(name for name in (*Limits.model_fields, *Runtime.model_fields) if name != "axes")
+SEALED = tuple(name for name in (*Limits.model_fields, *Runtime.model_fields) if name not in ("axes", "batch_delay_ms"))
 
 
 class Cache(Frozen):

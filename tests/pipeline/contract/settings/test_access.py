@@ -26,7 +26,7 @@ def test_paths_begin_at_the_projects_root(root: Path) -> None:
     assert access.without_tls.options == ["--api-keys", str(root / "keys")]
 
 
-def test_nothing_set_is_nothing_asked(root: Path) -> None:
+def test_nothing_set_is_nothing_requested(root: Path) -> None:
     access = Access.of(Serve(), root)
     assert (access.options, access.headers(), access.scheme) == ([], {}, "http")
 
@@ -39,7 +39,7 @@ def test_nothing_set_is_nothing_asked(root: Path) -> None:
         ({"tls_certificate": "crt"}, "go together"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(root: Path, words: dict[str, str], sentence: str) -> None:
+def test_what_cannot_be_is_stated_before_anything_starts(root: Path, words: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         Access.of(Serve(**words), root)
 
@@ -51,7 +51,7 @@ def test_our_own_commands_come_in_with_the_first_key(root: Path, monkeypatch: py
     assert access.headers() == {"x-api-key": "another"}
 
 
-def test_hashes_alone_open_no_door(root: Path) -> None:
+def test_hashes_alone_open_no_security(root: Path) -> None:
     access = Access.of(Serve(api_keys="keys"), root)
     hashed = access.hashed_keys()
     assert hashed.splitlines()[0] == f"sha256:{hashlib.sha256(b'first-key-0123456789').hexdigest()}"

@@ -69,12 +69,12 @@ def test_what_the_api_would_refuse_or_warn_of_is_refused(form: Any, given: str) 
         TypeAdapter(form).validate_python(given)
 
 
-def test_the_mend_is_told_of_the_word_that_is_wrong() -> None:
+def test_the_fix_is_reported_of_the_word_that_is_wrong() -> None:
     body = {"name": "m", "task": "t.py:T", "codec": "c.py:C", "cluster": {"memory": "512m"}}
     with pytest.raises(ConfigError, match=r"`cluster.memory`: write it as whole bytes, as in 512Mi.*found '512m'"):
         parse_config(body, "test")
-    with pytest.raises(ConfigError, match=r"`jobs.project`: write it as what fits \^/\.\+ "):
-        parse_config({**body, "cluster": {}, "jobs": {"project": "x"}}, "test")
+    with pytest.raises(ConfigError, match=r"`train.snapshot`: write it as what fits \^\(none"):
+        parse_config({**body, "cluster": {}, "train": {"snapshot": "disk"}}, "test")
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,3 @@ def test_a_share_is_a_part_of_one(text: str, share: float) -> None:
 def test_what_is_no_share_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no share; write it as in 10% or 0\.1"):
         share_of(text)
-
-
-@pytest.mark.parametrize(("given", "kept"), [("10%", "10%"), (0.25, "0.25"), ("", "")])
-def test_a_canary_is_written_as_people_do(given: object, kept: str) -> None:
-    config = parse_config({"name": "t", "task": "t.py:T", "codec": "c.py:C", "serve": {"canary": given}}, "x")
-    assert config.serve.canary == kept
-
-
-@pytest.mark.parametrize(("given", "sentence"), [("100%", "a canary gets less than all"), ("much", "is no share")])
-def test_a_canary_that_is_none_is_refused(given: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        parse_config({"name": "t", "task": "t.py:T", "codec": "c.py:C", "serve": {"canary": given}}, "x")

@@ -31,6 +31,6 @@ def test_fp32_is_always_made_and_first() -> None:
         ({"budget": {"megabytes": 0}}, "greater than 0"),
     ],
 )
-def test_words_that_say_nothing_are_refused(export: dict[str, Any], message: str) -> None:
+def test_words_that_state_nothing_are_refused(export: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parsed(**export)
