@@ -59,6 +59,12 @@ def test_stage_imports_only_itself_and_the_contract(stage: str) -> None:
     assert forbidden_imports(files, lambda name: within(name, stage, CONTRACT) or name in parents) == []
 
 
+def test_http2_imports_only_itself() -> None:
+    http2 = [path for path in SOURCES if within(module_name(path), "serve.grpc.http2")]
+    assert http2
+    assert forbidden_imports(http2, lambda name: within(name, "serve.grpc.http2")) == []
+
+
 def test_benchmarks_are_imported_by_nothing_else() -> None:
     assert forbidden_imports(SOURCES, lambda name: not within(name, "benchmarks")) == []
     assert forbidden_imports(BENCHMARKS, lambda name: within(name, "benchmarks", "pipeline", "train", "export")) == []
@@ -112,7 +118,7 @@ def test_importing_any_module_prints_nothing() -> None:
     assert done.stdout == ""
 
 
-def test_every_module_says_what_it_owns() -> None:
+def test_every_module_states_what_it_owns() -> None:
     written = [path for path in (*SOURCES, *BENCHMARKS) if path.read_text().strip()]
     assert [module_name(path) for path in written if not ast.get_docstring(ast.parse(path.read_bytes()))] == []
 

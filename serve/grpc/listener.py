@@ -9,9 +9,9 @@ import ssl
 import time
 from collections.abc import Callable
 
-from serve.grpc.http2.connection import Connection
-from serve.grpc.http2.stream import Application
-from serve.http1.limits import most_rpc_connections
+from serve.grpc.http2.connection import Connection, Host
+from serve.grpc.http2.streams import Application
+from serve.http1.limits import make_room, most_rpc_connections
 from serve.sockets import admit_no_more
 
 _NOTICE_SECONDS = 0.1  # a handshake that is under way takes one way there and back
@@ -29,10 +29,17 @@ class RpcListener:
         tls: ssl.SSLContext | None = None,
         refused: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._app, self.socket, self._tls, self._refused = app, sock, tls, refused
+        self.socket, self._tls = sock, tls
         self.connections: set[Connection] = set()
         self._most = most_rpc_connections()
         self._stopping = False
+        self._host = Host(
+            app,
+            self.connections,
+            make_room=lambda: make_room(self.connections, self._most),
+            on_error=refused,
+            is_stopping=lambda: self._stopping,
+        )
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -50,7 +57,7 @@ class RpcListener:
         admit_no_more(self.socket)
         self._stopping = True
         for connection in tuple(self.connections):
-            connection.retire()
+            connection.drain()
         await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
         self._server.close()
         end = time.monotonic() + grace_seconds
@@ -63,7 +70,7 @@ class RpcListener:
             await self._sweeper
 
     def _connection(self) -> Connection:
-        return Connection(self._app, self.connections, self._most, self._refused, lambda: self._stopping)
+        return Connection(self._host)
 
     async def _sweep(self) -> None:
         """One look at all connections costs less than a timer in each."""
@@ -71,4 +78,4 @@ class RpcListener:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             for connection in tuple(self.connections):
-                connection.sweep(loop.time())
+                connection.check_timeouts(loop.time())

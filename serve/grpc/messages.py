@@ -165,10 +165,10 @@ _NAMES = (
 _CODES = {name: b"%d" % number for number, name in enumerate(_NAMES.split())}
 _PLAIN = frozenset(range(0x20, 0x7F)) - {ord("%")}
 
-ANSWER = hpack.status(200) + hpack.literals(
+ANSWER = hpack.encode_status(200) + hpack.encode_literals(
     ((b"content-type", b"application/grpc"), (b"grpc-accept-encoding", CODINGS))
 )
-OK = hpack.literals(((b"grpc-status", b"0"),))
+OK = hpack.encode_literals(((b"grpc-status", b"0"),))
 
 
 class Unwrapped(Refusal):
@@ -241,7 +241,7 @@ def coding_of(said: bytes | None) -> str:
 
 def failure(code: str, text: str) -> bytes:
     """The fields of a status that is not OK."""
-    return hpack.literals(((b"grpc-status", _CODES[code]), (b"grpc-message", escaped(text))))
+    return hpack.encode_literals(((b"grpc-status", _CODES[code]), (b"grpc-message", escaped(text))))
 
 
 def escaped(text: str) -> bytes:

@@ -20,7 +20,7 @@ from serve.canary import choose
 from serve.errors import Gone, Refusal, TooManyHeaders, TooSlow, Unoffered, Unreadable, WrongMethod
 from serve.grpc import messages
 from serve.grpc.http2 import hpack
-from serve.grpc.http2.headers import MOST_LIST_BYTES
+from serve.grpc.http2.headers import MAX_HEADER_LIST_BYTES
 from serve.grpc.http2.stream import Stream
 from serve.grpc.http2.streams import Streams
 from serve.grpc.messages import Call, with_properties
@@ -84,7 +84,7 @@ class Calls:
     ) -> None:
         self._observer, self._keys, self._room = observer, keys, Room()
         self._most = most_bytes + _OVERHEAD_BYTES
-        self._stamp = hpack.literals((name.encode(), value.encode()) for name, value in headers)
+        self._stamp = hpack.encode_literals((name.encode(), value.encode()) for name, value in headers)
         self._bundles: dict[str, bytes] = {}
         self._running: set[Asked] = set()
         servicer = Servicer(plane, observer)
@@ -100,9 +100,9 @@ class Calls:
 
     # What a connection tells
 
-    def understand(self, request: dict[bytes, bytes] | None) -> Head:
+    def parse_head(self, request: dict[bytes, bytes] | None) -> Head:
         if request is None:
-            return Head({}, wrong=partial(TooManyHeaders, f"the head is longer than {MOST_LIST_BYTES} bytes"))
+            return Head({}, wrong=partial(TooManyHeaders, f"the head is longer than {MAX_HEADER_LIST_BYTES} bytes"))
         path = request[b":path"].decode("latin-1")
         if (wrong := _no_grpc(request)) is not None:
             return Head(request, path, wrong=wrong, status=wrong().status)
@@ -115,9 +115,9 @@ class Calls:
         except (InvalidPayload, Refusal) as error:
             return Head(request, path, wrong=partial(type(error), *error.args))
 
-    def opened(self, streams: Streams, stream: Stream) -> None:
-        head: Head = stream.about
-        stream.state = Asked(head, self._observer.begin(head.headers, head.path), stream.left)
+    def on_headers(self, streams: Streams, stream: Stream) -> None:
+        head: Head = stream.head
+        stream.state = Asked(head, self._observer.begin(head.headers, head.path), stream.is_cancelled)
         try:
             if self._keys is not None and not (head.method is not None and head.method.open):
                 self._keys.admit(head.headers)
@@ -126,7 +126,7 @@ class Calls:
         except (InvalidPayload, Refusal) as error:
             self._refuse(streams, stream, error)
 
-    def grew(self, streams: Streams, stream: Stream, size: int) -> None:
+    def on_data(self, streams: Streams, stream: Stream, size: int) -> None:
         try:
             messages.check_size(stream.parts, stream.size, self._most)
             self._room.take(size, max(self._most, _ROOM_BYTES))
@@ -134,16 +134,16 @@ class Calls:
         except Refusal as error:
             self._refuse(streams, stream, error)
 
-    def complete(self, streams: Streams, stream: Stream) -> None:
+    def on_complete(self, streams: Streams, stream: Stream) -> None:
         asked = stream.state
         stream.running = True
         self._running.add(asked)
         asked.task = asyncio.get_running_loop().create_task(self._answer(streams, stream, asked))
 
-    def late(self, streams: Streams, stream: Stream) -> None:
+    def on_timeout(self, streams: Streams, stream: Stream) -> None:
         self._refuse(streams, stream, TooSlow("the call did not arrive whole in time"))
 
-    def lost(self, stream: Stream) -> None:
+    def on_cancel(self, stream: Stream) -> None:
         self._failed(stream.state, Gone("the client took its call back before it was whole"))
         self._ended(stream)
 
@@ -186,7 +186,7 @@ class Calls:
         else:
             asked.watch.code = status
             allowed = error.headers if isinstance(error, Refusal) else ()
-            head = hpack.status(status) + hpack.literals(((b"content-type", b"text/plain"), *allowed))
+            head = hpack.encode_status(status) + hpack.encode_literals(((b"content-type", b"text/plain"), *allowed))
             streams.answer(stream, head, str(error).encode() + b"\n", trailers)
         self._ended(stream)
 
@@ -205,14 +205,14 @@ class Calls:
 
     def _identity(self, watch: Watch) -> bytes:
         """Which request this was, and which bundle answered it."""
-        return self._stamp + hpack.literals(((b"x-request-id", watch.id),)) + self._bundle(watch)
+        return self._stamp + hpack.encode_literals(((b"x-request-id", watch.id),)) + self._bundle(watch)
 
     def _bundle(self, watch: Watch) -> bytes:
         if watch.served is None:
             return b""
         digest = watch.served.bundle.digest
         if (found := self._bundles.get(digest)) is None:
-            found = self._bundles[digest] = hpack.literals(watch.served.headers)
+            found = self._bundles[digest] = hpack.encode_literals(watch.served.headers)
         return found
 
 

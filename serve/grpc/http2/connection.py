@@ -1,4 +1,4 @@
-"""The transport of an HTTP/2 connection: how long a client may take, how many there may be, and how it ends."""
+"""One HTTP/2 connection as an asyncio protocol: timeouts, back-pressure and a graceful end."""
 
 from __future__ import annotations
 
@@ -6,61 +6,65 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from http import HTTPStatus
+from dataclasses import dataclass
 from typing import cast
 
-from serve.grpc.http2.frames import Code, ConnectionFault, goaway
-from serve.grpc.http2.stream import Application
-from serve.grpc.http2.streams import HELLO, Streams
-from serve.http1.exchange import plain
-from serve.http1.limits import Outflow, make_room
-from serve.logs import told
+from serve.grpc.http2.frames import ConnectionFault, ErrorCode, goaway
+from serve.grpc.http2.send_queue import WRITE_TIMEOUT_SECONDS
+from serve.grpc.http2.streams import SERVER_PREFACE, Application, Streams
 
-HEAD_SECONDS = 10.0  # for the greeting and for a head, from the first byte to the last
-IDLE_SECONDS = 300.0  # a connection stays without a request
-_ACK_SECONDS = 1.0  # for the client to hear that the connection ends
-_GOODBYE_SECONDS = 2.0  # to read its answers and close it
-_SILENT_SECONDS = 0.3  # where there never were any
-_METHODS = (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC")  # as HTTP/1.1 begins
+HEADERS_TIMEOUT_SECONDS = 10.0  # for the preface and for a header block, from the first byte to the last
+IDLE_TIMEOUT_SECONDS = 300.0
+_DRAIN_TIMEOUT_SECONDS = 1.0  # for the client to acknowledge GOAWAY
+_CLOSE_TIMEOUT_SECONDS = 2.0  # for the client to read its answers and close
+_UNUSED_CLOSE_TIMEOUT_SECONDS = 0.3  # the same without any request
+_HTTP1_METHODS = (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC")
+_HTTP1_BODY = b'{"error":"this port serves gRPC over HTTP/2 only; use the HTTP port for HTTP/1.1"}'
+_HTTP1_ANSWER = (
+    b"HTTP/1.1 505 HTTP Version Not Supported\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_HTTP1_BODY), _HTTP1_BODY)
+)
 
 log = logging.getLogger(__name__)
 
 
-class Connection(asyncio.Protocol):
-    """`seats` are all of its kind, and `most` of them there may be."""
+@dataclass(frozen=True)
+class Host:
+    """What a connection needs of its listener."""
 
+    app: Application
+    connections: set[Connection]  # all that are open
+    make_room: Callable[[], bool]  # close idle connections above the limit; False where all are busy
+    on_error: Callable[[str], None]  # called with the name of each error, for metrics
+    is_stopping: Callable[[], bool]
+
+
+class Connection(asyncio.Protocol):
     transport: asyncio.Transport
 
-    def __init__(
-        self,
-        app: Application,
-        seats: set[Connection],
-        most: int,
-        refused: Callable[[str], None],
-        stopping: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._app, self._seats, self._most, self._refused, self._stopping = app, seats, most, refused, stopping
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._loop = asyncio.get_running_loop()
-        self._outflow = Outflow()
-        self._due = self._loop.time() + HEAD_SECONDS
-        self._seen = -1  # the last stream there was, at the last look
-        self._retiring = self._closing = False
+        self._deadline = self._loop.time() + HEADERS_TIMEOUT_SECONDS
+        self._last_checked_id = -1  # the last stream at the last check of timeouts
+        self._unsent_bytes, self._write_deadline = 0, 0.0
+        self._draining = self._closing = False
         self._timer: asyncio.TimerHandle | None = None
 
-    # What the transport tells
+    # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by class, only by what it does
-        self._streams = Streams(self._app, self.transport.write, self._tell, self._settled)
-        if not make_room(self._seats, self._most):
-            self._end(Code.ENHANCE_YOUR_CALM, f"{len(self._seats)} connections are being served already")
-        self._seats.add(self)
-        if self._stopping():
-            self.retire()
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
+        self._streams = Streams(self._host.app, self.transport.write, self._report, self._on_drained)
+        if not self._host.make_room():
+            self._fail(ErrorCode.ENHANCE_YOUR_CALM, f"all {len(self._host.connections)} connections are in use")
+        self._host.connections.add(self)
+        if self._host.is_stopping():
+            self.drain()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._closing = True
-        self._seats.discard(self)
+        self._host.connections.discard(self)
         self._streams.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -69,34 +73,33 @@ class Connection(asyncio.Protocol):
         if self._closing:
             return
         streams = self._streams
-        before = streams.beginning, streams.last
+        before = streams.is_awaiting_client, streams.last_id
         try:
-            fresh = not streams.cutter.greeted
-            if fresh and not self._greet(data):
+            is_new = not streams.reader.has_preface
+            if is_new and not self._read_preface(data):
                 return
-            streams.receive(b"" if fresh else data)
+            streams.receive(b"" if is_new else data)
         except ConnectionFault as fault:
-            if not streams.cutter.greeted and data.startswith(_METHODS):
-                self._refused("h2_http1")
-                text = "this port speaks gRPC, which is HTTP/2; HTTP/1.1 is spoken on the other one"
-                self._goodbye(plain(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, text, b""))
+            if not streams.reader.has_preface and data.startswith(_HTTP1_METHODS):
+                self._host.on_error("h2_http1")
+                self._close(_HTTP1_ANSWER)
             else:
-                self._end(fault.code, str(fault))
+                self._fail(fault.code, str(fault))
         else:
-            if streams.beginning and before != (True, streams.last):
-                self._due = self._loop.time() + HEAD_SECONDS
+            if streams.is_awaiting_client and before != (True, streams.last_id):
+                self._deadline = self._loop.time() + HEADERS_TIMEOUT_SECONDS
 
-    def _greet(self, data: bytes) -> bool:
-        """Back, and not first: a client of an older HTTP is to be answered in its own words."""
-        if not self._streams.cutter.greet(data):
+    def _read_preface(self, data: bytes) -> bool:
+        """Send our preface only after the client's, since an HTTP/1.1 client is answered in HTTP/1.1."""
+        if not self._streams.reader.read_preface(data):
             return False
-        self.transport.write(HELLO)
-        if self._retiring:
-            self._streams.retire()
+        self.transport.write(SERVER_PREFACE)
+        if self._draining:
+            self._streams.start_draining()
         return True
 
     def pause_writing(self) -> None:
-        """Who does not take answers asks nothing more meanwhile."""
+        """Stop reading: a client that does not read its answers may not send more requests."""
         self._streams.paused = True
         self.transport.pause_reading()
 
@@ -104,78 +107,89 @@ class Connection(asyncio.Protocol):
         if not self.transport.is_closing():
             self._streams.paused = False
             self.transport.resume_reading()
-            self._streams.send_rests()
+            self._streams.send_queued()
 
-    # What the listener asks for
+    # Called by the listener
 
-    def retire(self) -> None:
-        """Say that the connection ends, answer what was asked before the client heard it, and close."""
-        if self._retiring or self._closing:
+    def drain(self) -> None:
+        """Announce the end, answer what the client sent before it knew, and close."""
+        if self._draining or self._closing:
             return
-        self._retiring = True
-        if self._streams.cutter.greeted:
-            self._streams.retire()
-        patience = _SILENT_SECONDS if self._streams.beginning else _ACK_SECONDS
-        self._timer = self._loop.call_later(patience, self._streams.settle)
+        self._draining = True
+        if self._streams.reader.has_preface:
+            self._streams.start_draining()
+        timeout = _UNUSED_CLOSE_TIMEOUT_SECONDS if self._streams.is_awaiting_client else _DRAIN_TIMEOUT_SECONDS
+        self._timer = self._loop.call_later(timeout, self._streams.refuse_new_streams)
 
-    def sweep(self, now: float) -> None:
-        """Called now and then, with the loop's clock."""
-        if self._outflow.stuck(self.transport, now):
+    def check_timeouts(self, now: float) -> None:
+        """Called about once a second, with the loop's time."""
+        if self._is_write_stalled(now):
             self.transport.abort()
         if self._closing:
             return
         streams = self._streams
-        if streams.open or streams.last != self._seen:
-            self._seen = streams.last
-            if not streams.beginning:
-                self._due = now + IDLE_SECONDS
+        if streams.open or streams.last_id != self._last_checked_id:
+            self._last_checked_id = streams.last_id
+            if not streams.is_awaiting_client:
+                self._deadline = now + IDLE_TIMEOUT_SECONDS
         try:
-            streams.sweep(time.monotonic())
+            streams.check_timeouts(time.monotonic())
         except ConnectionFault as fault:
-            self._end(fault.code, str(fault))
+            self._fail(fault.code, str(fault))
             return
-        if now >= self._due:
-            if streams.beginning:
-                self._end(Code.ENHANCE_YOUR_CALM, "the head did not arrive whole in time")
+        if now >= self._deadline:
+            if streams.is_awaiting_client:
+                self._fail(ErrorCode.ENHANCE_YOUR_CALM, "the request headers did not arrive in time")
             else:
-                self.retire()
+                self.drain()
 
-    # What another connection asks for
+    def _is_write_stalled(self, now: float) -> bool:
+        """Return whether the client has read nothing for too long."""
+        unsent, before = self.transport.get_write_buffer_size(), self._unsent_bytes
+        self._unsent_bytes = unsent
+        if unsent and unsent >= before and before:
+            return now >= self._write_deadline
+        self._write_deadline = now + WRITE_TIMEOUT_SECONDS
+        return False
+
+    # Called when another connection needs room
 
     @property
     def idle_until(self) -> float | None:
-        return None if self._streams.open else self._due
+        """When the connection would be closed as idle; None while it has a request."""
+        return None if self._streams.open else self._deadline
 
     def give_way(self) -> None:
-        self._goodbye(goaway(self._streams.last, Code.NO_ERROR))
-        self._seats.discard(self)
+        self._close(goaway(self._streams.last_id, ErrorCode.NO_ERROR))
+        self._host.connections.discard(self)
 
-    def _settled(self) -> None:
-        """Nothing is asked any more, and all is answered."""
-        self._goodbye(b"")
+    # The end
 
-    def _end(self, code: Code, text: str) -> None:
+    def _on_drained(self) -> None:
+        self._close(b"")
+
+    def _fail(self, code: ErrorCode, text: str) -> None:
         if not self._closing:
-            self._tell(code, text)
-            hello = b"" if self._streams.cutter.greeted else HELLO
-            self._goodbye(hello + goaway(self._streams.last, code, text))
+            self._report(code, text)
+            preface = b"" if self._streams.reader.has_preface else SERVER_PREFACE
+            self._close(preface + goaway(self._streams.last_id, code, text))
 
-    def _tell(self, code: Code, text: str) -> None:
-        log.info("refused", extra=told(reason=text, code=code.name))
-        self._refused(f"h2_{code.name.lower()}")
+    def _report(self, code: ErrorCode, text: str) -> None:
+        log.info("refused", extra={"fields": {"reason": text, "code": code.name}})
+        self._host.on_error(f"h2_{code.name.lower()}")
 
-    def _goodbye(self, word: bytes) -> None:
-        """And listen for a while: closing on unread bytes resets the connection, and loses what is still on its way."""
+    def _close(self, data: bytes) -> None:
+        """Write, then keep reading for a while: closing with unread bytes resets the connection and loses answers."""
         if self._closing:
             return
         self._closing = True
         self._streams.close()
-        if word:
-            self.transport.write(word)
+        if data:
+            self.transport.write(data)
         self.transport.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         if self._timer is not None:
             self._timer.cancel()
-        patience = _GOODBYE_SECONDS if self._streams.last else _SILENT_SECONDS
-        self._timer = self._loop.call_later(patience, self.transport.close)
+        timeout = _CLOSE_TIMEOUT_SECONDS if self._streams.last_id else _UNUSED_CLOSE_TIMEOUT_SECONDS
+        self._timer = self._loop.call_later(timeout, self.transport.close)

@@ -1,4 +1,4 @@
-"""The frames of HTTP/2 (RFC 9113): cut from what comes in, made for what goes out, and what is wrong with them."""
+"""HTTP/2 frames (RFC 9113): reading, writing and validation."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-FRAME_BYTES = 16384  # of a payload at most; nobody may send more to who has not asked for it
-MOST_WINDOW = (1 << 31) - 1
-FIRST_WINDOW = 65535  # of a connection and of its streams, until something else is said
+MAX_FRAME_BYTES = 16384  # of a payload; a client may not send more unless our SETTINGS allow it, and they do not
+MAX_WINDOW = (1 << 31) - 1
+DEFAULT_WINDOW = 65535  # of the connection and of each stream, until SETTINGS or WINDOW_UPDATE change it
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
-END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 0x1, 0x1, 0x4, 0x8, 0x20
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY_FLAG = 0x1, 0x1, 0x4, 0x8, 0x20
 
 MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 3, 4, 5, 6
-PRIORITY_BYTES = 5  # the older standard's, which we do not read
-_OF_CONNECTIONS, _OF_STREAMS = frozenset((SETTINGS, PING, GOAWAY)), frozenset((PRIORITY, RST_STREAM))
-_SIZES = {PRIORITY: PRIORITY_BYTES, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
-_ENABLE_PUSH, _MOST_FRAME_BYTES = 2, (1 << 24) - 1
+PRIORITY_BYTES = 5  # priorities of RFC 7540, which are deprecated and ignored here
+_CONNECTION_FRAMES, _STREAM_FRAMES = frozenset((SETTINGS, PING, GOAWAY)), frozenset((PRIORITY, RST_STREAM))
+_PAYLOAD_BYTES = {PRIORITY: PRIORITY_BYTES, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
+_ENABLE_PUSH, _MAX_FRAME_SIZE_LIMIT = 2, (1 << 24) - 1
 
-HEAD = struct.Struct(">HBBBI")  # the length's upper 16 bits and lower 8, the type, the flags, the stream
+FRAME_HEADER = struct.Struct(">HBBBI")  # upper 16 bits of the length, lower 8, type, flags, stream id
 _SETTING = struct.Struct(">HI")
 
-Frame = tuple[int, int, int, bytes]  # type, flags, stream, payload
+Frame = tuple[int, int, int, bytes]  # type, flags, stream id, payload
 
 
-class Code(IntEnum):
-    """Why a stream or a connection ends, as the standard numbers it."""
+class ErrorCode(IntEnum):
+    """The error codes of RFC 9113, section 7."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -46,72 +46,73 @@ class Code(IntEnum):
 
 
 class ConnectionFault(Exception):
-    """Nothing more can be understood, or is wanted, of this client's connection."""
+    """A connection error: the connection has to be closed."""
 
-    def __init__(self, code: Code, text: str) -> None:
+    def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(text)
         self.code = code
 
 
 class StreamFault(Exception):
-    """One request is wrong; the others on its connection are not."""
+    """A stream error: one request is wrong, the others of its connection continue."""
 
-    def __init__(self, code: Code, text: str) -> None:
+    def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(text)
         self.code = code
 
 
-class Cutter:
-    """Bytes in as they come; whole frames out, after a greeting."""
+class FrameReader:
+    """Splits the received bytes into frames, after the connection preface."""
 
-    __slots__ = ("greeted", "rest")
+    __slots__ = ("buffer", "has_preface")
 
     def __init__(self) -> None:
-        self.rest, self.greeted = b"", False
+        self.buffer, self.has_preface = b"", False
+
+    def read_preface(self, data: bytes) -> bool:
+        """Return True once the preface is complete. Bytes after it stay in the buffer for `feed`."""
+        self.buffer += data
+        if not self.buffer.startswith(PREFACE):
+            if not PREFACE.startswith(self.buffer):
+                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "this is not an HTTP/2 connection")
+            return False
+        self.buffer, self.has_preface = self.buffer[len(PREFACE) :], True
+        return True
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        if self.rest:
-            data = self.rest + data
+        if self.buffer:
+            data = self.buffer + data
         position, end = 0, len(data)
         while end - position >= 9:
-            high, low, kind, flags, stream_id = HEAD.unpack_from(data, position)
+            high, low, kind, flags, stream_id = FRAME_HEADER.unpack_from(data, position)
             length = high << 8 | low
-            if length > FRAME_BYTES:
+            if length > MAX_FRAME_BYTES:
                 raise ConnectionFault(
-                    Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes, where {FRAME_BYTES} are allowed"
+                    ErrorCode.FRAME_SIZE_ERROR,
+                    f"a frame of {length} bytes is larger than the maximum of {MAX_FRAME_BYTES}",
                 )
             stop = position + 9 + length
             if stop > end:
                 break
-            yield kind, flags, stream_id & MOST_WINDOW, data[position + 9 : stop]
+            yield kind, flags, stream_id & MAX_WINDOW, data[position + 9 : stop]
             position = stop
-        self.rest = data[position:]
-
-    def greet(self, data: bytes) -> bool:
-        """The beginning of all; True when it is whole, and what is behind it waits to be fed."""
-        self.rest += data
-        if not self.rest.startswith(PREFACE):
-            if not PREFACE.startswith(self.rest):
-                raise ConnectionFault(Code.PROTOCOL_ERROR, "this is no HTTP/2 connection")
-            return False
-        self.rest, self.greeted = self.rest[len(PREFACE) :], True
-        return True
+        self.buffer = data[position:]
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     size = len(payload)
-    return HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
+    return FRAME_HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
 
 
 def settings(values: dict[int, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join([_SETTING.pack(*pair) for pair in values.items()]))
 
 
-def reset(stream_id: int, code: Code) -> bytes:
+def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
     return frame(RST_STREAM, 0, stream_id, code.to_bytes(4, "big"))
 
 
-def goaway(last_stream_id: int, code: Code, text: str = "") -> bytes:
+def goaway(last_stream_id: int, code: ErrorCode, text: str = "") -> bytes:
     return frame(GOAWAY, 0, 0, last_stream_id.to_bytes(4, "big") + code.to_bytes(4, "big") + text.encode())
 
 
@@ -119,39 +120,43 @@ def window_update(stream_id: int, size: int) -> bytes:
     return frame(WINDOW_UPDATE, 0, stream_id, size.to_bytes(4, "big"))
 
 
-def unpadded(flags: int, payload: bytes) -> bytes:
+def strip_padding(flags: int, payload: bytes) -> bytes:
     if not flags & PADDED:
         return payload
     if not payload or payload[0] >= len(payload):
-        raise ConnectionFault(Code.PROTOCOL_ERROR, "a frame is padded with more than it holds")
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "the padding of a frame is longer than its payload")
     return payload[1 : len(payload) - payload[0]]
 
 
-def settings_of(payload: bytes) -> Iterator[tuple[int, int]]:
-    """Those that come, each checked."""
+def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     if len(payload) % _SETTING.size:
-        raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a SETTINGS frame of no whole number of settings")
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"the length of SETTINGS is no multiple of {_SETTING.size}")
     for key, value in _SETTING.iter_unpack(payload):
         if key == _ENABLE_PUSH and value > 1:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, f"ENABLE_PUSH is 0 or 1, not {value}")
-        if key == INITIAL_WINDOW_SIZE and value > MOST_WINDOW:
-            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, f"a window of {value} bytes")
-        if key == MAX_FRAME_SIZE and not FRAME_BYTES <= value <= _MOST_FRAME_BYTES:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, f"MAX_FRAME_SIZE is {FRAME_BYTES} or more, not {value}")
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH must be 0 or 1, not {value}")
+        if key == INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
+            raise ConnectionFault(
+                ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE must be at most {MAX_WINDOW}, not {value}"
+            )
+        if key == MAX_FRAME_SIZE and not MAX_FRAME_BYTES <= value <= _MAX_FRAME_SIZE_LIMIT:
+            raise ConnectionFault(
+                ErrorCode.PROTOCOL_ERROR,
+                f"MAX_FRAME_SIZE must be {MAX_FRAME_BYTES} to {_MAX_FRAME_SIZE_LIMIT}, not {value}",
+            )
         yield key, value
 
 
-def check(kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-    """Of a frame that is neither DATA nor of a head: whether it can be one."""
+def validate_frame(kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+    """Check stream id and length of a frame other than DATA, HEADERS and CONTINUATION."""
     if kind == PUSH_PROMISE:
-        raise ConnectionFault(Code.PROTOCOL_ERROR, "a client promises nothing")
-    if kind in _OF_CONNECTIONS and stream_id:
-        raise ConnectionFault(Code.PROTOCOL_ERROR, "a frame of the connection that names a stream")
-    if kind in _OF_STREAMS and not stream_id:
-        raise ConnectionFault(Code.PROTOCOL_ERROR, "a frame of a stream that names none")
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a client must not send PUSH_PROMISE")
+    if kind in _CONNECTION_FRAMES and stream_id:
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS, PING and GOAWAY must have stream id 0")
+    if kind in _STREAM_FRAMES and not stream_id:
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "PRIORITY and RST_STREAM must name a stream")
     size = len(payload)
     if kind == SETTINGS and flags & ACK and size:
-        raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a SETTINGS frame that acknowledges, and says something")
-    if size != _SIZES.get(kind, size) or (kind == GOAWAY and size < _SIZES[PING]):
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS with ACK must be empty")
+    if size != _PAYLOAD_BYTES.get(kind, size) or (kind == GOAWAY and size < _PAYLOAD_BYTES[PING]):
         fault = StreamFault if kind == PRIORITY else ConnectionFault
-        raise fault(Code.FRAME_SIZE_ERROR, f"a frame of type {kind} with {size} bytes")
+        raise fault(ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {kind} must not have {size} bytes")

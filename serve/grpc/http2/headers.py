@@ -1,8 +1,6 @@
-"""The heads of one HTTP/2 connection: put together, decoded, checked, and remembered by their bytes.
+"""Header blocks of an HTTP/2 connection: assembly, decoding, validation (RFC 9113, 8.2 and 8.3) and a cache.
 
-A client's table is soon warm, and from then on it says the same in the same few bytes.
-
-The header fields of an HTTP/2 request: what makes them malformed (RFC 9113, 8.2 and 8.3), and what they say.
+Once a client's HPACK table is warm, it sends the same few bytes for the same request headers: these are decoded once.
 """
 
 from __future__ import annotations
@@ -12,140 +10,140 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from serve.grpc.http2 import frames
-from serve.grpc.http2.frames import END_HEADERS, PRIORITIZED, Code, ConnectionFault, StreamFault
+from serve.grpc.http2.frames import END_HEADERS, PRIORITY_FLAG, ConnectionFault, ErrorCode, StreamFault
 from serve.grpc.http2.hpack import Decoder, Field
 
-MOST_LIST_BYTES = 32 << 10  # of header fields, with 32 more for each
-_MOST_BLOCK_BYTES = 128 << 10  # as they are sent; what is too long for us is still read, so that it can be answered
-_MOST_PIECES = 64
-_KNOWN, _KNOWN_BYTES = 16, 1024  # heads that are remembered, and how long each is at most
+MAX_HEADER_LIST_BYTES = 32 << 10  # decoded; each field counts 32 bytes more, as in RFC 9113, 6.5.2
+# Encoded. A list above the limit is still decoded up to this size, so that the request can be answered with 431.
+_MAX_BLOCK_BYTES = 128 << 10
+_MAX_BLOCK_FRAMES = 64
+_CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 16, 1024
 
-Meaning = tuple[Any, int | None]  # what the application makes of it, and how long its body is said to be
-Whole = tuple[int, int, bytes]  # stream, flags, block
+ParsedHead = tuple[Any, int | None]  # what Application.parse_head returned, and the content-length
+HeaderBlock = tuple[int, int, bytes]  # stream id, flags, encoded fields
 
 
-class Heads:
-    """`understand` is told the fields, or None where they are too many."""
+class HeaderReader:
+    """Header blocks of one connection. `parse_head` gets the fields, or None where they exceed the limit."""
 
-    def __init__(self, understand: Callable[[dict[bytes, bytes] | None], Any]) -> None:
-        self._understand = understand
-        self._decoder = Decoder(MOST_LIST_BYTES)
-        self._known: dict[bytes, Meaning] = {}
-        self._changes = 0  # of the decoder's table, when those were learnt
-        self._pieces: list[bytes] = []  # of a head that is not whole
+    def __init__(self, parse_head: Callable[[dict[bytes, bytes] | None], Any]) -> None:
+        self._parse_head = parse_head
+        self._decoder = Decoder(MAX_HEADER_LIST_BYTES)
+        self._cache: dict[bytes, ParsedHead] = {}
+        self._table_version = 0  # of the decoder, when the cache was filled
+        self._fragments: list[bytes] = []  # of a block that is not complete
         self._stream_id = self._flags = 0
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
+        """A block has begun and is not complete."""
         return bool(self._stream_id)
 
-    def begin(self, stream_id: int, flags: int, payload: bytes) -> Whole | None:
-        """A HEADERS frame; None where more is to come."""
+    def add_headers(self, stream_id: int, flags: int, payload: bytes) -> HeaderBlock | None:
+        """Take a HEADERS frame; return None where CONTINUATION has to follow."""
         if not stream_id & 1:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, f"a client opens no stream {stream_id}")
-        payload = frames.unpadded(flags, payload)
-        if flags & PRIORITIZED:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"a client must not open stream {stream_id}")
+        payload = frames.strip_padding(flags, payload)
+        if flags & PRIORITY_FLAG:
             if len(payload) < frames.PRIORITY_BYTES:
-                raise ConnectionFault(Code.FRAME_SIZE_ERROR, "HEADERS too short for the priority they tell")
+                raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "HEADERS is too short for its priority field")
             payload = payload[frames.PRIORITY_BYTES :]
         if flags & END_HEADERS:
             return stream_id, flags, payload
-        self._stream_id, self._flags, self._pieces = stream_id, flags, [payload]
+        self._stream_id, self._flags, self._fragments = stream_id, flags, [payload]
         return None
 
-    def go_on(self, stream_id: int, flags: int, payload: bytes) -> Whole | None:
-        """A CONTINUATION frame."""
-        if not self.open or self._stream_id != stream_id:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "CONTINUATION of no head")
-        self._pieces.append(payload)
-        if len(self._pieces) > _MOST_PIECES or sum(map(len, self._pieces)) > _MOST_BLOCK_BYTES:
+    def add_continuation(self, stream_id: int, flags: int, payload: bytes) -> HeaderBlock | None:
+        if not self.is_open or self._stream_id != stream_id:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS before it")
+        self._fragments.append(payload)
+        if len(self._fragments) > _MAX_BLOCK_FRAMES or sum(map(len, self._fragments)) > _MAX_BLOCK_BYTES:
             raise ConnectionFault(
-                Code.ENHANCE_YOUR_CALM, f"a head of more than {_MOST_BLOCK_BYTES} bytes, or in crumbs"
+                ErrorCode.ENHANCE_YOUR_CALM,
+                f"the header block has more than {_MAX_BLOCK_BYTES} bytes or {_MAX_BLOCK_FRAMES} frames",
             )
         if not flags & END_HEADERS:
             return None
-        whole = stream_id, self._flags, b"".join(self._pieces)
-        self._stream_id, self._pieces = 0, []
-        return whole
+        block = stream_id, self._flags, b"".join(self._fragments)
+        self._stream_id, self._fragments = 0, []
+        return block
 
-    def read(self, block: bytes) -> Meaning:
-        """Of a request."""
-        return self._known.get(block) or self._learn(block)
+    def decode_request(self, block: bytes) -> ParsedHead:
+        return self._cache.get(block) or self._decode_uncached(block)
 
-    def skip(self, block: bytes) -> Sequence[Field]:
-        """Of trailers, which mean nothing; but they may change the table."""
+    def decode_trailers(self, block: bytes) -> Sequence[Field]:
+        """Decode trailers, which are not used; but they may change the HPACK table."""
         fields = self._decoder.decode(block)
-        self._forget()
+        self._drop_outdated_cache()
         return fields or ()
 
-    def _learn(self, block: bytes) -> Meaning:
+    def _decode_uncached(self, block: bytes) -> ParsedHead:
         fields = self._decoder.decode(block)
-        told = self._decoder.changes != self._changes
-        self._forget()
+        changed_table = self._decoder.table_version != self._table_version
+        self._drop_outdated_cache()
         if fields is None:
-            return self._understand(None), None
-        request = request_of(fields)
-        meaning = self._understand(request), length_of(request)
-        if not told and len(block) <= _KNOWN_BYTES:
-            if len(self._known) >= _KNOWN:
-                self._known.clear()
-            self._known[block] = meaning
-        return meaning
+            return self._parse_head(None), None
+        request = parse_request(fields)
+        parsed = self._parse_head(request), content_length(request)
+        if not changed_table and len(block) <= _CACHED_BLOCK_BYTES:
+            if len(self._cache) >= _CACHED_BLOCKS:
+                self._cache.clear()
+            self._cache[block] = parsed
+        return parsed
 
-    def _forget(self) -> None:
-        """What the same bytes meant before the table changed."""
-        if self._decoder.changes != self._changes:
-            self._changes = self._decoder.changes
-            self._known.clear()
-
-
-_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
-_PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
-_WANTED = (b":method", b":scheme", b":path")
-_OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
-_NEVER = re.compile(rb"[\0\r\n]|^[ \t]|[ \t]\Z")  # in a value
+    def _drop_outdated_cache(self) -> None:
+        """Clear the cache when the table has changed: the same bytes then decode to other fields."""
+        if self._decoder.table_version != self._table_version:
+            self._table_version = self._decoder.table_version
+            self._cache.clear()
 
 
-def request_of(fields: Iterable[Field]) -> dict[bytes, bytes]:
-    """All of them by name, checked; of a name that comes twice the last."""
-    found: dict[bytes, bytes] = {}
+_FIELD_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
+_PSEUDO_HEADERS = frozenset((b":method", b":scheme", b":path", b":authority"))
+_REQUIRED = (b":method", b":scheme", b":path")
+_HTTP1_ONLY = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
+_FORBIDDEN_IN_VALUE = re.compile(rb"[\0\r\n]|^[ \t]|[ \t]\Z")
+
+
+def parse_request(fields: Iterable[Field]) -> dict[bytes, bytes]:
+    """Validate request header fields and return them by name; the last of equal names counts."""
+    request: dict[bytes, bytes] = {}
     regular = False
     for name, value in fields:
         if name[:1] == b":":
-            if regular or name not in _PSEUDO or name in found:
-                raise _malformed(f"the field {name[:40]!r} stands where it must not, or twice, or is none")
+            if regular or name not in _PSEUDO_HEADERS or name in request:
+                raise _malformed(f"pseudo-header {name[:40]!r} is unknown, repeated or after a regular field")
         else:
             regular = True
-            check(name, value)
-        if _NEVER.search(value):
-            raise _malformed(f"the field {name[:40]!r} has a value that no field may have")
-        found[name] = value
-    if missing := [name.decode() for name in _WANTED if not found.get(name)]:
+            _validate_field(name, value)
+        if _FORBIDDEN_IN_VALUE.search(value):
+            raise _malformed(f"field {name[:40]!r} has a value with forbidden characters")
+        request[name] = value
+    if missing := [name.decode() for name in _REQUIRED if not request.get(name)]:
         raise _malformed(f"the request has no {' and no '.join(missing)}")
-    return found
+    return request
 
 
-def check(name: bytes, value: bytes) -> None:
-    if not _NAME.fullmatch(name):
-        raise _malformed(f"{name[:40]!r} is no name of a field")
-    if name in _OF_CONNECTIONS or (name == b"te" and value != b"trailers"):
-        raise _malformed(f"the field {name.decode()} is not one of HTTP/2")
-
-
-def check_trailers(fields: Iterable[Field]) -> None:
+def validate_trailers(fields: Iterable[Field]) -> None:
     for name, value in fields:
-        check(name, value)  # which no pseudo-header passes
+        _validate_field(name, value)  # rejects pseudo-headers too
 
 
-def length_of(found: dict[bytes, bytes]) -> int | None:
-    """How many bytes the request says it has; None where it does not say."""
-    said = found.get(b"content-length")
-    if said is None:
+def content_length(request: dict[bytes, bytes]) -> int | None:
+    value = request.get(b"content-length")
+    if value is None:
         return None
-    if not said.isdigit() or len(said) > 15:
-        raise _malformed(f"content-length: {said[:40]!r} is no number of bytes")
-    return int(said)
+    if not value.isdigit() or len(value) > 15:
+        raise _malformed(f"content-length {value[:40]!r} is not a number of bytes")
+    return int(value)
+
+
+def _validate_field(name: bytes, value: bytes) -> None:
+    if not _FIELD_NAME.fullmatch(name):
+        raise _malformed(f"{name[:40]!r} is not a valid field name")
+    if name in _HTTP1_ONLY or (name == b"te" and value != b"trailers"):
+        raise _malformed(f"field {name.decode()!r} is not allowed in HTTP/2")
 
 
 def _malformed(text: str) -> StreamFault:
-    return StreamFault(Code.PROTOCOL_ERROR, text)
+    return StreamFault(ErrorCode.PROTOCOL_ERROR, text)

@@ -1,4 +1,4 @@
-"""What goes out on an HTTP/2 connection: answers, whole where the client's windows let them, else in pieces."""
+"""Send queue of an HTTP/2 connection: answers that wait for the client's flow control windows."""
 
 from __future__ import annotations
 
@@ -8,144 +8,147 @@ from dataclasses import dataclass
 
 from serve.grpc.http2.frames import (
     DATA,
+    DEFAULT_WINDOW,
     END_HEADERS,
     END_STREAM,
-    FIRST_WINDOW,
-    FRAME_BYTES,
-    HEAD,
+    FRAME_HEADER,
     HEADERS,
     INITIAL_WINDOW_SIZE,
+    MAX_FRAME_BYTES,
     MAX_FRAME_SIZE,
-    MOST_WINDOW,
-    Code,
+    MAX_WINDOW,
     ConnectionFault,
+    ErrorCode,
     frame,
-    reset,
-    settings_of,
+    parse_settings,
+    rst_stream,
 )
 from serve.grpc.http2.stream import Stream
-from serve.http1.limits import WRITE_SECONDS
 
-_TURN_BYTES = 1 << 20  # are copied for the transport at once
-_FRAME_BYTES = 1 << 18  # larger ones would hold up other answers, whatever the client allows
+WRITE_TIMEOUT_SECONDS = 30.0  # for a client to take any byte of its answer
+_BATCH_BYTES = 1 << 20  # handed to the transport at once
+_MAX_DATA_BYTES = 1 << 18  # of one frame, even if the client allows more: a larger one would delay other answers
 
 
 @dataclass(slots=True)
-class Rest:
-    """Of an answer."""
+class QueuedAnswer:
+    """The part of an answer that was not sent yet."""
 
     stream: Stream
     data: memoryview
     trailers: bytes
-    since: float  # when the client last made room for some of it
+    progress_at: float  # when the client last took some of it
 
 
-class Outbox:
-    __slots__ = ("_moved", "_rests", "first_window", "frame_bytes", "held", "window")
+class SendQueue:
+    __slots__ = ("_progress_at", "_queued", "frame_bytes", "initial_window", "queued_bytes", "window")
 
     def __init__(self) -> None:
-        self.window = self.first_window = FIRST_WINDOW
-        self.frame_bytes = FRAME_BYTES
-        self.held = 0  # bytes that wait
-        self._rests: dict[int, Rest] = {}  # whose turn is next, first
-        self._moved = 0.0  # when any of them did
+        self.window = self.initial_window = DEFAULT_WINDOW
+        self.frame_bytes = MAX_FRAME_BYTES
+        self.queued_bytes = 0
+        self._queued: dict[int, QueuedAnswer] = {}  # in the order of their turns
+        self._progress_at = 0.0  # when the client last took some of any answer
 
     @property
-    def waits(self) -> bool:
-        return bool(self._rests)
+    def has_queued(self) -> bool:
+        return bool(self._queued)
 
-    def answer(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> tuple[bytes, bool]:
-        """What to write now, and whether it is all of it. Without a head, the trailers are."""
+    def add(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> tuple[bytes, bool]:
+        """Return the bytes to write now, and whether they are the whole answer. Without a head it is only trailers."""
         if not head:
-            return last(stream, trailers), True
+            return final_frames(stream, trailers), True
         size, stream_id = len(body), stream.id
         if size <= self.window and size <= stream.window and size <= self.frame_bytes:
             self.window -= size
             parts = [
-                HEAD.pack(0, len(head), HEADERS, END_HEADERS, stream_id),
+                FRAME_HEADER.pack(0, len(head), HEADERS, END_HEADERS, stream_id),
                 head,
-                HEAD.pack(size >> 8, size & 0xFF, DATA, 0, stream_id),
+                FRAME_HEADER.pack(size >> 8, size & 0xFF, DATA, 0, stream_id),
                 body,
-                HEAD.pack(len(trailers) >> 8, len(trailers) & 0xFF, HEADERS, END_HEADERS | END_STREAM, stream_id),
+                FRAME_HEADER.pack(
+                    len(trailers) >> 8, len(trailers) & 0xFF, HEADERS, END_HEADERS | END_STREAM, stream_id
+                ),
                 trailers,
             ]
             if not stream.complete:
-                parts.append(reset(stream_id, Code.NO_ERROR))
+                parts.append(rst_stream(stream_id, ErrorCode.NO_ERROR))
             return b"".join(parts), True
-        self._rests[stream_id] = Rest(stream, memoryview(body), last(stream, trailers), time.monotonic())
-        self.held += size
+        answer = QueuedAnswer(stream, memoryview(body), final_frames(stream, trailers), time.monotonic())
+        self._queued[stream_id] = answer
+        self.queued_bytes += size
         return frame(HEADERS, END_HEADERS, stream_id, head), False
 
     def take(self) -> tuple[bytes, list[Stream]]:
-        """What there is room for, a frame of each in turn, and whose answers are complete with it."""
+        """Return as many frames as the windows allow, one of each answer in turn, and the streams that are complete."""
         parts: list[bytes] = []
-        done: list[Stream] = []
-        size, most = 0, min(self.frame_bytes, _FRAME_BYTES)
-        moved = True
-        while moved and self.window > 0 and size < _TURN_BYTES:
-            moved = False
-            for rest in tuple(self._rests.values()):
-                now = min(len(rest.data), rest.stream.window, self.window, most)
-                if now <= 0 and rest.data:
+        completed: list[Stream] = []
+        size, frame_bytes = 0, min(self.frame_bytes, _MAX_DATA_BYTES)
+        progress = True
+        while progress and self.window > 0 and size < _BATCH_BYTES:
+            progress = False
+            for answer in tuple(self._queued.values()):
+                count = min(len(answer.data), answer.stream.window, self.window, frame_bytes)
+                if count <= 0 and answer.data:
                     continue
-                moved = True
-                size += now
-                self._move(rest, now, parts)
-                del self._rests[rest.stream.id]
-                if rest.data:
-                    self._rests[rest.stream.id] = rest  # behind the others
+                progress = True
+                size += count
+                self._take_from(answer, count, parts)
+                del self._queued[answer.stream.id]
+                if answer.data:
+                    self._queued[answer.stream.id] = answer  # to the end of the queue
                 else:
-                    parts.append(rest.trailers)
-                    done.append(rest.stream)
-        return b"".join(parts), done
+                    parts.append(answer.trailers)
+                    completed.append(answer.stream)
+        return b"".join(parts), completed
 
-    def _move(self, rest: Rest, size: int, parts: list[bytes]) -> None:
-        stream = rest.stream
-        parts += (HEAD.pack(size >> 8, size & 0xFF, DATA, 0, stream.id), bytes(rest.data[:size]))
-        rest.data = rest.data[size:]
-        self._moved = rest.since = time.monotonic()
+    def _take_from(self, answer: QueuedAnswer, size: int, parts: list[bytes]) -> None:
+        stream = answer.stream
+        parts += (FRAME_HEADER.pack(size >> 8, size & 0xFF, DATA, 0, stream.id), bytes(answer.data[:size]))
+        answer.data = answer.data[size:]
+        self._progress_at = answer.progress_at = time.monotonic()
         stream.window -= size
         self.window -= size
-        self.held -= size
+        self.queued_bytes -= size
 
-    def drop(self, stream: Stream) -> None:
-        """Nobody wants the rest."""
-        if (rest := self._rests.pop(stream.id, None)) is not None:
-            self.held -= len(rest.data)
+    def discard(self, stream: Stream) -> None:
+        if (answer := self._queued.pop(stream.id, None)) is not None:
+            self.queued_bytes -= len(answer.data)
 
-    def stuck(self, now: float, *, paused: bool) -> list[Stream]:
-        """Those whose client makes no room; while the transport itself is `paused`, that is nobody's fault here."""
-        found = []
-        for rest in self._rests.values():
+    def stalled(self, now: float, *, paused: bool) -> list[Stream]:
+        """Return the streams whose client opens no window; time does not count while the transport is `paused`."""
+        stalled = []
+        for answer in self._queued.values():
             if paused:
-                rest.since = now
-            # With room of its own, it waits for its turn in the connection's.
-            since = max(rest.since, self._moved) if rest.stream.window > 0 else rest.since
-            if now - since > WRITE_SECONDS:
-                found.append(rest.stream)
-        return found
+                answer.progress_at = now
+            # A stream with a window of its own waits for its turn in the connection's window.
+            since = max(answer.progress_at, self._progress_at) if answer.stream.window > 0 else answer.progress_at
+            if now - since > WRITE_TIMEOUT_SECONDS:
+                stalled.append(answer.stream)
+        return stalled
 
-    def agree(self, payload: bytes, streams: Iterable[Stream]) -> None:
-        """To the client's settings."""
-        for key, value in settings_of(payload):
+    def apply_settings(self, payload: bytes, streams: Iterable[Stream]) -> None:
+        for key, value in parse_settings(payload):
             if key == INITIAL_WINDOW_SIZE:
-                change, self.first_window = value - self.first_window, value
+                change, self.initial_window = value - self.initial_window, value
                 for stream in streams:
                     stream.window += change
-                    if stream.window > MOST_WINDOW:
-                        raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window wider than any may be")
+                    if stream.window > MAX_WINDOW:
+                        raise ConnectionFault(
+                            ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE raises a window above {MAX_WINDOW}"
+                        )
             elif key == MAX_FRAME_SIZE:
                 self.frame_bytes = value
 
     def widen(self, size: int) -> None:
         if not size:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "a WINDOW_UPDATE of nothing")
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE must not be 0")
         self.window += size
-        if self.window > MOST_WINDOW:
-            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "the window of the connection is wider than any may be")
+        if self.window > MAX_WINDOW:
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"the connection's window exceeds {MAX_WINDOW}")
 
 
-def last(stream: Stream, block: bytes) -> bytes:
-    """The frame that ends an answer, and the word to a client that is still sending that it need not."""
-    made = frame(HEADERS, END_HEADERS | END_STREAM, stream.id, block)
-    return made if stream.complete else made + reset(stream.id, Code.NO_ERROR)
+def final_frames(stream: Stream, trailers: bytes) -> bytes:
+    """Return the trailers; to a client that is still sending, add RST_STREAM with NO_ERROR (RFC 9113, 8.1)."""
+    data = frame(HEADERS, END_HEADERS | END_STREAM, stream.id, trailers)
+    return data if stream.complete else data + rst_stream(stream.id, ErrorCode.NO_ERROR)

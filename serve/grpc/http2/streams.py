@@ -1,328 +1,355 @@
-"""The requests of one HTTP/2 connection (RFC 9113), many at a time: frames in, answers out, and no I/O of its own.
-
-One request of an HTTP/2 connection and its answer, and who answers.
-
-Frames that cost a client nothing and us a little: a connection that is useful may send many, others may not.
-"""
+"""The streams of one HTTP/2 connection (RFC 9113): frames in, answers out, without I/O."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from serve.grpc.http2 import frames
-from serve.grpc.http2.frames import ACK, DATA, END_STREAM, HEADERS, Code, ConnectionFault, StreamFault
-from serve.grpc.http2.headers import MOST_LIST_BYTES, Heads, Whole, check_trailers
+from serve.grpc.http2.frames import ACK, DATA, END_STREAM, HEADERS, ConnectionFault, ErrorCode, StreamFault
+from serve.grpc.http2.headers import MAX_HEADER_LIST_BYTES, HeaderBlock, HeaderReader, validate_trailers
 from serve.grpc.http2.hpack import HpackError
-from serve.grpc.http2.send_queue import Outbox
-from serve.grpc.http2.stream import Application, Stream
+from serve.grpc.http2.send_queue import SendQueue
+from serve.grpc.http2.stream import Stream
 
-BODY_SECONDS = 60.0  # for a request, from its first byte to its last
-MOST_STREAMS = 2048
-_WINDOW, _STREAM_WINDOW = 16 << 20, 4 << 20  # what a client may send before it hears from us again
-_DEAR_BYTES = 1 << 10  # a longer head costs us something, and a shorter piece of an answer is worth nothing
-_SMALL_BYTES = 256  # a piece of a body that is smaller serves nobody
-_HELD_BYTES = 64 << 20  # of answers that the client makes no room for
-_PING = b"retiring"
-HELLO = frames.settings(
+BODY_TIMEOUT_SECONDS = 60.0  # for a request, from its first byte to its last
+MAX_STREAMS = 2048
+_CONNECTION_WINDOW, _STREAM_WINDOW = 16 << 20, 4 << 20
+_MAX_QUEUED_BYTES = 64 << 20  # of answers for which the client opens no window
+_SMALL_DATA_BYTES = 256  # DATA frames below this size count as flood
+_LARGE_BLOCK_BYTES = 1 << 10  # header blocks above this size count as flood; writes above it as useful work
+_PING_PAYLOAD = b"retiring"
+SERVER_PREFACE = frames.settings(
     {
-        frames.MAX_CONCURRENT_STREAMS: MOST_STREAMS,
+        frames.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
         frames.INITIAL_WINDOW_SIZE: _STREAM_WINDOW,
-        frames.MAX_HEADER_LIST_SIZE: MOST_LIST_BYTES,
+        frames.MAX_HEADER_LIST_SIZE: MAX_HEADER_LIST_BYTES,
     }
-) + frames.window_update(0, _WINDOW - frames.FIRST_WINDOW)
+) + frames.window_update(0, _CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
+
+_FLOOD_BUDGET = 2000
+_BUDGET_PER_SECOND = 500
+_CREDIT_PER_ANSWER = 8  # a call comes with a few control frames
 
 Write = Callable[[bytes], Any]
-Refused = Callable[[Code, str], None]
+OnError = Callable[[ErrorCode, str], None]
+
+
+class Application(Protocol):
+    """Answers requests: calls `streams.answer` once for each, at any time."""
+
+    def parse_head(self, request: dict[bytes, bytes] | None) -> Any:
+        """Return what becomes `stream.head`; it is reused for equal headers. None: the headers exceed the limit."""
+        ...
+
+    def on_headers(self, streams: Streams, stream: Stream) -> None:
+        """Handle a new stream."""
+        ...
+
+    def on_data(self, streams: Streams, stream: Stream, size: int) -> None:
+        """Handle `size` more bytes of the body, with more to come."""
+        ...
+
+    def on_complete(self, streams: Streams, stream: Stream) -> None:
+        """Handle a complete request that was not answered yet. Set `stream.running` until it is answered."""
+        ...
+
+    def on_timeout(self, streams: Streams, stream: Stream) -> None:
+        """Answer a request whose body did not arrive in time."""
+        ...
+
+    def on_cancel(self, stream: Stream) -> None:
+        """Clean up after a stream that the client cancelled before it was complete."""
+        ...
+
+
+class FloodGuard:
+    """A budget for frames that cost the client nothing. Answers earn credit, so busy connections may send many."""
+
+    __slots__ = ("_budget", "_refilled_at")
+
+    def __init__(self) -> None:
+        self._budget, self._refilled_at = _FLOOD_BUDGET, time.monotonic()
+
+    def charge(self, cost: int) -> bool:
+        """Return False once the budget is used up."""
+        self._budget -= cost
+        if self._budget < 0:
+            now = time.monotonic()
+            self._budget += min(_FLOOD_BUDGET, int((now - self._refilled_at) * _BUDGET_PER_SECOND))
+            self._refilled_at = now
+        return self._budget >= 0
+
+    def credit(self) -> None:
+        if self._budget < _FLOOD_BUDGET:
+            self._budget += _CREDIT_PER_ANSWER
 
 
 class Streams:
-    """`settled` is called when nothing is asked any more and all is answered."""
+    """`on_error` is called for each stream error, `on_drained` when a draining connection has answered everything."""
 
-    def __init__(self, app: Application, write: Write, refused: Refused, settled: Callable[[], None]) -> None:
-        self._app, self._write, self._refused, self._settled = app, write, refused, settled
-        self.cutter, self.outbox = frames.Cutter(), Outbox()
-        self._heads, self._goodwill = Heads(app.understand), Goodwill()
-        self._agreed = self.paused = False  # the client's first settings are here; the transport takes no more for now
+    def __init__(self, app: Application, write: Write, on_error: OnError, on_drained: Callable[[], None]) -> None:
+        self._app, self._write, self._on_error, self._on_drained = app, write, on_error, on_drained
+        self.reader, self.send_queue = frames.FrameReader(), SendQueue()
+        self._headers, self._flood_guard = HeaderReader(app.parse_head), FloodGuard()
+        self._has_settings = False  # the client's first SETTINGS arrived
+        self.paused = False  # the transport's buffer is full
         self.open: dict[int, Stream] = {}
-        self._left: deque[int] = deque(maxlen=64)  # streams that were answered while the client was still sending
-        self.last = 0
-        self._received = 0  # bytes that the connection's window was not topped up for
-        self._retiring = self.retired = self.closed = False
+        self._answered_early: deque[int] = deque(maxlen=64)  # answered while the client was still sending
+        self.last_id = 0
+        self._unacknowledged = 0  # received bytes that no WINDOW_UPDATE for the connection has returned yet
+        self._draining = self.refusing = self.closed = False
 
     @property
-    def beginning(self) -> bool:
-        """The client owes the rest of what it began: its greeting, or a head."""
-        return not self._agreed or self._heads.open
+    def is_awaiting_client(self) -> bool:
+        """The client has not finished its preface or a header block."""
+        return not self._has_settings or self._headers.is_open
 
     def receive(self, data: bytes) -> None:
-        """Raises ConnectionFault where the connection has to end."""
-        for kind, flags, stream_id, payload in self.cutter.feed(data):
-            if self._heads.open and kind != frames.CONTINUATION:
-                raise ConnectionFault(Code.PROTOCOL_ERROR, "a head is interrupted by another frame")
+        """Handle received bytes; raises ConnectionFault where the connection has to end."""
+        for kind, flags, stream_id, payload in self.reader.feed(data):
+            if self._headers.is_open and kind != frames.CONTINUATION:
+                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a header block is interrupted by another frame")
             try:
-                if kind == DATA and self._agreed:
-                    self._data(flags, stream_id, payload)
-                elif kind == HEADERS and self._agreed:
-                    self._head(self._heads.begin(stream_id, flags, payload))
+                if kind == DATA and self._has_settings:
+                    self._handle_data(flags, stream_id, payload)
+                elif kind == HEADERS and self._has_settings:
+                    self._handle_block(self._headers.add_headers(stream_id, flags, payload))
                 else:
-                    self._other(kind, flags, stream_id, payload)
+                    self._handle_other(kind, flags, stream_id, payload)
             except StreamFault as fault:
                 self._reset(stream_id, fault.code, str(fault))
             except HpackError as error:
-                raise ConnectionFault(Code.COMPRESSION_ERROR, str(error)) from None
+                raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, str(error)) from None
 
-    # What the application asks for
+    # Called by the application
 
     def answer(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> None:
-        """Without a head, the trailers are all of it."""
+        """Send the answer. Without a head it consists of the trailers."""
         stream.running = False
-        if stream.gone:
+        if stream.cancelled:
             self._forget(stream)
             return
         stream.sending = True
-        data, whole = self.outbox.answer(stream, head, body, trailers)
+        data, complete = self.send_queue.add(stream, head, body, trailers)
         self._write(data)
-        if whole:
-            self._answered(stream)
+        if complete:
+            self._finish(stream)
         else:
-            self.send_rests()
+            self.send_queued()
 
-    # What the connection asks for
+    # Called by the connection
 
-    def send_rests(self) -> None:
-        while self.outbox.waits and not (self.closed or self.paused):
-            data, done = self.outbox.take()
+    def send_queued(self) -> None:
+        while self.send_queue.has_queued and not (self.closed or self.paused):
+            data, completed = self.send_queue.take()
             if not data:
                 return
             self._write(data)
-            self._goodwill.earn(len(data) >= _DEAR_BYTES)
-            for stream in done:
-                self._answered(stream)
+            if len(data) >= _LARGE_BLOCK_BYTES:
+                self._flood_guard.credit()
+            for stream in completed:
+                self._finish(stream)
 
-    def retire(self) -> None:
-        """Ask for no new streams; those that cross this word on its way are still taken."""
-        self._retiring = True
-        self._write(frames.goaway(frames.MOST_WINDOW, Code.NO_ERROR) + frames.frame(frames.PING, 0, 0, _PING))
+    def start_draining(self) -> None:
+        """Announce the end with GOAWAY; requests sent before the client reads it are still answered."""
+        self._draining = True
+        goaway = frames.goaway(frames.MAX_WINDOW, ErrorCode.NO_ERROR)
+        self._write(goaway + frames.frame(frames.PING, 0, 0, _PING_PAYLOAD))
 
-    def settle(self) -> None:
-        """The client has heard it: what is here now is all there will be."""
-        if not self.retired:
-            self.retired = True
-            self._write(frames.goaway(self.last, Code.NO_ERROR))
+    def refuse_new_streams(self) -> None:
+        """Finish draining: the client has seen GOAWAY, or had time to."""
+        if not self.refusing:
+            self.refusing = True
+            self._write(frames.goaway(self.last_id, ErrorCode.NO_ERROR))
             if not self.open:
-                self._settled()
+                self._on_drained()
 
-    def sweep(self, now: float) -> None:
-        """Give up on what does not come and what is not taken."""
-        for stream in self.outbox.stuck(now, paused=self.paused):
-            self._reset(stream.id, Code.CANCEL, "the client makes no room for its answer")
+    def check_timeouts(self, now: float) -> None:
+        for stream in self.send_queue.stalled(now, paused=self.paused):
+            self._reset(stream.id, ErrorCode.CANCEL, "the client opens no window for the answer")
         for stream in tuple(self.open.values()):
-            if not (stream.complete or stream.sending or stream.gone) and now - stream.since > BODY_SECONDS:
-                self._app.late(self, stream)
+            receiving = not (stream.complete or stream.sending or stream.cancelled)
+            if receiving and now - stream.opened_at > BODY_TIMEOUT_SECONDS:
+                self._app.on_timeout(self, stream)
 
     def close(self) -> None:
-        """The client is gone, or has to go."""
+        """Cancel all streams: the client has disconnected, or is being disconnected."""
         self.closed = True
         for stream in tuple(self.open.values()):
-            self._lose(stream)
+            self._cancel(stream)
 
     # Frames
 
-    def _data(self, flags: int, stream_id: int, payload: bytes) -> None:
+    def _handle_data(self, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
-        # Topped up as it is read, a window is never overdrawn; what is kept of a body is bounded by who answers.
-        self._received += size
-        if self._received > _WINDOW // 2:
-            self._write(frames.window_update(0, self._received))
-            self._received = 0
+        # The window is returned as data is read; the application bounds how much of the bodies is kept.
+        self._unacknowledged += size
+        if self._unacknowledged > _CONNECTION_WINDOW // 2:
+            self._write(frames.window_update(0, self._unacknowledged))
+            self._unacknowledged = 0
         stream = self.open.get(stream_id)
-        if stream is None or stream.complete or stream.gone or stream.sending:
-            self._late_data(stream, stream_id, size)
+        if stream is None or stream.complete or stream.cancelled or stream.sending:
+            self._handle_late_data(stream, stream_id, size)
             return
-        payload = frames.unpadded(flags, payload)
+        payload = frames.strip_padding(flags, payload)
         if payload:
             stream.parts.append(payload)
             stream.size += len(payload)
         if flags & END_STREAM:
             self._complete(stream)
             return
-        if size < _SMALL_BYTES:
-            self._spend()
-        stream.received += size
-        if stream.received > _STREAM_WINDOW // 2:
-            self._write(frames.window_update(stream_id, stream.received))
-            stream.received = 0
-        self._app.grew(self, stream, len(payload))
+        if size < _SMALL_DATA_BYTES:
+            self._charge()
+        stream.unacknowledged += size
+        if stream.unacknowledged > _STREAM_WINDOW // 2:
+            self._write(frames.window_update(stream_id, stream.unacknowledged))
+            stream.unacknowledged = 0
+        self._app.on_data(self, stream, len(payload))
 
-    def _late_data(self, stream: Stream | None, stream_id: int, size: int) -> None:
-        """Fine where the client could not know yet that the stream is closed."""
-        self._opened_before(stream_id, "DATA")
-        if size < _SMALL_BYTES:
-            self._spend()
-        unknown = stream_id not in self._left and stream_id <= self.last
-        if unknown if stream is None else stream.complete:
-            raise StreamFault(Code.STREAM_CLOSED, "DATA of a stream that is closed")
+    def _handle_late_data(self, stream: Stream | None, stream_id: int, size: int) -> None:
+        """Ignore DATA of a closed stream if the client could not know yet that it is closed."""
+        self._check_opened(stream_id, "DATA")
+        if size < _SMALL_DATA_BYTES:
+            self._charge()
+        ended = stream_id not in self._answered_early and stream_id <= self.last_id
+        if ended if stream is None else stream.complete:
+            raise StreamFault(ErrorCode.STREAM_CLOSED, "DATA after the end of the stream")
 
-    def _head(self, whole: Whole | None) -> None:
-        if whole is None:
+    def _handle_block(self, header_block: HeaderBlock | None) -> None:
+        if header_block is None:
             return
-        stream_id, flags, block = whole
-        if stream_id <= self.last:
-            self._trailers(stream_id, flags, block)
+        stream_id, flags, block = header_block
+        if stream_id <= self.last_id:
+            self._handle_trailers(stream_id, flags, block)
             return
-        self.last = self.last if self.retired else stream_id
-        if len(block) >= _DEAR_BYTES:
-            self._spend(4 * len(block) // _DEAR_BYTES)
-        about, length = self._heads.read(block)
-        if self.retired:  # the client was told that it will not be answered
+        self.last_id = self.last_id if self.refusing else stream_id
+        if len(block) >= _LARGE_BLOCK_BYTES:
+            self._charge(4 * len(block) // _LARGE_BLOCK_BYTES)
+        head, content_length = self._headers.decode_request(block)
+        if self.refusing:  # GOAWAY excluded this stream
             return
-        if len(self.open) >= MOST_STREAMS or self.outbox.held > _HELD_BYTES:
-            raise StreamFault(Code.REFUSED_STREAM, "too many streams are open already")
-        stream = self.open[stream_id] = Stream(stream_id, self.outbox.first_window, about, length)
+        if len(self.open) >= MAX_STREAMS or self.send_queue.queued_bytes > _MAX_QUEUED_BYTES:
+            raise StreamFault(ErrorCode.REFUSED_STREAM, "too many streams are open")
+        stream = self.open[stream_id] = Stream(stream_id, self.send_queue.initial_window, head, content_length)
         stream.complete = bool(flags & END_STREAM)
-        self._app.opened(self, stream)
+        self._app.on_headers(self, stream)
         if stream.complete:
             self._complete(stream)
 
-    def _trailers(self, stream_id: int, flags: int, block: bytes) -> None:
-        """Of a body; gRPC's clients have none to tell, others may."""
-        self._spend()
-        fields = self._heads.skip(block)
+    def _handle_trailers(self, stream_id: int, flags: int, block: bytes) -> None:
+        """Validate trailers of a request. gRPC clients send none."""
+        self._charge()
+        fields = self._headers.decode_trailers(block)
         stream = self.open.get(stream_id)
         if stream is None:
-            if stream_id not in self._left:
-                raise ConnectionFault(Code.STREAM_CLOSED, "HEADERS of a stream that is closed")
+            if stream_id not in self._answered_early:
+                raise ConnectionFault(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")
         elif stream.complete:
-            raise StreamFault(Code.STREAM_CLOSED, "HEADERS behind the end of a stream")
-        elif not stream.gone and not stream.sending:
+            raise StreamFault(ErrorCode.STREAM_CLOSED, "HEADERS after the end of the stream")
+        elif not stream.cancelled and not stream.sending:
             if not flags & END_STREAM:
-                raise StreamFault(Code.PROTOCOL_ERROR, "a second head in one stream")
-            check_trailers(fields)
+                raise StreamFault(ErrorCode.PROTOCOL_ERROR, "trailers must end the stream")
+            validate_trailers(fields)
             self._complete(stream)
 
     def _complete(self, stream: Stream) -> None:
         stream.complete = True
-        if stream.id not in self.open:  # it was answered before
+        if stream.id not in self.open:  # it was answered early
             return
-        if stream.length is not None and stream.length != stream.size:
-            raise StreamFault(Code.PROTOCOL_ERROR, "the body is not as long as its content-length says")
-        self._app.complete(self, stream)
+        if stream.content_length is not None and stream.content_length != stream.size:
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR, "the length of the body differs from content-length")
+        self._app.on_complete(self, stream)
 
-    def _other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        if not self._agreed and (kind != frames.SETTINGS or flags & ACK):
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "a connection begins with SETTINGS")
+    def _handle_other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        if not self._has_settings and (kind != frames.SETTINGS or flags & ACK):
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "the first frame must be SETTINGS")
         if kind == frames.CONTINUATION:
-            self._head(self._heads.go_on(stream_id, flags, payload))
+            self._handle_block(self._headers.add_continuation(stream_id, flags, payload))
             return
-        self._spend()
-        frames.check(kind, flags, stream_id, payload)
-        if (act := _ACTS.get(kind)) is not None:  # all else may come, and means nothing to us
-            act(self, flags, stream_id, payload)
+        self._charge()
+        frames.validate_frame(kind, flags, stream_id, payload)
+        if (handle := _HANDLERS.get(kind)) is not None:  # other types are ignored, as the standard requires
+            handle(self, flags, stream_id, payload)
 
-    def _widen(self, _flags: int, stream_id: int, payload: bytes) -> None:
-        size = int.from_bytes(payload, "big") & frames.MOST_WINDOW
+    def _handle_window_update(self, _flags: int, stream_id: int, payload: bytes) -> None:
+        size = int.from_bytes(payload, "big") & frames.MAX_WINDOW
         if not stream_id:
-            self.outbox.widen(size)
+            self.send_queue.widen(size)
         else:
-            self._opened_before(stream_id, "WINDOW_UPDATE")
+            self._check_opened(stream_id, "WINDOW_UPDATE")
             if (stream := self.open.get(stream_id)) is None:
                 return
             stream.widen(size)
-        self.send_rests()
+        self.send_queued()
 
-    def _taken_back(self, _flags: int, stream_id: int, _payload: bytes) -> None:
-        self._opened_before(stream_id, "RST_STREAM")
+    def _handle_rst_stream(self, _flags: int, stream_id: int, _payload: bytes) -> None:
+        self._check_opened(stream_id, "RST_STREAM")
         if (stream := self.open.get(stream_id)) is not None:
-            self._lose(stream)
+            self._cancel(stream)
 
-    def _ping(self, flags: int, _stream_id: int, payload: bytes) -> None:
+    def _handle_ping(self, flags: int, _stream_id: int, payload: bytes) -> None:
         if not flags & ACK:
             self._write(frames.frame(frames.PING, ACK, 0, payload))
-        elif self._retiring and payload == _PING:
-            self.settle()
+        elif self._draining and payload == _PING_PAYLOAD:
+            self.refuse_new_streams()
 
-    def _settings(self, flags: int, _stream_id: int, payload: bytes) -> None:
+    def _handle_settings(self, flags: int, _stream_id: int, payload: bytes) -> None:
         if flags & ACK:
             return
-        self.outbox.agree(payload, self.open.values())
-        self._agreed = True
+        self.send_queue.apply_settings(payload, self.open.values())
+        self._has_settings = True
         self._write(frames.frame(frames.SETTINGS, ACK, 0))
-        self.send_rests()
+        self.send_queued()
 
-    # Ends of streams
+    # The end of a stream
 
-    def _answered(self, stream: Stream) -> None:
+    def _finish(self, stream: Stream) -> None:
         if not stream.complete:
-            self._left.append(stream.id)
-        self._goodwill.earn()
+            self._answered_early.append(stream.id)
+        self._flood_guard.credit()
         self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
         self.open.pop(stream.id, None)
-        if self.retired and not self.open and not self.closed:
-            self._settled()
+        if self.refusing and not self.open and not self.closed:
+            self._on_drained()
 
-    def _lose(self, stream: Stream) -> None:
-        """Nobody wants the answer. One that is being made still counts: else a client could ask for any number."""
-        stream.gone = True
-        self.outbox.drop(stream)
+    def _cancel(self, stream: Stream) -> None:
+        """Cancel a stream. A running one stays open until it is answered, so that cancelling cannot evade the limit."""
+        stream.cancelled = True
+        self.send_queue.discard(stream)
         if stream.running:
             return
         self._forget(stream)
         if not stream.sending:
-            self._app.lost(stream)
+            self._app.on_cancel(stream)
 
-    def _reset(self, stream_id: int, code: Code, text: str) -> None:
-        self._spend()
-        self._refused(code, text)
-        self._write(frames.reset(stream_id, code))
+    def _reset(self, stream_id: int, code: ErrorCode, text: str) -> None:
+        self._charge()
+        self._on_error(code, text)
+        self._write(frames.rst_stream(stream_id, code))
         if (stream := self.open.get(stream_id)) is not None:
             if not stream.complete:
-                self._left.append(stream_id)
-            self._lose(stream)
-        elif stream_id == self.last:  # refused before it was opened
-            self._left.append(stream_id)
+                self._answered_early.append(stream_id)
+            self._cancel(stream)
+        elif stream_id == self.last_id:  # refused before it was opened
+            self._answered_early.append(stream_id)
 
-    def _spend(self, cost: int = 1) -> None:
-        if not self._goodwill.spend(cost):
-            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "too many frames that serve nothing, or too many taken back")
+    def _charge(self, cost: int = 1) -> None:
+        if not self._flood_guard.charge(cost):
+            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames or cancelled requests")
 
-    def _opened_before(self, stream_id: int, name: str) -> None:
-        if not stream_id & 1 or (stream_id > self.last and not self.retired):
-            raise ConnectionFault(Code.PROTOCOL_ERROR, f"{name} of a stream that was not opened")
+    def _check_opened(self, stream_id: int, name: str) -> None:
+        if not stream_id & 1 or (stream_id > self.last_id and not self.refusing):
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"{name} on a stream that was not opened")
 
 
-_ACTS = {
-    frames.WINDOW_UPDATE: Streams._widen,
-    frames.RST_STREAM: Streams._taken_back,
-    frames.PING: Streams._ping,
-    frames.SETTINGS: Streams._settings,
+_HANDLERS = {
+    frames.WINDOW_UPDATE: Streams._handle_window_update,
+    frames.RST_STREAM: Streams._handle_rst_stream,
+    frames.PING: Streams._handle_ping,
+    frames.SETTINGS: Streams._handle_settings,
 }
-
-
-_MOST = 2000
-_PER_SECOND = 500
-_EARNED = 8  # for each answer: a call goes along with a few of them
-
-
-class Goodwill:
-    __slots__ = ("_left", "_since")
-
-    def __init__(self) -> None:
-        self._left, self._since = _MOST, time.monotonic()
-
-    def spend(self, cost: int) -> bool:
-        """For one such frame, or as many; False where it is used up."""
-        self._left -= cost
-        if self._left < 0:
-            now = time.monotonic()
-            self._left += min(_MOST, int((now - self._since) * _PER_SECOND))
-            self._since = now
-        return self._left >= 0
-
-    def earn(self, worth: bool = True) -> None:
-        if worth and self._left < _MOST:
-            self._left += _EARNED

@@ -10,11 +10,10 @@ from pipeline.contract.errors import InvalidPayload
 from serve.errors import TooLarge
 from serve.grpc import messages
 from serve.request_body import of_call
+from tests.serve.grpc.http2_frames import FUZZ_SETTINGS, decode_fields
 
-from ..wire import RANDOM, fields_of
 
-
-@RANDOM
+@FUZZ_SETTINGS
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_a_sentence_survives_the_header(text: str) -> None:
     said = messages.escaped(text)
@@ -23,13 +22,13 @@ def test_a_sentence_survives_the_header(text: str) -> None:
 
 
 def test_a_failure_is_a_number_and_a_sentence() -> None:
-    assert fields_of(messages.failure("NOT_FOUND", "no 100 %")) == {
+    assert decode_fields(messages.failure("NOT_FOUND", "no 100 %")) == {
         b"grpc-status": b"5",
         b"grpc-message": b"no 100 %25",
     }
 
 
-@RANDOM
+@FUZZ_SETTINGS
 @given(message=st.binary(max_size=100))
 def test_what_is_wrapped_is_unwrapped(message: bytes) -> None:
     assert messages.unwrap(messages.wrap(message), 100) == (message, False)
@@ -65,7 +64,7 @@ def test_a_message_is_known_to_be_too_large_by_its_first_bytes(cut: list[int]) -
     messages.check_size(parts, position, 1000)
 
 
-def test_a_message_longer_than_it_says_is_too_large_as_well() -> None:
+def test_a_message_longer_than_it_states_is_too_large_as_well() -> None:
     messages.check_size([b"\0\0\0\0\x01" + b"x" * 100], 105, 100)
     with pytest.raises(TooLarge):
         messages.check_size([b"\0\0\0\0\x01" + b"x" * 101], 106, 100)

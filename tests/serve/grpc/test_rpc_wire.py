@@ -18,10 +18,9 @@ import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
 from serve.grpc.http2 import frames
-from serve.grpc.http2.frames import END_HEADERS, END_STREAM, HEAD, Frame
+from serve.grpc.http2.frames import END_HEADERS, END_STREAM, FRAME_HEADER, Frame
 from serve.grpc.http2.hpack import Field
-
-from ..wire import HELLO, data, head
+from tests.serve.grpc.http2_frames import CLIENT_PREFACE, data, headers
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -56,14 +55,14 @@ class Wire:
         self._file = self.sock.makefile("rb")
         self._decoder = hpack.Decoder()
         self._next = 1
-        self.sock.sendall(HELLO)
+        self.sock.sendall(CLIENT_PREFACE)
 
     def close(self) -> None:
         self._file.close()
         self.sock.close()
 
     def hear(self) -> Frame:
-        high, low, kind, flags, stream_id = HEAD.unpack(self._file.read(9))
+        high, low, kind, flags, stream_id = FRAME_HEADER.unpack(self._file.read(9))
         return kind, flags, stream_id, self._file.read(high << 8 | low)
 
     def ask(
@@ -73,7 +72,7 @@ class Wire:
         fields = {**CALL, **(changes or {})}
         said: list[Field] = [(name, value) for name, value in fields.items() if value is not None]
         self._next += 2
-        self.sock.sendall(head(self._next, said))
+        self.sock.sendall(headers(self._next, said))
         if body or ends:
             self.sock.sendall(data(self._next, body, END_STREAM if ends else 0))
         return self.answer(self._next)
@@ -81,7 +80,7 @@ class Wire:
     def ask_in_pieces(self, size: int) -> tuple[dict[str, str], bytes]:
         """A call whose head has a field of that size."""
         self._next += 2
-        whole = head(self._next, [*CALL.items(), (b"x-much", b"y" * size)])[9:]
+        whole = headers(self._next, [*CALL.items(), (b"x-much", b"y" * size)])[9:]
         pieces = [whole[place : place + 16384] for place in range(0, len(whole), 16384)]
         for place, piece in enumerate(pieces):
             kind = frames.CONTINUATION if place else frames.HEADERS
@@ -191,7 +190,7 @@ def test_a_body_that_is_no_message_is_refused_with_a_sentence(
     assert named in fields["grpc-message"]
 
 
-def test_a_message_that_says_it_is_too_large_is_refused_before_it_is_sent(wire: Wire) -> None:
+def test_a_message_that_states_it_is_too_large_is_refused_before_it_is_sent(wire: Wire) -> None:
     fields, _ = wire.ask(b"\0\x7f\xff\xff\xff", ends=False)
     assert CODES[int(fields["grpc-status"])] == "RESOURCE_EXHAUSTED"
     assert wire.hear()[:3] == (frames.RST_STREAM, 0, wire._next)
@@ -214,7 +213,7 @@ def test_what_is_no_grpc_is_refused_as_http_does(wire: Wire, changes: Changes, s
     assert fields.get("allow") == ("POST" if status == "405" else None)
 
 
-def test_what_we_say_of_ourselves_is_in_every_answer(wire: Wire, server: Running) -> None:
+def test_what_we_state_of_ourselves_is_in_every_answer(wire: Wire, server: Running) -> None:
     for said in (wire.ask()[0], wire.ask(b"")[0], wire.ask(b"", {b"content-type": None}, ends=False)[0]):
         assert said["x-served-by"] == str(server.process.pid)
         assert said["x-request-id"]

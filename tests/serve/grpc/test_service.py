@@ -36,7 +36,7 @@ def _request(image: np.ndarray[Any, Any], *, raw: bool, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_grpc_answers_as_onnx_runtime_does_in_the_way_it_was_asked(
+def test_grpc_answers_as_onnx_runtime_does_in_the_way_it_was_requested(
     stub: Any, bundle: Bundle, image: np.ndarray[Any, Any], raw: bool
 ) -> None:
     answer = stub.ModelInfer(_request(image, raw=raw), timeout=20)

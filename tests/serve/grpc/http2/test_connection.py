@@ -1,4 +1,4 @@
-"""HTTP/2 over real sockets: clients of another implementation, clients that are slow, silent, deaf or too many."""
+"""HTTP/2 over real sockets: another implementation as client; slow, silent and too many clients."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import pytest
 
 from serve.grpc import listener
 from serve.grpc.http2 import connection, frames
-from serve.grpc.http2.frames import ACK, Code, frame
+from serve.grpc.http2.frames import ACK, ErrorCode, frame
+from tests.serve.grpc.http2_frames import CLIENT_PREFACE, GRPC, bodies, data, encode_block, headers, request
+from tests.serve.grpc.http2_listener import Client, RunningListener, advance, run_with_listener, wait_until
 
-from ...port import Client, Port, sweep, talk, until
-from ...wire import GRPC, HELLO, answers, block, data, head, request
 
+class H2Client(Client):
+    """Checks every received frame with the h2 package."""
 
-class Judge(Client):
-    """A client that checks every frame of ours against the standard, by another implementation of it."""
-
-    async def ask_all(self, bodies: dict[int, bytes], window: int) -> dict[int, bytes]:
+    async def request_all(self, bodies: dict[int, bytes], window: int) -> dict[int, bytes]:
         state = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding=None))
         state.initiate_connection()
         state.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window})
@@ -30,7 +29,7 @@ class Judge(Client):
             state.send_data(number, body, end_stream=True)
         found, open_streams = dict.fromkeys(bodies, b""), set(bodies)
         while open_streams:
-            await self.say(state.data_to_send())
+            await self.send(state.data_to_send())
             for event in state.receive_data(await self.reader.read(1 << 16)):
                 assert not isinstance(event, h2.events.StreamReset | h2.events.ConnectionTerminated)
                 if isinstance(event, h2.events.DataReceived):
@@ -42,145 +41,149 @@ class Judge(Client):
 
 
 @pytest.mark.parametrize("window", [1 << 20, 100])
-def test_another_implementation_finds_nothing_wrong(window: int) -> None:
-    async def what(port: Port) -> None:
+def test_h2_accepts_every_frame(window: int) -> None:
+    async def scenario(port: RunningListener) -> None:
         client = await port.open(b"")
         bodies = {number: bytes([number]) * (number * 100) for number in range(1, 40, 2)}
-        assert await Judge(client.reader, client.writer).ask_all(bodies, window) == bodies
+        assert await H2Client(client.reader, client.writer).request_all(bodies, window) == bodies
 
-    talk(what)
+    run_with_listener(scenario)
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"POST /v2/models/tiny/infer HTTP/1.1\r\n"])
-def test_a_client_of_the_older_http_is_told_where_to_go(said: bytes) -> None:
-    async def what(port: Port) -> None:
-        client = await port.open(said)
+@pytest.mark.parametrize("preface", [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"POST /v2/models/tiny/infer HTTP/1.1\r\n"])
+def test_http1_client_is_pointed_to_http_port(preface: bytes) -> None:
+    async def scenario(port: RunningListener) -> None:
+        client = await port.open(preface)
         found = await client.reader.read()
         assert found.startswith(b"HTTP/1.1 505 HTTP Version Not Supported\r\n")
-        assert b"HTTP/1.1 is spoken on the other one" in found
-        assert port.told == ["h2_http1"]
+        assert b"use the HTTP port for HTTP/1.1" in found
+        assert port.errors == ["h2_http1"]
 
-    talk(what)
+    run_with_listener(scenario)
 
 
-def test_a_client_that_speaks_something_else_hears_so_and_is_left() -> None:
-    async def what(port: Port) -> None:
+def test_other_protocols_are_rejected() -> None:
+    async def scenario(port: RunningListener) -> None:
         client = await port.open(b"\x16\x03\x01\x02\0\x01\0\x01")
-        assert await client.goaway() == (Code.PROTOCOL_ERROR, "this is no HTTP/2 connection")
-        assert port.told == ["h2_protocol_error"]
+        assert await client.goaway() == (ErrorCode.PROTOCOL_ERROR, "this is not an HTTP/2 connection")
+        assert port.errors == ["h2_protocol_error"]
 
-    talk(what)
-
-
-@pytest.mark.parametrize("said", [b"", HELLO[:20], HELLO[:-3], HELLO + head(1, flags=0)])
-def test_a_client_that_does_not_come_to_the_point_is_left(said: bytes) -> None:
-    async def what(port: Port) -> None:
-        client = await port.open(said)
-        if said.startswith(HELLO):
-            await client.hear_until(frames.SETTINGS, ACK)
-        await until(lambda: port.listener.connections)
-        sweep(port, connection.HEAD_SECONDS / 2)
-        assert port.told == []
-        sweep(port, connection.HEAD_SECONDS + 1)
-        assert await client.goaway() == (Code.ENHANCE_YOUR_CALM, "the head did not arrive whole in time")
-
-    talk(what)
+    run_with_listener(scenario)
 
 
-def test_an_idle_connection_is_asked_to_end_and_ends() -> None:
-    async def what(port: Port) -> None:
+@pytest.mark.parametrize(
+    "preface", [b"", CLIENT_PREFACE[:20], CLIENT_PREFACE[:-3], CLIENT_PREFACE + headers(1, flags=0)]
+)
+def test_slow_preface_or_headers_time_out(preface: bytes) -> None:
+    async def scenario(port: RunningListener) -> None:
+        client = await port.open(preface)
+        if preface.startswith(CLIENT_PREFACE):
+            await client.receive_until(frames.SETTINGS, ACK)
+        await wait_until(lambda: port.listener.connections)
+        advance(port, connection.HEADERS_TIMEOUT_SECONDS / 2)
+        assert port.errors == []
+        advance(port, connection.HEADERS_TIMEOUT_SECONDS + 1)
+        assert await client.goaway() == (ErrorCode.ENHANCE_YOUR_CALM, "the request headers did not arrive in time")
+
+    run_with_listener(scenario)
+
+
+def test_idle_connection_is_drained() -> None:
+    async def scenario(port: RunningListener) -> None:
         client = await port.open()
-        assert await client.ask(1) == b"hello"
-        sweep(port, 0)
-        sweep(port, connection.IDLE_SECONDS - 1)
-        await client.say(frame(frames.PING, 0, 0, b"12345678"))
-        assert (await client.hear())[:2] == (frames.PING, ACK)
-        sweep(port, connection.IDLE_SECONDS + 1)
-        _, (_, _, _, ping) = await client.hear_until(frames.PING)
-        await client.say(frame(frames.PING, ACK, 0, ping))
-        assert await client.goaway() == (Code.NO_ERROR, "")
-        assert port.told == []
+        assert await client.request(1) == b"hello"
+        advance(port, 0)
+        advance(port, connection.IDLE_TIMEOUT_SECONDS - 1)
+        await client.send(frame(frames.PING, 0, 0, b"12345678"))
+        assert (await client.receive())[:2] == (frames.PING, ACK)
+        advance(port, connection.IDLE_TIMEOUT_SECONDS + 1)
+        _, (_, _, _, ping) = await client.receive_until(frames.PING)
+        await client.send(frame(frames.PING, ACK, 0, ping))
+        assert await client.goaway() == (ErrorCode.NO_ERROR, "")
+        assert port.errors == []
 
-    talk(what)
+    run_with_listener(scenario)
 
 
-def test_one_with_a_call_is_not_idle() -> None:
-    async def what(port: Port) -> None:
+def test_connection_with_a_call_is_not_idle() -> None:
+    async def scenario(port: RunningListener) -> None:
         client = await port.open()
-        await client.say(request(1, path=b"/waits"))
-        await until(lambda: port.app.waiting)
-        sweep(port, 0)
-        sweep(port, connection.IDLE_SECONDS + 1)
+        await client.send(request(1, path=b"/waits"))
+        await wait_until(lambda: port.app.waiting)
+        advance(port, 0)
+        advance(port, connection.IDLE_TIMEOUT_SECONDS + 1)
         port.app.answer(*port.app.waiting[0])
-        assert answers(await client.hear_until(frames.HEADERS, frames.END_STREAM)) == {1: b"hello"}
+        assert bodies(await client.receive_until(frames.HEADERS, frames.END_STREAM)) == {1: b"hello"}
 
-    talk(what)
+    run_with_listener(scenario)
 
 
-def test_where_there_is_no_room_the_idle_give_way_and_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_listener_closes_idle_connections_and_rejects_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "most_rpc_connections", lambda: 1)
 
-    async def what(port: Port) -> None:
+    async def scenario(port: RunningListener) -> None:
         first = await port.open()
         second = await port.open()
-        assert await first.goaway() == (Code.NO_ERROR, "")
-        await second.say(request(1, path=b"/waits"))
-        await until(lambda: port.app.waiting)
+        assert await first.goaway() == (ErrorCode.NO_ERROR, "")
+        await second.send(request(1, path=b"/waits"))
+        await wait_until(lambda: port.app.waiting)
         third = await port.open(b"")
-        assert await third.goaway() == (Code.ENHANCE_YOUR_CALM, "1 connections are being served already")
+        assert await third.goaway() == (ErrorCode.ENHANCE_YOUR_CALM, "all 1 connections are in use")
         port.app.answer(*port.app.waiting[0])
-        assert answers(await second.hear_until(frames.HEADERS, frames.END_STREAM)) == {1: b"hello"}
+        assert bodies(await second.receive_until(frames.HEADERS, frames.END_STREAM)) == {1: b"hello"}
 
-    talk(what)
+    run_with_listener(scenario)
 
 
-def test_a_client_that_never_reads_is_read_no_more_and_then_left() -> None:
-    async def what(port: Port) -> None:
+def test_client_that_never_reads_is_paused_then_disconnected() -> None:
+    async def scenario(port: RunningListener) -> None:
         client = await port.open()
-        await client.say(frames.settings({frames.INITIAL_WINDOW_SIZE: frames.MOST_WINDOW}))
-        await client.say(frames.window_update(0, frames.MOST_WINDOW - frames.FIRST_WINDOW))
+        await client.send(frames.settings({frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW}))
+        await client.send(frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW))
         (connection,) = port.listener.connections
         client.reader._transport.pause_reading()  # type: ignore[attr-defined]
         numbers = itertools.count(1, 2)
         while not connection._streams.paused:
             number = next(numbers)
             assert number < 99
-            await client.say(head(number), data(number, b"x" * 16384, 0) * 200, data(number, b""))
+            await client.send(headers(number), data(number, b"x" * 16384, 0) * 200, data(number, b""))
             await asyncio.sleep(0)
         assert connection.transport.get_write_buffer_size() < 8 << 20
-        sweep(port, 0)
-        sweep(port, 1)
+        advance(port, 0)
+        advance(port, 1)
         assert not connection.transport.is_closing()
-        sweep(port, 1000)
+        advance(port, 1000)
         assert connection.transport.is_closing()
 
-    talk(what)
+    run_with_listener(scenario)
 
 
-def test_a_client_that_hangs_up_takes_its_requests_along() -> None:
-    async def what(port: Port) -> None:
+def test_disconnect_cancels_all_requests() -> None:
+    async def scenario(port: RunningListener) -> None:
         client = await port.open()
-        await client.say(head(1), request(3, path=b"/waits"))
-        await until(lambda: port.app.waiting)
+        await client.send(headers(1), request(3, path=b"/waits"))
+        await wait_until(lambda: port.app.waiting)
         client.writer.close()
-        await until(port.app.waiting[0][1].left)
-        assert port.app.told[-1] == "lost 1"
+        await wait_until(port.app.waiting[0][1].is_cancelled)
+        assert port.app.events[-1] == "cancel 1"
         port.app.answer(*port.app.waiting[0])
         assert port.listener.connections == set()
 
-    talk(what)
+    run_with_listener(scenario)
 
 
-def test_the_block_of_a_head_is_remembered_only_where_nothing_else_was_said() -> None:
-    async def what(port: Port) -> None:
+def test_equal_header_blocks_are_parsed_once() -> None:
+    async def scenario(port: RunningListener) -> None:
         client = await port.open()
-        await client.say(
-            frame(frames.HEADERS, 4, 1, block(GRPC)), data(1, b"a"), frame(frames.HEADERS, 4, 3, block(GRPC))
+        await client.send(
+            frame(frames.HEADERS, 4, 1, encode_block(GRPC)),
+            data(1, b"a"),
+            frame(frames.HEADERS, 4, 3, encode_block(GRPC)),
         )
-        await client.say(data(3, b"b"))
-        found = await client.hear_until(frames.HEADERS, frames.END_STREAM)
-        found += await client.hear_until(frames.HEADERS, frames.END_STREAM)
-        assert answers(found) == {1: b"a", 3: b"b"}
-        assert port.app.learnt == 1
+        await client.send(data(3, b"b"))
+        found = await client.receive_until(frames.HEADERS, frames.END_STREAM)
+        found += await client.receive_until(frames.HEADERS, frames.END_STREAM)
+        assert bodies(found) == {1: b"a", 3: b"b"}
+        assert port.app.parsed_heads == 1
 
-    talk(what)
+    run_with_listener(scenario)

@@ -5,112 +5,111 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.grpc.http2 import frames
-from serve.grpc.http2.frames import PREFACE, Code, ConnectionFault, Cutter, StreamFault, frame
-
-from ...wire import RANDOM
+from serve.grpc.http2.frames import PREFACE, ConnectionFault, ErrorCode, FrameReader, StreamFault, frame
+from tests.serve.grpc.http2_frames import FUZZ_SETTINGS
 
 FRAMES = st.lists(
-    st.tuples(st.integers(0, 255), st.integers(0, 255), st.integers(0, frames.MOST_WINDOW), st.binary(max_size=300)),
+    st.tuples(st.integers(0, 255), st.integers(0, 255), st.integers(0, frames.MAX_WINDOW), st.binary(max_size=300)),
     max_size=8,
 )
 
 
-@RANDOM
+@FUZZ_SETTINGS
 @given(wanted=FRAMES, cuts=st.lists(st.integers(1, 400), max_size=30))
-def test_frames_are_the_same_however_they_are_cut(wanted: list[frames.Frame], cuts: list[int]) -> None:
+def test_frames_are_read_however_they_are_split(wanted: list[frames.Frame], cuts: list[int]) -> None:
     data = b"".join(frame(*one) for one in wanted)
-    cutter, position = Cutter(), 0
+    reader, position = FrameReader(), 0
     found: list[frames.Frame] = []
     for size in (*cuts, len(data)):
-        found += cutter.feed(data[position : position + size])
+        found += reader.feed(data[position : position + size])
         position += size
     assert found == wanted
-    assert cutter.rest == b""
+    assert reader.buffer == b""
 
 
-def test_a_greeting_may_come_in_pieces_and_with_what_follows_it() -> None:
-    cutter = Cutter()
-    assert not cutter.greet(PREFACE[:10])
-    assert cutter.greet(PREFACE[10:] + frame(frames.PING, 0, 0, b"12345678")[:5])
-    assert list(cutter.feed(frame(frames.PING, 0, 0, b"12345678")[5:])) == [(frames.PING, 0, 0, b"12345678")]
+def test_preface_may_arrive_in_pieces() -> None:
+    reader = FrameReader()
+    assert not reader.read_preface(PREFACE[:10])
+    assert reader.read_preface(PREFACE[10:] + frame(frames.PING, 0, 0, b"12345678")[:5])
+    assert list(reader.feed(frame(frames.PING, 0, 0, b"12345678")[5:])) == [(frames.PING, 0, 0, b"12345678")]
 
 
-def test_another_greeting_is_refused_at_its_first_wrong_byte() -> None:
-    cutter = Cutter()
-    assert not cutter.greet(PREFACE[:10])
-    with pytest.raises(ConnectionFault, match="no HTTP/2"):
-        cutter.greet(b"x")
+def test_wrong_preface_is_rejected_at_its_first_byte() -> None:
+    reader = FrameReader()
+    assert not reader.read_preface(PREFACE[:10])
+    with pytest.raises(ConnectionFault, match="not an HTTP/2"):
+        reader.read_preface(b"x")
 
 
-def test_a_frame_that_is_too_long_is_refused_before_it_is_here() -> None:
-    cutter = Cutter()
-    head = frames.HEAD.pack(frames.FRAME_BYTES >> 8, 1, frames.DATA, 0, 1)
+def test_oversized_frame_is_rejected_by_its_header() -> None:
+    reader = FrameReader()
+    head = frames.FRAME_HEADER.pack(frames.MAX_FRAME_BYTES >> 8, 1, frames.DATA, 0, 1)
     with pytest.raises(ConnectionFault) as caught:
-        list(cutter.feed(head))
-    assert caught.value.code is Code.FRAME_SIZE_ERROR
+        list(reader.feed(head))
+    assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR
 
 
 @pytest.mark.parametrize(("payload", "wanted"), [(b"\x00abc", b"abc"), (b"\x02abc", b"a"), (b"\x03abc", b"")])
-def test_padding_is_taken_off(payload: bytes, wanted: bytes) -> None:
-    assert frames.unpadded(frames.PADDED, payload) == wanted
-    assert frames.unpadded(0, payload) == payload
+def test_padding_is_stripped(payload: bytes, wanted: bytes) -> None:
+    assert frames.strip_padding(frames.PADDED, payload) == wanted
+    assert frames.strip_padding(0, payload) == payload
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x01", b"\x04abc", b"\xff"])
-def test_more_padding_than_there_is_is_a_fault(payload: bytes) -> None:
+def test_padding_longer_than_the_payload_is_a_fault(payload: bytes) -> None:
     with pytest.raises(ConnectionFault) as caught:
-        frames.unpadded(frames.PADDED, payload)
-    assert caught.value.code is Code.PROTOCOL_ERROR
+        frames.strip_padding(frames.PADDED, payload)
+    assert caught.value.code is ErrorCode.PROTOCOL_ERROR
 
 
-def test_settings_are_pairs() -> None:
-    said = {frames.INITIAL_WINDOW_SIZE: frames.MOST_WINDOW, frames.MAX_FRAME_SIZE: 1 << 20, 0xABCD: 7}
-    assert dict(frames.settings_of(frames.settings(said)[9:])) == said
+def test_settings_round_trip() -> None:
+    sent = {frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW, frames.MAX_FRAME_SIZE: 1 << 20, 0xABCD: 7}
+    assert dict(frames.parse_settings(frames.settings(sent)[9:])) == sent
 
 
 @pytest.mark.parametrize(
     ("key", "value", "code"),
     [
-        (2, 2, Code.PROTOCOL_ERROR),
-        (frames.INITIAL_WINDOW_SIZE, 1 << 31, Code.FLOW_CONTROL_ERROR),
-        (frames.MAX_FRAME_SIZE, 16383, Code.PROTOCOL_ERROR),
-        (frames.MAX_FRAME_SIZE, 1 << 24, Code.PROTOCOL_ERROR),
+        (2, 2, ErrorCode.PROTOCOL_ERROR),
+        (frames.INITIAL_WINDOW_SIZE, 1 << 31, ErrorCode.FLOW_CONTROL_ERROR),
+        (frames.MAX_FRAME_SIZE, 16383, ErrorCode.PROTOCOL_ERROR),
+        (frames.MAX_FRAME_SIZE, 1 << 24, ErrorCode.PROTOCOL_ERROR),
     ],
 )
-def test_a_setting_beyond_its_bounds_is_a_fault(key: int, value: int, code: Code) -> None:
+def test_setting_out_of_range_is_a_fault(key: int, value: int, code: ErrorCode) -> None:
     with pytest.raises(ConnectionFault) as caught:
-        list(frames.settings_of(frames.settings({key: value})[9:]))
+        list(frames.parse_settings(frames.settings({key: value})[9:]))
     assert caught.value.code is code
 
 
-def test_half_a_setting_is_a_fault() -> None:
+def test_incomplete_setting_is_a_fault() -> None:
     with pytest.raises(ConnectionFault) as caught:
-        list(frames.settings_of(b"\0" * 7))
-    assert caught.value.code is Code.FRAME_SIZE_ERROR
+        list(frames.parse_settings(b"\0" * 7))
+    assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR
 
 
 @pytest.mark.parametrize(
     ("kind", "flags", "stream_id", "size", "fault", "code"),
     [
-        (frames.PUSH_PROMISE, 0, 1, 4, ConnectionFault, Code.PROTOCOL_ERROR),
-        (frames.SETTINGS, 0, 1, 0, ConnectionFault, Code.PROTOCOL_ERROR),
-        (frames.SETTINGS, frames.ACK, 0, 6, ConnectionFault, Code.FRAME_SIZE_ERROR),
-        (frames.PING, 0, 1, 8, ConnectionFault, Code.PROTOCOL_ERROR),
-        (frames.PING, 0, 0, 7, ConnectionFault, Code.FRAME_SIZE_ERROR),
-        (frames.GOAWAY, 0, 1, 8, ConnectionFault, Code.PROTOCOL_ERROR),
-        (frames.GOAWAY, 0, 0, 7, ConnectionFault, Code.FRAME_SIZE_ERROR),
-        (frames.RST_STREAM, 0, 0, 4, ConnectionFault, Code.PROTOCOL_ERROR),
-        (frames.RST_STREAM, 0, 1, 5, ConnectionFault, Code.FRAME_SIZE_ERROR),
-        (frames.PRIORITY, 0, 0, 5, ConnectionFault, Code.PROTOCOL_ERROR),
-        (frames.PRIORITY, 0, 1, 4, StreamFault, Code.FRAME_SIZE_ERROR),
-        (frames.WINDOW_UPDATE, 0, 1, 3, ConnectionFault, Code.FRAME_SIZE_ERROR),
+        (frames.PUSH_PROMISE, 0, 1, 4, ConnectionFault, ErrorCode.PROTOCOL_ERROR),
+        (frames.SETTINGS, 0, 1, 0, ConnectionFault, ErrorCode.PROTOCOL_ERROR),
+        (frames.SETTINGS, frames.ACK, 0, 6, ConnectionFault, ErrorCode.FRAME_SIZE_ERROR),
+        (frames.PING, 0, 1, 8, ConnectionFault, ErrorCode.PROTOCOL_ERROR),
+        (frames.PING, 0, 0, 7, ConnectionFault, ErrorCode.FRAME_SIZE_ERROR),
+        (frames.GOAWAY, 0, 1, 8, ConnectionFault, ErrorCode.PROTOCOL_ERROR),
+        (frames.GOAWAY, 0, 0, 7, ConnectionFault, ErrorCode.FRAME_SIZE_ERROR),
+        (frames.RST_STREAM, 0, 0, 4, ConnectionFault, ErrorCode.PROTOCOL_ERROR),
+        (frames.RST_STREAM, 0, 1, 5, ConnectionFault, ErrorCode.FRAME_SIZE_ERROR),
+        (frames.PRIORITY, 0, 0, 5, ConnectionFault, ErrorCode.PROTOCOL_ERROR),
+        (frames.PRIORITY, 0, 1, 4, StreamFault, ErrorCode.FRAME_SIZE_ERROR),
+        (frames.WINDOW_UPDATE, 0, 1, 3, ConnectionFault, ErrorCode.FRAME_SIZE_ERROR),
     ],
 )
-def test_a_frame_of_the_wrong_form_is_a_fault(
-    kind: int, flags: int, stream_id: int, size: int, fault: type[ConnectionFault | StreamFault], code: Code
+def test_malformed_frame_is_a_fault(
+    kind: int, flags: int, stream_id: int, size: int, fault: type[ConnectionFault | StreamFault], code: ErrorCode
 ) -> None:
     with pytest.raises(fault) as caught:
-        frames.check(kind, flags, stream_id, b"\0" * size)
+        frames.validate_frame(kind, flags, stream_id, b"\0" * size)
     assert vars(caught.value)["code"] is code
 
 
@@ -127,5 +126,5 @@ def test_a_frame_of_the_wrong_form_is_a_fault(
         (0xEE, 3, 17),
     ],
 )
-def test_one_of_the_right_form_is_none(kind: int, stream_id: int, size: int) -> None:
-    frames.check(kind, 0, stream_id, b"\0" * size)
+def test_valid_frames_pass(kind: int, stream_id: int, size: int) -> None:
+    frames.validate_frame(kind, 0, stream_id, b"\0" * size)

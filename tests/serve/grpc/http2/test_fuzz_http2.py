@@ -1,4 +1,4 @@
-"""HTTP/2 nobody would write: good frames in any order, changed at random. None is our fault, and none does harm."""
+"""Fuzzing: valid frames in any order, with random changes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import ConnectionFault, frame
-
-from ...wire import GRPC, HELLO, Echoing, answers, block, cut, greeted, request
+from tests.serve.grpc.http2_frames import (
+    CLIENT_PREFACE,
+    GRPC,
+    EchoConnection,
+    bodies,
+    encode_block,
+    open_connection,
+    request,
+    split_frames,
+)
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 FEW, MANY = 150, 5000
 TENSOR = {"name": "image", "datatype": "FP32", "shape": [1, 1, 8, 8]}
 GOOD = pb.ModelInferRequest(model_name="tiny", inputs=[TENSOR], raw_input_contents=[b"\0" * 256])
-HEAD = block(
+HEAD = encode_block(
     [
         *GRPC[:2],
         (b":path", b"/inference.GRPCInferenceService/ModelInfer"),
@@ -52,7 +60,7 @@ PAYLOADS = [
 FRAMES = st.tuples(
     st.sampled_from(range(11)),
     st.sampled_from([0, 1, 4, 5, 8, 0x25, 0x2D, 0xFF]),
-    st.sampled_from([0, 1, 1, 3, 3, 5, 7, 2, frames.MOST_WINDOW]),
+    st.sampled_from([0, 1, 1, 3, 3, 5, 7, 2, frames.MAX_WINDOW]),
     st.sampled_from(PAYLOADS) | st.binary(max_size=40),
 )
 CALLS = st.sampled_from(
@@ -60,68 +68,68 @@ CALLS = st.sampled_from(
     + [(frames.DATA, 1, number, PAYLOADS[3]) for number in (1, 3, 5)]
 )
 FLIPS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=3), st.integers(0, 4)), max_size=3)
-SAID = st.tuples(st.lists(FRAMES | CALLS, max_size=12), FLIPS)
+CASES = st.tuples(st.lists(FRAMES | CALLS, max_size=12), FLIPS)
 
 
-def written(said: tuple[list[frames.Frame], list[tuple[float, bytes, int]]]) -> bytes:
-    made, flips = said
-    found = b"".join([frame(*one) for one in made])
+def encode_case(case: tuple[list[frames.Frame], list[tuple[float, bytes, int]]]) -> bytes:
+    sent, flips = case
+    found = b"".join([frame(*one) for one in sent])
     for share, more, size in flips:
         place = int(share * len(found))
         found = found[:place] + more + found[place + size :]
-    return HELLO + found
+    return CLIENT_PREFACE + found
 
 
-def hunt(count: int, test: Callable[..., None]) -> None:
-    """The same each time while they are few; others each time while they are many."""
-    chosen = settings(max_examples=count, deadline=None, database=None, derandomize=count == FEW)
-    drawn: Any = given(SAID)
+def run_examples(count: int, test: Callable[..., None]) -> None:
+    """Use the same examples in every short run, and new ones in a long run."""
+    chosen = settings(max_examples=count, deadline=None, database=None, derandomize=count < MANY)
+    drawn: Any = given(CASES)
     settings(chosen, suppress_health_check=list(HealthCheck))(drawn(test))()
 
 
-@pytest.mark.parametrize("count", [4 * FEW, pytest.param(4 * MANY, marks=pytest.mark.long)])
-def test_the_connection_understands_it_or_ends_and_holds_on_to_nothing(count: int) -> None:
-    def test(said: Any) -> None:
-        talk = Echoing()
+@pytest.mark.parametrize("count", [2 * FEW, pytest.param(MANY, marks=pytest.mark.long)])
+def test_random_frames_leave_no_state_behind(count: int) -> None:
+    def test(case: Any) -> None:
+        client = EchoConnection()
         with contextlib.suppress(ConnectionFault):
-            talk.say(written(said))
-        talk.streams.close()
-        for waiting in talk.app.waiting:
-            talk.app.answer(*waiting)
-        assert talk.streams.open == {}
-        assert talk.streams.outbox.held == 0
-        begun = sum(told.startswith("opened") for told in talk.app.told)
-        ended = sum(told.startswith(("lost", "complete")) for told in talk.app.told)
+            client.send(encode_case(case))
+        client.streams.close()
+        for waiting in client.app.waiting:
+            client.app.answer(*waiting)
+        assert client.streams.open == {}
+        assert client.streams.send_queue.queued_bytes == 0
+        begun = sum(event.startswith("headers") for event in client.app.events)
+        ended = sum(event.startswith(("cancel", "complete")) for event in client.app.events)
         assert ended <= begun
 
-    hunt(count, test)
-    assert answers(greeted().say(request(1))) == {1: b"hello"}
+    run_examples(count, test)
+    assert bodies(open_connection().send(request(1))) == {1: b"hello"}
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
-def test_the_service_answers_it_or_ends_the_connection_and_is_as_it_was(server: Running, count: int) -> None:
-    def test(said: Any) -> None:
+def test_service_survives_random_frames(server: Running, count: int) -> None:
+    def test(case: Any) -> None:
         with (
             socket.create_connection(("127.0.0.1", server.grpc_port), 10) as sock,
             contextlib.suppress(ConnectionError),
         ):
-            sock.sendall(written(said))
+            sock.sendall(encode_case(case))
             sock.shutdown(socket.SHUT_WR)
             found = b""
             while chunk := sock.recv(1 << 16):
                 found += chunk
-            assert found[:9] == frames.HEAD.pack(0, 18, frames.SETTINGS, 0, 0)
-            cut(found)
+            assert found[:9] == frames.FRAME_HEADER.pack(0, 18, frames.SETTINGS, 0, 0)
+            split_frames(found)
 
     process = psutil.Process(server.process.pid)
-    good(server)
+    check_answer(server)
     before = process.memory_info().rss
-    hunt(count, test)
-    good(server)
+    run_examples(count, test)
+    check_answer(server)
     assert process.memory_info().rss - before < 16 << 20
     assert "Traceback" not in server.log
 
 
-def good(server: Running) -> None:
+def check_answer(server: Running) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
         assert GRPCInferenceServiceStub(channel).ModelInfer(GOOD, timeout=20).model_name == "tiny"

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from serve.grpc.http2.frames import Code, StreamFault
-from serve.grpc.http2.headers import check_trailers, length_of, request_of
+from serve.grpc.http2.frames import ErrorCode, StreamFault
+from serve.grpc.http2.headers import content_length, parse_request, validate_trailers
 from serve.grpc.http2.hpack import Field
 
 PSEUDO: list[Field] = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/a")]
 
 
-def test_a_request_is_its_fields_by_name() -> None:
-    found = request_of([*PSEUDO, (b":authority", b"x"), (b"te", b"trailers"), (b"a", b"1"), (b"a", b"2")])
+def test_request_fields_are_returned_by_name() -> None:
+    found = parse_request([*PSEUDO, (b":authority", b"x"), (b"te", b"trailers"), (b"a", b"1"), (b"a", b"2")])
     assert found[b":path"] == b"/a"
     assert found[b"a"] == b"2"
 
@@ -46,25 +46,25 @@ def test_a_request_is_its_fields_by_name() -> None:
         [*PSEUDO, (b"te", b"gzip")],
     ],
 )
-def test_a_malformed_request_is_a_fault_of_its_stream(fields: list[Field]) -> None:
+def test_malformed_request_is_a_stream_fault(fields: list[Field]) -> None:
     with pytest.raises(StreamFault) as caught:
-        request_of(fields)
-    assert caught.value.code is Code.PROTOCOL_ERROR
+        parse_request(fields)
+    assert caught.value.code is ErrorCode.PROTOCOL_ERROR
 
 
-def test_trailers_have_no_pseudo_headers() -> None:
-    check_trailers([(b"x-more", b"1")])
+def test_trailers_must_not_have_pseudo_headers() -> None:
+    validate_trailers([(b"x-more", b"1")])
     with pytest.raises(StreamFault):
-        check_trailers([(b":path", b"/")])
+        validate_trailers([(b":path", b"/")])
 
 
-@pytest.mark.parametrize(("said", "wanted"), [(b"0", 0), (b"17", 17)])
-def test_a_length_is_a_number(said: bytes, wanted: int) -> None:
-    assert length_of({b"content-length": said}) == wanted
-    assert length_of({}) is None
+@pytest.mark.parametrize(("value", "wanted"), [(b"0", 0), (b"17", 17)])
+def test_content_length_is_a_number(value: bytes, wanted: int) -> None:
+    assert content_length({b"content-length": value}) == wanted
+    assert content_length({}) is None
 
 
-@pytest.mark.parametrize("said", [b"", b"-1", b"1.5", b"0x10", b"1" * 30, b"\xb2"])
-def test_a_length_that_is_none_is_malformed(said: bytes) -> None:
+@pytest.mark.parametrize("value", [b"", b"-1", b"1.5", b"0x10", b"1" * 30, b"\xb2"])
+def test_invalid_content_length_is_malformed(value: bytes) -> None:
     with pytest.raises(StreamFault):
-        length_of({b"content-length": said})
+        content_length({b"content-length": value})

@@ -1,4 +1,4 @@
-"""What goes out when the client makes room for little of it."""
+"""The send queue, with windows smaller than the answers."""
 
 from __future__ import annotations
 
@@ -9,70 +9,68 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.grpc.http2 import frames
-from serve.grpc.http2.frames import Code, ConnectionFault, StreamFault
-from serve.grpc.http2.send_queue import Outbox
+from serve.grpc.http2.frames import ConnectionFault, ErrorCode, StreamFault
+from serve.grpc.http2.send_queue import WRITE_TIMEOUT_SECONDS, SendQueue
 from serve.grpc.http2.stream import Stream
-from serve.http1.limits import WRITE_SECONDS
-
-from ...wire import RANDOM, cut
+from tests.serve.grpc.http2_frames import FUZZ_SETTINGS, split_frames
 
 
-def stream_of(number: int, window: int, *, complete: bool = True) -> Stream:
+def new_stream(number: int, window: int, *, complete: bool = True) -> Stream:
     made = Stream(number, window, None, None)
     made.complete = complete
     return made
 
 
-def test_an_answer_that_fits_is_head_data_and_trailers_in_one_write() -> None:
-    outbox = Outbox()
-    data, whole = outbox.answer(stream_of(1, 100), b"head", b"body", b"end")
+def test_small_answer_is_one_write() -> None:
+    send_queue = SendQueue()
+    data, whole = send_queue.add(new_stream(1, 100), b"head", b"body", b"end")
     assert whole
-    assert cut(data) == [
+    assert split_frames(data) == [
         (frames.HEADERS, frames.END_HEADERS, 1, b"head"),
         (frames.DATA, 0, 1, b"body"),
         (frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, b"end"),
     ]
-    assert outbox.window == frames.FIRST_WINDOW - 4
+    assert send_queue.window == frames.DEFAULT_WINDOW - 4
 
 
-def test_one_without_a_head_is_its_trailers_and_needs_no_room() -> None:
-    outbox = Outbox()
-    outbox.window = 0
-    data, whole = outbox.answer(stream_of(1, 0), b"", b"", b"end")
+def test_trailers_only_answer_needs_no_window() -> None:
+    send_queue = SendQueue()
+    send_queue.window = 0
+    data, whole = send_queue.add(new_stream(1, 0), b"", b"", b"end")
     assert whole
-    assert cut(data) == [(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, b"end")]
+    assert split_frames(data) == [(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, b"end")]
 
 
 @pytest.mark.parametrize("window", [0, 100])
-def test_a_client_that_is_still_sending_is_told_that_it_need_not(window: int) -> None:
-    outbox = Outbox()
-    stream = stream_of(1, window, complete=False)
-    data, _ = outbox.answer(stream, b"head", b"body", b"end")
+def test_client_still_sending_gets_rst_stream_no_error(window: int) -> None:
+    send_queue = SendQueue()
+    stream = new_stream(1, window, complete=False)
+    data, _ = send_queue.add(stream, b"head", b"body", b"end")
     stream.window = 100
-    data += outbox.take()[0]
-    assert cut(data)[-1] == (frames.RST_STREAM, 0, 1, b"\0\0\0\0")
+    data += send_queue.take()[0]
+    assert split_frames(data)[-1] == (frames.RST_STREAM, 0, 1, b"\0\0\0\0")
 
 
-@RANDOM
+@FUZZ_SETTINGS
 @given(
     sizes=st.lists(st.integers(0, 70_000), min_size=1, max_size=4),
     room=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40_000)), max_size=30),
     frame_bytes=st.sampled_from([16384, 20_000, 1 << 20]),
 )
-def test_no_window_is_ever_overdrawn_and_every_answer_arrives(
+def test_windows_are_respected_and_every_answer_arrives(
     sizes: list[int], room: list[tuple[int, int]], frame_bytes: int
 ) -> None:
-    outbox = Outbox()
-    outbox.frame_bytes = frame_bytes
-    outbox.window = 1000
-    streams = {number: stream_of(number, 500) for number in range(1, 2 * len(sizes), 2)}
+    send_queue = SendQueue()
+    send_queue.frame_bytes = frame_bytes
+    send_queue.window = 1000
+    streams = {number: new_stream(number, 500) for number in range(1, 2 * len(sizes), 2)}
     allowed = {0: 1000, **dict.fromkeys(streams, 500)}
     bodies = {number: bytes([number]) * size for number, size in zip(streams, sizes, strict=True)}
     found = dict.fromkeys(streams, b"")
     ended: list[int] = []
 
     def read(data: bytes) -> None:
-        for kind, flags, number, payload in cut(data):
+        for kind, flags, number, payload in split_frames(data):
             assert number not in ended
             if kind == frames.DATA:
                 assert len(payload) <= frame_bytes
@@ -84,8 +82,8 @@ def test_no_window_is_ever_overdrawn_and_every_answer_arrives(
                 ended.append(number)
 
     for number, stream in streams.items():
-        read(outbox.answer(stream, b"head", bodies[number], b"end")[0])
-        read(outbox.take()[0])
+        read(send_queue.add(stream, b"head", bodies[number], b"end")[0])
+        read(send_queue.take()[0])
     enough = [(one, 300_000) for one in range(len(sizes) + 1)]
     for place, size in (*room, *enough):
         number = 0 if place == 0 else min(2 * place - 1, max(streams))
@@ -93,89 +91,96 @@ def test_no_window_is_ever_overdrawn_and_every_answer_arrives(
         if number:
             streams[number].widen(size)
         else:
-            outbox.widen(size)
-        while data := outbox.take()[0]:
+            send_queue.widen(size)
+        while data := send_queue.take()[0]:
             read(data)
     assert found == bodies
     assert sorted(ended) == sorted(streams)
-    assert (outbox.held, outbox.waits) == (0, False)
+    assert (send_queue.queued_bytes, send_queue.has_queued) == (0, False)
 
 
 def test_answers_take_turns() -> None:
-    outbox = Outbox()
-    outbox.window = 0
+    send_queue = SendQueue()
+    send_queue.window = 0
     for number in (1, 3):
-        outbox.answer(stream_of(number, 1 << 20), b"head", b"x" * 40_000, b"end")
-    outbox.widen(1 << 20)
-    assert [number for kind, _, number, _ in cut(outbox.take()[0]) if kind == frames.DATA] == [1, 3, 1, 3, 1, 3]
+        send_queue.add(new_stream(number, 1 << 20), b"head", b"x" * 40_000, b"end")
+    send_queue.widen(1 << 20)
+    assert [number for kind, _, number, _ in split_frames(send_queue.take()[0]) if kind == frames.DATA] == [
+        1,
+        3,
+        1,
+        3,
+        1,
+        3,
+    ]
 
 
-def test_a_new_window_for_all_streams_may_leave_one_below_nothing() -> None:
-    outbox = Outbox()
-    stream = stream_of(1, 65535)
-    outbox.answer(stream, b"head", b"x" * 100_000, b"end")
-    outbox.take()
-    outbox.agree(frames.settings({frames.INITIAL_WINDOW_SIZE: 10})[9:], [stream])
-    assert (outbox.first_window, stream.window) == (10, 10 - 65535)
-    outbox.widen(1 << 20)
-    assert outbox.take()[0] == b""
+def test_initial_window_size_can_make_a_window_negative() -> None:
+    send_queue = SendQueue()
+    stream = new_stream(1, 65535)
+    send_queue.add(stream, b"head", b"x" * 100_000, b"end")
+    send_queue.take()
+    send_queue.apply_settings(frames.settings({frames.INITIAL_WINDOW_SIZE: 10})[9:], [stream])
+    assert (send_queue.initial_window, stream.window) == (10, 10 - 65535)
+    send_queue.widen(1 << 20)
+    assert send_queue.take()[0] == b""
     stream.widen(65535)
-    assert [len(payload) for _, _, _, payload in cut(outbox.take()[0])] == [10]
+    assert [len(payload) for _, _, _, payload in split_frames(send_queue.take()[0])] == [10]
 
 
-def test_what_nobody_wants_any_more_is_dropped() -> None:
-    outbox = Outbox()
-    stream = stream_of(1, 0)
-    outbox.answer(stream, b"head", b"body", b"end")
-    assert outbox.held == 4
-    outbox.drop(stream)
-    outbox.drop(stream)
-    assert (outbox.held, outbox.take()) == (0, (b"", []))
+def test_discarded_answer_is_not_sent() -> None:
+    send_queue = SendQueue()
+    stream = new_stream(1, 0)
+    send_queue.add(stream, b"head", b"body", b"end")
+    assert send_queue.queued_bytes == 4
+    send_queue.discard(stream)
+    send_queue.discard(stream)
+    assert (send_queue.queued_bytes, send_queue.take()) == (0, (b"", []))
 
 
-def test_who_makes_no_room_for_long_is_stuck() -> None:
-    outbox = Outbox()
-    stream = stream_of(1, 0)
-    outbox.answer(stream, b"head", b"body", b"end")
-    assert outbox.stuck(stream.since, paused=False) == []
-    assert outbox.stuck(stream.since + WRITE_SECONDS + 1, paused=False) == [stream]
+def test_stream_without_window_is_stalled() -> None:
+    send_queue = SendQueue()
+    stream = new_stream(1, 0)
+    send_queue.add(stream, b"head", b"body", b"end")
+    assert send_queue.stalled(stream.opened_at, paused=False) == []
+    assert send_queue.stalled(stream.opened_at + WRITE_TIMEOUT_SECONDS + 1, paused=False) == [stream]
 
 
-def test_who_waits_for_the_transport_is_not_stuck() -> None:
-    outbox = Outbox()
-    stream = stream_of(1, 0)
-    outbox.answer(stream, b"head", b"body", b"end")
-    assert outbox.stuck(stream.since + 1000, paused=True) == []
-    assert outbox.stuck(stream.since + 1000 + WRITE_SECONDS, paused=False) == []
-    assert outbox.stuck(stream.since + 1001 + WRITE_SECONDS, paused=False) == [stream]
+def test_paused_transport_does_not_count_as_stalled() -> None:
+    send_queue = SendQueue()
+    stream = new_stream(1, 0)
+    send_queue.add(stream, b"head", b"body", b"end")
+    assert send_queue.stalled(stream.opened_at + 1000, paused=True) == []
+    assert send_queue.stalled(stream.opened_at + 1000 + WRITE_TIMEOUT_SECONDS, paused=False) == []
+    assert send_queue.stalled(stream.opened_at + 1001 + WRITE_TIMEOUT_SECONDS, paused=False) == [stream]
 
 
-def test_nor_is_who_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_turn_does_not_count_as_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    outbox = Outbox()
-    outbox.window = 0
-    first, second = stream_of(1, 1 << 20), stream_of(3, 1 << 20)
+    send_queue = SendQueue()
+    send_queue.window = 0
+    first, second = new_stream(1, 1 << 20), new_stream(3, 1 << 20)
     for stream in (first, second):
-        outbox.answer(stream, b"head", b"x" * 40_000, b"end")
+        send_queue.add(stream, b"head", b"x" * 40_000, b"end")
     turns = []
     for _ in range(3):
-        outbox.widen(16_384)
-        now += WRITE_SECONDS - 1
-        turns += [number for kind, _, number, _ in cut(outbox.take()[0]) if kind == frames.DATA]
-        assert outbox.stuck(now + 2, paused=False) == []
+        send_queue.widen(16_384)
+        now += WRITE_TIMEOUT_SECONDS - 1
+        turns += [number for kind, _, number, _ in split_frames(send_queue.take()[0]) if kind == frames.DATA]
+        assert send_queue.stalled(now + 2, paused=False) == []
     assert turns == [1, 3, 1]
-    assert outbox.stuck(now + WRITE_SECONDS + 1, paused=False) == [second, first]
+    assert send_queue.stalled(now + WRITE_TIMEOUT_SECONDS + 1, paused=False) == [second, first]
 
 
-def test_a_window_is_neither_widened_by_nothing_nor_beyond_the_most() -> None:
-    outbox, stream = Outbox(), stream_of(1, 65535)
-    for size, code in ((0, Code.PROTOCOL_ERROR), (frames.MOST_WINDOW, Code.FLOW_CONTROL_ERROR)):
+def test_window_updates_of_zero_or_beyond_maximum_are_faults() -> None:
+    send_queue, stream = SendQueue(), new_stream(1, 65535)
+    for size, code in ((0, ErrorCode.PROTOCOL_ERROR), (frames.MAX_WINDOW, ErrorCode.FLOW_CONTROL_ERROR)):
         with pytest.raises(ConnectionFault) as caught:
-            outbox.widen(size)
+            send_queue.widen(size)
         assert caught.value.code is code
         with pytest.raises(StreamFault) as of_stream:
             stream.widen(size)
         assert of_stream.value.code is code
-    with pytest.raises(ConnectionFault, match="wider"):
-        outbox.agree(frames.settings({frames.INITIAL_WINDOW_SIZE: frames.MOST_WINDOW})[9:], [stream])
+    with pytest.raises(ConnectionFault, match="raises a window"):
+        send_queue.apply_settings(frames.settings({frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW})[9:], [stream])
