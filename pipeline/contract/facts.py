@@ -22,7 +22,7 @@ Body = dict[str, Any]
 
 VARIANTS, FORMATS = "variants.json", "formats.json"  # of the export step
 WORST = "worst.json"  # of the evaluate step
-RIVAL = "champion.json"  # of the evaluate step, where the baseline was one: who named it, and where its bundle was
+CHAMPION = "champion.json"  # of the evaluate step, where the baseline was one: who named it, and where its bundle was
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Facts:
     metrics: Body = field(default_factory=dict)
     verdict: Body = field(default_factory=dict)
     worst: Body = field(default_factory=dict)
-    rival: Body = field(default_factory=dict)
+    champion: Body = field(default_factory=dict)
     override: Body = field(default_factory=dict)
     parity: Body = field(default_factory=dict)
     variants: tuple[Body, ...] = ()
@@ -130,7 +130,7 @@ def read_facts(run: Run) -> Facts:
         metrics=reader.json("evaluate", "metrics.json"),
         verdict=reader.json("evaluate", "verdict.json"),
         worst=reader.json("evaluate", WORST),
-        rival=reader.json("evaluate", RIVAL),
+        champion=reader.json("evaluate", CHAMPION),
         override=reader.beside(OVERRIDE),
         parity=reader.json("export", "parity.json"),
         variants=reader.rows("export", VARIANTS),

@@ -1,7 +1,4 @@
-"""HTML by construction: whatever is not already `Html` is escaped, so no name can break the page.
-
-Numbers as people read them.
-"""
+"""HTML elements that escape everything which is not already `Html`, and numbers formatted for people."""
 
 from __future__ import annotations
 
@@ -18,20 +15,24 @@ class Html(str):
 
     __slots__ = ()
 
+    def __html__(self) -> Html:
+        """Jinja does not escape it again."""
+        return self
+
 
 Child: TypeAlias = "str | int | float | Iterable[Child] | None"
 
 
 def el(name: str, /, *children: Child, **attributes: object) -> Html:
-    """`el("td", 3, class_="number")`: None children and attributes are left out, iterables laid flat."""
-    written = "".join(
+    """Return an element, as in `el("td", 3, class_="number")`; None is left out, iterables are flattened."""
+    text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
     if name in _VOID:
-        return Html(f"<{name}{written}>")
-    return Html(f"<{name}{written}>{flat(*children)}</{name}>")
+        return Html(f"<{name}{text}>")
+    return Html(f"<{name}{text}>{flat(*children)}</{name}>")
 
 
 def flat(*children: Child) -> Html:
@@ -41,10 +42,10 @@ def flat(*children: Child) -> Html:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = True, words: Sequence[int] = ()
 ) -> Html:
-    """The first column names the row; the others are numbers unless said otherwise, or but for those in `words`."""
+    """Return a table whose first column names the row; the others are numbers, except those in `words`."""
 
-    def kind(place: int) -> str | None:
-        return "number" if numbers and place not in words else None
+    def kind(column: int) -> str | None:
+        return "number" if numbers and column not in words else None
 
     body = [
         el("tr", el("th", row[0], scope="row"), [el("td", cell, class_=kind(i)) for i, cell in enumerate(row) if i])
@@ -54,11 +55,6 @@ def table(
     names = [el("th", name, scope="col", class_=kind(i)) for i, name in enumerate(others, 1)]
     heading = el("tr", el("th", first, scope="col"), names)
     return el("div", el("table", el("thead", heading), el("tbody", body)), class_="scroll")
-
-
-def pairs(rows: Iterable[tuple[str, Child]]) -> Html:
-    """Names with their values; those without a value are left out."""
-    return el("dl", [el("div", el("dt", name), el("dd", value)) for name, value in rows if value])
 
 
 def _text(child: Child) -> str:
@@ -76,7 +72,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Plain where that is short, with thousands apart; a power of ten elsewhere."""
+    """Format with thousands separators; very small numbers as a power of ten."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value < 0:

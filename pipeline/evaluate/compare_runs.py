@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED
 from pipeline.contract.errors import DataError
 from pipeline.contract.files import digest_file
 from pipeline.contract.run import Run
@@ -19,7 +20,7 @@ from pipeline.evaluate.metrics import Measure, measures
 from pipeline.evaluate.predictions import ACTUAL, BASELINE, CANDIDATE, Columns
 
 
-def against(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
+def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
     """Every metric that both have, `first` less `second`; refused where they were judged on different samples."""
     mine, other = read_records(first), read_records(second)
     prints = [str(_metrics(run).get("test_fingerprint", "")) for run in (first, second)]
@@ -37,7 +38,7 @@ def against(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
     return {"run": first.id, "against": second.id, "test_fingerprint": prints[0], "metrics": rows}
 
 
-def sentences(found: Mapping[str, Any]) -> Iterator[str]:
+def describe_comparison(found: Mapping[str, Any]) -> Iterator[str]:
     test = _short(found["test_fingerprint"])
     yield f"run {found['run']} against run {found['against']}, on the same test samples ({test})"
     for row in found["metrics"]:
@@ -110,7 +111,7 @@ def _in_order(found: Columns, like: Columns) -> Columns:
 
 
 def _row(measure: Measure, config: Evaluate) -> dict[str, Any]:
-    difference = measure.difference(config.confidence, config.resamples, config.seed)
+    difference = measure.difference(config.confidence, config.resamples, BOOTSTRAP_SEED)
     values = measure.contributions()
     finite = difference is not None and math.isfinite(float(values.sum()))
     detectable = smallest_difference(values, config.confidence) if finite else math.inf
@@ -120,7 +121,7 @@ def _row(measure: Measure, config: Evaluate) -> dict[str, Any]:
         "baseline": _finite(measure.value("baseline")),
         "difference": asdict(difference) if finite and difference is not None else None,
         "confidence": config.confidence,
-        "p_value": permutation_p_value(values, config.resamples, config.seed) if finite else 1.0,
+        "p_value": permutation_p_value(values, config.resamples, BOOTSTRAP_SEED) if finite else 1.0,
         "mcnemar": _mcnemar(measure),
         "samples": measure.units,
         "unit": measure.unit,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split
 from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
-from pipeline.contract.facts import RIVAL, WORST
+from pipeline.contract.facts import CHAMPION, WORST
 from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run
@@ -57,7 +57,7 @@ def evaluate(run: Run, root: Path) -> None:
     evidence = _evidence(task, columns, baseline)
     verdict = _judge_and_write(run, evidence, test_fingerprint, checkpoint)
     if baseline is not None and baseline.origin is not None:
-        write_json(run.partial("evaluate") / RIVAL, baseline.origin)
+        write_json(run.partial("evaluate") / CHAMPION, baseline.origin)
     write_json(run.partial("evaluate") / WORST, worst_body(run, task, samples, evidence, config.evaluate.metric))
     print(f"{verdict.verdict}: {verdict.summary}", flush=True)
     for warning in verdict.warnings:

@@ -1,8 +1,6 @@
-"""Curves over optimizer steps, as inline SVG.
+"""Charts as inline SVG: curves over optimizer steps, and confidence intervals of differences.
 
-From values to pixels: linear scales, round ticks, and the frame every SVG chart has in common.
-
-Intervals drawn: the difference that decides against its bound, and a small one for a row of a table.
+Every chart has a title and a description in words, so that it can be read without seeing it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 480, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 30
-_MOST_POINTS = 300  # more cannot be told apart at this width
+_MAX_POINTS = 300  # more are not distinguishable at this width
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,8 @@ class Series:
 
 
 def line_chart(title: str, series: Sequence[Series], mark: tuple[float, str] | None = None) -> Html | None:
-    """Curves over the optimizer step; `mark` is a labelled vertical line. None when there is nothing to draw."""
-    drawn = [replace(one, points=thin(one.points)) for one in series if one.points]
+    """Draw curves over the optimizer step; `mark` is a labelled vertical line. None if there are no points."""
+    drawn = [replace(line, points=thin(line.points)) for line in series if line.points]
     if not drawn:
         return None
     x, y = _axes([point for line in drawn for point in line.points])
@@ -52,12 +50,12 @@ def line_chart(title: str, series: Sequence[Series], mark: tuple[float, str] | N
 
 
 def thin(points: Points) -> Points:
-    """At most a few hundred points: means of equal runs, the last point as it is."""
-    if len(points) <= _MOST_POINTS:
+    """Return at most a few hundred points: means of equal runs, and the last point unchanged."""
+    if len(points) <= _MAX_POINTS:
         return points
-    run = math.ceil(len(points) / _MOST_POINTS)
-    runs = [points[start : start + run] for start in range(0, len(points) - 1, run)]
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in runs] + [points[-1]]
+    length = math.ceil(len(points) / _MAX_POINTS)
+    runs = [points[start : start + length] for start in range(0, len(points) - 1, length)]
+    return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs] + [points[-1]]
 
 
 def _axes(points: Points) -> tuple[Axis, Axis]:
@@ -103,7 +101,7 @@ def _curve(line: Series, x: Axis, y: Axis) -> list[Html]:
 
 
 def _dot(line: Series, note: Html, x: float, y: float) -> Html:
-    """Round, or square for the other run: told apart without colours."""
+    """Round, or square for the other run, so that they differ without colours."""
     if line.other:
         return el("rect", note, x=px(x - 2.6), y=px(y - 2.6), width=5.2, height=5.2, class_=f"dot {line.kind}")
     return el("circle", note, cx=px(x), cy=px(y), r=2.8, class_=f"dot {line.kind}")
@@ -116,11 +114,11 @@ def _path(points: Points, x: Axis, y: Axis, style: str) -> Html:
 
 def _running_mean(points: Points) -> Points:
     """Centred, so that it does not lag behind a falling loss."""
-    reach = len(points) // 40
+    radius = len(points) // 40
     smoothed = []
     for i, (step, _) in enumerate(points):
-        around = [value for _, value in points[max(0, i - reach) : i + reach + 1]]
-        smoothed.append((step, sum(around) / len(around)))
+        window = [value for _, value in points[max(0, i - radius) : i + radius + 1]]
+        smoothed.append((step, sum(window) / len(window)))
     return smoothed
 
 
@@ -138,9 +136,16 @@ class Axis:
 
 
 def drawing(title: str, text: str, parts: Child, width: float, height: float, kind: str | None = None) -> Html:
-    """An SVG that says in words what it shows."""
-    told = (el("title", title), el("desc", text))
-    return el("svg", told, parts, viewBox=f"0 0 {width:.0f} {height:.0f}", role="img", class_=kind)
+    """Return an SVG that also describes in words what it shows."""
+    return el(
+        "svg",
+        el("title", title),
+        el("desc", text),
+        parts,
+        viewBox=f"0 0 {width:.0f} {height:.0f}",
+        role="img",
+        class_=kind,
+    )
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
@@ -177,34 +182,34 @@ _SMALL_WIDTH, _SMALL_HEIGHT = 150, 18
 
 @dataclass(frozen=True)
 class Range:
-    """A difference and how far off it may be."""
+    """A difference with its confidence interval."""
 
     estimate: float
     low: float
     high: float
 
 
-def range_of(body: Any) -> Range | None:
-    """As verdict.json and its like have it; None where a number is missing."""
+def parse_range(body: Any) -> Range | None:
+    """Read an interval of verdict.json or variants.json; None if a number is missing."""
     if not isinstance(body, dict):
         return None
     numbers = [body.get(name) for name in ("estimate", "low", "high")]
-    known = [one for one in numbers if is_number(one)]
-    return Range(*known) if len(known) == len(numbers) else None
+    valid = [value for value in numbers if is_number(value)]
+    return Range(*valid) if len(valid) == len(numbers) else None
 
 
-def interval_chart(found: Range, bound: float, bound_text: str, equal_text: str) -> Html:
-    """The difference's interval; where its lower end may not lie, below `bound`, is shaded."""
-    reach = [found.low, found.high, bound, 0.0]
-    pad = (max(reach) - min(reach) or 0.01) * 0.16
-    x = Axis(min(reach) - pad, max(reach) + pad, 12, _WIDTH - 12)
-    edge, low, centre, high = (x.at(value) for value in (bound, found.low, found.estimate, found.high))
+def interval_chart(difference: Range, bound: float, bound_text: str, equal_text: str) -> Html:
+    """Draw the interval of a difference; the side below `bound`, where its lower end must not lie, is shaded."""
+    ends = [difference.low, difference.high, bound, 0.0]
+    pad = (max(ends) - min(ends) or 0.01) * 0.16
+    x = Axis(min(ends) - pad, max(ends) + pad, 12, _WIDTH - 12)
+    edge, low, center, high = (x.at(value) for value in (bound, difference.low, difference.estimate, difference.high))
     parts = [
         el("rect", x=0, y=_INTERVAL_TOP, width=px(edge), height=_FLOOR - _INTERVAL_TOP, class_="forbidden"),
         svg_line(edge, _INTERVAL_TOP, edge, _FLOOR, "bound"),
         svg_line(x.at(0.0), _INTERVAL_TOP, x.at(0.0), _FLOOR, "zero") if bound else None,
-        _whisker(low, centre, high, _MIDDLE, 10, 6),
-        label(centre, _MIDDLE - 16, signed(found.estimate), "value"),
+        _whisker(low, center, high, _MIDDLE, 10, 6),
+        label(center, _MIDDLE - 16, signed(difference.estimate), "value"),
         label(min(max(edge, 60), _WIDTH - 60), 16, bound_text, "bound-label"),
         svg_line(12, _FLOOR, _WIDTH - 12, _FLOOR, "axis"),
         [
@@ -217,15 +222,15 @@ def interval_chart(found: Range, bound: float, bound_text: str, equal_text: str)
         label(min(max(x.at(0.0), 80), _WIDTH - 80), 124, equal_text, "tick foot"),
     ]
     text = (
-        f"difference {signed(found.estimate)}, interval {signed(found.low)} to {signed(found.high)}; "
+        f"difference {signed(difference.estimate)}, interval {signed(difference.low)} to {signed(difference.high)}; "
         f"its lower end must lie above {signed(bound)}"
     )
     return drawing("The difference and its interval", text, parts, _WIDTH, _HEIGHT, "wide")
 
 
 def shared_axis(ranges: Sequence[Range | None]) -> Axis | None:
-    """One scale for all rows of a table, with zero on it."""
-    ends = [end for one in ranges if one for end in (one.low, one.high)]
+    """Return one scale for all rows of a table; zero is on it."""
+    ends = [end for item in ranges if item for end in (item.low, item.high)]
     if not ends:
         return None
     low, high = min(*ends, 0.0), max(*ends, 0.0)
@@ -233,31 +238,31 @@ def shared_axis(ranges: Sequence[Range | None]) -> Axis | None:
     return Axis(low - pad, high + pad, 3, _SMALL_WIDTH - 3)
 
 
-def small_interval(found: Range | None, x: Axis | None) -> Html | None:
-    if found is None or x is None:
+def small_interval(difference: Range | None, x: Axis | None) -> Html | None:
+    if difference is None or x is None:
         return None
     middle, zero = _SMALL_HEIGHT / 2, x.at(0.0)
     parts = [
         svg_line(zero, 0, zero, _SMALL_HEIGHT, "zero"),
-        _whisker(x.at(found.low), x.at(found.estimate), x.at(found.high), middle, 4, 3),
+        _whisker(x.at(difference.low), x.at(difference.estimate), x.at(difference.high), middle, 4, 3),
     ]
-    return drawing("Interval", interval_text(found), parts, _SMALL_WIDTH, _SMALL_HEIGHT, "small")
+    return drawing("Interval", interval_text(difference), parts, _SMALL_WIDTH, _SMALL_HEIGHT, "small")
 
 
-def interval_text(found: Range | None) -> str:
-    if found is None:
+def interval_text(difference: Range | None) -> str:
+    if difference is None:
         return ""
-    if found.low == found.high:
-        return signed(found.estimate)
-    return f"{signed(found.estimate)} [{signed(found.low)}, {signed(found.high)}]"
+    if difference.low == difference.high:
+        return signed(difference.estimate)
+    return f"{signed(difference.estimate)} [{signed(difference.low)}, {signed(difference.high)}]"
 
 
-def _whisker(low: float, centre: float, high: float, y: float, cap: float, radius: float) -> list[Html]:
+def _whisker(low: float, center: float, high: float, y: float, cap: float, radius: float) -> list[Html]:
     ends = [svg_line(end, y - cap, end, y + cap, "cap") for end in (low, high)]
     return [
         svg_line(low, y, high, y, "interval"),
         *ends,
-        el("circle", cx=px(centre), cy=px(y), r=radius, class_="estimate"),
+        el("circle", cx=px(center), cy=px(y), r=radius, class_="estimate"),
     ]
 
 

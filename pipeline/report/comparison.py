@@ -1,140 +1,113 @@
-"""This run beside another: their numbers, the paired difference on the same samples, and what they differ in."""
+"""Section that compares this run with another: numbers, paired differences on the same samples, and their causes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from pipeline.compare import differing
+from pipeline.compare import record_differences
 from pipeline.contract.errors import PipelineError
 from pipeline.contract.facts import Body, Facts, is_number
-from pipeline.contract.html import Child, Html, el, number, seconds, signed, table
+from pipeline.contract.html import Html, number, seconds, signed
 from pipeline.contract.run import Run
-from pipeline.report.charts import interval_chart, interval_text, range_of, shared_axis, small_interval
-from pipeline.report.summary import date, stamp
+from pipeline.report.charts import interval_chart, interval_text, parse_range, shared_axis, small_interval
+from pipeline.report.rendering import render
 
-_PARTS = 40  # listed
-_HOUSE = "house:"  # parts of a key that are sources of ours
+_MAX_PARTS = 40  # shown
+_OWN_SOURCES = "pipe:"  # prefix of the parts of a step's key that are sources of pipe itself
 
 
 @dataclass(frozen=True)
-class Paired:
-    """The differences of this run's candidate to the other's; `refused` says why there are none."""
+class Comparison:
+    """The paired differences of this run's candidate to the other's; `problem` is why there are none."""
 
-    metrics: tuple[Body, ...] = ()  # as evaluate.against has them
-    refused: str = ""
+    metrics: tuple[Body, ...] = ()  # as compare_runs returns them
+    problem: str = ""
 
 
-def paired(run: Run, facts: Facts, other: Run, others: Facts) -> Paired:
-    """Two runs that were judged on the same test set can be compared on each sample."""
+def compare(run: Run, facts: Facts, other: Run, others: Facts) -> Comparison:
+    """Compare two runs sample by sample if both were evaluated on the same test set."""
     if not facts.verdict or not others.verdict:
-        return Paired(refused="one of the runs has not been judged")
-    from pipeline.evaluate.compare_runs import against  # brings numpy, which most reports do without
+        return Comparison(problem="one of the runs has not been evaluated")
+    from pipeline.evaluate.compare_runs import compare_runs  # imports numpy, which most reports do not need
 
     try:
-        found = against(run, other, run.config.evaluate)
+        return Comparison(tuple(compare_runs(run, other, run.config.evaluate)["metrics"]))
     except PipelineError as error:
-        return Paired(refused=str(error))
-    return Paired(tuple(found["metrics"]))
+        return Comparison(problem=str(error))
 
 
-def beside(facts: Facts, other: Facts, found: Paired) -> Child:
-    rows = [row for row in _rows(facts, other) if any(cell != "–" for cell in row[1:3])]
-    head = ["", "this run", "other run", "difference"]
-    note = el(
-        "p", "The other run is ", el("code", other.file.id), f", begun {date(other.file.created)}.", class_="muted"
+def comparison(facts: Facts, other: Facts, compared: Comparison) -> Html:
+    """The metric of the gate is drawn large, all metrics are listed in a table."""
+    metric = str(facts.verdict.get("metric", ""))
+    first = next((row for row in compared.metrics if row["metric"] == metric), next(iter(compared.metrics), None))
+    difference = parse_range(first["difference"]) if first else None
+    return render(
+        "comparison.html",
+        facts=facts,
+        other=other,
+        rows=[row for row in _rows(facts, other) if row[1:3] != ("–", "–")],
+        problem=compared.problem or "the runs have no metric in common",
+        first=first,
+        chart=interval_chart(difference, 0.0, "", f"equal in {first['metric']}") if first and difference else "",
+        metrics=[_metric_row(row) for row in compared.metrics],
+        **_differing_parts(facts, other),
     )
-    return [note, table(head, rows), _drawn(found, str(facts.verdict.get("metric", ""))), _causes(facts, other)]
 
 
-def _drawn(found: Paired, metric: str) -> Html:
-    """The metric that decides as a picture, all as a table."""
-    if not found.metrics:
-        return el("p", f"No paired difference: {found.refused or 'no metric is known of both'}.", class_="missing")
-    first = next((one for one in found.metrics if one["metric"] == metric), found.metrics[0])
-    difference = range_of(first["difference"])
-    text = (
-        f"By how much this run is better than the other on the same {number(first['samples'])} {first['unit']}, with "
-        f"{first['confidence']:.0%} bootstrap intervals and permutation tests, adjusted for how many metrics there are."
-    )
-    drawn = interval_chart(difference, 0.0, "", f"equal in {first['metric']}") if difference else None
-    return el("div", el("p", text, class_="muted"), drawn, _table(found.metrics), _mcnemar(first), class_="apart")
+def _metric_row(row: Body) -> dict[str, Any]:
+    difference = parse_range(row["difference"])
+    return {
+        "name": row["metric"],
+        "difference": interval_text(difference) or "–",
+        "chart": small_interval(difference, shared_axis([difference])),
+        "adjusted_p": row["adjusted_p"],
+    }
 
 
-def _table(metrics: Sequence[Body]) -> Html:
-    ranges = [range_of(one["difference"]) for one in metrics]
-    rows = [
-        (
-            one["metric"],
-            interval_text(found) or "–",
-            small_interval(found, shared_axis([found])),
-            number(one["adjusted_p"]),
-        )
-        for one, found in zip(metrics, ranges, strict=True)
-    ]
-    return table(["metric", "better by", "", "adjusted p"], rows)
-
-
-def _mcnemar(one: Body) -> Html | None:
-    if not (test := one["mcnemar"]):
-        return None
-    text = (
-        f"In {one['metric']}, {number(test['only_candidate'])} samples only this run gets right, "
-        f"{number(test['only_baseline'])} only the other; McNemar’s exact p = {number(test['p_value'])}."
-    )
-    return el("p", text, class_="muted")
-
-
-def _rows(facts: Facts, other: Facts) -> Iterator[tuple[Child, ...]]:
-    yield ("verdict", stamp(facts.standing), stamp(other.standing), "")
-    mine, theirs = ((one.metrics.get("candidate") or {}) for one in (facts, other))
+def _rows(facts: Facts, other: Facts) -> Iterator[tuple[str, str, str, str]]:
+    mine, theirs = ((run.metrics.get("candidate") or {}) for run in (facts, other))
     for name in sorted(mine.keys() | theirs.keys()):
-        yield _numbers(name, mine.get(name), theirs.get(name))
+        yield _number_row(name, mine.get(name), theirs.get(name))
     for key, name in (("best_step", "best step"), ("samples_per_second", "samples/s"), ("steps", "optimizer steps")):
-        yield _numbers(name, facts.summary.get(key), other.summary.get(key))
-    spent = [one.summary.get("seconds") for one in (facts, other)]
-    yield ("training", *map(seconds, spent), _ratio(*spent))
-    times = [(one.deploy.get("latency_ms") or {}).get("p50") for one in (facts, other)]
-    yield ("latency, median", *[f"{number(one, 3)} ms" if one is not None else "–" for one in times], _ratio(*times))
+        yield _number_row(name, facts.summary.get(key), other.summary.get(key))
+    first, second = (run.summary.get("seconds") for run in (facts, other))
+    yield "training", seconds(first), seconds(second), _ratio(first, second)
+    first, second = ((run.deploy.get("latency_ms") or {}).get("p50") for run in (facts, other))
+    yield "latency, median", _milliseconds(first), _milliseconds(second), _ratio(first, second)
 
 
-def _numbers(name: str, mine: float | None, theirs: float | None) -> tuple[str, str, str, str]:
-    apart = mine - theirs if is_number(mine) and is_number(theirs) else None
-    if apart is None:
-        told = "–"
+def _number_row(name: str, mine: float | None, theirs: float | None) -> tuple[str, str, str, str]:
+    if not (is_number(mine) and is_number(theirs)):
+        difference = "–"
+    elif abs(mine - theirs) < 10:
+        difference = signed(mine - theirs)
     else:
-        told = signed(apart) if abs(apart) < 10 else f"{'+' if apart > 0 else '−'}{number(abs(apart))}"
-    return name, number(mine), number(theirs), told
+        difference = f"{'+' if mine > theirs else '−'}{number(abs(mine - theirs))}"
+    return name, number(mine), number(theirs), difference
+
+
+def _milliseconds(value: float | None) -> str:
+    return "–" if value is None else f"{number(value, 3)} ms"
 
 
 def _ratio(mine: float | None, theirs: float | None) -> str:
     return f"× {mine / theirs:.2f}" if mine and theirs else "–"
 
 
-def _causes(facts: Facts, other: Facts) -> Html:
-    """Each part once, with the steps it is a part of; steps that only one of the runs reached tell nothing."""
+def _differing_parts(facts: Facts, other: Facts) -> dict[str, Any]:
+    """List each differing part of the step keys once, with its steps; steps that only one run reached are ignored."""
     mine, theirs = facts.file.steps, other.file.steps
-    rows = differing(
-        {name: one for name, one in theirs.items() if name in mine},
-        {name: one for name, one in mine.items() if name in theirs},
-    )
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        found.setdefault((row["part"], row["after"], row["before"]), []).append(row["step"])
-    ours = sum(part.startswith(_HOUSE) for part, _, _ in found)
-    told = {parts: steps for parts, steps in found.items() if not parts[0].startswith(_HOUSE)}
-    if not found:
-        return el("p", "Nothing that the steps of both depend on differs.", class_="muted")
-    listed = [(part, el("code", a), el("code", b), ", ".join(steps)) for (part, a, b), steps in told.items()]
-    shown = table(["part", "this run", "other run", "of"], listed[:_PARTS], numbers=False) if listed else None
-    rest = _rest(max(len(listed) - _PARTS, 0), ours, el("code", f"pipe diff {other.file.id} {facts.file.id}"))
-    return el("div", el("h3", "What they differ in"), shown, rest, class_="causes")
-
-
-def _rest(parts: int, ours: int, command: Html) -> Html | None:
-    counts = ((parts, "more part", "more parts"), (ours, "source of pipe itself", "sources of pipe itself"))
-    words = [f"{number(count)} {one if count == 1 else many}" for count, one, many in counts if count]
-    if not words:
-        return None
-    differ = "differs" if parts + ours == 1 else "differ"
-    return el("p", f"{' and '.join(words)} {differ}; ", command, " lists all.")
+    common = mine.keys() & theirs.keys()
+    steps: dict[tuple[str, str, str], list[str]] = {}
+    for row in record_differences(
+        {n: theirs[n] for n in theirs if n in common}, {n: mine[n] for n in mine if n in common}
+    ):
+        steps.setdefault((row["part"], row["after"], row["before"]), []).append(row["step"])
+    listed = [(*part, ", ".join(names)) for part, names in steps.items() if not part[0].startswith(_OWN_SOURCES)]
+    return {
+        "parts": listed[:_MAX_PARTS],
+        "more_parts": max(len(listed) - _MAX_PARTS, 0),
+        "own_sources": len(steps) - len(listed),
+    }

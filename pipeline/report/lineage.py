@@ -1,7 +1,4 @@
-"""The chain of digests as a graph: what each thing came from, and where what is recorded is not what the run holds.
-
-What the run was made of: data and its checks, environment, configuration, and the words that make it again.
-"""
+"""Sections on what the run was made of: data and its checks, lineage, environment, commands and configuration."""
 
 from __future__ import annotations
 
@@ -12,84 +9,151 @@ from typing import Any
 
 from pipeline.contract.config import Config
 from pipeline.contract.facts import Facts
-from pipeline.contract.html import Child, Html, el, number, pairs, short, table
+from pipeline.contract.html import Html, el, number, short
 from pipeline.contract.run import STEPS
 from pipeline.contract.settings.section import Section
 from pipeline.contract.task import SPLITS
 from pipeline.report.charts import drawing, label, px
+from pipeline.report.rendering import render
 
+_MAX_CLASSES = 60  # shown
+_MAX_DUPLICATES = 10  # shown
+_LEVELS = ("error", "warn", "ok")
 _BOX_WIDTH, _BOX_HEIGHT = 148, 50
-_ORIGINS = ("pretrained weights", "code", "data")
+_GAP = 16  # between boxes of one rank
+_INPUTS = ("pretrained weights", "code", "data")
 _PARENTS = {
-    "checkpoint": _ORIGINS,
+    "checkpoint": _INPUTS,
     "verdict": ("checkpoint",),
     "ONNX": ("checkpoint",),
     "bundle": ("verdict", "ONNX"),
     "image": ("bundle",),
     "service": ("bundle",),
 }
-_RANKS = (
-    _ORIGINS,
-    ("checkpoint",),
-    ("verdict", "ONNX"),
-    ("bundle",),
-    ("image", "service"),
-)
+_RANKS = (_INPUTS, ("checkpoint",), ("verdict", "ONNX"), ("bundle",), ("image", "service"))
+
+
+def data(facts: Facts) -> Html | None:
+    if not facts.splits:
+        return None
+    splits = {name: facts.splits[name] for name in (*SPLITS, *facts.splits) if name in facts.splits}
+    classes = next((split["classes"] for split in splits.values() if split.get("classes")), None) or {}
+    balance = [
+        (name, *[number((split.get("classes") or {}).get(name, 0)) for split in splits.values()])
+        for name in ((facts.classes or list(classes))[:_MAX_CLASSES] if classes else ())
+    ]
+    rank = {level: i for i, level in enumerate(_LEVELS)}
+    return render(
+        "data.html",
+        splits=splits,
+        duplicate_count=facts.data.get("duplicate_count", 0),
+        duplicates=[
+            f"{pair['b']['split']}[{pair['b']['index']}] = {pair['a']['split']}[{pair['a']['index']}]"
+            for pair in facts.data.get("duplicates", [])[:_MAX_DUPLICATES]
+        ],
+        checks=sorted(facts.checks, key=lambda check: rank.get(str(check.get("level")), 0)),
+        class_count=len(classes),
+        balance=balance,
+    )
+
+
+def environment(facts: Facts) -> Html:
+    return render("environment.html", rows=sorted(facts.file.environment.items()))
+
+
+def reproduce(facts: Facts) -> Html:
+    """The command that repeats the run, and the command line of each step."""
+    records = [(name, record.argv) for name in STEPS if (record := facts.step(name)) and record.argv]
+    return render("reproduce.html", file=facts.file, commands=[(name, " ".join(argv)) for name, argv in records])
+
+
+def configuration(facts: Facts) -> Html:
+    return render(
+        "configuration.html",
+        changed=list(changed_settings(facts.file.config)),
+        overrides=facts.file.continued,
+        whole=json.dumps(facts.file.config, indent=2, sort_keys=True, default=str),
+    )
+
+
+def changed_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield settings that differ from the default, with value and default; settings of other versions count too."""
+    yield from _changed_settings(Config, config, "")
+
+
+def _changed_settings(
+    kind: type[Section] | None, values: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, str, str]]:
+    for name, value in values.items():
+        field = kind.model_fields.get(name) if kind else None
+        section = field.annotation if field else None
+        if isinstance(section, type) and issubclass(section, Section) and isinstance(value, Mapping):
+            yield from _changed_settings(section, value, f"{prefix}{name}.")
+            continue
+        default = None
+        if field is not None and not field.is_required():
+            default = _as_recorded(field.get_default(call_default_factory=True))
+        if value != default:
+            yield f"{prefix}{name}", _text(value), "" if default is None else _text(default)
+
+
+def _as_recorded(value: Any) -> Any:
+    """Return a default as run.json would store it."""
+    dumped = value.model_dump(mode="json") if isinstance(value, Section) else value
+    return json.loads(json.dumps(dumped, default=str))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 @dataclass(frozen=True)
-class Link:
-    """One thing of the chain, with its digest as each file that names it has it (empty: not reached)."""
+class Artifact:
+    """One link of the digest chain, with its digest from each file that records it (empty: not reached)."""
 
     name: str
-    told: tuple[str, ...]
+    recorded: tuple[str, ...]
     note: str = ""
 
     @property
     def digests(self) -> list[str]:
-        return list(dict.fromkeys(digest for digest in self.told if digest))
+        return list(dict.fromkeys(digest for digest in self.recorded if digest))
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         return len(self.digests) > 1
 
 
-def links(facts: Facts) -> list[Link]:
-    """The chain as the bundle's manifest tells it, beside what the run's own files say."""
-    told = facts.manifest.get("ancestors") or {}
+def digest_chain(facts: Facts) -> list[Artifact]:
+    """Compare the chain recorded in the bundle's manifest with the run's own files."""
+    ancestors = facts.manifest.get("ancestors") or {}
     train = facts.step("train")
     trained = train.outputs.get("model.safetensors", "") if train else ""
     bundle = facts.digests.get("manifest.json", "")
-    begun = str(facts.data.get("pretrained") or "")
+    pretrained = str(facts.data.get("pretrained") or "")
     return [
-        *([Link("pretrained weights", (begun,))] if begun else []),
-        Link("code", (told.get("code", ""),)),
-        Link("data", (told.get("data", ""), facts.digests.get("data.json", ""))),
-        Link("checkpoint", (told.get("checkpoint", ""), facts.verdict.get("checkpoint", ""), trained)),
-        Link("verdict", (told.get("verdict", ""), facts.digests.get("verdict.json", "")), facts.standing),
-        Link("ONNX", (told.get("onnx", ""), str(facts.parity.get("onnx_sha256") or ""))),
-        Link("bundle", (bundle,), "signed" if facts.signed else ""),
-        Link("image", (str(facts.image.get("image_digest") or ""),)),
-        Link("service", (str(facts.deploy.get("bundle") or ""), bundle if facts.deploy else "")),
+        *([Artifact("pretrained weights", (pretrained,))] if pretrained else []),
+        Artifact("code", (ancestors.get("code", ""),)),
+        Artifact("data", (ancestors.get("data", ""), facts.digests.get("data.json", ""))),
+        Artifact("checkpoint", (ancestors.get("checkpoint", ""), facts.verdict.get("checkpoint", ""), trained)),
+        Artifact("verdict", (ancestors.get("verdict", ""), facts.digests.get("verdict.json", "")), facts.standing),
+        Artifact("ONNX", (ancestors.get("onnx", ""), str(facts.parity.get("onnx_sha256") or ""))),
+        Artifact("bundle", (bundle,), "signed" if facts.signed else ""),
+        Artifact("image", (str(facts.image.get("image_digest") or ""),)),
+        Artifact("service", (str(facts.deploy.get("bundle") or ""), bundle if facts.deploy else "")),
     ]
 
 
 def lineage(facts: Facts) -> Html:
-    chain = links(facts)
-    broken = [link.name for link in chain if link.broken]
-    text = "Every prediction names the bundle in its header; each digest below is recorded in what its arrow leads to."
-    note = el("p", text, class_="muted")
-    if broken:
-        text = f"The chain is broken at {', '.join(broken)}: what is recorded is not what the run holds."
-        note = el("p", text, class_="note bad")
-    rows = [(link.name, [el("code", digest) for digest in link.digests] or "not reached") for link in chain]
-    listed = el("details", el("summary", "All digests in full"), table(["what", "SHA-256"], rows, numbers=False))
-    return el("div", note, _graph(chain, True), _graph(chain, False), listed)
+    chain = digest_chain(facts)
+    broken = [artifact.name for artifact in chain if artifact.is_broken]
+    graphs = [_graph(chain, wide=True), _graph(chain, wide=False)]
+    return render("lineage.html", chain=chain, broken=broken, graphs=graphs)
 
 
-def _graph(chain: Sequence[Link], wide: bool) -> Html:
-    """From left to right; on a narrow screen from top to bottom."""
-    places = dict(_places({link.name: link for link in chain}, wide))
+def _graph(chain: Sequence[Artifact], wide: bool) -> Html:
+    """Left to right, or top to bottom for narrow screens."""
+    places = dict(_places({artifact.name for artifact in chain}, wide))
     width = max(x for x, _ in places.values()) + _BOX_WIDTH + 2
     height = max(y for _, y in places.values()) + _BOX_HEIGHT + 2
     arrows = [
@@ -98,42 +162,40 @@ def _graph(chain: Sequence[Link], wide: bool) -> Html:
         for parent in parents
         if parent in places and child in places
     ]
-    boxes = [_box(link, *places[link.name]) for link in chain]
-    text = ", ".join(f"{link.name} {' and '.join(map(short, link.digests)) or 'not reached'}" for link in chain)
+    boxes = [_box(artifact, *places[artifact.name]) for artifact in chain]
+    text = ", ".join(f"{one.name} {' and '.join(map(short, one.digests)) or 'not reached'}" for one in chain)
     return drawing("Lineage", text, (arrows, boxes), width, height, "graph across" if wide else "graph down")
 
 
-def _places(chain: dict[str, Link], wide: bool) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Things of one rank beside each other, in the middle of the way."""
-    ranks = [[name for name in rank if name in chain] for rank in _RANKS]
-    gap = 16
-    across = _BOX_HEIGHT if wide else _BOX_WIDTH
-    most = max(map(len, ranks)) * (across + gap) - gap
+def _places(names: set[str], wide: bool) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Yield the corner of each box: boxes of one rank side by side, centered."""
+    ranks = [[name for name in rank if name in names] for rank in _RANKS]
+    across, along = (_BOX_HEIGHT, _BOX_WIDTH + 52) if wide else (_BOX_WIDTH, _BOX_HEIGHT + 34)
+    longest = max(map(len, ranks)) * (across + _GAP) - _GAP
     for i, rank in enumerate(ranks):
-        free = most - (len(rank) * (across + gap) - gap)
+        margin = (longest - (len(rank) * (across + _GAP) - _GAP)) / 2
         for j, name in enumerate(rank):
-            side = 1 + free / 2 + j * (across + gap)
-            along = 1 + i * ((_BOX_WIDTH + 52) if wide else (_BOX_HEIGHT + 34))
-            yield name, (along, side) if wide else (side, along)
+            a, b = 1 + i * along, 1 + margin + j * (across + _GAP)
+            yield name, (a, b) if wide else (b, a)
 
 
-def _box(link: Link, x: float, y: float) -> Html:
-    kind = "broken" if link.broken else "" if link.digests else "none"
-    digests = " ≠ ".join(short(one)[:6] for one in link.digests) if link.broken else "".join(map(short, link.digests))
-    told = "\n".join(link.digests) or "not reached"
-    heading = f"{link.name} · {link.note}" if link.note else link.name
+def _box(artifact: Artifact, x: float, y: float) -> Html:
+    digests = artifact.digests
+    kind = " broken" if artifact.is_broken else "" if digests else " none"
+    shown = " ≠ ".join(short(digest)[:6] for digest in digests) if artifact.is_broken else "".join(map(short, digests))
+    heading = f"{artifact.name} · {artifact.note}" if artifact.note else artifact.name
     return el(
         "g",
-        el("title", f"{link.name}\n{told}"),
+        el("title", "\n".join([artifact.name, *(digests or ["not reached"])])),
         el("rect", x=px(x), y=px(y), width=_BOX_WIDTH, height=_BOX_HEIGHT, rx=3),
         label(x + 12, y + 21, heading, "start name"),
-        label(x + 12, y + 39, digests or "not reached", "start digest"),
-        class_=f"node {kind}".strip(),
+        label(x + 12, y + 39, shown or "not reached", "start digest"),
+        class_=f"node{kind}",
     )
 
 
-def _arrow(begin: tuple[float, float], end: tuple[float, float], wide: bool) -> Html:
-    (x1, y1), (x2, y2) = begin, end
+def _arrow(start: tuple[float, float], end: tuple[float, float], wide: bool) -> Html:
+    (x1, y1), (x2, y2) = start, end
     if wide:
         x1, y1, y2 = x1 + _BOX_WIDTH, y1 + _BOX_HEIGHT / 2, y2 + _BOX_HEIGHT / 2
         middle = (x1 + x2) / 2
@@ -145,120 +207,3 @@ def _arrow(begin: tuple[float, float], end: tuple[float, float], wide: bool) -> 
         path = f"M{px(x1)} {px(y1)}C{px(x1)} {px(middle)} {px(x2)} {px(middle)} {px(x2)} {px(y2 - 7)}"
         tip = f"M{px(x2)} {px(y2)}l-4 -8h8z"
     return el("g", el("path", d=path, class_="edge"), el("path", d=tip, class_="tip"))
-
-
-_LISTED = 60  # classes
-_LEVELS = {"ok": ("good-text", "✓ in order"), "warn": ("warn-text", "! warning"), "error": ("bad-text", "✕ error")}
-_UNKNOWN = ("muted-text", "–")
-
-
-def data(facts: Facts) -> Child:
-    if not facts.splits:
-        return None
-    splits = {name: facts.splits[name] for name in (*SPLITS, *facts.splits) if name in facts.splits}
-    rows = [
-        (name, number(split.get("samples")), el("code", short(split.get("fingerprint", ""))))
-        for name, split in splits.items()
-    ]
-    found = [table(["split", "samples", "fingerprint"], rows), _duplicates(facts), _checks(facts)]
-    return [*found, _balance(facts, splits)]
-
-
-def environment(facts: Facts) -> Child:
-    return pairs(sorted(facts.file.environment.items()))
-
-
-def reproduce(facts: Facts) -> Child:
-    """The command that makes it again, and what each step was called with."""
-    parent = el("p", "Rerun of ", el("code", facts.file.parent), class_="muted") if facts.file.parent else None
-    ran = [(name, record.argv) for name in STEPS if (record := facts.step(name)) and record.argv]
-    rows = [(name, el("code", " ".join(argv))) for name, argv in ran]
-    calls = el("details", el("summary", "What each step was called with"), table(["step", "command"], rows, False))
-    text = "Makes the run again from its own configuration and says whether the same came out."
-    again = el("p", el("code", f"pipe repro {facts.file.id}", class_="command"))
-    return [el("p", text, class_="muted"), again, parent, calls if rows else None]
-
-
-def config(facts: Facts) -> Child:
-    rows = [(key, el("code", value), el("code", usual)) for key, value, usual in changed(facts.file.config)]
-    whole = el("pre", json.dumps(facts.file.config, indent=2, sort_keys=True, default=str), class_="config")
-    continued = [el("p", "Went on with ", el("code", word), class_="muted") for word in facts.file.continued]
-    settings = table(["setting", "value", "default"], rows, numbers=False)
-    return [settings, continued, el("details", el("summary", "The whole configuration"), whole)]
-
-
-def changed(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Settings that are not the defaults, each with its value and the default; keys of other versions count too."""
-    yield from _changed(Config, config, "")
-
-
-def _changed(kind: type[Section] | None, values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str, str]]:
-    for name, value in values.items():
-        field = kind.model_fields.get(name) if kind else None
-        inner = field.annotation if field else None
-        if isinstance(inner, type) and issubclass(inner, Section) and isinstance(value, Mapping):
-            yield from _changed(inner, value, f"{prefix}{name}.")
-            continue
-        usual = None if field is None or field.is_required() else _plain(field.get_default(call_default_factory=True))
-        if value != usual:
-            yield f"{prefix}{name}", _written(value), "" if usual is None else _written(usual)
-
-
-def _plain(value: Any) -> Any:
-    """As run.json would have it."""
-    dumped = value.model_dump(mode="json") if isinstance(value, Section) else value
-    return json.loads(json.dumps(dumped, default=str))
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def _balance(facts: Facts, splits: dict[str, dict[str, Any]]) -> Html | None:
-    classes = next((split["classes"] for split in splits.values() if split.get("classes")), None)
-    if not classes:
-        return None
-    rows = []
-    for name in (facts.classes or list(classes))[:_LISTED]:
-        counts = [(split.get("classes") or {}).get(name, 0) for split in splits.values()]
-        rows.append((name, *[number(count) for count in counts]))
-    summary = el("summary", f"Class balance ({len(classes)} classes)")
-    return el("details", summary, table(["class", *splits], rows))
-
-
-def _duplicates(facts: Facts) -> Html:
-    count = facts.data.get("duplicate_count", 0)
-    if not count:
-        return el("p", "No sample stands in more than one split.", class_="muted")
-    pairs = [
-        f"{pair['b']['split']}[{pair['b']['index']}] = {pair['a']['split']}[{pair['a']['index']}]"
-        for pair in facts.data.get("duplicates", [])[:10]
-    ]
-    text = (
-        f"{number(count)} samples stand in more than one split: {', '.join(pairs)}{' …' if count > len(pairs) else ''}"
-    )
-    return el("p", text, class_="note bad")
-
-
-def _checks(facts: Facts) -> Html | None:
-    if not facts.checks:
-        return None
-    rank = {level: i for i, level in enumerate(("error", "warn", "ok"))}
-    ordered = sorted(facts.checks, key=lambda one: rank.get(str(one.get("level")), 0))
-    rows = [
-        (
-            f"{one.get('check', '')}",
-            f"{one.get('where') or ''}",
-            _level(one),
-            number(one.get("value")),
-            number(one.get("limit")),
-            el("span", str(one.get("detail") or ""), class_="words"),
-        )
-        for one in ordered
-    ]
-    return table(["check", "where", "outcome", "value", "limit", "what was found"], rows, words=(1, 2, 5))
-
-
-def _level(one: dict[str, Any]) -> Html:
-    kind, word = _LEVELS.get(str(one.get("level")), _UNKNOWN)
-    return el("span", word, class_=kind)

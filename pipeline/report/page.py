@@ -1,6 +1,7 @@
-"""Puts the page together and writes it as one file.
+"""The report of a run and the index of all runs, each as one HTML file that needs nothing else.
 
-All runs of a project on one page: sortable where scripts run, newest first everywhere.
+A section is a function of the run's facts that renders one template. A section whose files the run has not written is
+marked as not reached. One whose files have another format shows the error and leaves the rest of the page alone.
 """
 
 from __future__ import annotations
@@ -12,89 +13,96 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from pipeline.contract.facts import Facts, is_number, read_facts
-from pipeline.contract.files import write_atomic
-from pipeline.contract.html import Child, Html, el, flat, number, seconds, short, signed
-from pipeline.contract.run import STEPS, Run
-from pipeline.history import History
-from pipeline.report import comparison, evaluation, export, lineage, summary, training
-from pipeline.report.charts import range_of
-from pipeline.report.summary import date, score, stamp
+from jinja2 import UndefinedError
 
-STYLE = Path(__file__).with_name("style.css")
-_ENDED = ("done", "rejected", "overridden")  # such a step has written all it had to say
-_MISSHAPEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
+from pipeline.contract.facts import Facts, is_number, mappings, read_facts
+from pipeline.contract.files import write_atomic
+from pipeline.contract.html import MISSING, Html, el, number, seconds, signed
+from pipeline.contract.run import STEPS, Run, StepRecord
+from pipeline.history import History
+from pipeline.report import comparison, evaluation, export, lineage, training
+from pipeline.report.charts import parse_range
+from pipeline.report.rendering import render, score
+
+_STYLE = Path(__file__).with_name("style.css")
+_SORT_SCRIPT = Path(__file__).with_name("sort.js")
+_FINISHED = ("done", "rejected", "overridden")  # a step with one of these has written all its files
+_SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, UndefinedError)
+_STATUS_SIGNS = {
+    "done": ("good", "✓"),
+    "failed": ("bad", "✕"),
+    "rejected": ("bad", "✕"),
+    "overridden": ("warn", "✕"),
+    "interrupted": ("warn", "‖"),
+    "pruned": ("warn", "‖"),
+    "running": ("live", "•"),
+}
+
+Tile: TypeAlias = tuple[str, str, str]  # name, value, note
 
 
 @dataclass(frozen=True)
 class Section:
     title: str
-    step: str  # that writes what is drawn here; empty: the run itself
-    draw: Callable[[], Child]
-    absent: str = ""  # said where the step is done and has left nothing to draw; empty: then there is no section
+    step: str  # the step that writes its files; empty: the run itself
+    draw: Callable[[], Html | None]
+    absent: str = ""  # shown if the finished step has left nothing to draw; empty: then there is no section
 
 
 def write_report(run: Run, path: Path, other: Run | None = None) -> None:
-    """Whatever the run has reached so far, as one HTML file that opens offline; beside another run, if there is one."""
+    """Write whatever the run has reached so far, compared with another run if there is one."""
     facts = read_facts(run)
     if other is None:
-        return write_atomic(path, render(facts))
+        return write_atomic(path, render_report(facts))
     others = read_facts(other)
-    return write_atomic(path, render(facts, others, comparison.paired(run, facts, other, others)))
+    return write_atomic(path, render_report(facts, others, comparison.compare(run, facts, other, others)))
 
 
-def render(facts: Facts, other: Facts | None = None, found: comparison.Paired | None = None) -> str:
-    sections = [shown for section in _sections(facts, other, found) if (shown := _content(section, facts)) is not None]
-    contents = [el("li", el("a", section.title, href=f"#{_anchor(section)}")) for section, _ in sections]
-    body = (
-        summary.headline(facts),
-        summary.road(facts),
-        flat(summary.stopped(facts)),
-        el("nav", el("ol", contents), aria_label="contents"),
-        [el("section", el("h2", section.title), content, id=_anchor(section)) for section, content in sections],
+def render_report(facts: Facts, other: Facts | None = None, compared: comparison.Comparison | None = None) -> str:
+    sections = [
+        {"title": section.title, "anchor": re.sub(r"[^a-z]+", "-", section.title.lower()), "content": content}
+        for section in _sections(facts, other, compared)
+        if (content := _content(section, facts)) is not None
+    ]
+    return render(
+        "report.html",
+        facts=facts,
+        lead=_lead(facts),
+        tiles=list(_tiles(facts)),
+        steps=[_step(name, facts.step(name)) for name in STEPS],
+        stopped=[
+            (record.step, record.status, record.reason.removeprefix(f"{record.step}: "))
+            for record in facts.file.steps.values()
+            if record.status in ("failed", "rejected", "interrupted")
+        ],
+        sections=sections,
+        style=Html(_STYLE.read_text()),
+        script="",
     )
-    return document(f"{facts.name} · {facts.file.id}", el("main", body))
 
 
-def document(title: str, body: Child, script: str = "", script_digest: str = "") -> str:
-    """One file, nothing from elsewhere: the page itself forbids it."""
-    allowed = f"; script-src 'sha256-{script_digest}'" if script else ""
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'{allowed}"
-    )
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", http_equiv="Content-Security-Policy", content=policy),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("title", title),
-        el("style", Html(STYLE.read_text())),
-    )
-    running = el("script", Html(script)) if script else None
-    return f"<!doctype html>\n{el('html', head, el('body', body, running), lang='en')}\n"
-
-
-def _sections(facts: Facts, other: Facts | None, found: comparison.Paired | None) -> Iterator[Section]:
-    if other is not None and found is not None:
-        yield Section("Beside the other run", "", lambda: comparison.beside(facts, other, found))
+def _sections(facts: Facts, other: Facts | None, compared: comparison.Comparison | None) -> Iterator[Section]:
+    if other is not None and compared is not None:
+        yield Section("Compared with the other run", "", lambda: comparison.comparison(facts, other, compared))
     yield Section("Verdict", "evaluate", lambda: evaluation.verdict(facts), "The step has left no verdict.")
-    no_slices = "No slices were judged: the task and its configuration name none."
+    no_slices = "No slices were evaluated: the task and its configuration name none."
     yield Section("Slices", "evaluate", lambda: evaluation.slices(facts), no_slices)
-    yield Section("Learning curves", "train", lambda: training.curves(facts, other), "The journal has no lines.")
-    yield Section("Speed and time", "train", lambda: training.speed(facts, other), "The journal has no lines.")
-    yield Section("Experts", "train", lambda: training.mixture(facts))
+    no_log = "The training log has no lines."
+    yield Section("Learning curves", "train", lambda: training.curves(facts, other), no_log)
+    yield Section("Speed and time", "train", lambda: training.speed(facts, other), no_log)
+    yield Section("Experts", "train", lambda: training.experts(facts))
     no_classes = "The task has no classes." if facts.metrics else "The step has left no metrics."
     yield Section("Confusion matrix", "evaluate", lambda: evaluation.confusion(facts), no_classes)
     yield Section("Per class", "evaluate", lambda: evaluation.per_class(facts))
-    no_odds = "Nothing is known of calibration: the task gives no probabilities()."
-    yield Section("Calibration", "evaluate", lambda: evaluation.calibration(facts), no_odds)
-    no_worst = "No samples were kept: the run is of a version that did not."
-    yield Section("Worst samples", "evaluate", lambda: evaluation.worst(facts), no_worst)
+    no_probabilities = "Calibration is unknown: the task has no probabilities()."
+    yield Section("Calibration", "evaluate", lambda: evaluation.calibration(facts), no_probabilities)
+    no_samples = "No samples were kept: the run was made by an older version."
+    yield Section("Worst samples", "evaluate", lambda: evaluation.worst_samples(facts), no_samples)
     yield Section("ONNX parity", "export", lambda: export.parity(facts), "The step has left no parity.json.")
-    no_variants = "Only fp32 was asked for: export.variants names the others."
+    no_variants = "Only fp32 was requested; export.variants lists the others."
     yield Section("Variants", "export", lambda: export.variants(facts), no_variants)
     yield Section("Formats", "export", lambda: export.formats(facts))
     yield Section("Package", "package", lambda: export.package(facts), "The step has left no image.json.")
@@ -103,117 +111,109 @@ def _sections(facts: Facts, other: Facts | None, found: comparison.Paired | None
     yield Section("Lineage", "", lambda: lineage.lineage(facts))
     yield Section("Environment", "", lambda: lineage.environment(facts))
     yield Section("Reproduce", "", lambda: lineage.reproduce(facts))
-    yield Section("Configuration", "", lambda: lineage.config(facts))
+    yield Section("Configuration", "", lambda: lineage.configuration(facts))
 
 
-def _content(section: Section, facts: Facts) -> tuple[Section, Html] | None:
-    """What is drawn, or why nothing is; None leaves the section out."""
+def _content(section: Section, facts: Facts) -> Html | None:
+    """The drawn section, or a line that explains why it is empty; None leaves the section out."""
     try:
         content = section.draw()
-        drawn = None if content is None else flat(content)
-    except _MISSHAPEN as error:  # files of another version, or edited: named here, and the rest of the page stands
-        text = (
-            f"What the run recorded for this is not of the shape this version reads ({type(error).__name__}: {error})."
-        )
-        return section, el("p", text, class_="note bad")
-    if drawn is not None:
-        return section, drawn
+    except _SHAPE_ERRORS as error:  # files of another version, or edited by hand
+        problem = f"{type(error).__name__}: {error}"
+        text = f"The run's files for this section are not in a format this version reads ({problem})."
+        return el("p", text, class_="note bad")
+    if content is not None:
+        return content
     record = facts.step(section.step)
-    if record is not None and record.status in _ENDED:
-        return (section, el("p", section.absent, class_="missing")) if section.absent else None
     if not section.absent:
         return None
+    if record is not None and record.status in _FINISHED:
+        return el("p", section.absent, class_="missing")
     state = f"the {section.step} step {'is ' + record.status if record else 'has not run'}"
-    return section, el("p", f"Not reached: {state}.", class_="missing")
+    return el("p", f"Not reached: {state}.", class_="missing")
 
 
-def _anchor(section: Section) -> str:
-    return re.sub(r"[^a-z]+", "-", section.title.lower())
+def _lead(facts: Facts) -> str:
+    summary = str(facts.verdict.get("summary") or "the evaluate step has not finished in this run.")
+    return ". ".join(text[:1].upper() + text[1:] for text in (summary, facts.excuse) if text)
 
 
-_SCRIPT = Path(__file__).with_name("sort.js")
-_HEAD = (
-    "run",
-    "name",
-    "begun",
-    "verdict",
-    "metric",
-    "value",
-    "to baseline",
-    "training",
-    "samples/s",
-    "reached",
-    "bundle",
-)
-_NUMBERS = {"value", "to baseline", "training", "samples/s"}
+def _tiles(facts: Facts) -> Iterator[Tile]:
+    yield from _metric_tiles(facts)
+    if facts.summary:
+        work = f"{number(facts.summary.get('steps'))} steps, {number(facts.summary.get('epochs'))} epochs"
+        yield "training", seconds(facts.summary.get("seconds")), work
+        device = f"{facts.summary.get('world_size', '?')} × {str(facts.summary.get('device', '?')).upper()}"
+        yield "throughput", number(facts.summary.get("samples_per_second")), f"samples/s on {device}"
+    if runs := mappings(facts.parity.get("runs")):
+        largest = max(run.get("max_abs_error") or 0.0 for run in runs)
+        yield "ONNX parity", number(largest), "largest difference"
+    if latency := facts.deploy.get("latency_ms"):
+        yield "latency", f"{number(latency.get('p50'), 3)} ms", f"p95 {number(latency.get('p95'), 3)} ms"
 
 
-@dataclass(frozen=True)
-class Cell:
-    shown: Child
-    key: float | str | None = None  # what it is sorted by, where that is not what is shown
+def _metric_tiles(facts: Facts) -> Iterator[Tile]:
+    metric = str(facts.verdict.get("metric", ""))
+    if not metric:
+        return
+    value, baseline = ((facts.metrics.get(model) or {}).get(metric) for model in ("candidate", "baseline"))
+    samples = f"{facts.metrics.get('samples')} samples"
+    yield metric, score(metric, value), samples if baseline is None else f"baseline {score(metric, baseline)}"
+    if difference := parse_range(facts.verdict.get("difference")):
+        interval = f"{signed(difference.low)} to {signed(difference.high)}"
+        yield "against baseline", signed(difference.estimate), interval
+
+
+def _step(name: str, record: StepRecord | None) -> dict[str, str | None]:
+    if record is None:
+        return {"name": name, "kind": "none", "sign": "", "note": "not reached", "reason": None}
+    kind, sign = _STATUS_SIGNS[record.status]
+    note = f"reused from {record.reused_from}" if record.reused_from else seconds(record.seconds)
+    if record.status != "done":
+        note = f"{record.status} · {note}"
+    return {"name": name, "kind": kind, "sign": sign, "note": note or MISSING, "reason": record.reason}
 
 
 def write_index(history: History, path: Path) -> None:
-    """One row for each run; a run with a report links to it, from wherever the page is written."""
-    rows = [_row(run, path.parent) for run, _ in history]
-    write_atomic(path, render_index(rows))
+    """Write one row per run. A run that has a report links to it, relative to where the index is written."""
+    write_atomic(path, render_index([_row(run, path.parent) for run, _ in history]))
 
 
-def render_index(rows: Sequence[Sequence[Cell]]) -> str:
-    script = _SCRIPT.read_text()
+def render_index(rows: Sequence[dict[str, Any]]) -> str:
+    script = _SORT_SCRIPT.read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    head = el("tr", [el("th", name, scope="col", class_=_kind(name)) for name in _HEAD])
-    body = [el("tr", [_cell(name, cell) for name, cell in zip(_HEAD, row, strict=True)]) for row in rows]
-    listing = el("div", el("table", el("thead", head), el("tbody", body)), class_="scroll")
-    count = f"{number(len(rows))} runs, newest first. A heading sorts by its column."
-    intro = (el("h1", "Runs"), el("p", count if rows else "No runs yet; `pipe run all` makes one.", class_="lead"))
-    return document("Runs", el("main", intro, listing if rows else None, class_="index"), script, digest)
+    style = Html(_STYLE.read_text())
+    return render("index.html", rows=rows, style=style, script=Html(script), script_digest=digest)
 
 
-def _row(run: Run, folder: Path) -> list[Cell]:
+def _row(run: Run, folder: Path) -> dict[str, Any]:
+    """Values that a damaged file leaves without a number are None, so that the row can be sorted."""
     facts = read_facts(run)
     metric = str(facts.verdict.get("metric", ""))
     value = (facts.metrics.get("candidate") or {}).get(metric)
-    found = range_of(facts.verdict.get("difference"))
-    spent, speed = facts.summary.get("seconds"), facts.summary.get("samples_per_second")
-    return [
-        Cell(_link(run, folder), run.id),
-        Cell(facts.name),
-        Cell(date(facts.file.created), facts.file.created),
-        Cell(stamp(facts.standing)),
-        Cell(metric or "–"),
-        Cell(score(metric, value), value),
-        Cell(signed(found.estimate) if found else "–", found.estimate if found else None),
-        Cell(seconds(spent), spent),
-        Cell(number(speed), speed),
-        Cell(*_reached(facts)),
-        Cell(el("code", short(digest)) if (digest := facts.digests.get("manifest.json")) else "–"),
-    ]
-
-
-def _link(run: Run, folder: Path) -> Html:
+    difference = parse_range(facts.verdict.get("difference"))
+    place, reached = _last_step(facts)
     report = run.path / "report.html"
-    if not report.is_file():
-        return el("code", run.id)
-    return el("a", el("code", run.id), href=quote(Path(os.path.relpath(report, folder)).as_posix()))
+    return {
+        "id": run.id,
+        "link": quote(Path(os.path.relpath(report, folder)).as_posix()) if report.is_file() else "",
+        "facts": facts,
+        "metric": metric,
+        "value": value if is_number(value) else None,
+        "score": score(metric, value),
+        "difference": difference.estimate if difference else None,
+        "seconds": facts.summary.get("seconds"),
+        "samples_per_second": facts.summary.get("samples_per_second"),
+        "place": place,
+        "reached": reached,
+        "bundle": facts.digests.get("manifest.json", ""),
+    }
 
 
-def _reached(facts: Facts) -> Iterator[str | float]:
-    """The last step that did something, and how it ended."""
-    known = [(i, record) for i, name in enumerate(STEPS) if (record := facts.step(name))]
-    if not known:
-        yield from ("–", -1.0)
-        return
-    place, last = known[-1]
-    yield last.step if last.status == "done" else f"{last.step} {last.status}"
-    yield float(place)
-
-
-def _cell(name: str, cell: Cell) -> Html:
-    key = cell.key if isinstance(cell.key, str) or is_number(cell.key) else None
-    return el("td", cell.shown, class_=_kind(name), data_key=key)
-
-
-def _kind(name: str) -> str | None:
-    return "number" if name in _NUMBERS else None
+def _last_step(facts: Facts) -> tuple[float, str]:
+    """Return the last step that ran: its position in the pipeline, and its name with its status."""
+    records = [(i, record) for i, name in enumerate(STEPS) if (record := facts.step(name))]
+    if not records:
+        return -1.0, MISSING
+    place, last = records[-1]
+    return float(place), last.step if last.status == "done" else f"{last.step} {last.status}"

@@ -87,14 +87,14 @@ def test_a_candidate_worse_than_the_champion_is_rejected(project: Project) -> No
         evaluate(project.run("wrong"), project.root)
 
 
-def test_a_champion_is_not_judged_against_itself(project: Project) -> None:
+def test_a_champion_is_not_evaluated_against_itself(project: Project) -> None:
     run = project.run("right")
     project.crown("right", checkpoint=digest_file(run.output("train") / "model.safetensors"))
     evaluate(run, project.root)
     assert baseline_of(run) is None
 
 
-def test_a_champion_whose_bundle_is_gone_is_named_with_its_mend(project: Project) -> None:
+def test_a_champion_whose_bundle_is_gone_is_named_with_its_fix(project: Project) -> None:
     shutil.rmtree(project.crown("right"))
     with pytest.raises(BundleError, match=r"champion \w{12}: .*old/export/bundle is gone, .*`pipe promote`"):
         evaluate(project.run("right"), project.root)

@@ -10,7 +10,7 @@ from pipeline.cli import app
 from pipeline.contract.errors import DataError
 from pipeline.contract.files import digest_tree
 from pipeline.contract.run import Run, StepRecord
-from pipeline.evaluate.compare_runs import against, sentences
+from pipeline.evaluate.compare_runs import compare_runs, describe_comparison
 from pipeline.evaluate.evaluate import evaluate
 from pipeline.history import write_record
 
@@ -35,32 +35,32 @@ def another(project: Project, old: str, new: str) -> str:
     return "another.py"
 
 
-def test_two_runs_are_compared_sample_by_sample_whatever_they_were_judged_against(with_baseline: Project) -> None:
+def test_two_runs_are_compared_sample_by_sample_whatever_they_were_evaluated_against(with_baseline: Project) -> None:
     first, second = judged(with_baseline, "right", "one"), judged(with_baseline, "first", "two")
-    found = against(first, second, first.config.evaluate)
+    found = compare_runs(first, second, first.config.evaluate)
     (row,) = found["metrics"]
     assert (row["metric"], row["candidate"], row["samples"]) == ("accuracy", 1.0, 50)
     wrong = row["mcnemar"]["only_candidate"]
     assert row["difference"]["estimate"] == pytest.approx(wrong / 50)
     assert row["mcnemar"]["only_baseline"] == 0 and row["adjusted_p"] < 0.01
-    text = "\n".join(sentences(found))
+    text = "\n".join(describe_comparison(found))
     assert "accuracy 1.0000 against" in text and "not by chance" in text
-    back = against(second, first, first.config.evaluate)["metrics"][0]
+    back = compare_runs(second, first, first.config.evaluate)["metrics"][0]
     assert back["difference"]["estimate"] == -row["difference"]["estimate"]
 
 
 def test_a_run_does_not_differ_from_its_twin(with_baseline: Project) -> None:
     first, second = judged(with_baseline, "first", "one"), judged(with_baseline, "first", "two")
-    found = against(first, second, first.config.evaluate)
+    found = compare_runs(first, second, first.config.evaluate)
     assert found["metrics"][0]["difference"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
-    assert "the same on average" in "\n".join(sentences(found))
+    assert "the same on average" in "\n".join(describe_comparison(found))
 
 
-def test_runs_that_were_judged_on_other_samples_are_not_compared(with_baseline: Project) -> None:
+def test_runs_that_were_evaluated_on_other_samples_are_not_compared(with_baseline: Project) -> None:
     first = judged(with_baseline, "right", "one")
     second = judged(with_baseline, "right", "two", another(with_baseline, "default_rng(7)", "default_rng(8)"))
     with pytest.raises(DataError, match=r"one and two were judged on different test data \(fingerprints \w{12} and"):
-        against(first, second, first.config.evaluate)
+        compare_runs(first, second, first.config.evaluate)
 
 
 def test_records_that_are_gone_changed_or_of_another_truth_are_refused(with_baseline: Project) -> None:
@@ -70,10 +70,10 @@ def test_records_that_are_gone_changed_or_of_another_truth_are_refused(with_base
     whole = path.read_bytes()
     path.write_bytes(whole + b" ")
     with pytest.raises(DataError, match=r"predictions\.npz: changed since it was judged"):
-        against(first, second, config)
+        compare_runs(first, second, config)
     path.unlink()
     with pytest.raises(DataError, match=r"run two has no per-sample records; `pipe run --resume two`"):
-        against(first, second, config)
+        compare_runs(first, second, config)
     path.write_bytes(whole)
     third = judged(
         with_baseline,
@@ -82,7 +82,7 @@ def test_records_that_are_gone_changed_or_of_another_truth_are_refused(with_base
         another(with_baseline, '        return batch["label"]\n', '        return 1 - batch["label"]\n'),
     )
     with pytest.raises(DataError, match=r"other true values of the same samples \(actual\): the task changed"):
-        against(first, third, config)
+        compare_runs(first, third, config)
 
 
 def test_other_classes_of_the_same_number_are_noticed(with_baseline: Project) -> None:
@@ -91,7 +91,7 @@ def test_other_classes_of_the_same_number_are_noticed(with_baseline: Project) ->
     second = judged(with_baseline, "right", "two", swapped)
     assert json.loads((second.output("evaluate") / "metrics.json").read_text())["classes"] == ["second", "first"]
     with pytest.raises(DataError, match="tell other classes apart"):
-        against(first, second, first.config.evaluate)
+        compare_runs(first, second, first.config.evaluate)
 
 
 def test_the_commands_compare_and_refuse(with_baseline: Project) -> None:

@@ -34,7 +34,7 @@ def test_a_candidate_as_good_as_the_tasks_baseline_passes(with_baseline: Project
     assert verdict["mcnemar"] == {"p_value": 1, "only_candidate": 0, "only_baseline": 0}
 
 
-def test_a_rejected_candidate_stops_the_road_with_everything_written(with_baseline: Project) -> None:
+def test_a_rejected_candidate_stops_the_pipeline_with_everything_written(with_baseline: Project) -> None:
     run = with_baseline.run("wrong", evaluate={"require": {"accuracy": 0.9}})
     with pytest.raises(GateError, match=r"accuracy 0\.0000 is 0\.9 below the required 0\.9; accuracy may be 1\.0000"):
         evaluate(run, with_baseline.root)
@@ -53,7 +53,7 @@ def test_without_any_baseline_the_verdict_is_no_baseline(project: Project) -> No
     assert written(run, "metrics.json")["baseline"] is None
 
 
-def test_predictions_metrics_and_confusion_tell_the_same_story(with_baseline: Project) -> None:
+def test_predictions_metrics_and_confusion_show_the_same_story(with_baseline: Project) -> None:
     run = with_baseline.run("first", evaluate=LENIENT)
     evaluate(run, with_baseline.root)
     metrics = written(run, "metrics.json")
@@ -116,7 +116,7 @@ def test_missing_weights_are_named(project: Project) -> None:
         evaluate(run, project.root)
 
 
-def test_a_task_that_is_no_classifier_is_judged_without_classes(with_baseline: Project) -> None:
+def test_a_task_that_is_no_classifier_is_evaluated_without_classes(with_baseline: Project) -> None:
     with_baseline.replace('    classes = ("first", "second")\n', "")
     run = with_baseline.run("right")
     evaluate(run, with_baseline.root)
@@ -128,7 +128,7 @@ def test_a_task_that_is_no_classifier_is_judged_without_classes(with_baseline: P
 def test_a_test_set_of_one_sample_decides_nothing(with_baseline: Project) -> None:
     with_baseline.replace("size=(50, 2)", "size=(1, 2)")
     with_baseline.add("    def probabilities(self, outputs):\n        return outputs.softmax(dim=1)\n")
-    run = with_baseline.run("right", evaluate={"calibration": {"ece": 1.0}})
+    run = with_baseline.run("right", evaluate={"require": {"ece": 1.0}})
     with pytest.raises(GateError, match="accuracy cannot be compared with the baseline on a single sample"):
         evaluate(run, with_baseline.root)
     verdict, metrics = written(run, "verdict.json"), written(run, "metrics.json")

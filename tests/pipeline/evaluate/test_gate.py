@@ -29,7 +29,7 @@ def test_a_candidate_above_its_baseline_passes() -> None:
     assert "accuracy 0.9000 against the baseline's 0.8500" in verdict().summary
 
 
-def test_without_a_baseline_the_verdict_says_so() -> None:
+def test_without_a_baseline_the_verdict_states_it() -> None:
     assert judge(Evaluate(), Judged(400, {"accuracy": 0.9}, None, None)).verdict == "no-baseline"
 
 
@@ -107,20 +107,20 @@ def test_a_twin_of_the_baseline_is_not_superior() -> None:
         (Interval(0.0, -0.005, 0.005), "a margin of 0.0050 or less would have stopped it"),
     ],
 )
-def test_each_rule_says_how_it_was_computed_and_what_would_have_changed_it(difference: Interval, would: str) -> None:
+def test_each_rule_states_how_it_was_computed_and_what_would_have_changed_it(difference: Interval, would: str) -> None:
     rule = verdict(Evaluate(margin=0.01), difference=difference).rules[-1]
     assert rule.change.startswith(would)
     assert "on the same 400 samples, 95% BCa bootstrap interval of 10000 resamples with seed 0" in rule.how
     assert (rule.value, rule.limit) == (difference.low, -0.01)
 
 
-def test_what_is_said_to_pass_does_pass() -> None:
+def test_what_is_stated_to_pass_does_pass() -> None:
     difference = Interval(0.0, -0.02, 0.02)
     assert verdict(Evaluate(margin=0.0201), difference=difference).verdict == "pass"
     assert verdict(Evaluate(margin=0.01), difference=Interval(0.0, -0.01 + 1e-9, 0.01), samples=1600).verdict == "pass"
 
 
-def test_a_margin_finer_than_what_the_test_set_can_show_is_told() -> None:
+def test_a_margin_finer_than_what_the_test_set_can_show_is_reported() -> None:
     (warning,) = verdict(Evaluate(margin=0.01), samples=300, detectable=0.024).warnings
     assert "finer than what 300 test samples can show" in warning
     assert "about 0.024" in warning

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.contract.errors import GateError
 from pipeline.evaluate.evaluate import evaluate
-from pipeline.evaluate.results import explain, sentences
+from pipeline.evaluate.results import explain, describe_verdict
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project
@@ -23,7 +23,7 @@ def test_a_rejection_is_explained_rule_by_rule_with_power_and_tests(with_baselin
     assert rules["require.accuracy"]["limit"] == 0.9
     assert rules["non-inferior"]["value"] < rules["non-inferior"]["limit"] == -0.01
     assert found["power"]["samples_for_margin"] > 50 == found["power"]["samples"]
-    text = "\n".join(sentences(found))
+    text = "\n".join(describe_verdict(found))
     assert text.startswith("fail: accuracy ")
     assert "what would change it: a floor of" in text
     assert "power: 50 samples show a true difference of" in text
@@ -34,7 +34,7 @@ def test_an_older_verdict_without_its_newer_keys_is_explained_as_far_as_it_goes(
     rules = [{"rule": "finite", "passed": True, "detail": "all finite: accuracy"}]
     old = {"verdict": "no-baseline", "summary": "accuracy 0.9", "samples": 5, "margin": 0.0, "rules": rules}
     given = {"by": "ann", "at": "noon", "reason": "because"}
-    text = "\n".join(sentences(explain(old, given)))
+    text = "\n".join(describe_verdict(explain(old, given)))
     assert "passed  finite: all finite: accuracy" in text
     assert "overridden by ann, noon: because" in text
     assert "power: unknown" in text

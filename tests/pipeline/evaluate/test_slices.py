@@ -47,7 +47,7 @@ def test_a_slice_that_falls_fails_though_the_whole_hardly_moves() -> None:
     assert all(one.passed for name, one in found.items() if name != "length=short")
     rule = slice_rule(FAST, list(found.values()))
     assert rule is not None and not rule.passed
-    assert "a slice_margin of 0.2000 or more would have passed it" in rule.change
+    assert "an evaluate.margin of 0.2000 or more would have passed it" in rule.change
 
 
 def test_a_fall_within_the_margin_or_by_chance_passes() -> None:
@@ -57,9 +57,8 @@ def test_a_fall_within_the_margin_or_by_chance_passes() -> None:
 
 
 def test_a_wider_margin_lets_it_pass_and_counts_for_slices_too() -> None:
-    assert judged({"a=b": 0.2}, config=Evaluate(resamples=200, slice_margin=0.21))["a=b"].passed
     assert judged({"a=b": 0.2}, config=Evaluate(resamples=200, margin=0.21))["a=b"].passed
-    assert not judged({"a=b": 0.2}, config=Evaluate(resamples=200, margin=0.21, slice_margin=0.1))["a=b"].passed
+    assert not judged({"a=b": 0.2}, config=Evaluate(resamples=200, margin=0.19))["a=b"].passed
 
 
 def test_looking_at_many_slices_makes_each_count_less_and_hides_no_disaster() -> None:
@@ -74,7 +73,7 @@ def test_no_slice_makes_up_for_another() -> None:
     assert not judged({"a=worse": 0.2, "a=better": -0.1})["a=worse"].passed
 
 
-def test_values_that_are_no_right_or_wrong_are_judged_too_however_few_resamples() -> None:
+def test_values_that_are_no_right_or_wrong_are_evaluated_too_however_few_resamples() -> None:
     generator = np.random.default_rng(2)
     baseline = generator.normal(size=2000)
     candidate = baseline + 0.05 * generator.normal(size=2000)
@@ -84,7 +83,7 @@ def test_values_that_are_no_right_or_wrong_are_judged_too_however_few_resamples(
     assert [one.passed for one in found] == [False] + [True] * 19
 
 
-def test_empty_and_small_slices_are_told_and_not_judged() -> None:
+def test_empty_and_small_slices_are_reported_and_not_evaluated() -> None:
     values = np.ones(40)
     labels = {"place": np.array([""] * 5 + ["sea"] * 30 + ["air"] * 5)}
     found = groups(labels, np.zeros(40, np.int64), ("cat", "dog"))
@@ -95,16 +94,16 @@ def test_empty_and_small_slices_are_told_and_not_judged() -> None:
     assert [one.judged for one in told.values()] == [True, False, False, True]
     doubts = list(slice_doubts(FAST, list(told.values())))
     assert doubts[0] == "no sample in the test set of class=dog: nothing is known there"
-    assert doubts[1] == "too few samples to judge: place=air (5); evaluate.slice_min is 30"
+    assert doubts[1] == "too few samples to judge: place=air (5); 30 are needed"
 
 
-def test_without_a_baseline_slices_are_told_alone() -> None:
+def test_without_a_baseline_slices_are_reported_alone() -> None:
     (one,) = judge_slices(FAST, [Group("a=b", np.arange(40))], np.ones(40), None)
     assert (one.judged, one.candidate, one.baseline) == (False, 1.0, None)
     assert slice_rule(FAST, [one]) is None
 
 
-def test_a_value_that_is_not_finite_is_said() -> None:
+def test_a_value_that_is_not_finite_is_stated() -> None:
     values = np.ones(40)
     values[3] = np.nan
     (one,) = judge_slices(FAST, [Group("a=b", np.arange(40))], values, np.ones(40))
@@ -123,7 +122,7 @@ def false_alarms(trials: int, slices: int) -> float:
     return alarms / trials
 
 
-def test_a_candidate_as_good_everywhere_is_seldom_stopped_by_a_slice() -> None:
+def test_a_candidate_as_good_everywhere_is_local_sgd_stopped_by_a_slice() -> None:
     assert false_alarms(60, 8) <= 0.15
 
 
@@ -152,11 +151,12 @@ def task(**more: Any) -> Task:
     return cast("Task", SimpleNamespace(**{**parts, **more}))
 
 
-def test_slices_and_probabilities_go_through_the_step_into_its_files(with_baseline: Project) -> None:
+def test_slices_and_probabilities_go_through_the_step_into_its_files(
+    with_baseline: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.evaluate.slices.MIN_SLICE_SAMPLES", 10)
     with_baseline.add(SLICES)
-    run = with_baseline.run(
-        "wrong", evaluate={"margin": 9.0, "slice_min": 10, "slice_margin": 0.1, "slices": ["label"]}
-    )
+    run = with_baseline.run("wrong", evaluate={"margin": 0.1, "slices": ["label"]})
     with pytest.raises(GateError, match=r"accuracy in first=high falls by 1\.0000, more than 0\.1"):
         evaluate(run, with_baseline.root)
     with np.load(run.partial("evaluate") / "predictions.npz", allow_pickle=False) as arrays:

@@ -17,7 +17,7 @@ from pipeline.contract.run import Run, RunFile
 from pipeline.contract.sources import HOUSE
 from pipeline.contract.task import load_task
 from pipeline.contract.weights import save_weights
-from pipeline.service.process import any_port
+from pipeline.service.process import unused_port
 
 from ...nursery import launch
 
@@ -52,7 +52,7 @@ def make_run(path: Path, weights: Path, **evaluate: object) -> Run:
 
 def start(run: Run, processes: int = 1) -> subprocess.CompletedProcess[str]:
     argv = ("-m", "pipeline.evaluate", str(run.path), "--root", str(DIGITS))
-    return launch(argv, run.path.parent, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(any_port())})
+    return launch(argv, run.path.parent, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())})
 
 
 def test_one_process_and_two_measure_every_sample_once_and_exactly_alike(tmp_path: Path, weights: Path) -> None:

@@ -64,10 +64,13 @@ def test_one_answer_for_everything_does_not_hide_behind_a_common_class(with_base
     assert failed(with_baseline, "first", margin=0.2, require={"accuracy": 0.9}) == {"slices"}
 
 
-def test_a_slice_picked_for_what_it_shows_saves_nobody(with_baseline: Project) -> None:
+def test_a_slice_picked_for_what_it_shows_saves_no_one(
+    with_baseline: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.evaluate.slices.MIN_SLICE_SAMPLES", 5)
     picked = DATA.replace("axis=1)}", 'axis=1), "picked": (pair[:, 0] > pair[:, 1]).astype(np.int64)}')
     with_baseline.replace(DATA, picked)
-    assert "non-inferior" in failed(with_baseline, "first", slices=["picked"], slice_min=5)
+    assert "non-inferior" in failed(with_baseline, "first", slices=["picked"])
 
 
 def test_too_few_samples_to_show_a_difference_prove_nothing(with_baseline: Project) -> None:

@@ -50,7 +50,7 @@ def test_the_lowest_come_first_and_what_is_no_number_before_them() -> None:
     assert worst_indices({"accuracy": np.zeros(3)}, "accuracy", 9) == [0, 1, 2], "ties keep their order"
 
 
-def test_the_worst_samples_tell_what_was_expected_and_what_each_model_said(with_baseline: Project) -> None:
+def test_the_worst_samples_show_what_was_expected_and_what_each_model_stated(with_baseline: Project) -> None:
     body = kept(with_baseline)
     assert (body["metric"], len(body["samples"])) == ("accuracy", SAMPLES)
     first = body["samples"][0]
@@ -67,7 +67,7 @@ def test_without_classes_the_answers_are_numbers(project: Project) -> None:
     assert (first["actual"], first["predicted"], first["baseline"]) == ("1", "0", None)
 
 
-def test_a_task_may_say_itself_what_people_read(project: Project) -> None:
+def test_a_task_may_state_itself_what_people_read(project: Project) -> None:
     project.add(
         "\n    def text(self, batch):\n        return [f'{a:.0f} or {b:.0f} ' * 200 for a, b in batch['pair']]\n"
     )
@@ -76,7 +76,7 @@ def test_a_task_may_say_itself_what_people_read(project: Project) -> None:
     assert " or " in shown["text"]
 
 
-def test_a_text_for_each_sample_is_what_is_asked_for(project: Project) -> None:
+def test_a_text_for_each_sample_is_what_is_requested(project: Project) -> None:
     project.add("\n    def text(self, batch):\n        return 'one'\n")
     with pytest.raises(DataError, match="one text for each of the 12 samples"):
         kept(project)

@@ -1,4 +1,4 @@
-"""The report as people see it, in a real browser."""
+"""The report and the index in a real browser."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import pipeline.report
 from pipeline.history import load_history
-from pipeline.report.page import STYLE, write_index, write_report
+from pipeline.report.page import write_index, write_report
 
 from ...serve.browser import PROGRAM, Browser
-from .enriched import enrich
-from .made import make_other, make_run, write_predictions
+from .complete_run import add_optional_files
+from .example_runs import make_other_run, make_run, write_predictions
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
 
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installe
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs, the newer with a report beside the older, and the page of both."""
     folder = tmp_path_factory.mktemp("runs")
-    other, run = make_other(folder), make_run(folder)
-    enrich(run)
+    other, run = make_other_run(folder), make_run(folder)
+    add_optional_files(run)
     for one, right in ((run, 356), (other, 345)):
         write_predictions(one, right)
     write_report(run, run.path / "report.html", other)
@@ -40,7 +41,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1200, 390])
-def test_it_fits_the_window_in_both_schemes_and_complains_of_nothing(
+def test_pages_fit_the_window_in_both_color_schemes_without_errors(
     browser: Browser, runs: Path, width: int, dark: bool
 ) -> None:
     for name in ("index.html", "20260102-030405-abcd/report.html"):
@@ -59,7 +60,7 @@ def test_it_fits_the_window_in_both_schemes_and_complains_of_nothing(
     assert browser.value(graphs) == 1, "the one for this width"
 
 
-def test_every_picture_says_in_words_what_it_shows(browser: Browser, runs: Path) -> None:
+def test_every_chart_has_a_title_and_a_description(browser: Browser, runs: Path) -> None:
     browser.open((runs / "20260102-030405-abcd/report.html").as_uri())
     nameless = browser.value(
         "[...document.querySelectorAll('svg')].filter(one => !(one.firstChild.tagName === 'title' "
@@ -72,7 +73,7 @@ def test_every_picture_says_in_words_what_it_shows(browser: Browser, runs: Path)
     assert [node for node in images if not node.get("name", {}).get("value")] == []
 
 
-def test_a_heading_of_the_index_sorts_both_ways_and_what_is_missing_stays_last(browser: Browser, runs: Path) -> None:
+def test_index_heading_sorts_both_ways_with_missing_values_last(browser: Browser, runs: Path) -> None:
     browser.open((runs / "index.html").as_uri())
     names = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[0].textContent.slice(-4))"
     assert browser.value(names) == ["abcd", "ef01"]
@@ -84,7 +85,7 @@ def test_a_heading_of_the_index_sorts_both_ways_and_what_is_missing_stays_last(b
     assert browser.value(f"document.querySelector('{place(11)}').getAttribute('aria-sort')") == "descending"
 
 
-def test_on_paper_it_is_dark_on_white_whatever_the_screen_is(browser: Browser, runs: Path) -> None:
+def test_printed_report_is_dark_on_white(browser: Browser, runs: Path) -> None:
     browser.open((runs / "20260102-030405-abcd/report.html").as_uri(), dark=True)
     browser.call("Emulation.setEmulatedMedia", media="print")
     assert browser.value("getComputedStyle(document.body).color.match(/\\d+/g).every(one => one < 60)")
@@ -96,8 +97,10 @@ def test_on_paper_it_is_dark_on_white_whatever_the_screen_is(browser: Browser, r
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("above", ["text", "muted", "good", "bad", "warn", "one", "two", "three"])
-def test_its_words_stand_out_as_far_as_accessibility_asks(scheme: str, above: str) -> None:
-    light, dark = re.findall(r":root \{(.*?)\n *\}", STYLE.read_text(), re.DOTALL)
+def test_text_contrast_meets_accessibility_guidelines(scheme: str, above: str) -> None:
+    light, dark = re.findall(
+        r":root \{(.*?)\n *\}", Path(pipeline.report.__path__[0], "style.css").read_text(), re.DOTALL
+    )
     colors = dict(re.findall(r"--([a-z-]+): #([0-9a-f]{6})", dark if scheme == "dark" else light))
     below = ["page", *([f"{above}-soft"] if f"{above}-soft" in colors else []), *(["faint"] if above == "text" else [])]
     for ground in below:

@@ -1,4 +1,4 @@
-"""The page of all runs."""
+"""The report of one run and the index of all runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipeline.history import load_history
 from pipeline.report.charts import thin, ticks
 from pipeline.report.page import write_index, write_report
 
-from .enriched import enrich
-from .made import CLASSES, HOSTILE, change, make_other, make_run
-from .shown import Balance, report
+from .complete_run import add_optional_files
+from .example_runs import CLASSES, HOSTILE, change, make_other_run, make_run
+from .pages import TagBalance, report
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def runs(tmp_path: Path) -> Path:
     folder = tmp_path / "all runs"
     folder.mkdir()
     make_run(folder)
-    make_other(folder)
+    make_other_run(folder)
     return folder
 
 
@@ -34,17 +34,17 @@ def index(runs: Path, path: Path | None = None) -> str:
     return target.read_text()
 
 
-def test_every_run_has_a_row_newest_first_with_its_numbers(runs: Path) -> None:
+def test_index_lists_runs_newest_first_with_their_numbers(runs: Path) -> None:
     page = index(runs)
     rows = re.findall(r"<tr><td.*?</tr>", page)
     assert [("abcd" in row, "ef01" in row) for row in rows] == [(True, False), (False, True)]
     for text in ("Passed", "98.9%", "+0.0250", "9.4 s", "2,411", "deploy"):
         assert text in rows[0]
     assert 'data-key="0.98889"' in rows[0]
-    assert "<td>evaluate</td>" in re.sub(r' data-key="[^"]*"', "", rows[1]), "the last step it did"
+    assert "<td>evaluate</td>" in re.sub(r' data-key="[^"]*"', "", rows[1]), "its last step"
 
 
-def test_a_run_with_a_report_is_a_link_from_wherever_the_page_is(runs: Path, tmp_path: Path) -> None:
+def test_index_links_to_reports_relative_to_its_own_folder(runs: Path, tmp_path: Path) -> None:
     assert "href=" not in index(runs)
     history = load_history(runs)
     write_report(history[0][0], history[0][0].path / "report.html")
@@ -52,43 +52,43 @@ def test_a_run_with_a_report_is_a_link_from_wherever_the_page_is(runs: Path, tmp
     assert 'href="all%20runs/20260102-030405-abcd/report.html"' in index(runs, tmp_path / "list.html")
 
 
-def test_names_are_shown_and_not_run(runs: Path) -> None:
+def test_index_escapes_names(runs: Path) -> None:
     (hostile, _), *_ = load_history(runs)
     (hostile.path / "run.json").write_text(
         hostile.read().model_copy(update={"config": {"name": HOSTILE}}).model_dump_json()
     )
-    assert index(runs).count("<script") == 1, "its own, which the policy names by digest"
+    assert index(runs).count("<script") == 1, "only its own script, which the policy allows by digest"
 
 
-def test_a_run_whose_files_are_damaged_keeps_its_row(runs: Path) -> None:
+def test_run_with_damaged_files_keeps_its_row(runs: Path) -> None:
     (run, _), *_ = load_history(runs)
     (run.output("evaluate") / "verdict.json").write_text("{")
     write_json(run.output("evaluate") / "metrics.json", {"candidate": None})
-    assert "Not judged yet" in index(runs)
+    assert "Not evaluated yet" in index(runs)
 
 
 @pytest.mark.parametrize("reached", range(len(STEPS) + 1))
-def test_a_run_that_stopped_anywhere_renders_as_balanced_html(tmp_path: Path, reached: int) -> None:
+def test_run_that_stopped_after_any_step_renders_balanced_html(tmp_path: Path, reached: int) -> None:
     page = report(make_run(tmp_path, reached))
-    parser = Balance()
+    parser = TagBalance()
     parser.feed(page)
     assert not parser.open
     assert "digits" in page
     assert ("Not reached" in page) == (reached < len(STEPS))
 
 
-def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+def test_report_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    enrich(run)
+    add_optional_files(run)
     page = report(run)
-    parser = Balance()
+    parser = TagBalance()
     parser.feed(page)
     assert not parser.tags & {"script", "link", "iframe", "object"}
     assert not re.search(r"""src="(?!data:image/png;base64,)|href="[^#]|url\(|@import""", page)
-    assert "default-src &#x27;none&#x27;" in page
+    assert "default-src 'none'" in page
 
 
-def test_the_numbers_that_decide_are_on_the_page(tmp_path: Path) -> None:
+def test_report_shows_the_main_numbers(tmp_path: Path) -> None:
     page = report(make_run(tmp_path))
     for text in ("Passed", "98.9%", "+0.0250", "+0.0083", "4.8×10⁻⁶", "2,411", "1.84 ms", "360", "p = 0.0117"):
         assert text in page
@@ -96,7 +96,7 @@ def test_the_numbers_that_decide_are_on_the_page(tmp_path: Path) -> None:
     assert "8 taken for 1" in page
 
 
-def test_hostile_names_are_shown_and_not_run(tmp_path: Path) -> None:
+def test_report_escapes_hostile_names(tmp_path: Path) -> None:
     run = make_run(tmp_path, config={"name": HOSTILE}, environment={HOSTILE: HOSTILE}, parent=HOSTILE)
     metrics = json.loads((run.output("evaluate") / "metrics.json").read_text())
     metrics["classes"] = [HOSTILE, *CLASSES[1:]]
@@ -105,12 +105,12 @@ def test_hostile_names_are_shown_and_not_run(tmp_path: Path) -> None:
     page = report(run)
     assert "<script" not in page
     assert "&lt;script&gt;" in page
-    parser = Balance()
+    parser = TagBalance()
     parser.feed(page)
     assert "script" not in parser.tags
 
 
-def test_a_rejected_run_says_so_and_why(tmp_path: Path) -> None:
+def test_rejected_run_shows_the_reason(tmp_path: Path) -> None:
     run = make_run(tmp_path, reached=3)
     file = run.read()
     reason = "candidate rejected: accuracy 0.9 is 0.05 below the required 0.95"
@@ -126,7 +126,7 @@ def test_a_rejected_run_says_so_and_why(tmp_path: Path) -> None:
     assert "98.9%" in page
 
 
-def test_a_nan_metric_and_a_missing_interval_are_shown_as_such(tmp_path: Path) -> None:
+def test_nan_metric_and_missing_interval_are_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path, reached=3)
     for name, values in (
         ("metrics.json", {"candidate": {"accuracy": None}}),
@@ -136,14 +136,14 @@ def test_a_nan_metric_and_a_missing_interval_are_shown_as_such(tmp_path: Path) -
     assert "is not a finite number" in report(run)
 
 
-def test_a_line_cut_short_by_a_killed_process_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_line_of_the_training_log_is_ignored(tmp_path: Path) -> None:
     run = make_run(tmp_path, reached=2)
     with (run.output("train") / "metrics.jsonl").open("a") as file:
         file.write('{"step": 256, "lo')
     assert "Loss" in report(run)
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_damaged_file_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run.output("export") / "parity.json").write_text("{")
     page = report(run)
@@ -151,7 +151,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     assert "is damaged" in page
 
 
-def test_a_broken_chain_is_named(tmp_path: Path) -> None:
+def test_broken_digest_chain_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     assert "chain is broken" not in report(run)
     path = run.output("evaluate") / "verdict.json"
@@ -163,7 +163,7 @@ def test_a_broken_chain_is_named(tmp_path: Path) -> None:
     assert "pretrained weights" in report(run)
 
 
-def test_many_classes_are_listed_by_their_confusions_instead_of_a_matrix(tmp_path: Path) -> None:
+def test_many_classes_are_listed_by_confusions_instead_of_a_matrix(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     classes = [f"class {i}" for i in range(100)]
     matrix = [[5 if i == j else int(j == i + 1) for j in range(100)] for i in range(100)]
@@ -174,7 +174,7 @@ def test_many_classes_are_listed_by_their_confusions_instead_of_a_matrix(tmp_pat
     assert "class 0 taken for class 1" in page
 
 
-def test_long_training_is_thinned_and_keeps_its_last_value() -> None:
+def test_long_curve_is_thinned_and_keeps_its_last_value() -> None:
     points = [(float(i), float(i % 7)) for i in range(100_001)]
     thinned = thin(points)
     assert len(thinned) <= 302
@@ -182,7 +182,7 @@ def test_long_training_is_thinned_and_keeps_its_last_value() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-0.013, 0.044), (1e-7, 9e-7), (0, 251_000), (0.99, 0.9901)])
-def test_ticks_are_few_round_and_within_the_range(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 6
-    assert low - 1e-9 <= found[0] < found[-1] <= high * (1 + 1e-9)
+def test_ticks_are_few_and_within_the_range(low: float, high: float) -> None:
+    values = ticks(low, high)
+    assert 2 <= len(values) <= 6
+    assert low - 1e-9 <= values[0] < values[-1] <= high * (1 + 1e-9)

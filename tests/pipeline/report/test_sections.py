@@ -1,4 +1,4 @@
-"""What the sections show of what newer versions record."""
+"""Sections of the report, from files that not every run has."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.run import Run
 from pipeline.report.page import write_report
 
-from .enriched import PNG, enrich
-from .made import HOSTILE, change, make_run
-from .shown import report, section
+from .complete_run import PNG, add_optional_files
+from .example_runs import HOSTILE, change, make_run
+from .pages import report, section
 
 
 @pytest.fixture(scope="module")
 def rich(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = make_run(tmp_path_factory.mktemp("rich"))
-    enrich(run)
+    add_optional_files(run)
     return run
 
 
@@ -28,17 +28,17 @@ def page(rich: Run) -> str:
     return report(rich)
 
 
-def test_slices_stand_in_one_table_with_the_failed_one_first(page: str) -> None:
+def test_slices_are_one_table_with_failed_ones_first(page: str) -> None:
     shown = section(page, "Slices")
-    assert "4 slices of the test set, 3 large enough to be judged, 1 of them failed" in shown
+    assert "4 slices of the test set, 3 large enough to be evaluated, 1 of them failed" in shown
     names = ["thick", "thin", "plain", "none"]
     assert re.findall(r'scope="row">ink=(\w+)', shown) == names
-    assert shown.count("<svg") == 3, "the one that was not judged has no interval"
+    assert shown.count("<svg") == 3, "the small slice has no interval"
     assert "−0.0600 [−0.0800, −0.0300]" in shown
     assert "ink=thick may be 0.0800 below" in shown
 
 
-def test_every_metric_has_its_interval_and_says_which_way_is_better(tmp_path: Path) -> None:
+def test_metrics_have_intervals_and_name_the_better_direction(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     intervals = {
         "candidate": {"mae": [1.5, 2.5], "r2": None},
@@ -64,14 +64,14 @@ def test_every_metric_has_its_interval_and_says_which_way_is_better(tmp_path: Pa
     assert "is 1.5, predicted 2.25" in section(page, "Worst samples")
 
 
-def test_calibration_is_drawn_for_both_with_its_scores(page: str) -> None:
+def test_calibration_is_drawn_for_candidate_and_baseline(page: str) -> None:
     shown = section(page, "Calibration")
     assert '<td class="number">0.0213</td><td class="number">0.0534</td>' in shown
     assert shown.count('class="curve one"') == shown.count('class="curve two other"') == 1
     assert "candidate: 95.0% stated, 97.8% right, 326 answers" in shown
 
 
-def test_worst_samples_are_pictures_texts_or_numbers(page: str) -> None:
+def test_worst_samples_are_images_texts_or_numbers(page: str) -> None:
     shown = section(page, "Worst samples")
     assert f'<img src="data:image/png;base64,{PNG}" alt="image of sample 0">' in shown
     assert "<blockquote>def first(row):\n    return row[0] …</blockquote>" in shown
@@ -79,7 +79,7 @@ def test_worst_samples_are_pictures_texts_or_numbers(page: str) -> None:
     assert shown.count("is 8, taken for 1; baseline: 8") == 3
 
 
-def test_what_is_no_picture_is_not_handed_to_the_browser_as_one(tmp_path: Path) -> None:
+def test_invalid_image_data_is_not_embedded(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     shown = [{"name": HOSTILE, "kind": "picture", "png": 'x" onerror="alert(1)'}]
     write_json(run.output("evaluate") / "worst.json", {"metric": HOSTILE, "samples": [{"index": 1, "shown": shown}]})
@@ -88,7 +88,7 @@ def test_what_is_no_picture_is_not_handed_to_the_browser_as_one(tmp_path: Path) 
     assert "<script" not in page
 
 
-def test_variants_tell_which_was_shipped_and_where_one_goes_wrong(page: str) -> None:
+def test_variants_show_the_shipped_one_and_the_first_wrong_node(page: str) -> None:
     shown = section(page, "Variants")
     assert "fp16<b>← shipped</b>" in shown
     assert "First wrong at /head/Gemm (MatMulInteger), error 3.25." in shown
@@ -97,32 +97,32 @@ def test_variants_tell_which_was_shipped_and_where_one_goes_wrong(page: str) -> 
     assert "onnx2tf is not installed" in section(page, "Formats")
 
 
-def test_another_variant_than_the_compared_one_does_not_break_the_chain(page: str) -> None:
+def test_shipping_another_variant_keeps_the_chain_intact(page: str) -> None:
     assert "chain is broken" not in page
 
 
-def test_a_file_that_was_not_deployed_tells_how_fast_it_is(tmp_path: Path) -> None:
+def test_latency_of_the_file_is_shown_before_deployment(tmp_path: Path) -> None:
     run = make_run(tmp_path, reached=4)
-    enrich(run)
+    add_optional_files(run)
     shown = section(report(run), "Service and latency")
     assert "the fp16 file itself took" in shown
     assert "0.240 ms" in shown
 
 
-def test_checks_of_the_data_stand_with_warnings_first(page: str) -> None:
+def test_data_checks_list_warnings_first(page: str) -> None:
     shown = section(page, "Data")
-    assert shown.index("! warning") < shown.index("✓ in order")
+    assert shown.index("! warning") < shown.index("✓ passed")
     assert "PSI is high" in shown
 
 
-def test_the_lineage_is_a_graph_with_full_digests_at_hand(page: str) -> None:
+def test_lineage_is_a_graph_with_full_digests(page: str) -> None:
     shown = section(page, "Lineage")
     assert shown.count("<svg") == 2, "one for wide windows, one for narrow ones"
     assert shown.count('class="edge"') == 2 * 8
     assert f"<title>checkpoint\n{'c' * 64}</title>" in shown
 
 
-def test_settings_that_are_not_the_defaults_are_listed(tmp_path: Path) -> None:
+def test_settings_that_differ_from_the_default_are_listed(tmp_path: Path) -> None:
     config = {"name": "digits", "train": {"lr": 0.5, "epochs": 10, "clip_norm": 1}, "gone": {"word": 1}}
     shown = section(report(make_run(tmp_path, config=config)), "Configuration")
     assert '<th scope="row">train.lr</th><td><code>0.5</code></td><td><code>0.001</code></td>' in shown
@@ -132,22 +132,20 @@ def test_settings_that_are_not_the_defaults_are_listed(tmp_path: Path) -> None:
     assert "train.clip_norm" not in rows
 
 
-def test_an_overridden_verdict_says_by_whom_and_why_and_one_on_another_verdict_counts_for_nothing(
-    tmp_path: Path,
-) -> None:
+def test_only_an_override_of_this_verdict_is_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path, reached=3)
     path = run.output("evaluate") / "verdict.json"
     change(path, verdict="fail")
-    word = {"at": "2026-01-03", "by": "anna", "reason": "only a rehearsal", "verdict": "f" * 64}
-    write_json(run.path / "override.json", word)
-    assert "rehearsal" not in report(run)
+    override = {"at": "2026-01-03", "by": "anna", "reason": "only a dry run", "verdict": "f" * 64}
+    write_json(run.path / "override.json", override)
+    assert "dry run" not in report(run)
     change(run.path / "override.json", verdict=digest_file(path))
     page = report(run)
-    assert "Overridden by anna, 2026-01-03: only a rehearsal" in page
+    assert "Overridden by anna, 2026-01-03: only a dry run" in page
     assert "Rejected" not in page
 
 
-def test_a_file_of_another_shape_is_named_and_costs_its_own_section_only(tmp_path: Path) -> None:
+def test_malformed_file_affects_only_its_own_section(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     change(run.output("evaluate") / "metrics.json", confusion=[1, 2])
     change(run.output("evaluate") / "verdict.json", difference={"low": 1})
@@ -155,23 +153,23 @@ def test_a_file_of_another_shape_is_named_and_costs_its_own_section_only(tmp_pat
     path = run.path / "report.html"
     write_report(run, path)
     page = path.read_text()
-    assert page.count("not of the shape this version reads (TypeError") == 1
+    assert page.count("not in a format this version reads (TypeError") == 1
     assert "4.8×10⁻⁶" in section(page, "ONNX parity")
 
 
-def test_a_section_without_data_says_why(tmp_path: Path) -> None:
+def test_section_without_data_explains_why(tmp_path: Path) -> None:
     old = report(make_run(tmp_path))
     assert "the task and its configuration name none" in section(old, "Slices")
     assert "export.variants" in section(old, "Variants")
-    assert "of a version that did not" in section(old, "Worst samples")
+    assert "made by an older version" in section(old, "Worst samples")
     assert "<h2>Formats" not in old
 
 
-def test_the_champion_is_told_as_the_registry_had_it_when_it_was_judged_against(tmp_path: Path) -> None:
+def test_champion_is_shown_as_recorded_at_evaluation_time(tmp_path: Path) -> None:
     run, bundle = make_run(tmp_path), "c" * 64
     change(run.output("evaluate") / "verdict.json", baseline={"kind": "champion", "bundle": bundle})
     assert "the champion cccccccccccc, on the same" in report(run)
-    told = {"run": "older", "bundle": bundle, "at": "2026-01-01", "by": "ann@here", "reason": "deployed"}
-    write_json(run.output("evaluate") / "champion.json", {**told, "registry": "s3://team/models"})
+    champion = {"run": "older", "bundle": bundle, "at": "2026-01-01", "by": "ann@here", "reason": "deployed"}
+    write_json(run.output("evaluate") / "champion.json", {**champion, "registry": "s3://team/models"})
     who = "the champion cccccccccccc of run older (champion since 2026-01-01 by ann@here: deployed, fetched from the "
     assert f"{who}registry s3://team/models), on the same" in report(run)

@@ -1,4 +1,4 @@
-"""The time budget adds up to what training took, and says nothing of what was not measured."""
+"""The time budget adds up to the training time and omits what was not measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.contract.facts import Facts
 from pipeline.contract.run import RunFile
-from pipeline.report.training import budget_of, time_budget
+from pipeline.report.training import render_time_budget, time_budget
 
 FILE = RunFile(id="one", created="2026-01-01", wanted=("train",), config={}, environment={})
 SHARES = {"data_wait_share": 0.1, "communication_share": 0.25}
@@ -18,7 +18,7 @@ def facts(*lines: dict[str, Any], summary: dict[str, Any] | None = None, **more:
     return Facts(FILE, steps=tuple({"loss": 1.0, **line} for line in lines), summary=summary or {}, **more)
 
 
-def test_lines_of_several_steps_are_weighed_by_their_time_and_the_parts_add_up() -> None:
+def test_lines_are_weighted_by_their_steps_and_parts_add_up() -> None:
     lines = (
         {"step": 10, "step_seconds": 1.0, **SHARES},
         {
@@ -29,7 +29,7 @@ def test_lines_of_several_steps_are_weighed_by_their_time_and_the_parts_add_up()
             "checkpoint_seconds": 2.0,
         },
     )
-    found = budget_of(facts(*lines, summary={"seconds": 25.0, "checkpoint_seconds": 2.5}))
+    found = time_budget(facts(*lines, summary={"seconds": 25.0, "checkpoint_seconds": 2.5}))
     assert found is not None
     assert found.parts == pytest.approx(
         {"computing": 8.5, "communication": 5.0, "data": 4.0, "checkpoints": 2.5, "validation and the rest": 5.0}
@@ -38,32 +38,32 @@ def test_lines_of_several_steps_are_weighed_by_their_time_and_the_parts_add_up()
     assert found.total == pytest.approx(25.0)
 
 
-def test_after_a_resume_only_the_steps_are_known() -> None:
-    found = budget_of(facts({"step": 10, "step_seconds": 1.0, **SHARES}, summary={"seconds": 4.0}))
+def test_budget_covers_only_the_steps_after_a_resume() -> None:
+    found = time_budget(facts({"step": 10, "step_seconds": 1.0, **SHARES}, summary={"seconds": 4.0}))
     assert found is not None
     assert not found.complete
     assert found.total == pytest.approx(10.0)
-    shown = time_budget(facts({"step": 10, "step_seconds": 1.0}), None)
+    shown = render_time_budget(facts({"step": 10, "step_seconds": 1.0}), None)
     assert shown is not None
-    assert "what lies between is not known" in shown
+    assert "the time between them is unknown" in shown
     for name in ("communication", "data", "checkpoints"):
         assert name not in shown
 
 
-def test_communication_is_known_from_a_timeline_where_the_journal_is_silent() -> None:
+def test_communication_is_read_from_the_timeline_if_not_logged() -> None:
     traced = {"first_step": 3, "steps": 5, "rank 0": {"exposed": 0.125}, "rank 1": {"exposed": 0.375}}
-    found = budget_of(facts({"step": 8, "step_seconds": 1.0}, communication=traced))
+    found = time_budget(facts({"step": 8, "step_seconds": 1.0}, communication=traced))
     assert found is not None
     assert found.parts["communication"] == pytest.approx(2.0)
 
 
-def test_waits_that_overlap_never_make_computing_less_than_nothing() -> None:
+def test_overlapping_waits_never_make_computing_negative() -> None:
     shares = {"data_wait_share": 0.7, "communication_share": 0.6}
-    found = budget_of(facts({"step": 1, "step_seconds": 1.0, **shares}))
+    found = time_budget(facts({"step": 1, "step_seconds": 1.0, **shares}))
     assert found is not None
     assert found.parts["computing"] == 0
 
 
-def test_without_timed_steps_there_is_no_budget() -> None:
-    assert budget_of(facts({"step": 1})) is None
-    assert time_budget(facts(), None) is None
+def test_no_budget_without_timed_steps() -> None:
+    assert time_budget(facts({"step": 1})) is None
+    assert render_time_budget(facts(), None) is None

@@ -1,4 +1,4 @@
-"""The page of a run as tests look at it."""
+"""Write the report of a run and read parts of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def report(run: Run, other: Run | None = None) -> str:
     path = run.path / "report.html"
     write_report(run, path, other)
     page = path.read_text()
-    assert "not of the shape" not in page
+    assert "not in a format" not in page
     return page
 
 
-class Balance(HTMLParser):
-    """Every tag that is opened is closed, in order."""
+class TagBalance(HTMLParser):
+    """Checks that every opened tag is closed, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,5 +35,5 @@ class Balance(HTMLParser):
 
 
 def section(page: str, title: str) -> str:
-    (found,) = re.findall(rf"<section[^>]*><h2>{title}</h2>(.*?)</section>", page, re.DOTALL)
-    return str(found)
+    (content,) = re.findall(rf"<section[^>]*><h2>{title}</h2>(.*?)</section>", page, re.DOTALL)
+    return str(content)

@@ -1,4 +1,4 @@
-"""A run as it lies on disk when its steps are done, made of no more than what the report reads."""
+"""Run directories that have just the files the report reads."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def make_run(runs: Path, reached: int = len(STEPS), **changes: Any) -> Run:
         write(run)
     seconds = (1.1, 14.2, 2.6, 5.9, 0.4, 3.3)
     records = {
-        name: StepRecord(step=name, status="done", key="k", parts={}, seconds=spent)
-        for name, spent in list(zip(STEPS, seconds, strict=True))[:reached]
+        name: StepRecord(step=name, status="done", key="k", parts={}, seconds=duration)
+        for name, duration in list(zip(STEPS, seconds, strict=True))[:reached]
     }
     if "train" in records:
         records["train"] = records["train"].model_copy(update={"outputs": {"model.safetensors": CHECKPOINT}})
@@ -157,13 +157,13 @@ def write_deploy(run: Run) -> None:
     write_json(run.output("deploy") / "deploy.json", body)
 
 
-def make_other(runs: Path, lr: float = 0.001) -> Run:
-    """A second run of the same test set, worse, with another learning rate."""
-    run = make_run(runs / "aside", reached=3)
+def make_other_run(runs: Path, lr: float = 0.001) -> Run:
+    """A second run on the same test set, with another learning rate and worse results."""
+    run = make_run(runs / "other", reached=3)
     path = run.path.rename(runs / "20260101-010101-ef01")
     other = Run(path)
     file = other.read()
-    steps = {name: one.model_copy(update={"parts": {"config:train.lr": str(lr)}}) for name, one in file.steps.items()}
+    steps = {name: step.model_copy(update={"parts": {"config:train.lr": str(lr)}}) for name, step in file.steps.items()}
     body = file.model_copy(update={"id": other.id, "steps": steps})
     write_atomic(other.path / "run.json", body.model_dump_json())
     return other

@@ -1,4 +1,4 @@
-"""What newer versions write beside, as the shapes say that were agreed on."""
+"""Files that not every run has: slices, calibration, worst samples, variants, formats and checks of the data."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
 
-from .made import change, write_deploy, write_manifest
+from .example_runs import change, write_deploy, write_manifest
 
 
-def enrich(run: Run) -> None:
-    _enrich_evaluation(run)
-    variants = [variant("fp32", 605_321, 0.21), variant("fp16", 303_010, 0.24), variant("int8-dynamic", 158_200, 0.12)]
+def add_optional_files(run: Run) -> None:
+    _add_to_evaluation(run)
+    variants = [
+        variant_body("fp32", 605_321, 0.21),
+        variant_body("fp16", 303_010, 0.24),
+        variant_body("int8-dynamic", 158_200, 0.12),
+    ]
     variants[0]["difference"] = None
     variants[1] |= {"chosen": True, "reason": "the fastest that passes"}
     wrong = {"node": "/head/Gemm", "op": "MatMulInteger", "error": 3.25}
@@ -53,7 +57,7 @@ def enrich(run: Run) -> None:
         write_deploy(run)
 
 
-def _enrich_evaluation(run: Run) -> None:
+def _add_to_evaluation(run: Run) -> None:
     bins = [
         {"low": i / 10, "high": (i + 1) / 10, "count": 4 * i * i + 2, "confidence": i / 10 + 0.05, "accuracy": i / 9.2}
         for i in range(10)
@@ -62,12 +66,14 @@ def _enrich_evaluation(run: Run) -> None:
         "candidate": {"ece": 0.0213, "brier": 0.0187, "bins": bins},
         "baseline": {"ece": 0.0534, "brier": 0.0612, "bins": bins[4:]},
     }
-    found = [slice_of(f"ink={name}", 120, low) for name, low in (("thin", 0.004), ("thick", -0.08), ("plain", -0.01))]
-    found[1] |= {"passed": False, "detail": "ink=thick may be 0.0800 below the baseline's"}
-    found.append(
+    slices = [
+        slice_body(f"ink={name}", 120, low) for name, low in (("thin", 0.004), ("thick", -0.08), ("plain", -0.01))
+    ]
+    slices[1] |= {"passed": False, "detail": "ink=thick may be 0.0800 below the baseline's"}
+    slices.append(
         {"slice": "ink=none", "samples": 3, "candidate": 1.0, "baseline": 1.0, "judged": False, "passed": True}
     )
-    change(run.output("evaluate") / "verdict.json", slices=found, calibration=calibration, detectable=0.017)
+    change(run.output("evaluate") / "verdict.json", slices=slices, calibration=calibration, detectable=0.017)
     samples = [
         {
             "index": 17 * i,
@@ -95,7 +101,7 @@ SHOWN = (
 )
 
 
-def variant(name: str, size: int, milliseconds: float) -> dict[str, Any]:
+def variant_body(name: str, size: int, milliseconds: float) -> dict[str, Any]:
     return {
         "variant": name,
         "chosen": False,
@@ -110,7 +116,7 @@ def variant(name: str, size: int, milliseconds: float) -> dict[str, Any]:
     }
 
 
-def slice_of(name: str, samples: int, low: float) -> dict[str, Any]:
+def slice_body(name: str, samples: int, low: float) -> dict[str, Any]:
     return {
         "slice": name,
         "samples": samples,

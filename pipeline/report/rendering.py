@@ -1,0 +1,42 @@
+"""Templates of the report, rendered by one Jinja environment: all values are escaped, undefined names are errors."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from pipeline.contract.html import Html, number, percent, seconds, short, signed, size
+
+_BETWEEN_TAGS = re.compile(r">\s*\n\s*<")
+
+
+def render(template: str, **values: Any) -> Html:
+    """Render a file of `templates/`. Line breaks between two tags are layout of the template and are dropped."""
+    return Html(_BETWEEN_TAGS.sub("><", _environment().get_template(template).render(values)))
+
+
+def score(metric: str, value: float | None) -> str:
+    return percent(value) if "accuracy" in metric else number(value)
+
+
+def date(created: str) -> str:
+    return created.replace("T", " ").partition("+")[0][:16] + (" UTC" if created.endswith("+00:00") else "")
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: "" if value is None else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for name in (number, percent, seconds, short, signed, size, date):
+        environment.filters[name.__name__] = name
+    return environment
