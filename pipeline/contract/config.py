@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -62,8 +63,11 @@ def override_config(config: Config, overrides: Iterable[str], source: str = "ove
     return parse_config(values, source)
 
 
-def parse_recorded(values: Mapping[str, Any], source: str) -> Config:
-    """Parse the configuration of an older run, whose settings may have had other names."""
+def parse_recorded(recorded: Mapping[str, Any], source: str, overrides: Iterable[str] = ()) -> Config:
+    """Parse the configuration of an older run; its settings and overrides may have the names of then."""
+    values = copy.deepcopy(dict(recorded))
+    for override in overrides:
+        _apply(values, override)
     return parse_config(upgrade(values), source)
 
 

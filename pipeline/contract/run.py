@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.contract.config import Config, override_config, parse_recorded
+from pipeline.contract.config import Config, parse_recorded
 from pipeline.contract.errors import PipelineError, ResourceError, StageError, write_error
 from pipeline.contract.override import Override, read_override
 from pipeline.contract.processes import Rank, watch_parent
@@ -142,7 +142,8 @@ class Run:
     @cached_property
     def config(self) -> Config:
         """As it runs: a resume may have changed where."""
-        return override_config(self.planned, self.read().continued, source=str(self.path / "run.json"))
+        body = self.read()
+        return parse_recorded(body.config, str(self.path / "run.json"), body.continued)
 
     @cached_property
     def planned(self) -> Config:
@@ -187,6 +188,8 @@ def _unexpected(error: Exception, root: Path) -> PipelineError:
     """What the terminal says of a bug; the traceback is in the log."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return ResourceError(f"disk full on {socket.gethostname()}; free some space, then `pipe run --resume`")
+    if (missing := missing_extra(error)) is not None:
+        return missing
     rank = f"rank {Rank.from_env().rank}: " if Rank.from_env().world_size > 1 else ""
     return StageError(f"{rank}{describe(error, root)}")
 

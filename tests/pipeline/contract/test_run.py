@@ -90,7 +90,7 @@ def test_work_gets_the_run_the_project_and_a_directory_to_write_to(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("error", "status"), [(DataError("bad sample"), 2), (GateError("too weak"), 3)])
-def test_an_error_to_mend_is_left_for_the_runner_and_printed(
+def test_an_error_to_fix_is_left_for_the_runner_and_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], error: PipelineError, status: int
 ) -> None:
     found = left_behind(tmp_path, error)
@@ -122,7 +122,7 @@ def test_a_bug_names_the_rank_where_there_are_several(tmp_path: Path, monkeypatc
     assert str(left_behind(tmp_path, ValueError("x"))[1]) == "rank 1: ValueError: x"
 
 
-def test_a_full_disk_is_told_with_its_mend(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_its_fix(tmp_path: Path) -> None:
     status, found = left_behind(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
     assert status == 2
     assert "disk full" in str(found)

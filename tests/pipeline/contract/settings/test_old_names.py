@@ -75,6 +75,14 @@ def test_a_record_with_every_old_setting_gives_the_defaults_of_today() -> None:
     assert parse_recorded(recorded, "run.json") == parse_config(MINIMAL, "pipe.yaml")
 
 
+def test_recorded_overrides_of_old_settings_are_upgraded_too() -> None:
+    recorded = json.loads((Path(__file__).parent / "recorded_config.json").read_text())
+    config = parse_recorded(recorded, "run.json", ["jobs.executor=kubernetes", "train.snapshot_every=3"])
+    assert config.cluster.executor == "kubernetes"
+    config = parse_recorded(recorded, "run.json", ["train.snapshot=memory", "train.restarts=7"])
+    assert (config.train.snapshot, config.train.restarts) == ("memory:10", 7)
+
+
 def test_an_upgrade_changes_no_configuration_of_today() -> None:
     config = parse_config({**MINIMAL, "train": {"snapshot": "memory:5"}, "deploy": {"ingress_class": "nginx"}}, "test")
     assert parse_recorded(config.model_dump(mode="json"), "run.json") == config
