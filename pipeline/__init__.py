@@ -11,30 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.contract.codec import Arrays, Codec
-    from pipeline.contract.data import Samples, cut, one_a_row, pack, see_documents
+    from pipeline.contract.data import (
+        PackedRows,
+        Samples,
+        cut_texts,
+        mask_between_texts,
+        one_text_per_row,
+        pack_texts,
+    )
     from pipeline.contract.errors import ConfigError, DataError, InvalidPayload, PipelineError
     from pipeline.contract.signature import Drawing, Prompting
     from pipeline.contract.task import Batch, Outputs, Split, Task
-
-_MODULES = {
-    "Arrays": "codec",
-    "Batch": "task",
-    "Codec": "codec",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "Drawing": "signature",
-    "InvalidPayload": "errors",
-    "Outputs": "task",
-    "PipelineError": "errors",
-    "Prompting": "signature",
-    "Samples": "data",
-    "Split": "task",
-    "Task": "task",
-    "cut": "data",
-    "one_a_row": "data",
-    "pack": "data",
-    "see_documents": "data",
-}
 
 __all__ = [
     "Arrays",
@@ -45,19 +32,33 @@ __all__ = [
     "Drawing",
     "InvalidPayload",
     "Outputs",
+    "PackedRows",
     "PipelineError",
     "Prompting",
     "Samples",
     "Split",
     "Task",
-    "cut",
-    "one_a_row",
-    "pack",
-    "see_documents",
+    "cut_texts",
+    "mask_between_texts",
+    "one_text_per_row",
+    "pack_texts",
 ]
+
+_MODULES = {
+    "codec": ("Arrays", "Codec"),
+    "data": ("PackedRows", "Samples", "cut_texts", "mask_between_texts", "one_text_per_row", "pack_texts"),
+    "errors": ("ConfigError", "DataError", "InvalidPayload", "PipelineError"),
+    "signature": ("Drawing", "Prompting"),
+    "task": ("Batch", "Outputs", "Split", "Task"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module `pipeline` has no attribute `{name}`")
-    return getattr(import_module(f"pipeline.contract.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"pipeline.contract.{module}"), name)
+    raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.train.workloads import Workload
-from pipeline.contract.data import Rows, cut, one_a_row, pack, see_documents
+from pipeline import PackedRows, cut_texts, mask_between_texts, one_text_per_row, pack_texts
 
 if TYPE_CHECKING:
-    from pipeline.contract.task import Batch, Outputs
+    from pipeline import Batch, Outputs
 
 
 LENGTH, BATCH_SIZE, LAP = 512, 4, 4
@@ -58,7 +58,7 @@ class DeepSeek:
     outputs: Sequence[str] = ("logits",)
 
     def model(self) -> nn.Module:
-        return see_documents(_model())
+        return mask_between_texts(_model())
 
     def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
         assert split, "a race looks at one alone"
@@ -67,8 +67,8 @@ class DeepSeek:
         columns = zip(self.inputs, (rows.ids, rows.segments, rows.positions), strict=True)
         return {name: np.tile(column, (repeats, 1))[:_ROWS] for name, column in columns}
 
-    def rows(self) -> Rows:
-        return pack(pieces(), LENGTH, PAD)
+    def rows(self) -> PackedRows:
+        return pack_texts(pieces(), LENGTH, PAD)
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         assert isinstance(outputs, Tensor)
@@ -90,8 +90,8 @@ class Padded(DeepSeek):
     def model(self) -> nn.Module:
         return _Trimmed(_model())
 
-    def rows(self) -> Rows:
-        return one_a_row(pieces(), LENGTH, PAD)
+    def rows(self) -> PackedRows:
+        return one_text_per_row(pieces(), LENGTH, PAD)
 
 
 class _Trimmed(nn.Module):
@@ -132,7 +132,7 @@ def pieces() -> list[Sequence[int]]:
         vocab_size=VOCABULARY, special_tokens=["<pad>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts[::4], trainer)
-    found = cut([one.ids for one in tokenizer.encode_batch(texts)], LENGTH)
+    found = cut_texts([one.ids for one in tokenizer.encode_batch(texts)], LENGTH)
     return [found[place] for place in np.random.default_rng(0).permutation(len(found))]
 
 

@@ -15,7 +15,7 @@ from benchmarks.train.transformer import Transformer
 from benchmarks.train.workloads import Synthetic
 
 if TYPE_CHECKING:
-    from pipeline.contract.task import Batch, Outputs
+    from pipeline import Batch, Outputs
 
 
 LENGTH = 1024

@@ -16,7 +16,7 @@ from pipeline.contract.task import Task, load_task
 from pipeline.history import example_folder
 
 if TYPE_CHECKING:
-    from pipeline.contract.task import Batch, Outputs
+    from pipeline import Batch, Outputs
 
 
 SAMPLES = 1 << 15  # so many that no epoch ends inside a race

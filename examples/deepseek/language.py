@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-def see_documents(model: nn.Module) -> nn.Module:
+def mask_between_documents(model: nn.Module) -> nn.Module:
     """From now on the mask may number the documents of a row: a token sees those before it with its own number.
 
     With a mask of zeros and ones that is what the model does anyway. The model itself, its class and the names of its

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pipeline.contract.errors import DataError
-from pipeline.contract.files import write_json
+from pipeline import DataError
 
 Given = TypeVar("Given")
 SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
@@ -29,7 +28,8 @@ def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     names = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

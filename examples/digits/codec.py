@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.errors import InvalidPayload
-from pipeline.contract.signature import Drawing
+from pipeline import Drawing, InvalidPayload
 
 
 class DigitsCodec:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline import InvalidPayload
 
 MEAN = np.array([13, 2.3, 2.4, 19, 100, 2.3, 2, 0.36, 1.6, 5, 0.96, 2.6, 750], dtype=np.float32)
 SCALE = np.array([0.8, 1.1, 0.3, 3.3, 14, 0.6, 1, 0.12, 0.6, 2.3, 0.23, 0.7, 315], dtype=np.float32)

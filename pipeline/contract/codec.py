@@ -21,7 +21,7 @@ FILES = "files"  # folder in the bundle of what the codec shares with the model
 class Codec(Protocol):
     """Between what a client sends and what the model eats; training uses the same code.
 
-    A class may also have `page = Drawing(...)` of `pipeline.contract.signature`: then people draw instances on the
+    A class may also have `page = pipeline.Drawing(...)`: then people draw instances on the
     service's page. With `files = ("tokenizer.json",)` it is built with the folder that holds these, which its task's
     `make_files` wrote; they travel in the bundle. With `requires = ("tokenizers",)` it may import these packages.
     """

@@ -212,7 +212,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """`segments` numbers the texts of a row from 1 on; 0 is padding, on the left. Positions begin anew in each text."""
 
     ids: Integers
@@ -225,13 +225,13 @@ class Rows:
         return float((self.segments == 0).mean())
 
 
-def cut(texts: Sequence[Sequence[int]], length: int) -> list[Sequence[int]]:
+def cut_texts(texts: Sequence[Sequence[int]], length: int) -> list[Sequence[int]]:
     """Texts longer than a row become several; of two tokens at least, or there is nothing to predict."""
     pieces = [text[start : start + length] for text in texts for start in range(0, len(text), length)]
     return [piece for piece in pieces if len(piece) > 1]
 
 
-def pack(texts: Sequence[Sequence[int]], length: int, pad: int) -> Rows:
+def pack_texts(texts: Sequence[Sequence[int]], length: int, pad: int) -> PackedRows:
     """First fit in the order given: each text goes into the first row with room for it."""
     rows: list[list[Sequence[int]]] = []
     room: list[int] = []
@@ -249,15 +249,15 @@ def pack(texts: Sequence[Sequence[int]], length: int, pad: int) -> Rows:
     return _fill(rows, length, pad)
 
 
-def one_a_row(texts: Sequence[Sequence[int]], length: int, pad: int) -> Rows:
+def one_text_per_row(texts: Sequence[Sequence[int]], length: int, pad: int) -> PackedRows:
     """Without packing, as requests arrive: what is judged should look like what is served."""
     return _fill([[text] for text in texts], length, pad)
 
 
-def _fill(rows: Sequence[Sequence[Sequence[int]]], length: int, pad: int) -> Rows:
+def _fill(rows: Sequence[Sequence[Sequence[int]]], length: int, pad: int) -> PackedRows:
     longest = max((sum(map(len, row)) for row in rows), default=0)
     if longest > length:
-        raise DataError(f"a text of {longest} tokens is longer than a row of {length}; cut() the texts first")
+        raise DataError(f"a text of {longest} tokens is longer than a row of {length}; call cut_texts() first")
     ids = np.full((len(rows), length), pad, np.int64)
     segments, positions = np.zeros_like(ids), np.zeros_like(ids)
     for index, row in enumerate(rows):
@@ -267,14 +267,14 @@ def _fill(rows: Sequence[Sequence[Sequence[int]]], length: int, pad: int) -> Row
             ids[index, place] = text
             segments[index, place] = number
             positions[index, place] = np.arange(len(text))
-    return Rows(ids, segments, positions)
+    return PackedRows(ids, segments, positions)
 
 
 # Those whose masks transformers build from positions, for any number of rows; flash attention does so for one row.
 _KNOWN = ("sdpa", "eager", "flex_attention")
 
 
-def see_documents(model: nn.Module) -> nn.Module:
+def mask_between_texts(model: nn.Module) -> nn.Module:
     """From now on a token sees those before it of its own text: a text begins where `position_ids` begin anew.
 
     The mask of a batch is not looked at: padding on the left, each place of it at position 0, is seen by no text. A

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
     from pipeline.contract.signature import Prompting
 
-    Batch: TypeAlias = Mapping[str, Tensor]
-    Outputs: TypeAlias = Tensor | Mapping[str, Tensor]
-    Columns: TypeAlias = Mapping[str, Any]
-    Split: TypeAlias = Columns | Dataset[Mapping[str, Any]]
-    Predictor: TypeAlias = Callable[[Batch], Outputs]
+# Quoted, because they name torch, which only a task needs.
+Batch: TypeAlias = "Mapping[str, Tensor]"
+Outputs: TypeAlias = "Tensor | Mapping[str, Tensor]"
+Columns: TypeAlias = Mapping[str, Any]
+Split: TypeAlias = "Columns | Dataset[Mapping[str, Any]]"
+Predictor: TypeAlias = "Callable[[Batch], Outputs]"
 
 
 SPLITS = ("train", "validation", "test")

@@ -180,7 +180,7 @@ def test_distilled_models_take_the_same_head(kind: str, folder: Path, monkeypatc
     assert any("q_proj" in name and "lora_A" in name for name, _ in model.named_parameters())
 
 
-def test_without_pretrained_files_it_says_where_to_find_some(tmp_path: Path) -> None:
+def test_without_pretrained_files_it_states_where_to_find_some(tmp_path: Path) -> None:
     task = load_class("task.py:Classify", CLASSIFY)()
     with pytest.raises(ConfigError, match=r"set model.pretrained to their folder"):
         task.model()

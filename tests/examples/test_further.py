@@ -18,7 +18,7 @@ from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import load_class
 from pipeline.contract.weights import save_weights
-from train.pretrained.load import fitted
+from train.pretrained.load import match_weights
 
 from .conftest import DEEPSEEK, Module, smallest
 
@@ -69,7 +69,7 @@ def test_the_loss_is_that_of_the_next_token_and_a_share_of_the_further_one(task:
 
 
 @torch.no_grad()
-def test_a_place_knows_the_token_after_it_and_not_the_one_it_is_to_say(task: Any, model: Any) -> None:
+def test_a_place_knows_the_token_after_it_and_not_the_one_it_is_to_state(task: Any, model: Any) -> None:
     batch = batch_of(task, "test")
     place = 40
     said = further_of(task, model.eval(), batch)[:, place]
@@ -125,5 +125,5 @@ def test_its_checkpoint_is_an_official_one_that_others_begin_with(task: Any, mod
     def plain(place: Path) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place))
 
-    _, matched = fitted(lambda: plain(folder), open_pretrained(folder), ())
+    _, matched = match_weights(lambda: plain(folder), open_pretrained(folder), ())
     assert matched.left_out and all(name.startswith("model.layers.2.") for name in matched.left_out)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.contract.data import Samples, bare, forward, named, one_a_row, pack
+from pipeline.contract.data import Samples, bare, forward, named, one_text_per_row, pack_texts
 from pipeline.contract.errors import DataError, InvalidPayload
 from pipeline.contract.task import load_class
 
@@ -42,7 +42,7 @@ def model(pretrain: Any) -> Any:
 def test_a_packed_document_gives_the_logits_it_gives_alone(pretrain: Any, model: Any) -> None:
     draw = np.random.default_rng(0)
     documents = [draw.integers(3, 280, size).tolist() for size in (5, 9, 14, 3, 11, 2)]
-    packed = pack(documents, 48, pad=2)
+    packed = pack_texts(documents, 48, pad=2)
     assert packed.segments.max() == 6
     together = logits_of(pretrain, model, packed)
     for number, document in enumerate(documents, 1):
@@ -52,7 +52,7 @@ def test_a_packed_document_gives_the_logits_it_gives_alone(pretrain: Any, model:
 
 @torch.no_grad()
 def test_padding_on_the_left_changes_nothing(pretrain: Any, model: Any) -> None:
-    rows = one_a_row([[5, 6, 7, 8], [9, 10]], 7, pad=2)
+    rows = one_text_per_row([[5, 6, 7, 8], [9, 10]], 7, pad=2)
     found = logits_of(pretrain, model, rows)
     assert found.isfinite().all()
     torch.testing.assert_close(found[0, 3:], model(torch.tensor([[5, 6, 7, 8]])).logits[0])
@@ -92,7 +92,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_parts(pretrain: Any, model: Any)
     assert losses[0] == pytest.approx(losses[1] / 4 + losses[2] * 3 / 4, rel=1e-5)
 
 
-def test_the_baseline_says_in_a_place_what_comes_after_it(pretrain: Any) -> None:
+def test_the_baseline_states_in_a_place_what_comes_after_it(pretrain: Any) -> None:
     samples = Samples("train", pretrain.data("train"))
     batch = samples.batch(range(len(samples)))
     answers = bare(pretrain, named(pretrain, pretrain.baseline()(batch)))
@@ -136,7 +136,7 @@ def test_the_files_are_an_official_folder_and_the_same_every_time(pretrain: Any,
     assert (config["architectures"], config["model_type"]) == (["DeepseekV3ForCausalLM"], "deepseek_v3")
 
 
-def test_without_its_files_the_task_says_what_to_do() -> None:
+def test_without_its_files_the_task_states_what_to_do() -> None:
     task = load_class("task.py:Pretrain", DEEPSEEK / "pretrain")()
     for ask in (task.model, lambda: task.data("train"), task.baseline):
         with pytest.raises(DataError, match=r"no tokenizer and no config.json yet: call use_files\(folder\)"):
@@ -168,7 +168,7 @@ def test_texts_are_read_as_in_training_padded_on_the_left(codec: Any, pretrain: 
         assert own[-1] and (np.diff(own.astype(int)) >= 0).all()
 
 
-def test_the_likeliest_next_tokens_are_told_with_their_probabilities(codec: Any) -> None:
+def test_the_likeliest_next_tokens_are_reported_with_their_probabilities(codec: Any) -> None:
     logits = np.zeros((1, 3, 280), np.float32)
     logits[0, -1, 40] = 20
     [found] = codec.encode({"logits": logits})

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline import InvalidPayload
 
 
 class SideCodec:

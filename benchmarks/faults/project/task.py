@@ -12,7 +12,7 @@ from torch.nn import functional
 from benchmarks.train.transformer import Transformer
 
 if TYPE_CHECKING:
-    from pipeline.contract.task import Batch, Outputs
+    from pipeline import Batch, Outputs
 
 
 SIZES = {"train": 1 << 14, "validation": 64, "test": 64}

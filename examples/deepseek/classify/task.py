@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from bag import Bag
 from codec import LONGEST, PACKAGES, SnippetCodec
-from language import see_documents
+from language import mask_between_documents
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from tfidf import fit_best
@@ -21,8 +22,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel
 from vocabulary import read_tokenizer, there
 
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_bytes
+from pipeline import ConfigError
 
 LINES = 8  # of a snippet
 
@@ -38,7 +38,7 @@ class Labeller(nn.Module):
         body = AutoModel.from_config(config, dtype=torch.float32)
         if hasattr(config, "n_routed_experts"):
             body.set_experts_implementation("eager")  # the fastest on CPU; the export takes what ONNX has
-        self.model = see_documents(body)
+        self.model = mask_between_documents(body)
         self.score = nn.Linear(config.hidden_size, len(PACKAGES))
         self.bag = Bag(config.vocab_size, len(PACKAGES))
 
@@ -126,7 +126,7 @@ class Classify:
         for name, text in corpus.files().items():
             package = name.partition("/")[0]
             for definition in corpus.definitions(text) if package in PACKAGES and "/" in name else ():
-                draw = int(digest_bytes(definition.encode())[:8], 16) % 10
+                draw = int(hashlib.sha256(definition.encode()).hexdigest()[:8], 16) % 10
                 split = "test" if draw < 2 else "validation" if draw < 4 else "train"
                 for snippet in _snippets_of(definition):
                     if snippet not in seen:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline import InvalidPayload
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -40,7 +40,7 @@ class FurtherModel(DeepseekV3ForCausalLM):  # type: ignore[misc]
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """`attention_mask` says of each place which it sees, as `language.see_documents` makes it."""
+        """`attention_mask` says of each place which it sees, as `language.mask_between_documents` makes it."""
         body = self.model
         hidden = body(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False

@@ -10,7 +10,7 @@ import corpus
 import numpy as np
 import torch
 from further import FurtherModel, without_further
-from language import see_documents
+from language import mask_between_documents
 from ngram import NGram
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -18,8 +18,7 @@ from torch.nn import functional
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from vocabulary import BEGIN, END, PAD, bytes_of, encode, read_tokenizer, there, train_tokenizer
 
-from pipeline.contract.data import Samples, cut, one_a_row, pack
-from pipeline.contract.signature import Prompting
+from pipeline import Prompting, Samples, cut_texts, one_text_per_row, pack_texts
 
 
 class Pretrain:
@@ -80,11 +79,11 @@ class Pretrain:
         config = DeepseekV3Config.from_pretrained(there(self._folder))
         model = self.model_class(config)
         model.set_experts_implementation("eager")  # the fastest on CPU; the export takes what ONNX has
-        return see_documents(model)
+        return mask_between_documents(model)
 
     def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
         """Packed to learn from; to judge, a document a row with a mask of ones, as requests are."""
-        lay_out = pack if split == "train" else one_a_row
+        lay_out = pack_texts if split == "train" else one_text_per_row
         found = lay_out(self._pieces(split)[: self.documents.get(split)], self.length, PAD)
         lengths = np.asarray(bytes_of(there(self._tokenizer)))[found.ids] * (found.positions > 0)
         columns = zip(self.inputs, (found.ids, found.segments, found.positions), strict=True)
@@ -134,7 +133,7 @@ class Pretrain:
 
     def _pieces(self, split: str) -> list[Sequence[int]]:
         if split not in self._encoded:
-            self._encoded[split] = cut(encode(there(self._tokenizer), corpus.documents(split)), self.length)
+            self._encoded[split] = cut_texts(encode(there(self._tokenizer), corpus.documents(split)), self.length)
         return self._encoded[split]
 
 

@@ -26,18 +26,18 @@ from transformers import (
 
 from pipeline.contract import data as module
 from pipeline.contract.data import (
-    Rows,
+    PackedRows,
     Samples,
     bare,
     check_columns,
-    cut,
+    cut_texts,
     fingerprint,
     forward,
     named,
-    one_a_row,
-    pack,
+    one_text_per_row,
+    pack_texts,
     sample_digests,
-    see_documents,
+    mask_between_texts,
 )
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.task import Task
@@ -74,7 +74,7 @@ def task(*outputs: str) -> Task:
     return Names(*outputs)  # type: ignore[return-value]
 
 
-def test_columns_are_read_at_any_indices_in_the_order_asked() -> None:
+def test_columns_are_read_at_any_indices_in_the_order_requested() -> None:
     samples = Samples("train", {"x": np.arange(10), "y": np.arange(10) * 2.0})
     batch = samples.batch([7, 0, 7])
     assert batch["x"].tolist() == [7, 0, 7]
@@ -173,9 +173,9 @@ def test_a_split_can_be_cut_to_its_first_samples_whether_in_memory_or_not() -> N
     columns = Samples("train", {"x": np.arange(5)})
     items = Samples("train", Items(*({"x": i} for i in range(5))))
     for samples in (columns, items):
-        cut = samples.first(3)
-        assert (len(cut), cut.in_memory) == (3, samples.in_memory)
-        assert cut.batch([2, 0])["x"].tolist() == [2, 0]
+        cut_texts = samples.first(3)
+        assert (len(cut_texts), cut_texts.in_memory) == (3, samples.in_memory)
+        assert cut_texts.batch([2, 0])["x"].tolist() == [2, 0]
         assert samples.first(0) is samples
         assert samples.first(9) is samples
 
@@ -298,14 +298,14 @@ def ids_of(*sizes: int) -> list[list[int]]:
     return [draw.integers(1, 64, size).tolist() for size in sizes]
 
 
-def fed(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def fed(rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(rows.ids), torch.from_numpy(rows.segments), torch.from_numpy(rows.positions)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_text_stands_in_one_row_whole_and_once(seed: int) -> None:
     texts = [[1000 * number + place for place in range(length)] for number, length in enumerate(lengths(seed), 1)]
-    rows = pack(texts, 40, pad=7)
+    rows = pack_texts(texts, 40, pad=7)
     found = []
     for ids, segments, positions in zip(rows.ids, rows.segments, rows.positions, strict=True):
         assert (np.diff(segments) >= 0).all(), "padding on the left, then the texts in order"
@@ -319,20 +319,20 @@ def test_every_text_stands_in_one_row_whole_and_once(seed: int) -> None:
 
 def test_packing_leaves_little_padding_where_rows_of_their_own_would_be_mostly_that() -> None:
     texts = [[1] * length for length in lengths(0)]
-    assert one_a_row(texts, 40, pad=0).padding > 0.6
-    assert pack(texts, 40, pad=0).padding < 0.02
+    assert one_text_per_row(texts, 40, pad=0).padding > 0.6
+    assert pack_texts(texts, 40, pad=0).padding < 0.02
 
 
 def test_a_text_goes_into_the_first_row_with_room_and_one_without_any_is_refused() -> None:
-    rows = pack([[1] * 6, [2] * 5, [3] * 4, [4] * 5, [5] * 10], 10, pad=0)
+    rows = pack_texts([[1] * 6, [2] * 5, [3] * 4, [4] * 5, [5] * 10], 10, pad=0)
     assert [sorted(set(row.tolist())) for row in rows.ids] == [[1, 3], [2, 4], [5]]
-    for lay_out in (pack, one_a_row):
+    for lay_out in (pack_texts, one_text_per_row):
         with pytest.raises(DataError, match="a text of 11 tokens is longer than a row of 10"):
             lay_out([[1] * 11], 10, pad=0)
 
 
 def test_a_long_text_is_cut_and_an_end_without_anything_to_predict_is_left_out() -> None:
-    assert cut([list(range(9)), [1], []], 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert cut_texts([list(range(9)), [1], []], 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -343,8 +343,8 @@ def test_a_packed_text_gives_the_logits_it_gives_alone(name: str) -> None:
     model = MODELS[name]().eval()
     texts = ids_of(5, 9, 1, 14, 3, 2)
     alone = [model(torch.tensor([text])).logits[0] for text in texts]  # as transformers itself masks and counts
-    see_documents(model)
-    packed = pack([*texts, *ids_of(30, 8)], 48, pad=0)
+    mask_between_texts(model)
+    packed = pack_texts([*texts, *ids_of(30, 8)], 48, pad=0)
     assert packed.ids.shape == (2, 48) and packed.segments[0].max() > 5 and packed.padding
     ids, segments, positions = fed(packed)
     together = model(ids, segments, positions).logits
@@ -355,8 +355,8 @@ def test_a_packed_text_gives_the_logits_it_gives_alone(name: str) -> None:
 
 
 def test_no_gradient_comes_from_another_text() -> None:
-    model = see_documents(MODELS["llama"]())
-    ids, segments, positions = fed(pack(ids_of(6, 7), 16, pad=0))
+    model = mask_between_texts(MODELS["llama"]())
+    ids, segments, positions = fed(pack_texts(ids_of(6, 7), 16, pad=0))
     embedded = model.get_submodule("model.embed_tokens")(ids).detach().requires_grad_()
     found = model(inputs_embeds=embedded, attention_mask=segments, position_ids=positions).logits
     found[segments == 2].square().sum().backward()
@@ -369,14 +369,14 @@ def test_a_row_of_one_text_with_padding_is_what_the_model_alone_makes_of_it() ->
     model = MODELS["qwen2"]().eval()
     texts = ids_of(4, 7)
     alone = [model(torch.tensor([text])).logits[0] for text in texts]
-    found = see_documents(model)(*fed(one_a_row(texts, 9, pad=0))).logits
+    found = mask_between_texts(model)(*fed(one_text_per_row(texts, 9, pad=0))).logits
     for row, expected in zip(found, alone, strict=True):
         torch.testing.assert_close(row[-len(expected) :], expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_a_pass_that_goes_on_with_a_cache_is_left_as_it_is() -> None:
-    model = see_documents(MODELS["llama"]()).eval()
+    model = mask_between_texts(MODELS["llama"]()).eval()
     (ids,) = ids_of(8)
     whole = model(torch.tensor([ids]), position_ids=torch.arange(8)[None]).logits
     plain = LlamaForCausalLM(LlamaConfig(**PLAIN)).eval()
@@ -387,7 +387,7 @@ def test_a_pass_that_goes_on_with_a_cache_is_left_as_it_is() -> None:
 
 
 def test_what_cannot_keep_texts_apart_is_refused() -> None:
-    model = see_documents(MODELS["llama"]())
+    model = mask_between_texts(MODELS["llama"]())
     ids = torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(DataError, match="no position_ids"):
         model(ids)
