@@ -22,8 +22,7 @@ import torch
 from export.bundle import Sources, fill
 from export.model_card import about_codec, card
 from export.other_formats import FOLDER as FORMATS
-from export.other_formats import FORMATS_FILE as FORMATS_FILE
-from export.other_formats import Original, require_formats, write_formats
+from export.other_formats import FORMATS_FILE, Original, require_formats, write_formats
 from export.to_onnx import tensor_specs
 from export.variants.choose import FP32, Contest, Entry, check_wanted, contenders, decide, rows, ship, story, table
 from export.variants.choose import VARIANTS_FILE as VARIANTS

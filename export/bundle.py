@@ -106,7 +106,7 @@ def golden(
     session = open_session(bundle / "model.onnx")
     decoder = _decoder(session, signature)
     if decoder is not None and isinstance(task, Generates):
-        prompts = prompts_of(task.prompting().prompts, test, decoder.generation)[: GOLDEN_REQUESTS]
+        prompts = prompts_of(task.prompting().prompts, test, decoder.generation)[:GOLDEN_REQUESTS]
         inputs = _with_past(decoder, prompts)
         generated = [{"prompt": prompt, "answer": settled(decoder, prompt, config.export)} for prompt in prompts]
     else:
@@ -181,6 +181,7 @@ def _plain(value: list[Any], what: str) -> list[Any]:
 
 
 _ALWAYS_INSTALLED = {"numpy"}
+GOLDEN_REQUESTS = 4
 _FORBIDDEN = {"torch", "transformers"}  # gigabytes in a service that runs on ONNX Runtime
 
 

@@ -180,6 +180,7 @@ _MAKERS: dict[str, Callable[[Original, Path], tuple[Path, list[dict[str, Any]]]]
 }
 
 
+TENSORFLOW_PYTHON = "PIPE_TENSORFLOW_PYTHON"  # variable: python of an environment with onnx2tf and tensorflow
 _NEEDED = ("onnx2tf", "tensorflow")
 _HOW_TO_INSTALL = (
     "pip install -c constraints.txt '.[savedmodel]', or let PIPE_TENSORFLOW_PYTHON name the python of an "

@@ -20,6 +20,8 @@ from export.fault_search import FirstWrong, first_wrong
 from export.optimize import check_file
 from export.to_onnx import tensor_specs
 from export.variants.judge import (
+    FP16_TOLERANCE,
+    INT8_NOISE,
     Apart,
     MetricResult,
     Reference,
@@ -54,7 +56,7 @@ class Entry:
     faults: tuple[str, ...] = ()
     note: str = ""  # what a reader should know of how it was made
     apart: Apart | None = None  # None: it has not answered
-    evaluate_variant: MetricResult | None = None
+    outcome: MetricResult | None = None
     timing: Timing | None = None
     first_wrong: FirstWrong | None = None
     rounding: float = 0.0  # what another processor may answer otherwise
@@ -131,7 +133,6 @@ class Contest:
         if name == FP32:
             return ""
         path.parent.mkdir(parents=True)
-        export = self.config.export
         specs = tensor_specs(self.path)
         material = Material(
             reference=self.path,
@@ -225,6 +226,10 @@ def ship(entry: Entry, model: Path) -> None:
     assert digest_file(model) == evaluated_digest
 
 
+MIN_SPEEDUP = 0.1  # part of fp32's time that a variant must save to be chosen as the fastest
+TIMING_SECONDS = 2.0  # for each variant
+INT8_WEIGHT_BITS = 7  # 8 are finer, but sums overflow on processors without VNNI
+CALIBRATION_SAMPLES = 256  # of the training split, for the ranges of int8-static
 _GLANCE = 0.1  # seconds, if the time is only reported
 
 

@@ -183,6 +183,10 @@ def margin_of(export: Export, evaluate: Evaluate) -> float:
     return evaluate.margin if export.variant_margin == "evaluate.margin" else export.variant_margin
 
 
+FP16_TOLERANCE = 0.05  # largest error of fp16, in standard deviations of the output
+INT8_NOISE = 0.5  # largest root mean square error of int8, in standard deviations of the output
+
+
 def faults(
     name: str,
     export: Export,
@@ -200,9 +204,9 @@ def faults(
     if name != "fp32":
         yield from _inferior(evaluate, margin_of(export, evaluate), found)
     yield from _below_floors(evaluate, reference, answers)
-    yield from _apart(name, export, Apart.worst(*(one.apart for one in answers)), "the test set")
+    yield from _apart(name, Apart.worst(*(one.apart for one in answers)), "the test set")
     if shapes:
-        yield from _apart(name, export, Apart.worst(*shapes), "shapes that were never traced")
+        yield from _apart(name, Apart.worst(*shapes), "shapes that were never traced")
 
 
 def over_budget(budget: Mapping[Cost, float], size_bytes: int, timing: Timing | None) -> Iterator[str]:
@@ -253,13 +257,10 @@ def _below_floors(config: Evaluate, reference: Reference, answers: Sequence[Answ
             yield f"{name} {lowest:.4f} is below the required {floor:g}, which torch's answers reach"
 
 
-def _apart(name: str, export: Export, found: Apart, where: str) -> Iterator[str]:
+def _apart(name: str, found: Apart, where: str) -> Iterator[str]:
     """Far looser than the tolerances of fp32: it is the metric that judges, this stops what a metric may not see."""
     if name == "fp16" and found.share > FP16_TOLERANCE:
-        yield (
-            f"on {where}, an answer is {found.share:.3g} standard deviations off; "
-            f"{FP16_TOLERANCE:g} are allowed"
-        )
+        yield (f"on {where}, an answer is {found.share:.3g} standard deviations off; {FP16_TOLERANCE:g} are allowed")
     if name.startswith("int8") and found.noise > INT8_NOISE:
         yield (
             f"on {where}, answers are off by {found.noise:.3g} standard deviations (root mean square); "

@@ -64,7 +64,7 @@ class Text:
 class Language(Text):
     """That generates."""
 
-    said: Prompting = field(default_factory=Prompting)
+    settings: Prompting = field(default_factory=Prompting)
 
     def model(self) -> nn.Module:
         return Masked(self.net)
@@ -73,7 +73,7 @@ class Language(Text):
         return self.net
 
     def prompting(self) -> Prompting:
-        return self.said
+        return self.settings
 
 
 class Masked(nn.Module):
@@ -111,8 +111,8 @@ class Made:
 
     @property
     def generation(self) -> Generation:
-        assert self.proven.said.generation is not None
-        return self.proven.said.generation
+        assert self.proven.properties.generation is not None
+        return self.proven.properties.generation
 
     def evaluated(self, batch: Any) -> Any:
         task: Any = self.task
@@ -124,8 +124,8 @@ class Made:
 
 
 def make(kind: str, folder: Path, **settings: Any) -> Made:
-    said = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
-    task: Any = Language(causal(kind, **settings), inputs=MASKED, said=said)
+    prompting = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
+    task: Any = Language(causal(kind, **settings), inputs=MASKED, settings=prompting)
     test, path = open_split(task, "test"), folder / "model.onnx"
     return Made(task, test, path, verify_model(task, task.model(), test, Export(), path))
 

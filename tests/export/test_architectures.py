@@ -49,7 +49,7 @@ class Restless(torch.nn.Module):
 
 
 @pytest.mark.long
-def test_a_language_model_that_answers_by_chance_is_told_so(tmp_path: Path) -> None:
+def test_a_language_model_that_answers_by_chance_is_reported(tmp_path: Path) -> None:
     task: Any = Language(causal("Llama"), inputs=MASKED)
     proven = verify_model(task, Restless(task.net), open_split(task, "test"), Export(), tmp_path / "model.onnx")
     assert proven.greedy is None
@@ -69,5 +69,5 @@ def test_a_head_of_labels_takes_texts_of_every_length(kind: str, tmp_path: Path)
     task: Any = Labels(Masked(net), inputs=MASKED)
     proven = verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
     proven.require()
-    assert proven.said == ModelProperties(axes={"sequence": POSITIONS})
+    assert proven.properties == ModelProperties(axes={"sequence": POSITIONS})
     assert {found["batch_size"] for found in proven.comparisons} >= {1, 2, 5, 7}

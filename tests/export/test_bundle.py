@@ -56,7 +56,6 @@ def test_the_words_of_the_service_that_concern_the_model_travel_in_its_bundle(tm
         "max_batch_size": 5,
         "max_body_bytes": 7000,
         "batch_rows": 11,
-        "batch_delay_ms": 1.5,
         "max_waiting": 13,
         "deadline_seconds": 1.75,
         "max_cache_bytes": 17,
@@ -64,7 +63,11 @@ def test_the_words_of_the_service_that_concern_the_model_travel_in_its_bundle(tm
     assert words.keys() == set(SEALED)
     config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "serve": words})
     signature = bundle._signature(slow(tmp_path / "bundle"), config, ModelProperties(axes={"sequence": 9}))
-    assert signature.limits.model_dump() | signature.runtime.model_dump() == {**words, "axes": {"sequence": 9}}
+    assert signature.limits.model_dump() | signature.runtime.model_dump() == {
+        **words,
+        "axes": {"sequence": 9},
+        "batch_delay_ms": 0,
+    }
 
 
 REFERENCE = "some_codec.py:Codec"
@@ -90,7 +93,7 @@ def test_declared_packages_are_pinned_as_installed_here(tmp_path: Path) -> None:
         ("no_such_thing", (), "imports no_such_thing, which the service does not install"),
         ("numpy", ("no-such-thing",), "needs no-such-thing, which is not installed here"),
         ("yaml", ("pyyaml<1",), "needs pyyaml<1, but .* is installed here"),
-        ("numpy", ("torch",), "`requires` has torch, which no service of ours carries"),
+        ("numpy", ("torch",), "`requires` has torch, which is too large for a service"),
         ("numpy", ("not a name",), "`requires` has 'not a name'; write a package's name"),
     ],
 )

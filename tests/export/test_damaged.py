@@ -170,14 +170,14 @@ def silent(model: onnx.ModelProto) -> None:
     model.graph.initializer.append(numpy_helper.from_array(np.array([1, 2, 3]), "own_axes"))
     model.graph.initializer.append(numpy_helper.from_array(np.array([-1, 1]), "a_column"))
     node_of(model, "Gemm", -1).output[0] = "loud"
-    for kind, given, made, told in (
+    for kind, given, made, message in (
         ("ReduceL1", ["x", "own_axes"], "sum", {"keepdims": 0}),
         ("Less", ["sum", "brightest"], "fine", {}),
         ("Cast", ["fine"], "factor", {"to": TensorProto.FLOAT}),
         ("Reshape", ["factor", "a_column"], "factors", {}),
         ("Mul", ["loud", "factors"], "scores", {}),
     ):
-        model.graph.node.append(helper.make_node(kind, given, [made], name=f"silent_{made}", **told))
+        model.graph.node.append(helper.make_node(kind, given, [made], name=f"silent_{made}", **message))
 
 
 def fixed(model: onnx.ModelProto) -> None:
@@ -251,9 +251,9 @@ def test_a_damaged_file_is_stopped_by_the_check_that_should_stop_it(whole: Subje
     one.path.parent.mkdir()
     (tmp_path / "weights").write_bytes(bytes(1024))
     one.path.write_bytes(model.SerializeToString())
-    found, said = stopped_by(one)
-    assert found == check, said
-    assert re.search(words, said), said
+    found, output = stopped_by(one)
+    assert found == check, output
+    assert re.search(words, output), output
 
 
 def test_the_whole_file_passes_every_check(whole: Subject, tmp_path: Path) -> None:

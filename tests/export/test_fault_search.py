@@ -97,17 +97,17 @@ def test_of_two_faults_the_earlier_is_named(whole: Path, tmp_path: Path) -> None
 def test_it_takes_as_many_runs_as_the_logarithm_of_the_nodes(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
     run = Graph.run
 
     def counted(self: Graph, feed: Any, names: Any, providers: Any = ("CPUExecutionProvider",)) -> Any:
-        asked.append(len(names))
+        requested.append(len(names))
         return run(self, feed, names, providers)
 
     monkeypatch.setattr(Graph, "run", counted)
     assert find(whole, changed(whole, tmp_path, transposed(13))) is not None
-    assert len(asked) <= 2 * (math.ceil(math.log2(3 * LAYERS)) + 2)
-    assert max(asked) <= 4, "a cut is narrow"
+    assert len(requested) <= 2 * (math.ceil(math.log2(3 * LAYERS)) + 2)
+    assert max(requested) <= 4, "a cut is narrow"
 
 
 def test_names_that_an_optimiser_took_away_are_found_by_their_order(whole: Path, tmp_path: Path) -> None:
@@ -248,13 +248,13 @@ def damaged(made: Exported, name: str) -> str:
     return explain_difference(made.written, made.path, feeds(made.task, made.test), made.config)
 
 
-def test_a_damaged_weight_is_told_by_node_module_and_line(exported: Exporter) -> None:
+def test_a_damaged_weight_is_reported_by_node_module_and_line(exported: Exporter) -> None:
     made = exported(Small(layers(nn.ReLU()), pairs()))
     assert explain_difference(made.written, made.path, feeds(made.task, made.test), made.config) == ""
-    said = damaged(made, "3.weight")
-    assert said.startswith("the first node that is wrong is `node_")
-    assert "(Gemm), off by" in said
-    assert said.endswith("of `3` (Linear)"), said
+    output = damaged(made, "3.weight")
+    assert output.startswith("the first node that is wrong is `node_")
+    assert "(Gemm), off by" in output
+    assert output.endswith("of `3` (Linear)"), output
     assert damaged(made, "0.weight").endswith("of `0` (Linear)"), "of two faults the earlier"
 
 
@@ -272,9 +272,9 @@ class Short(nn.Module):
         return x if x.shape[0] > 5 else x * 2
 
 
-def test_a_length_that_decides_is_told_with_where_the_trace_holds(tmp_path: Any) -> None:
+def test_a_length_that_decides_is_reported_with_where_the_trace_holds(tmp_path: Any) -> None:
     task: Any = Small(layers(Short()), pairs())
     proven = verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
-    with pytest.raises(StageError, match=r"torch's guards say that the trace holds for `batch` max=5 alone"):
+    with pytest.raises(StageError, match=r"torch's guards limit the trace to `batch` max=5"):
         proven.require()
     assert np.isfinite([one["max_abs_error"] for one in proven.comparisons]).all()

@@ -50,8 +50,8 @@ def bundle(deepseek: Made, tmp_path: Path) -> Bundle:
 
 def seal(made: Made, folder: Path, root: Path) -> Bundle:
     config = Config.model_validate({"name": "talk", "task": "t.py:T", "codec": "talk_codec.py:Codec"})
-    said: Any = made.task
-    fill(folder, said, made.test, config, Sources(root, root / "files"), made.proven.said)
+    output: Any = made.task
+    fill(folder, output, made.test, config, Sources(root, root / "files"), made.proven.properties)
     (folder / "card.md").write_text("# talk\n")
     onnx_digest = digest_file(folder / "model.onnx")
     write_manifest(folder, "talk", "pass", Ancestors(code="c", data="d", checkpoint="k", verdict="v", onnx=onnx_digest))
@@ -70,7 +70,7 @@ def test_prompt_and_past_are_free_in_length_and_the_latent_is_what_is_cached(dee
     }
     assert [cache.output for cache in deepseek.generation.caches] == ["present.0.latent", "present.0.rope"]
     assert deepseek.generation.positions_limit == POSITIONS
-    assert deepseek.proven.said.axes == {"sequence": POSITIONS, "total": POSITIONS}
+    assert deepseek.proven.properties.axes == {"sequence": POSITIONS, "total": POSITIONS}
 
 
 def test_shapes_that_were_never_traced_were_compared_and_so_was_every_test_sample(deepseek: Made) -> None:
@@ -149,7 +149,7 @@ def test_damage_to_any_weight_is_noticed(deepseek: Made, tmp_path: Path) -> None
             )
 
 
-def test_answers_that_are_not_torchs_are_told_with_both(deepseek: Made) -> None:
+def test_answers_that_are_not_torchs_are_reported_with_both(deepseek: Made) -> None:
     honest = deepseek.decoder()
 
     def lying(feed: Any) -> Any:
@@ -179,11 +179,11 @@ def test_the_bundle_answers_as_at_export_with_a_past_and_by_greedy_generation(bu
     check(bundle, Session(bundle, "cpu", 1))
 
 
-def test_the_card_says_how_long_a_text_may_be(bundle: Bundle) -> None:
+def test_the_card_states_how_long_a_text_may_be(bundle: Bundle) -> None:
     file = RunFile(id="one", created="2026-01-01", wanted=(), config={"name": "talk"}, environment={})
     text = card(Facts(file), bundle.signature, bundle.manifest.ancestors)
     assert f"Axis `total`: at most {POSITIONS}." in text
-    assert "A language model: it answers prompts" in text
+    assert "A language model: it continues prompts" in text
 
 
 def test_a_bundle_that_generates_something_else_is_refused(bundle: Bundle) -> None:
@@ -220,10 +220,10 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(
 
 
 def test_positions_beyond_the_models_own_are_refused() -> None:
-    task: Any = Language(causal("Llama"), said=Prompting(positions_limit=POSITIONS + 1))
+    task: Any = Language(causal("Llama"), settings=Prompting(positions_limit=POSITIONS + 1))
     with pytest.raises(StageError, match=f"allows {POSITIONS + 1} positions, but .* ends at {POSITIONS}"):
         generation_of(task, task.net)
-    task.said = Prompting(positions_limit=LENGTH - 1)
+    task.settings = Prompting(positions_limit=LENGTH - 1)
     generation = generation_of(task, task.net)
     with pytest.raises(StageError, match="the model takes \\[batch, sequence\\] of 10 positions at most"):
         prompts_of((), open_split(task, "test"), generation)

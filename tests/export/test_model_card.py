@@ -87,7 +87,7 @@ def test_variants_and_data_are_on_it_but_nothing_that_was_timed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "output"),
     [
         (
             '"""Pixels in."""\nclass Digits:\n    """A list of\n    greys.\n\n    More."""\n',
@@ -97,7 +97,7 @@ def test_variants_and_data_are_on_it_but_nothing_that_was_timed() -> None:
         (None, ""),
     ],
 )
-def test_the_codec_says_itself_what_it_takes(tmp_path: Path, source: str | None, said: str) -> None:
+def test_the_codec_states_itself_what_it_takes(tmp_path: Path, source: str | None, output: str) -> None:
     if source:
         (tmp_path / "codec.py").write_text(source)
-    assert about_codec(tmp_path, "Digits") == said
+    assert about_codec(tmp_path, "Digits") == output

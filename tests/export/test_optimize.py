@@ -97,7 +97,7 @@ def test_the_file_is_written_anew_and_answers_the_same(
     assert [one.name for one in tmp_path.iterdir()] == ["bundle"]
 
 
-def test_fusions_of_transformers_are_told_by_what_they_made(tmp_path: Path) -> None:
+def test_fusions_of_transformers_are_reported_by_what_they_made(tmp_path: Path) -> None:
     path = network(tmp_path / "bundle")
     expected = answer(path)
     found = optimise(path, nn.Identity(), Export(optimize="transformers"))
@@ -117,7 +117,7 @@ def test_the_same_file_is_optimised_to_the_same_bytes(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-def test_nothing_is_done_where_nothing_is_asked_for(tmp_path: Path) -> None:
+def test_nothing_is_done_where_nothing_is_requested(tmp_path: Path) -> None:
     path = network(tmp_path / "bundle")
     before = path.read_bytes()
     assert optimise(path, nn.Identity(), Export()) is None
@@ -163,10 +163,10 @@ def test_an_optimised_file_that_is_another_is_not_used(
     path = tmp_path / "bundle" / "model.onnx"
     proven = verify.verify_model(task, task.net, open_split(task, "test"), Export(optimize="basic"), path)
     proven.require()
-    told = proven.file["optimize"]
-    assert (told["asked"], told["used"]) == ("basic", "none")
-    assert told["reason"].startswith("the optimized file differs from the model: ")
-    assert "the first node that is wrong is `" in told["reason"]
+    message = proven.file["optimize"]
+    assert (message["requested"], message["used"]) == ("basic", "none")
+    assert message["reason"].startswith("the optimized file differs from the model: ")
+    assert "the first node that is wrong is `" in message["reason"]
     assert "export.optimize=basic is not used: the optimized file differs from the model" in capsys.readouterr().out
     assert [one.name for one in tmp_path.iterdir()] == ["bundle"]
     assert json.dumps(proven.file)
@@ -276,7 +276,7 @@ def test_a_shape_that_is_not_what_the_operators_make_is_refused(tmp_path: Path) 
         check_file(written(tmp_path, width=3))
 
 
-def test_a_tensor_that_nobody_makes_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_no_one_makes_is_refused(tmp_path: Path) -> None:
     def cut(model: onnx.ModelProto) -> None:
         model.graph.node[1].input[0] = "gone"
 

@@ -73,10 +73,10 @@ def test_a_saved_model_is_skipped_aloud_where_its_library_is_not_installed(
 
 
 def test_an_environment_for_it_that_is_not_there_is_named() -> None:
-    assert why_no_saved_model("/no/such/python").startswith("export.tensorflow_python=/no/such/python: no such program")
+    assert why_no_saved_model("/no/such/python").startswith("PIPE_TENSORFLOW_PYTHON=/no/such/python: no such program")
 
 
-def test_what_its_converter_says_is_told_where_it_fails(tmp_path: Path) -> None:
+def test_what_its_converter_states_is_reported_where_it_fails(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"onnx2tf does not convert the file: .*Error"):
         other_formats.answers_of_saved_model(sys.executable, tmp_path / "gone.onnx", tmp_path, ("y",), [pairs()])
 

@@ -78,9 +78,9 @@ def test_every_size_is_compared_at_one_thread_and_at_all_with_real_samples_and_c
         ("CPU, 1 thread", "random inputs", 2),
     ]
     assert all(row["max_abs_error"] < 1e-6 and not row["beyond_tolerance"] for row in covered.rows)
-    told = "\n".join(covered.left_out)
-    assert "batch 7 of random inputs: torch itself fails (no sevens)" in told
-    assert "batch 40 of random inputs: torch itself returns NaN" in told
+    printed = "\n".join(covered.left_out)
+    assert "batch 7 of random inputs: torch itself fails (no sevens)" in printed
+    assert "batch 40 of random inputs: torch itself returns NaN" in printed
 
 
 def test_what_no_real_sample_shows_is_found_by_chance(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_values_at_random_are_of_the_data_and_masks_stay_as_they_are() -> None:
     assert torch.equal(drawn["weight"], scrambled(one, open_split(one, "test"), 40, 3)["weight"]), "seeded"
 
 
-def test_a_provider_that_cannot_be_used_is_told_and_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_that_cannot_be_used_is_reported_and_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["TensorrtExecutionProvider", CPU])
     here, without = places()
     assert [place.text for place in here] == ["CPU, all threads", "CPU, 1 thread"]
@@ -135,8 +135,8 @@ def test_a_place_that_answers_otherwise_is_named(tmp_path: Path) -> None:
     assert (row["beyond_tolerance"], row["worst"]) == (8, "`y` at batch 2 (CPU, 1 thread)")
 
 
-def test_a_file_that_does_not_run_on_a_batch_is_told_with_its_shapes(tmp_path: Path) -> None:
+def test_a_file_that_does_not_run_on_a_batch_is_reported_with_its_shapes(tmp_path: Path) -> None:
     place = Place(CPU, 1)
-    asked = [Case("shapes", "batch 2", {"x": np.ones((2, 5), np.float32)}, {"y": np.ones((2, 5), np.float32)})]
+    requested = [Case("shapes", "batch 2", {"x": np.ones((2, 5), np.float32)}, {"y": np.ones((2, 5), np.float32)})]
     with pytest.raises(StageError, match=r"cannot run the file on x \[2, 5\]"):
-        compare_at(place, place.open(halving(tmp_path / "model.onnx")), asked, CONFIG)
+        compare_at(place, place.open(halving(tmp_path / "model.onnx")), requested, CONFIG)

@@ -142,24 +142,24 @@ def test_the_same_model_is_the_same_bundle_to_the_byte(root: Path) -> None:
 
 def check_provenance(run: Run, directory: Path) -> None:
     """It tells what the bundle was made of."""
-    said = json.loads((directory / "provenance.json").read_text())
-    assert (said["_type"], said["predicateType"]) == (
+    output = json.loads((directory / "provenance.json").read_text())
+    assert (output["_type"], output["predicateType"]) == (
         "https://in-toto.io/Statement/v1",
         "https://slsa.dev/provenance/v1",
     )
-    subjects = {one["name"]: one["digest"]["sha256"] for one in said["subject"]}
+    subjects = {one["name"]: one["digest"]["sha256"] for one in output["subject"]}
     assert subjects == {path.name: digest_file(path) for path in directory.iterdir() if path.name != "provenance.json"}
-    made = said["predicate"]["buildDefinition"]
+    made = output["predicate"]["buildDefinition"]
     found = {one["name"]: one for one in made["resolvedDependencies"]}
     ancestors = open_bundle(directory).manifest.ancestors
     for name in ("code", "data", "checkpoint", "verdict"):
         assert found[name]["digest"] == {"sha256": getattr(ancestors, name)}
     assert found["torch"]["uri"] == f"pkg:pypi/torch@{metadata.version('torch')}"
     assert made["externalParameters"]["config"]["export"] == run.config.export.model_dump(mode="json")
-    assert len(said["predicate"]["runDetails"]["builder"]["version"]["source"]) == 64
+    assert len(output["predicate"]["runDetails"]["builder"]["version"]["source"]) == 64
 
 
-def test_no_file_of_the_bundle_tells_where_it_was_made(root: Path) -> None:
+def test_no_file_of_the_bundle_shows_where_it_was_made(root: Path) -> None:
     run = evaluated_run(root)
     export(run, root)
     for path in (run.partial("export") / "bundle").iterdir():
@@ -171,7 +171,7 @@ def test_a_rejected_candidate_is_not_exported(root: Path) -> None:
     assert "`fail`: size is 1" in refusal(evaluated_run(root, verdict="fail"), root, GateError)
 
 
-def test_an_overridden_one_says_so_in_its_card_its_manifest_and_its_lineage(root: Path) -> None:
+def test_an_overridden_one_states_it_in_its_card_its_manifest_and_its_lineage(root: Path) -> None:
     run = evaluated_run(root, verdict="fail")
     verdict = digest_file(run.output("evaluate") / "verdict.json")
     write_override(run.path, Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="0" * 64))
@@ -205,21 +205,21 @@ def test_a_codec_that_imports_from_the_project_cannot_travel(root: Path) -> None
         ("float(row[0])", 'float("nan")', "encode() must give plain JSON values"),
     ],
 )
-def test_a_codec_that_does_not_fit_is_told_at_export(root: Path, old: str, new: str, message: str) -> None:
+def test_a_codec_that_does_not_fit_is_reported_at_export(root: Path, old: str, new: str, message: str) -> None:
     edit(root / "sums_codec.py", old, new)
     assert message in refusal(evaluated_run(root), root, ConfigError)
 
 
-def test_a_model_that_answers_by_chance_is_refused_and_the_evidence_is_kept(root: Path) -> None:
+def test_a_model_that_answers_by_chance_is_refused_and_the_results_is_kept(root: Path) -> None:
     edit(root / "sums_task.py", "class Sums:", NOISY + "class Sums:")
     edit(root / "sums_task.py", "return nn.Linear(3, 1)", "return Noisy(3, 1)")
     run = evaluated_run(root)
-    assert "no ONNX file can be the model: torch answers `" in refusal(run, root, StageError)
+    assert "no ONNX file can be the model: torch returns different values of `" in refusal(run, root, StageError)
     evidence = json.loads((run.partial("export") / "parity.json").read_text())
     assert all(one["beyond_tolerance"] for one in evidence["runs"])
 
 
-def test_a_model_that_names_its_batch_size_is_told_where_to_look(root: Path) -> None:
+def test_a_model_that_names_its_batch_size_is_reported_where_to_look(root: Path) -> None:
     edit(root / "sums_task.py", "class Sums:", FIXED + "class Sums:")
     edit(root / "sums_task.py", "return nn.Linear(3, 1)", "return Fixed(3, 1)")
     text = refusal(evaluated_run(root, export={"batch_sizes": [3]}), root, StageError)
@@ -285,7 +285,7 @@ def test_files_of_the_codec_travel_in_the_bundle_and_answer_from_there(root: Pat
 def test_a_file_that_prepare_did_not_make_is_named(root: Path) -> None:
     run = fed(root)
     edit(root / "sums_codec.py", 'files = ("scale.txt",)', 'files = ("scale.txt", "offset.txt")')
-    assert "wants the file offset.txt, which the task's make_files() did not write" in refusal(run, root, ConfigError)
+    assert "needs the file offset.txt, which the task's make_files() did not write" in refusal(run, root, ConfigError)
 
 
 def test_a_file_altered_since_prepare_stops_the_export(root: Path) -> None:

@@ -158,7 +158,7 @@ def test_the_batch_that_is_traced_is_as_large_as_no_other_axis(length: int) -> N
         ),
     ],
 )
-def test_axes_that_cannot_be_are_told(changed: dict[str, Any], message: str) -> None:
+def test_axes_that_cannot_be_are_reported(changed: dict[str, Any], message: str) -> None:
     task = texts(Bag())
     for name, value in changed.items():
         setattr(task, name, value)
@@ -189,15 +189,15 @@ class Windowed(Bag):
 
 
 @pytest.mark.long
-def test_lengths_that_torch_itself_refuses_are_told_and_not_compared(
+def test_lengths_that_torch_itself_refuses_are_reported_and_not_compared(
     exported: Exporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = exported(Texts(Windowed(), columns()))
     found = verify_variants(made.task, made.model, made.test, made.path, made.config)
     require_equal(found, made.config)
     assert not [one for one in found if " 1, padding" in one["worst"] or " 2, padding" in one["worst"]]
-    said = capsys.readouterr().out
-    assert "not compared at sequence 1, padding: none: torch itself fails" in said
+    output = capsys.readouterr().out
+    assert "not compared at sequence 1, padding: none: torch itself fails" in output
 
 
 class Stubborn(Bag):
@@ -319,20 +319,23 @@ def test_a_model_left_in_training_mode_is_exported_as_it_is_served(exported: Exp
     assert equal(made)
 
 
-def test_a_model_that_does_not_return_what_was_declared_is_the_users_to_mend(exported: Exporter) -> None:
+def test_a_model_that_does_not_return_what_was_declared_is_the_users_to_fix(exported: Exporter) -> None:
     with pytest.raises((DataError, StageError), match="outputs"):
         exported(Small(linear(), pairs(), outputs=("y", "z")))
 
 
-@pytest.mark.parametrize("external_data", ["auto", "always"])
-def test_the_same_model_is_the_same_bytes(exported: Exporter, external_data: str) -> None:
-    left, right = (exported(Small(linear(), pairs()), name, external_data=external_data) for name in ("a", "b"))
+@pytest.mark.parametrize("inside_bytes", [1 << 30, 0])
+def test_the_same_model_is_the_same_bytes(
+    exported: Exporter, inside_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("export.to_onnx._INSIDE_BYTES", inside_bytes)
+    left, right = (exported(Small(linear(), pairs()), name) for name in ("a", "b"))
     assert digest_file(left.path) == digest_file(right.path)
     assert sorted(p.name for p in left.path.parent.iterdir()) == sorted(p.name for p in right.path.parent.iterdir())
 
 
 @pytest.mark.parametrize("net", [linear(), Branching()], ids=["linear", "branching"])
-def test_nothing_tells_which_machine_made_it(exported: Exporter, net: nn.Module) -> None:
+def test_nothing_shows_which_machine_made_it(exported: Exporter, net: nn.Module) -> None:
     made = exported(Small(net, pairs()), batch_sizes=(COUNT,))
     assert equal(made)
     raw = made.path.read_bytes()
@@ -341,8 +344,11 @@ def test_nothing_tells_which_machine_made_it(exported: Exporter, net: nn.Module)
     assert not [text for text in strings(onnx.load(made.path)) if text.startswith("/") or "line " in text]
 
 
-def test_weights_may_live_beside_the_model_and_are_found_there(exported: Exporter) -> None:
-    made = exported(Small(linear(), pairs()), external_data="always")
+def test_weights_may_live_beside_the_model_and_are_found_there(
+    exported: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("export.to_onnx._INSIDE_BYTES", 0)
+    made = exported(Small(linear(), pairs()))
     assert len(list(made.path.parent.iterdir())) == 2
     check_external_data(made.path)
     assert equal(made)

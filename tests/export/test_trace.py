@@ -156,12 +156,12 @@ def seen(net: nn.Module) -> str:
         (Untraceable, ("custom operator hidden_state::untraceable", "write it with torch's own operators")),
     ],
 )
-def test_what_a_graph_would_lose_is_named_with_its_mend(
+def test_what_a_graph_would_lose_is_named_with_its_fix(
     net: type[nn.Module], parts: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = seen(net())
-    assert [part for part in parts if part not in said] == [], said
-    assert "\n" not in said
+    output = seen(net())
+    assert [part for part in parts if part not in output] == [], output
+    assert "\n" not in output
     capfd.readouterr()  # torch shows the graph up to a branch
 
 
@@ -172,7 +172,7 @@ class Harmless(Plain):
         if self.training:
             self.calls += 1
         self.calls.mul_(1.0)
-        self.last, self.asked = found, found.numel() + getattr(self, "asked", 0)
+        self.last, self.requested = found, found.numel() + getattr(self, "asked", 0)
         found = F.dropout(F.dropout(found, 0.5, training=self.training), 0.0)
         heads = found[:, None, None]
         return F.scaled_dot_product_attention(heads, heads, heads)[:, 0, 0]
@@ -184,9 +184,7 @@ def test_what_is_as_it_should_be_passes(net: nn.Module) -> None:
 
 
 def test_an_operator_without_a_form_in_onnx_is_named_where_it_is_called(exported: Exporter) -> None:
-    with pytest.raises(
-        StageError, match=r"calls hidden_state::triple in the model's own forward, test_hidden\.py line"
-    ):
+    with pytest.raises(StageError, match=r"calls hidden_state::triple in the model's own forward, test_trace\.py line"):
         exported(Small(Custom(), pairs()))
 
 

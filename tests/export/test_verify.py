@@ -14,7 +14,7 @@ from pipeline.contract.settings.stages import Export
 from .conftest import Small, linear, pairs
 
 
-def told(net: nn.Module) -> str:
+def reasons(net: nn.Module) -> str:
     task: Any = Small(net.eval(), pairs())
     return find_nondeterminism(task, net, open_split(task, "test"), Export())
 
@@ -35,17 +35,17 @@ class Restless(nn.Module):
 
 
 def test_answers_that_hang_on_nothing_else_are_no_reason() -> None:
-    assert told(linear()) == ""
+    assert reasons(linear()) == ""
 
 
-def test_an_answer_that_hangs_on_who_asks_beside_is_named() -> None:
-    assert "`y` for a sample depends on the other samples in the batch" in told(Beside())
+def test_an_answer_that_hangs_on_who_requests_beside_is_named() -> None:
+    assert "`y` for a sample depends on the other samples in the batch" in reasons(Beside())
 
 
 def test_the_first_sample_that_torch_answers_with_nan_is_named() -> None:
     first = int((Roots()(torch.from_numpy(pairs()["x"])).isnan().any(1)).nonzero()[0])
-    assert f"answers `y` of test sample {first} with NaN" in told(Roots())
+    assert f"returns NaN in `y` for test sample {first}" in reasons(Roots())
 
 
 def test_noise_is_named() -> None:
-    assert "returns different values of `y` for the same input" in told(Restless())
+    assert "returns different values of `y` for the same input" in reasons(Restless())

@@ -88,6 +88,6 @@ def graph(
 def config(**export: Any) -> Config:
     """Of a run whose test set is too small for a margin of a hundredth."""
     values = {"name": "hills", "task": "task.py:Hills", "codec": "codec.py:Codec"}
-    sizes = {"batch_sizes": [7, COUNT], "timing_seconds": 0.05, "variant_margin": 0.05}
+    sizes = {"batch_sizes": [7, COUNT], "variant_margin": 0.05}
     evaluate = export.pop("evaluate", {})
     return parse_config({**values, "export": {**sizes, **export}, "evaluate": evaluate}, "a test")

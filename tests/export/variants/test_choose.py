@@ -18,7 +18,7 @@ def fastest(*contenders: Contender) -> Choice:
     return decide(Export(variants=ALL, choose="fastest-that-passes"), contenders)
 
 
-def test_the_fastest_that_passes_is_chosen_and_says_by_how_much() -> None:
+def test_the_fastest_that_passes_is_chosen_and_states_by_how_much() -> None:
     found = fastest(PLAIN, contender("fp16", 0.8), contender("int8-static", 0.5))
     assert found.name == "int8-static"
     assert found.reasons == {
@@ -41,7 +41,7 @@ def test_a_gain_that_noise_could_make_changes_nothing() -> None:
         assert found.reasons["fp16"].startswith("passed, but does not save 10% of fp32's time beyond doubt; it takes")
 
 
-def test_of_two_that_cannot_be_told_apart_the_more_exact_is_chosen() -> None:
+def test_of_two_that_cannot_be_reported_apart_the_more_exact_is_chosen() -> None:
     assert fastest(PLAIN, contender("int8-dynamic", 0.50), contender("int8-static", 0.51)).name == "int8-static"
     assert fastest(PLAIN, contender("int8-dynamic", 0.50), contender("fp16", 0.51)).name == "fp16"
     assert fastest(PLAIN, contender("int8-dynamic", 0.50, 0.001), contender("fp16", 0.51, 0.001)).name == "int8-dynamic"

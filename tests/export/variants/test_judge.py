@@ -32,7 +32,7 @@ def few_wrong(count: int) -> Array:
     return np.where(np.arange(100) < count, 0.0, 1.0)
 
 
-def told(name: str, *answers: Answers, evaluate: Evaluate = EVALUATE, export: Export | None = None) -> list[str]:
+def message(name: str, *answers: Answers, evaluate: Evaluate = EVALUATE, export: Export | None = None) -> list[str]:
     reference = Reference({}, {"y": 1.0}, {"accuracy": RIGHT})
     found = evaluate_variant(evaluate, reference, answers)
     return list(faults(name, export or Export(), evaluate, found, reference, answers, []))
@@ -43,40 +43,40 @@ def of(values: Array, size: int = 1, found: Apart = NEAR) -> Answers:
 
 
 def test_the_batch_size_at_which_the_metric_may_be_worst_decides() -> None:
-    assert told("int8-dynamic", of(RIGHT), of(few_wrong(1), 7)) == []
-    (fault,) = told("int8-dynamic", of(RIGHT), of(few_wrong(9), 7), of(few_wrong(1), 256))
+    assert message("int8-dynamic", of(RIGHT), of(few_wrong(1), 7)) == []
+    (fault,) = message("int8-dynamic", of(RIGHT), of(few_wrong(9), 7), of(few_wrong(1), 256))
     assert fault.startswith("accuracy is 0.9100 at batch size 7, in torch 1.0000: the lower bound -0.1")
     assert fault.endswith("of the difference misses the margin of -0.08")
 
 
-def test_a_margin_of_its_own_is_what_a_variant_may_cost() -> None:
+def test_a_margin_own_is_what_a_variant_may_cost() -> None:
     wrong = of(few_wrong(4))
-    assert told("int8-static", wrong, evaluate=Evaluate(margin=0.2)) == []
-    assert told("int8-static", wrong, evaluate=Evaluate(margin=0.2), export=Export(variant_margin=0.001))
-    assert told("int8-static", of(RIGHT), export=Export(variant_margin=0)) == []  # equal on every sample
+    assert message("int8-static", wrong, evaluate=Evaluate(margin=0.2)) == []
+    assert message("int8-static", wrong, evaluate=Evaluate(margin=0.2), export=Export(variant_margin=0.001))
+    assert message("int8-static", of(RIGHT), export=Export(variant_margin=0)) == []  # equal on every sample
 
 
 def test_fp32_is_not_turned_away_over_its_last_digit() -> None:
     values = RIGHT - 1e-9 * np.arange(100)
-    assert told("fp32", of(values), evaluate=Evaluate(margin=0)) == []
-    assert told("fp16", of(values), evaluate=Evaluate(margin=0))
+    assert message("fp32", of(values), evaluate=Evaluate(margin=0)) == []
+    assert message("fp16", of(values), evaluate=Evaluate(margin=0))
 
 
 def test_a_metric_that_is_no_number_is_named_and_not_compared() -> None:
-    assert told("fp16", of(np.where(np.arange(100) == 3, np.nan, 1.0))) == [
+    assert message("fp16", of(np.where(np.arange(100) == 3, np.nan, 1.0))) == [
         "accuracy is not finite on every test sample"
     ]
 
 
 def test_errors_that_a_metric_does_not_see_are_bounded_for_each_kind() -> None:
     coarse = of(RIGHT, found=Apart(3.0, 0.3, 0.02))
-    assert told("int8-static", coarse) == []
-    assert "0.3 standard deviations off, over export.fp16_tolerance=0.05" in told("fp16", coarse)[0]
-    assert "off by 0.7 standard deviations" in told("int8-static", of(RIGHT, found=Apart(9, 2, 0.7)))[0]
+    assert message("int8-static", coarse) == []
+    assert "0.3 standard deviations off; 0.05 are allowed" in message("fp16", coarse)[0]
+    assert "off by 0.7 standard deviations" in message("int8-static", of(RIGHT, found=Apart(9, 2, 0.7)))[0]
 
 
-def test_a_floor_that_torch_misses_was_forgiven_and_is_not_asked_of_the_file() -> None:
-    assert told("fp32", of(RIGHT), evaluate=Evaluate(require={"accuracy": 2.0, "another": 1.0})) == []
+def test_a_floor_that_torch_misses_was_forgiven_and_is_not_requested_of_the_file() -> None:
+    assert message("fp32", of(RIGHT), evaluate=Evaluate(require={"accuracy": 2.0, "another": 1.0})) == []
 
 
 @pytest.mark.parametrize(

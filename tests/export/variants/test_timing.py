@@ -28,7 +28,7 @@ def test_too_few_values_have_no_bound_and_no_guess() -> None:
     assert quantile_bounds(np.arange(100.0), 0.99, 0.95)[1] == math.inf
 
 
-def test_bounds_hold_the_true_median_as_often_as_they_say() -> None:
+def test_bounds_hold_the_true_median_as_often_as_they_state() -> None:
     rng, hits = np.random.default_rng(0), 0
     for _ in range(400):
         low, high = quantile_bounds(rng.exponential(size=100), 0.5, 0.95)
@@ -43,15 +43,15 @@ def test_a_share_is_measured_in_rounds_so_that_a_slow_minute_slows_both() -> Non
     other: list[Array] = [pace * rng.normal(6e-4, 2e-5, 10) for pace in slow]
     share = share_of_time({1: other}, {1: first}, 0.95)
     assert 0.58 < share.low <= share.estimate <= share.high < 0.62
-    told = timing({1: other, 32: first}, {1: first, 32: first}, 0.95)
-    assert told.share.estimate == pytest.approx(
+    message = timing({1: other, 32: first}, {1: first, 32: first}, 0.95)
+    assert message.share.estimate == pytest.approx(
         math.sqrt(share.estimate), rel=0.01
     )  # half the gain, at one of two sizes
-    assert told.p50_ms[1].low <= 0.6 <= told.p50_ms[1].high
-    assert told.p99_ms[32].estimate > 4
+    assert message.p50_ms[1].low <= 0.6 <= message.p50_ms[1].high
+    assert message.p99_ms[32].estimate > 4
 
 
-def test_a_race_tells_the_smaller_of_two_files(tmp_path: Path) -> None:
+def test_a_race_shows_the_smaller_of_two_files(tmp_path: Path) -> None:
     paths = {}
     for name, inner in (("large", 2048), ("small", 8)):
         weights = [np.ones((16, inner), np.float32), np.ones((inner, 4), np.float32)]
