@@ -1,4 +1,4 @@
-"""OpenAI's paths: from a request's body to its texts, whole or as a stream of events."""
+"""OpenAI's endpoints: completions, chat completions and models, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -6,145 +6,154 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
-from serve.canary import choose_by
 from serve.errors import Refusal, Unknown
 from serve.generate import openai_api
-from serve.generate.openai_api import Choice, Completion, Conversation, Reply, completion, conversation
-from serve.generate.sequence import Asking, Detokenizer, Order, Piece, Writing
-from serve.request_body import of_header, read
-from serve.routes import JSON, Answer, Asked, Flow, check_content, json_answer
+from serve.generate.model import TextGenerator
+from serve.generate.openai_api import (
+    ChatRequest,
+    Choice,
+    CompletionRequest,
+    ResponseBuilder,
+    parse_chat,
+    parse_completion,
+)
+from serve.generate.sequence import Chunk, Detokenizer, GenerationOptions, SequenceGroup, TextSequence
+from serve.http1.connection import HttpRequest
+from serve.load_shedding import set_deadline
+from serve.model_version import ModelVersion
+from serve.models import OnnxPlane
+from serve.request_body import MemoryBudget, read_body
+from serve.routes import JSON, Response, Route, Stream, check_content_type, json_response
 
-if TYPE_CHECKING:
-    from serve.generate.model import Writer
-    from serve.model_version import ModelVersion
-    from serve.models import OnnxPlane
-
-
-TEXT = ("completions", "chat")  # kinds of routes that ask for texts
+OPENAI_ROUTES = ("completions", "chat")  # routes that generate text
 _VERSION = re.compile(r"(?P<name>[^/]{1,200})/versions/(?P<version>[0-9A-Za-z]{1,64})")
-_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
+_EVENT_STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
 
 
-class Texts:
-    """Of all models that write; the name of the one that is asked is in the body."""
+class OpenAIEndpoints:
+    """The endpoints of all language models: the request's body names the model."""
 
-    def __init__(self, plane: OnnxPlane) -> None:
-        self._plane = plane
+    def __init__(self, plane: OnnxPlane, budget: MemoryBudget) -> None:
+        self._plane, self._budget = plane, budget
 
-    async def models(self, _: Asked) -> Answer:
-        current = [one for one, is_current in self._plane.loaded() if is_current]
-        return json_answer(openai_api.models((one.name, one.writer.created) for one in current if one.writer))
-
-    async def model(self, asked: Asked) -> Answer:
-        served = self._plane.served(asked.route.model, asked.route.version)
-        asked.watch.served = served
-        return json_answer(openai_api.model(served.name, _writer(served).created))
-
-    async def complete(self, asked: Asked) -> Answer | Flow:
-        return await self._written(asked, completion)
-
-    async def chat(self, asked: Asked) -> Answer | Flow:
-        return await self._written(asked, conversation)
-
-    async def _written(self, asked: Asked, parse: Callable[[bytes], Completion | Conversation]) -> Answer | Flow:
-        check_content(asked.headers, "application/json")
-        timeout_seconds = of_header(asked.headers)
-        wanted = parse(await read(asked.headers, asked.receive, self._most_bytes(), asked.hold))
-        served = asked.watch.served = self._served(wanted.model, asked.watch.id)
-        writer = _writer(served)
-        asked.watch.reading = time.monotonic()
-        prompts = await writer.prompts(wanted)
-        asked.watch.read = time.monotonic()
-        order = writer.order(wanted, prompts)
-        deadline = asked.watch.began + served.patience(timeout_seconds)
-        asking = Asking(order, deadline, asked.gone, asked.watch, whole=not wanted.stream)
-        writings = writer.writings(asking, prompts, wanted.n)
-        reply = _reply(asked, served, wanted, order, writings)
-        pieces = writer.engine.written(writings)
-        if not wanted.stream:
-            return await _whole(pieces, reply, asked)
-        parts = _parts(pieces, reply, asked, usage=wanted.usage_wanted)
-        return Flow(await _begun(parts), _EVENTS, _told)
-
-    def _most_bytes(self) -> int:
-        """Whose limit holds is known when the body is read: it names the model."""
-        found = [one.max_body_bytes for one, _ in self._plane.loaded() if one.writer]
-        return max(found, default=0) or max(one.max_body_bytes for one, _ in self._plane.loaded())
-
-    def _served(self, model: str, request_id: bytes) -> ModelVersion:
-        """By its name, or one of its versions as `NAME/versions/2`; a canary gets its share of the former."""
-        if found := _VERSION.fullmatch(model):
-            return self._plane.served(found["name"], found["version"])
-        served = self._plane.served(model)
-        return choose_by(served, request_id)
-
-
-def _writer(served: ModelVersion) -> Writer:
-    if served.writer is None:
-        raise Unknown(
-            f"model {served.name!r} writes no texts; ask /v1/models/{served.name}:predict "
-            f"or /v2/models/{served.name}/infer"
+    async def models(self, _request: HttpRequest, _route: Route) -> Response:
+        current = [version for version, is_current in self._plane.loaded() if is_current]
+        return json_response(
+            openai_api.models((version.name, version.generator.created) for version in current if version.generator)
         )
-    return served.writer
+
+    async def model(self, request: HttpRequest, route: Route) -> Response:
+        version = request.model_version = self._plane.served(route.model, route.version)
+        return json_response(openai_api.model(version.name, _generator(version).created))
+
+    async def complete(self, request: HttpRequest, _route: Route) -> Response | Stream:
+        return await self._generate(request, parse_completion)
+
+    async def chat(self, request: HttpRequest, _route: Route) -> Response | Stream:
+        return await self._generate(request, parse_chat)
+
+    async def _generate(
+        self, request: HttpRequest, parse: Callable[[bytes], CompletionRequest | ChatRequest]
+    ) -> Response | Stream:
+        check_content_type(request.headers.get(b"content-type"), "application/json")
+        parsed = parse(await read_body(request, self._max_body_bytes(), self._budget))
+        version = request.model_version = self._version(parsed.model, request.id)
+        set_deadline(request, version)
+        generator = _generator(version)
+        request.decode_started_at = time.monotonic()
+        prompts = await generator.encode_prompts(parsed)
+        request.decoded_at = time.monotonic()
+        options = generator.options(parsed, prompts)
+        group = SequenceGroup(options, request, buffered=not parsed.stream)
+        sequences = generator.sequences(group, prompts, parsed.n)
+        builder = _response_builder(request, version, parsed, options, sequences)
+        chunks = generator.engine.generate(sequences)
+        if not parsed.stream:
+            return await _collect(chunks, builder, request)
+        events = _events(chunks, builder, request, usage=parsed.with_usage)
+        return Stream(await _with_first_ready(events), _EVENT_STREAM_HEADERS, _failure_event)
+
+    def _max_body_bytes(self) -> int:
+        """Return the largest limit: which model's limit applies is known only after the body was read."""
+        limits = [version.max_body_bytes for version, _ in self._plane.loaded() if version.generator]
+        return max(limits, default=0) or max(version.max_body_bytes for version, _ in self._plane.loaded())
+
+    def _version(self, model: str, request_id: bytes) -> ModelVersion:
+        """Find a model by name, with a canary's share, or one version as `NAME/versions/2`."""
+        if match := _VERSION.fullmatch(model):
+            return self._plane.served(match["name"], match["version"])
+        return self._plane.served(model).choose_by_id(request_id)
 
 
-def _reply(
-    asked: Asked, served: ModelVersion, wanted: Completion | Conversation, order: Order, writings: list[Writing]
-) -> Reply:
-    prompts, language = writings[:: wanted.n], _writer(served).language
-    before = [() if order.echo else one.prompt for one in writings]
-    return Reply(
-        chat=isinstance(wanted, Conversation),
-        request_id=asked.watch.id.decode(),
-        model=wanted.model,
-        digest=served.bundle.digest,
-        token=language.token,
-        prompt_tokens=sum(len(one.prompt) for one in prompts),
-        choices=[Choice(Detokenizer(language.text, ids).feed) for ids in before],
-        telling=order.top is not None,
+def _generator(version: ModelVersion) -> TextGenerator:
+    if version.generator is None:
+        raise Unknown(
+            f"model {version.name!r} does not generate text; use /v1/models/{version.name}:predict "
+            f"or /v2/models/{version.name}/infer"
+        )
+    return version.generator
+
+
+def _response_builder(
+    request: HttpRequest,
+    version: ModelVersion,
+    parsed: CompletionRequest | ChatRequest,
+    options: GenerationOptions,
+    sequences: list[TextSequence],
+) -> ResponseBuilder:
+    tokenizer = _generator(version).tokenizer
+    contexts = [() if options.echo else sequence.prompt for sequence in sequences]
+    return ResponseBuilder(
+        chat=isinstance(parsed, ChatRequest),
+        request_id=request.id.decode(),
+        model=parsed.model,
+        digest=version.bundle.digest,
+        token=tokenizer.token,
+        prompt_tokens=sum(len(sequence.prompt) for sequence in sequences[:: parsed.n]),
+        choices=[Choice(Detokenizer(tokenizer.text, context).feed) for context in contexts],
+        with_logprobs=options.top_logprobs is not None,
     )
 
 
-async def _whole(pieces: AsyncGenerator[Piece, None], reply: Reply, asked: Asked) -> Answer:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            reply.add(piece)
-    asked.watch.ran = time.monotonic()
-    answer = Answer(reply.body(), (JSON,))
-    asked.watch.written = time.monotonic()
-    return answer
+async def _collect(chunks: AsyncGenerator[Chunk, None], builder: ResponseBuilder, request: HttpRequest) -> Response:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            builder.add(chunk)
+    request.run_ended_at = time.monotonic()
+    response = Response(builder.body(), (JSON,))
+    request.encoded_at = time.monotonic()
+    return response
 
 
-async def _parts(
-    pieces: AsyncGenerator[Piece, None], reply: Reply, asked: Asked, *, usage: bool
+async def _events(
+    chunks: AsyncGenerator[Chunk, None], builder: ResponseBuilder, request: HttpRequest, *, usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Events; the first comes with the first token, so that what goes wrong before has its own status."""
+    """Yield events. The first comes with the first token, so that an earlier failure still has its own HTTP status."""
     opened = False
-    async with aclosing(pieces):
-        async for piece in pieces:
-            opening = b"" if opened else b"".join(reply.opening(usage=usage))
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            opening = b"" if opened else b"".join(builder.opening(usage=usage))
             opened = True
-            if part := opening + reply.event(piece, usage=usage):
-                yield part
-    asked.watch.ran = asked.watch.written = time.monotonic()
-    yield reply.closing(usage=usage)
+            if events := opening + builder.event(chunk, usage=usage):
+                yield events
+    request.run_ended_at = request.encoded_at = time.monotonic()
+    yield builder.closing(usage=usage)
 
 
-async def _begun(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The same, with the first one made already."""
-    first = await anext(parts)
+async def _with_first_ready(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Wait for the first event, which raises early failures, and return all of them."""
+    first = await anext(events)
 
-    async def all_of_them() -> AsyncGenerator[bytes, None]:
-        async with aclosing(parts):
+    async def all_events() -> AsyncGenerator[bytes, None]:
+        async with aclosing(events):
             yield first
-            async for part in parts:
-                yield part
+            async for event in events:
+                yield event
 
-    return all_of_them()
+    return all_events()
 
 
-def _told(refusal: Refusal | None) -> bytes:
-    """A failure in the middle of a stream."""
-    return openai_api.event(openai_api.failure(refusal))
+def _failure_event(refusal: Refusal | None) -> bytes:
+    """Return the event for a failure within a stream."""
+    return openai_api.event(openai_api.error_body(refusal))

@@ -1,7 +1,4 @@
-"""A language model as a version of a model holds it: its words, its graph and the engine that runs them.
-
-A language model is loaded: its words are there, and a text is the same in company as it is alone.
-"""
+"""A language model of a bundle: tokenizer, graph and engine. Loading checks that sequences may share a batch."""
 
 from __future__ import annotations
 
@@ -18,141 +15,140 @@ import numpy as np
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import BundleError, InvalidPayload
 from pipeline.contract.signature import Signature
-from serve.generate.engine import Engine, Rules
-from serve.generate.kv_cache import Block, Graph
-from serve.generate.openai_api import Completion, Conversation
-from serve.generate.openai_api import order as ordered
-from serve.generate.sequence import Asking, Order, Writing
-from serve.generate.tokenizer import Language
+from serve.generate.engine import Engine, EngineLimits
+from serve.generate.kv_cache import DecoderGraph, KVCache
+from serve.generate.openai_api import ChatRequest, CompletionRequest, generation_options
+from serve.generate.sequence import GenerationOptions, SequenceGroup, TextSequence
+from serve.generate.tokenizer import ModelTokenizer
 from serve.runtime.session import Session
 
-MOST_TEXTS = 128  # of one request, whatever the bundle's limit
-_AT_ONCE = 512  # characters and token ids of prompts that are read in less time than the way to a thread and back takes
+Array = np.ndarray[Any, Any]
+
+MAX_SEQUENCES = 128  # of one request, whatever the bundle's limit
+_INLINE_CHARACTERS = 512  # of prompts, or token ids, that are encoded faster than a thread is reached
+_CHECK_PROMPT_TOKENS = 12  # enough for padding to matter
+_CHECK_STEPS = 3
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Words:
-    """What is loaded of it and proven."""
+class LanguageModel:
+    """A loaded and checked language model."""
 
-    language: Language
-    graph: Graph
-    why_alone: str  # why texts are written one by one; empty where they are written together
+    tokenizer: ModelTokenizer
+    graph: DecoderGraph
+    unbatched_reason: str  # why sequences must not share a batch; empty where they may
 
 
-class Writer:
-    def __init__(self, words: Words, bundle: Bundle, pool: Executor) -> None:
-        signature: Signature = bundle.signature
-        self.language, self._pool = words.language, pool
-        self.engine = Engine(words.graph, _rules(signature, words.why_alone), pool)
+class TextGenerator:
+    """Turns parsed requests into sequences and runs them."""
+
+    def __init__(self, model: LanguageModel, bundle: Bundle, pool: Executor) -> None:
+        limits = bundle.signature.limits
+        self.tokenizer, self._pool = model.tokenizer, pool
+        self.engine = Engine(model.graph, _engine_limits(bundle.signature, model.unbatched_reason), pool)
         self.created = int(time.time())
-        self.told = f"one by one: {words.why_alone}" if words.why_alone else "together"  # for the metadata
-        self._most_texts = min(MOST_TEXTS, signature.limits.max_batch_size)
+        reason = model.unbatched_reason
+        self.batching = f"one by one: {reason}" if reason else "together"  # shown in the model's metadata
+        self._max_sequences = min(MAX_SEQUENCES, limits.max_batch_size)
 
-    async def prompts(self, asked: Completion | Conversation) -> list[list[int]]:
-        """As token ids, all of them possible. Reading many words takes time that the loop has not."""
-        count = len(asked.prompts) if isinstance(asked, Completion) else 1
-        if count * asked.n > self._most_texts:
-            raise InvalidPayload(f"n: {count} prompts times {asked.n} are more than {self._most_texts} texts")
-        if isinstance(asked, Completion) and sum(map(len, asked.prompts)) <= _AT_ONCE:
-            return self._read(asked)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._read, asked)
+    async def encode_prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+        """Return the token ids of each prompt; long prompts are encoded in a thread."""
+        count = len(request.prompts) if isinstance(request, CompletionRequest) else 1
+        if count * request.n > self._max_sequences:
+            raise InvalidPayload(f"n: {count} prompts times {request.n} are more than {self._max_sequences} texts")
+        if isinstance(request, CompletionRequest) and sum(map(len, request.prompts)) <= _INLINE_CHARACTERS:
+            return self._encode(request)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, request)
 
-    def order(self, asked: Completion | Conversation, prompts: Sequence[Sequence[int]]) -> Order:
-        """What fits in the model's positions, and in memory."""
-        longest = max(map(len, prompts))
-        most, word = self.language.generation.positions_limit, "prompt" if isinstance(asked, Completion) else "messages"
-        if longest > most - (asked.most != 0):
-            raise InvalidPayload(f"{word}: {longest} tokens; the model has {most} positions for them and its answer")
-        order = ordered(asked, max(1, min(most, self.engine.longest) - longest))
-        if longest + order.most > most:
+    def options(self, request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> GenerationOptions:
+        """Return the options, limited by the model's positions and by memory."""
+        longest, limit = max(map(len, prompts)), self.tokenizer.generation.positions_limit
+        if longest > limit - (request.token_limit != 0):
+            field = "prompt" if isinstance(request, CompletionRequest) else "messages"
+            raise InvalidPayload(f"{field}: {longest} tokens; the model has {limit} positions for them and its answer")
+        options = generation_options(request, max(1, min(limit, self.engine.max_positions) - longest))
+        if longest + options.max_tokens > limit:
             raise InvalidPayload(
-                f"max_tokens: {longest} tokens of the prompt and {order.most} of the answer "
-                f"are more than the model's {most} positions"
+                f"max_tokens: {longest} tokens of the prompt and {options.max_tokens} of the answer "
+                f"are more than the model's {limit} positions"
             )
-        self.engine.check(longest + order.most)
-        return order
+        self.engine.check_fits(longest + options.max_tokens)
+        return options
 
-    def writings(self, asking: Asking, prompts: Sequence[Sequence[int]], count: int) -> list[Writing]:
-        """`count` of each prompt, in OpenAI's order."""
-        end, decode = self.language.generation.end, self.language.text
-        texts = [prompt for prompt in prompts for _ in range(count)]
-        return [Writing(asking, index, prompt, end, decode) for index, prompt in enumerate(texts)]
+    def sequences(self, group: SequenceGroup, prompts: Sequence[Sequence[int]], count: int) -> list[TextSequence]:
+        """Return `count` sequences of each prompt, in OpenAI's order."""
+        end, decode = self.tokenizer.generation.end, self.tokenizer.text
+        repeated = [prompt for prompt in prompts for _ in range(count)]
+        return [TextSequence(group, index, prompt, end, decode) for index, prompt in enumerate(repeated)]
 
-    def _read(self, asked: Completion | Conversation) -> list[list[int]]:
-        if isinstance(asked, Conversation):
-            found = [self.language.conversation(asked.plain)]
+    def _encode(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+        if isinstance(request, ChatRequest):
+            prompts = [self.tokenizer.encode_chat(request.template_messages)]
         else:
-            found = [self.language.prompt(one) if isinstance(one, str) else one for one in asked.prompts]
-        for ids in found:
+            prompts = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in request.prompts]
+        vocabulary = self.tokenizer.vocabulary
+        for ids in prompts:
             if not ids:
-                raise InvalidPayload("prompt: has no token, and the model needs one to begin with; give a text")
-            if wrong := [one for one in ids if not 0 <= one < self.language.vocabulary]:
-                raise InvalidPayload(
-                    f"prompt: {wrong[0]} is no token id; the model knows those from 0 to {self.language.vocabulary - 1}"
-                )
-        return found
+                raise InvalidPayload("prompt: must have at least one token; give a text")
+            if wrong := [token for token in ids if not 0 <= token < vocabulary]:
+                raise InvalidPayload(f"prompt: {wrong[0]} is not a token id; the model's are 0 to {vocabulary - 1}")
+        return prompts
 
 
-def _rules(signature: Signature, why_alone: str) -> Rules:
+def _engine_limits(signature: Signature, unbatched_reason: str) -> EngineLimits:
     limits = signature.limits
-    return Rules(
-        rows=1 if why_alone else signature.runtime.batch_rows,
+    return EngineLimits(
+        sequences=1 if unbatched_reason else signature.runtime.batch_rows,
         waiting=limits.max_waiting,
         cache_bytes=limits.max_cache_bytes,
     )
 
 
-Array = np.ndarray[Any, Any]
-
-_PROMPT = 12  # tokens: enough for the mask to matter
-_STEPS = 3
-
-log = logging.getLogger(__name__)
-
-
-def words_of(bundle: Bundle, session: Session) -> Words:
-    """Whatever is wrong is raised here, before anybody asks for a text."""
-    language, graph = Language.open(bundle), Graph(session, bundle.signature)
+def load_language_model(bundle: Bundle, session: Session) -> LanguageModel:
+    """Load and check a language model; every defect of the bundle is raised here, before the first request."""
+    tokenizer, graph = ModelTokenizer.open(bundle), DecoderGraph(session, bundle.signature)
     try:
-        why_alone = why_not_together(bundle, graph)
+        reason = batching_problem(bundle, graph)
     except BundleError:
         raise
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
         raise BundleError(
-            f"{bundle.path}: the model cannot write a text: {' '.join(str(error).split())}; export again"
+            f"{bundle.path}: the model cannot generate text: {' '.join(str(error).split())}; export again"
         ) from error
-    if why_alone:
-        log.warning("model=%s texts=one-by-one reason=%r", bundle.name, why_alone)
-    return Words(language, graph, why_alone)
+    if reason:
+        log.warning("model=%s texts=one-by-one reason=%r", bundle.name, reason)
+    return LanguageModel(tokenizer, graph, reason)
 
 
-def why_not_together(bundle: Bundle, graph: Graph) -> str:
-    """Empty where padding and strangers change no logits: then requests may share a batch."""
+def batching_problem(bundle: Bundle, graph: DecoderGraph) -> str:
+    """Return why sequences must not share a batch; empty where padding and other rows change no logits."""
     generation, golden = bundle.signature.generation, bundle.golden()
-    assert generation is not None, "asked of language models alone"
-    if generation.positions_limit < _STEPS + 2:
-        return "the model has too few positions to find out whether texts may be written together"
-    known = golden.inputs[generation.ids][0].tolist()
-    long = np.resize(known[::-1], min(_PROMPT, generation.positions_limit - _STEPS)).tolist()
-    short = known[: max(1, len(long) // 2)]
-    alone = _written(graph, [short])
-    company = _written(graph, [short, long])
-    for place, (one, other) in enumerate(zip(alone, company, strict=True)):
-        if not np.allclose(one[0], other[0], rtol=golden.rtol, atol=golden.atol):
-            apart = float(np.abs(one[0] - other[0]).max())
-            return f"token {place} of a text has other logits in company than alone (by {apart:.3g})"
+    assert generation is not None, "only for language models"
+    if generation.positions_limit < _CHECK_STEPS + 2:
+        return "the model has too few positions to check whether its results depend on the batch"
+    tokens = golden.inputs[generation.ids][0].tolist()
+    long = np.resize(tokens[::-1], min(_CHECK_PROMPT_TOKENS, generation.positions_limit - _CHECK_STEPS)).tolist()
+    short = tokens[: max(1, len(long) // 2)]
+    single = _greedy_logits(graph, [short])
+    batched = _greedy_logits(graph, [short, long])
+    for step, (one, both) in enumerate(zip(single, batched, strict=True)):
+        if not np.allclose(one[0], both[0], rtol=golden.rtol, atol=golden.atol):
+            difference = float(np.abs(one[0] - both[0]).max())
+            return f"the logits of token {step} differ by {difference:.3g} when another text is in the batch"
     return ""
 
 
-def _written(graph: Graph, prompts: list[list[int]]) -> list[Array]:
-    """The logits [rows, vocabulary] of some steps; each row goes on with its own likeliest token."""
+def _greedy_logits(graph: DecoderGraph, prompts: list[list[int]]) -> list[Array]:
+    """Return the logits [rows, vocabulary] of the first steps of greedy decoding."""
     longest = max(map(len, prompts))
-    pads = [longest - len(one) for one in prompts]
-    ids = np.array([[0] * pad + one for pad, one in zip(pads, prompts, strict=True)], np.int64)
-    block: Block = graph.empty(pads)
-    found: list[Array] = []
-    for _ in range(_STEPS):
-        logits, block = graph.run(block, ids)
-        found.append(logits[:, -1])
+    pads = [longest - len(prompt) for prompt in prompts]
+    ids = np.array([[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)], np.int64)
+    cache: KVCache = graph.empty_cache(pads)
+    steps: list[Array] = []
+    for _ in range(_CHECK_STEPS):
+        logits, cache = graph.run(cache, ids)
+        steps.append(logits[:, -1])
         ids = logits[:, -1].argmax(axis=1)[:, None]
-    return found
+    return steps

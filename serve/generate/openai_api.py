@@ -1,12 +1,12 @@
-"""Answers in the words of OpenAI's API: whole ones, and the events of a stream.
+"""Requests and responses of OpenAI's completions and chat completions, whole or as a stream of events.
 
-What OpenAI's two requests for text may say, typed; what is not supported is refused by its name.
+Fields that are not supported are rejected by name.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,94 +16,94 @@ import orjson
 
 from pipeline.contract.errors import InvalidPayload
 from serve.errors import Refusal, Unauthorized, Unknown
-from serve.generate.sampling import Likelihood, Sampling
-from serve.generate.sequence import Order, Piece
-from serve.protocol.v2_json import parse_object
+from serve.generate.sampling import Sampling, TokenLogprob
+from serve.generate.sequence import Chunk, GenerationOptions, Logprobs
+from serve.request_body import parse_object
 
 PREFIX = "/openai/"
 DONE = b"data: [DONE]\n\n"
-_BROKEN = "\ufffd"
+_REPLACEMENT = "\ufffd"
 _OBJECTS = {False: ("cmpl", "text_completion", "text_completion"), True: ("chatcmpl", "chat.completion", "chat.completion.chunk")}  # fmt: skip  # noqa: E501
 
-Told = Sequence[Likelihood | int]
-Token = Callable[[int], str]  # a single one as people read it
+TokenText = Callable[[int], str]
 
 
 @dataclass
 class Choice:
-    """One text as far as it has come."""
+    """One text, as far as it was generated."""
 
-    adds: Token  # what a token adds to the text before it: nothing as long as it is a part of a character
+    detokenize: TokenText  # the text that a token adds; empty while a character is incomplete
     text: str = ""
-    told: list[Likelihood | int] = field(default_factory=list)
-    offset: int = 0  # characters of the tokens told of
-    finish: str | None = None
+    logprobs: list[TokenLogprob | int] = field(default_factory=list)
+    offset: int = 0  # characters of the tokens with log probabilities
+    finish_reason: str | None = None
 
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.told += piece.told
-        self.finish = piece.finish or None
+    def add(self, chunk: Chunk) -> None:
+        self.text += chunk.text
+        self.logprobs += chunk.logprobs
+        self.finish_reason = chunk.finish_reason or None
 
 
 @dataclass
-class Reply:
-    """To one request."""
+class ResponseBuilder:
+    """The response to one request."""
 
     chat: bool
     request_id: str
     model: str
     digest: str
-    token: Token
+    token: TokenText
     prompt_tokens: int
     choices: list[Choice]
-    telling: bool  # likelihoods are asked for
+    with_logprobs: bool
     completion_tokens: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def add(self, piece: Piece) -> None:
-        self.choices[piece.index].add(piece)
-        self.completion_tokens += piece.tokens
+    def add(self, chunk: Chunk) -> None:
+        self.choices[chunk.index].add(chunk)
+        self.completion_tokens += chunk.tokens
 
     @property
     def usage(self) -> dict[str, int]:
-        both = self.prompt_tokens + self.completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": both,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
 
     def body(self) -> bytes:
         choices = []
-        for index, one in enumerate(self.choices):
-            shown: dict[str, Any] = {"text": one.text}
+        for index, choice in enumerate(self.choices):
+            content: dict[str, Any] = {"text": choice.text}
             if self.chat:
-                shown = {"message": {"role": "assistant", "content": one.text, "refusal": None}}
-            choices.append(self._choice(index, shown, one.told, one.finish))
+                content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            choices.append(self._choice(index, content, choice.logprobs, choice.finish_reason))
         return orjson.dumps({**self._head(stream=False), "choices": choices, "usage": self.usage})
 
     def opening(self, *, usage: bool) -> Iterator[bytes]:
-        """Of a conversation: who speaks."""
+        """Yield the first events of a chat, which name the role."""
         for index in range(len(self.choices) if self.chat else 0):
             delta = {"delta": {"role": "assistant", "content": ""}}
             yield self._event([self._choice(index, delta, [], None)], usage=usage)
 
-    def event(self, piece: Piece, *, usage: bool) -> bytes:
-        """What one piece adds; nothing where it adds nothing."""
-        self.completion_tokens += piece.tokens
-        if not (piece.text or piece.told or piece.finish):
+    def event(self, chunk: Chunk, *, usage: bool) -> bytes:
+        """Return the event for a chunk; empty where it adds nothing."""
+        self.completion_tokens += chunk.tokens
+        if not (chunk.text or chunk.logprobs or chunk.finish_reason):
             return b""
-        shown: dict[str, Any] = {"text": piece.text}
+        content: dict[str, Any] = {"text": chunk.text}
         if self.chat:
-            shown = {"delta": {"content": piece.text} if piece.text or not piece.finish else {}}
-        return self._event([self._choice(piece.index, shown, piece.told, piece.finish or None)], usage=usage)
+            content = {"delta": {"content": chunk.text} if chunk.text or not chunk.finish_reason else {}}
+        return self._event(
+            [self._choice(chunk.index, content, chunk.logprobs, chunk.finish_reason or None)], usage=usage
+        )
 
     def closing(self, *, usage: bool) -> bytes:
         last = event({**self._head(stream=True), "choices": [], "usage": self.usage}) if usage else b""
         return last + DONE
 
     def _event(self, choices: list[dict[str, Any]], *, usage: bool) -> bytes:
-        """Where usage is asked for, it is in every event, and null but in the last."""
+        """Where usage is requested, every event has it: null except in the last one."""
         return event({**self._head(stream=True), "choices": choices, **({"usage": None} if usage else {})})
 
     def _head(self, *, stream: bool) -> dict[str, Any]:
@@ -116,91 +116,98 @@ class Reply:
             "system_fingerprint": f"fp_{self.digest[:12]}",
         }
 
-    def _choice(self, index: int, shown: dict[str, Any], told: Told, finish: str | None) -> dict[str, Any]:
-        logprobs = None
-        if self.telling and (told or "delta" not in shown):
-            one = self.choices[index]
-            logprobs = {"content": _chat_logprobs(told, self.token)} if self.chat else _logprobs(told, self.token, one)
-        return {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish}
+    def _choice(
+        self, index: int, content: dict[str, Any], logprobs: Logprobs, finish_reason: str | None
+    ) -> dict[str, Any]:
+        rendered = None
+        if self.with_logprobs and (logprobs or "delta" not in content):
+            if self.chat:
+                rendered = {"content": _chat_logprobs(logprobs, self.token)}
+            else:
+                rendered = _completion_logprobs(logprobs, self.token, self.choices[index])
+        return {"index": index, **content, "logprobs": rendered, "finish_reason": finish_reason}
 
 
 def event(body: Any) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(body)
 
 
-def _logprobs(told: Told, token: Token, choice: Choice) -> dict[str, Any]:
-    """Of a completion: lists, one entry a token; of a prompt's first token nothing is known."""
+def _completion_logprobs(logprobs: Logprobs, token: TokenText, choice: Choice) -> dict[str, Any]:
+    """Return lists with one entry per token; the first token of a prompt has no log probability."""
     offsets = []
-    ids = [one.token if isinstance(one, Likelihood) else one for one in told]
-    for one in ids:
+    ids = [entry.token if isinstance(entry, TokenLogprob) else entry for entry in logprobs]
+    for token_id in ids:
         offsets.append(choice.offset)
-        choice.offset += len(choice.adds(one))
+        choice.offset += len(choice.detokenize(token_id))
     return {
-        "tokens": [token(one) for one in ids],
-        "token_logprobs": [one.logprob if isinstance(one, Likelihood) else None for one in told],
-        "top_logprobs": [_by_text(one, token) if isinstance(one, Likelihood) else None for one in told],
+        "tokens": [token(token_id) for token_id in ids],
+        "token_logprobs": [entry.logprob if isinstance(entry, TokenLogprob) else None for entry in logprobs],
+        "top_logprobs": [_by_text(entry, token) if isinstance(entry, TokenLogprob) else None for entry in logprobs],
         "text_offset": offsets,
     }
 
 
-def _by_text(told: Likelihood, token: Token) -> dict[str, float]:
-    """Several may read alike, as parts of characters do: the likeliest of them is told."""
-    found: dict[str, float] = {}
-    for one, value in (*told.top, (told.token, told.logprob)):
-        found.setdefault(token(one), value)
-    return found
+def _by_text(logprob: TokenLogprob, token: TokenText) -> dict[str, float]:
+    """Return log probabilities by text. Of tokens with equal texts, as parts of characters, the most likely counts."""
+    by_text: dict[str, float] = {}
+    for token_id, value in (*logprob.top, (logprob.token, logprob.logprob)):
+        by_text.setdefault(token(token_id), value)
+    return by_text
 
 
-def _chat_logprobs(told: Told, token: Token) -> list[dict[str, Any]]:
+def _chat_logprobs(logprobs: Logprobs, token: TokenText) -> list[dict[str, Any]]:
     return [
-        {**_entry(token(one.token), one.logprob), "top_logprobs": [_entry(token(a), b) for a, b in one.top]}
-        for one in told
-        if isinstance(one, Likelihood)
+        {
+            **_token_entry(token(entry.token), entry.logprob),
+            "top_logprobs": [_token_entry(token(token_id), value) for token_id, value in entry.top],
+        }
+        for entry in logprobs
+        if isinstance(entry, TokenLogprob)
     ]
 
 
-def _entry(text: str, logprob: float) -> dict[str, Any]:
-    """Of a token that is a part of a character the bytes are not known."""
-    return {"token": text, "logprob": logprob, "bytes": None if _BROKEN in text else list(text.encode())}
+def _token_entry(text: str, logprob: float) -> dict[str, Any]:
+    """Return an entry; the bytes of a token that is a part of a character are not known."""
+    return {"token": text, "logprob": logprob, "bytes": None if _REPLACEMENT in text else list(text.encode())}
 
 
-def models(named: Iterable[tuple[str, int]]) -> dict[str, Any]:
-    """The list of them, each with when it was loaded."""
-    return {"object": "list", "data": [model(name, created) for name, created in named]}
+def models(created: Iterable[tuple[str, int]]) -> dict[str, Any]:
+    """Return the list of models, each with the time when it was loaded."""
+    return {"object": "list", "data": [model(name, seconds) for name, seconds in created]}
 
 
 def model(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "pipe"}
 
 
-def failure(refusal: Refusal | None) -> dict[str, Any]:
-    """As OpenAI's clients expect it, None for our own fault. The field a sentence begins with is the parameter."""
+def error_body(refusal: Refusal | None) -> dict[str, Any]:
+    """Return an error in OpenAI's format; None is an internal error. A field that begins the message is `param`."""
     if refusal is None:
         text = "internal error; the server's log has the details"
         return {"error": {"message": text, "type": "server_error", "param": None, "code": "internal"}}
     text = str(refusal)
-    name, mark, _ = text.partition(": ")
-    known = mark and refusal.status == HTTPStatus.BAD_REQUEST and name.isidentifier()
+    name, colon, _ = text.partition(": ")
+    is_field = colon and refusal.status == HTTPStatus.BAD_REQUEST and name.isidentifier()
     kind = "invalid_request_error" if refusal.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     code: str | None = refusal.reason
     if isinstance(refusal, Unauthorized):
         code = "invalid_api_key"
     elif isinstance(refusal, Unknown):
         code = "model_not_found" if text.startswith(("no model", "model ")) else "not_found"
-    return {"error": {"message": text, "type": kind, "param": name if known else None, "code": code}}
+    return {"error": {"message": text, "type": kind, "param": name if is_field else None, "code": code}}
 
 
-MOST_TOP = 20  # likeliest tokens beside each, as OpenAI has it
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Top = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOP)]
-_Kind = TypeVar("_Kind", bound="_Asked")
+_TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+_Request = TypeVar("_Request", bound="_TextRequest")
 _Stop = str | list[str] | None
 
-_DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
-_MOST_STOPS = 16
+_DEFAULT_MAX_TOKENS = 16  # of a completion, as with OpenAI
+_MAX_STOP_STRINGS = 16
 
-# Fields of OpenAI's that change nothing here, whatever they say; and those that are refused unless they say nothing.
+# OpenAI's fields that have no effect here, and fields that are rejected unless they have one of these values.
 _IGNORED = frozenset({"user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier"})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -225,11 +232,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
-    include_obfuscation: bool = False  # there is none
+    include_obfuscation: bool = False  # accepted, without effect
 
 
-class _Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Common to both. JSON's null is what leaving a field out is."""
+class _TextRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The common fields. JSON null is treated like a missing field."""
 
     model: str
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
@@ -242,35 +249,35 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
     @property
-    def usage_wanted(self) -> bool:
+    def with_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class Completion(_Asked, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(_TextRequest, forbid_unknown_fields=True, kw_only=True):
     """`POST /openai/v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
     max_tokens: _Natural | None = None
-    logprobs: _Top | None = None
+    logprobs: _TopCount | None = None
     echo: bool = False
 
     @property
-    def most(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_tokens
 
     @property
-    def top(self) -> int | None:
+    def logprob_count(self) -> int | None:
         return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each a text, or token ids; a list of numbers is one prompt."""
+        """Return each prompt as text or as token ids; a list of numbers is one prompt."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        ids = [one for one in self.prompt if isinstance(one, int)]
+        ids = [item for item in self.prompt if isinstance(item, int)]
         if not self.prompt or (ids and len(ids) != len(self.prompt)):
             raise InvalidPayload("prompt: give a text, a list of texts, token ids, or a list of lists of token ids")
-        return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
+        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
@@ -284,80 +291,81 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
 
     @property
-    def plain(self) -> dict[str, str]:
-        """As templates know it."""
+    def for_template(self) -> dict[str, str]:
+        """Return the message with the fields and roles that chat templates know."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role  # OpenAI's newer word for it
+        role = "system" if self.role == "developer" else self.role  # OpenAI's newer name
         return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-class Conversation(_Asked, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(_TextRequest, forbid_unknown_fields=True, kw_only=True):
     """`POST /openai/v1/chat/completions`."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
     logprobs: bool = False
-    top_logprobs: _Top | None = None
+    top_logprobs: _TopCount | None = None
 
     @property
-    def plain(self) -> list[dict[str, str]]:
-        return [message.plain for message in self.messages]
+    def template_messages(self) -> list[dict[str, str]]:
+        return [message.for_template for message in self.messages]
 
     @property
-    def most(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def top(self) -> int | None:
+    def logprob_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def order(asked: Completion | Conversation, room: int) -> Order:
-    """`room`: positions that the longest prompt leaves. An answer in a chat may take all of it."""
-    whole = isinstance(asked, Completion)
-    echo = isinstance(asked, Completion) and asked.echo
-    if asked.most == 0 and not echo:
-        raise InvalidPayload("max_tokens: 0 without echo asks for nothing")
-    if isinstance(asked, Conversation) and asked.top_logprobs is not None and not asked.logprobs:
-        raise InvalidPayload("top_logprobs: goes with logprobs: true")
-    words = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    if len(words) > _MOST_STOPS or not all(words):
-        raise InvalidPayload(f"stop: give up to {_MOST_STOPS} words, none of them empty")
-    return Order(
-        most=(min(room, _DEFAULT_TOKENS) if whole else room) if asked.most is None else asked.most,
-        sampling=Sampling(asked.temperature, asked.top_p, max(0, asked.top_k)),
-        stop=tuple(words),
-        seed=None if asked.seed is None else asked.seed % 2**64,
-        top=asked.top,
+def generation_options(request: CompletionRequest | ChatRequest, room: int) -> GenerationOptions:
+    """Validate a request. `room` is the number of positions after the longest prompt; a chat may use all of it."""
+    limit, echo = request.token_limit, isinstance(request, CompletionRequest) and request.echo
+    if limit == 0 and not echo:
+        raise InvalidPayload("max_tokens: 0 requires echo: true")
+    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
+        raise InvalidPayload("top_logprobs: requires logprobs: true")
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stop) > _MAX_STOP_STRINGS or not all(stop):
+        raise InvalidPayload(f"stop: give up to {_MAX_STOP_STRINGS} strings, none of them empty")
+    if limit is None:
+        limit = min(room, _DEFAULT_MAX_TOKENS) if isinstance(request, CompletionRequest) else room
+    return GenerationOptions(
+        max_tokens=limit,
+        sampling=Sampling(request.temperature, request.top_p, max(0, request.top_k)),
+        stop=tuple(stop),
+        seed=None if request.seed is None else request.seed % 2**64,
+        top_logprobs=request.logprob_count,
         echo=echo,
     )
 
 
-def completion(body: bytes) -> Completion:
-    return _converted(parse_object(body), Completion)
+def parse_completion(body: bytes) -> CompletionRequest:
+    return _convert(parse_object(body), CompletionRequest)
 
 
-def conversation(body: bytes) -> Conversation:
-    return _converted(parse_object(body), Conversation)
+def parse_chat(body: bytes) -> ChatRequest:
+    return _convert(parse_object(body), ChatRequest)
 
 
-def _converted(fields: dict[str, Any], kind: type[_Kind]) -> _Kind:
-    given = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
-    for name in given.keys() & _NEUTRAL.keys():
-        if not any(given[name] == neutral for neutral in _NEUTRAL[name]):
+def _convert(fields: dict[str, Any], kind: type[_Request]) -> _Request:
+    present = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
+    for name in present.keys() & _NEUTRAL.keys():
+        if not any(present[name] == neutral for neutral in _NEUTRAL[name]):
             raise InvalidPayload(f"{name}: is not supported by this service; leave it out")
-        del given[name]
-    if unknown := sorted(given.keys() - set(kind.__struct_fields__)):
+        del present[name]
+    if unknown := sorted(present.keys() - set(kind.__struct_fields__)):
         raise InvalidPayload(f"{unknown[0][:100]}: is not supported by this service; leave it out")
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(present, kind)
     except msgspec.ValidationError as error:
-        raise InvalidPayload(_sentence(str(error))) from None
+        raise InvalidPayload(_error_sentence(str(error))) from None
 
 
-def _sentence(text: str) -> str:
-    """`Expected `int`, got `str` - at `$.n`` → `n: expected `int`, got `str``."""
-    what, _, place = text.partition(" - at ")
-    name = place.strip("`").removeprefix("$").removeprefix(".") or "body"
-    return f"{name}: {what[:1].lower()}{what[1:]}"
+def _error_sentence(text: str) -> str:
+    """Rewrite `Expected `int`, got `str` - at `$.n`` as `n: expected `int`, got `str``."""
+    problem, _, path = text.partition(" - at ")
+    name = path.strip("`").removeprefix("$").removeprefix(".") or "body"
+    return f"{name}: {problem[:1].lower()}{problem[1:]}"

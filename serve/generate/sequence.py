@@ -1,8 +1,7 @@
-"""One text that is being written: its prompt, what was chosen so far, and when it ends; and who asked for it.
+"""Sequences that are being generated: one for each requested text, grouped by request.
 
-Stop words in a text that comes in pieces: found across them, and never shown, not even in part.
-
-Tokens into text one by one, without ever showing a part of a character: many tokens are bytes of one.
+A sequence turns its tokens into text. Parts of a character, and text that may be the beginning of a stop string, are
+held back until the next tokens decide.
 """
 
 from __future__ import annotations
@@ -18,216 +17,219 @@ from typing import Any, Literal
 import numpy as np
 
 from serve.errors import Expired
-from serve.generate.sampling import Likelihood, Sampling, choose, likeliest, likelihood, log_softmax
-from serve.request_context import Watch
-from serve.runtime.batcher import stays
+from serve.generate.sampling import (
+    Sampling,
+    TokenLogprob,
+    log_softmax,
+    sample_token,
+    token_logprob,
+    top_logprobs,
+)
+from serve.request_context import RequestContext
 
 Array = np.ndarray[Any, Any]
-Finish = Literal["", "stop", "length"]
+Decode = Callable[[Sequence[int]], str]
+FinishReason = Literal["", "stop", "length"]  # "": not finished
+Logprobs = Sequence[TokenLogprob | int]  # a token id where the log probability is unknown: the first token of a prompt
 
-_TICK_SECONDS = 1e-3  # the loop's timers may be early by less than it
+_TICK_SECONDS = 1e-3  # timers of the event loop may fire early by less than it
+_REPLACEMENT = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
+_CONTEXT_TOKENS = 6  # decoded before the answer: decoders drop a space at the beginning of a text
+_MAX_PENDING_TOKENS = 8  # no character needs more tokens, so these never become one
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What came of one token, or of the prompt."""
+class Chunk:
+    """The result of one token, or of the prompt."""
 
-    index: int  # of the sequence in its request
+    index: int  # of the sequence in its group
     text: str = ""
-    told: tuple[Likelihood | int, ...] = ()  # of each token whose likelihood was asked for; an id where there is none
-    finish: Finish = ""
+    logprobs: tuple[TokenLogprob | int, ...] = ()
+    finish_reason: FinishReason = ""
     tokens: int = 0
 
 
 @dataclass(frozen=True)
-class Order:
-    """How each sequence of a request is to be written."""
-
-    most: int  # tokens
+class GenerationOptions:
+    max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...] = ()
     seed: int | None = None
-    top: int | None = None  # likeliest tokens told beside each; None: nothing is told
-    echo: bool = False  # begin with the prompt, and tell of it what is told of the answer
+    top_logprobs: int | None = None  # alternatives reported with each token; None: no log probabilities
+    echo: bool = False  # return the prompt before the answer, with its log probabilities
 
 
 @dataclass(eq=False)
-class Asking:
-    """A request whose texts are being written; belongs to the event loop, but for `over`, which threads read."""
+class SequenceGroup:
+    """The sequences of one request. Belongs to the event loop, except for `closed`, which threads read."""
 
-    order: Order
-    deadline: float = math.inf  # of time.monotonic
-    gone: Callable[[], bool] = stays
-    watch: Watch = field(default_factory=Watch)
-    whole: bool = False  # nobody looks at a text before all of them have ended
-    left: int = 0  # texts that have not
-    over: bool = False  # nobody waits any more
-    _pieces: list[Piece] = field(default_factory=list)
+    options: GenerationOptions
+    request: RequestContext = field(default_factory=lambda: RequestContext({}, ""))
+    buffered: bool = False  # the client gets nothing before all sequences are finished
+    unfinished: int = 0
+    closed: bool = False  # nothing reads the chunks any more
+    _chunks: list[Chunk] = field(default_factory=list)
     _error: Exception | None = None
-    _bell: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def put(self, piece: Piece) -> None:
-        self._pieces.append(piece)
-        self.left -= bool(piece.finish)
-        if not self.whole or not self.left:
-            self._bell.set()
+    def put(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        self.unfinished -= bool(chunk.finish_reason)
+        if not self.buffered or not self.unfinished:
+            self._changed.set()
 
     def fail(self, error: Exception) -> None:
-        if not self.over:
-            self.over, self._error = True, error
-            self._bell.set()
+        if not self.closed:
+            self.closed, self._error = True, error
+            self._changed.set()
 
-    async def next(self) -> list[Piece]:
-        """What has come since; at the deadline, whatever runs then, that it is past."""
+    async def next_chunks(self) -> list[Chunk]:
+        """Wait for new chunks; raises Expired at the deadline, even during a run of the model."""
         delay = None
-        if self.deadline < math.inf:
-            delay = max(0.0, self.deadline - time.monotonic()) + _TICK_SECONDS
+        if self.request.deadline < math.inf:
+            delay = max(0.0, self.request.deadline - time.monotonic()) + _TICK_SECONDS
         try:
-            async with asyncio.timeout(delay):  # wait_for would make a task of it
-                await self._bell.wait()
+            async with asyncio.timeout(delay):  # unlike wait_for it needs no task
+                await self._changed.wait()
         except TimeoutError:
-            raise Expired("the deadline passed before the text was written") from None
+            raise Expired("the deadline passed before the text was complete") from None
         if self._error is None:
-            self._bell.clear()
-        elif self.whole or not self._pieces:
+            self._changed.clear()
+        elif self.buffered or not self._chunks:
             raise self._error
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        chunks, self._chunks = self._chunks, []
+        return chunks
 
 
-class Writing:
-    """One row of the batch. Whoever runs the model has it to himself: first the loop, then one thread at a time."""
+class TextSequence:
+    """One row of the batch. Used by one thread at a time: the event loop's first, then those of the pool."""
 
-    def __init__(self, asking: Asking, index: int, prompt: Sequence[int], end: Sequence[int], decode: Decode) -> None:
-        order = asking.order
-        self.asking, self.index, self.prompt = asking, index, tuple(prompt)
-        self.last = 0  # token chosen, which the model has not seen yet
-        self.count = 0  # of tokens chosen
-        self.ended = False
-        self.since = 0.0  # when its last token came
+    def __init__(
+        self, group: SequenceGroup, index: int, prompt: Sequence[int], end: Sequence[int], decode: Decode
+    ) -> None:
+        self.group, self.index, self.prompt = group, index, tuple(prompt)
+        self.last_token = 0  # chosen, but not yet an input of the model
+        self.generated = 0  # tokens
+        self.finished = False
+        self.last_token_at = 0.0
         self._end = frozenset(end)
-        self._decode, self._text = decode, Detokenizer(decode, prompt)
-        self._stops = Stops(order.stop)
+        self._decode, self._detokenizer = decode, Detokenizer(decode, prompt)
+        self._stop = StopStrings(group.options.stop)
 
     @functools.cached_property
     def _random(self) -> np.random.Generator:
-        """Made by whoever draws: to ask the system for chance takes time, and the likeliest token needs none."""
-        seed = self.asking.order.seed
+        """Created on first use: seeding from the system is slow, and greedy decoding needs no numbers."""
+        seed = self.group.options.seed
         return np.random.default_rng(None if seed is None else [seed, self.index])
 
     def _draw(self) -> float:
         return self._random.random()
 
     @property
-    def most_positions(self) -> int:
-        return len(self.prompt) + self.asking.order.most
+    def is_active(self) -> bool:
+        return not self.finished and not self.group.closed
 
-    def introduce(self, told: Sequence[Likelihood | int]) -> Piece | None:
-        """The prompt, where it is to be shown."""
-        order = self.asking.order
-        self.ended = order.most == 0
-        finish: Finish = "length" if self.ended else ""
-        text = self._decode(self.prompt) if order.echo else ""
-        return Piece(self.index, text, tuple(told), finish) if order.echo or finish else None
+    @property
+    def max_positions(self) -> int:
+        return len(self.prompt) + self.group.options.max_tokens
 
-    def extend(self, logits: Array) -> Piece:
-        """Choose the next token; raises where the model gave no number to choose by."""
-        if not np.isfinite(logits.max()):  # NaN is passed on by max
-            raise ArithmeticError("the model gave NaN or infinite logits")
-        order = self.asking.order
-        token = choose(logits, order.sampling, self._draw)
-        told = () if order.top is None else (likelihood(logits, token, order.top),)
-        self.last, self.count = token, self.count + 1
-        text, finish = self._shown(token)
-        self.ended = bool(finish)
-        return Piece(self.index, text, told, finish, tokens=1)
+    def echo_prompt(self, logprobs: Logprobs) -> Chunk | None:
+        """Return the prompt where the request echoes it, or the end of a sequence without tokens to generate."""
+        options = self.group.options
+        self.finished = options.max_tokens == 0
+        reason: FinishReason = "length" if self.finished else ""
+        text = self._decode(self.prompt) if options.echo else ""
+        return Chunk(self.index, text, tuple(logprobs), reason) if options.echo or reason else None
 
-    def _shown(self, token: int) -> tuple[str, Finish]:
-        """What can be shown now, all of it where this token is the last."""
+    def extend(self, logits: Array) -> Chunk:
+        """Choose the next token."""
+        if not np.isfinite(logits.max()):  # max returns NaN if there is one
+            raise ArithmeticError("the model returned NaN or infinite logits")
+        options = self.group.options
+        token = sample_token(logits, options.sampling, self._draw)
+        logprobs = () if options.top_logprobs is None else (token_logprob(logits, token, options.top_logprobs),)
+        self.last_token = token
+        self.generated += 1
+        text, reason = self._new_text(token)
+        self.finished = bool(reason)
+        return Chunk(self.index, text, logprobs, reason, tokens=1)
+
+    def _new_text(self, token: int) -> tuple[str, FinishReason]:
+        """Return the text that is certain now, which is all of it at the last token."""
         end = token in self._end
-        text, stopped = self._stops.feed("" if end else self._text.feed(token))
-        if not stopped and (end or self.count >= self.asking.order.most):
-            rest, stopped = self._stops.feed(self._text.end())
-            text += rest if stopped else rest + self._stops.end()
+        text, stopped = self._stop.feed("" if end else self._detokenizer.feed(token))
+        if not stopped and (end or self.generated >= self.group.options.max_tokens):
+            rest, stopped = self._stop.feed(self._detokenizer.flush())
+            text += rest if stopped else rest + self._stop.flush()
             return text, "stop" if end or stopped else "length"
         return text, "stop" if stopped else ""
 
 
-def prompt_likelihoods(logits: Array, following: Sequence[int], top: int) -> list[Likelihood | int]:
-    """Of the prompt's own tokens, each by the logits of the one before it."""
+def prompt_logprobs(logits: Array, next_tokens: Sequence[int], top: int) -> list[TokenLogprob | int]:
+    """Return the log probability of each token of a prompt, by the logits of the token before it."""
     logprobs = log_softmax(logits)
     return [
-        Likelihood(token, float(row[token]), likeliest(row, top))
-        for row, token in zip(logprobs, following, strict=True)
+        TokenLogprob(token, float(row[token]), top_logprobs(row, top))
+        for row, token in zip(logprobs, next_tokens, strict=True)
     ]
 
 
-class Stops:
-    """What may be the beginning of a stop word is held back until the next piece tells."""
+class StopStrings:
+    """Ends a text at the first stop string, which may arrive in several pieces and is never shown."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = tuple(words)
-        self._held = ""
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._pending = ""  # may be the beginning of a stop string
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """What can be shown by now, and whether a stop word ended the text."""
-        if not self._words:
+        """Return the text that can be shown, and whether a stop string ended it."""
+        if not self._strings:
             return text, False
-        text = self._held + text
-        places = [place for word in self._words if (place := text.find(word)) >= 0]
-        if places:
-            self._held = ""
-            return text[: min(places)], True
-        keep = max(beginning(text, word) for word in self._words)
-        self._held = text[len(text) - keep :]
+        text = self._pending + text
+        matches = [position for stop in self._strings if (position := text.find(stop)) >= 0]
+        if matches:
+            self._pending = ""
+            return text[: min(matches)], True
+        keep = max(partial_match(text, stop) for stop in self._strings)
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
-    def end(self) -> str:
-        """No more comes: what was held back was no stop word."""
-        held, self._held = self._held, ""
-        return held
+    def flush(self) -> str:
+        pending, self._pending = self._pending, ""
+        return pending
 
 
-def beginning(text: str, word: str) -> int:
-    """How many of the text's last characters are the first of a word, which is not in it whole."""
-    longest = min(len(text), len(word) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(word[:size])), 0)
-
-
-Decode = Callable[[Sequence[int]], str]
-
-_BROKEN = "\ufffd"  # what decoders put in the place of bytes that are no character, or not yet
-_CONTEXT = 6  # tokens before the answer: decoders drop a space at the beginning of a text
-_LONGEST = 8  # tokens that may be held back: no character needs more, so what still is none never becomes one
+def partial_match(text: str, stop: str) -> int:
+    """Return how many characters at the end of the text are the beginning of the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Detokenizer:
-    """A token's text depends on its neighbours, so the last ones are decoded again, with it and without."""
+    """Decodes tokens one by one. A token's text depends on its neighbours, so the last tokens are decoded again."""
 
-    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
-        """`before`: the prompt."""
-        context = list(before[-_CONTEXT:])
-        if decode(context).endswith(_BROKEN):  # its own last character is not whole
+    def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
+        context = list(prompt[-_CONTEXT_TOKENS:])
+        if decode(context).endswith(_REPLACEMENT):  # the prompt ends within a character
             context = []
         self._decode, self._ids = decode, context
-        self._known = len(context)  # the text of the tokens up to here was given
+        self._emitted = len(context)  # tokens whose text was returned
 
     def feed(self, token: int) -> str:
-        """The text that is certain now; often none."""
+        """Return the text that is certain now, which is often empty."""
         self._ids.append(token)
-        text = self._fresh()
-        if not text or (text.endswith(_BROKEN) and len(self._ids) - self._known < _LONGEST):
+        text = self._pending_text()
+        if not text or (text.endswith(_REPLACEMENT) and len(self._ids) - self._emitted < _MAX_PENDING_TOKENS):
             return ""
-        self._ids = self._ids[self._known :]
-        self._known = len(self._ids)
+        self._ids = self._ids[self._emitted :]
+        self._emitted = len(self._ids)
         return text
 
-    def end(self) -> str:
-        """Nothing follows: what was held back, whatever it is."""
-        text = self._fresh()
-        self._known = len(self._ids)
+    def flush(self) -> str:
+        text = self._pending_text()
+        self._emitted = len(self._ids)
         return text
 
-    def _fresh(self) -> str:
-        before = self._decode(self._ids[: self._known])
+    def _pending_text(self) -> str:
+        before = self._decode(self._ids[: self._emitted])
         return self._decode(self._ids)[len(before) :]

@@ -138,7 +138,7 @@ def _ask(served: ModelVersion) -> Html:
 
 
 def _path(served: ModelVersion) -> str:
-    if served.writer is not None and not served.bundle.signature.codec:
+    if served.generator is not None and not served.bundle.signature.codec:
         return "POST /openai/v1/completions"
     return f"POST /v1/models/{served.name}:predict"
 
@@ -190,7 +190,7 @@ def _versions(shown: Shown) -> Html:
         )
         for one in shown.versions
     ]
-    if (mirror := shown.current.mirror) is not None:
+    if (mirror := shown.current.shadow) is not None:
         same, others = mirror.agreement.same, mirror.agreement.other + mirror.agreement.failed
         role = f"shadow: gets copies of {mirror.share:.0%}; answered {same:,} alike, {others:,} otherwise"
         rows.append(("–", el("code", mirror.digest[:12], title=mirror.digest), "–", role))
@@ -265,8 +265,8 @@ def form(served: ModelVersion) -> dict[str, Any]:
         return {"kind": "drawing", "drawing": drawing.model_dump(), "examples": instances}
     if instances:
         return {"kind": "instances", "examples": instances}
-    if served.writer is not None:
-        return words(served.writer.language.generation)
+    if served.generator is not None:
+        return words(served.generator.tokenizer.generation)
     return {"kind": "tensors", "examples": tensors, "inputs": inputs}
 
 
@@ -318,8 +318,8 @@ def counters(models: Sequence[tuple[ModelVersion, bool]], *, ready: bool) -> dic
 
 
 def _counted(served: ModelVersion, current: bool) -> dict[str, Any]:
-    series = served.series
-    series.count()
+    series = served.metrics
+    series.flush()
     histograms = list(series.seconds.values())
     refused = sum(count for (_, code), count in series.requests.items() if code not in (200, "OK"))
     return {

@@ -1,4 +1,4 @@
-"""One tiny language model for all tests here, loaded as the service loads it."""
+"""A tiny language model, loaded as the service loads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from serve.generate.model import Words
+from serve.generate.model import LanguageModel
 from serve.loading import prove
 from tests.serve.generate import tiny
 
@@ -20,8 +20,8 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def words(tiny_path: Path) -> Words:
-    found = prove(open_bundle(tiny_path), None, None).words
+def language_model(tiny_path: Path) -> LanguageModel:
+    found = prove(open_bundle(tiny_path), None, None).language_model
     assert found is not None
     return found
 

@@ -7,29 +7,37 @@ import pytest
 
 from pipeline.contract.errors import InvalidPayload
 from serve.errors import Busy, Expired, Refusal, Unauthorized, Unknown
-from serve.generate.openai_api import DONE, Choice, Reply, completion, conversation, failure, order
-from serve.generate.sampling import Likelihood
-from serve.generate.sequence import Detokenizer, Piece
+from serve.generate.openai_api import (
+    DONE,
+    Choice,
+    ResponseBuilder,
+    error_body,
+    generation_options,
+    parse_chat,
+    parse_completion,
+)
+from serve.generate.sampling import TokenLogprob
+from serve.generate.sequence import Chunk, Detokenizer
 from tests.serve.generate import tiny
 
 
-def _reply(*, chat: bool = False, telling: bool = False, choices: int = 1) -> Reply:
+def _reply(*, chat: bool = False, with_logprobs: bool = False, choices: int = 1) -> ResponseBuilder:
     words = {1: "he", 2: "llo", 3: "<s>", 4: "\ufffd", 5: "\ufffd"}
-    return Reply(
+    return ResponseBuilder(
         chat=chat, request_id="r", model="m", digest="d" * 64, token=words.__getitem__,
         prompt_tokens=3, choices=[Choice(lambda one: "" if one == 3 else words[one]) for _ in range(choices)],
-        telling=telling, created=5,
+        with_logprobs=with_logprobs, created=5,
     )  # fmt: skip
 
 
-def _events(said: bytes) -> list[Any]:
-    return [json.loads(one.removeprefix(b"data: ")) for one in said.split(b"\n\n") if one and one != DONE.strip()]
+def _events(stream: bytes) -> list[Any]:
+    return [json.loads(one.removeprefix(b"data: ")) for one in stream.split(b"\n\n") if one and one != DONE.strip()]
 
 
-def test_pieces_of_one_text_become_one_choice() -> None:
+def test_chunks_of_one_text_become_one_choice() -> None:
     reply = _reply(choices=2)
-    for piece in (Piece(1, "a", tokens=1), Piece(0, "x", tokens=1), Piece(1, "b", finish="stop", tokens=1)):
-        reply.add(piece)
+    for chunk in (Chunk(1, "a", tokens=1), Chunk(0, "x", tokens=1), Chunk(1, "b", finish_reason="stop", tokens=1)):
+        reply.add(chunk)
     body = json.loads(reply.body())
     assert [(one["index"], one["text"], one["finish_reason"]) for one in body["choices"]] == [
         (0, "x", None),
@@ -39,9 +47,9 @@ def test_pieces_of_one_text_become_one_choice() -> None:
     assert (body["id"], body["object"], body["created"]) == ("cmpl-r", "text_completion", 5)
 
 
-def test_tokens_have_their_place_in_the_text_and_those_without_text_take_none() -> None:
-    reply = _reply(telling=True)
-    reply.add(Piece(0, "hello", (3, Likelihood(1, -0.5, ((2, -0.1),)), Likelihood(2, -0.25))))
+def test_logprobs_have_text_offsets() -> None:
+    reply = _reply(with_logprobs=True)
+    reply.add(Chunk(0, "hello", (3, TokenLogprob(1, -0.5, ((2, -0.1),)), TokenLogprob(2, -0.25))))
     (choice,) = json.loads(reply.body())["choices"]
     assert choice["logprobs"] == {
         "tokens": ["<s>", "he", "llo"],
@@ -51,37 +59,37 @@ def test_tokens_have_their_place_in_the_text_and_those_without_text_take_none() 
     }
 
 
-def test_tokens_that_are_parts_of_a_character_have_its_place() -> None:
-    words, reply = tiny.tokenizer(), _reply(telling=True)
+def test_tokens_of_one_character_share_its_offset() -> None:
+    words, reply = tiny.tokenizer(), _reply(with_logprobs=True)
     reply.token = str
     reply.choices = [Choice(Detokenizer(lambda ids: str(words.decode(list(ids)))).feed)]
-    reply.add(Piece(0, "z☃z", (tiny.BEGIN, *words.encode("z☃z").ids)))
+    reply.add(Chunk(0, "z☃z", (tiny.BEGIN, *words.encode("z☃z").ids)))
     (choice,) = json.loads(reply.body())["choices"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2]
 
 
-def test_of_tokens_that_read_alike_the_likeliest_is_told() -> None:
-    reply = _reply(telling=True)
-    reply.add(Piece(0, "he", (Likelihood(1, -3.0, ((4, -0.1), (5, -0.2))),)))
+def test_most_likely_of_tokens_with_equal_text_is_reported() -> None:
+    reply = _reply(with_logprobs=True)
+    reply.add(Chunk(0, "he", (TokenLogprob(1, -3.0, ((4, -0.1), (5, -0.2))),)))
     (choice,) = json.loads(reply.body())["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1, "he": -3.0}]
 
 
-def test_in_a_conversation_a_token_tells_its_bytes_where_it_is_whole() -> None:
-    reply = _reply(chat=True, telling=True)
-    (event,) = _events(reply.event(Piece(0, "he", (Likelihood(1, -1.0, ((4, -2.0),)),)), usage=False))
-    (told,) = event["choices"][0]["logprobs"]["content"]
-    assert (told["token"], told["bytes"]) == ("he", [104, 101])
-    assert told["top_logprobs"] == [{"token": "\ufffd", "logprob": -2.0, "bytes": None}]
+def test_chat_logprobs_have_bytes_of_whole_characters() -> None:
+    reply = _reply(chat=True, with_logprobs=True)
+    (event,) = _events(reply.event(Chunk(0, "he", (TokenLogprob(1, -1.0, ((4, -2.0),)),)), usage=False))
+    (entry,) = event["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == ("he", [104, 101])
+    assert entry["top_logprobs"] == [{"token": "\ufffd", "logprob": -2.0, "bytes": None}]
 
 
-def test_a_stream_of_a_conversation_begins_with_who_speaks_and_ends_with_done() -> None:
+def test_chat_stream_begins_with_role_and_ends_with_done() -> None:
     reply = _reply(chat=True)
     opening = _events(b"".join(reply.opening(usage=True)))
     assert [one["choices"][0]["delta"] for one in opening] == [{"role": "assistant", "content": ""}]
     assert opening[0]["usage"] is None
-    assert reply.event(Piece(0, "", tokens=1), usage=True) == b"", "half a character says nothing"
-    (last,) = _events(reply.event(Piece(0, "", finish="length", tokens=1), usage=True))
+    assert reply.event(Chunk(0, "", tokens=1), usage=True) == b"", "half a character adds no event"
+    (last,) = _events(reply.event(Chunk(0, "", finish_reason="length", tokens=1), usage=True))
     assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "length")
     closing = reply.closing(usage=True)
     assert closing.endswith(DONE)
@@ -103,8 +111,8 @@ def test_a_stream_of_a_conversation_begins_with_who_speaks_and_ends_with_done() 
         (None, "server_error", None, "internal"),
     ],
 )
-def test_every_refusal_has_openais_form(refusal: Refusal | None, kind: str, param: str | None, code: str) -> None:
-    error = failure(refusal)["error"]
+def test_every_error_has_openais_format(refusal: Refusal | None, kind: str, param: str | None, code: str) -> None:
+    error = error_body(refusal)["error"]
     assert (error["type"], error["param"], error["code"]) == (kind, param, code)
     assert error["message"] == ("internal error; the server's log has the details" if refusal is None else str(refusal))
 
@@ -114,49 +122,52 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
 
 def _completion(**fields: Any) -> Any:
-    return completion(json.dumps({**PROMPT, **fields}).encode())
+    return parse_completion(json.dumps({**PROMPT, **fields}).encode())
 
 
 def _chat(**fields: Any) -> Any:
-    return conversation(json.dumps({**CHAT, **fields}).encode())
+    return parse_chat(json.dumps({**CHAT, **fields}).encode())
 
 
-def test_a_completion_says_nothing_more_than_it_must() -> None:
-    found = order(_completion(), room=100)
-    assert (found.most, found.sampling.temperature, found.sampling.top_p, found.top, found.echo) == (
+def test_defaults_of_a_completion() -> None:
+    found = generation_options(_completion(), room=100)
+    assert (found.max_tokens, found.sampling.temperature, found.sampling.top_p, found.top_logprobs, found.echo) == (
         16,
         1,
         1,
         None,
         False,
     )
-    assert order(_completion(), room=5).most == 5
+    assert generation_options(_completion(), room=5).max_tokens == 5
 
 
-def test_an_answer_in_a_chat_may_take_the_room_there_is() -> None:
-    assert order(_chat(), room=100).most == 100
-    assert order(_chat(max_tokens=7), room=100).most == 7
-    assert order(_chat(max_completion_tokens=8, max_tokens=7), room=100).most == 8
+def test_chat_may_use_all_positions_by_default() -> None:
+    assert generation_options(_chat(), room=100).max_tokens == 100
+    assert generation_options(_chat(max_tokens=7), room=100).max_tokens == 7
+    assert generation_options(_chat(max_completion_tokens=8, max_tokens=7), room=100).max_tokens == 8
 
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
-def test_prompts_come_in_four_forms(prompt: Any, prompts: Any) -> None:
+def test_prompt_accepts_four_formats(prompt: Any, prompts: Any) -> None:
     assert _completion(prompt=prompt).prompts == prompts
 
 
 @pytest.mark.parametrize("prompt", [[], ["a", 1], [1, [2]]])
-def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
+def test_invalid_prompt_is_rejected(prompt: Any) -> None:
     with pytest.raises(InvalidPayload, match="prompt: give a text"):
         _ = _completion(prompt=prompt).prompts
 
 
-def test_messages_come_as_texts_or_parts() -> None:
+def test_messages_accept_text_or_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     found = _chat(messages=[{"role": "developer", "content": "s"}, {"role": "user", "name": "n", "content": parts}])
-    assert found.plain == [{"role": "system", "content": "s"}, {"role": "user", "content": "ab", "name": "n"}]
+    assert found.template_messages == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "ab", "name": "n"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +193,7 @@ def test_messages_come_as_texts_or_parts() -> None:
         ({"stop": [1]}, r"stop\[0\]: expected `str`"),
     ],
 )
-def test_what_is_wrong_or_not_supported_is_named(fields: dict[str, Any], sentence: str) -> None:
+def test_invalid_or_unsupported_completion_field_is_named(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         _completion(**fields)
 
@@ -195,10 +206,10 @@ def test_what_is_wrong_or_not_supported_is_named(fields: dict[str, Any], sentenc
         (b'"no end', "body: not valid JSON"),
     ],
 )
-def test_a_text_that_is_no_utf8_is_refused_by_both(given: bytes, sentence: str) -> None:
+def test_invalid_utf8_is_rejected(given: bytes, sentence: str) -> None:
     for parse, body in (
-        (completion, b'{"model": "m", "prompt": %b}'),
-        (conversation, b'{"model": "m", "messages": [{"role": "user", "content": %b}]}'),
+        (parse_completion, b'{"model": "m", "prompt": %b}'),
+        (parse_chat, b'{"model": "m", "messages": [{"role": "user", "content": %b}]}'),
     ):
         with pytest.raises(InvalidPayload, match=sentence):
             parse(body % given)
@@ -216,7 +227,7 @@ def test_a_text_that_is_no_utf8_is_refused_by_both(given: bytes, sentence: str) 
         ({"max_tokens": 0}, "max_tokens: expected `int` >= 1"),
     ],
 )
-def test_in_a_conversation_too(fields: dict[str, Any], sentence: str) -> None:
+def test_invalid_or_unsupported_chat_field_is_named(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         _chat(**fields)
 
@@ -228,29 +239,29 @@ def test_in_a_conversation_too(fields: dict[str, Any], sentence: str) -> None:
         {"user": "me", "stop": None, "logprobs": None, "seed": None},
     ],
 )
-def test_fields_that_ask_for_nothing_are_passed_over(fields: dict[str, Any]) -> None:
-    assert order(_completion(**fields), 100) == order(_completion(), 100)
+def test_unsupported_fields_with_neutral_values_are_ignored(fields: dict[str, Any]) -> None:
+    assert generation_options(_completion(**fields), 100) == generation_options(_completion(), 100)
 
 
-def test_orders_that_contradict_themselves_are_refused() -> None:
-    for asked, sentence in (
-        (_completion(max_tokens=0), "max_tokens: 0 without echo"),
-        (_completion(stop=[""]), "stop: give up to 16 words"),
-        (_completion(stop=["x"] * 17), "stop: give up to 16 words"),
-        (_chat(top_logprobs=2), "top_logprobs: goes with logprobs"),
+def test_contradictory_options_are_rejected() -> None:
+    for request, sentence in (
+        (_completion(max_tokens=0), "max_tokens: 0 requires echo"),
+        (_completion(stop=[""]), "stop: give up to 16 strings"),
+        (_completion(stop=["x"] * 17), "stop: give up to 16 strings"),
+        (_chat(top_logprobs=2), "top_logprobs: requires logprobs"),
     ):
         with pytest.raises(InvalidPayload, match=sentence):
-            order(asked, 100)
+            generation_options(request, 100)
 
 
-def test_likelihoods_are_asked_for_in_two_ways() -> None:
-    assert order(_completion(logprobs=0), 9).top == 0
-    assert order(_completion(logprobs=3, echo=True), 9).top == 3
-    assert order(_chat(logprobs=True), 9).top == 0
-    assert order(_chat(logprobs=True, top_logprobs=4), 9).top == 4
-    assert order(_chat(), 9).top is None
+def test_logprobs_of_completions_and_chats() -> None:
+    assert generation_options(_completion(logprobs=0), 9).top_logprobs == 0
+    assert generation_options(_completion(logprobs=3, echo=True), 9).top_logprobs == 3
+    assert generation_options(_chat(logprobs=True), 9).top_logprobs == 0
+    assert generation_options(_chat(logprobs=True, top_logprobs=4), 9).top_logprobs == 4
+    assert generation_options(_chat(), 9).top_logprobs is None
 
 
-def test_any_seed_is_one() -> None:
-    assert order(_completion(seed=-1), 9).seed == 2**64 - 1
-    assert order(_completion(seed=5), 9).seed == 5
+def test_negative_seed_is_accepted() -> None:
+    assert generation_options(_completion(seed=-1), 9).seed == 2**64 - 1
+    assert generation_options(_completion(seed=5), 9).seed == 5

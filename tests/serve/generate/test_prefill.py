@@ -3,55 +3,53 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from serve.generate.model import Words
-from serve.generate.prefill import Prefill, together
-from serve.generate.sampling import Likelihood, Sampling
-from serve.generate.sequence import Asking, Order, Writing
+from serve.generate.engine import Prefill, prefill_batch_size
+from serve.generate.model import LanguageModel
+from serve.generate.sampling import Sampling, TokenLogprob
+from serve.generate.sequence import GenerationOptions, SequenceGroup, TextSequence
 from tests.serve.generate import tiny
 
 
-def _writing(prompt: list[int], *, top: int | None = None, echo: bool = False) -> Writing:
-    order = Order(most=1, sampling=Sampling(temperature=0), top=top, echo=echo)
-    return Writing(Asking(order), 0, prompt, (), lambda ids: "")
+def _writing(prompt: list[int], *, top: int | None = None, echo: bool = False) -> TextSequence:
+    order = GenerationOptions(max_tokens=1, sampling=Sampling(temperature=0), top_logprobs=top, echo=echo)
+    return TextSequence(SequenceGroup(order), 0, prompt, (), lambda ids: "")
 
 
 @pytest.mark.parametrize(
     ("lengths", "count"),
     [([5], 1), ([5, 5, 5], 3), ([10, 9, 8, 2], 3), ([2, 10], 1), ([10, 2], 1), ([60, 60], 1), ([200, 3], 1)],
 )
-def test_prompts_are_read_together_where_little_is_padding_and_they_are_not_many(
-    lengths: list[int], count: int
-) -> None:
+def test_prompts_are_batched_when_little_is_padding(lengths: list[int], count: int) -> None:
     waiting = [_writing(list(range(place, place + size))) for place, size in enumerate(lengths)]
-    assert together(waiting, most_tokens=100, most_rows=9) == count
+    assert prefill_batch_size(waiting, max_tokens=100, max_sequences=9) == count
 
 
-def test_nobody_waiting_is_nobody_to_read() -> None:
-    assert together([], 100, 9) == 0
+def test_empty_queue_gives_an_empty_batch() -> None:
+    assert prefill_batch_size([], 100, 9) == 0
 
 
-def test_equal_prompts_are_read_once_however_many_they_are() -> None:
-    assert together([_writing([1] * 60)] * 9, most_tokens=100, most_rows=9) == 9
-    assert together([_writing([1] * 60)] * 9, most_tokens=100, most_rows=4) == 4
+def test_equal_prompts_take_one_row() -> None:
+    assert prefill_batch_size([_writing([1] * 60)] * 9, max_tokens=100, max_sequences=9) == 9
+    assert prefill_batch_size([_writing([1] * 60)] * 9, max_tokens=100, max_sequences=4) == 4
 
 
 @pytest.mark.parametrize("part", [1, 5, 100])
-def test_in_whatever_parts_it_is_read_it_gives_the_same(words: Words, part: int) -> None:
+def test_prefill_result_does_not_depend_on_the_parts(language_model: LanguageModel, part: int) -> None:
     prompts = [list(range(10, 22)), list(range(40, 49)), list(range(10, 22))]
-    writings = [_writing(one, top=1, echo=True) for one in prompts]
-    prefill = Prefill(words.graph, writings)
+    sequences = [_writing(one, top=1, echo=True) for one in prompts]
+    prefill = Prefill(language_model.graph, sequences)
     while not prefill.done:
         prefill.advance(part)
-    assert prefill.block.rows == 2
-    assert prefill.rows(writings) == [0, 1, 0]
-    for one in writings:
+    assert prefill.cache.rows == 2
+    assert prefill.rows(sequences) == [0, 1, 0]
+    for one in sequences:
         ids = np.array([one.prompt])
-        logits, _ = words.graph.run(words.graph.empty([0]), ids)
-        assert np.allclose(prefill.first(one), logits[0, -1], atol=1e-4)
-        first, *rest = prefill.told(one)
+        logits, _ = language_model.graph.run(language_model.graph.empty_cache([0]), ids)
+        assert np.allclose(prefill.next_logits(one), logits[0, -1], atol=1e-4)
+        first, *rest = prefill.logprobs(one)
         assert first == one.prompt[0]
         wanted = [_logprob(logits[0, place], token) for place, token in enumerate(one.prompt[1:])]
-        found = [other for other in rest if isinstance(other, Likelihood)]
+        found = [other for other in rest if isinstance(other, TokenLogprob)]
         assert [other.token for other in found] == list(one.prompt[1:])
         assert [other.logprob for other in found] == pytest.approx(wanted, abs=1e-4)
 
@@ -60,9 +58,9 @@ def _logprob(logits: np.ndarray[tuple[int], np.dtype[np.float32]], token: int) -
     return float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
 
 
-def test_of_a_prompt_nobody_asked_about_nothing_is_told(words: Words) -> None:
-    writing = _writing([4, 5], top=1)
-    prefill = Prefill(words.graph, [writing])
+def test_prompt_logprobs_only_on_request(language_model: LanguageModel) -> None:
+    sequence = _writing([4, 5], top=1)
+    prefill = Prefill(language_model.graph, [sequence])
     prefill.advance(10)
-    assert prefill.told(writing) == []
+    assert prefill.logprobs(sequence) == []
     assert tiny.POSITIONS > prefill.longest == 2

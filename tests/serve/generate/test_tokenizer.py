@@ -3,31 +3,31 @@ from __future__ import annotations
 import pytest
 
 from pipeline.contract.errors import BundleError, InvalidPayload
-from serve.generate.tokenizer import Chat
+from serve.generate.tokenizer import ChatTemplate
 from tests.serve.generate import tiny
 
 
-def test_messages_become_the_prompt_the_model_was_trained_with() -> None:
-    chat = Chat(tiny.TEMPLATE, "<s>", "</s>")
-    found = chat.prompt([{"role": "user", "content": "hi"}, {"role": "user", "content": "<b> & {{ 7 * 7 }}"}])
+def test_template_renders_messages() -> None:
+    chat = ChatTemplate(tiny.TEMPLATE, "<s>", "</s>")
+    found = chat.render([{"role": "user", "content": "hi"}, {"role": "user", "content": "<b> & {{ 7 * 7 }}"}])
     assert found == "<s><|user|>hi<|user|><b> & {{ 7 * 7 }}<|answer|>"
 
 
-def test_what_the_template_refuses_is_the_client_s_to_mend() -> None:
-    chat = Chat(tiny.TEMPLATE, "", "")
+def test_template_errors_are_client_errors() -> None:
+    chat = ChatTemplate(tiny.TEMPLATE, "", "")
     with pytest.raises(InvalidPayload, match="messages: system comes first"):
-        chat.prompt([{"role": "user", "content": "x"}, {"role": "system", "content": "y"}])
-    with pytest.raises(InvalidPayload, match="messages: the model's chat template cannot take them: "):
-        Chat("{{ messages[0].content + 1 }}", "", "").prompt([{"role": "user", "content": "x"}])
+        chat.render([{"role": "user", "content": "x"}, {"role": "system", "content": "y"}])
+    with pytest.raises(InvalidPayload, match="messages: the model's chat template rejects them: "):
+        ChatTemplate("{{ messages[0].content + 1 }}", "", "").render([{"role": "user", "content": "x"}])
 
 
-def test_templates_have_what_transformers_gives_them() -> None:
+def test_templates_have_the_functions_of_transformers() -> None:
     text = (
         "{%- for m in messages -%}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{{ m | tojson }}{% endfor %}{{ strftime_now('%Y')[:2] }}"
     )
     messages = [{"role": "user", "content": "é<"}, {"role": "user", "content": "no"}]
-    assert Chat(text, "", "").prompt(messages) == '{"role": "user", "content": "é<"}20'
+    assert ChatTemplate(text, "", "").render(messages) == '{"role": "user", "content": "é<"}20'
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def test_templates_have_what_transformers_gives_them() -> None:
         "{% set _ = messages.append(1) %}",
     ],
 )
-def test_a_template_reaches_nothing_but_the_messages(text: str) -> None:
-    with pytest.raises(InvalidPayload, match="cannot take them"):
-        Chat(text, "", "").prompt([{"role": "user", "content": "x"}])
+def test_template_is_sandboxed(text: str) -> None:
+    with pytest.raises(InvalidPayload, match="rejects them"):
+        ChatTemplate(text, "", "").render([{"role": "user", "content": "x"}])
 
 
-def test_a_template_that_is_none_is_told_at_the_start() -> None:
-    with pytest.raises(BundleError, match="the chat template is no Jinja: "):
-        Chat("{% for %}", "", "")
+def test_invalid_template_is_rejected_when_loaded() -> None:
+    with pytest.raises(BundleError, match="the chat template is not valid Jinja: "):
+        ChatTemplate("{% for %}", "", "")

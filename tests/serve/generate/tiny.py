@@ -1,4 +1,4 @@
-"""A language model made by hand: a graph with a cache, a tokenizer, and the plainest way to write a text with them."""
+"""A tiny language model: an ONNX graph with a cache, a tokenizer, and a reference for greedy decoding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tokenizer() -> Tokenizer:
 
 
 class _Nodes:
-    """A graph that is written down line by line."""
+    """Collects nodes and weights of an ONNX graph."""
 
     def __init__(self, seed: int) -> None:
         self.nodes: list[Any] = []
@@ -63,57 +63,59 @@ class _Nodes:
         self.weights.append(numpy_helper.from_array(values, name))
         return name
 
-    def do(self, op: str, made: str, *inputs: str, **attributes: Any) -> str:
-        self.nodes.append(helper.make_node(op, inputs, [made], **attributes))
-        return made
+    def add(self, op: str, output: str, *inputs: str, **attributes: Any) -> str:
+        self.nodes.append(helper.make_node(op, inputs, [output], **attributes))
+        return output
 
 
 def _mask(graph: _Nodes) -> str:
-    """0 where a query may look, far below elsewhere: at itself and before, and at no padding."""
+    """Add the causal mask: 0 for allowed positions, a large negative number for later ones and padding."""
     zero, one = graph.constant("zero", np.array(0, np.int64)), graph.constant("one", np.array(1, np.int64))
-    total = graph.do("Gather", "total", graph.do("Shape", "shape.mask", "attention_mask"), one)
-    sequence = graph.do("Gather", "sequence", graph.do("Shape", "shape.ids", "input_ids"), one)
-    keys = graph.do("Range", "keys", zero, total, one)
-    queries = graph.do("Range", "queries", graph.do("Sub", "past", total, sequence), total, one)
-    column = graph.do("Unsqueeze", "column", queries, graph.constant("last", np.array([1], np.int64)))
-    causal = graph.do("LessOrEqual", "causal", keys, column)
-    there = graph.do("Cast", "there", "attention_mask", to=TensorProto.BOOL)
-    rows = graph.do("Unsqueeze", "rows", there, graph.constant("middle", np.array([1, 2], np.int64)))
-    allowed = graph.do("And", "allowed", causal, rows)
+    total = graph.add("Gather", "total", graph.add("Shape", "shape.mask", "attention_mask"), one)
+    sequence = graph.add("Gather", "sequence", graph.add("Shape", "shape.ids", "input_ids"), one)
+    keys = graph.add("Range", "keys", zero, total, one)
+    queries = graph.add("Range", "queries", graph.add("Sub", "past", total, sequence), total, one)
+    column = graph.add("Unsqueeze", "column", queries, graph.constant("last", np.array([1], np.int64)))
+    causal = graph.add("LessOrEqual", "causal", keys, column)
+    there = graph.add("Cast", "there", "attention_mask", to=TensorProto.BOOL)
+    rows = graph.add("Unsqueeze", "rows", there, graph.constant("middle", np.array([1, 2], np.int64)))
+    allowed = graph.add("And", "allowed", causal, rows)
     values = [graph.constant(name, np.array(value, np.float32)) for name, value in (("yes", 0.0), ("no", -1e9))]
-    return graph.do("Where", "bias", allowed, *values)
+    return graph.add("Where", "bias", allowed, *values)
 
 
 def _layer(graph: _Nodes, layer: int, x: str) -> str:
     def heads(what: str) -> str:
-        made = graph.do("MatMul", f"{layer}.{what}.flat", x, graph.weight(f"{layer}.{what}.w", SIZE, SIZE, scale=0.3))
-        made = graph.do("Reshape", f"{layer}.{what}.cut", made, "heads")
-        return graph.do("Transpose", f"{layer}.{what}", made, perm=[0, 2, 1, 3])
+        made = graph.add("MatMul", f"{layer}.{what}.flat", x, graph.weight(f"{layer}.{what}.w", SIZE, SIZE, scale=0.3))
+        made = graph.add("Reshape", f"{layer}.{what}.cut", made, "heads")
+        return graph.add("Transpose", f"{layer}.{what}", made, perm=[0, 2, 1, 3])
 
-    key = graph.do("Concat", f"present.{layer}.key", f"past.{layer}.key", heads("key"), axis=2)
-    value = graph.do("Concat", f"present.{layer}.value", f"past.{layer}.value", heads("value"), axis=2)
-    turned = graph.do("Transpose", f"{layer}.turned", key, perm=[0, 1, 3, 2])
-    scores = graph.do("Add", f"{layer}.scores", graph.do("MatMul", f"{layer}.raw", heads("query"), turned), "bias")
-    seen = graph.do("MatMul", f"{layer}.seen", graph.do("Softmax", f"{layer}.shares", scores, axis=-1), value)
-    flat = graph.do("Reshape", f"{layer}.flat", graph.do("Transpose", f"{layer}.back", seen, perm=[0, 2, 1, 3]), "flat")
-    out = graph.do("MatMul", f"{layer}.out", flat, graph.weight(f"{layer}.out.w", SIZE, SIZE, scale=0.6))
-    return graph.do("Add", f"{layer}.x", x, graph.do("Tanh", f"{layer}.bent", out))
+    key = graph.add("Concat", f"present.{layer}.key", f"past.{layer}.key", heads("key"), axis=2)
+    value = graph.add("Concat", f"present.{layer}.value", f"past.{layer}.value", heads("value"), axis=2)
+    turned = graph.add("Transpose", f"{layer}.turned", key, perm=[0, 1, 3, 2])
+    scores = graph.add("Add", f"{layer}.scores", graph.add("MatMul", f"{layer}.raw", heads("query"), turned), "bias")
+    seen = graph.add("MatMul", f"{layer}.seen", graph.add("Softmax", f"{layer}.shares", scores, axis=-1), value)
+    flat = graph.add(
+        "Reshape", f"{layer}.flat", graph.add("Transpose", f"{layer}.back", seen, perm=[0, 2, 1, 3]), "flat"
+    )
+    out = graph.add("MatMul", f"{layer}.out", flat, graph.weight(f"{layer}.out.w", SIZE, SIZE, scale=0.6))
+    return graph.add("Add", f"{layer}.x", x, graph.add("Tanh", f"{layer}.bent", out))
 
 
 def graph(path: Path, seed: int = 11, leak: float = 0.0, positions: int = POSITIONS) -> None:
-    """`leak`: how much a row hears of the others, which no honest model does."""
+    """Write the model; `leak` makes each row depend on the others, which is a defect."""
     nodes = _Nodes(seed)
     nodes.constant("heads", np.array([0, 0, HEADS, WIDTH], np.int64))
     nodes.constant("flat", np.array([0, 0, SIZE], np.int64))
     _mask(nodes)
-    embedded = nodes.do("Gather", "embedded", nodes.weight("tokens", VOCABULARY, SIZE), "input_ids")
-    x = nodes.do("Add", "x", embedded, nodes.do("Gather", "placed", nodes.weight("places", positions, SIZE, scale=0.5), "position_ids"))  # fmt: skip  # noqa: E501
+    embedded = nodes.add("Gather", "embedded", nodes.weight("tokens", VOCABULARY, SIZE), "input_ids")
+    x = nodes.add("Add", "x", embedded, nodes.add("Gather", "placed", nodes.weight("places", positions, SIZE, scale=0.5), "position_ids"))  # fmt: skip  # noqa: E501
     for layer in range(LAYERS):
         x = _layer(nodes, layer, x)
     if leak:
-        everybody = nodes.do("ReduceMax", "everybody", x, nodes.constant("axis", np.array([0], np.int64)), keepdims=1)
-        x = nodes.do("Add", "leaked", x, nodes.do("Mul", "share", everybody, nodes.constant("leak", np.array(leak, np.float32))))  # fmt: skip  # noqa: E501
-    nodes.do("MatMul", "logits", x, nodes.weight("words", SIZE, VOCABULARY))
+        row_max = nodes.add("ReduceMax", "row_max", x, nodes.constant("axis", np.array([0], np.int64)), keepdims=1)
+        x = nodes.add("Add", "leaked", x, nodes.add("Mul", "share", row_max, nodes.constant("leak", np.array(leak, np.float32))))  # fmt: skip  # noqa: E501
+    nodes.add("MatMul", "logits", x, nodes.weight("head", SIZE, VOCABULARY))
     whole = [("input_ids", ["batch", "sequence"]), ("attention_mask", ["batch", "total"]), ("position_ids", ["batch", "sequence"])]  # fmt: skip  # noqa: E501
     inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name, shape in whole]
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence", VOCABULARY])]
@@ -151,23 +153,23 @@ def signature(
     )
 
 
-def fed(ids: Array, mask: Array, caches: dict[str, Array] | None = None) -> dict[str, Array]:
-    """What the graph takes for rows that are not padded."""
+def graph_inputs(ids: Array, mask: Array, caches: dict[str, Array] | None = None) -> dict[str, Array]:
+    """Return the graph's inputs for rows without padding."""
     past = mask.shape[1] - ids.shape[1]
     places = np.broadcast_to(np.arange(past, mask.shape[1]), ids.shape)
     none = {name: np.zeros((len(ids), heads, 0, width), np.float32) for name, (heads, width) in CACHES.items()}
     return {"input_ids": ids, "attention_mask": mask, "position_ids": np.ascontiguousarray(places), **(caches or none)}
 
 
-def build(path: Path, *, seed: int = 11, leak: float = 0.0, **told: Any) -> Path:
+def build(path: Path, *, seed: int = 11, leak: float = 0.0, **options: Any) -> Path:
     path.mkdir(parents=True)
-    graph(path / "model.onnx", seed, leak, told.get("positions", POSITIONS))
+    graph(path / "model.onnx", seed, leak, options.get("positions", POSITIONS))
     (path / "files").mkdir()
     tokenizer().save(str(path / "files/tokenizer.json"))
     (path / "card.md").write_text("# tiny\n")
-    write_json(path / "signature.json", signature(**told).model_dump())
+    write_json(path / "signature.json", signature(**options).model_dump())
     ids = np.random.default_rng(3).integers(4, VOCABULARY, (2, 5))
-    inputs = fed(ids, np.ones_like(ids))
+    inputs = graph_inputs(ids, np.ones_like(ids))
     outputs = dict(zip((one.name for one in signature().outputs), session(path).run(None, inputs), strict=True))
     Golden(inputs, outputs, [], [], rtol=1e-3, atol=1e-4).write(path)
     seal(path)
@@ -179,12 +181,12 @@ def session(path: Path) -> Any:
     return onnxruntime.InferenceSession(str(path / "model.onnx"), providers=["CPUExecutionProvider"])
 
 
-def alone(path: Path, prompt: Sequence[int], most: int) -> list[int]:
-    """The judge: greedy, one text, one token at a time, all of it computed anew for each."""
+def greedy_tokens(path: Path, prompt: Sequence[int], most: int) -> list[int]:
+    """Decode greedily without a cache or a batch: the reference for the engine."""
     ids = list(prompt)
     while len(ids) < len(prompt) + most:
         row = np.array([ids], np.int64)
-        logits = session(path).run(["logits"], fed(row, np.ones_like(row)))[0]
+        logits = session(path).run(["logits"], graph_inputs(row, np.ones_like(row)))[0]
         ids.append(int(logits[0, -1].argmax()))
         if ids[-1] == END:
             break

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
         ("", ""),
     ],
 )
-def test_blocks(text: str, html: str) -> None:
+def test_markdown_blocks_become_html(text: str, html: str) -> None:
     assert render_markdown(text) == html
 
 
-def test_a_table_has_a_head_and_rows() -> None:
+def test_table_has_head_and_rows() -> None:
     html = render_markdown("| a | b |\n|---|:-:|\n| `1` | **2** |")
     assert '<th scope="col">a</th><th scope="col">b</th>' in html
     assert '<th scope="row"><code>1</code></th><td><strong>2</strong></td>' in html
@@ -60,7 +60,7 @@ def test_a_table_has_a_head_and_rows() -> None:
         ("<b>`<i>`**<u>**", "&lt;b&gt;<code>&lt;i&gt;</code><strong>&lt;u&gt;</strong>"),
     ],
 )
-def test_what_is_no_mark_of_ours_stays_the_text_it_is(text: str, html: str) -> None:
+def test_other_text_is_escaped(text: str, html: str) -> None:
     assert inline(text) == html
 
 
@@ -77,7 +77,7 @@ def _get(server: Running, path: str = "/", **headers: str) -> httpx.Response:
     return httpx.get(f"{server.url}{path}", headers=headers, timeout=20)
 
 
-def test_people_get_a_page_and_probes_a_sign_of_life(server: Running) -> None:
+def test_browsers_get_the_page_and_probes_a_status(server: Running) -> None:
     page = _get(server, **HTML)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.text.startswith("<!doctype html>\n<html lang=")
@@ -85,7 +85,7 @@ def test_people_get_a_page_and_probes_a_sign_of_life(server: Running) -> None:
     assert {_get(server).headers["vary"], page.headers["vary"]} == {"accept"}
 
 
-def test_the_policy_allows_the_pages_own_script_and_style_and_nothing_else(server: Running) -> None:
+def test_content_security_policy_allows_only_own_script_and_style(server: Running) -> None:
     page = _get(server, **HTML)
     policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
     assert (policy["default-src"], policy["connect-src"], policy["frame-ancestors"]) == ("'none'", "'self'", "'none'")
@@ -97,19 +97,19 @@ def test_the_policy_allows_the_pages_own_script_and_style_and_nothing_else(serve
     assert re.findall(r"(?:src|href)=.(?!/|data:)", page.text.partition("<script>")[0]) == []
 
 
-def test_it_says_what_the_model_is(server: Running, bundle: Bundle) -> None:
+def test_page_shows_the_model(server: Running, bundle: Bundle) -> None:
     text = _get(server, **HTML).text
     for told in ("<h1>tiny</h1>", bundle.digest[:12], "verdict: pass", "runs on CPU", "batch × 1 × 8 × 8", "logits"):
         assert told in text
     assert "<h3>tiny</h3>" in text, "the card"
 
 
-def test_a_model_there_is_not_is_not_found(server: Running) -> None:
+def test_unknown_model_is_not_found(server: Running) -> None:
     assert _get(server, "/?model=tiny", **HTML).status_code == 200
     assert _get(server, "/?model=other", **HTML).status_code == 404
 
 
-def test_the_counters_are_those_of_each_version(server: Running, bundle: Bundle) -> None:
+def test_counters_are_reported_per_version(server: Running, bundle: Bundle) -> None:
     def told() -> dict[str, object]:
         answer = _get(server, "/page.json")
         assert answer.headers["cache-control"] == "no-store"
@@ -127,7 +127,7 @@ def test_the_counters_are_those_of_each_version(server: Running, bundle: Bundle)
     assert grown == {"requests": 2, "failed": 1, "batches": 1, "rows": 2}
 
 
-def test_it_can_be_turned_off(bundle_path: Path, start: Launcher) -> None:
+def test_page_can_be_turned_off(bundle_path: Path, start: Launcher) -> None:
     server = start(bundle_path, options=["--no-page"])
     assert _get(server, **HTML).json() == {"status": "alive"}
     refused = _get(server, "/page.json")
@@ -135,7 +135,7 @@ def test_it_can_be_turned_off(bundle_path: Path, start: Launcher) -> None:
     assert "the page is off" in refused.json()["error"]
 
 
-def test_who_gets_a_share_or_copies_of_the_requests_is_told(served: ModelVersion) -> None:
+def test_canary_and_shadow_are_shown(served: ModelVersion) -> None:
     candidate = ModelVersion("tiny", "2", served.predictor, served.pool)
     served.canary = Canary(candidate, 0.1)
     served.mirror = SimpleNamespace(digest="d" * 64, share=0.5, agreement=Agreement(same=1200, other=3))  # type: ignore[assignment]
@@ -150,13 +150,13 @@ def test_who_gets_a_share_or_copies_of_the_requests_is_told(served: ModelVersion
         assert told in html
 
 
-def test_a_codec_that_says_so_lets_people_draw(served: ModelVersion, bundle: Bundle) -> None:
+def test_codec_with_drawing_gets_a_drawing_form(served: ModelVersion, bundle: Bundle) -> None:
     form = page.form(served)
     assert (form["kind"], form["examples"]) == ("drawing", bundle.golden().instances)
     assert form["drawing"] == {"width": 8, "height": 8, "top": 16, "fit": True, "pen": 1.5}
 
 
-def test_without_a_drawing_people_edit_an_instance(served: ModelVersion, bundle: Bundle) -> None:
+def test_codec_without_drawing_gets_an_instance_form(served: ModelVersion, bundle: Bundle) -> None:
     served.predictor.drawing = None
     assert page.form(served) == {"kind": "instances", "examples": bundle.golden().instances}
 
@@ -170,7 +170,7 @@ def golden(monkeypatch: pytest.MonkeyPatch, bundle: Bundle) -> Golden:
     return golden
 
 
-def test_without_instances_they_edit_the_first_golden_tensors(served: ModelVersion, golden: Golden) -> None:
+def test_without_instances_the_form_has_golden_tensors(served: ModelVersion, golden: Golden) -> None:
     served.predictor.drawing = None
     form = page.form(served)
     assert form["inputs"] == [{"name": "image", "datatype": "FP32", "shape": ("batch", 1, 8, 8)}]
@@ -179,7 +179,7 @@ def test_without_instances_they_edit_the_first_golden_tensors(served: ModelVersi
     np.testing.assert_array_equal(np.array(tensor["data"], np.float32), golden.inputs["image"][0].ravel())
 
 
-def test_what_is_too_large_to_edit_is_left_to_the_browser_to_make(
+def test_large_tensors_are_not_embedded(
     served: ModelVersion, golden: Golden, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.predictor.drawing = None
@@ -187,7 +187,7 @@ def test_what_is_too_large_to_edit_is_left_to_the_browser_to_make(
     assert page.form(served)["examples"] == []
 
 
-def test_the_page_outlives_the_bundles_folder(
+def test_page_works_without_the_bundle_folder(
     served: ModelVersion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Bundle, "golden", lambda self: (self.path / "gone").read_text())
@@ -195,7 +195,7 @@ def test_the_page_outlives_the_bundles_folder(
     assert "the page shows no example" in caplog.text
 
 
-def test_embedded_data_cannot_leave_its_element(served: ModelVersion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_data_cannot_close_its_element(served: ModelVersion, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "form", lambda _: {"examples": ["</script><script>&<!--"]})
     assert not set("<>&") & set(page.embedded(served))
 
@@ -211,7 +211,7 @@ def test_embedded_data_cannot_leave_its_element(served: ModelVersion, monkeypatc
         ("card", "one"),
     ],
 )
-def test_its_words_stand_out_as_far_as_accessibility_asks(scheme: str, above: str, below: str) -> None:
+def test_text_contrast_meets_accessibility_guidelines(scheme: str, above: str, below: str) -> None:
     light, dark = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)
     colors = dict(re.findall(r"--([a-z-]+): #([0-9a-f]+)", dark if scheme == "dark" else light))
     lighter, darker = sorted((_luminance(colors[above]), _luminance(colors[below])), reverse=True)

@@ -64,7 +64,7 @@ def _digit(server: Running, body: Any) -> str:
 
 
 @pytest.mark.parametrize("way", ["drag", "swipe"])
-def test_a_digit_drawn_with_mouse_or_finger_is_sent_as_a_picture_and_answered(
+def test_drawn_digit_is_sent_as_a_picture(
     page: Browser, server: Running, way: str
 ) -> None:
     getattr(page, way)(page.place("canvas.pad", SEVEN))
@@ -79,7 +79,7 @@ def test_a_digit_drawn_with_mouse_or_finger_is_sent_as_a_picture_and_answered(
     assert "ms there and back" in page.text(".took")
 
 
-def test_clearing_leaves_neither_drawing_nor_answer(page: Browser) -> None:
+def test_clear_removes_drawing_and_answer(page: Browser) -> None:
     page.drag(page.place("canvas.pad", SEVEN))
     page.text(FIRST)
     page.click(".buttons button:first-child")
@@ -88,14 +88,14 @@ def test_clearing_leaves_neither_drawing_nor_answer(page: Browser) -> None:
     assert not page.value(f"[...document.querySelectorAll('canvas')].some({ink})")
 
 
-def test_an_example_is_one_key_press_away(page: Browser, server: Running, picture: list[Any]) -> None:
+def test_example_is_sent_by_keyboard(page: Browser, server: Running, picture: list[Any]) -> None:
     page.press(".buttons button:nth-child(2)", "Enter")
     assert page.text(FIRST) == _digit(server, {"instances": [picture]})
     assert _sent(page) == {"instances": [picture]}
     assert page.value("document.querySelectorAll('#answer .bars b').length") == 10
 
 
-def test_the_counters_move_when_somebody_asks(page: Browser, server: Running, picture: list[Any]) -> None:
+def test_live_counters_follow_requests(page: Browser, server: Running, picture: list[Any]) -> None:
     page.wait("document.getElementById('live-waiting').textContent === '0'")
     for _ in range(3):
         _digit(server, {"instances": [picture, picture]})
@@ -113,7 +113,7 @@ def test_nothing_is_wider_than_the_window(page: Browser, server: Running, width:
     assert page.value("document.documentElement.scrollWidth") <= width
 
 
-def test_every_control_has_a_name_and_every_picture_a_description(page: Browser) -> None:
+def test_controls_and_pictures_have_accessible_names(page: Browser) -> None:
     page.press(".buttons button:nth-child(2)", "Enter")
     page.text(FIRST)
     tree = page.call("Accessibility.getFullAXTree")["nodes"]
@@ -127,7 +127,7 @@ def test_every_control_has_a_name_and_every_picture_a_description(page: Browser)
     assert {"heading", "button", "image", "link"} <= {node["role"]["value"] for node in tree if not node["ignored"]}
 
 
-def test_behind_keys_the_browser_asks_once_and_the_page_works(
+def test_page_works_with_an_api_key(
     browser: Browser, bundle_path: Path, start: Launcher, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("a-key-nobody-guesses\n")
@@ -156,7 +156,7 @@ def _resealed(bundle: Path, seal: Callable[[Path], str], *, codec: str = ECHO, i
     return bundle
 
 
-def test_no_text_of_card_example_or_answer_becomes_markup(
+def test_text_never_becomes_markup(
     browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
 ) -> None:
     example = {"name": f"</script>{ATTACK}", "lines": "\u2028<!--"}
@@ -172,7 +172,7 @@ def test_no_text_of_card_example_or_answer_becomes_markup(
     assert browser.complaints == []
 
 
-def test_a_model_without_an_example_is_asked_with_tensors_and_a_refusal_is_told(
+def test_tensor_form_and_its_errors(
     browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
 ) -> None:
     server = start(_resealed(own_bundle, seal, instances=[]))

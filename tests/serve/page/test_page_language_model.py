@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("template", "path"), [("", "/openai/v1/completions"), ("{{ messages }}", "/openai/v1/chat/completions")]
 )
-def test_a_model_that_knows_conversations_is_sent_a_message_and_others_a_beginning(template: str, path: str) -> None:
+def test_form_sends_a_message_or_the_beginning_of_a_text(template: str, path: str) -> None:
     known = tiny.signature(template=template).generation
     assert isinstance(known, Generation)
     assert words(known) == {"kind": "words", "examples": [], "chat": bool(template), "path": path, "most": 48}
@@ -29,7 +29,7 @@ def test_a_model_that_knows_conversations_is_sent_a_message_and_others_a_beginni
 @pytest.mark.long
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
 @pytest.mark.parametrize("template", ["", tiny.TEMPLATE])
-def test_people_type_and_read_the_answer(start: Launcher, tmp_path: Path, template: str) -> None:
+def test_typed_text_is_answered(start: Launcher, tmp_path: Path, template: str) -> None:
     server = start(tiny.build(tmp_path / "bundle", template=template, end=()))
     with contextlib.closing(Browser(tmp_path / "chromium")) as browser:
         browser.open(f"{server.url}/")
@@ -39,5 +39,5 @@ def test_people_type_and_read_the_answer(start: Launcher, tmp_path: Path, templa
         assert "ms there and back" in browser.text(".took")
         browser.value("document.getElementById('body').value = 'x'.repeat(5000)")
         browser.press(".buttons button", "Enter")
-        assert "characters are more than the model's 96 positions" in browser.text("#answer .error")
+        assert "characters do not fit in the model's 96 positions" in browser.text("#answer .error")
         assert browser.complaints == []

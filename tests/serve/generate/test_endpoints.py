@@ -1,4 +1,4 @@
-"""The service as OpenAI's own client sees it."""
+"""OpenAI's own client against the service."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
 
 
-LONG = 4096  # positions: enough for a text that takes a while
-WORDS = tiny.tokenizer()
+LONG = 4096  # positions, enough for a text that takes a while
+TOKENIZER = tiny.tokenizer()
 TEXTS = ["hello world", "the quick brown fox jumps over", "x", "print('hello'", "import os", "größer €"]
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its texts never end by themselves."""
+    """A model without an end token."""
     return tiny.build(tmp_path_factory.mktemp("texts") / "bundle", positions=LONG, end=())
 
 
@@ -50,12 +50,12 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def _alone(bundle: Path, text: str, most: int) -> str:
-    return str(WORDS.decode(tiny.alone(bundle, [tiny.BEGIN, *WORDS.encode(text).ids], most)))
+def _greedy_text(bundle: Path, text: str, most: int) -> str:
+    return str(TOKENIZER.decode(tiny.greedy_tokens(bundle, [tiny.BEGIN, *TOKENIZER.encode(text).ids], most)))
 
 
-def _text(client: openai.OpenAI, prompt: Any, most: int = 12, **asked: Any) -> str:
-    found = client.completions.create(model="tiny", prompt=prompt, max_tokens=most, temperature=0, **asked)
+def _text(client: openai.OpenAI, prompt: Any, most: int = 12, **fields: Any) -> str:
+    found = client.completions.create(model="tiny", prompt=prompt, max_tokens=most, temperature=0, **fields)
     return str(found.choices[0].text)
 
 
@@ -64,25 +64,25 @@ def _metric(server: Running, line: str) -> float:
     return next(float(one.split()[-1]) for one in text.splitlines() if one.startswith(line))
 
 
-def _until(happened: Callable[[], bool], seconds: float = 30) -> None:
+def _wait_until(happened: Callable[[], bool], seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_many_at_once_each_get_what_they_would_alone(client: openai.OpenAI, bundle: Path) -> None:
+def test_concurrent_requests_get_the_same_texts_as_single_ones(client: openai.OpenAI, bundle: Path) -> None:
     lengths = [5, 30, 12, 18, 40, 9]
-    asked = [(text, most) for text, most in zip(TEXTS, lengths, strict=True)] * 3
+    cases = [(text, most) for text, most in zip(TEXTS, lengths, strict=True)] * 3
     with ThreadPoolExecutor(18) as pool:
-        found = list(pool.map(lambda one: _text(client, one[0], one[1]), asked))
-    assert found == [_alone(bundle, text, most) for text, most in asked]
+        found = list(pool.map(lambda one: _text(client, one[0], one[1]), cases))
+    assert found == [_greedy_text(bundle, text, most) for text, most in cases]
 
 
-def test_a_stream_has_the_same_words_as_a_whole_answer_and_usage_at_its_end(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 20, "seed": 7, "logprobs": 1}
-    whole = client.completions.create(**asked)
-    events = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+def test_stream_has_the_same_text_as_a_whole_response(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 20, "seed": 7, "logprobs": 1}
+    whole = client.completions.create(**fields)
+    events = list(client.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
     *parts, last = events
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
     assert [part.choices[0].finish_reason for part in parts][-1] == "length" == whole.choices[0].finish_reason
@@ -90,34 +90,36 @@ def test_a_stream_has_the_same_words_as_a_whole_answer_and_usage_at_its_end(clie
     assert last.usage == whole.usage
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 20
-    told = [one for part in parts if part.choices[0].logprobs for one in part.choices[0].logprobs.token_logprobs or []]
+    logprobs = [
+        one for part in parts if part.choices[0].logprobs for one in part.choices[0].logprobs.token_logprobs or []
+    ]
     assert whole.choices[0].logprobs is not None
-    assert told == pytest.approx(whole.choices[0].logprobs.token_logprobs, abs=1e-4)
+    assert logprobs == pytest.approx(whole.choices[0].logprobs.token_logprobs, abs=1e-4)
 
 
-def test_conversations_go_through_the_template(client: openai.OpenAI, bundle: Path) -> None:
+def test_chat_uses_the_template(client: openai.OpenAI, bundle: Path) -> None:
     messages: Any = [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
         {"role": "assistant", "content": "x"},
     ]
-    ids = [tiny.BEGIN, tiny.USER, *WORDS.encode("hi").ids, tiny.USER, *WORDS.encode("x").ids, tiny.ANSWER]
-    wanted = WORDS.decode(tiny.alone(bundle, ids, 15))
-    asked: dict[str, Any] = {"model": "tiny", "messages": messages, "max_completion_tokens": 15, "temperature": 0}
-    found = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    ids = [tiny.BEGIN, tiny.USER, *TOKENIZER.encode("hi").ids, tiny.USER, *TOKENIZER.encode("x").ids, tiny.ANSWER]
+    wanted = TOKENIZER.decode(tiny.greedy_tokens(bundle, ids, 15))
+    fields: dict[str, Any] = {"model": "tiny", "messages": messages, "max_completion_tokens": 15, "temperature": 0}
+    found = client.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
     assert found.choices[0].message.content == wanted
     assert found.choices[0].logprobs is not None
     assert [len(one.top_logprobs) for one in found.choices[0].logprobs.content or []] == [2] * 15
-    parts = [part.choices[0].delta for part in client.chat.completions.create(**asked, stream=True)]
+    parts = [part.choices[0].delta for part in client.chat.completions.create(**fields, stream=True)]
     assert parts[0].role == "assistant"
     assert "".join(part.content or "" for part in parts) == wanted
 
 
-def test_several_prompts_and_texts_of_each_come_in_order(client: openai.OpenAI, bundle: Path) -> None:
-    ids = [tiny.BEGIN, *WORDS.encode(TEXTS[1]).ids]
+def test_several_prompts_and_choices_come_in_order(client: openai.OpenAI, bundle: Path) -> None:
+    ids = [tiny.BEGIN, *TOKENIZER.encode(TEXTS[1]).ids]
     found = client.completions.create(model="tiny", prompt=[TEXTS[0], TEXTS[2]], n=2, max_tokens=6, temperature=0)
-    wanted = [_alone(bundle, text, 6) for text in (TEXTS[0], TEXTS[0], TEXTS[2], TEXTS[2])]
+    wanted = [_greedy_text(bundle, text, 6) for text in (TEXTS[0], TEXTS[0], TEXTS[2], TEXTS[2])]
     assert [(one.index, one.text) for one in found.choices] == list(enumerate(wanted))
-    assert _text(client, [ids]) == _text(client, ids) == _alone(bundle, TEXTS[1], 12)
+    assert _text(client, [ids]) == _text(client, ids) == _greedy_text(bundle, TEXTS[1], 12)
     drawn = client.completions.create(model="tiny", prompt="x", n=3, max_tokens=12, seed=1)
     again = client.completions.create(model="tiny", prompt="x", n=3, max_tokens=12, seed=1, stream=True)
     assert len({one.text for one in drawn.choices}) == 3
@@ -127,20 +129,20 @@ def test_several_prompts_and_texts_of_each_come_in_order(client: openai.OpenAI, 
     assert texts == [one.text for one in drawn.choices]
 
 
-def test_a_prompt_is_repeated_and_judged_where_that_is_asked_for(client: openai.OpenAI) -> None:
+def test_echo_returns_the_prompt_with_logprobs(client: openai.OpenAI) -> None:
     found = client.completions.create(model="tiny", prompt=TEXTS[1], echo=True, max_tokens=0, logprobs=1)
     (choice,) = found.choices
     assert choice.text == TEXTS[1]
     assert choice.logprobs is not None
-    told: list[Any] = list(choice.logprobs.token_logprobs or [])
-    first, rest = told[0], told[1:]
-    assert first is None, "of the first token nobody knows"
-    assert len(rest) == len(WORDS.encode(TEXTS[1]).ids)
+    logprobs: list[Any] = list(choice.logprobs.token_logprobs or [])
+    first, rest = logprobs[0], logprobs[1:]
+    assert first is None, "the first token has no log probability"
+    assert len(rest) == len(TOKENIZER.encode(TEXTS[1]).ids)
     assert all(one < 0 for one in rest)
     assert _text(client, "x", echo=True) == "x" + _text(client, "x")
 
 
-def test_stop_words_end_a_text_and_are_not_shown(client: openai.OpenAI) -> None:
+def test_stop_strings_end_a_text_and_are_not_shown(client: openai.OpenAI) -> None:
     whole = _text(client, TEXTS[0], most=30)
     word = whole[9:11]
     found = client.completions.create(
@@ -161,7 +163,7 @@ def test_models_are_listed_and_named_by_version(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "param", "sentence"),
+    ("fields", "kind", "param", "sentence"),
     [
         ({"model": "no"}, openai.NotFoundError, None, "no model 'no'; there are tiny"),
         ({"suffix": "x"}, openai.BadRequestError, "suffix", "is not supported by this service"),
@@ -170,7 +172,7 @@ def test_models_are_listed_and_named_by_version(client: openai.OpenAI) -> None:
             {"prompt": [9999]},
             openai.BadRequestError,
             "prompt",
-            "9999 is no token id; the model knows those from 0 to 287",
+            "9999 is not a token id; the model's are 0 to 287",
         ),
         ({"prompt": [5] * 4096}, openai.BadRequestError, "prompt", "4096 tokens; the model has 4096 positions"),
         ({"max_tokens": 5000}, openai.BadRequestError, "max_tokens", "more than the model's 4096 positions"),
@@ -178,11 +180,11 @@ def test_models_are_listed_and_named_by_version(client: openai.OpenAI) -> None:
         ({"extra_headers": {"x-request-timeout": "soon"}}, openai.BadRequestError, None, "is no number of seconds"),
     ],
 )
-def test_what_cannot_be_done_is_said_as_openai_says_it(
-    client: openai.OpenAI, asked: dict[str, Any], kind: Any, param: str | None, sentence: str
+def test_errors_have_openais_types(
+    client: openai.OpenAI, fields: dict[str, Any], kind: Any, param: str | None, sentence: str
 ) -> None:
-    whole: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 2, **asked}
-    if kind is None:  # an empty text begins with what every text begins with
+    whole: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 2, **fields}
+    if kind is None:  # an empty prompt has the begin token
         assert client.completions.create(**whole).usage.prompt_tokens == 1
         return
     with pytest.raises(kind) as caught:
@@ -192,85 +194,85 @@ def test_what_cannot_be_done_is_said_as_openai_says_it(
     assert (body["type"], body["param"]) == ("invalid_request_error", param)
 
 
-def test_other_paths_of_openai_and_other_protocols_say_where_to_go(server: Running) -> None:
+def test_unsupported_paths_name_the_supported_ones(server: Running) -> None:
     missing = httpx.post(f"{server.url}/openai/v1/embeddings", json={})
     assert missing.status_code == 404
     assert "completions, chat/completions and models" in missing.json()["error"]["message"]
     v1 = httpx.post(f"{server.url}/v1/models/tiny:predict", json={"instances": ["x"]})
     assert v1.status_code == 400
-    assert "ask /openai/v1/completions for texts" in v1.json()["error"]
+    assert "use /openai/v1/completions for texts" in v1.json()["error"]
 
 
-def test_tensors_of_the_graph_may_be_asked_for_as_they_are(server: Running) -> None:
+def test_graph_serves_raw_tensors_over_v2(server: Running) -> None:
     ids = [[5, 6, 7]]
-    told: list[dict[str, Any]] = [
+    inputs: list[dict[str, Any]] = [
         {"name": name, "shape": [1, 3], "datatype": "INT64", "data": data}
         for name, data in (("input_ids", ids), ("attention_mask", [[1, 1, 1]]), ("position_ids", [[0, 1, 2]]))
     ]
-    told += [
+    inputs += [
         {"name": name, "shape": [1, tiny.HEADS, 0, tiny.WIDTH], "datatype": "FP32", "data": []} for name in tiny.CACHES
     ]
-    found = httpx.post(f"{server.url}/v2/models/tiny/infer", json={"inputs": told, "outputs": [{"name": "logits"}]})
+    found = httpx.post(f"{server.url}/v2/models/tiny/infer", json={"inputs": inputs, "outputs": [{"name": "logits"}]})
     assert found.status_code == 200, found.text
     assert found.json()["outputs"][0]["shape"] == [1, 3, tiny.VOCABULARY]
 
 
-def test_the_document_describes_all_of_it(server: Running) -> None:
+def test_openapi_document_describes_every_route(server: Running) -> None:
     document = httpx.get(f"{server.url}/openapi.json", timeout=20).json()
     named = {find(path, method.upper()).kind for path, item in document["paths"].items() for method in item}
     assert named == set(PATHS)
-    asked = {"model": "tiny", "prompt": "x", "max_tokens": 3, "stop": ["q"], "seed": None}
-    answer = httpx.post(f"{server.url}/openai/v1/completions", json=asked)
-    refusal = httpx.post(f"{server.url}/openai/v1/completions", json={**asked, "n": 0})
+    fields = {"model": "tiny", "prompt": "x", "max_tokens": 3, "stop": ["q"], "seed": None}
+    answer = httpx.post(f"{server.url}/openai/v1/completions", json=fields)
+    refusal = httpx.post(f"{server.url}/openai/v1/completions", json={**fields, "n": 0})
     for value, scheme in (
-        (asked, "completions.Request"), (answer.json(), "completions.Answer"), (refusal.json(), "Error"),
+        (fields, "completions.Request"), (answer.json(), "completions.Answer"), (refusal.json(), "Error"),
     ):  # fmt: skip
         reference = {"$ref": f"#/components/schemas/texts.{scheme}", "components": document["components"]}
         jsonschema.validate(value, reference)
     assert len(answer.headers["x-bundle-digest"]) == 64
 
 
-def _raw(server: Running, asked: dict[str, Any], version: bytes = b"1.1") -> socket.socket:
-    body = json.dumps({"model": "tiny", "prompt": "x", "stream": True, "temperature": 0, **asked}).encode()
+def _raw(server: Running, fields: dict[str, Any], version: bytes = b"1.1") -> socket.socket:
+    body = json.dumps({"model": "tiny", "prompt": "x", "stream": True, "temperature": 0, **fields}).encode()
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     head = b"POST /openai/v1/completions HTTP/%b\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (version, len(body))
     sock.sendall(head + body)
     return sock
 
 
-def test_a_client_that_leaves_is_written_for_no_more(server: Running) -> None:
+def test_disconnect_stops_generation(server: Running) -> None:
     before = _metric(server, 'pipe_tokens_total{direction="out"')
     with _raw(server, {"max_tokens": 4000}) as sock:
         assert sock.recv(1000).startswith(b"HTTP/1.1 200")
-    _until(lambda: _metric(server, 'pipe_sequences{model="tiny",state="running"') == 0)
+    _wait_until(lambda: _metric(server, 'pipe_sequences{model="tiny",state="running"') == 0)
     assert _metric(server, 'pipe_tokens_total{direction="out"') - before < 4000
     assert _metric(server, 'pipe_requests_total{code="499"') >= 1
 
 
-def test_a_client_that_knows_no_chunks_gets_the_events_as_they_are(server: Running) -> None:
+def test_http_1_0_client_gets_events_without_chunks(server: Running) -> None:
     with _raw(server, {"max_tokens": 3}, b"1.0") as sock:
-        said = b"".join(iter(lambda: sock.recv(65536), b""))
-    head, _, events = said.partition(b"\r\n\r\n")
+        response = b"".join(iter(lambda: sock.recv(65536), b""))
+    head, _, events = response.partition(b"\r\n\r\n")
     assert b"content-type: text/event-stream" in head
     assert b"transfer-encoding" not in head
     assert events.endswith(b"data: [DONE]\n\n")
     assert all(line.startswith(b"data: ") for line in events.split(b"\n\n")[:-1])
 
 
-def test_a_deadline_ends_a_text_with_its_own_status_or_in_the_stream(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "timeout": 30}
-    asked["extra_headers"] = {"x-request-timeout": "0.1"}
+def test_deadline_gives_504_or_an_error_event(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "timeout": 30}
+    fields["extra_headers"] = {"x-request-timeout": "0.1"}
     with pytest.raises(openai.APIStatusError) as caught:
-        client.completions.create(**asked)
+        client.completions.create(**fields)
     assert caught.value.status_code == 504
     with pytest.raises(openai.APIError, match="the deadline passed before the"):
-        list(client.completions.create(**asked, stream=True))
+        list(client.completions.create(**fields, stream=True))
 
 
-def test_a_swap_and_the_end_of_the_service_let_texts_be_finished(
+def test_version_switch_and_shutdown_let_texts_finish(
     start: Launcher, bundle: Path, tmp_path: Path, free_ports: Callable[[int], list[int]]
 ) -> None:
-    """One text goes on over both, on the version it began with, and is what that version writes alone."""
+    """One stream continues through both, on the version it began with."""
     (port,) = free_ports(1)
     (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text(token := secrets.token_hex(32))
@@ -278,16 +280,16 @@ def test_a_swap_and_the_end_of_the_service_let_texts_be_finished(
     server = start(bundle, options=["--admin", str(port), "--admin-token", str(tmp_path / "token")])
     with _client(server) as client:
         wanted = _text(client, "x", most=300)
-        asked: dict[str, Any] = {"model": "tiny", "prompt": "x", "temperature": 0, "stream": True}
-        stream = client.completions.create(**asked, max_tokens=3000)
+        fields: dict[str, Any] = {"model": "tiny", "prompt": "x", "temperature": 0, "stream": True}
+        stream = client.completions.create(**fields, max_tokens=3000)
         text = next(stream).choices[0].text
         admin = {"authorization": f"Bearer {token}"}
         loaded = httpx.post(f"http://127.0.0.1:{port}/load", headers=admin, json={"model": "tiny", "bundle": str(other)}, timeout=30)  # fmt: skip  # noqa: E501
-        told = {"model": "tiny", "version": loaded.json()["version"]}
-        assert httpx.post(f"http://127.0.0.1:{port}/switch", headers=admin, json=told).status_code == 200
+        switch = {"model": "tiny", "version": loaded.json()["version"]}
+        assert httpx.post(f"http://127.0.0.1:{port}/switch", headers=admin, json=switch).status_code == 200
         assert _metric(server, 'pipe_sequences{model="tiny",state="running",version="1"') == 1
-        assert _text(client, "x", most=20) == _alone(other, "x", 20)
-        last = client.completions.create(**asked, max_tokens=1000)
+        assert _text(client, "x", most=20) == _greedy_text(other, "x", 20)
+        last = client.completions.create(**fields, max_tokens=1000)
         other_text = next(last).choices[0].text
         server.signal(signal.SIGTERM)
         server.wait_for("draining")
@@ -296,5 +298,5 @@ def test_a_swap_and_the_end_of_the_service_let_texts_be_finished(
         other_text += "".join(part.choices[0].text for part in parts)
     assert text.startswith(wanted)
     assert parts[-1].choices[0].finish_reason == "length"
-    assert other_text.startswith(_alone(other, "x", 20))
+    assert other_text.startswith(_greedy_text(other, "x", 20))
     assert server.process.wait(40) == 0
