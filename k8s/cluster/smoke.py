@@ -1,4 +1,4 @@
-"""The golden requests, asked of the service on the cluster and answered as at export."""
+"""Golden requests, sent to a deployed service: it must answer them as the model did at export."""
 
 from __future__ import annotations
 
@@ -8,84 +8,84 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from k8s.cluster.api import Unreachable
-from k8s.cluster.cluster import Cluster
+from k8s.cluster.cluster import Cluster, Report, ServiceResponse
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import StageError
-from pipeline.contract.golden_http import golden_requests
 
-_PATIENCE_SECONDS = 30.0  # endpoints and proxies follow a roll-out with a delay
-_PAUSE_SECONDS = 0.5
-_NOT_THERE_YET = (502, 503, 504)
+_RETRY_TIMEOUT_SECONDS = 30.0  # endpoints and proxies follow a roll-out with a delay
+_RETRY_PAUSE_SECONDS = 0.5
+_RETRYABLE_STATUSES = (502, 503, 504)
 
-Ask = Callable[[str, Any], tuple[int, dict[str, str], bytes]]  # path and body → status, headers, body
+SendRequest = Callable[[str, Any], ServiceResponse]  # path and body → response
 
 
-def check(
-    cluster: Cluster,
-    namespace: str,
-    service: str,
-    bundle: Bundle,
-    say: Callable[[str], None],
-    entry: Mapping[str, str],
+def check_service(
+    cluster: Cluster, namespace: str, service: str, bundle: Bundle, report: Report, headers: Mapping[str, str]
 ) -> int:
-    """Returns how many requests were answered as they should be."""
-    asked, unnamed = _check(bundle, lambda path, body: cluster.post(namespace, service, "http", path, body, entry))
-    if unnamed:
-        say("warning: the answers came without an x-bundle-digest header; only their values were checked")
-    return asked
+    """Send all golden requests to a service; return their number."""
+
+    def send(path: str, body: Any) -> ServiceResponse:
+        return cluster.post(namespace, service, "http", path, body, headers)
+
+    count, without_digest = _check_golden_requests(bundle, send)
+    if without_digest:
+        report("warning: the answers came without an x-bundle-digest header; only their values were checked")
+    return count
 
 
-def check_pod(cluster: Cluster, namespace: str, pod: str, bundle: Bundle, entry: Mapping[str, str]) -> int:
-    """One pod by itself, whoever else stands behind its Service."""
-    return _check(bundle, lambda path, body: cluster.ask_pod(namespace, pod, path, body, entry))[0]
+def check_pod(cluster: Cluster, namespace: str, pod: str, bundle: Bundle, headers: Mapping[str, str]) -> int:
+    """Send all golden requests to one pod; return their number."""
+    send = lambda path, body: cluster.request_pod(namespace, pod, path, body, headers)  # noqa: E731
+    return _check_golden_requests(bundle, send)[0]
 
 
-def read_metrics(cluster: Cluster, namespace: str, pod: str, entry: Mapping[str, str]) -> tuple[int, str]:
-    """Status and text, asked again where a proxy stumbles."""
-    status, _, raw = _patiently(lambda path, _: cluster.ask_pod(namespace, pod, path, headers=entry), "/metrics", None)
+def read_metrics(cluster: Cluster, namespace: str, pod: str, headers: Mapping[str, str]) -> tuple[int, str]:
+    """Return status and text of a pod's `/metrics`."""
+    send = lambda path, _: cluster.request_pod(namespace, pod, path, headers=headers)  # noqa: E731
+    status, _, raw = _send_with_retries(send, "/metrics", None)
     return status, raw.decode(errors="replace")
 
 
-def _check(bundle: Bundle, ask: Ask) -> tuple[int, int]:
-    """How many were asked, and how many answers named no bundle."""
-    unnamed = 0
-    asked = list(golden_requests(bundle))
-    for golden in asked:
-        status, headers, raw = _patiently(ask, golden.path, golden.body)
+def _check_golden_requests(bundle: Bundle, send: SendRequest) -> tuple[int, int]:
+    """Return how many requests were sent, and how many responses named no bundle."""
+    without_digest = 0
+    requests = bundle.golden_requests()
+    for golden in requests:
+        status, headers, raw = _send_with_retries(send, golden.path, golden.body)
         if status != 200:
             raise StageError(f"golden request {golden.path}: answered {status}: {raw.decode(errors='replace')[:200]}")
-        unnamed += _check_header(golden.path, headers, bundle)
-        if problem := golden.problem(_parse(golden.path, raw)):
-            raise StageError(f"golden request {golden.path}: {problem}; what runs is not what was judged")
-    return len(asked), unnamed
+        without_digest += _is_digest_missing(golden.path, headers, bundle)
+        if problem := golden.problem(_parse_json(golden.path, raw)):
+            raise StageError(f"golden request {golden.path}: {problem}; what runs is not what was evaluated")
+    return len(requests), without_digest
 
 
-def _check_header(path: str, headers: dict[str, str], bundle: Bundle) -> bool:
-    """Another bundle's digest is an error; returns whether a proxy dropped the header."""
+def _is_digest_missing(path: str, headers: dict[str, str], bundle: Bundle) -> bool:
+    """Return whether a proxy dropped the header; the digest of another bundle is an error."""
     digest = headers.get("x-bundle-digest")
     if digest not in (None, bundle.digest):
         raise StageError(
             f"golden request {path}: answered by bundle {digest}, not {bundle.digest}; "
-            "the image holds another bundle, or the Service selects other pods"
+            "the image contains another bundle, or the Service selects other pods"
         )
     return digest is None
 
 
-def _patiently(ask: Ask, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+def _send_with_retries(send: SendRequest, path: str, body: Any) -> ServiceResponse:
+    deadline = time.monotonic() + _RETRY_TIMEOUT_SECONDS
     while True:
         try:
-            answer = ask(path, body)
-        except Unreachable:  # a connection that was cut: to ask the model twice changes nothing
+            response = send(path, body)
+        except Unreachable:  # repeating a prediction changes nothing
             if time.monotonic() >= deadline:
                 raise
         else:
-            if answer[0] not in _NOT_THERE_YET or time.monotonic() >= deadline:
-                return answer
-        time.sleep(_PAUSE_SECONDS)
+            if response[0] not in _RETRYABLE_STATUSES or time.monotonic() >= deadline:
+                return response
+        time.sleep(_RETRY_PAUSE_SECONDS)
 
 
-def _parse(path: str, raw: bytes) -> Any:
+def _parse_json(path: str, raw: bytes) -> Any:
     try:
         return json.loads(raw)
     except ValueError as error:

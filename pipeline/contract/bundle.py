@@ -30,7 +30,7 @@ from pipeline.contract.signature import Signature
 from pipeline.contract.signing import Trust, check_cover
 
 if TYPE_CHECKING:
-    from pipeline.contract.golden import Golden
+    from pipeline.contract.golden import Golden, GoldenRequest
 
 PROVENANCE = "provenance.json"
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -264,9 +264,16 @@ class Bundle:
         return self.path / "model.onnx"
 
     def golden(self) -> Golden:
-        from pipeline.contract.golden import Golden  # brings numpy, which most commands do without
+        from pipeline.contract.golden import Golden  # numpy is slow to load, and most commands need no arrays
 
         return Golden.read(self.path)
+
+    def golden_requests(self, version: str = "") -> list[GoldenRequest]:
+        """Return its golden requests as HTTP; `version` names one of several that the service has loaded."""
+        from pipeline.contract.golden import golden_requests
+
+        name = f"{self.name}/versions/{version}" if version else self.name
+        return list(golden_requests(self.golden(), name, self.signature.inputs))
 
 
 def write_manifest(directory: Path, name: str, verdict: str, ancestors: Ancestors) -> str:

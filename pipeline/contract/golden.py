@@ -1,12 +1,13 @@
-"""Golden requests: what was asked at export and answered then, and must be answered the same for ever.
+"""Golden requests: requests of the export with their answers, which every service of the bundle must repeat.
 
-Greedy generation over a bundle's graph, in the plainest way: what faster ways of it are held against.
+They are arrays for the raw protocol, instances for the codec, and prompts for a language model. The second half of this
+file decodes greedily over a bundle's graph in the simplest way, as the reference for faster implementations.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,50 @@ def difference(expected: Any, found: Any, rtol: float, atol: float, place: str =
         same = expected == found and isinstance(expected, bool) == isinstance(found, bool)  # Python's True equals 1
         return None if same else f"{place or 'answer'}: expected {expected!r}, found {found!r}"
     return next((text for a, b, where in pairs if (text := difference(a, b, rtol, atol, where))), None)
+
+
+@dataclass(frozen=True)
+class GoldenRequest:
+    path: str
+    body: dict[str, Any]
+    problem: Callable[[Any], str | None]  # what is wrong with an answer, if anything
+
+
+def golden_requests(golden: Golden, name: str, inputs: Sequence[TensorSpec]) -> Iterator[GoldenRequest]:
+    """Yield one request through the codec, if the task has an example, and one with raw tensors."""
+    if golden.instances:
+        yield GoldenRequest(
+            f"/v1/models/{name}:predict",
+            {"instances": golden.instances},
+            lambda answer: difference(
+                golden.predictions, _field(answer, "predictions"), golden.rtol, golden.atol, "predictions"
+            ),
+        )
+    tensors = [
+        {"name": spec.name, "datatype": spec.datatype, "shape": list(array.shape), "data": array.ravel().tolist()}
+        for spec in inputs
+        for array in [golden.inputs[spec.name]]
+    ]
+    yield GoldenRequest(
+        f"/v2/models/{name}/infer", {"inputs": tensors}, lambda answer: _compare_tensors(golden, answer)
+    )
+
+
+def _compare_tensors(golden: Golden, answer: Any) -> str | None:
+    found = {item.get("name"): item for item in _field(answer, "outputs") or []}
+    for name, expected in golden.outputs.items():
+        if name not in found:
+            return f"the answer has no output {name}"
+        if found[name].get("shape") != list(expected.shape):
+            return f"{name}: expected shape {list(expected.shape)}, found {found[name].get('shape')}"
+        flat = np.asarray(found[name].get("data")).ravel().tolist()  # servers may nest or flatten
+        if problem := difference(expected.ravel().tolist(), flat, golden.rtol, golden.atol, name):
+            return problem
+    return None
+
+
+def _field(answer: Any, name: str) -> Any:
+    return answer.get(name) if isinstance(answer, dict) else None
 
 
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]

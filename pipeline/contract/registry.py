@@ -1,10 +1,14 @@
-"""The model registry: a history of changes that only grows; names such as `champion` are a fold over it.
+"""The model registry: an append-only history of changes, from which names such as `champion` follow.
 
-The bundle that the registry means: in its run, or in the registry's own copy of it.
+A registry is a folder or an fsspec URL; a file in it is created once and never changed. The bundle of an entry is in its
+run, or in the registry's own copy.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import getpass
 import os
 import re
@@ -12,17 +16,17 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from pipeline.contract.bundle import BESIDE, Bundle, Manifest, open_bundle
-from pipeline.contract.errors import BundleError, PipelineError
-from pipeline.contract.files import digest_bytes
-from pipeline.contract.registry_store import Shelf, shelf_of
+from pipeline.contract.errors import BundleError, ConfigError, PipelineError, ResourceError
+from pipeline.contract.files import digest_bytes, sync_directory
 from pipeline.contract.settings.section import Frozen
 
 CHAMPION = "champion"
@@ -53,7 +57,7 @@ class Change(Frozen):
     token: str = ""  # tells what two write in the same second
 
 
-class _Old(Frozen):
+class _LegacyRegistry(Frozen):
     """`runs/registry.json` of earlier versions; its history goes on in the folder beside it."""
 
     names: Mapping[str, Entry] = {}
@@ -103,7 +107,7 @@ class Wanted:
 
 def read_registry(runs: Path, word: str) -> Registry:
     """`word` is `registry` of the configuration."""
-    return Registry(_history(_Place.of(runs, word))[0])
+    return Registry(_history(_Location.of(runs, word))[0])
 
 
 def change_registry(runs: Path, word: str, decide: Callable[[Registry], Wanted | None]) -> Registry:
@@ -112,59 +116,59 @@ def change_registry(runs: Path, word: str, decide: Callable[[Registry], Wanted |
     The change gets the number after the last one it saw. Where another writer was faster that number is taken, and
     `decide` is asked again with the longer history: no change is lost, and none rests on a state that was over.
     """
-    place, seen = _Place.of(runs, word), -1
+    place, seen = _Location.of(runs, word), -1
     while True:
         history, digest = _history(place)
         if len(history) <= seen:
-            raise PipelineError(f"{place.shelf.where}: a change that is there is not listed; try again later")
+            raise PipelineError(f"{place.store.where}: a change that is there is not listed; try again later")
         seen = len(history)
         wanted = decide(Registry(history))
         if wanted is None:
             return Registry(history)
-        change = _made(wanted, digest)
+        change = _new_change(wanted, digest)
         name = f"{seen - len(place.old.history) + 1:06d}.json"
-        if place.shelf.create(name, (change.model_dump_json(indent=2) + "\n").encode()):
+        if place.store.create(name, (change.model_dump_json(indent=2) + "\n").encode()):
             return Registry((*history, change))
 
 
 @dataclass(frozen=True)
-class _Place:
-    shelf: Shelf
-    old: _Old
+class _Location:
+    store: RegistryStore
+    old: _LegacyRegistry
     root: str  # what the first change names as the one before it
 
     @classmethod
-    def of(cls, runs: Path, word: str) -> _Place:
+    def of(cls, runs: Path, word: str) -> _Location:
         path = runs / "registry.json"
         if word or not path.exists():
-            return cls(shelf_of(word, runs), _Old(), "")
+            return cls(open_store(word, runs), _LegacyRegistry(), "")
         raw = path.read_bytes()
         try:
-            old = _Old.model_validate_json(raw)
+            old = _LegacyRegistry.model_validate_json(raw)
         except ValidationError as error:
             raise PipelineError(f"{path}: damaged ({error.errors()[0]['msg']}); restore it or move it away") from error
         if old.names != Registry(old.history).names:
             raise PipelineError(f"{path}: damaged (its names do not follow from its history); restore it or move it away")  # fmt: skip  # noqa: E501
-        return cls(shelf_of(word, runs), old, digest_bytes(raw))
+        return cls(open_store(word, runs), old, digest_bytes(raw))
 
 
-def _history(place: _Place) -> tuple[tuple[Change, ...], str]:
+def _history(place: _Location) -> tuple[tuple[Change, ...], str]:
     """All changes, each held against the one before it; and the digest of the last one."""
-    shelf, found, digest = place.shelf, [*place.old.history], place.root
-    names = sorted((name for name in shelf.names() if _CHANGE.fullmatch(name)), key=lambda name: int(name[:-5]))
+    store, found, digest = place.store, [*place.old.history], place.root
+    names = sorted((name for name in store.names() if _CHANGE.fullmatch(name)), key=lambda name: int(name[:-5]))
     for number, name in enumerate(names, start=1):
         if int(name[:-5]) != number:
-            raise PipelineError(f"{shelf.where}: change {number:06d}.json is missing; restore it from a copy")
-    for name, raw in zip(names, shelf.read(names), strict=True):
+            raise PipelineError(f"{store.where}: change {number:06d}.json is missing; restore it from a copy")
+    for name, raw in zip(names, store.read(names), strict=True):
         try:
             change = Change.model_validate_json(raw)
         except ValidationError as error:
             raise PipelineError(
-                f"{shelf.where}/{name}: damaged ({error.errors()[0]['msg']}); restore it from a copy"
+                f"{store.where}/{name}: damaged ({error.errors()[0]['msg']}); restore it from a copy"
             ) from error
         if change.before != digest:
             raise PipelineError(
-                f"{shelf.where}/{name}: does not follow from the change before it, so one of the two was altered; "
+                f"{store.where}/{name}: does not follow from the change before it, so one of the two was altered; "
                 "restore them from a copy"
             )
         found.append(change)
@@ -172,19 +176,19 @@ def _history(place: _Place) -> tuple[tuple[Change, ...], str]:
     return tuple(found), digest
 
 
-def _made(wanted: Wanted, digest: str) -> Change:
+def _new_change(wanted: Wanted, digest: str) -> Change:
     return Change(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         name=wanted.name,
         entry=wanted.entry,
         reason=wanted.reason,
-        by=_who(),
+        by=_current_user(),
         before=digest,
         token=secrets.token_hex(8),
     )
 
 
-def _who() -> str:
+def _current_user() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
@@ -192,7 +196,7 @@ def _who() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-_MEND = "restore it, or name another champion with `pipe promote`"
+_HOW_TO_FIX = "restore it, or name another champion with `pipe promote`"
 _FETCHED = ".champions"  # below the runs: bundles that came from a registry elsewhere
 _MANIFEST = "manifest.json"
 
@@ -202,24 +206,24 @@ def champion_bundle(entry: Entry, runs: Path, word: str) -> Bundle:
     who = f"champion {entry.bundle[:12]}"
     path = runs / entry.path
     if not (path / _MANIFEST).is_file():
-        path = _fetched(entry, runs, shelf_of(word, runs), who)
+        path = _fetch(entry, runs, open_store(word, runs), who)
     try:
         bundle = open_bundle(path)
     except (BundleError, OSError) as error:
-        raise BundleError(f"{who}: {error}; {_MEND}") from error
+        raise BundleError(f"{who}: {error}; {_HOW_TO_FIX}") from error
     if bundle.digest != entry.bundle:
-        raise BundleError(f"{who}: {path} holds another bundle, {bundle.digest[:12]}; {_MEND}")
+        raise BundleError(f"{who}: {path} holds another bundle, {bundle.digest[:12]}; {_HOW_TO_FIX}")
     return bundle
 
 
 def publish(bundle: Bundle, runs: Path, word: str) -> None:
     """Give a registry that others share a copy, the manifest last; one beside the runs has the run itself."""
-    shelf = shelf_of(word, runs)
-    if not word or shelf.has(_at(bundle.digest, _MANIFEST)):
+    store = open_store(word, runs)
+    if not word or store.has(_at(bundle.digest, _MANIFEST)):
         return
     beside = [name for name in BESIDE if name != _MANIFEST and (bundle.path / name).is_file()]
     for name in (*bundle.manifest.files, *beside, _MANIFEST):
-        shelf.upload(bundle.path / name, _at(bundle.digest, name))
+        store.upload(bundle.path / name, _at(bundle.digest, name))
 
 
 def forget_fetched(runs: Path, needed: set[str]) -> None:
@@ -229,30 +233,30 @@ def forget_fetched(runs: Path, needed: set[str]) -> None:
             shutil.rmtree(path)
 
 
-def _fetched(entry: Entry, runs: Path, shelf: Shelf, who: str) -> Path:
+def _fetch(entry: Entry, runs: Path, store: RegistryStore, who: str) -> Path:
     """Several processes may come for it at once; the first to be done is the one whose copy stays."""
     target = runs / _FETCHED / entry.bundle
     if target.is_dir():
         return target
-    if not shelf.has(_at(entry.bundle, _MANIFEST)):
+    if not store.has(_at(entry.bundle, _MANIFEST)):
         raise BundleError(
-            f"{who}: {runs / entry.path} is gone, and the registry {shelf.where} has no copy of it; {_MEND}"
+            f"{who}: {runs / entry.path} is gone, and the registry {store.where} has no copy of it; {_HOW_TO_FIX}"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{entry.bundle[:12]}."))
     try:
-        for name in _names(entry, shelf, who):
+        for name in _names(entry, store, who):
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            shelf.download(_at(entry.bundle, name), aside / name)
-        _placed(aside, target)
+            store.download(_at(entry.bundle, name), aside / name)
+        _rename_once(aside, target)
     except FileNotFoundError as error:
-        raise BundleError(f"{who}: the copy in the registry {shelf.where} is not whole; {_MEND}") from error
+        raise BundleError(f"{who}: the copy in the registry {store.where} is not whole; {_HOW_TO_FIX}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
-def _placed(aside: Path, target: Path) -> None:
+def _rename_once(aside: Path, target: Path) -> None:
     try:
         os.rename(aside, target)
     except OSError:
@@ -260,20 +264,236 @@ def _placed(aside: Path, target: Path) -> None:
             raise
 
 
-def _names(entry: Entry, shelf: Shelf, who: str) -> list[str]:
+def _names(entry: Entry, store: RegistryStore, who: str) -> list[str]:
     """What the manifest names, none of it outside the bundle."""
-    (raw,) = shelf.read([_at(entry.bundle, _MANIFEST)])
+    (raw,) = store.read([_at(entry.bundle, _MANIFEST)])
     if digest_bytes(raw) != entry.bundle:
-        raise BundleError(f"{who}: the copy in the registry {shelf.where} was altered; {_MEND}")
+        raise BundleError(f"{who}: the copy in the registry {store.where} was altered; {_HOW_TO_FIX}")
     try:
         manifest = Manifest.model_validate_json(raw)
     except ValidationError as error:
-        raise BundleError(f"{who}: no valid manifest in the registry {shelf.where}; {_MEND}") from error
+        raise BundleError(f"{who}: no valid manifest in the registry {store.where}; {_HOW_TO_FIX}") from error
     for name in manifest.files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise BundleError(f"{who}: its manifest names {name}, outside the bundle; {_MEND}")
-    return [*manifest.files, *(name for name in BESIDE if shelf.has(_at(entry.bundle, name)))]
+            raise BundleError(f"{who}: its manifest names {name}, outside the bundle; {_HOW_TO_FIX}")
+    return [*manifest.files, *(name for name in BESIDE if store.has(_at(entry.bundle, name)))]
 
 
 def _at(digest: str, name: str) -> str:
     return f"bundles/{digest}/{name}"
+
+
+# Filesystems that make an object in one request which the store itself refuses where the name is taken.
+_EXCLUSIVE = ("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+_FOLDERS = ("file://", "local://")
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_TAKEN = (409, 412)  # how a store answers over HTTP that the name is taken, where its library does not translate it
+_TEST_OBJECT = "exclusive"  # an object made twice, to see the second one refused
+
+
+class RegistryStore(Protocol):
+    where: str  # as a person names it
+
+    def names(self) -> list[str]:
+        """Of what stands there directly."""
+
+    def read(self, names: Sequence[str]) -> list[bytes]: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Whole or not at all, and False where it is there already, however many try at once."""
+
+    def upload(self, source: Path, name: str) -> None: ...
+
+    def download(self, name: str, target: Path) -> None: ...
+
+
+def open_store(word: str, runs: Path) -> RegistryStore:
+    """By the word of the configuration; empty: beside the runs. A relative folder begins where they stand."""
+    if not word:
+        return FolderStore(runs / "registry")
+    folder = next((word.removeprefix(start) for start in _FOLDERS if word.startswith(start)), word)
+    if "://" in folder or "::" in folder:
+        return ObjectStore(word)
+    return FolderStore(Path(os.path.normpath((runs.parent / Path(folder).expanduser()).absolute())))
+
+
+class FolderStore:
+    """A name is given to a file that is complete and on the disk: by a hard link, which never replaces."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.where = path, str(path)
+
+    def names(self) -> list[str]:
+        try:
+            return [path.name for path in self.path.iterdir()]
+        except FileNotFoundError:  # nobody has written yet
+            return []
+        except OSError as error:  # taken for empty, it would hide the champion from the gate
+            raise _unreadable(self.where, error) from error
+
+    def read(self, names: Sequence[str]) -> list[bytes]:
+        found = []
+        for name in names:
+            try:
+                found.append((self.path / name).read_bytes())
+            except OSError as error:
+                raise _unreadable(f"{self.where}/{name}", error) from error
+        return found
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self.path / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fchmod(file.fileno(), 0o444)
+                    os.fsync(file.fileno())
+                made = _link(Path(aside), path)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(aside)
+            sync_directory(path.parent)
+        except OSError as error:
+            raise _unwritable(self.where, error) from error
+        return made
+
+    def upload(self, source: Path, name: str) -> None:
+        target = self.path / name
+        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, aside)
+            os.replace(aside, target)
+        except OSError as error:
+            raise _unwritable(self.where, error) from error
+
+    def download(self, name: str, target: Path) -> None:
+        shutil.copyfile(self.path / name, target)
+
+
+def _link(aside: Path, path: Path) -> bool:
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _rename_exclusively(aside, path)
+    return True
+
+
+def _rename_exclusively(aside: Path, path: Path) -> bool:
+    """Where a file system has no hard links: one writer at a time, by a lock that ends with its process."""
+    with (path.parent / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return False
+        aside.rename(path)
+        return True
+
+
+def _unwritable(where: str, error: OSError) -> ResourceError:
+    reason = os.strerror(error.errno).lower() if error.errno else str(error)
+    return ResourceError(f"cannot write the registry {where}: {reason}; mend that, and give the command again")
+
+
+def _unreadable(where: str, error: OSError) -> ResourceError:
+    reason = os.strerror(error.errno).lower() if error.errno else str(error)
+    return ResourceError(f"cannot read {where} of the registry: {reason}; mend that, and give the command again")
+
+
+class ObjectStore:
+    """Behind an fsspec URL, where each object comes into being in one request."""
+
+    def __init__(self, url: str) -> None:
+        self.where = url.rstrip("/")
+        try:
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # at first use: few give a URL
+
+            # What it remembers of a folder is what was there before another process wrote.
+            self._files, self._path = url_to_fs(self.where, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"registry={url}: {error}; or name a folder") from error
+
+    def names(self) -> list[str]:
+        self._files.invalidate_cache()  # other processes write there too
+        with self._translate_errors():
+            try:
+                found: list[str] = self._files.ls(self._path, detail=False)
+            except FileNotFoundError:
+                return []
+        return [path.rstrip("/").rpartition("/")[2] for path in found]
+
+    def read(self, names: Sequence[str]) -> list[bytes]:
+        """All at once: a request after the other would take its time."""
+        if not names:
+            return []
+        self._files.invalidate_cache()
+        with self._translate_errors():
+            found: Any = self._files.cat([self._at(name) for name in names])
+        return [found[self._at(name)] for name in names]
+
+    def has(self, name: str) -> bool:
+        self._files.invalidate_cache()
+        with self._translate_errors():
+            return bool(self._files.exists(self._at(name)))
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._check_exclusive_create()
+        if self._create(name, data):
+            return True
+        # A request whose answer was lost is sent again by the library, and meets its own object.
+        return self.read([name]) == [data]
+
+    def upload(self, source: Path, name: str) -> None:
+        with self._translate_errors():
+            self._files.put_file(str(source), self._at(name))
+
+    def download(self, name: str, target: Path) -> None:
+        with self._translate_errors():
+            self._files.get_file(self._at(name), str(target))
+
+    @contextlib.contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # each library has its own
+            why = f"{type(error).__name__}: {error}"
+            raise ResourceError(
+                f"the registry {self.where} cannot be reached: {why}; mend that, and try again"
+            ) from error
+
+    def _check_exclusive_create(self) -> None:
+        """A filesystem known for it, and this very store: some that speak S3 pass over the condition."""
+        kinds = self._files.protocol
+        known = set(_EXCLUSIVE) & {kinds} if isinstance(kinds, str) else set(_EXCLUSIVE) & set(kinds)
+        if not known or (self._create(_TEST_OBJECT, b"") and self._create(_TEST_OBJECT, b"")):
+            raise ConfigError(
+                f"registry={self.where}: it can be read, but two that write at once could undo each other there, as "
+                "nothing makes an object only where none is; use a folder, or a bucket of s3://, gs:// or az://"
+            )
+
+    def _create(self, name: str, data: bytes) -> bool:
+        try:
+            self._files.pipe_file(self._at(name), data, mode="create")
+        except FileExistsError:
+            return False
+        except Exception as error:  # each library has its own
+            if getattr(error, "code", None) in _TAKEN:
+                return False
+            raise ResourceError(f"cannot write the registry {self.where}: {error}; mend that, and try again") from error
+        return True
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}"

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from pipeline.contract.errors import ConfigError
@@ -83,22 +82,22 @@ class Generation(Frozen):
         yield from (name for name in (self.logits, *(cache.output for cache in self.caches)) if name not in outputs)
 
 
-# The type of our arrays for each datatype. numpy has no bfloat16: its values are held as float32, which has them all.
-NUMPY_TYPES: dict[str, Any] = {
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-    "BF16": np.float32,
-    "BYTES": np.object_,
+# The names of numpy's types for the protocol's datatypes. numpy has no bfloat16; float32 holds all its values.
+NUMPY_TYPES: dict[str, str] = {
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "FP32": "float32",
+    "FP64": "float64",
+    "BF16": "float32",
+    "BYTES": "object",
 }
 Datatype = Literal[
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",

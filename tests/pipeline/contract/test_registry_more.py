@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract import registry_store
+from pipeline.contract import registry
 from pipeline.contract.errors import ConfigError, PipelineError
 from pipeline.contract.registry import (
     CHAMPION,
@@ -55,7 +55,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_without_a_champion_there_is_nobody_to_beat() -> None:
+def test_without_a_champion_there_is_no_one_to_beat() -> None:
     assert Registry().champion_for("checkpoint-a") is None
     assert told("a", to="canary").champion_for(None) is None
 
@@ -155,7 +155,7 @@ def _all_there(found: Registry) -> None:
         assert mine == [entry(f"{who}-{number}") for number in range(EACH)]
 
 
-def test_writers_that_are_killed_leave_a_whole_history_with_all_they_were_told_was_written(runs: Path) -> None:
+def test_writers_that_are_killed_leave_a_whole_history_with_all_they_were_reported_was_written(runs: Path) -> None:
     reader, writer = os.pipe()
     pids = []
     for who in range(4):
@@ -182,7 +182,7 @@ def test_writers_that_are_killed_leave_a_whole_history_with_all_they_were_told_w
 def test_a_writer_killed_before_its_change_has_a_name_has_changed_nothing(runs: Path) -> None:
     give(runs, "a")
     if not (pid := os.fork()):
-        registry_store.os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
+        registry.os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
         give(runs, "b")
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL

@@ -11,7 +11,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from pipeline.contract.errors import ConfigError, ResourceError
-from pipeline.contract.registry_store import FolderShelf, ObjectShelf, Shelf, shelf_of
+from pipeline.contract.registry import FolderStore, ObjectStore, RegistryStore, open_store
 
 
 class Lax(MemoryFileSystem):  # type: ignore[misc]
@@ -74,7 +74,7 @@ def at(kind: str) -> str:
 
 
 @pytest.fixture(params=["folder", "no links", "memory", "http-like"])
-def shelf(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+def shelf(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RegistryStore:
     if request.param == "no links":
 
         def refuse(*_: Any) -> None:
@@ -82,11 +82,11 @@ def shelf(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(os, "link", refuse)
     return (
-        FolderShelf(tmp_path / "shelf") if request.param in ("folder", "no links") else ObjectShelf(at(request.param))
+        FolderStore(tmp_path / "shelf") if request.param in ("folder", "no links") else ObjectStore(at(request.param))
     )
 
 
-def test_what_is_there_is_never_replaced(shelf: Shelf) -> None:
+def test_what_is_there_is_never_replaced(shelf: RegistryStore) -> None:
     assert shelf.names() == []
     assert shelf.create("one", b"first")
     assert not shelf.create("one", b"second")
@@ -94,7 +94,7 @@ def test_what_is_there_is_never_replaced(shelf: Shelf) -> None:
     assert "one" in shelf.names()
 
 
-def test_files_come_and_go_whole(shelf: Shelf, tmp_path: Path) -> None:
+def test_files_come_and_go_whole(shelf: RegistryStore, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     assert not shelf.has("deep/er/file")
     shelf.upload(tmp_path / "file", "deep/er/file")
@@ -104,14 +104,14 @@ def test_files_come_and_go_whole(shelf: Shelf, tmp_path: Path) -> None:
 
 
 def test_a_request_that_was_sent_twice_is_known_as_ones_own() -> None:
-    shelf = ObjectShelf(at("memory"))
+    shelf = ObjectStore(at("memory"))
     assert shelf.create("one", b"mine")
     assert shelf.create("one", b"mine")
 
 
 @pytest.mark.parametrize("kind", ["lax", "plain"])
 def test_where_two_writers_could_undo_each_other_nothing_is_written(kind: str) -> None:
-    shelf = ObjectShelf(at(kind))
+    shelf = ObjectStore(at(kind))
     with pytest.raises(ConfigError, match=r"two that write at once could undo each other.*use a folder"):
         shelf.create("one", b"x")
     assert shelf.names() in ([], ["exclusive"])
@@ -119,7 +119,7 @@ def test_where_two_writers_could_undo_each_other_nothing_is_written(kind: str) -
 
 def test_what_another_process_wrote_is_seen_though_the_folder_was_listed_before() -> None:
     url = at("remembering")
-    shelf = ObjectShelf(url)
+    shelf = ObjectStore(url)
     shelf.create("one", b"x")
     shelf.names()
     MemoryFileSystem().pipe_file(f"{shelf._path}/two", b"theirs")
@@ -128,7 +128,7 @@ def test_what_another_process_wrote_is_seen_though_the_folder_was_listed_before(
 
 
 def test_a_store_that_fails_is_no_store_that_has_it() -> None:
-    shelf = ObjectShelf(at("http-like"))
+    shelf = ObjectStore(at("http-like"))
     shelf.create("one", b"x")
     Http.code = 503
     try:
@@ -142,7 +142,7 @@ def test_a_store_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pyte
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no credentials")
 
-    shelf = ObjectShelf(at("memory"))
+    shelf = ObjectStore(at("memory"))
     for method in ("ls", "cat", "exists", "put_file", "get_file"):
         monkeypatch.setattr(MemoryFileSystem, method, fail)
     for ask in (
@@ -159,7 +159,7 @@ def test_a_store_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pyte
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match=r"cannot write the registry .*file/deeper: not a directory"):
-        FolderShelf(tmp_path / "file" / "deeper").create("one", b"x")
+        FolderStore(tmp_path / "file" / "deeper").create("one", b"x")
 
 
 @pytest.mark.parametrize(
@@ -167,13 +167,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     [("", "project/runs/registry"), ("names", "project/names"), ("../team", "team"), ("local:///all", "/all")],
 )
 def test_a_folder_begins_where_the_runs_stand(tmp_path: Path, word: str, where: str) -> None:
-    assert Path(shelf_of(word, tmp_path / "project" / "runs").where) == tmp_path / where
+    assert Path(open_store(word, tmp_path / "project" / "runs").where) == tmp_path / where
 
 
 def test_a_registry_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "registry").write_text("a file")
     with pytest.raises(ResourceError, match=r"cannot read .*registry of the registry: not a directory"):
-        FolderShelf(tmp_path / "registry").names()
+        FolderStore(tmp_path / "registry").names()
     (tmp_path / "000001.json").mkdir()
     with pytest.raises(ResourceError, match=r"cannot read .*000001.json of the registry: is a directory"):
-        FolderShelf(tmp_path).read(["000001.json"])
+        FolderStore(tmp_path).read(["000001.json"])
