@@ -35,8 +35,8 @@ from pipeline.contract.files import digest_file, digest_mapping, write_json
 from pipeline.contract.override import OVERRIDDEN, Override, passed_gate, write_override
 from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.run import Run, run_step
-from pipeline.contract.signature import SEALED, Signature
-from pipeline.contract.sources import code_digest, house_sources
+from pipeline.contract.signature import BUNDLED_SETTINGS, Signature
+from pipeline.contract.sources import code_digest, package_sources
 from pipeline.contract.task import FOLDER, build_model, open_task
 from pipeline.contract.weights import load_weights
 
@@ -167,9 +167,9 @@ def write_provenance(bundle: Path, run: Run, signature: Signature) -> None:
     raw = (bundle / "manifest.json").read_bytes()
     config = run.planned.model_dump(mode="json")  # as the run was started; its results are identified by it
     properties: dict[str, Any] = {name: config[name] for name in _SECTIONS}
-    properties["serve"] = {name: config["serve"][name] for name in SEALED}
+    properties["serve"] = {name: config["serve"][name] for name in BUNDLED_SETTINGS}
     packages = _versions(_PACKAGES) | dict(_split(pin) for pin in signature.requires)
-    builder = {"python": platform.python_version(), "source": digest_mapping(house_sources("export"))}
+    builder = {"python": platform.python_version(), "source": digest_mapping(package_sources("export"))}
     builder |= _versions(("pipe-road",))
     write_json(bundle / PROVENANCE, statement(Manifest.model_validate_json(raw), raw, properties, packages, builder))
 

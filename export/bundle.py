@@ -31,7 +31,7 @@ from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import tokenizer_ids
 from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of, padded
 from pipeline.contract.signature import NUMPY_TYPES, Generation, Limits, Runtime, Signature, TensorSpec
-from pipeline.contract.sources import outside_imports, project_sources
+from pipeline.contract.sources import third_party_imports, project_sources
 from pipeline.contract.task import Generates, HasExample, Task
 
 
@@ -190,7 +190,7 @@ def check_requirements(reference: str, root: Path, declared: tuple[str, ...]) ->
     pins = tuple(_pin(reference, text) for text in declared)
     allowed = _ALWAYS_INSTALLED | {canonicalize_name(pin.partition("==")[0]) for pin in pins}
     owners = (
-        metadata.packages_distributions() if (found := outside_imports(root, reference)) - _ALWAYS_INSTALLED else {}
+        metadata.packages_distributions() if (found := third_party_imports(root, reference)) - _ALWAYS_INSTALLED else {}
     )
     for module in sorted(found):
         names = {canonicalize_name(name) for name in owners.get(module, [module])}

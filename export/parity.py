@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from export.to_onnx import MASK, Variant, variants
-from pipeline.contract.data import Samples, bare, forward, named
+from pipeline.contract.data import Samples, as_task_outputs, forward, name_outputs
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import Classifier, Task
@@ -236,7 +236,7 @@ def _seen(array: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> np.ndarray
 
 def named_arrays(task: Task, outputs: Any) -> Arrays:
     """Return outputs as numpy arrays; numpy has no bfloat16, so that becomes float32."""
-    tensors = named(task, outputs).items()
+    tensors = name_outputs(task, outputs).items()
     return {name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for name, tensor in tensors}
 
 
@@ -250,7 +250,7 @@ def _distance(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> np
 def _flips(task: Task, reference: Arrays, found: Arrays, count: int) -> np.ndarray[Any, Any]:
     if not isinstance(task, Classifier):
         return np.zeros(count, dtype=bool)
-    before, after = (task.predicted(bare(task, _tensors(arrays))).numpy() for arrays in (reference, found))
+    before, after = (task.predicted(as_task_outputs(task, _tensors(arrays))).numpy() for arrays in (reference, found))
     flipped: np.ndarray[Any, Any] = before != after
     return flipped
 
@@ -258,7 +258,7 @@ def _flips(task: Task, reference: Arrays, found: Arrays, count: int) -> np.ndarr
 def _metrics(task: Task, samples: Samples, found: Arrays) -> dict[str, float]:
     """Return the task's metrics on ONNX Runtime's outputs."""
     everything = samples.batch(range(len(samples)))
-    values = task.metrics(bare(task, _tensors(found)), everything)
+    values = task.metrics(as_task_outputs(task, _tensors(found)), everything)
     return {name: _finite(float(value.double().mean())) for name, value in values.items()}
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from export.trace import Trace, Traced, inspect, owner, place
 from pipeline.contract.bundle import check_inside
-from pipeline.contract.data import Samples, named
+from pipeline.contract.data import Samples, name_outputs
 from pipeline.contract.errors import BundleError, ConfigError, StageError
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
@@ -45,7 +45,7 @@ class _Ordered(nn.Module):
         self._task = task
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(named(self._task, self.model(*inputs)).values())
+        return tuple(name_outputs(self._task, self.model(*inputs)).values())
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,7 @@ class Choice:
 
 def decide(export: Export, contenders: Sequence[Contender]) -> Choice:
     passed = [one for one in contenders if one.passed]
-    name = _fastest(export, passed) if export.choose == FASTEST else _named(export, passed)
+    name = _fastest(passed) if export.choose == FASTEST else _named(export, passed)
     refusal = "" if name else _refusal(export, contenders, passed)
     return Choice(name, {one.name: _reason(export, one, name) for one in contenders}, refusal)
 
@@ -267,7 +267,7 @@ def _named(export: Export, passed: Sequence[Contender]) -> str:
     return export.choose if export.choose in {one.name for one in passed} else ""
 
 
-def _fastest(export: Export, passed: Sequence[Contender]) -> str:
+def _fastest(passed: Sequence[Contender]) -> str:
     """Choose fp32 unless another saves enough time with confidence; among equals, the most exact."""
     exact = sorted(passed, key=lambda one: _EXACTNESS.index(one.name))
     quick = [one for one in exact if one.name != "fp32" and one.share and one.share.high < 1 - MIN_SPEEDUP]

@@ -1,6 +1,6 @@
-"""What a variant's file answers to the whole test set, held against torch and judged by the task's own metrics.
+"""Evaluate a variant: its outputs on the whole test set against torch's, by the task's metrics.
 
-What a variant must prove before it may be shipped; pure.
+`faults` decides, from numbers alone, whether a variant may be shipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from export.parity import Arrays, named_arrays, onnx_outputs, open_session, run
 from export.to_onnx import MASK, variants
 from export.variants.timing import Timing
-from pipeline.contract.data import Samples, bare, forward
+from pipeline.contract.data import Samples, as_task_outputs, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
 from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Interval, mean_interval
@@ -135,7 +135,7 @@ def spread_of(array: Array) -> float:
 @torch.no_grad()
 def metrics_of(task: Task, test: Samples, outputs: Arrays) -> dict[str, Array]:
     tensors = {name: torch.from_numpy(array) for name, array in outputs.items()}
-    values = task.metrics(bare(task, tensors), test.batch(range(len(test))))
+    values = task.metrics(as_task_outputs(task, tensors), test.batch(range(len(test))))
     return {name: value.detach().cpu().double().numpy() for name, value in values.items()}
 
 

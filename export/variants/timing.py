@@ -78,7 +78,7 @@ def share_of_time(own: Mapping[int, Rounds], first: Mapping[int, Rounds], confid
 
 
 def quantile_bounds(values: Array, level: float, confidence: float) -> tuple[float, float]:
-    """Order statistics that hold the true quantile between them; infinite where there are too few values to tell.
+    """Return the order statistics that bracket the true quantile; infinite if there are too few values.
 
     How many of the values lie below the true quantile is binomial, whatever they are distributed like.
     """

@@ -1,4 +1,4 @@
-"""Models of every shape the road takes, each with the data it was made for."""
+"""Models of every kind the export supports, each with its data."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Text:
 
 @dataclass
 class Language(Text):
-    """That generates."""
+    """A task whose model generates text."""
 
     settings: Prompting = field(default_factory=Prompting)
 
@@ -77,7 +77,7 @@ class Language(Text):
 
 
 class Masked(nn.Module):
-    """As it is judged: without a cache."""
+    """The model as it is evaluated: without a cache."""
 
     def __init__(self, net: Any) -> None:
         super().__init__()

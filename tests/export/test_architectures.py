@@ -37,7 +37,7 @@ def test_forms_of_deepseek_are_torchs_too(settings: dict[str, Any], tmp_path: Pa
 
 
 class Restless(torch.nn.Module):
-    """A router that adds noise, when it is judged as when it is served."""
+    """A router that adds noise, in evaluation as in the service."""
 
     def __init__(self, net: Any) -> None:
         super().__init__()

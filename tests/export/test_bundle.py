@@ -11,7 +11,7 @@ from export import bundle
 from export.bundle import ModelProperties, check_decoded, check_requirements
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.signature import SEALED, TensorSpec
+from pipeline.contract.signature import BUNDLED_SETTINGS, TensorSpec
 from tests.serve.odd import slow
 
 SPECS = (TensorSpec(name="x", datatype="FP32", shape=("batch", 4)),)
@@ -60,7 +60,7 @@ def test_the_words_of_the_service_that_concern_the_model_travel_in_its_bundle(tm
         "deadline_seconds": 1.75,
         "max_cache_bytes": 17,
     }
-    assert words.keys() == set(SEALED)
+    assert words.keys() == set(BUNDLED_SETTINGS)
     config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "serve": words})
     signature = bundle._signature(slow(tmp_path / "bundle"), config, ModelProperties(axes={"sequence": 9}))
     assert signature.limits.model_dump() | signature.runtime.model_dump() == {

@@ -204,8 +204,8 @@ def doubled(model: onnx.ModelProto) -> None:
 
 
 def foreign(model: onnx.ModelProto) -> None:
-    node_of(model, "Relu").domain = "somebody.elses"
-    model.opset_import.append(helper.make_opsetid("somebody.elses", 1))
+    node_of(model, "Relu").domain = "foreign.domain"
+    model.opset_import.append(helper.make_opsetid("foreign.domain", 1))
 
 
 def elsewhere(model: onnx.ModelProto) -> None:
@@ -234,10 +234,10 @@ DAMAGES: dict[str, tuple[Change, str, str]] = {
     "batch norm in train mode": (of_the_batch, "training", r"\(BatchNormalization\) is in training mode"),
     "a fixed batch axis": (fixed, "axes", "the batch axis of `x` became fixed"),
     "one class too few declared": (narrow, "checker", r"5|scores"),
-    "a tensor that nobody makes": (cut, "checker", "gone"),
+    "a tensor without producer": (cut, "checker", "gone"),
     "nodes in the wrong order": (backwards, "checker", "sorted"),
     "another type of input": (doubled, "checker", "elem type differs"),
-    "an operator of somebody else": (foreign, "runtime", r"somebody\.elses"),
+    "an operator of another domain": (foreign, "runtime", r"foreign\.domain"),
     "weights outside the bundle": (elsewhere, "weights", r"keeps weights in '\.\./weights'"),
 }
 

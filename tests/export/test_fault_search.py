@@ -1,6 +1,6 @@
 """Which node is wrong: of damaged, quantised, optimised and halved copies of one small graph.
 
-A failed parity says where: in which node of the file, or in which module that was traced as another.
+A failed comparison names the place: a node of the file, or a module that was traced differently.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def test_values_that_are_known_take_the_place_of_a_reference(whole: Path, tmp_pa
 
 
 class Sneaky(nn.Module):
-    """Other than it is, while anybody traces it."""
+    """A module that behaves differently while it is traced."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if torch.compiler.is_compiling() else x * 1.5
@@ -238,7 +238,7 @@ def layers(middle: nn.Module) -> nn.Module:
 
 
 def damaged(made: Exported, name: str) -> str:
-    """What is said of the file with one weight transposed and half of it forgotten."""
+    """The explanation for a file with one weight transposed and half of it lost."""
     model = onnx.load(made.path)
     tensor = next(tensor for tensor in model.graph.initializer if tensor.name.endswith(name))
     values = numpy_helper.to_array(tensor).copy()

@@ -27,7 +27,7 @@ from pipeline.contract.golden import Answer, greedy
 from pipeline.contract.run import RunFile
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Prompting
-from serve.runtime.selfcheck import check
+from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
 
 from .languages import CODEC, LENGTH, POSITIONS, PROMPTS, WORDS, Language, Made, causal, make, tokenizer
@@ -176,7 +176,7 @@ def test_the_bundle_answers_as_at_export_with_a_past_and_by_greedy_generation(bu
     assert all(one["answer"] for one in golden.generated)
     assert bundle.signature.generation is not None
     assert (bundle.signature.generation.begin, bundle.signature.generation.end) == ((1,), (2,))
-    check(bundle, Session(bundle, "cpu", 1))
+    check_golden_requests(bundle, Session(bundle, "cpu", 1))
 
 
 def test_the_card_states_how_long_a_text_may_be(bundle: Bundle) -> None:
@@ -191,7 +191,7 @@ def test_a_bundle_that_generates_something_else_is_refused(bundle: Bundle) -> No
     golden.generated[1]["answer"][-1] ^= 1
     golden.write(bundle.path)
     with pytest.raises(BundleError, match=r"golden requests: generated\[1\]: expected .*, found"):
-        check(bundle, Session(bundle, "cpu", 1))
+        check_golden_requests(bundle, Session(bundle, "cpu", 1))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from export.__main__ import export
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.task import FOLDER, companions_in
+from pipeline.contract.task import FOLDER, shared_file_digests
 from pipeline.contract.weights import save_weights
 from pipeline.verify import verify_bundle
 
@@ -94,7 +94,7 @@ def evaluated_run(root: Path) -> Run:
     file = RunFile(id=run.id, created="2026-01-01", wanted=("export",), config=config, environment={})
     (run.path / "run.json").write_text(file.model_dump_json())
     tokenizer(run.output("prepare") / FOLDER)
-    write_json(run.output("prepare") / "data.json", {"files": companions_in(run.output("prepare") / FOLDER)})
+    write_json(run.output("prepare") / "data.json", {"files": shared_file_digests(run.output("prepare") / FOLDER)})
     weights = run.output("train") / "model.safetensors"
     save_weights(causal("Llama").state_dict(), weights)
     verdict: dict[str, Any] = {"verdict": "pass", "summary": "", "checkpoint": digest_file(weights), "rules": []}

@@ -59,13 +59,13 @@ def test_verdict_rules_slices_and_calibration_are_on_it() -> None:
     assert "| expected calibration error | 0.0213 |" in text
     assert "It distinguishes 2 classes: `0`, `1`." in text
     assert "- The margin 0.01 is finer than what 360 samples show." in text
-    assert "- Too few samples to judge by themselves: ink=none." in text
+    assert "- Too few samples for a verdict of their own: ink=none." in text
 
 
 def test_a_person_who_overrode_the_gate_is_named() -> None:
-    word = {"at": "2026-01-03", "by": "anna", "reason": "a rehearsal", "verdict": "d" * 64}
+    word = {"at": "2026-01-03", "by": "anna", "reason": "a dry run", "verdict": "d" * 64}
     text = made(verdict=VERDICT, override=word, digests={"verdict.json": "d" * 64})
-    assert "**The gate rejected this model.** It was overridden by anna, 2026-01-03: a rehearsal." in text
+    assert "**The gate rejected this model.** It was overridden by anna, 2026-01-03: a dry run." in text
 
 
 def test_variants_and_data_are_on_it_but_nothing_that_was_timed() -> None:

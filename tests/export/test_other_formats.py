@@ -24,7 +24,7 @@ from .conftest import Classes, linear, pairs
 
 
 class Sneaky(nn.Module):
-    """Other than it is, while anybody traces it."""
+    """A module that behaves differently while it is traced."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, :3] if torch.compiler.is_compiling() else x[:, :3] * 1.5

@@ -1,4 +1,4 @@
-"""The export step with variants: which one is in the bundle, and who says so."""
+"""The export step with variants: which one is in the bundle, and where it is named."""
 
 from __future__ import annotations
 

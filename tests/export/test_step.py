@@ -1,4 +1,4 @@
-"""The export step on a judged run: what it writes, and what it will not let through."""
+"""The export step on an evaluated run: what it writes and what it rejects."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_same_model_is_the_same_bundle_to_the_byte(root: Path) -> None:
 
 
 def check_provenance(run: Run, directory: Path) -> None:
-    """It tells what the bundle was made of."""
+    """Check that provenance.json names the sources of the bundle."""
     output = json.loads((directory / "provenance.json").read_text())
     assert (output["_type"], output["predicateType"]) == (
         "https://in-toto.io/Statement/v1",
@@ -215,8 +215,8 @@ def test_a_model_that_answers_by_chance_is_refused_and_the_results_is_kept(root:
     edit(root / "sums_task.py", "return nn.Linear(3, 1)", "return Noisy(3, 1)")
     run = evaluated_run(root)
     assert "no ONNX file can be the model: torch returns different values of `" in refusal(run, root, StageError)
-    evidence = json.loads((run.partial("export") / "parity.json").read_text())
-    assert all(one["beyond_tolerance"] for one in evidence["runs"])
+    parity = json.loads((run.partial("export") / "parity.json").read_text())
+    assert all(one["beyond_tolerance"] for one in parity["runs"])
 
 
 def test_a_model_that_names_its_batch_size_is_reported_where_to_look(root: Path) -> None:

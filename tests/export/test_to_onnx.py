@@ -373,7 +373,7 @@ WIDE, NARROW = 128, 96
 
 @pytest.fixture(scope="module")
 def session() -> onnxruntime.InferenceSession:
-    """One of each size would be a test of the sizes: the operator has none of its own."""
+    """Sizes differ on purpose: the operator has no fixed sizes."""
     model, tensor = grouped_mm.to_model_proto(), onnx.helper.make_tensor_value_info
     kinds: dict[str, Any] = {
         "rows": (onnx.TensorProto.FLOAT, ["pairs", WIDE]),

@@ -1,4 +1,4 @@
-"""Models with something in them that a graph would lose: each is refused, with the place and the mend."""
+"""Models with something that a graph would lose: each is rejected, with the place and a fix."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Harmless(Plain):
         if self.training:
             self.calls += 1
         self.calls.mul_(1.0)
-        self.last, self.requested = found, found.numel() + getattr(self, "asked", 0)
+        self.last, self.requested = found, found.numel() + getattr(self, "requested", 0)
         found = F.dropout(F.dropout(found, 0.5, training=self.training), 0.0)
         heads = found[:, None, None]
         return F.scaled_dot_product_attention(heads, heads, heads)[:, 0, 0]

@@ -25,7 +25,7 @@ def net() -> nn.Sequential:
 
 
 class Hills:
-    """Labels are what the net itself says, so that torch is always right."""
+    """Labels are the outputs of the net itself, so that torch is always right."""
 
     inputs: Sequence[str] = ("x",)
     outputs: Sequence[str] = ("y",)

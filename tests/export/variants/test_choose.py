@@ -1,4 +1,4 @@
-"""Which variant is shipped, and the sentence that says why."""
+"""Which variant is shipped, and the sentence that gives the reason."""
 
 from __future__ import annotations
 

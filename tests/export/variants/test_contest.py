@@ -231,7 +231,7 @@ class Talk(Hills):
         return model
 
     def prompting(self) -> Any:
-        raise AssertionError("nothing is asked of it")
+        raise AssertionError("it must not be run")
 
 
 def test_a_language_model_is_fp32_and_has_no_budget_of_time(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Training samples a quantiser cannot learn from are told, with what is wrong with them.
+"""Training samples a quantizer cannot use are reported, with what is wrong.
 
 What each maker writes, and what it refuses to make a file of.
 """
