@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.errors import ConfigError, PipelineError
-from pipeline.contract.processes import without
+from pipeline.contract.processes import hide_packages
 from serve.loading import prove
 from serve.logs import configure, fatal, told
 from serve.options import Door, Named, Options, parse
 from serve.runtime.predictor import Predictor
 from serve.security import read_token
-from serve.shadow import Mirror, open_mirror
+from serve.shadow import Shadow, open_shadow
 from serve.sockets import Sockets, reserve
 from serve.tracing import configured
 
@@ -59,9 +59,9 @@ def serve(options: Options) -> None:
     admin = None if options.admin is None else reserve(options.admin, share=False)
     token = None if options.admin_token is None else read_token(options.admin_token)
     loaded = [_load(named, options) for named in options.bundles]
-    mirrors = [_shadow(named, options, dict(loaded)) for named in options.shadows]
+    shadows = [_shadow(named, options, dict(loaded)) for named in options.shadows]
     service = service_class()(
-        loaded, mirrors, options, Sockets(public, standby, admin, grpc), door, token, configured(os.environ)
+        loaded, shadows, options, Sockets(public, standby, admin, grpc), door, token, configured(os.environ)
     )
     settle()
     service.start(service.models)
@@ -69,7 +69,7 @@ def serve(options: Options) -> None:
 
 def service_class() -> type[Service]:
     """Imported late: kserve reads sys.argv and takes a second."""
-    with without("kubernetes_validate"):
+    with hide_packages("kubernetes_validate"):
         from serve.server import Service
     return Service
 
@@ -90,12 +90,12 @@ def _load(named: Named, options: Options) -> tuple[str, Predictor]:
     return name, prove(bundle, options.provider, options.threads)
 
 
-def _shadow(named: Named, options: Options, models: Mapping[str, Predictor]) -> Mirror:
+def _shadow(named: Named, options: Options, models: Mapping[str, Predictor]) -> Shadow:
     """Of the model it names, or of the only one."""
     name = named.name or (next(iter(models)) if len(models) == 1 else "")
     if name not in models:
         raise ConfigError(f"--shadow {named.path}: of which model? Write NAME=BUNDLE with one of {', '.join(models)}")
-    return open_mirror(name, named.path, models[name].signature, options.shadow_share, options.trust)
+    return open_shadow(name, named.path, models[name].signature, options.shadow_share, options.trust)
 
 
 def _leave(number: int, _frame: object) -> None:

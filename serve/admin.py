@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import orjson
-from starlette.types import Receive, Scope, Send
 
 from pipeline.contract.errors import InvalidPayload, PipelineError
 from serve.errors import Gone, Headers, Refusal, Unauthorized, Unknown, WrongMethod
+from serve.http1.connection import HttpRequest
 from serve.logs import told
 from serve.models import Fleet
-from serve.protocol.v2_json import parse_object
-from serve.request_body import read
-from serve.request_context import request_id
+from serve.request_body import MemoryBudget, parse_object, read_body
 from serve.security import opens
 
-_MOST_BYTES = 64 << 10
+_MAX_BODY_BYTES = 64 << 10
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +27,11 @@ NO_HEADERS: Headers = ()
 
 
 class Admin:
-    """An ASGI application: `GET /` tells how things stand, `POST /<what>` changes them; both need the token."""
+    """The application of the admin port: `GET /` returns the status, `POST /<what>` changes it; both need the token."""
 
     def __init__(self, fleet: Fleet, token: str) -> None:
         self._fleet, self._token = fleet, token
+        self._budget = MemoryBudget()
         self._changes: dict[str, Callable[[Fields], Awaitable[Any]]] = {
             "/load": self._load,
             "/switch": self._switch,
@@ -41,44 +40,40 @@ class Admin:
             "/forget": self._forget,
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
+    def begin(self, request: HttpRequest) -> Coroutine[Any, Any, None]:
+        return self._respond(request)
+
+    async def _respond(self, request: HttpRequest) -> None:
         status, extra = int(HTTPStatus.OK), NO_HEADERS
-        made = request_id(dict(scope["headers"]).get(b"x-request-id"))
-        about = told(path=scope["path"], request_id=made.decode())
+        fields = told(path=request.path, request_id=request.id.decode())
         try:
-            body = await self._answer(scope, receive)
+            body = await self._answer(request)
         except Gone:
             return
         except Refusal as refusal:
             status, extra, body = refusal.status, refusal.headers, {"error": str(refusal)}
         except InvalidPayload as error:
             status, body = HTTPStatus.BAD_REQUEST, {"error": str(error)}
-        except PipelineError as error:  # the bundle is not what it should be: whoever asked gets the reason
-            log.warning("refused: %s", error, extra=about)
+        except PipelineError as error:  # the bundle is not what it should be: the caller gets the reason
+            log.warning("refused: %s", error, extra=fields)
             status, body = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
         except Exception as error:
-            log.exception("failed", extra=about)
+            log.exception("failed", extra=fields)
             status, body = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
-        raw = orjson.dumps(body)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw)), *extra]
-        headers.append((b"x-request-id", made))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": raw})
+        headers = ((b"content-type", b"application/json"), *extra, (b"x-request-id", request.id))
+        await request.respond(status, headers, orjson.dumps(body))
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Any:
-        headers = dict(scope["headers"])
-        if not opens(headers.get(b"authorization", b""), self._token):
+    async def _answer(self, request: HttpRequest) -> Any:
+        if not opens(request.headers.get(b"authorization", b""), self._token):
             raise Unauthorized("the admin interface needs its token: authorization: Bearer …")
-        path, method = scope["path"], scope["method"]
+        path, method = request.path, request.method
         if path != "/" and path not in self._changes:
             raise Unknown(f"{path[:200]}: not found; there are /, {', '.join(self._changes)}")
-        if method != (wanted := "GET" if path == "/" else "POST"):
-            raise WrongMethod(f"{method[:16]} {path}: only {wanted}", wanted)
+        if method != (allowed := "GET" if path == "/" else "POST"):
+            raise WrongMethod(f"{method[:16]} {path}: only {allowed}", allowed)
         if path == "/":
             return self._fleet.status()
-        return await self._changes[path](parse_object(await read(headers, receive, _MOST_BYTES)))
+        return await self._changes[path](parse_object(await read_body(request, _MAX_BODY_BYTES, self._budget)))
 
     async def _load(self, fields: Fields) -> Any:
         served = await self._fleet.load(_text(fields, "model"), _folder(fields))
@@ -89,18 +84,18 @@ class Admin:
         return {"version": served.version, "bundle": served.bundle.digest}
 
     async def _canary(self, fields: Fields) -> Any:
-        self._fleet.share(_text(fields, "model"), _text(fields, "version"), _share(fields, below=1.0))
+        self._fleet.set_canary(_text(fields, "model"), _text(fields, "version"), _share(fields, below=1.0))
         return self._fleet.status()
 
     async def _shadow(self, fields: Fields) -> Any:
         """Without a bundle the one there is ends."""
         path = _folder(fields) if "bundle" in fields else None
-        await self._fleet.shadow(_text(fields, "model"), path, _share(fields, below=1.000001))
+        await self._fleet.start_shadow(_text(fields, "model"), path, _share(fields, below=1.000001))
         return self._fleet.status()
 
     async def _forget(self, fields: Fields) -> Any:
         """Versions that were loaded and get no requests."""
-        self._fleet.forget(_text(fields, "model"))
+        self._fleet.unload_unused(_text(fields, "model"))
         return self._fleet.status()
 
 

@@ -1,62 +1,67 @@
-"""The HTTP side: one request from its route to its answer; every refusal a JSON sentence."""
+"""The endpoints of the service: each HTTP request from its head to its response; every refusal is a JSON sentence.
+
+`App.begin` sees the head of a request: it checks the key, finds the route and, for a prediction, has `load_shedding`
+decide about admission. What is refused there costs neither a task nor a body. The rest happens in `_answer`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
-
-from serve.canary import choose
-from serve.errors import Busy, Headers, TooLarge, Unknown
+from serve.errors import Headers, TooLarge, Unknown
 from serve.generate import openai_api
-from serve.generate.endpoints import TEXT, Texts
-from serve.http1.load_shedding import PROTOCOLS, Gate
+from serve.generate.endpoints import OPENAI_ROUTES, OpenAIEndpoints
+from serve.http1.connection import HttpRequest
+from serve.load_shedding import admit
+from serve.model_version import ModelVersion, Payload
 from serve.models import OnnxPlane
 from serve.page import page
 from serve.protocol import openapi, v1, v2, v2_json
-from serve.protocol.v2_json import parse_object
-from serve.request_body import Room, linger, of_header, read
-from serve.request_log import Observer
-from serve.routes import Answer, Asked, Flow, Route, check_content, find, is_open, json_answer
+from serve.request_body import MemoryBudget, parse_object, read_body
+from serve.request_log import RequestLog
+from serve.routes import Response, Route, Stream, check_content_type, find, is_open, json_response
 from serve.security import Keys
 
 INTERNAL = "internal error; the server's log has the details"
+PROTOCOLS = {"predict": "v1", "infer": "v2", **dict.fromkeys(OPENAI_ROUTES, "openai")}
 _LENGTH = v2.LENGTH_HEADER.encode()
 _BINARY = (b"content-type", b"application/octet-stream")
-_NOWHERE = Route("", ())
-_PROTOCOLS = {**PROTOCOLS, **dict.fromkeys(TEXT, "openai")}
-_INDEX_BYTES = 4096  # of a question that has one word
+_NO_ROUTE = Route("", ())
+_INDEX_BYTES = 4096  # of a request with a single field
+_LINGER_SECONDS = 2.0  # for a client to stop sending a body that is too large
+_REFUSALS_PER_TURN = 256  # of the event loop, at once: clients ask again, and the loop would do nothing else
 
 log = logging.getLogger(__name__)
 
+Handler = Callable[[HttpRequest, Route], Awaitable[Response | Stream]]
+
 
 class App:
-    """An ASGI application: nothing between the server and the endpoints but what every request needs."""
+    """The application of the public HTTP port."""
 
-    def __init__(self, plane: OnnxPlane, observer: Observer, keys: Keys | None = None, *, page: bool = True) -> None:
-        self.plane, self.observer, self.keys, self.page = plane, observer, keys, page
-        self.room, self.gate = Room(), Gate(plane, observer, keys)
-        texts = Texts(plane)
-        self._ends: dict[str, Callable[[Asked], Awaitable[Answer | Flow]]] = {
+    def __init__(self, plane: OnnxPlane, requests: RequestLog, keys: Keys | None = None, *, page: bool = True) -> None:
+        self.plane, self.requests, self.keys, self.page = plane, requests, keys, page
+        self.budget = MemoryBudget()
+        self._refusals = 0  # written at once, in this turn of the event loop
+        texts = OpenAIEndpoints(plane, self.budget)
+        self._handlers: dict[str, Handler] = {
             "root": self._root,
             "page_counters": self._page_counters,
             "metrics": self._metrics,
             "openapi": self._openapi,
             "v1_models": self._models,
             "v1_model": self._model_ready,
-            "predict": self._predict,
             "server": self._server,
             "live": self._live,
             "ready": self._ready,
             "models": self._models,
             "model": self._model,
             "model_ready": self._model_ready,
-            "infer": self._infer,
             "index": self._index,
             "texts_models": texts.models,
             "texts_model": texts.model,
@@ -64,159 +69,190 @@ class App:
             "chat": texts.chat,
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        if (coming := scope.get("coming")) is not None:
-            coming.coming -= 1
-        headers = dict(scope["headers"])
-        watch = self.observer.begin(headers, scope["path"])
-        asked = Asked(_NOWHERE, headers, scope, receive, watch, self.room)
-        try:
-            await self._exchange(asked, send)
-        finally:
-            self.room.held -= asked.held
-            self.observer.ended(watch)
+    # One request
 
-    async def _exchange(self, asked: Asked, send: Send) -> None:
+    def begin(self, request: HttpRequest) -> Coroutine[Any, Any, None] | None:
+        """Refuse a request by its head, at once where possible, or return the coroutine that answers it."""
+        route = _NO_ROUTE
         try:
-            if self.keys is not None and not is_open(asked.scope["path"], asked.scope["method"]):
-                self.keys.admit(asked.headers)
-            route = asked.route = find(asked.scope["path"], asked.scope["method"])
-            if (protocol := _PROTOCOLS.get(route.kind)) is not None:
-                self.observer.asked(asked.watch, protocol)
-            answer = await self._ends[route.kind](asked)
+            path, method = request.path, request.method
+            if self.keys is not None and not is_open(path, method):
+                self.keys.admit(request.headers)
+            route = find(path, method)
+            if (protocol := PROTOCOLS.get(route.kind)) is not None:
+                request.protocol = protocol
+                self.requests.metrics.in_flight += 1
+            handler = self._handlers.get(route.kind)
+            if handler is not None:
+                return self._answer(request, route, handler(request, route))
+            version = self.plane.served(route.model, route.version)
+            request.model_version = version
+            if (given := request.headers.get(b"content-type")) is not None and given != b"application/json":
+                binary = route.kind == "infer" and _LENGTH in request.headers
+                check_content_type(given, "application/json", *(("application/octet-stream",) if binary else ()))
+            admit(request, version)
         except Exception as error:
-            answer = self._failed(asked, error)
-            if isinstance(error, TooLarge) and error.more:
-                asked.watch.code = answer.status
-                await linger(asked.receive, send, answer, self._identity(asked), more=error.more)
+            response = self._failure(request, error)
+            if self._refusals >= _REFUSALS_PER_TURN or not request.is_writable:
+                return self._answer(request, route, _already(response))
+            if not self._refusals:
+                asyncio.get_running_loop().call_soon(self._next_turn)
+            self._refusals += 1
+            request.status = response.status
+            request.respond_now(response.status, self._headers(request, route, response.headers), response.body)
+            self.requests.finish(request)
+            return None
+        version.arriving += 1
+        predict = self._predict if route.kind == "predict" else self._infer
+        return self._answer(request, route, predict(request, route, version))
+
+    def _next_turn(self) -> None:
+        self._refusals = 0
+
+    async def _answer(self, request: HttpRequest, route: Route, response: Awaitable[Response | Stream]) -> None:
+        try:
+            more = False  # of a body that is too large is still to come
+            try:
+                answer = await response
+            except Exception as error:
+                answer = self._failure(request, error)
+                more = isinstance(error, TooLarge) and error.more
+            if isinstance(answer, Stream):
+                await self._send_stream(request, route, answer)
                 return
-        await self._send(send, answer, asked)
+            request.status = answer.status
+            headers = self._headers(request, route, answer.headers)
+            if not more:
+                await request.respond(answer.status, headers, answer.body)
+                return
+            # Closing on unread bytes would reset the connection and lose the response.
+            await request.respond(answer.status, [*headers, (b"connection", b"close")], answer.body)
+            try:
+                async with asyncio.timeout(_LINGER_SECONDS):
+                    await request.discard_body()
+            except TimeoutError:
+                log.info("a client did not stop sending a body that was refused; closing its connection")
+        finally:
+            if request.held_bytes:
+                self.budget.release(request)
+            self.requests.finish(request)
 
-    def _failed(self, asked: Asked, error: Exception) -> Answer:
-        if isinstance(error, Busy):
-            self.gate.refused()
-        refusal = self.observer.failed(asked.watch, error)
-        if asked.scope["path"].startswith(openai_api.PREFIX):
-            told = openai_api.failure(refusal)
-        else:
-            told = {"error": INTERNAL if refusal is None else str(refusal)}
-        if refusal is None:
-            return json_answer(told, HTTPStatus.INTERNAL_SERVER_ERROR)
-        return json_answer(told, refusal.status, refusal.headers)
-
-    async def _send(self, send: Send, answer: Answer | Flow, asked: Asked) -> None:
-        if isinstance(answer, Flow):
-            await self._stream(send, answer, asked)
-            return
-        asked.watch.code = answer.status
-        length = (b"content-length", b"%d" % len(answer.body))
-        headers = [*answer.headers, length, *self._identity(asked), *self._parting()]
-        await send({"type": "http.response.start", "status": int(answer.status), "headers": headers})
-        await send({"type": "http.response.body", "body": answer.body})
-
-    async def _stream(self, send: Send, flow: Flow, asked: Asked) -> None:
-        """Each part as it comes. What fails under way can only be told in the body: the status is out already."""
-        asked.watch.code = HTTPStatus.OK
-        headers = [*flow.headers, *self._identity(asked), *self._parting()]
-        await send({"type": "http.response.start", "status": int(HTTPStatus.OK), "headers": headers})
+    async def _send_stream(self, request: HttpRequest, route: Route, stream: Stream) -> None:
+        """Send each part as it comes; a failure can only be reported in the body, as the status has been sent."""
+        request.status = HTTPStatus.OK
+        request.start_stream(HTTPStatus.OK, self._headers(request, route, stream.headers))
         try:
-            async with aclosing(flow.parts) as parts:
+            async with aclosing(stream.parts) as parts:
                 async for part in parts:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                    await request.send_part(part)
         except Exception as error:
-            refusal = self.observer.failed(asked.watch, error)
-            asked.watch.code = HTTPStatus.INTERNAL_SERVER_ERROR if refusal is None else refusal.status
-            await send({"type": "http.response.body", "body": flow.failure(refusal), "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            refusal = self.requests.fail(request, error)
+            request.status = HTTPStatus.INTERNAL_SERVER_ERROR if refusal is None else refusal.status
+            await request.send_part(stream.failure(refusal))
+        request.end_stream()
 
-    def _parting(self) -> Headers:
-        """While draining: the client's next request belongs to another process."""
-        return ((b"connection", b"close"),) if self.plane.draining else ()
+    def _failure(self, request: HttpRequest, error: Exception) -> Response:
+        refusal = self.requests.fail(request, error)
+        if request.path.startswith(openai_api.PREFIX):
+            body = openai_api.error_body(refusal)
+        else:
+            body = {"error": INTERNAL if refusal is None else str(refusal)}
+        if refusal is None:
+            return json_response(body, HTTPStatus.INTERNAL_SERVER_ERROR)
+        return json_response(body, refusal.status, refusal.headers)
 
-    def _identity(self, asked: Asked) -> Headers:
-        """Which request this is, and which bundle answers it."""
-        served = asked.watch.served
-        bundle = self.plane.identity(asked.route.model, asked.route.version) if served is None else served.headers
-        return ((b"x-request-id", asked.watch.id), *bundle)
+    def _headers(self, request: HttpRequest, route: Route, headers: Headers) -> Headers:
+        """Add the request id, the bundle, and while draining that the next request needs a new connection."""
+        version = request.model_version
+        bundle = self.plane.identity(route.model, route.version) if version is None else version.headers
+        closing = ((b"connection", b"close"),) if self.plane.draining else ()
+        return (*headers, (b"x-request-id", request.id), *bundle, *closing)
 
-    async def _predict(self, asked: Asked) -> Answer:
-        check_content(asked.headers, "application/json")
-        served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
-        timeout_seconds = of_header(asked.headers)
-        served.admit(timeout_seconds)
-        call = v1.Call(await read(asked.headers, asked.receive, served.max_body_bytes, asked.hold))
-        if served.canary is not None and not asked.route.version:
-            served = asked.watch.served = await choose(served, call, asked.watch.id)
-        return Answer(await served.answer(call, timeout_seconds, asked.gone, asked.watch, asked.alone))
+    # Predictions
 
-    async def _infer(self, asked: Asked) -> Answer:
-        length = asked.headers.get(_LENGTH)
-        check_content(asked.headers, "application/json", *([] if length is None else ["application/octet-stream"]))
-        served = asked.watch.served = self.plane.served(asked.route.model, asked.route.version)
-        timeout_seconds = of_header(asked.headers)
-        served.admit(timeout_seconds)
-        body = await read(asked.headers, asked.receive, served.max_body_bytes, asked.hold)
-        call = v2.Call(served.name, body, None if length is None else length.decode("latin-1"))
-        if served.canary is not None and not asked.route.version:
-            served = asked.watch.served = await choose(served, call, asked.watch.id)
-        answer = await served.answer(call, timeout_seconds, asked.gone, asked.watch, asked.alone)
+    async def _predict(self, request: HttpRequest, route: Route, version: ModelVersion) -> Response:
+        version.arriving -= 1
+        payload = v1.Payload(await read_body(request, version.max_body_bytes, self.budget))
+        if version.canary is not None and not route.version:
+            version = await _choose(request, version, payload)
+        return Response(await version.predict(request, payload))
+
+    async def _infer(self, request: HttpRequest, route: Route, version: ModelVersion) -> Response:
+        version.arriving -= 1
+        body = await read_body(request, version.max_body_bytes, self.budget)
+        length = request.headers.get(_LENGTH)
+        payload = v2.Payload(version.name, body, None if length is None else length.decode("latin-1"))
+        if version.canary is not None and not route.version:
+            version = await _choose(request, version, payload)
+        answer = await version.predict(request, payload)
         if answer.json_bytes is None:
-            return Answer(answer.body)
-        said = (_LENGTH, b"%d" % answer.json_bytes)
-        return Answer(answer.body, (_BINARY, said))
+            return Response(answer.body)
+        return Response(answer.body, (_BINARY, (_LENGTH, b"%d" % answer.json_bytes)))
 
-    async def _root(self, asked: Asked) -> Answer:
-        """A page for people; for whoever does not ask for HTML, a sign of life."""
-        if not self.page or not self.plane.names or not page.wanted(asked.headers.get(b"accept", b"")):
-            return json_answer({"status": "alive"}, headers=((b"vary", b"accept"),))
-        shown = page.Shown.of(self.plane, asked.scope["query_string"])
-        return Answer(await asyncio.to_thread(page.render, shown), page.headers())
+    # Everything else
 
-    async def _page_counters(self, _: Asked) -> Answer:
+    async def _root(self, request: HttpRequest, _: Route) -> Response:
+        """Return a page for browsers, and a sign of life for clients that do not accept HTML."""
+        if not self.page or not self.plane.names or not page.wanted(request.headers.get(b"accept", b"")):
+            return json_response({"status": "alive"}, headers=((b"vary", b"accept"),))
+        shown = page.Shown.of(self.plane, request.query)
+        return Response(await asyncio.to_thread(page.render, shown), page.headers())
+
+    async def _page_counters(self, _request: HttpRequest, _: Route) -> Response:
         if not self.page:
             raise Unknown("/page.json: the page is off (serve.page: false); /metrics has the counters")
-        return json_answer(
+        return json_response(
             page.counters(list(self.plane.loaded()), ready=await self.plane.ready()),
             headers=((b"cache-control", b"no-store"),),
         )
 
-    async def _live(self, _: Asked) -> Answer:
-        return json_answer({"live": True})
+    async def _live(self, _request: HttpRequest, _: Route) -> Response:
+        return json_response({"live": True})
 
-    async def _ready(self, _: Asked) -> Answer:
+    async def _ready(self, _request: HttpRequest, _: Route) -> Response:
         ready = await self.plane.ready()
         return _health({"ready": ready, "live": ready})  # the protocol's text and its OpenAPI name it differently
 
-    async def _server(self, _: Asked) -> Answer:
-        return json_answer(self.plane.metadata())
+    async def _server(self, _request: HttpRequest, _: Route) -> Response:
+        return json_response(self.plane.metadata())
 
-    async def _models(self, _: Asked) -> Answer:
-        return json_answer({"models": self.plane.names})
+    async def _models(self, _request: HttpRequest, _: Route) -> Response:
+        return json_response({"models": self.plane.names})
 
-    async def _model(self, asked: Asked) -> Answer:
-        return json_answer(await self.plane.model_metadata(asked.route.model, asked.route.version))
+    async def _model(self, _request: HttpRequest, route: Route) -> Response:
+        return json_response(await self.plane.model_metadata(route.model, route.version))
 
-    async def _model_ready(self, asked: Asked) -> Answer:
-        self.plane.served(asked.route.model, asked.route.version)
-        return _health({"name": asked.route.model, "ready": await self.plane.model_ready(asked.route.model)})
+    async def _model_ready(self, _request: HttpRequest, route: Route) -> Response:
+        self.plane.served(route.model, route.version)
+        return _health({"name": route.model, "ready": await self.plane.model_ready(route.model)})
 
-    async def _index(self, asked: Asked) -> Answer:
-        body = await read(asked.headers, asked.receive, _INDEX_BYTES)
-        if body:
+    async def _index(self, request: HttpRequest, _: Route) -> Response:
+        if body := await read_body(request, _INDEX_BYTES, self.budget):
             v2_json.check_index(parse_object(body))
-        return json_answer(self.plane.index())
+        return json_response(self.plane.index())
 
-    async def _openapi(self, _: Asked) -> Answer:
-        version = self.plane.served(self.plane.names[0]).bundle.digest[:12]
-        return json_answer(openapi.document(self.plane, version, keys=self.keys is not None))
+    async def _openapi(self, _request: HttpRequest, _: Route) -> Response:
+        version = self.plane.served(self.plane.names[0]).digest[:12]
+        return json_response(openapi.document(self.plane, version, keys=self.keys is not None))
 
-    async def _metrics(self, asked: Asked) -> Answer:
-        accept = asked.headers.get(b"accept", b"").decode("latin-1")
-        body, content_type = self.observer.metrics.text(accept)
-        return Answer(body, ((b"content-type", content_type.encode()),))
+    async def _metrics(self, request: HttpRequest, _: Route) -> Response:
+        accept = request.headers.get(b"accept", b"").decode("latin-1")
+        body, content_type = self.requests.metrics.text(accept)
+        return Response(body, ((b"content-type", content_type.encode()),))
 
 
-def _health(body: dict[str, Any]) -> Answer:
-    return json_answer(body, HTTPStatus.OK if body["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
+async def _choose(request: HttpRequest, version: ModelVersion, payload: Payload) -> ModelVersion:
+    """Choose between a version and its canary, which has a queue of its own: about that one nothing was decided yet."""
+    chosen = await version.choose(payload, request.id)
+    if chosen is not version:
+        request.model_version = chosen
+        admit(request, chosen)
+    return chosen
+
+
+async def _already(response: Response) -> Response:
+    return response
+
+
+def _health(body: dict[str, Any]) -> Response:
+    return json_response(body, HTTPStatus.OK if body["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)

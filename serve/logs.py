@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import re
 import sys
 import time
 from typing import Any, Literal
 
-from serve.request_context import Watch
-
 Format = Literal["text", "json"]
 
-_ACCESS = logging.getLogger("serve.access")
 _PLAIN = re.compile(r"[^\s\"=]+")
 # What ends a line, moves a cursor, turns text around, or is no text at all: a client's words may hold it.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONGEST = 4000  # characters of a message or of one field
-_LINES_A_SECOND = 20
 
 
 def told(**fields: Any) -> dict[str, Any]:
@@ -77,59 +72,6 @@ def fatal(error: Exception, kind: Format) -> None:
         print(f"error: {error}", file=sys.stderr)
     else:
         logging.getLogger("serve").critical("error: %s", error)
-
-
-class Ration:
-    """So many lines a second: under a flood each costs an answer. How many were left out is told with the next."""
-
-    def __init__(self, lines: int = _LINES_A_SECOND) -> None:
-        self._most = lines
-        self._second = self._told = self._left_out = 0
-
-    def allows(self) -> bool:
-        if (now := int(time.monotonic())) != self._second:
-            if self._left_out:
-                _ACCESS.warning("more requests failed than are told of", extra=told(left_out=self._left_out))
-            self._second, self._told, self._left_out = now, 0, 0
-        self._told += 1
-        if self._told <= self._most:
-            return True
-        self._left_out += 1
-        return False
-
-
-class AccessLog:
-    """A line for a share of the requests, and for each that failed, up to so many a second."""
-
-    def __init__(self, share: float = 0.0) -> None:
-        self._share = share
-        self._failures = Ration()
-
-    def ended(self, watch: Watch) -> None:
-        if failed(watch.code):
-            if self._failures.allows():
-                self._tell(watch, logging.WARNING)
-        elif self._share and random.random() < self._share:
-            self._tell(watch, logging.INFO)
-
-    def _tell(self, watch: Watch, level: int) -> None:
-        fields = told(
-            request_id=watch.id.decode(),
-            path=watch.path[:200],
-            protocol=watch.protocol,
-            model=watch.model,
-            version=watch.version,
-            code=watch.code if isinstance(watch.code, str) else int(watch.code),
-            milliseconds=round((watch.over - watch.began) * 1e3, 3),
-        )
-        _ACCESS.log(level, "request", extra=fields)
-
-
-def failed(code: int | str) -> bool:
-    """By our own fault, or for want of room or time; gRPC has names for its codes."""
-    if isinstance(code, str):
-        return code in ("INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN")
-    return code >= 500
 
 
 def escaped(text: str) -> str:

@@ -1,177 +1,181 @@
-"""One version of one model: proven, with a batcher of its own; it reads, runs and writes what is asked of it."""
+"""One version of one model: a verified bundle with its own queue, which decodes, runs and encodes predictions.
+
+A canary is a candidate version beside the current one, with a share of the requests that name no version.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from pipeline.contract.signature import TensorSpec
-from serve.canary import Canary
 from serve.errors import Headers
-from serve.generate.model import Writer
-from serve.metrics import Series
-from serve.request_context import Watch
-from serve.runtime.batcher import Array, Batcher, Pace, Rules, Seen, stays
+from serve.generate.model import TextGenerator
+from serve.metrics import ModelMetrics
+from serve.request_context import RequestContext
+from serve.runtime.batcher import Array, Batcher, RunTimeEstimate, BatchingOptions
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import CPU
-from serve.shadow import Mirror
+from serve.shadow import Shadow
 
-_SPOKEN = "one input `instances`, BYTES [-1], is answered with one output `predictions`, BYTES [-1]"
+_TEXT_TENSORS = "one input `instances`, BYTES [-1], is answered with one output `predictions`, BYTES [-1]"
 PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Runtime
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
 
-
-class Call(Protocol):
-    """One request in its wire format."""
+class Payload(Protocol):
+    """The body of a prediction in its wire format."""
 
     @property
-    def quick(self) -> bool:
-        """Reading and writing it may happen on the event loop, whatever is in it."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Of its bytes, as a power of two: how long reading takes is learned by it."""
+    def is_quick(self) -> bool:
+        """True if decoding and encoding take so little time that they may happen on the event loop."""
         ...
 
     @property
     def timeout_seconds(self) -> float:
-        """How long the client waits, known once the call was read."""
+        """How long the client waits by what the body says; valid once it is decoded."""
         ...
 
-    def key(self) -> str:
-        """The id the client gave it; empty where it gave none."""
+    def request_id(self) -> str:
+        """Return the id in the body, empty if there is none."""
         ...
 
-    def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
-        """The arrays, checked in full, and the names of the outputs that are asked for."""
+    def decode(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
+        """Return the checked input arrays and the names of the requested outputs."""
         ...
 
-    def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any: ...
+    def encode(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any: ...
 
 
 class ModelVersion:
-    """One version of one model, which has answered its golden requests."""
+    """A version that has answered its golden requests."""
 
-    canary: Canary | None = None  # who answers a share of the requests that name no version
-    mirror: Mirror | None = None  # who gets a copy of them
+    canary: Canary | None = None
+    shadow: Shadow | None = None  # gets copies of requests and answers nobody
 
     def __init__(self, name: str, version: str, predictor: Predictor, pool: Executor) -> None:
-        bundle = predictor.bundle
+        bundle, limits = predictor.bundle, predictor.signature.limits
         self.name, self.version, self.bundle, self.predictor = name, version, bundle, predictor
         self.pool = pool
-        self.max_body_bytes = bundle.signature.limits.max_body_bytes
-        self.series = Series()
-        self.batcher = Batcher(predictor.run, rules_of(predictor), pool, Seen(self.series.batch))
+        self.digest = bundle.digest
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
-        self._deadline_seconds = bundle.signature.limits.deadline_seconds or math.inf
-        self.writer = None if predictor.words is None else Writer(predictor.words, bundle, pool)
-        self._reading = 0  # requests that a thread of the pool reads, or will
-        self.coming = 0  # requests that the gate let in and the application has not begun with
-        self._read_pace, self._write_pace = Pace(), Pace()
+        self.max_body_bytes = limits.max_body_bytes
+        self.default_timeout_seconds = limits.deadline_seconds or math.inf
+        self.metrics = ModelMetrics()
+        self.batcher = Batcher(predictor.session.run, batching_options(predictor), pool, self.metrics.record_batch)
+        self.generator = (
+            None if predictor.language_model is None else TextGenerator(predictor.language_model, bundle, pool)
+        )
+        # Requests that are admitted and not in the queue of the batcher yet:
+        self.arriving = 0  # no task has begun with them
+        self.decoding = 0  # their codec runs in a thread, or waits for one
+        self._decode_pace, self._encode_pace = RunTimeEstimate(), RunTimeEstimate()
 
-    def admit(self, timeout_seconds: float = math.inf) -> None:
-        """Refuse what has no room or no hope before its body costs anything."""
-        if timeout_seconds == math.inf:
-            timeout_seconds = self._deadline_seconds
-        self.batcher.admit(time.monotonic() + timeout_seconds, self._reading + self.coming)
-
-    async def answer(
-        self,
-        call: Call,
-        timeout_seconds: float = math.inf,
-        gone: Callable[[], bool] = stays,
-        watch: Watch | None = None,
-        alone: bool = False,
-    ) -> Any:
-        """Read, run together with whoever asks at the same moment, write."""
+    async def predict(self, request: RequestContext, payload: Payload) -> Any:
+        """Decode an admitted request, run it together with those that arrive at the same moment, and encode."""
         predictor, clock = self.predictor, time.monotonic
-        watch = watch or Watch()
-        watch.served, watch.reading = self, clock()
-        quick = call.quick and predictor.spoken is None  # a codec is user code
-        if quick:
-            arrays, wanted = call.read(predictor)
+        request.model_version, request.decode_started_at = self, clock()
+        size = request.size.bit_length()
+        on_loop = payload.is_quick and predictor.text_signature is None  # else the codec runs, which is user code
+        if on_loop:
+            inputs, output_names = payload.decode(predictor)
         else:
-            arrays, wanted = await self._read(call)
-        watch.read = clock()
-        deadline = watch.began + self.patience(timeout_seconds, call.timeout_seconds)
-        outputs = await self.batcher.outputs(arrays, wanted, deadline, gone, watch, alone)
-        watch.ran = clock()
-        if quick:
-            answer = call.write(predictor, outputs, self.version)
+            self.decoding += 1
+            try:
+                inputs, output_names = await self._decode_pace.call(self.pool, size, payload.decode, predictor)
+            finally:
+                self.decoding -= 1
+        request.decoded_at = clock()
+        if (timeout := min(payload.timeout_seconds, request.timeout_seconds)) < math.inf:
+            request.deadline = request.received_at + timeout
+        alone = RequestContext.in_progress == 1
+        outputs = await self.batcher.outputs(inputs, output_names, request, is_only=alone)
+        request.run_ended_at = clock()
+        if on_loop:
+            answer = payload.encode(predictor, outputs, self.version)
         else:
-            answer = await self._off_loop(self._write_pace, call.size, call.write, predictor, outputs, self.version)
-        watch.written = clock()
-        if self.mirror is not None:
-            self.mirror.offer(arrays, outputs)
+            args = (predictor, outputs, self.version)
+            answer = await self._encode_pace.call(self.pool, size, payload.encode, *args)
+        request.encoded_at = clock()
+        if self.shadow is not None:
+            self.shadow.offer(inputs, outputs)
         return answer
 
-    async def _read(self, call: Call) -> tuple[Mapping[str, Array], Sequence[str]]:
-        self._reading += 1
-        try:
-            return await self._off_loop(self._read_pace, call.size, call.read, self.predictor)
-        finally:
-            self._reading -= 1
+    async def choose(self, payload: Payload, request_id: bytes) -> ModelVersion:
+        """Return who answers a request that names no version: this version or its canary.
 
-    async def _off_loop(
-        self, pace: Pace, size: int, work: Callable[Given, Made], *args: Given.args, **named: Given.kwargs
-    ) -> Made:
-        """In a thread: a codec is user code. Where one of this size is known to be quick, that would only cost."""
-        if pace.quick(size):
-            return _timed(pace, size, work, *args, **named)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.pool, lambda: _timed(pace, size, work, *args, **named))
+        The id in the body decides, else that of the request, which the client gave or the service drew.
+        """
+        if self.canary is None:
+            return self
+        if payload.is_quick:
+            key = payload.request_id()
+        else:
+            key = await asyncio.get_running_loop().run_in_executor(self.pool, payload.request_id)
+        return self.choose_by_id(key.encode() or request_id)
 
-    def patience(self, *said_seconds: float) -> float:
-        """The shortest of what the client said in its ways; what the bundle says where it said nothing."""
-        said = min(said_seconds)
-        return self._deadline_seconds if said == math.inf else said
+    def choose_by_id(self, request_id: bytes) -> ModelVersion:
+        canary = self.canary
+        return canary.candidate if canary is not None and canary.takes(request_id) else self
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
-        session = self.predictor.session
+        signature, session = self.bundle.signature, self.predictor.session
         return {
             "name": self.name,
             "versions": list(versions),
             "platform": PLATFORM,
-            "inputs": [described(spec) for spec in self.bundle.signature.inputs],
-            "outputs": [described(spec) for spec in self.bundle.signature.outputs],
+            "inputs": [tensor_metadata(spec) for spec in signature.inputs],
+            "outputs": [tensor_metadata(spec) for spec in signature.outputs],
             "properties": {
-                "bundle": self.bundle.digest,
+                "bundle": self.digest,
                 "verdict": self.bundle.manifest.verdict,
                 **({} if self.bundle.override is None else {"override": str(self.bundle.override)}),
-                "variant": self.bundle.signature.variant,
+                "variant": signature.variant,
                 "provider": session.provider,
                 "provider_fallback": session.fallback,
                 "batching": f"off: {self.predictor.why_alone}" if self.predictor.why_alone else "on",
-                **({} if self.writer is None else {"texts": self.writer.told}),
-                **({} if self.predictor.spoken is None else {"instances": _SPOKEN}),
+                **({} if self.generator is None else {"texts": self.generator.batching}),
+                **({} if self.predictor.text_signature is None else {"instances": _TEXT_TENSORS}),
             },
         }
 
 
-def rules_of(predictor: Predictor) -> Rules:
+@dataclass(frozen=True)
+class Canary:
+    """A candidate and its share of the requests.
+
+    The same request id always meets the same version, on every server of this bundle and after every restart. An id
+    that meets the candidate at 10 % meets it at 20 % as well; another candidate gets another tenth of the ids.
+    """
+
+    candidate: ModelVersion
+    share: float
+
+    def takes(self, request_id: bytes) -> bool:
+        return id_position(self.candidate.digest, request_id) < self.share
+
+
+def id_position(salt: str, request_id: bytes) -> float:
+    """Return a number from 0 up to 1 for an id; ids are spread evenly."""
+    digest = hashlib.blake2b(request_id, digest_size=8, key=salt.encode()[:64]).digest()
+    return (int.from_bytes(digest, "big") >> 11) / (1 << 53)  # a float holds 53 bits
+
+
+def batching_options(predictor: Predictor) -> BatchingOptions:
     runtime, limits = predictor.signature.runtime, predictor.signature.limits
-    return Rules(
+    return BatchingOptions(
         mergeable=not predictor.why_alone,
-        rows=runtime.batch_rows,
-        waiting=limits.max_waiting,
+        max_rows=runtime.batch_rows,
+        max_waiting=limits.max_waiting,
         delay_seconds=runtime.batch_delay_ms / 1e3,
-        computes=predictor.session.provider == CPU,
+        cpu_bound=predictor.session.provider == CPU,
     )
 
 
-def _timed(pace: Pace, size: int, work: Callable[Given, Made], *args: Given.args, **named: Given.kwargs) -> Made:
-    began = time.perf_counter()
-    made = work(*args, **named)
-    pace.learn(size, 1, time.perf_counter() - began)
-    return made
-
-
-def described(spec: TensorSpec) -> dict[str, Any]:
+def tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": spec.protocol_shape}

@@ -18,14 +18,13 @@ from kserve.errors import ModelNotFound
 from kserve.protocol.dataplane import DataPlane
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from serve.canary import Canary
 from serve.errors import Conflict, Headers, Unknown
 from serve.loading import prove
 from serve.logs import told
-from serve.model_version import ModelVersion, described
+from serve.model_version import Canary, ModelVersion, tensor_metadata
 from serve.options import Options
 from serve.runtime.predictor import Predictor
-from serve.shadow import Mirror, open_mirror, unlike
+from serve.shadow import Shadow, incompatibility, open_shadow
 
 _LEAST_DIGITS = 8  # of a digest that can stand for a version
 
@@ -53,8 +52,8 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
         return self.current.canary if self.current else None
 
     @property
-    def mirror(self) -> Mirror | None:
-        return self.current.mirror if self.current else None
+    def shadow(self) -> Shadow | None:
+        return self.current.shadow if self.current else None
 
     def add(self, predictor: Predictor, pool: Executor) -> ModelVersion:
         """Beside the current one: it answers under its own URL."""
@@ -64,7 +63,7 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
 
     def holding(self, digest: str) -> ModelVersion | None:
         """The version made of this bundle, if it is loaded."""
-        return next((served for served in self.versions.values() if served.bundle.digest == digest), None)
+        return next((served for served in self.versions.values() if served.digest == digest), None)
 
     def switch(self, served: ModelVersion) -> None:
         """From now on requests that name no version are its; those before are kept, as many as may be, older ones go.
@@ -73,38 +72,38 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
         """
         before = self.current
         if served is not before:
-            served.mirror = self.mirror
+            served.shadow = self.shadow
             if before is not None:
-                before.canary = before.mirror = None
+                before.canary = before.shadow = None
             past = [one for one in (before, *self._before) if one is not None and one is not served]
             self.current, self._before = served, tuple(past[: self._keep - 1])
-        self.share(None)
+        self.set_canary(None)
         self.ready = True
 
-    def share(self, canary: Canary | None) -> None:
+    def set_canary(self, canary: Canary | None) -> None:
         """Begin or end that a candidate gets a part of the requests; without a part it is not kept."""
         assert self.current is not None
         self.current.canary = canary
         kept = {self.current, *self._before, canary.candidate if canary else None}
         self.versions = {version: served for version, served in self.versions.items() if served in kept}
 
-    def show(self, mirror: Mirror | None) -> None:
+    def set_shadow(self, shadow: Shadow | None) -> None:
         """Who gets copies of the current version's requests; the one before ends."""
         assert self.current is not None
-        if self.current.mirror is not None:
-            self.current.mirror.close()
-        self.current.mirror = mirror
+        if self.current.shadow is not None:
+            self.current.shadow.close()
+        self.current.shadow = shadow
 
     def status(self) -> dict[str, Any]:
         """For the admin interface."""
-        canary, mirror = self.canary, self.mirror
+        canary, shadow = self.canary, self.shadow
         return {
             "current": self.current.version if self.current else "",
             "previous": self.previous.version if self.previous else "",
             "canary": {"version": canary.candidate.version, "share": canary.share} if canary else None,
-            "shadow": mirror.status() if mirror else None,
+            "shadow": shadow.status() if shadow else None,
             "versions": {
-                version: {"bundle": served.bundle.digest, "path": str(served.bundle.path)}
+                version: {"bundle": served.digest, "path": str(served.bundle.path)}
                 for version, served in self.versions.items()
             },
         }
@@ -115,20 +114,20 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
             return self.current
         if version in self.versions or len(version) < _LEAST_DIGITS:
             return self.versions.get(version)
-        same = [one for one in self.versions.values() if one.bundle.digest.startswith(version.lower())]
-        return same[-1] if len({one.bundle.digest for one in same}) == 1 else None
+        same = [one for one in self.versions.values() if one.digest.startswith(version.lower())]
+        return same[-1] if len({one.digest for one in same}) == 1 else None
 
     def served(self, version: str = "") -> ModelVersion:
         if (found := self.find(version)) is not None:
             return found
-        listed = ", ".join(f"{one.version} ({one.bundle.digest[:12]})" for one in self.versions.values()) or "none"
+        listed = ", ".join(f"{one.version} ({one.digest[:12]})" for one in self.versions.values()) or "none"
         raise Unknown(f"model {self.name!r} has no version {version[:64]!r}; there are {listed}")
 
     def get_input_types(self) -> list[dict[str, Any]]:
-        return [described(spec) for spec in self.served().bundle.signature.inputs]
+        return [tensor_metadata(spec) for spec in self.served().bundle.signature.inputs]
 
     def get_output_types(self) -> list[dict[str, Any]]:
-        return [described(spec) for spec in self.served().bundle.signature.outputs]
+        return [tensor_metadata(spec) for spec in self.served().bundle.signature.outputs]
 
 
 class OnnxPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
@@ -213,12 +212,12 @@ class Fleet:
             self._plane.model_registry.update(model := OnnxModel(name, self._options.keep_versions))
         candidate = model.add(predictor, self._pool)
         if self._options.canary and model.current is not None:
-            model.share(Canary(candidate, self._options.canary))
+            model.set_canary(Canary(candidate, self._options.canary))
         else:
             model.switch(candidate)
 
-    def mirror(self, mirror: Mirror) -> None:
-        self._plane.model(mirror.name).show(mirror)
+    def set_shadow(self, shadow: Shadow) -> None:
+        self._plane.model(shadow.name).set_shadow(shadow)
 
     async def load(self, name: str, path: Path) -> ModelVersion:
         """Proven in full while the others answer on; nothing changes for anybody yet."""
@@ -245,42 +244,42 @@ class Fleet:
         """All requests that name no version; a canary ends."""
         model = self._plane.model(name)
         served = model.served(version)
-        if model.mirror and (why := unlike(served.predictor.signature, model.mirror.signature)):
-            log.warning("the shadow ends: %s", why, extra=told(model=name, bundle=model.mirror.digest[:12]))
-            model.show(None)
+        if model.shadow and (why := incompatibility(served.predictor.signature, model.shadow.signature)):
+            log.warning("the shadow ends: %s", why, extra=told(model=name, bundle=model.shadow.digest[:12]))
+            model.set_shadow(None)
         model.switch(served)
         log.info("switched", extra=_about(served))
         return served
 
-    def share(self, name: str, version: str, share: float) -> None:
+    def set_canary(self, name: str, version: str, share: float) -> None:
         """A share of them for that version; 0 takes it back."""
         model = self._plane.model(name)
         candidate = model.served(version)
         if candidate is model.current:
             raise Conflict(f"version {version} of {name} gets all requests already")
-        model.share(Canary(candidate, share) if share else None)
+        model.set_canary(Canary(candidate, share) if share else None)
         log.info("canary", extra=_about(candidate, share=share))
 
-    def forget(self, name: str) -> None:
+    def unload_unused(self, name: str) -> None:
         """What was loaded and gets no requests."""
         model = self._plane.model(name)
-        model.share(model.canary)
+        model.set_canary(model.canary)
 
-    async def shadow(self, name: str, path: Path | None, share: float) -> None:
+    async def start_shadow(self, name: str, path: Path | None, share: float) -> None:
         """A candidate that gets a copy of requests and answers nobody."""
         model = self._plane.model(name)
-        mirror = None
+        shadow = None
         if path is not None:
-            mirror = await self._background(self._open_mirror, model, path, share)
-        if mirror is not model.mirror:
-            model.show(mirror)
-        log.info("shadow", extra=told(model=name, bundle=mirror.digest[:12] if mirror else "none", share=share))
+            shadow = await self._background(self._open_shadow, model, path, share)
+        if shadow is not model.shadow:
+            model.set_shadow(shadow)
+        log.info("shadow", extra=told(model=name, bundle=shadow.digest[:12] if shadow else "none", share=share))
 
-    def _open_mirror(self, model: OnnxModel, path: Path, share: float) -> Mirror:
-        mirror, trust = model.mirror, self._options.trust  # the same again goes on with its counts
-        if mirror is not None and (mirror.digest, mirror.share) == (open_bundle(path, trust).digest, share):
-            return mirror
-        return open_mirror(model.name, path, model.served().predictor.signature, share, trust)
+    def _open_shadow(self, model: OnnxModel, path: Path, share: float) -> Shadow:
+        shadow, trust = model.shadow, self._options.trust  # the same again goes on with its counts
+        if shadow is not None and (shadow.digest, shadow.share) == (open_bundle(path, trust).digest, share):
+            return shadow
+        return open_shadow(model.name, path, model.served().predictor.signature, share, trust)
 
     def status(self) -> dict[str, Any]:
         return {"models": {model.name: model.status() for model in self._plane.models}}
@@ -288,11 +287,11 @@ class Fleet:
     def close(self) -> None:
         self._loader.shutdown(wait=False, cancel_futures=True)
         for model in self._plane.models:
-            model.show(None)
+            model.set_shadow(None)
 
     async def _background(self, work: Any, *words: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._loader, work, *words)
 
 
 def _about(served: ModelVersion, **more: Any) -> dict[str, Any]:
-    return told(model=served.name, version=served.version, bundle=served.bundle.digest[:12], **more)
+    return told(model=served.name, version=served.version, bundle=served.digest[:12], **more)

@@ -1,62 +1,128 @@
-"""One request as it is watched: its id, when each of its phases ended, who answered it and how it ended."""
+"""One request from its arrival to its outcome, whatever its protocol.
+
+The connection makes it, and every step that a request takes gets it as an argument: admission, decoding, the queue of
+the batcher, the log line, the metrics and the trace. All times are those of `time.monotonic`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import math
 import re
 import secrets
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
-if TYPE_CHECKING:
-    from serve.model_version import ModelVersion
+import numpy as np
 
+from pipeline.contract.errors import InvalidPayload
+from serve.errors import Headers
+from serve.metrics import ModelMetrics
 
-_SANE = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:=+/-]{0,127}")
-_PREFIX = secrets.token_hex(8).encode()
+Array = np.ndarray[Any, Any]
+
+_SAFE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:=+/-]{0,127}")
+_PROCESS_ID = secrets.token_hex(8).encode()
 _NUMBERS = itertools.count(1)
-_UNTRACED: Mapping[str, bytes] = {}
+
+TIMEOUT_HEADER = b"x-request-timeout"
+_GRPC_UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 
 
-class Watch:
-    """Times are of `time.monotonic`; a phase that was never reached is 0."""
+class AnsweringVersion(Protocol):
+    """The model version that answers a request, as log lines, metrics, traces and response headers name it."""
 
-    __slots__ = (
-        "began",
-        "code",
-        "id",
-        "over",
-        "path",
-        "protocol",
-        "ran",
-        "read",
-        "reading",
-        "served",
-        "taken",
-        "trace",
-        "written",
-    )
+    name: str
+    version: str
+    digest: str
+    headers: Headers
+    metrics: ModelMetrics
 
-    def __init__(self, request_id: bytes = b"", path: str = "", protocol: str = "") -> None:
-        self.id, self.path, self.protocol = request_id, path, protocol
-        self.began = time.monotonic()
-        self.reading = self.read = self.taken = self.ran = self.written = self.over = 0.0
-        self.trace: Mapping[str, bytes] = _UNTRACED
-        self.served: ModelVersion | None = None
-        self.code: int | str = "aborted"  # the client left before an answer began
 
-    @property
-    def model(self) -> str:
-        return self.served.name if self.served else ""
+class RequestContext:
+    """A request of HTTP/1.1 or gRPC; each protocol adds how it receives the body and sends the response."""
 
-    @property
-    def version(self) -> str:
-        return self.served.version if self.served else ""
+    in_progress: ClassVar[int] = 0  # requests of all connections that have begun and are not answered yet
+
+    protocol = ""  # "v1", "v2", "openai" or "grpc" once the request is known to be a prediction
+    size = 0  # bytes of the decompressed body
+    held_bytes = 0  # of the body, counted in the memory budget of bodies
+    timeout_seconds = math.inf  # that the client gave in its headers
+    deadline = math.inf
+    model_version: AnsweringVersion | None = None
+    status: int | str = "aborted"  # an HTTP status or the name of a gRPC code; "aborted": no answer began
+
+    # When each phase ended; 0 where it was not reached.
+    decode_started_at = decoded_at = run_started_at = run_ended_at = encoded_at = ended_at = 0.0
+
+    # Set while the request is in the queue of a batcher.
+    inputs: Mapping[str, Array]
+    output_names: tuple[str, ...]
+    rows: int
+    batch_key: tuple[Any, ...]
+    queued_at: float
+    outputs: asyncio.Future[dict[str, Array]]
+
+    def __init__(self, headers: Mapping[bytes, bytes], path: str) -> None:
+        self.received_at = time.monotonic()
+        self.headers, self.path = headers, path
+        self.id = request_id(headers.get(b"x-request-id"))
+
+    def is_disconnected(self) -> bool:
+        """Return True once the client is known to be gone; a request that waited is then not computed."""
+        return False
+
+    def phases(self) -> Sequence[tuple[str, float, float]]:
+        """Return name, start and end of each phase that began; one without an end was interrupted by a failure."""
+        times = (self.decode_started_at, self.decoded_at, self.run_started_at, self.run_ended_at, self.encoded_at)
+        phases = []
+        for place, name in enumerate(("read", "wait", "run", "write")):
+            if not times[place]:
+                break
+            phases.append((name, times[place], times[place + 1]))
+        return phases
 
 
 def request_id(given: bytes | None) -> bytes:
-    """The client's own where it is fit for a header and a log line, else one that no other process makes."""
-    if given is not None and _SANE.fullmatch(given):
+    """Return the client's own id where it is safe in a header and a log line, else one that no other process makes."""
+    if given is not None and _SAFE_ID.fullmatch(given):
         return given
-    return b"%b-%d" % (_PREFIX, next(_NUMBERS))
+    return b"%b-%d" % (_PROCESS_ID, next(_NUMBERS))
+
+
+# How long a client waits, in the three places where it can say so: in seconds, infinity where it does not.
+
+
+def parse_timeout_header(value: bytes) -> float:
+    """Return the seconds of an `x-request-timeout` header."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:  # NaN is not either
+        text = value[:40].decode("latin-1")
+        raise InvalidPayload(f"{TIMEOUT_HEADER.decode()}: {text!r} is no number of seconds above 0")
+    return seconds
+
+
+def parse_timeout_parameter(value: Any) -> float:
+    """Return the seconds of the parameter `timeout` of an inference request, which is in microseconds; 0 is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidPayload(f"parameters: timeout {str(value)[:40]!r} is no whole number of microseconds from 0 on")
+    try:
+        return value / 1e6 if value else math.inf
+    except OverflowError:  # JSON has whole numbers of any length: longer than anybody waits
+        return math.inf
+
+
+def parse_grpc_timeout(value: bytes | None) -> float:
+    """Return the seconds of a `grpc-timeout` header: up to eight digits and a unit."""
+    if value is None:
+        return math.inf
+    digits, unit = value[:-1], value[-1:]
+    if unit not in _GRPC_UNITS or not digits.isdigit() or len(digits) > 8:
+        text = value[:40].decode("latin-1")
+        raise InvalidPayload(f"grpc-timeout: {text!r} is no number of up to 8 digits and a unit")
+    return int(digits) * _GRPC_UNITS[unit]

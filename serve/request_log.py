@@ -1,61 +1,115 @@
-"""Every request passes here twice, at its beginning and its end: metrics, access lines and traces come of it."""
+"""What is recorded of every request: metrics, a log line for failures and a sample of the rest, and a trace."""
 
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from serve.errors import Refusal, refusal_of
-from serve.logs import AccessLog, Ration, told
-from serve.metrics import Metrics
-from serve.request_context import Watch, request_id
-from serve.runtime.predictor import Stumble
+from serve.logs import told
+from serve.prometheus import Metrics
+from serve.request_context import RequestContext
+from serve.runtime.predictor import CodecError
 
-Record = Callable[[Watch], None]
+TRACE_HEADERS = (b"traceparent", b"tracestate")
+REQUEST_HEADERS = (b"x-request-id", *TRACE_HEADERS)  # that are read of every request
+_LINES_PER_SECOND = 20
+_LONGEST_PATH = 200
+_FAILURE_CODES = ("INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN")  # of gRPC
 
-READ = (b"x-request-id", b"traceparent", b"tracestate")  # of a request's headers
 log = logging.getLogger(__name__)
-_TRACED = ("traceparent", "tracestate")
+_access_log = logging.getLogger("serve.access")
+
+
+class RateLimit:
+    """At most so many log lines a second, since under a flood each costs a response. The next line counts the rest."""
+
+    def __init__(self, lines_per_second: int = _LINES_PER_SECOND) -> None:
+        self._limit = lines_per_second
+        self._second = self._lines = self._omitted = 0
+
+    def allows(self) -> bool:
+        if (now := int(time.monotonic())) != self._second:
+            if self._omitted:
+                _access_log.warning("more requests failed than are logged", extra=told(left_out=self._omitted))
+            self._second, self._lines, self._omitted = now, 0, 0
+        self._lines += 1
+        if self._lines <= self._limit:
+            return True
+        self._omitted += 1
+        return False
 
 
 @dataclass(slots=True)
-class Observer:
+class RequestLog:
+    """`share` is the part of the successful requests that get a log line; failures always do, up to a rate."""
+
     metrics: Metrics
-    access: AccessLog
-    trace: Record | None = None  # where tracing is on
-    stumbles: Ration = field(default_factory=Ration)
+    share: float = 0.0
+    trace: Callable[[RequestContext], None] | None = None
+    _failures: RateLimit = field(default_factory=RateLimit)
+    _codec_errors: RateLimit = field(default_factory=RateLimit)
 
-    def begin(self, headers: Mapping[bytes, bytes], path: str) -> Watch:
-        """`headers`: those of a request, or what a gRPC call carries beside its message."""
-        watch = Watch(request_id(headers.get(b"x-request-id")), path)
-        if self.trace is not None:
-            watch.trace = {name: headers[name.encode()] for name in _TRACED if name.encode() in headers}
-        return watch
-
-    def asked(self, watch: Watch, protocol: str) -> None:
-        """It is a prediction: it counts until it has ended."""
-        watch.protocol = protocol
-        self.metrics.in_flight += 1
-
-    def failed(self, watch: Watch, error: Exception) -> Refusal | None:
-        """The refusal, counted; None where the fault is ours, told in full where only we read it."""
-        fields = told(request_id=watch.id.decode(), path=watch.path, model=watch.model)
+    def fail(self, request: RequestContext, error: Exception) -> Refusal | None:
+        """Count and return the refusal; a fault of ours is logged with its traceback and returns None."""
+        version = request.model_version
+        fields = told(request_id=request.id.decode(), path=request.path, model=version.name if version else "")
         refusal = refusal_of(error)
         if refusal is None:
             log.error("request failed", exc_info=error, extra=fields)
             return None
-        self.metrics.series(watch).rejected[refusal.reason] += 1
-        if isinstance(error, Stumble) and self.stumbles.allows():
+        metrics = self.metrics.no_model if version is None else version.metrics
+        metrics.rejected[refusal.reason] += 1
+        if isinstance(error, CodecError) and self._codec_errors.allows():
             log.warning("the codec cannot decode a request", exc_info=error.__cause__, extra=fields)
         return refusal
 
-    def ended(self, watch: Watch) -> None:
-        watch.over = time.monotonic()
-        if watch.protocol:
-            self.metrics.in_flight -= 1
-            self.metrics.series(watch).ended(watch)
+    def finish(self, request: RequestContext) -> None:
+        """Record a request that has been answered or given up."""
+        now = request.ended_at = time.monotonic()
+        failed = is_failure(request.status)
+        if request.protocol:
+            metrics, version = self.metrics, request.model_version
+            metrics.in_flight -= 1
+            phases = (
+                ()
+                if not request.encoded_at
+                else (
+                    request.decoded_at - request.decode_started_at,
+                    request.run_started_at - request.decoded_at,
+                    request.run_ended_at - request.run_started_at,
+                    request.encoded_at - request.run_ended_at,
+                )
+            )
+            (metrics.no_model if version is None else version.metrics).record_request(
+                request.protocol, request.status, now - request.received_at, phases
+            )
             if self.trace is not None:
-                self.trace(watch)
-        self.access.ended(watch)
+                self.trace(request)
+        if failed:
+            if self._failures.allows():
+                _log_request(request, logging.WARNING)
+        elif self.share and random.random() < self.share:
+            _log_request(request, logging.INFO)
+
+
+def is_failure(status: int | str) -> bool:
+    """Return True for faults of ours and for a lack of capacity or time; gRPC has names for its codes."""
+    return status in _FAILURE_CODES if isinstance(status, str) else status >= 500
+
+
+def _log_request(request: RequestContext, level: int) -> None:
+    version = request.model_version
+    fields = told(
+        request_id=request.id.decode(),
+        path=request.path[:_LONGEST_PATH],
+        protocol=request.protocol,
+        model=version.name if version else "",
+        version=version.version if version else "",
+        code=request.status if isinstance(request.status, str) else int(request.status),
+        milliseconds=round((request.ended_at - request.received_at) * 1e3, 3),
+    )
+    _access_log.log(level, "request", extra=fields)

@@ -1,7 +1,4 @@
-"""What each path is, and by which methods it is asked: the whole of the service's HTTP interface.
-
-One HTTP request as the endpoints see it, and the answers they give.
-"""
+"""The HTTP interface of the service: its paths, their methods, and the responses that endpoints return."""
 
 from __future__ import annotations
 
@@ -12,12 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from starlette.types import Receive, Scope
 
 from serve.errors import Headers, Refusal, Unknown, Unreadable, WrongMethod
-from serve.request_body import Room
-from serve.request_context import Watch
-from serve.runtime.batcher import stays
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _LOOK = ("GET", "HEAD")
@@ -117,51 +110,27 @@ _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of any body u
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     body: bytes
     headers: Headers = (JSON,)
     status: int = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
-    """An answer that comes in parts, none of them empty. A failure after the first is told in a part of its own."""
+class Stream:
+    """A response that comes in parts, none of them empty; a failure after the first becomes the last part."""
 
     parts: AsyncGenerator[bytes, None]
     headers: Headers
     failure: Callable[[Refusal | None], bytes]  # None: our own fault
 
 
-@dataclass(slots=True)
-class Asked:
-    route: Route
-    headers: dict[bytes, bytes]
-    scope: Scope
-    receive: Receive
-    watch: Watch
-    room: Room
-    held: int = 0  # bytes of its body
-
-    @property
-    def gone(self) -> Callable[[], bool]:
-        return self.scope.get("left", stays)  # type: ignore[no-any-return]
-
-    @property
-    def alone(self) -> bool:
-        return "alone" in self.scope and self.scope["alone"]()
-
-    def hold(self, size: int, most: int) -> None:
-        self.room.take(size, most)
-        self.held += size
+def json_response(body: Any, status: int = 200, headers: Headers = ()) -> Response:
+    return Response(orjson.dumps(body), (JSON, *headers), status)
 
 
-def json_answer(body: Any, status: int = 200, headers: Headers = ()) -> Answer:
-    return Answer(orjson.dumps(body), (JSON, *headers), status)
-
-
-def check_content(headers: dict[bytes, bytes], *accepted: str) -> None:
-    """What we cannot read is refused, not guessed at; no type at all is taken for JSON."""
-    given = headers.get(b"content-type")
+def check_content_type(given: bytes | None, *accepted: str) -> None:
+    """Raise Unreadable for other types than these; no type at all is taken for JSON."""
     if given is None or given == b"application/json":
         return
     found = given.decode("latin-1")

@@ -13,20 +13,20 @@ from typing import Any
 
 import uvloop
 from kserve import ModelServer
-from starlette.types import ASGIApp
 
 from serve.admin import Admin
 from serve.app import App
 from serve.grpc.listener import RpcListener
 from serve.grpc.service import Calls
+from serve.http1.connection import Application
 from serve.http1.listener import Listener
-from serve.logs import AccessLog, told
-from serve.metrics import Metrics
+from serve.logs import told
 from serve.models import Fleet, Loaded, OnnxModel, OnnxPlane
 from serve.options import Door, Options
-from serve.request_log import Observer
+from serve.prometheus import Metrics
+from serve.request_log import RequestLog
 from serve.security import Tls, keep
-from serve.shadow import Mirror
+from serve.shadow import Shadow
 from serve.sockets import Sockets, prefer
 from serve.tracing import Tracer
 
@@ -41,7 +41,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
     def __init__(
         self,
         loaded: Sequence[Loaded],
-        mirrors: Sequence[Mirror],
+        shadows: Sequence[Shadow],
         options: Options,
         sockets: Sockets,
         door: Door,
@@ -59,11 +59,11 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self._pool = ThreadPoolExecutor(max(4, os.cpu_count() or 1), thread_name_prefix="predict")
         self.dataplane = OnnxPlane(self.registered_models)
         self.fleet = Fleet(self.dataplane, options, self._pool, loaded)
-        for mirror in mirrors:
-            self.fleet.mirror(mirror)
-        self.observer = Observer(Metrics(self.dataplane.loaded), AccessLog(options.log_requests), tracer)
+        for shadow in shadows:
+            self.fleet.set_shadow(shadow)
+        self.requests = RequestLog(Metrics(self.dataplane.loaded), options.log_requests, tracer)
         self._tracer = tracer
-        self._app = App(self.dataplane, self.observer, door.keys, page=options.page)
+        self._app = App(self.dataplane, self.requests, door.keys, page=options.page)
         self.headers = [("x-served-by", str(os.getpid()))]
         self._public_wanted, self._stop_wanted = asyncio.Event(), asyncio.Event()
         self._listeners: list[Listener] = []
@@ -95,26 +95,26 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
             for sock in filter(None, (public, self.sockets.grpc)):
                 sock.close()
         else:
-            await self._go_public(public, take_over=standby is not None)
+            await self._go_public(public, force_conflicts=standby is not None)
         await self._stop_wanted.wait()
         await self._drain()
         renewal.cancel()
 
-    async def _go_public(self, public: socket.socket, *, take_over: bool) -> None:
+    async def _go_public(self, public: socket.socket, *, force_conflicts: bool) -> None:
         if self.sockets.grpc is not None:
             await self._listen_grpc(self.sockets.grpc)
         await self._listen(public, self._app, self.door.tls)
-        if take_over:
+        if force_conflicts:
             for sock in filter(None, (public, self.sockets.grpc)):
                 prefer(sock)
         where = {"url": f"{self.door.scheme}://{self.options.public}", "grpc": str(self.options.grpc or "off")}
         log.info("ready", extra=told(**where, **self._identity()))
 
-    async def _listen(self, sock: socket.socket, app: ASGIApp, tls: Tls | None) -> None:
+    async def _listen(self, sock: socket.socket, app: Application, tls: Tls | None) -> None:
         context = None if tls is None else tls.context
         headers = [*self.headers, *self.door.headers]
-        refused, gate = self.observer.metrics.refused, self._app.gate if app is self._app else None
-        listener = Listener(app, sock, headers, self.grace_period, context, refused, gate)
+        count_rejected = self.requests.metrics.count_rejected
+        listener = Listener(app, sock, headers, self.grace_period, context, count_rejected)
         task = asyncio.create_task(listener.run_until_stopped())
         self._running.add(task)
         await self._first(listener.listening, task)
@@ -123,9 +123,9 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self._listeners.append(listener)
 
     async def _listen_grpc(self, sock: socket.socket) -> None:
-        calls = Calls(self.dataplane, self.observer, self.headers, self.fleet.max_body_bytes, self.door.keys)
+        calls = Calls(self.dataplane, self.requests, self.headers, self.fleet.max_body_bytes, self.door.keys)
         context = None if self.door.tls is None else self.door.tls.grpc_context
-        self._rpc = RpcListener(calls, sock, context, self.observer.metrics.refused)
+        self._rpc = RpcListener(calls, sock, context, self.requests.metrics.count_rejected)
         await self._rpc.start()
 
     async def _drain(self) -> None:

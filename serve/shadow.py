@@ -27,7 +27,7 @@ from serve.runtime.predictor import Predictor
 Array = np.ndarray[Any, Any]
 Arrays = Mapping[str, Array]
 
-_WAITING = 64  # copies; more are dropped, for the real requests need the machine
+MAX_WAITING_COPIES = 64  # copies; more are dropped, for the real requests need the machine
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Agreement:
     max_difference: float = 0.0
 
 
-class Mirror:
+class Shadow:
     """`offer` costs the caller a random number and a queue without waiting, whatever the candidate does."""
 
     def __init__(self, name: str, path: Path, predictor: Predictor, share: float) -> None:
@@ -54,7 +54,7 @@ class Mirror:
         self.agreement = Agreement()
         golden = predictor.bundle.golden()
         self._predictor, self._rtol, self._atol = predictor, golden.rtol, golden.atol
-        self._copies: queue.Queue[tuple[Arrays, Arrays] | None] = queue.Queue(_WAITING)
+        self._copies: queue.Queue[tuple[Arrays, Arrays] | None] = queue.Queue(MAX_WAITING_COPIES)
         self._closed = False
         self._thread = threading.Thread(target=self._follow, name="shadow", daemon=True)
         self._thread.start()
@@ -122,15 +122,15 @@ def _measure(agreement: Agreement, wanted: Array, got: Array) -> None:
         agreement.rows_same_class += int((wanted.argmax(axis=1) == got.argmax(axis=1)).sum())
 
 
-def open_mirror(name: str, path: Path, signature: Signature, share: float, trust: Trust | None = None) -> Mirror:
+def open_shadow(name: str, path: Path, signature: Signature, share: float, trust: Trust | None = None) -> Shadow:
     """Proven like any bundle. It computes on one thread, the one that may step back."""
     bundle = open_bundle(path, trust)
-    if wrong := unlike(signature, bundle.signature):
+    if wrong := incompatibility(signature, bundle.signature):
         raise BundleError(f"{path}: it cannot shadow {name}: {wrong}")
-    return Mirror(name, path, prove(bundle, None, threads=1), share)
+    return Shadow(name, path, prove(bundle, None, threads=1), share)
 
 
-def unlike(current: Signature, candidate: Signature) -> str:
+def incompatibility(current: Signature, candidate: Signature) -> str:
     """Why the one's requests mean nothing to the other, if so."""
     if current.inputs != candidate.inputs:
         return f"its inputs are {_listed(candidate.inputs)}, the current ones {_listed(current.inputs)}"

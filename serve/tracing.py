@@ -9,18 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from serve.logs import failed, told
-from serve.request_context import Watch
+from serve.logs import told
+from serve.request_context import RequestContext
+from serve.request_log import TRACE_HEADERS, is_failure
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span
 
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -40,20 +39,25 @@ class Tracer:
         self._tracer = provider.get_tracer("pipe-road")
         self._propagator = TraceContextTextMapPropagator()
 
-    def __call__(self, watch: Watch) -> None:
+    def __call__(self, request: RequestContext) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         offset, now = time.time() - time.monotonic(), time.monotonic()
+        headers, version = request.headers, request.model_version
+        parent = {name.decode(): headers[name].decode("latin-1") for name in TRACE_HEADERS if name in headers}
         span = self._tracer.start_span(
-            f"{watch.protocol} {watch.model or 'unknown model'}",
-            self._parent(watch),
+            f"{request.protocol} {version.name if version else 'unknown model'}",
+            self._propagator.extract(parent),
             SpanKind.SERVER,
-            _attributes(watch),
-            start_time=_nanoseconds(offset + watch.began),
+            _attributes(request),
+            start_time=_nanoseconds(offset + request.received_at),
         )
         if span.is_recording():
-            self._phases(watch, set_span_in_context(span), offset, now)
-            if failed(watch.code):
+            context = set_span_in_context(span)
+            for name, started_at, ended_at in request.phases():
+                phase = self._tracer.start_span(name, context, start_time=_nanoseconds(offset + started_at))
+                phase.end(_nanoseconds(offset + (ended_at or now)))
+            if is_failure(request.status):
                 span.set_status(Status(StatusCode.ERROR))
         span.end(_nanoseconds(offset + now))
 
@@ -64,23 +68,6 @@ class Tracer:
         ending.join(_FLUSH_SECONDS)
         if ending.is_alive():
             log.warning("the last traces could not be sent within %s s", _FLUSH_SECONDS)
-
-    def _parent(self, watch: Watch) -> Context:
-        return self._propagator.extract({name: value.decode("latin-1") for name, value in watch.trace.items()})
-
-    def _phases(self, watch: Watch, parent: Context, offset: float, now: float) -> None:
-        for name, began, ended in phases(watch, now):
-            span: Span = self._tracer.start_span(name, parent, start_time=_nanoseconds(offset + began))
-            span.end(_nanoseconds(offset + ended))
-
-
-def phases(watch: Watch, now: float) -> Iterator[tuple[str, float, float]]:
-    """Those that were begun; the one that was under way when the request failed ends with it."""
-    times = (watch.reading, watch.read, watch.taken, watch.ran)
-    for place, name in enumerate(("read", "wait", "run", "write")):
-        if not times[place]:
-            return
-        yield name, times[place], (times[place + 1] if place < 3 else 0.0) or now
 
 
 def configured(environment: Mapping[str, str]) -> Tracer | None:
@@ -138,20 +125,19 @@ def _resource(environment: Mapping[str, str]) -> Any:
     return Resource.create({} if named else {"service.name": "pipe-serve"})
 
 
-def _attributes(watch: Watch) -> dict[str, str | int]:
-    status = "rpc.grpc.status" if isinstance(watch.code, str) else "http.response.status_code"
-    found: dict[str, str | int] = {
-        "url.path": watch.path,
-        status: watch.code if isinstance(watch.code, str) else int(watch.code),
-        "pipe.request_id": watch.id.decode(),
+def _attributes(request: RequestContext) -> dict[str, str | int]:
+    status, version = request.status, request.model_version
+    attributes: dict[str, str | int] = {
+        "url.path": request.path,
+        "pipe.request_id": request.id.decode(),
     }
-    if watch.served is not None:
-        found |= {
-            "pipe.model": watch.served.name,
-            "pipe.version": watch.served.version,
-            "pipe.bundle": watch.served.bundle.digest,
-        }
-    return found
+    if isinstance(status, str):
+        attributes["rpc.grpc.status"] = status
+    else:
+        attributes["http.response.status_code"] = int(status)
+    if version is not None:
+        attributes |= {"pipe.model": version.name, "pipe.version": version.version, "pipe.bundle": version.digest}
+    return attributes
 
 
 def _nanoseconds(seconds: float) -> int:

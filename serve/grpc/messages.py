@@ -20,7 +20,8 @@ from serve.grpc.http2 import hpack
 from serve.protocol import v2
 from serve.protocol.tensors import Array, Parameters, Request, Tensor, Wish, refuse_parameters, to_raw
 from serve.protocol.validate import shown
-from serve.request_body import SLICE_BYTES, Inflater, of_parameter
+from serve.request_body import SLICE_BYTES, Inflater
+from serve.request_context import parse_timeout_parameter
 from serve.runtime.predictor import Predictor
 
 _CONTENTS: dict[str, tuple[str, Any]] = {
@@ -42,32 +43,31 @@ _PROPERTY_TAG = 6 << 3 | 2  # ModelMetadataResponse.properties, a map of texts, 
 _QUICK_BYTES = 256 << 10  # of a message are read in well under a millisecond
 
 
-class Call:
-    """One inference."""
+class Payload:
+    """The message of one inference."""
 
     def __init__(self, message: Any) -> None:
         self._message = message  # pb.ModelInferRequest
         self._request = Request("", (), ())
         self._wishes: Sequence[Wish] = ()
         self._count = 0
-        size = message.ByteSize()
-        self.quick, self.size = size < _QUICK_BYTES, size.bit_length()
+        self.is_quick = message.ByteSize() < _QUICK_BYTES
 
     @property
     def timeout_seconds(self) -> float:
-        return of_parameter(self._request.parameters.get("timeout", 0))
+        return parse_timeout_parameter(self._request.parameters.get("timeout", 0))
 
-    def key(self) -> str:
+    def request_id(self) -> str:
         """The client's own id, which says who answers where versions share the requests."""
         return str(self._message.id)
 
-    def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
+    def decode(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
         self._request = parse(self._message)
         found = v2.read_texts(self._request, predictor)
         self._wishes, self._count = found.wishes, found.texts
         return found.arrays, found.names
 
-    def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any:
+    def encode(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any:
         return render(self._message, version, self._wishes, *v2.given(self._count, outputs, predictor))
 
 

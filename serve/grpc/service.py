@@ -1,4 +1,4 @@
-"""The gRPC side: one call from its name to its answer; every refusal a status with a sentence."""
+"""The gRPC calls of the service: each from its head to its response; every refusal is a status with a sentence."""
 
 from __future__ import annotations
 
@@ -16,78 +16,76 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
 from pipeline.contract.errors import InvalidPayload
 from serve.app import INTERNAL
-from serve.canary import choose
 from serve.errors import Gone, Refusal, TooManyHeaders, TooSlow, Unoffered, Unreadable, WrongMethod
 from serve.grpc import messages
 from serve.grpc.http2 import hpack
 from serve.grpc.http2.headers import MAX_HEADER_LIST_BYTES
 from serve.grpc.http2.stream import Stream
 from serve.grpc.http2.streams import Streams
-from serve.grpc.messages import Call, with_properties
+from serve.grpc.messages import Payload, with_properties
+from serve.load_shedding import admit
 from serve.models import OnnxPlane
-from serve.request_body import Room, of_call
-from serve.request_context import Watch
-from serve.request_log import Observer
+from serve.request_body import MemoryBudget
+from serve.request_context import RequestContext, parse_grpc_timeout
+from serve.request_log import RequestLog
 from serve.security import OPEN_RPCS, Keys
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
-_ROOM_BYTES = 16 << 20  # what one may take: unlike HTTP's, a message of 20 KB comes in pieces already
-_TYPE = b"application/grpc"
-_TYPES = (b"", b"+proto")  # behind it; others would be no protobuf
-
-Answered = Callable[[Any, "Asked"], Awaitable[Any]]
+_BUDGET_BYTES = 16 << 20  # of one message: unlike a body of HTTP/1.1, one of 20 KB comes in pieces already
+_CONTENT_TYPE = b"application/grpc"
+_CONTENT_SUBTYPES = (b"", b"+proto")  # others are not protobuf
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     name: str
     parse: Callable[[bytes], Any]
-    answered: Answered
-    open: bool  # to who has no key
+    answer: Callable[[Any, RpcCall], Awaitable[Any]]
+    open: bool  # to clients without a key
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the head of a call means: the same for all calls that begin with the same."""
+    """The meaning of a call's headers, the same for all calls with equal headers."""
 
     headers: dict[bytes, bytes]
     path: str = ""
     method: Method | None = None
-    coding: str = ""
+    encoding: str = ""
     timeout_seconds: float = math.inf
-    wrong: Callable[[], Exception] | None = None  # made anew for each call: who raises it leaves marks on it
-    status: int = HTTPStatus.OK  # another where it is no gRPC at all
+    error: Callable[[], Exception] | None = None  # made anew for each call, since raising it adds a traceback
+    status: int = HTTPStatus.OK  # another where the request is no gRPC at all
 
 
-@dataclass(slots=True, eq=False)
-class Asked:
-    """One call as the methods see it."""
+class RpcCall(RequestContext):
+    def __init__(self, head: Head, stream: Stream) -> None:
+        super().__init__(head.headers, head.path)
+        self.head, self._stream = head, stream
+        self.timeout_seconds = head.timeout_seconds
+        self.task: asyncio.Task[None] | None = None  # the event loop holds no reference to it
 
-    head: Head
-    watch: Watch
-    gone: Callable[[], bool]
-    held: int = 0  # bytes of its body that take room
-    task: asyncio.Task[None] | None = None  # the loop itself holds no reference to it
+    def is_disconnected(self) -> bool:
+        return self._stream.cancelled
 
 
 class Calls:
-    """Of every method of the protocol."""
+    """The application of the gRPC port."""
 
     def __init__(
         self,
         plane: OnnxPlane,
-        observer: Observer,
+        requests: RequestLog,
         headers: Sequence[tuple[str, str]],
-        most_bytes: int,
+        max_body_bytes: int,
         keys: Keys | None = None,
     ) -> None:
-        self._observer, self._keys, self._room = observer, keys, Room()
-        self._most = most_bytes + _OVERHEAD_BYTES
-        self._stamp = hpack.encode_literals((name.encode(), value.encode()) for name, value in headers)
-        self._bundles: dict[str, bytes] = {}
-        self._running: set[Asked] = set()
-        servicer = Servicer(plane, observer)
+        self._requests, self._keys, self._budget = requests, keys, MemoryBudget()
+        self._max_bytes = max_body_bytes + _OVERHEAD_BYTES
+        self._common_headers = hpack.encode_literals((name.encode(), value.encode()) for name, value in headers)
+        self._bundle_headers: dict[Any, bytes] = {}
+        self._running: set[RpcCall] = set()
+        servicer = Servicer(plane, requests)
         self._methods = {
             f"/{_SERVICE.full_name}/{method.name}": Method(
                 method.name,
@@ -98,169 +96,169 @@ class Calls:
             for method in _SERVICE.methods
         }
 
-    # What a connection tells
+    # Called by a connection
 
     def parse_head(self, request: dict[bytes, bytes] | None) -> Head:
         if request is None:
-            return Head({}, wrong=partial(TooManyHeaders, f"the head is longer than {MAX_HEADER_LIST_BYTES} bytes"))
+            return Head({}, error=partial(TooManyHeaders, f"the head is longer than {MAX_HEADER_LIST_BYTES} bytes"))
         path = request[b":path"].decode("latin-1")
-        if (wrong := _no_grpc(request)) is not None:
-            return Head(request, path, wrong=wrong, status=wrong().status)
+        if (wrong_protocol := _check_protocol(request)) is not None:
+            return Head(request, path, error=wrong_protocol, status=wrong_protocol().status)
         method = self._methods.get(path)
         try:
             if method is None:
                 raise Unoffered(f"no method {path[:200]!r} here; there are those of {_SERVICE.full_name}")
-            coding = messages.coding_of(request.get(b"grpc-encoding"))
-            return Head(request, method.name, method, coding, of_call(request.get(b"grpc-timeout")))
+            encoding = messages.coding_of(request.get(b"grpc-encoding"))
+            return Head(request, method.name, method, encoding, parse_grpc_timeout(request.get(b"grpc-timeout")))
         except (InvalidPayload, Refusal) as error:
-            return Head(request, path, wrong=partial(type(error), *error.args))
+            return Head(request, path, error=partial(type(error), *error.args))
 
     def on_headers(self, streams: Streams, stream: Stream) -> None:
         head: Head = stream.head
-        stream.state = Asked(head, self._observer.begin(head.headers, head.path), stream.is_cancelled)
+        stream.state = RpcCall(head, stream)
         try:
             if self._keys is not None and not (head.method is not None and head.method.open):
                 self._keys.admit(head.headers)
-            if head.wrong is not None:
-                raise head.wrong()
+            if head.error is not None:
+                raise head.error()
         except (InvalidPayload, Refusal) as error:
             self._refuse(streams, stream, error)
 
     def on_data(self, streams: Streams, stream: Stream, size: int) -> None:
         try:
-            messages.check_size(stream.parts, stream.size, self._most)
-            self._room.take(size, max(self._most, _ROOM_BYTES))
-            stream.state.held += size
+            messages.check_size(stream.parts, stream.size, self._max_bytes)
+            self._budget.reserve(stream.state, size, max(self._max_bytes, _BUDGET_BYTES))
         except Refusal as error:
             self._refuse(streams, stream, error)
 
     def on_complete(self, streams: Streams, stream: Stream) -> None:
-        asked = stream.state
+        call: RpcCall = stream.state
         stream.running = True
-        self._running.add(asked)
-        asked.task = asyncio.get_running_loop().create_task(self._answer(streams, stream, asked))
+        self._running.add(call)
+        RequestContext.in_progress += 1
+        call.task = asyncio.get_running_loop().create_task(self._answer(streams, stream, call))
 
     def on_timeout(self, streams: Streams, stream: Stream) -> None:
         self._refuse(streams, stream, TooSlow("the call did not arrive whole in time"))
 
     def on_cancel(self, stream: Stream) -> None:
-        self._failed(stream.state, Gone("the client took its call back before it was whole"))
-        self._ended(stream)
+        self._fail(stream.state, Gone("the client cancelled its call before it was whole"))
+        self._finish(stream)
 
     # One call
 
-    async def _answer(self, streams: Streams, stream: Stream, asked: Asked) -> None:
-        watch, method = asked.watch, asked.head.method
+    async def _answer(self, streams: Streams, stream: Stream, call: RpcCall) -> None:
+        method = call.head.method
         assert method is not None
         try:
             try:
-                answer = await method.answered(await self._message(stream, asked, method), asked)
+                answer = await method.answer(await self._read_message(stream, call, method), call)
                 body = messages.wrap(answer.SerializeToString())
             except Exception as error:
-                streams.answer(stream, b"", b"", messages.ANSWER + self._failed(asked, error) + self._identity(watch))
+                trailers = self._fail(call, error) + self._identity(call)
+                streams.answer(stream, b"", b"", messages.ANSWER + trailers)
             else:
-                watch.code = "OK"
-                streams.answer(stream, messages.ANSWER, body, messages.OK + self._identity(watch))
+                call.status = "OK"
+                streams.answer(stream, messages.ANSWER, body, messages.OK + self._identity(call))
         finally:
-            self._running.discard(asked)
-            self._ended(stream)
+            RequestContext.in_progress -= 1
+            self._running.discard(call)
+            self._finish(stream)
 
-    async def _message(self, stream: Stream, asked: Asked, method: Method) -> Any:
+    async def _read_message(self, stream: Stream, call: RpcCall, method: Method) -> Any:
         parts = stream.parts
-        data, compressed = messages.unwrap(parts[0] if len(parts) == 1 else b"".join(parts), self._most)
+        data, compressed = messages.unwrap(parts[0] if len(parts) == 1 else b"".join(parts), self._max_bytes)
         stream.parts = []
         if compressed:
-            data = await messages.inflated(data, asked.head.coding, self._most)
+            data = await messages.inflated(data, call.head.encoding, self._max_bytes)
+        call.size = len(data)
         try:
             return method.parse(data)
         except DecodeError:
             raise InvalidPayload(f"the bytes are no message of {method.name}") from None
 
     def _refuse(self, streams: Streams, stream: Stream, error: Exception) -> None:
-        """Before it is whole."""
-        asked: Asked = stream.state
+        """Answer a call before it is complete."""
+        call: RpcCall = stream.state
         stream.parts = []
-        status, trailers = asked.head.status, self._failed(asked, error) + self._identity(asked.watch)
+        status, trailers = call.head.status, self._fail(call, error) + self._identity(call)
         if status == HTTPStatus.OK:
             streams.answer(stream, b"", b"", messages.ANSWER + trailers)
         else:
-            asked.watch.code = status
+            call.status = status
             allowed = error.headers if isinstance(error, Refusal) else ()
             head = hpack.encode_status(status) + hpack.encode_literals(((b"content-type", b"text/plain"), *allowed))
             streams.answer(stream, head, str(error).encode() + b"\n", trailers)
-        self._ended(stream)
+        self._finish(stream)
 
-    def _failed(self, asked: Asked, error: Exception) -> bytes:
-        """The client's mistakes with their sentence; ours opaque, with the traceback in the log."""
-        refusal = self._observer.failed(asked.watch, error)
+    def _fail(self, call: RpcCall, error: Exception) -> bytes:
+        """Return the status: of a client's mistake with its sentence, of ours opaque, with the traceback in the log."""
+        refusal = self._requests.fail(call, error)
         code, text = ("INTERNAL", INTERNAL) if refusal is None else (refusal.code, str(refusal))
-        asked.watch.code = code
+        call.status = code
         return messages.failure(code, text)
 
-    def _ended(self, stream: Stream) -> None:
-        asked: Asked = stream.state
-        stream.state = None  # which refers to the stream: a circle would wait for the garbage collector
-        self._room.held -= asked.held
-        self._observer.ended(asked.watch)
+    def _finish(self, stream: Stream) -> None:
+        call: RpcCall = stream.state
+        stream.state = None  # which refers to the stream: a reference cycle would wait for the garbage collector
+        self._budget.release(call)
+        self._requests.finish(call)
 
-    def _identity(self, watch: Watch) -> bytes:
-        """Which request this was, and which bundle answered it."""
-        return self._stamp + hpack.encode_literals(((b"x-request-id", watch.id),)) + self._bundle(watch)
-
-    def _bundle(self, watch: Watch) -> bytes:
-        if watch.served is None:
-            return b""
-        digest = watch.served.bundle.digest
-        if (found := self._bundles.get(digest)) is None:
-            found = self._bundles[digest] = hpack.encode_literals(watch.served.headers)
-        return found
+    def _identity(self, call: RpcCall) -> bytes:
+        """Return the headers that name the request and the bundle that answered it."""
+        encoded = self._common_headers + hpack.encode_literals(((b"x-request-id", call.id),))
+        if (version := call.model_version) is None:
+            return encoded
+        if (bundle := self._bundle_headers.get(version.digest)) is None:
+            bundle = self._bundle_headers[version.digest] = hpack.encode_literals(version.headers)
+        return encoded + bundle
 
 
 class Servicer:
-    """What each method answers; its refusals are raised."""
+    """The methods of the protocol, by the names that it gives them; refusals are raised."""
 
-    def __init__(self, plane: OnnxPlane, observer: Observer) -> None:
-        self._plane, self._observer = plane, observer
+    def __init__(self, plane: OnnxPlane, requests: RequestLog) -> None:
+        self._plane, self._requests = plane, requests
 
-    async def ModelInfer(self, message: Any, asked: Asked) -> Any:  # noqa: N802  # the protocol's name
-        watch, timeout_seconds = asked.watch, asked.head.timeout_seconds
-        self._observer.asked(watch, "grpc")
-        served, call = self._plane.served(message.model_name, message.model_version), Call(message)
-        if served.canary is not None and not message.model_version:
-            served = await choose(served, call, watch.id)
-        watch.served = served
-        served.admit(timeout_seconds)
-        return await served.answer(call, timeout_seconds, asked.gone, watch)
+    async def ModelInfer(self, message: Any, call: RpcCall) -> Any:  # noqa: N802
+        call.protocol = "grpc"
+        self._requests.metrics.in_flight += 1
+        version, payload = self._plane.served(message.model_name, message.model_version), Payload(message)
+        if version.canary is not None and not message.model_version:
+            version = await version.choose(payload, call.id)
+        call.model_version = version
+        admit(call, version)
+        return await version.predict(call, payload)
 
-    async def ServerLive(self, _message: Any, _asked: Asked) -> Any:  # noqa: N802
+    async def ServerLive(self, _message: Any, _call: RpcCall) -> Any:  # noqa: N802
         return pb.ServerLiveResponse(live=True)
 
-    async def ServerReady(self, _message: Any, _asked: Asked) -> Any:  # noqa: N802
+    async def ServerReady(self, _message: Any, _call: RpcCall) -> Any:  # noqa: N802
         return pb.ServerReadyResponse(ready=await self._plane.ready())
 
-    async def ServerMetadata(self, _message: Any, _asked: Asked) -> Any:  # noqa: N802
+    async def ServerMetadata(self, _message: Any, _call: RpcCall) -> Any:  # noqa: N802
         return pb.ServerMetadataResponse(**self._plane.metadata())
 
-    async def ModelReady(self, message: Any, _asked: Asked) -> Any:  # noqa: N802
+    async def ModelReady(self, message: Any, _call: RpcCall) -> Any:  # noqa: N802
         self._plane.served(message.name, message.version)
         return pb.ModelReadyResponse(ready=await self._plane.model_ready(message.name))
 
-    async def ModelMetadata(self, message: Any, _asked: Asked) -> Any:  # noqa: N802
+    async def ModelMetadata(self, message: Any, _call: RpcCall) -> Any:  # noqa: N802
         found = await self._plane.model_metadata(message.name, message.version)
         properties = found.pop("properties")
         return with_properties(pb.ModelMetadataResponse(**found), properties)
 
-    async def RepositoryModelLoad(self, _message: Any, _asked: Asked) -> Any:  # noqa: N802
+    async def RepositoryModelLoad(self, _message: Any, _call: RpcCall) -> Any:  # noqa: N802
         raise Unoffered("models are loaded by who runs this service (`pipe deploy`), never by its clients")
 
     RepositoryModelUnload = RepositoryModelLoad
 
 
-def _no_grpc(request: dict[bytes, bytes]) -> Callable[[], Refusal] | None:
-    """What another client of HTTP/2 is told."""
+def _check_protocol(request: dict[bytes, bytes]) -> Callable[[], Refusal] | None:
+    """Return what to raise for another client of HTTP/2."""
     if request[b":method"] != b"POST":
         return partial(WrongMethod, "this port speaks gRPC, whose calls are POST; HTTP/1.1 has another port", "POST")
     kind, _, _ = request.get(b"content-type", b"").partition(b";")
-    if not kind.startswith(_TYPE) or kind[len(_TYPE) :].strip() not in _TYPES:
+    if not kind.startswith(_CONTENT_TYPE) or kind[len(_CONTENT_TYPE) :].strip() not in _CONTENT_SUBTYPES:
         return partial(Unreadable, f"content-type: {kind[:80].decode('latin-1')!r} is no gRPC with protobuf")
     return None

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp
 
-from serve.http1.connection import Connection
+from serve.http1.connection import Application, Connection
 from serve.http1.limits import most_connections
-from serve.http1.load_shedding import Gate
 from serve.sockets import admit_no_more
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it
@@ -29,19 +27,19 @@ _DATE_SECONDS = 1.0  # how old the date header may be
 class Listener(uvicorn.Server):
     def __init__(
         self,
-        app: ASGIApp,
+        app: Application,
         sock: socket.socket,
         headers: Sequence[tuple[str, str]],
         grace_seconds: int,
         tls: ssl.SSLContext | None = None,
-        refused: Callable[[str], None] = lambda _: None,
-        gate: Gate | None = None,
+        count_rejected: Callable[[str], None] = lambda _: None,
     ) -> None:
         secure: dict[str, Any] = {} if tls is None else {"ssl_context_factory": lambda *_: tls}
         super().__init__(
             uvicorn.Config(
-                app,
-                http=cast("type[Connection]", functools.partial(Connection, refused=refused, gate=gate)),
+                cast("Any", app),
+                interface="asgi3",  # uvicorn is not to look for another; the application is no ASGI at all
+                http=cast("Any", functools.partial(Connection, app=app, count_rejected=count_rejected)),
                 lifespan="off",
                 ws="none",
                 log_config=None,

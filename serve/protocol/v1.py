@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import orjson
 
 from pipeline.contract.errors import InvalidPayload
-from serve.protocol.v2_json import parse_object
+from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor
 
 
-class Call:
-    """One prediction. Its codec is user code: nobody knows at first how long it takes."""
+@dataclass(slots=True)
+class Payload:
+    """The body of one prediction. Its codec is user code, which may block."""
 
-    quick = False
-    timeout_seconds = math.inf  # the protocol has no word for it; the header has
+    body: bytes
+    _count: int = 0
+    is_quick: ClassVar[bool] = False
+    timeout_seconds: ClassVar[float] = math.inf  # the protocol has no field for it
 
-    def __init__(self, body: bytes) -> None:
-        self._body, self.size = body, len(body).bit_length()
-        self._count = 0
-
-    def key(self) -> str:
-        """The protocol knows no id."""
+    def request_id(self) -> str:
+        """Return no id, since the protocol has none."""
         return ""
 
-    def read(self, predictor: Predictor) -> tuple[Mapping[str, np.ndarray[Any, Any]], Sequence[str]]:
-        instances = parse(self._body)
+    def decode(self, predictor: Predictor) -> tuple[Mapping[str, np.ndarray[Any, Any]], Sequence[str]]:
+        instances = parse(self.body)
         arrays = predictor.decode(instances)
         self._count = len(instances)
         return arrays, predictor.session.outputs
 
-    def write(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]], version: str) -> bytes:  # noqa: ARG002
+    def encode(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]], version: str) -> bytes:  # noqa: ARG002
         # A number JSON does not know (NaN, infinity) leaves as null.
         found = {"predictions": predictor.encode(outputs, self._count)}
         return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -18,7 +18,7 @@ from pipeline.contract.signature import Signature, TensorSpec
 from serve.protocol import v2_json
 from serve.protocol.tensors import Array, Request, Tensor, Wish, refuse_parameters, to_raw
 from serve.protocol.v2_json import Output, flag, read_v2_json
-from serve.request_body import of_parameter
+from serve.request_context import parse_timeout_parameter
 from serve.runtime.predictor import Predictor
 
 LENGTH_HEADER = "inference-header-content-length"
@@ -31,19 +31,19 @@ class Answer(NamedTuple):
     json_bytes: int | None  # length of the JSON part when raw tensors follow it
 
 
-class Call:
-    """One inference."""
+class Payload:
+    """The body of one inference."""
 
     def __init__(self, model: str, body: bytes, length_header: str | None) -> None:
         self._model, self._body, self._length = model, body, length_header
         self._parsed: Request | None = None
         self._wishes: Sequence[Wish] = ()
         self._count = 0
-        self.quick, self.size = _is_quick(body, length_header), len(body).bit_length()
+        self.is_quick = _is_quick(body, length_header)
 
     @property
     def timeout_seconds(self) -> float:
-        return of_parameter(self.request.parameters.get("timeout", 0))
+        return parse_timeout_parameter(self.request.parameters.get("timeout", 0))
 
     @property
     def request(self) -> Request:
@@ -51,16 +51,16 @@ class Call:
             self._parsed = parse(self._body, self._length, self._model)
         return self._parsed
 
-    def key(self) -> str:
+    def request_id(self) -> str:
         """The client's own id, which says who answers where versions share the requests."""
         return self.request.id
 
-    def read(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
+    def decode(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
         found = read_texts(self.request, predictor)
         self._wishes, self._count = found.wishes, found.texts
         return found.arrays, found.names
 
-    def write(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Answer:
+    def encode(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Answer:
         identity = {"model_name": self._model, "model_version": version, "id": self.request.id}
         return render(identity, self._wishes, *given(self._count, outputs, predictor))
 
@@ -174,12 +174,12 @@ def signature_of(signature: Signature, instances: Sequence[Any]) -> Signature | 
 
 
 def read_texts(request: Request, predictor: Predictor) -> Read:
-    spoken = predictor.spoken
-    if spoken is None or [one.name for one in request.inputs] != [INSTANCES]:
+    text_signature = predictor.text_signature
+    if text_signature is None or [one.name for one in request.inputs] != [INSTANCES]:
         wishes = request.wishes(predictor.signature)
         return Read(request.arrays(predictor.signature), [wish.name for wish in wishes], wishes)
-    texts = request.arrays(spoken)[INSTANCES].tolist()
-    return Read(predictor.decode(texts), predictor.session.outputs, request.wishes(spoken), len(texts))
+    texts = request.arrays(text_signature)[INSTANCES].tolist()
+    return Read(predictor.decode(texts), predictor.session.outputs, request.wishes(text_signature), len(texts))
 
 
 def given(

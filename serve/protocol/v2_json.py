@@ -3,23 +3,20 @@
 Long flat lists of numbers in a JSON request, read straight into arrays: twice as fast and more as by way of lists.
 
 What is not of this form, or wrong in any way, is left to the plain reader, which has the sentences.
-
-A JSON object from a client: how deep it may be before a parser follows, and a sentence where it is none.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
-import orjson
 import simdjson
 
 from pipeline.contract.errors import InvalidPayload
 from serve.protocol.tensors import Parameters, Tensor
+from serve.request_body import check_depth, count_up_to, parse_object
 
 _FIELDS = ("id", "parameters", "inputs", "outputs", "model_name")
 _INPUT = ("name", "shape", "datatype", "parameters", "data")
@@ -55,7 +52,7 @@ def read_v2_json(text: bytes | memoryview) -> Form:
     except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return checked(parse_object(text))
     if any(type(one.data) is list and one.data and type(one.data[0]) is list for one in form.inputs):
-        check_levels(text)  # so little text cannot be deep at much cost, and only lists in lists are looked into
+        check_depth(text)  # so little text cannot be deep at much cost, and only lists in lists are looked into
     return form
 
 
@@ -158,7 +155,7 @@ def read_flat_json(text: bytes) -> dict[str, Any] | None:
         inputs = [_fields(one) for one in fields["inputs"]]
         # Each list that is not nested has one bracket, so that a bracket more means a list within one.
         lists = 1 + 2 * len(inputs) + ("outputs" in fields)
-        if occurrences(text, b"[", lists) != lists:
+        if count_up_to(lists, text, b"[") != lists:
             return None
         found = [{key: _input(key, value, one["datatype"]) for key, value in one.items()} for one in inputs]
     except (ValueError, TypeError, KeyError, RuntimeError):  # all that simdjson raises, and a wrong form
@@ -184,45 +181,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, simdjson.Array):
         return value.as_list()
     return value.as_dict() if isinstance(value, simdjson.Object) else value
-
-
-MOST_LEVELS = 64  # of lists and objects within one another
-_FEW = MOST_LEVELS // 2  # lists, and as many objects, cannot be deeper together
-_OPENING = 2  # the bit that `[` and `{` have and `]` and `}` have not
-_NO_SIGNS = bytes(set(range(256)) - set(b'[]{}"'))
-_ESCAPED = re.compile(rb"\\.", re.DOTALL)
-
-
-def parse_object(body: bytes | memoryview) -> dict[str, Any]:
-    check_levels(body)
-    try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidPayload(f"body: not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidPayload("body: must be a JSON object")
-    return fields
-
-
-def check_levels(body: bytes | memoryview) -> None:
-    """Few signs cannot be deep, and most bodies have few; only where there are many is it looked how they stand."""
-    text = bytes(body)  # no copy of what is bytes already
-    if any(occurrences(text, sign, _FEW) > _FEW for sign in (b"[", b"{")) and levels(text) > MOST_LEVELS:
-        raise InvalidPayload(f"body: lists and objects stand within one another more than {MOST_LEVELS} levels deep")
-
-
-def occurrences(text: bytes, sign: bytes, most: int) -> int:
-    """How often it is there, up to one more than `most`: looking for the next is quicker than counting a few."""
-    found, place = 0, text.find(sign)
-    while place >= 0 and found <= most:
-        found, place = found + 1, text.find(sign, place + 1)
-    return found
-
-
-def levels(text: bytes) -> int:
-    """The most that are open at one place; those in strings are not counted."""
-    if b"\\" in text:
-        text = _ESCAPED.sub(b"", text)
-    outside = b"".join(text.translate(None, _NO_SIGNS).split(b'"')[::2])
-    signs = np.frombuffer(outside, np.uint8) & _OPENING
-    return int(np.cumsum(signs.astype(np.int64) - 1).max(initial=0))

@@ -1,8 +1,7 @@
-"""Requests that wait at the same moment run as one batch, in the order they came; who waits in vain hears so.
+"""Dynamic batching: requests that wait at the same moment run as one batch, oldest first.
 
-Requests as parts of one batch: which may run together, joined along the first axis, split back exactly.
-
-How long the model takes, learned as it runs: whether a batch is quick, and how long a queue will last.
+Requests run together if their arrays agree in everything but the number of rows. An estimate of run times, learned from
+past batches, decides whether a batch runs on the event loop or in a thread, and how long the queue will take.
 """
 
 from __future__ import annotations
@@ -14,400 +13,375 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from serve.errors import Busy, Expired, Gone
-from serve.request_context import Watch
+from serve.request_context import RequestContext
 
 Array = np.ndarray[Any, Any]
 Arrays = Mapping[str, Array]
 Key = tuple[Any, ...]
+T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
-class Item:
-    """One request that waits. `deadline` is a time of `time.monotonic`; `gone` tells whether its client left."""
-
-    arrays: Arrays
-    wanted: tuple[str, ...]
-    rows: int
-    key: Key
-    deadline: float
-    gone: Callable[[], bool]
-    answer: asyncio.Future[dict[str, Array]]
-    since: float
-    watch: Watch
-
-
-def key_of(arrays: Arrays, wanted: tuple[str, ...]) -> tuple[Key, int]:
-    """What may run together has one key; and the rows, by the first axis."""
-    kinds, rows = [], 0
+def batch_key(arrays: Arrays, output_names: tuple[str, ...]) -> tuple[Key, int]:
+    """Return a key that is equal for requests that may run together, and the number of rows."""
+    signature, rows = [], 0
     for name, array in arrays.items():
         shape = array.shape
-        kinds.append((name, array.dtype.char, shape[1:]))
+        signature.append((name, array.dtype.char, shape[1:]))
         if shape and shape[0] > rows:
             rows = shape[0]
-    return (wanted, tuple(kinds)), rows or 1
+    return (output_names, tuple(signature)), rows or 1
 
 
-def size_of(batch: Sequence[Item]) -> int:
-    """Of the inputs, as a power of two."""
-    return sum([array.size for item in batch for array in item.arrays.values()]).bit_length()
+def input_size(batch: Sequence[RequestContext]) -> int:
+    """Return the elements of the inputs, as a power of two."""
+    return sum([array.size for item in batch for array in item.inputs.values()]).bit_length()
 
 
-def rows_of(batch: Sequence[Item]) -> int:
+def total_rows(batch: Sequence[RequestContext]) -> int:
     return sum(item.rows for item in batch)
 
 
-def merge(batch: Sequence[Item]) -> Arrays:
+def concatenate(batch: Sequence[RequestContext]) -> Arrays:
     if len(batch) == 1:
-        return batch[0].arrays
-    return {name: np.concatenate([item.arrays[name] for item in batch]) for name in batch[0].arrays}
+        return batch[0].inputs
+    return {name: np.concatenate([item.inputs[name] for item in batch]) for name in batch[0].inputs}
 
 
-def split(outputs: Mapping[str, Array], batch: Sequence[Item]) -> list[dict[str, Array]]:
-    """Each request's own rows again."""
+def split(outputs: Mapping[str, Array], batch: Sequence[RequestContext]) -> list[dict[str, Array]]:
+    """Return each request's own rows."""
     if len(batch) == 1:
         return [dict(outputs)]
-    rows = rows_of(batch)
+    rows = total_rows(batch)
     for name, array in outputs.items():
         if array.shape[:1] != (rows,):
             raise ValueError(f"output {name!r} has shape {list(array.shape)} for {rows} rows")
-    found, place = [], 0
+    parts, start = [], 0
     for item in batch:
-        found.append({name: array[place : place + item.rows] for name, array in outputs.items()})
-        place += item.rows
-    return found
+        parts.append({name: array[start : start + item.rows] for name, array in outputs.items()})
+        start += item.rows
+    return parts
 
 
 Run = Callable[[Arrays, Sequence[str]], dict[str, Array]]
 
-_CAUTION = 1.6  # other processes may take the machine meanwhile: what is let in must not come too late then
-_TURN_SECONDS = 0.005  # for full batches that run on the loop, one after the other
-_SWEEP_SECONDS = 0.02  # between two looks at a full queue for room that those who left have made
-_TICK_SECONDS = 1e-3  # the loop's timers may be early by less than it
+_LOOP_SECONDS = 0.005  # for full batches that run on the event loop in a row
+_CLEANUP_SECONDS = 0.02  # between two searches of a full queue for requests that are obsolete
+_TICK_SECONDS = 1e-3  # timers of the event loop may fire early by less than it
 
 
 @dataclass(frozen=True)
-class Rules:
-    """`mergeable`: the model answers each row by itself. `waiting`: most requests that wait. `computes`: on processors
-    of this machine, so that of a run only the time counts that its thread has one of them.
-    """
-
-    mergeable: bool
-    rows: int = 32
-    waiting: int = 1024
-    delay_seconds: float = 0.0
-    computes: bool = False
+class BatchingOptions:
+    mergeable: bool  # the model answers each row independently of the others
+    max_rows: int = 32  # of a batch of several requests
+    max_waiting: int = 1024  # requests
+    delay_seconds: float = 0.0  # to wait for more requests under load
+    cpu_bound: bool = False  # a run only computes, so that its thread's CPU time is what it takes on an idle machine
 
 
 @dataclass(slots=True)
 class Lane:
-    """Those that may run together, oldest first."""
+    """Requests with equal batch keys, oldest first."""
 
-    items: deque[Item] = field(default_factory=deque)
+    items: deque[RequestContext] = field(default_factory=deque)
     rows: int = 0
 
 
-@dataclass(eq=False)
-class Seen:
-    """What the metrics tell of it; called in the thread a batch ran in, with its size and the seconds it took."""
-
-    batch: Callable[[int, int, float], None] = field(default=lambda _requests, _rows, _seconds: None)
-
-
-def stays() -> bool:
-    """The client of whom nobody can tell whether it left."""
-    return False
-
-
 class Batcher:
-    """Belongs to one event loop. `run` is called on it when it is known to be quick, else in `pool`."""
+    """Belongs to one event loop. `run` is called on it where it is known to be quick, else in `pool`."""
 
-    def __init__(self, run: Run, rules: Rules, pool: Executor, seen: Seen | None = None) -> None:
-        self._run, self.rules, self._pool, self._seen = run, rules, pool, seen or Seen()
+    def __init__(
+        self,
+        run: Run,
+        options: BatchingOptions,
+        pool: Executor,
+        record_batch: Callable[[int, int, float], None] = lambda _requests, _rows, _seconds: None,
+    ) -> None:
+        """`record_batch` gets the size of each batch and its seconds, in the thread it ran in."""
+        self._run, self.options, self._pool, self._record_batch = run, options, pool, record_batch
         self._lanes: dict[Key, Lane] = {}
-        self._pace = Pace()
-        self._waiting = self._rows = 0
+        self._estimate = RunTimeEstimate()
+        self.waiting = self._rows = 0  # requests, and their rows
         self._running = self._scheduled = False
-        self._paused: asyncio.TimerHandle | None = None  # the turn after a wait for company
-        self._alarm: asyncio.TimerHandle | None = None  # at the first deadline among those that wait
-        self._alarm_at = math.inf
-        self._swept = self._merged = -math.inf
-        self._ends = 0.0  # when what runs is expected to be done
+        self._delayed: asyncio.TimerHandle | None = None  # runs the next batch after the delay
+        self._deadline_timer: asyncio.TimerHandle | None = None  # at the first deadline of the waiting requests
+        self._next_deadline = math.inf
+        self._cleaned_at = self._merged_at = -math.inf
+        self._expected_end = 0.0  # of the running batch
 
-    @property
-    def waiting(self) -> int:
-        return self._waiting
-
-    def admit(self, deadline: float = math.inf, others: int = 0) -> None:
-        """Refuse at once what has no room, or no hope; `others` are on their way here and not counted yet."""
-        now = time.monotonic()
-        if now >= deadline:
-            raise Expired("the deadline passed before the request could be computed")
-        waiting = self._waiting + others
-        if waiting >= self.rules.waiting:
-            if now - self._swept > _SWEEP_SECONDS:
-                self._sweep(now)
-                waiting = self._waiting + others
-            if waiting >= self.rules.waiting:
-                raise Busy(
-                    f"{waiting} requests wait already; try again in a moment", self.expected_seconds(now, others)
-                )
-        if deadline < math.inf and waiting:  # where nobody waits the estimate is not asked: so it is renewed
-            seconds = self.expected_seconds(now, others)
-            if now + seconds * _CAUTION > deadline:
-                raise Busy(f"the requests before it take about {seconds:.2g} s, longer than its deadline", seconds)
-
-    def expected_seconds(self, now: float, others: int = 0) -> float:
-        """Until one that comes now would be answered."""
-        left = max(0.0, self._ends - now) if self._running else 0.0
-        return left + self._pace.seconds(self._rows + others + 1)
+    def expected_seconds(self, now: float, arriving: int = 0) -> float:
+        """Return how long a request that arrives now will take."""
+        running = max(0.0, self._expected_end - now) if self._running else 0.0
+        return running + self._estimate.queue_seconds(self._rows + arriving + 1)
 
     async def outputs(
-        self,
-        arrays: Arrays,
-        wanted: Sequence[str],
-        deadline: float = math.inf,
-        gone: Callable[[], bool] = stays,
-        watch: Watch | None = None,
-        alone: bool = False,
+        self, inputs: Arrays, output_names: Sequence[str], request: RequestContext, *, is_only: bool = False
     ) -> dict[str, Array]:
-        """The wanted outputs for these rows. A deadline is a time of `time.monotonic`.
+        """Return the named outputs for these inputs, within the request's deadline.
 
-        `alone`: nobody else asks, so that nothing is gained by looking for company.
+        `is_only`: no other request is in progress, so that waiting for more cannot help.
         """
-        self.admit(deadline)
-        names = tuple(wanted)
-        key, rows = key_of(arrays, names)
+        request.inputs, request.output_names = inputs, tuple(output_names)
+        key, rows = batch_key(inputs, request.output_names)
+        request.batch_key, request.rows, request.queued_at = key, rows, time.monotonic()
+        if request.queued_at >= request.deadline:
+            raise Expired("the deadline passed before the request could be computed")
         answer: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
-        item = Item(arrays, names, rows, key, deadline, gone, answer, time.monotonic(), watch or Watch())
-        if alone and not self._waiting and not self._running and self._pace.quick(size_of((item,))):
-            item.watch.taken = item.since
-            self._conclude([item], self._attempt([item]))
+        request.outputs = answer
+        if is_only and not self.waiting and not self._running and self._estimate.is_quick(input_size((request,))):
+            request.run_started_at = request.queued_at
+            self._deliver([request], self._compute([request]))
             return answer.result()
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = Lane()
-        lane.items.append(item)
+        lane.items.append(request)
         lane.rows += rows
         self._rows += rows
-        self._waiting += 1
+        self.waiting += 1
         self._schedule()
-        if deadline < self._alarm_at:
-            self._arm(deadline)
+        if request.deadline < self._next_deadline:
+            self._set_deadline_timer(request.deadline)
         return await answer
 
     def _schedule(self) -> None:
-        """Look at what waits once all that arrived in this turn of the loop has been read."""
-        if self._scheduled or not self._waiting or self._running:
+        """Start a batch after the event loop has read everything that arrived in this iteration."""
+        if self._scheduled or not self.waiting or self._running:
             return
-        pause = self._pause() if self.rules.delay_seconds else 0.0
-        if self._paused is not None:
+        pause = self._delay() if self.options.delay_seconds else 0.0
+        if self._delayed is not None:
             if pause:
                 return
-            self._paused.cancel()
-            self._paused = None
+            self._delayed.cancel()
+            self._delayed = None
         if pause:
-            self._paused = asyncio.get_running_loop().call_later(pause, self._turn)
+            self._delayed = asyncio.get_running_loop().call_later(pause, self._run_batches)
         else:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_soon(self._run_batches)
 
-    def _pause(self) -> float:
-        """Under load wait for company; whoever is alone never waits."""
-        now, delay = time.monotonic(), self.rules.delay_seconds
-        if now - self._merged > delay or not self.rules.mergeable:
+    def _delay(self) -> float:
+        """Return how long to wait for more requests: only under load, and only while the batch is not full."""
+        now, delay = time.monotonic(), self.options.delay_seconds
+        if now - self._merged_at > delay or not self.options.mergeable:
             return 0.0
-        full = any(lane.rows >= self.rules.rows for lane in self._lanes.values())
-        return 0.0 if full else max(0.0, delay - (now - self._oldest().items[0].since))
+        full = any(lane.rows >= self.options.max_rows for lane in self._lanes.values())
+        return 0.0 if full else max(0.0, delay - (now - self._oldest().items[0].queued_at))
 
-    def _turn(self) -> None:
+    def _run_batches(self) -> None:
         self._scheduled = False
-        self._paused = None
+        self._delayed = None
         if self._running:
             return
-        end = time.monotonic() + _TURN_SECONDS
-        while batch := self._take():
+        end = time.monotonic() + _LOOP_SECONDS
+        while batch := self._next_batch():
             self._start(batch)
-            if self._running or self._rows < self.rules.rows or time.monotonic() >= end:
-                break  # else another at once, for a turn of the loop is long when many ask
+            if self._running or self._rows < self.options.max_rows or time.monotonic() >= end:
+                break  # otherwise start another one now: an iteration of the event loop is long under load
         self._schedule()
 
     def _oldest(self) -> Lane:
         lanes = self._lanes.values()
-        return next(iter(lanes)) if len(lanes) == 1 else min(lanes, key=lambda lane: lane.items[0].since)
+        return next(iter(lanes)) if len(lanes) == 1 else min(lanes, key=lambda lane: lane.items[0].queued_at)
 
-    def _take(self) -> list[Item]:
-        """The oldest that waits, and those it can run with. Who gave up, came too late or would be late is left out."""
-        batch: list[Item] = []
+    def _next_batch(self) -> list[RequestContext]:
+        """Return the oldest request and those that can run with it, without obsolete ones."""
+        batch: list[RequestContext] = []
         rows, now = 0, time.monotonic()
-        done = now + self._pace.run_seconds(min(self._rows, self.rules.rows))
+        done_at = now + self._estimate.run_seconds(min(self._rows, self.options.max_rows))
         while not batch and self._lanes:
             lane = self._oldest()
-            key = lane.items[0].key
-            while lane.items and (not batch or (self.rules.mergeable and rows + lane.items[0].rows <= self.rules.rows)):
+            key = lane.items[0].batch_key
+            while lane.items and (
+                not batch or (self.options.mergeable and rows + lane.items[0].rows <= self.options.max_rows)
+            ):
                 item = lane.items.popleft()
-                self._waiting -= 1
+                self.waiting -= 1
                 self._rows -= item.rows
                 lane.rows -= item.rows
-                # Of those for whom it is too late the last is computed: else an estimate too high was never renewed.
-                if not settled(item, now, done if batch or self._waiting else now):
-                    item.watch.taken = now
+                # The last waiting request runs even if it is expected to be late: otherwise an estimate that is too high
+                # would never be corrected.
+                if not reject_obsolete(item, now, done_at if batch or self.waiting else now):
+                    item.run_started_at = now
                     batch.append(item)
                     rows += item.rows
             if not lane.items:
                 del self._lanes[key]
-        self._pace.taken(rows, now, more=self._waiting > 0)
+        self._estimate.batch_started(rows, now, more=self.waiting > 0)
         return batch
 
-    def _start(self, batch: list[Item]) -> None:
-        if self._pace.quick(size_of(batch)):
-            self._conclude(batch, self._attempt(batch))
+    def _start(self, batch: list[RequestContext]) -> None:
+        if self._estimate.is_quick(input_size(batch)):
+            self._deliver(batch, self._compute(batch))
             return
         try:
-            work = asyncio.get_running_loop().run_in_executor(self._pool, self._attempt, batch)
-        except RuntimeError:  # the pool is shut: the service ends
-            self._conclude(batch, [Busy("the service ends; ask again")] * len(batch))
+            future = asyncio.get_running_loop().run_in_executor(self._pool, self._compute, batch)
+        except RuntimeError:  # the pool is shut down
+            self._deliver(batch, [Busy("the service is shutting down; try again")] * len(batch))
             return
         self._running = True
-        self._ends = time.monotonic() + self._pace.seconds(rows_of(batch))
-        work.add_done_callback(lambda done: self._finish(batch, done))
+        self._expected_end = time.monotonic() + self._estimate.queue_seconds(total_rows(batch))
+        future.add_done_callback(lambda done: self._finish(batch, done))
 
-    def _finish(self, batch: list[Item], done: asyncio.Future[list[Any]]) -> None:
+    def _finish(self, batch: list[RequestContext], done: asyncio.Future[list[Any]]) -> None:
         self._running = False
-        if done.cancelled():  # the service ends
-            answers: list[Any] = [Busy("the service ends; ask again")] * len(batch)
+        if done.cancelled():  # the service is shutting down
+            answers: list[Any] = [Busy("the service is shutting down; try again")] * len(batch)
         else:
             answers = [error] * len(batch) if (error := done.exception()) else done.result()
-        self._conclude(batch, answers)
+        self._deliver(batch, answers)
         self._schedule()
 
-    def _conclude(self, batch: list[Item], answers: list[Any]) -> None:
+    def _deliver(self, batch: list[RequestContext], answers: list[Any]) -> None:
         if len(batch) > 1:
-            self._merged = time.monotonic()
+            self._merged_at = time.monotonic()
         for item, answer in zip(batch, answers, strict=True):
-            if item.answer.done():
+            if item.outputs.done():
                 continue
             if isinstance(answer, BaseException):
-                item.answer.set_exception(answer)
+                item.outputs.set_exception(answer)
             else:
-                item.answer.set_result(answer)
+                item.outputs.set_result(answer)
 
-    def _attempt(self, batch: list[Item]) -> list[Any]:
-        """The outputs of each, or what was raised for it alone."""
-        began, computing = time.perf_counter(), time.thread_time()
+    def _compute(self, batch: list[RequestContext]) -> list[Any]:
+        """Return for each request its outputs or the exception it causes."""
+        started_at, cpu_started_at = time.perf_counter(), time.thread_time()
         try:
-            found = split(self._run(merge(batch), batch[0].wanted), batch)
-        except Exception as error:  # it may be one request's fault: by halves, it is found and the others are answered
+            parts = split(self._run(concatenate(batch), batch[0].output_names), batch)
+        except Exception as error:  # may be caused by one request: halving the batch isolates it
             if len(batch) == 1:
                 return [error]
             half = len(batch) // 2
-            return [*self._attempt(batch[:half]), *self._attempt(batch[half:])]
-        seconds, rows = time.perf_counter() - began, rows_of(batch)
-        own = time.thread_time() - computing if self.rules.computes else math.inf
-        self._pace.learn(size_of(batch), rows, seconds, own)
-        self._seen.batch(len(batch), rows, seconds)
-        return found
+            return [*self._compute(batch[:half]), *self._compute(batch[half:])]
+        seconds, rows = time.perf_counter() - started_at, total_rows(batch)
+        cpu_seconds = time.thread_time() - cpu_started_at if self.options.cpu_bound else math.inf
+        self._estimate.record(input_size(batch), rows, seconds, cpu_seconds)
+        self._record_batch(len(batch), rows, seconds)
+        return parts
 
-    def _arm(self, deadline: float) -> None:
-        """Who waits behind a long run hears at its deadline, not after the run."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm, self._alarm_at = None, deadline
+    def _set_deadline_timer(self, deadline: float) -> None:
+        """Reject waiting requests at their deadline, even while a batch runs."""
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._deadline_timer, self._next_deadline = None, deadline
         if deadline < math.inf:
             pause = max(0.0, deadline - time.monotonic()) + _TICK_SECONDS
-            self._alarm = asyncio.get_running_loop().call_later(pause, self._ring)
+            self._deadline_timer = asyncio.get_running_loop().call_later(pause, self._on_deadline)
 
-    def _ring(self) -> None:
-        self._alarm = None
-        self._sweep(time.monotonic())
+    def _on_deadline(self) -> None:
+        self._deadline_timer = None
+        self._remove_obsolete(time.monotonic())
         waiting = (item.deadline for lane in self._lanes.values() for item in lane.items)
-        self._arm(min(waiting, default=math.inf))
+        self._set_deadline_timer(min(waiting, default=math.inf))
 
-    def _sweep(self, now: float) -> None:
-        """Those that wait no longer, out of the queue."""
-        self._swept = now
-        self._waiting = self._rows = 0
+    def remove_abandoned(self, now: float) -> None:
+        """Make room in a full queue, unless that was done a moment ago."""
+        if now - self._cleaned_at > _CLEANUP_SECONDS:
+            self._remove_obsolete(now)
+
+    def _remove_obsolete(self, now: float) -> None:
+        """Remove requests whose client is gone or whose deadline has passed."""
+        self._cleaned_at = now
+        self.waiting = self._rows = 0
         for key, lane in list(self._lanes.items()):
-            lane.items = deque(item for item in lane.items if not settled(item, now))
-            lane.rows = rows_of(lane.items)
-            self._waiting += len(lane.items)
+            lane.items = deque(item for item in lane.items if not reject_obsolete(item, now))
+            lane.rows = total_rows(lane.items)
+            self.waiting += len(lane.items)
             self._rows += lane.rows
             if not lane.items:
                 del self._lanes[key]
 
 
-def settled(item: Item, now: float, done: float = -math.inf) -> bool:
-    """Whether nobody waits for it any more, or would when it was `done`; whom it concerns is told."""
-    if item.answer.done():
+def reject_obsolete(item: RequestContext, now: float, done_at: float = -math.inf) -> bool:
+    """Reject a request that nothing waits for any more, or that would be late if it was done at `done_at`."""
+    if item.outputs.done():
         return True
-    if item.gone():
-        item.answer.set_exception(Gone("the client left before its request was computed"))
+    if item.is_disconnected():
+        item.outputs.set_exception(Gone("the client disconnected before its request was computed"))
         return True
     if now >= item.deadline:
-        item.answer.set_exception(Expired("the deadline passed while the request waited; it was not computed"))
+        item.outputs.set_exception(Expired("the deadline passed while the request waited; it was not computed"))
         return True
-    if done > item.deadline:
-        item.answer.set_exception(Busy("the requests before it took so long that it would come after its deadline"))
+    if done_at > item.deadline:
+        item.outputs.set_exception(Busy("the requests before it took so long that its deadline cannot be met"))
         return True
     return False
 
 
-_QUICK_SECONDS = 300e-6  # a run below it costs less on the event loop than the way to a thread and back
-_LONG_SECONDS = 0.05  # of computing: the model's time depends on what it is given
-_WARY_RUNS = 1000  # after such a run, for which nothing of its size is trusted to be quick
-_FORGOTTEN = 1.1  # a run that was shorter than those after it counts so much less with each
-_KEPT = 0.8  # of what is known when something new is learned
-_REMEMBERED_SECONDS = 1.0  # of a queue: several batches may run in one turn of the loop, and none for a while after
+_QUICK_SECONDS = 300e-6  # a shorter run costs less on the event loop than handing it to a thread
+_LONG_SECONDS = 0.05  # after such a run the model's time obviously depends on the values
+_DISTRUSTED_RUNS = 1000  # after a long run no run of its size counts as quick for so many runs
+_MINIMUM_GROWTH = 1.1  # per run: the minimum is that of recent runs
+_SMOOTHING = 0.8  # weight of the past
+_QUEUE_SECONDS = 1.0  # time constant: several batches may run in one iteration of the loop, and none for a while
 
 
-class Pace:
+class RunTimeEstimate:
+    """Learns how long runs take, by the size of their inputs, and how fast the queue moves."""
+
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # by the size of a batch
-        self._wary: dict[int, int] = {}  # runs still to go, by the size of a batch
-        self._total_seconds = self._total_rows = 0.0  # of late, the older the less
-        self._taken: tuple[int, float] | None = None  # the batch before, where others waited behind it
-        self._spaced_seconds = self._spaced_rows = 0.0  # from batch to batch while others waited, likewise
+        self._seconds: dict[int, float] = {}  # shortest recent run, by the size of a batch
+        self._distrusted: dict[int, int] = {}  # runs until a size is trusted again
+        self._total_seconds = self._total_rows = 0.0  # exponentially weighted
+        self._previous: tuple[int, float] | None = (
+            None  # rows and start of the batch before, if requests waited behind it
+        )
+        self._queue_seconds = self._queue_rows = (
+            0.0  # between starts of batches while requests waited, exponentially weighted
+        )
 
-    def learn(self, size: int, rows: int, seconds: float, computing_seconds: float = math.inf) -> None:
-        """`computing_seconds`: those in which the run had the processor, where it does nothing but compute."""
-        # The shortest of late: on a busy machine other processes' turns count as ours, and the way to a thread
-        # and back would then be added to them.
-        own = min(seconds, computing_seconds)
-        self._seconds[size] = min(own, self._seconds.get(size, own) * _FORGOTTEN)
+    def record(self, size: int, rows: int, seconds: float, cpu_seconds: float = math.inf) -> None:
+        """`cpu_seconds`: CPU time of the run's thread, for runs that only compute."""
+        # The minimum counts: on a busy machine the turns of other processes are part of the measured time.
+        own = min(seconds, cpu_seconds)
+        self._seconds[size] = min(own, self._seconds.get(size, own) * _MINIMUM_GROWTH)
         if own > _LONG_SECONDS:
-            self._wary[size] = _WARY_RUNS
-        elif self._wary:
-            self._wary[size] = max(0, self._wary.get(size, 0) - 1)
-        self._total_seconds = _KEPT * self._total_seconds + seconds
-        self._total_rows = _KEPT * self._total_rows + rows
+            self._distrusted[size] = _DISTRUSTED_RUNS
+        elif self._distrusted:
+            self._distrusted[size] = max(0, self._distrusted.get(size, 0) - 1)
+        self._total_seconds = _SMOOTHING * self._total_seconds + seconds
+        self._total_rows = _SMOOTHING * self._total_rows + rows
 
-    def quick(self, size: int) -> bool:
-        """Unknown is not quick."""
-        return self._seconds.get(size, 1.0) < _QUICK_SECONDS and not self._wary.get(size)
+    async def call(self, pool: Executor, size: int, work: Callable[..., T], *args: Any) -> T:
+        """Call `work` in a thread, or directly where calls of this size are known to be quick."""
+        if self.is_quick(size):
+            return self._timed(size, work, *args)
+        return await asyncio.get_running_loop().run_in_executor(pool, self._timed, size, work, *args)
 
-    def taken(self, rows: int, now: float, *, more: bool) -> None:
-        """A batch begins, and whether `more` wait behind it: then it is all of the service that the next waits for,
-        whose own work for each request may be more than the model's. Where nobody waits any more that is forgotten:
-        an estimate that was too high lets nobody wait, and would never be renewed.
+    def _timed(self, size: int, work: Callable[..., T], *args: Any) -> T:
+        started_at = time.perf_counter()
+        result = work(*args)
+        self.record(size, 1, time.perf_counter() - started_at)
+        return result
+
+    def is_quick(self, size: int) -> bool:
+        """Return whether runs of this size are known to be short."""
+        return self._seconds.get(size, 1.0) < _QUICK_SECONDS and not self._distrusted.get(size)
+
+    def batch_started(self, rows: int, now: float, *, more: bool) -> None:
+        """Measure the time from batch to batch while `more` requests wait.
+
+        It includes the service's own work, which may be more than the model's. It is forgotten once the queue is empty:
+        an estimate that is too high would reject every request and never be corrected.
         """
-        if self._taken is not None and rows:
-            before, began = self._taken
-            kept = math.exp((began - now) / _REMEMBERED_SECONDS)
-            self._spaced_seconds = kept * self._spaced_seconds + now - began
-            self._spaced_rows = kept * self._spaced_rows + before
-        self._taken = (rows, now) if more and rows else None
+        if self._previous is not None and rows:
+            previous_rows, started_at = self._previous
+            weight = math.exp((started_at - now) / _QUEUE_SECONDS)
+            self._queue_seconds = weight * self._queue_seconds + now - started_at
+            self._queue_rows = weight * self._queue_rows + previous_rows
+        self._previous = (rows, now) if more and rows else None
         if not more:
-            self._spaced_seconds = self._spaced_rows = 0.0
+            self._queue_seconds = self._queue_rows = 0.0
 
-    def seconds(self, rows: int) -> float:
-        """Until this many rows are done, in batches such as have run of late; 0 while nothing is known."""
-        queued = self._spaced_seconds / self._spaced_rows if self._spaced_rows else 0.0
-        return max(self.run_seconds(rows), rows * queued)
+    def queue_seconds(self, rows: int) -> float:
+        """Return the expected time until so many queued rows are done; 0 while nothing is known."""
+        per_row = self._queue_seconds / self._queue_rows if self._queue_rows else 0.0
+        return max(self.run_seconds(rows), rows * per_row)
 
     def run_seconds(self, rows: int) -> float:
-        """What the model alone takes for them."""
+        """Return the time of the model for so many rows."""
         return rows * self._total_seconds / self._total_rows if self._total_rows else 0.0

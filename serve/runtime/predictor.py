@@ -14,13 +14,13 @@ import numpy as np
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.codec import FILES, Codec, load_codec
 from pipeline.contract.errors import BundleError, InvalidPayload
-from pipeline.contract.signature import Drawing, drawing_of
+from pipeline.contract.signature import Drawing, codec_drawing
 from serve.protocol.validate import check_arrays
 from serve.runtime.session import Session
 
 if TYPE_CHECKING:
     from pipeline.contract.signature import Signature
-    from serve.generate.model import Words
+    from serve.generate.model import LanguageModel
 
 
 Array = np.ndarray[Any, Any]
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 log = logging.getLogger(__name__)
 
 
-class Stumble(InvalidPayload):
+class CodecError(InvalidPayload):
     """The client's payload, as far as we can know, but a traceback of user code that its author may want to see."""
 
 
@@ -46,11 +46,11 @@ class Predictor:
         self._codec: Codec | None = None  # a language model may do without: its tokenizer is in the bundle
         self.drawing: Drawing | None = None
         if bundle.signature.codec:
-            with _no_bytecode():
+            with no_bytecode():
                 self._codec = load_codec(reference, bundle.path, f"_codec_{bundle.digest}", bundle.path / FILES)
-            self.drawing = drawing_of(self._codec, reference)
-        self.words: Words | None = None  # of a language model
-        self.spoken: Signature | None = None  # of texts through the codec, where its instances are texts
+            self.drawing = codec_drawing(self._codec, reference)
+        self.language_model: LanguageModel | None = None  # of a language model
+        self.text_signature: Signature | None = None  # of texts through the codec, where its instances are texts
 
     def predict(self, instances: Any) -> Sequence[Any]:
         """One prediction for each instance."""
@@ -83,15 +83,13 @@ class Predictor:
         except InvalidPayload:
             raise
         except Exception as error:  # a codec is user code: what it stumbles over is, as far as we can know, the payload
-            raise Stumble("instances: the model's codec cannot decode them") from error
+            raise CodecError("instances: the model's codec cannot decode them") from error
         check_arrays(arrays, self.signature)
-        self._check_count(arrays, len(instances))
-        return arrays
-
-    def _check_count(self, arrays: Mapping[str, Array], count: int) -> None:
+        count = len(instances)
         for name, array in arrays.items():
             if array.shape[:1] != (count,):
                 raise InvalidPayload(f"instances: {count} were decoded to {name!r} of shape {list(array.shape)}")
+        return arrays
 
 
 def _check_installed(bundle: Bundle) -> None:
@@ -106,7 +104,7 @@ def _check_installed(bundle: Bundle) -> None:
 
 
 @contextlib.contextmanager
-def _no_bytecode() -> Iterator[None]:
+def no_bytecode() -> Iterator[None]:
     """Importing the codec must not leave `__pycache__` in the bundle: no file may be there that is not sealed."""
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.runtime.batcher import Array, Arrays, Batcher, Rules
+from serve.load_shedding import check_capacity
+from serve.request_context import RequestContext
+from serve.runtime.batcher import Array, Arrays, Batcher, BatchingOptions
 
-MERGING = Rules(mergeable=True, rows=8, waiting=64)
+MERGING = BatchingOptions(mergeable=True, max_rows=8, max_waiting=64)
 
 
 class Model:
@@ -56,9 +59,20 @@ def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(body(), 20))
 
 
-async def ask(batcher: Batcher, arrays: Arrays, *wanted: str, **said: Any) -> list[float]:
-    found = await batcher.outputs(arrays, wanted or ("y",), **said)
-    return [float(value) for array in found.values() for value in array.ravel()]
+class Client(RequestContext):
+    """A request whose deadline and client a test decides about."""
+
+    def __init__(self, deadline: float = math.inf, gone: Callable[[], bool] = lambda: False) -> None:
+        super().__init__({}, "/")
+        self.deadline, self.is_disconnected = deadline, gone  # type: ignore[method-assign]
+
+
+async def ask(batcher: Batcher, arrays: Arrays, *names: str, request: RequestContext | None = None, **said: Any) -> Any:
+    """Return the outputs as a list of numbers, if there is room."""
+    request = request or Client(**said)
+    check_capacity(batcher, request.deadline)
+    outputs = await batcher.outputs(arrays, names or ("y",), request)
+    return [float(value) for array in outputs.values() for value in array.ravel()]
 
 
 async def behind_a_gate(model: Model, batcher: Batcher, *waiting: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:

@@ -86,7 +86,7 @@ def other(other_path: Path) -> Bundle:
     return open_bundle(other_path)
 
 
-def test_without_the_token_nothing_is_told_and_nothing_done(told: Told) -> None:
+def test_without_the_token_nothing_is_reported_and_nothing_done(told: Told) -> None:
     for given in ("", "Bearer x", TOKEN, "Basic Og=="):
         for method, path in (("GET", "/"), ("POST", "/load"), ("POST", "/nothing")):
             answer = told.admin.request(method, path, headers={"authorization": given})
@@ -153,7 +153,7 @@ def test_a_bundle_is_loaded_beside_switched_to_and_back(
     assert set(told.status["versions"]) == {old, new}, "the one before stays loaded"
 
 
-def test_a_bundle_that_fails_leaves_the_old_one_serving_and_tells_why(
+def test_a_bundle_that_fails_leaves_the_old_one_serving_and_shows_why(
     told: Told, bundle: Bundle, other_path: Path, tmp_path: Path, seal: Callable[[Path], str]
 ) -> None:
     spoilt = Path(shutil.copytree(other_path, tmp_path / "spoilt"))
@@ -206,7 +206,7 @@ def test_a_canary_answers_over_grpc_and_through_the_codec_too(
         assert load.failures == []
 
 
-def test_a_shadow_is_told_of_in_the_status_and_the_metrics(told: Told, other: Bundle, other_path: Path) -> None:
+def test_a_shadow_is_reported_of_in_the_status_and_the_metrics(told: Told, other: Bundle, other_path: Path) -> None:
     told.tell("/shadow", bundle=str(other_path))
     assert told.ask().status_code == 200
     for _ in range(1000):

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from serve.errors import Busy, Expired, Gone
-from serve.runtime.batcher import Batcher, Rules
+from serve.runtime.batcher import Batcher, BatchingOptions
 from tests.serve.doubling import MERGING, Model, ask, behind_a_gate, rows, run, together
 
 
-def test_whoever_is_cancelled_while_it_waits_is_not_computed(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_anyone_who_is_cancelled_while_it_waits_is_not_computed(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, MERGING, pool)
         first, cancelled, last = await behind_a_gate(model, batcher, ask(batcher, rows(1)), ask(batcher, rows(2)))
@@ -25,7 +25,7 @@ def test_whoever_is_cancelled_while_it_waits_is_not_computed(model: Model, pool:
     run(body)
 
 
-def test_whoever_has_left_is_not_computed(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_anyone_who_has_left_is_not_computed(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, MERGING, pool)
         first, left, last = await behind_a_gate(
@@ -40,7 +40,7 @@ def test_whoever_has_left_is_not_computed(model: Model, pool: ThreadPoolExecutor
     run(body)
 
 
-def test_a_deadline_that_passes_is_told_at_once_and_nothing_is_computed(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_a_deadline_that_passes_is_reported_at_once_and_nothing_is_computed(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, MERGING, pool)
         soon = time.monotonic() + 0.02
@@ -59,7 +59,7 @@ def test_a_deadline_that_passes_is_told_at_once_and_nothing_is_computed(model: M
     run(body)
 
 
-def test_deadlines_are_told_in_their_order_whatever_the_order_of_arrival(
+def test_deadlines_are_reported_in_their_order_whatever_the_order_of_arrival(
     model: Model, pool: ThreadPoolExecutor
 ) -> None:
     async def body() -> None:
@@ -80,11 +80,11 @@ def test_deadlines_are_told_in_their_order_whatever_the_order_of_arrival(
     run(body)
 
 
-def test_a_full_queue_is_told_at_once_and_has_room_again_when_somebody_leaves(
+def test_a_full_queue_is_reported_at_once_and_has_room_again_when_someone_leaves(
     model: Model, pool: ThreadPoolExecutor
 ) -> None:
     async def body() -> None:
-        batcher = Batcher(model, Rules(mergeable=True, rows=8, waiting=2), pool)
+        batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=8, max_waiting=2), pool)
         here = {1: True, 2: True}
         first, one, two = await behind_a_gate(
             model,
@@ -108,7 +108,7 @@ def test_a_full_queue_is_told_at_once_and_has_room_again_when_somebody_leaves(
 
 def test_a_deadline_that_cannot_be_met_is_refused_before_it_waits(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
-        batcher = Batcher(model, Rules(mergeable=True, rows=1, waiting=64), pool)
+        batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=1, max_waiting=64), pool)
         model.seconds = 0.02
         await ask(batcher, rows(0))
         waiting = [asyncio.create_task(ask(batcher, rows(value))) for value in range(6)]
@@ -127,10 +127,10 @@ def test_who_would_come_late_is_refused_before_the_run_and_who_waits_last_is_tri
     model: Model, pool: ThreadPoolExecutor
 ) -> None:
     async def body() -> None:
-        batcher, soon = Batcher(model, Rules(mergeable=True, rows=4), pool), time.monotonic() + 15
+        batcher, soon = Batcher(model, BatchingOptions(mergeable=True, max_rows=4), pool), time.monotonic() + 15
         asked = (ask(batcher, rows(value), deadline=soon) for value in (1, 2, 3))
         first, *late, last = await behind_a_gate(model, batcher, *asked, ask(batcher, rows(4), deadline=soon))
-        batcher._pace.learn(0, 1, 100.0)  # a row takes minutes of late, or so it seems
+        batcher._estimate.record(0, 1, 100.0)  # a row takes minutes of late, or so it seems
         model.gate.set()
         assert await first == [200]
         for one in late:
@@ -141,9 +141,9 @@ def test_who_would_come_late_is_refused_before_the_run_and_who_waits_last_is_tri
     run(body)
 
 
-def test_an_estimate_that_was_far_too_high_refuses_nobody_for_long(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_an_estimate_that_was_far_too_high_refuses_no_one_for_long(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
-        batcher = Batcher(model, Rules(mergeable=True, rows=1), pool)
+        batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=1), pool)
         model.seconds = 0.2
         await ask(batcher, rows(0))
         model.seconds = 0.001
@@ -158,7 +158,7 @@ def test_at_twice_the_capacity_all_of_the_capacity_is_of_use(model: Model, pool:
 
     async def body() -> None:
         model.seconds, patience = 0.01, 0.3
-        batcher = Batcher(model, Rules(mergeable=False), pool)
+        batcher = Batcher(model, BatchingOptions(mergeable=False), pool)
         took: list[float] = []
         refused: list[type[Exception]] = []
 
@@ -189,7 +189,7 @@ def test_at_twice_the_capacity_all_of_the_capacity_is_of_use(model: Model, pool:
 
 def test_a_batcher_that_waits_does_nothing_meanwhile(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
-        batcher = Batcher(model, Rules(mergeable=True, rows=1), pool)
+        batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=1), pool)
         far = time.monotonic() + 100
         tasks = await behind_a_gate(model, batcher, *(ask(batcher, rows(1), deadline=far) for _ in range(20)))
         before = time.thread_time()
@@ -202,10 +202,10 @@ def test_a_batcher_that_waits_does_nothing_meanwhile(model: Model, pool: ThreadP
     run(body)
 
 
-def test_requests_that_wait_when_the_threads_have_ended_are_told(model: Model) -> None:
+def test_requests_that_wait_when_the_threads_have_ended_are_reported(model: Model) -> None:
     async def body() -> None:
         pool = ThreadPoolExecutor(1)
-        batcher = Batcher(model, Rules(mergeable=False), pool)
+        batcher = Batcher(model, BatchingOptions(mergeable=False), pool)
         first, waiting = await behind_a_gate(model, batcher, ask(batcher, rows(1)))
         pool.shutdown(wait=False, cancel_futures=True)
         model.gate.set()

@@ -47,7 +47,7 @@ def _infer(image: np.ndarray[Any, Any], **fields: Any) -> dict[str, Any]:
         ("/v2/models/tiny/ready", {"name": "tiny", "ready": True}),
     ],
 )
-def test_health_and_lists_answer_as_the_protocols_say(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_health_and_lists_answer_as_the_protocols_state(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     response = client.get(path)
     assert (response.status_code, response.json()) == (200, body)
 
@@ -68,11 +68,13 @@ def test_metadata_names_the_tensors_and_how_the_model_runs(client: httpx.Client,
     assert client.get("/v2").json()["name"] == "pipe"
 
 
-def test_metadata_says_who_let_a_rejected_model_pass_and_why(bundle: Bundle) -> None:
+def test_metadata_states_who_let_a_rejected_model_pass_and_why(bundle: Bundle) -> None:
     given = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="v")
-    predictor = SimpleNamespace(session=SimpleNamespace(provider="CPU", fallback=""), why_alone="", spoken=None)
-    served = SimpleNamespace(name="tiny", bundle=replace(bundle, override=given), predictor=predictor, writer=None)
-    properties = ModelVersion.metadata(cast("ModelVersion", served), ["1"])["properties"]
+    predictor = SimpleNamespace(session=SimpleNamespace(provider="CPU", fallback=""), why_alone="", text_signature=None)
+    version = SimpleNamespace(
+        name="tiny", digest="", bundle=replace(bundle, override=given), predictor=predictor, generator=None
+    )
+    properties = ModelVersion.metadata(cast("ModelVersion", version), ["1"])["properties"]
     assert properties["override"] == "overridden by ann@here, 2026-01-02: shown on Monday"
 
 
@@ -128,7 +130,7 @@ def test_no_client_can_unload_the_model(client: httpx.Client, path: str) -> None
     assert client.get("/v2/health/ready").status_code == 200
 
 
-def test_a_failure_of_ours_is_a_500_that_tells_nothing_and_a_traceback_in_the_log(
+def test_a_failure_of_ours_is_a_500_that_shows_nothing_and_a_traceback_in_the_log(
     tricky_server: Running, picture: list[Any]
 ) -> None:
     body = {"instances": [{"image": picture, "fail": "encode"}]}
@@ -140,7 +142,7 @@ def test_a_failure_of_ours_is_a_500_that_tells_nothing_and_a_traceback_in_the_lo
     assert tricky_server.log.count("Traceback") == 1
 
 
-def test_values_the_model_cannot_compute_with_are_a_400_that_says_why(
+def test_values_the_model_cannot_compute_with_are_a_400_that_states_why(
     server: Running, image: np.ndarray[Any, Any]
 ) -> None:
     response = httpx.post(f"{server.url}/v2/models/tiny/infer", json=_infer(image + 1000), timeout=20)

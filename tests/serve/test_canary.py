@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from serve.canary import Canary, choose, place_of
 from serve.loading import prove
-from serve.model_version import ModelVersion
+from serve.model_version import Canary, ModelVersion, id_position
 from serve.models import OnnxModel
 from serve.protocol import v1, v2
 
@@ -22,29 +21,29 @@ def model(bundle_path: Path, other_path: Path, pool: Executor) -> OnnxModel:
     """The digits bundle, and beside it another one that gets a tenth."""
     model = OnnxModel("tiny")
     model.switch(model.add(prove(open_bundle(bundle_path), "cpu", 1), pool))
-    model.share(Canary(model.add(prove(open_bundle(other_path), "cpu", 1), pool), 0.1))
+    model.set_canary(Canary(model.add(prove(open_bundle(other_path), "cpu", 1), pool), 0.1))
     return model
 
 
-def _chosen(model: OnnxModel, call: v1.Call | v2.Call, request_id: bytes = b"") -> ModelVersion:
+def _chosen(model: OnnxModel, payload: v1.Payload | v2.Payload, request_id: bytes = b"") -> ModelVersion:
     assert model.current is not None
-    return asyncio.run(choose(model.current, call, request_id))
+    return asyncio.run(model.current.choose(payload, request_id))
 
 
 def test_ids_spread_evenly_and_never_move() -> None:
-    places = [place_of("a" * 64, key) for key in IDS]
+    places = [id_position("a" * 64, key) for key in IDS]
     assert all(0 <= place < 1 for place in places)
     for tenth in range(10):
         assert 300 < sum(tenth / 10 <= place < (tenth + 1) / 10 for place in places) < 500
-    assert place_of("a" * 64, b"request-1") == pytest.approx(0.82437569, abs=1e-8), "the same in every process"
+    assert id_position("a" * 64, b"request-1") == pytest.approx(0.82437569, abs=1e-8), "the same in every process"
 
 
 def test_another_candidate_meets_others() -> None:
-    first, second = ({key for key in IDS if place_of(salt * 64, key) < 0.1} for salt in "ab")
+    first, second = ({key for key in IDS if id_position(salt * 64, key) < 0.1} for salt in "ab")
     assert len(first & second) < 0.3 * len(first)
 
 
-def test_a_larger_share_takes_nobody_back(model: OnnxModel) -> None:
+def test_a_larger_share_takes_no_one_back(model: OnnxModel) -> None:
     assert model.canary is not None
     small, large = Canary(model.canary.candidate, 0.1), Canary(model.canary.candidate, 0.2)
     assert {key for key in IDS if small.takes(key)} < {key for key in IDS if large.takes(key)}
@@ -54,23 +53,23 @@ def test_a_request_is_known_by_the_id_in_its_body_and_else_by_that_of_its_header
     assert model.canary is not None
     taken = next(key for key in IDS if model.canary.takes(key))
     left = next(key for key in IDS if not model.canary.takes(key))
-    call: Callable[[bytes], v2.Call] = lambda key: v2.Call("tiny", b'{"id": "%s", "inputs": []}' % key, None)  # noqa: E731
+    call: Callable[[bytes], v2.Payload] = lambda key: v2.Payload("tiny", b'{"id": "%s", "inputs": []}' % key, None)  # noqa: E731
     assert _chosen(model, call(taken), left) is model.canary.candidate
     assert _chosen(model, call(left), taken) is model.current
     assert _chosen(model, call(b""), taken) is model.canary.candidate
-    assert _chosen(model, v1.Call(b"{}"), taken) is model.canary.candidate
-    assert _chosen(model, v1.Call(b"{}"), left) is model.current
+    assert _chosen(model, v1.Payload(b"{}"), taken) is model.canary.candidate
+    assert _chosen(model, v1.Payload(b"{}"), left) is model.current
 
 
 def test_a_long_body_is_read_for_its_id_off_the_loop(model: OnnxModel) -> None:
     assert model.canary is not None
     taken = next(key for key in IDS if model.canary.takes(key))
-    long = v2.Call("tiny", b'{"id": "%s", "inputs": []%s}' % (taken, b" " * 2_000_000), None)
-    assert not long.quick
+    long = v2.Payload("tiny", b'{"id": "%s", "inputs": []%s}' % (taken, b" " * 2_000_000), None)
+    assert not long.is_quick
     assert _chosen(model, long) is model.canary.candidate
 
 
-def test_without_a_canary_everybody_meets_the_current_one(model: OnnxModel) -> None:
-    model.share(None)
-    assert {_chosen(model, v1.Call(b"{}"), key) for key in IDS[:50]} == {model.current}
+def test_without_a_canary_everyone_meets_the_current_one(model: OnnxModel) -> None:
+    model.set_canary(None)
+    assert {_chosen(model, v1.Payload(b"{}"), key) for key in IDS[:50]} == {model.current}
     assert list(model.versions) == ["1"], "who gets nothing is not kept"

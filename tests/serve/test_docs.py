@@ -20,7 +20,7 @@ import pytest
 
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import Serve
-from pipeline.contract.sources import HOUSE
+from pipeline.contract.sources import SOURCE_ROOT
 from serve.errors import Refusal
 from serve.options import parse
 from serve.routes import PATHS
@@ -28,7 +28,7 @@ from tests.serve.generate import tiny
 
 from .conftest import Launcher, Running
 
-DOCUMENT = (HOUSE / "docs" / "serving.md").read_text()
+DOCUMENT = (SOURCE_ROOT / "docs" / "serving.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
 ANYTHING = "…"
 
@@ -90,7 +90,7 @@ def outputs(
         "localhost:8081": f"localhost:{server.grpc_port}",
         "localhost:8090": f"localhost:{admin_port}",
     }
-    env = {**os.environ, "BUNDLE": str(_other(bundle_path, folder, seal)), "PYTHONPATH": str(HOUSE)}
+    env = {**os.environ, "BUNDLE": str(_other(bundle_path, folder, seal)), "PYTHONPATH": str(SOURCE_ROOT)}
     env.pop("PIPE_API_KEY", None)
     shell, found = Shell(folder, places, env), []
     for (language, text), (following, expected) in zip(BLOCKS, [*BLOCKS[1:], ("", "")], strict=True):
@@ -108,7 +108,7 @@ def _closed(launcher: Launcher, bundle: Path, folder: Path) -> Running:
     return launcher(bundle, options=["--name", "digits", *access.options])
 
 
-def test_every_command_answers_what_the_document_says(outputs: list[Ran]) -> None:
+def test_every_command_answers_what_the_document_states(outputs: list[Ran]) -> None:
     assert sum(ran.text.count("curl ") for ran in outputs) > 35
     for ran in outputs:
         if ran.kind == "json":
@@ -150,7 +150,7 @@ def _same_lines(ran: Ran) -> None:
         assert re.search(pattern, ran.printed), f"{ran.text}\n{line}\n{ran.printed[:2000]}"
 
 
-def test_every_endpoint_is_asked_by_a_curl_line() -> None:
+def test_every_endpoint_is_requested_by_a_curl_line() -> None:
     asked = set(re.findall(r"curl [^\n]*?localhost:80[78]0(\S*)", DOCUMENT))
     named = {path: "story" if "openai" in path else "digits" for path, _ in PATHS.values()}
     missing = [path for path, name in named.items() if path.replace("{model_name}", name) not in asked]
@@ -174,7 +174,7 @@ def test_every_status_of_a_refusal_is_in_the_table() -> None:
     assert {int(kind.status) for kind in kinds} - nobody_reads <= told
 
 
-def test_every_word_of_the_configuration_is_told() -> None:
+def test_every_word_of_the_configuration_is_reported() -> None:
     told = {"canary", "shadow", "shadow_share"}  # by their options, which have the same names
     for name in Serve.model_fields.keys() - told:
         assert re.search(rf"\b{name}\b", DOCUMENT), name

@@ -57,7 +57,7 @@ def test_anything_else_is_not(file: Path, headers: dict[bytes, bytes]) -> None:
     assert FIRST not in str(caught.value)
 
 
-def test_a_browser_is_told_to_ask_the_person_before_it(file: Path) -> None:
+def test_a_browser_is_reported_to_ask_the_person_before_it(file: Path) -> None:
     with pytest.raises(Unauthorized) as caught:
         Keys(file).admit({b"accept": b"text/html,*/*;q=0.8"})
     assert caught.value.headers[0][1].startswith(b"Basic ")

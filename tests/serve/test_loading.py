@@ -14,7 +14,7 @@ from serve.runtime.predictor import Predictor
 from tests.serve.odd import mixing, slow
 
 
-def test_requests_of_a_model_that_mixes_rows_run_alone_and_it_is_said_why(
+def test_requests_of_a_model_that_mixes_rows_run_alone_and_it_is_stated_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     predictor = prove(open_bundle(mixing(tmp_path / "bundle")), "cpu", 1)
@@ -30,7 +30,7 @@ def test_requests_of_a_model_that_does_not_are_merged(tmp_path: Path, caplog: py
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(2, [1, 2]), (32, [1, 2, 4, 8, 16, 32]), (24, [1, 2, 4, 8, 16, 24])])
-def test_every_size_up_to_the_largest_batch_is_run_before_anybody_asks(
+def test_every_size_up_to_the_largest_batch_is_run_before_anyone_requests(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, rows: int, sizes: list[int]
 ) -> None:
     runtime = bundle.signature.runtime.model_copy(update={"batch_rows": rows})

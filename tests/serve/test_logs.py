@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from serve.logs import AccessLog, JsonFormatter, TextFormatter, escaped, failed, fatal, told
-from serve.request_context import Watch
+from serve.logs import JsonFormatter, TextFormatter, escaped, fatal, told
+from serve.prometheus import Metrics
+from serve.request_context import RequestContext
+from serve.request_log import RequestLog, is_failure
 
 
 class Lines(logging.Handler):
@@ -34,11 +36,10 @@ def lines(request: pytest.FixtureRequest) -> Iterator[Lines]:
     logger.propagate = before[1]
 
 
-def _watch(code: int | str) -> Watch:
-    watch = Watch(b"id-1", "/v1/models/tiny:predict", "v1")
-    watch.code = code
-    watch.over = watch.began
-    return watch
+def _request(status: int | str) -> RequestContext:
+    request = RequestContext({b"x-request-id": b"id-1"}, "/v1/models/tiny:predict")
+    request.protocol, request.status = "v1", status
+    return request
 
 
 @pytest.mark.parametrize("lines", [TextFormatter], indirect=True)
@@ -81,44 +82,6 @@ def test_what_ends_the_service_is_a_sentence_for_people_and_a_line_for_collector
     assert json.loads(lines.found[0])["message"] == "error: port 1: in use"
 
 
-@pytest.mark.parametrize(("share", "told_of"), [(0.0, 0), (1.0, 10)])
-def test_a_share_of_the_requests_gets_a_line(lines: Lines, share: float, told_of: int) -> None:
-    access = AccessLog(share)
-    for _ in range(10):
-        access.ended(_watch(200))
-    assert len(lines.found) == told_of
-
-
-def test_a_failure_gets_a_line_whatever_the_share(lines: Lines) -> None:
-    AccessLog().ended(_watch(500))
-    line = json.loads(lines.found[0])
-    assert (line["message"], line["request_id"], line["code"], line["protocol"]) == ("request", "id-1", 500, "v1")
-    assert line["path"] == "/v1/models/tiny:predict"
-    assert line["milliseconds"] >= 0
-
-
-def test_a_flood_of_refusals_does_not_flood_the_log_but_is_counted(
-    lines: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    access, now = AccessLog(), 100.0
-    monkeypatch.setattr("serve.logs.time.monotonic", lambda: now)
-    watches = [_watch(503) for _ in range(1000)]
-    for watch in watches:
-        access.ended(watch)
-    assert 1 < len(lines.found) < 50
-    told_of, now = len(lines.found), 101.5
-    access.ended(_watch(503))
-    assert json.loads(lines.found[told_of])["left_out"] == 1000 - told_of
-
-
-@pytest.mark.parametrize(
-    ("code", "is_failure"),
-    [(200, False), (404, False), (500, True), (503, True), ("OK", False), ("aborted", False), ("INTERNAL", True)],
-)
-def test_what_counts_as_a_failure(code: int | str, is_failure: bool) -> None:
-    assert failed(code) is is_failure
-
-
 HOSTILE = "a\nready url=http://evil\r\x1b[2Jb\x85c\u2028d\u202ee\x00"
 
 
@@ -137,7 +100,7 @@ def test_what_is_no_text_at_all_is_escaped_too() -> None:
 
 
 @pytest.mark.parametrize("lines", [TextFormatter], indirect=True)
-def test_lines_of_a_traceback_are_told_from_lines_of_the_log(lines: Lines) -> None:
+def test_lines_of_a_traceback_are_reported_from_lines_of_the_log(lines: Lines) -> None:
     try:
         raise ValueError(HOSTILE)
     except ValueError:
@@ -151,3 +114,41 @@ def test_lines_of_a_traceback_are_told_from_lines_of_the_log(lines: Lines) -> No
 def test_a_line_is_bounded_whatever_it_is_given(lines: Lines) -> None:
     logging.getLogger("serve").warning("%s", "m" * 100_000, extra=told(path="p" * 100_000, plain="x y" * 50_000))
     assert len(lines.found[0]) < 13_000
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (1.0, 10)])
+def test_a_share_of_the_requests_gets_a_line(lines: Lines, share: float, expected: int) -> None:
+    requests = RequestLog(Metrics(list), share)
+    for _ in range(10):
+        requests.finish(_request(200))
+    assert len(lines.found) == expected
+
+
+def test_a_failure_gets_a_line_whatever_the_share(lines: Lines) -> None:
+    RequestLog(Metrics(list)).finish(_request(500))
+    line = json.loads(lines.found[0])
+    assert (line["message"], line["request_id"], line["code"], line["protocol"]) == ("request", "id-1", 500, "v1")
+    assert line["path"] == "/v1/models/tiny:predict"
+    assert line["milliseconds"] >= 0
+
+
+def test_a_flood_of_refusals_does_not_flood_the_log_but_is_counted(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, now = RequestLog(Metrics(list)), 100.0
+    failed = [_request(503) for _ in range(1001)]
+    monkeypatch.setattr("serve.request_log.time.monotonic", lambda: now)
+    for request in failed[1:]:
+        requests.finish(request)
+    assert 1 < len(lines.found) < 50
+    logged, now = len(lines.found), 101.5
+    requests.finish(failed[0])
+    assert json.loads(lines.found[logged])["left_out"] == 1000 - logged
+
+
+@pytest.mark.parametrize(
+    ("status", "failure"),
+    [(200, False), (404, False), (500, True), (503, True), ("OK", False), ("aborted", False), ("INTERNAL", True)],
+)
+def test_which_statuses_are_failures(status: int | str, failure: bool) -> None:
+    assert is_failure(status) is failure

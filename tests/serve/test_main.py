@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.processes import why_no_cuda
+from pipeline.contract.processes import cuda_problem
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher
@@ -94,7 +94,7 @@ def test_what_is_no_bundle_is_refused_in_one_line(tmp_path: Path, port: str) -> 
     assert "not a bundle (no manifest.json)" in _refusal(tmp_path, "--port", port)
 
 
-@pytest.mark.skipif(not why_no_cuda(onnxruntime.get_available_providers()), reason="CUDA works here")
+@pytest.mark.skipif(not cuda_problem(onnxruntime.get_available_providers()), reason="CUDA works here")
 def test_cuda_that_cannot_work_stops_the_start_with_its_reason(bundle_path: Path, port: str) -> None:
     assert "provider cuda: " in _refusal(bundle_path, "--port", port, "--provider", "cuda")
 
@@ -105,7 +105,7 @@ def test_a_service_leaves_no_trace_in_its_bundle(own_bundle: Path, start: Launch
     assert open_bundle(own_bundle).digest == digest
 
 
-def test_a_service_says_where_it_listens_and_what_it_serves(own_bundle: Path, start: Launcher) -> None:
+def test_a_service_states_where_it_listens_and_what_it_serves(own_bundle: Path, start: Launcher) -> None:
     running = start(own_bundle)
     assert running.stop() == 0
     short = open_bundle(own_bundle).digest[:12]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -10,11 +9,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve.errors import Busy
-from serve.logs import AccessLog
-from serve.metrics import SECONDS, Histogram, Metrics, Series
-from serve.request_context import Watch
-from serve.request_log import Observer
-from serve.runtime.predictor import Stumble
+from serve.metrics import Histogram, ModelMetrics
+from serve.prometheus import Metrics
+from serve.request_context import RequestContext
+from serve.request_log import RequestLog
+from serve.runtime.predictor import CodecError
 from serve.shadow import Agreement
 
 LABELS = ("model", "version", "protocol", "code", "reason", "phase", "digest", "result", "verdict", "provider")
@@ -22,21 +21,22 @@ LABELS = ("model", "version", "protocol", "code", "reason", "phase", "digest", "
 
 @dataclass
 class Loaded:
-    """What the metrics ask of a version."""
+    """What the metrics read of a version."""
 
     name: str
     version: str
-    series: Series = field(default_factory=Series)
+    metrics: ModelMetrics = field(default_factory=ModelMetrics)
 
     def __post_init__(self) -> None:
-        self.bundle = SimpleNamespace(digest=f"digest-{self.version}", manifest=SimpleNamespace(verdict="pass"))
+        self.digest = f"digest-{self.version}"
+        self.bundle = SimpleNamespace(manifest=SimpleNamespace(verdict="pass"))
         self.predictor = SimpleNamespace(
             why_alone="", session=SimpleNamespace(provider="CPUExecutionProvider", fallback="")
         )
         self.batcher = SimpleNamespace(waiting=3)
         self.canary: Any = None
-        self.mirror: Any = None
-        self.writer: Any = None
+        self.shadow: Any = None
+        self.generator: Any = None
 
 
 def _values(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -49,11 +49,17 @@ def _values(metrics: Metrics) -> dict[tuple[str, ...], float]:
     }
 
 
-def _ended(observer: Observer, served: Any, code: int | str, protocol: str = "v2") -> None:
-    watch = observer.begin({}, "/")
-    observer.asked(watch, protocol)
-    watch.served, watch.code = served, code
-    observer.ended(watch)
+def _prediction(requests: RequestLog, protocol: str = "v2") -> RequestContext:
+    request = RequestContext({}, "/")
+    request.protocol = protocol
+    requests.metrics.in_flight += 1
+    return request
+
+
+def _answer(requests: RequestLog, version: Any, status: int | str, protocol: str = "v2") -> None:
+    request = _prediction(requests, protocol)
+    request.model_version, request.status = version, status
+    requests.finish(request)
 
 
 @pytest.fixture
@@ -62,17 +68,17 @@ def loaded() -> list[tuple[Any, bool]]:
 
 
 @pytest.fixture
-def observer(loaded: list[tuple[Any, bool]]) -> Observer:
-    return Observer(Metrics(lambda: loaded), AccessLog())
+def requests(loaded: list[tuple[Any, bool]]) -> RequestLog:
+    return RequestLog(Metrics(lambda: loaded))
 
 
 def test_requests_are_counted_by_model_version_protocol_and_code(
-    observer: Observer, loaded: list[tuple[Any, bool]]
+    requests: RequestLog, loaded: list[tuple[Any, bool]]
 ) -> None:
     for served, code, protocol in ((0, 200, "v1"), (0, 200, "v1"), (1, 200, "v2"), (2, "OK", "grpc")):
-        _ended(observer, loaded[served][0], code, protocol)
-    _ended(observer, None, 404)
-    found = {key[1:]: value for key, value in _values(observer.metrics).items() if key[0] == "pipe_requests_total"}
+        _answer(requests, loaded[served][0], code, protocol)
+    _answer(requests, None, 404)
+    found = {key[1:]: value for key, value in _values(requests.metrics).items() if key[0] == "pipe_requests_total"}
     assert found == {
         ("tiny", "1", "v1", "200"): 2,
         ("tiny", "2", "v2", "200"): 1,
@@ -82,72 +88,73 @@ def test_requests_are_counted_by_model_version_protocol_and_code(
 
 
 def test_a_version_that_is_unloaded_takes_its_series_with_it(
-    observer: Observer, loaded: list[tuple[Any, bool]]
+    requests: RequestLog, loaded: list[tuple[Any, bool]]
 ) -> None:
     for served, _ in loaded:
-        _ended(observer, served, 200)
+        _answer(requests, served, 200)
     gone, _ = loaded.pop(0)
-    _ended(observer, gone, 200)  # it was in flight when its version went
-    left = {key[1:3] for key in _values(observer.metrics) if key[0].startswith(("pipe_requests_total", "pipe_bundle"))}
+    _answer(requests, gone, 200)  # it was in flight when its version went
+    left = {key[1:3] for key in _values(requests.metrics) if key[0].startswith(("pipe_requests_total", "pipe_bundle"))}
     assert left == {("tiny", "2"), ("other", "1")}
 
 
-def test_the_version_that_answers_by_default_its_bundle_provider_and_queue_are_told(observer: Observer) -> None:
-    found = _values(observer.metrics)
+def test_the_version_that_answers_by_default_its_bundle_provider_and_queue_are_reported(requests: RequestLog) -> None:
+    found = _values(requests.metrics)
     assert (found["pipe_version_current", "tiny", "1"], found["pipe_version_current", "tiny", "2"]) == (0, 1)
     assert found["pipe_bundle_info", "tiny", "2", "digest-2", "pass", "CPUExecutionProvider"] == 1
     assert found["pipe_provider_fell_back", "tiny", "2"] == 0
     assert found["pipe_queue_length", "tiny", "2"] == 3
 
 
-def test_what_is_in_flight_goes_up_and_down(observer: Observer) -> None:
-    watch = observer.begin({}, "/")
-    observer.asked(watch, "v1")
-    assert _values(observer.metrics)["pipe_requests_in_flight",] == 1
-    observer.ended(watch)
-    assert _values(observer.metrics)["pipe_requests_in_flight",] == 0
+def test_what_is_in_flight_goes_up_and_down(requests: RequestLog) -> None:
+    request = _prediction(requests)
+    assert _values(requests.metrics)["pipe_requests_in_flight",] == 1
+    requests.finish(request)
+    assert _values(requests.metrics)["pipe_requests_in_flight",] == 0
 
 
-def test_a_request_that_is_no_prediction_is_not_counted(observer: Observer) -> None:
-    observer.ended(observer.begin({}, "/metrics"))
-    assert not [key for key in _values(observer.metrics) if key[0] == "pipe_requests_total"]
+def test_a_request_that_is_no_prediction_is_not_counted(requests: RequestLog) -> None:
+    requests.finish(RequestContext({}, "/metrics"))
+    assert not [key for key in _values(requests.metrics) if key[0] == "pipe_requests_total"]
 
 
-def test_refusals_are_counted_by_reason(observer: Observer, loaded: list[tuple[Any, bool]]) -> None:
-    watch = observer.begin({}, "/")
-    watch.served = loaded[1][0]
-    assert observer.failed(watch, Busy("full")) is not None
-    assert _values(observer.metrics)["pipe_rejected_total", "tiny", "2", "busy"] == 1
+def test_refusals_are_counted_by_reason(requests: RequestLog, loaded: list[tuple[Any, bool]]) -> None:
+    request = RequestContext({}, "/")
+    request.model_version = loaded[1][0]
+    assert requests.fail(request, Busy("full")) is not None
+    assert _values(requests.metrics)["pipe_rejected_total", "tiny", "2", "busy"] == 1
 
 
-def test_a_failure_of_ours_is_no_refusal_and_is_told_with_its_id(
-    observer: Observer, caplog: pytest.LogCaptureFixture
+def test_a_failure_of_ours_is_no_refusal_and_is_reported_with_its_id(
+    requests: RequestLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = observer.begin({b"x-request-id": b"mine"}, "/")
-    assert observer.failed(watch, KeyError("ours")) is None
-    assert not [key for key in _values(observer.metrics) if key[0] == "pipe_rejected_total"]
+    request = RequestContext({b"x-request-id": b"mine"}, "/")
+    assert requests.fail(request, KeyError("ours")) is None
+    assert not [key for key in _values(requests.metrics) if key[0] == "pipe_rejected_total"]
     (record,) = caplog.records
     assert record.fields["request_id"] == "mine"  # type: ignore[attr-defined]
     assert "KeyError: 'ours'" in caplog.text
 
 
-def test_what_a_codec_stumbles_over_is_told_of_but_not_by_the_thousand(
-    observer: Observer, caplog: pytest.LogCaptureFixture
+def test_what_a_codec_stumbles_over_is_reported_of_but_not_by_the_thousand(
+    requests: RequestLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(1000):
-        error = Stumble("instances: cannot be decoded")
+        error = CodecError("instances: cannot be decoded")
         error.__cause__ = KeyError("what it stumbled over")
-        assert observer.failed(observer.begin({}, "/"), error) is not None
+        assert requests.fail(RequestContext({}, "/"), error) is not None
     assert "what it stumbled over" in caplog.text
     assert len(caplog.records) <= 100
-    assert _values(observer.metrics)["pipe_rejected_total", "", "", "invalid"] == 1000
+    assert _values(requests.metrics)["pipe_rejected_total", "", "", "invalid"] == 1000
 
 
-def test_what_a_new_bundle_gets_and_how_it_does_is_told(observer: Observer, loaded: list[tuple[Any, bool]]) -> None:
+def test_what_a_new_bundle_gets_and_how_it_does_is_reported(
+    requests: RequestLog, loaded: list[tuple[Any, bool]]
+) -> None:
     old, new = loaded[1][0], loaded[0][0]
     old.canary = SimpleNamespace(candidate=new, share=0.1)
-    old.mirror = SimpleNamespace(digest="digest-9", agreement=Agreement(same=7, other=2, failed=1, dropped=0))
-    found = _values(observer.metrics)
+    old.shadow = SimpleNamespace(digest="digest-9", agreement=Agreement(same=7, other=2, failed=1, dropped=0))
+    found = _values(requests.metrics)
     assert found["pipe_canary_share", "tiny", "1"] == 0.1
     results = {
         key[3]: value for key, value in found.items() if key[:3] == ("pipe_shadow_requests_total", "tiny", "digest-9")
@@ -155,26 +162,25 @@ def test_what_a_new_bundle_gets_and_how_it_does_is_told(observer: Observer, load
     assert results == {"same": 7, "other": 2, "failed": 1, "dropped": 0}
 
 
-def test_phases_are_told_apart(observer: Observer, loaded: list[tuple[Any, bool]]) -> None:
-    watch = Watch()
-    watch.reading, watch.read, watch.taken = 1.0, 1.2, 1.5
-    watch.ran, watch.written, watch.over = 2.4, 2.5, 2.6
-    loaded[1][0].series.ended(watch)
-    found = _values(observer.metrics)
+def test_phases_are_reported_apart(requests: RequestLog, loaded: list[tuple[Any, bool]]) -> None:
+    request = _prediction(requests)
+    request.model_version = loaded[1][0]
+    request.decode_started_at, request.decoded_at, request.run_started_at = 1.0, 1.2, 1.5
+    request.run_ended_at, request.encoded_at = 2.4, 2.5
+    requests.finish(request)
+    found = _values(requests.metrics)
     sums = [found["pipe_phase_seconds_sum", "tiny", "2", phase] for phase in ("read", "wait", "run")]
     assert sums == pytest.approx([0.2, 0.3, 0.9])
     assert found["pipe_phase_seconds_count", "tiny", "2", "write"] == 1
 
 
 def test_requests_are_counted_whether_few_or_many_have_come_since_the_last_look(
-    observer: Observer, loaded: list[tuple[Any, bool]]
+    requests: RequestLog, loaded: list[tuple[Any, bool]]
 ) -> None:
     for number in range(1000):
-        watch = Watch(protocol="v2")
-        watch.served, watch.code, watch.over = loaded[1][0], 200 if number % 2 else 503, watch.began + 0.003
-        observer.ended(watch)
+        _answer(requests, loaded[1][0], 200 if number % 2 else 503)
         if number in (0, 300, 999):
-            found = _values(observer.metrics)
+            found = _values(requests.metrics)
             assert found["pipe_request_seconds_count", "tiny", "2", "v2"] == number + 1
     assert found["pipe_requests_total", "tiny", "2", "v2", "200"] == 500
     assert found["pipe_requests_total", "tiny", "2", "v2", "503"] == 500
@@ -198,34 +204,14 @@ def test_a_histogram_counts_what_is_at_most_each_bound() -> None:
 
 
 def test_batches_from_several_threads_are_all_counted() -> None:
-    series = Series()
+    metrics = ModelMetrics()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: series.batch(2, 8, 0.001), range(8000)))
-    assert (series.batch_requests.count, series.batch_rows.total) == (8000, 64_000)
+        list(pool.map(lambda _: metrics.record_batch(2, 8, 0.001), range(8000)))
+    assert (metrics.batch_requests.count, metrics.batch_rows.total) == (8000, 64_000)
 
 
-def test_both_formats_of_prometheus_are_spoken(observer: Observer) -> None:
-    assert observer.metrics.text("")[1].startswith("text/plain; version=")
-    body, content_type = observer.metrics.text("application/openmetrics-text; version=1.0.0")
+def test_both_formats_of_prometheus_are_spoken(requests: RequestLog) -> None:
+    assert requests.metrics.text("")[1].startswith("text/plain; version=")
+    body, content_type = requests.metrics.text("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
-
-
-def test_watching_costs_less_than_ten_microseconds_a_request(
-    observer: Observer, loaded: list[tuple[Any, bool]]
-) -> None:
-    served, count = loaded[1][0], 2000
-
-    def seconds() -> float:
-        began = time.perf_counter()
-        for _ in range(count):
-            watch = observer.begin({}, "/v2/models/tiny/infer")
-            observer.asked(watch, "v2")
-            watch.served, watch.code = served, 200
-            watch.reading = watch.read = watch.taken = watch.ran = watch.written = watch.began
-            served.series.batch(1, 1, 0.001)
-            observer.ended(watch)
-        return (time.perf_counter() - began) / count
-
-    assert min(seconds() for _ in range(20)) < 10e-6
-    assert served.series.seconds["v2"].bounds == SECONDS

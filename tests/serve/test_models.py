@@ -17,6 +17,7 @@ from serve.errors import Conflict, Unknown
 from serve.loading import prove
 from serve.models import Fleet, OnnxPlane
 from serve.options import parse
+from tests.serve.doubling import Client
 from tests.serve.sealed import build, digits
 
 
@@ -58,7 +59,7 @@ def test_who_was_met_answers_though_it_is_let_go(
     async def switched() -> Any:
         for path in (other_path, third):
             fleet.switch("tiny", (await fleet.load("tiny", path)).version)
-        return await met.batcher.outputs({"image": bundle.golden().inputs["image"]}, ("logits",))
+        return await met.batcher.outputs({"image": bundle.golden().inputs["image"]}, ("logits",), Client())
 
     outputs = asyncio.run(switched())
     assert sorted(plane.model("tiny").versions) == ["2", "3"]
@@ -68,7 +69,7 @@ def test_who_was_met_answers_though_it_is_let_go(
 
 
 @pytest.mark.parametrize(("keep", "kept"), [("1", ["4"]), ("2", ["3", "4"]), ("3", ["2", "3", "4"])])
-def test_as_many_versions_stay_as_was_said_and_the_others_are_freed(
+def test_as_many_versions_stay_as_was_stated_and_the_others_are_freed(
     plane: OnnxPlane, bundle: Bundle, pool: Executor, picture: list[Any], tmp_path: Path, keep: str, kept: list[str]
 ) -> None:
     source = (bundle.path / "codec.py").read_text()
@@ -99,11 +100,11 @@ def test_two_who_load_one_bundle_get_one_version(fleet: Fleet, plane: OnnxPlane,
         return {one.version for one in found}
 
     assert asyncio.run(both()) == {"2"}
-    fleet.forget("tiny")
+    fleet.unload_unused("tiny")
     assert list(plane.model("tiny").versions) == ["1"]
 
 
-def test_a_bundle_that_takes_more_than_grpc_was_told_needs_a_restart(fleet: Fleet, other_path: Path) -> None:
+def test_a_bundle_that_takes_more_than_grpc_was_reported_needs_a_restart(fleet: Fleet, other_path: Path) -> None:
     fleet.max_body_bytes = 10
     with pytest.raises(Conflict, match="its max_body_bytes is 100000, this process was started for 10; restart"):
         asyncio.run(fleet.load("tiny", other_path))
@@ -111,25 +112,25 @@ def test_a_bundle_that_takes_more_than_grpc_was_told_needs_a_restart(fleet: Flee
 
 def test_the_shadow_goes_on_with_the_next_version(fleet: Fleet, plane: OnnxPlane, other_path: Path) -> None:
     async def shadowed_and_switched() -> tuple[Any, Any]:
-        await fleet.shadow("tiny", other_path, 1.0)
-        before = plane.model("tiny").mirror
+        await fleet.start_shadow("tiny", other_path, 1.0)
+        before = plane.model("tiny").shadow
         fleet.switch("tiny", (await fleet.load("tiny", other_path)).version)
-        return before, plane.model("tiny").mirror
+        return before, plane.model("tiny").shadow
 
     before, after = asyncio.run(shadowed_and_switched())
     assert before is after is not None
-    assert plane.served("tiny", "1").mirror is None
+    assert plane.served("tiny", "1").shadow is None
 
 
 def test_a_shadow_that_the_next_versions_requests_mean_nothing_to_ends(
     fleet: Fleet, plane: OnnxPlane, other_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def shadowed_and_switched() -> None:
-        await fleet.shadow("tiny", other_path, 1.0)
+        await fleet.start_shadow("tiny", other_path, 1.0)
         served = await fleet.load("tiny", other_path)
         served.predictor.signature = served.predictor.signature.model_copy(update={"inputs": ()})
         fleet.switch("tiny", served.version)
 
     asyncio.run(shadowed_and_switched())
-    assert plane.model("tiny").mirror is None
+    assert plane.model("tiny").shadow is None
     assert "the shadow ends: its inputs are" in caplog.text

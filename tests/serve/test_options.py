@@ -21,12 +21,12 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError, InvalidPayload
-from pipeline.contract.signature import SEALED
-from pipeline.service.process import request
+from pipeline.contract.signature import BUNDLED_SETTINGS
+from pipeline.service.process import send_request
 from serve.loading import prove
 from serve.model_version import ModelVersion
 from serve.options import Named, Overrides, parse
-from serve.runtime.batcher import Rules
+from serve.runtime.batcher import BatchingOptions
 from serve.security import Pair
 from serve.sockets import Address
 
@@ -93,7 +93,7 @@ def test_all_else_needs_one(closed: Closed, method: str, path: str) -> None:
     assert closed.ask(method, path, authorization=f"Bearer {KEY}")[0] != 401
 
 
-def test_a_browser_is_told_to_ask_for_the_key(closed: Closed) -> None:
+def test_a_browser_is_reported_to_ask_for_the_key(closed: Closed) -> None:
     assert closed.ask("GET", "/", accept="text/html")[1]["www-authenticate"].startswith("Basic")
 
 
@@ -108,7 +108,7 @@ def test_a_prediction_with_a_key_is_as_ever_and_not_kept(closed: Closed, picture
 
 def test_plain_http_is_not_spoken(closed: Closed) -> None:
     with pytest.raises((ConnectionError, http.client.HTTPException)):
-        request("127.0.0.1", closed.running.port, "GET", "/v2/health/live")
+        send_request("127.0.0.1", closed.running.port, "GET", "/v2/health/live")
 
 
 def _stub(closed: Closed) -> tuple[grpc.Channel, GRPCInferenceServiceStub]:
@@ -117,7 +117,7 @@ def _stub(closed: Closed) -> tuple[grpc.Channel, GRPCInferenceServiceStub]:
     return channel, GRPCInferenceServiceStub(channel)
 
 
-def test_grpc_asks_for_the_same_keys_over_the_same_tls(closed: Closed) -> None:
+def test_grpc_requests_the_same_keys_over_the_same_tls(closed: Closed) -> None:
     channel, stub = _stub(closed)
     with channel:
         assert stub.ServerReady(pb.ServerReadyRequest(), timeout=20).ready
@@ -185,7 +185,7 @@ def test_no_key_is_ever_logged(closed: Closed) -> None:
         (["--tls-certificate", "/absent/pem", "--tls-key", "/absent/key"], "serve.tls_certificate /absent/pem"),
     ],
 )
-def test_what_is_wrong_with_the_door_is_said_at_once(
+def test_what_is_wrong_with_the_security_is_stated_at_once(
     start: Launcher, bundle_path: Path, options: list[str], sentence: str
 ) -> None:
     started = time.monotonic()
@@ -293,12 +293,12 @@ MORE = ["--max-body-bytes", "5000", "--deadline-seconds", "0.5", "--max-cache-by
 SAID = ["--max-batch-size", "2", "--max-waiting", "7", "--batch-rows", "4", "--batch-delay-ms", "1.5"]
 
 
-def test_every_word_that_travels_in_a_bundle_can_be_said_at_the_start() -> None:
+def test_every_word_that_travels_in_a_bundle_can_be_stated_at_the_start() -> None:
     elsewhere = {"provider", "threads"}  # options of their own
-    assert {*Overrides.__dataclass_fields__} == {*SEALED} - elsewhere
+    assert {*Overrides.__dataclass_fields__} == {*BUNDLED_SETTINGS, "batch_delay_ms"} - elsewhere
 
 
-def test_what_is_said_holds_and_what_is_not_is_the_bundles(bundle: Bundle, pool: Executor) -> None:
+def test_what_is_stated_holds_and_what_is_not_is_the_bundles(bundle: Bundle, pool: Executor) -> None:
     found = parse(
         ["b", *SAID, "--max-body-bytes", "5000", "--deadline-seconds", "0.5", "--max-cache-bytes", "9000"]
     ).overrides.of(bundle)
@@ -313,12 +313,12 @@ def test_what_is_said_holds_and_what_is_not_is_the_bundles(bundle: Bundle, pool:
     assert found.signature.runtime.threads == bundle.signature.runtime.threads
     assert found.digest == bundle.digest
     served = ModelVersion("tiny", "1", prove(found, "cpu", 1), pool)
-    assert served.batcher.rules == Rules(mergeable=True, rows=4, waiting=7, delay_seconds=0.0015, computes=True)
+    assert served.batcher.options == BatchingOptions(mergeable=True, max_rows=4, max_waiting=7, delay_seconds=0.0015, cpu_bound=True)
     assert served.max_body_bytes == 5000
-    assert served._deadline_seconds == 0.5
+    assert served.default_timeout_seconds == 0.5
     with pytest.raises(InvalidPayload, match="limit of 2"):
         served.predictor.decode(bundle.golden().instances * 3)
 
 
-def test_where_nothing_is_said_the_bundle_is_as_it_was(bundle: Bundle) -> None:
+def test_where_nothing_is_stated_the_bundle_is_as_it_was(bundle: Bundle) -> None:
     assert parse(["b"]).overrides.of(bundle) is bundle

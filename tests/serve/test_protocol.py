@@ -56,7 +56,7 @@ def test_a_version_may_be_named_by_its_number_or_the_first_digits_of_its_digest(
         assert f"no version {version!r}; there are 1 ({bundle.digest[:12]})" in response.json()["error"]
 
 
-def test_inference_says_which_version_answered_whatever_it_was_called(
+def test_inference_states_which_version_answered_whatever_it_was_called(
     client: httpx.Client, stub: Any, bundle: Bundle
 ) -> None:
     for version in _versions(bundle):

@@ -56,7 +56,7 @@ def test_a_swapped_link_is_a_change(tmp_path: Path) -> None:
     assert read == ["new"]
 
 
-def test_what_cannot_be_used_is_said_and_looked_at_again_when_it_changes(
+def test_what_cannot_be_used_is_stated_and_checked_again_when_it_changes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "file"

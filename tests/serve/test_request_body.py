@@ -8,13 +8,14 @@ import socket
 import tracemalloc
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pipeline.contract.errors import InvalidPayload
 from serve.errors import Gone, TooLarge, Unreadable
-from serve.request_body import of_parameter, read
+from serve.request_body import MemoryBudget, read_body
+from serve.request_context import RequestContext, parse_timeout_parameter
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -34,7 +35,7 @@ def _send(server: Running, *parts: bytes) -> bytes:
         return answer
 
 
-def test_a_body_said_to_be_too_large_is_refused_before_it_is_sent(server: Running) -> None:
+def test_a_body_stated_to_be_too_large_is_refused_before_it_is_sent(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
         sock.sendall(f"{HEAD}content-length: 1000000000000\r\n\r\n".encode())
         answer = b""
@@ -60,7 +61,7 @@ def test_a_client_that_waits_for_leave_to_send_is_refused_without_it(server: Run
     assert b"100 Continue" not in answer
 
 
-def test_a_client_that_hangs_up_in_the_middle_of_its_body_harms_nobody(server: Running) -> None:
+def test_a_client_that_hangs_up_in_the_middle_of_its_body_harms_no_one(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
         sock.sendall(f"{HEAD}content-length: 1000\r\n\r\n[".encode())
     answer = _send(server, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -76,18 +77,23 @@ def bare(data: bytes) -> bytes:
     return zlib.compress(data, wbits=-15)
 
 
+class Upload(RequestContext):
+    """A request whose body comes in these pieces; its client is gone where it has none."""
+
+    def __init__(self, headers: dict[bytes, bytes], *pieces: bytes) -> None:
+        super().__init__(headers, "/")
+        self._pieces = list(pieces)
+
+    async def receive(self) -> tuple[bytes, bool]:
+        if not self._pieces:
+            raise Gone("the client hung up")
+        return self._pieces.pop(0), bool(self._pieces)
+
+
 def body(coding: str, *pieces: bytes, most: int = MOST) -> bytes:
     """What the application reads of a body that comes in these pieces."""
-    waiting = [
-        {"type": "http.request", "body": piece, "more_body": index + 1 < len(pieces)}
-        for index, piece in enumerate(pieces)
-    ]
-
-    async def receive() -> Any:
-        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
-
-    headers = {b"content-encoding": coding.encode()} if coding else {}
-    return asyncio.run(read(headers, receive, most))
+    request = Upload({b"content-encoding": coding.encode()} if coding else {}, *pieces)
+    return asyncio.run(read_body(request, most, MemoryBudget()))
 
 
 def cut(data: bytes, size: int) -> Sequence[bytes]:
@@ -167,13 +173,10 @@ def test_what_is_too_large_as_it_is_sent_is_refused_where_it_passes_the_limit(co
 
 @pytest.mark.parametrize("coding", ["", "gzip"])
 def test_a_client_that_hangs_up_inside_its_body_is_gone(coding: str) -> None:
-    async def receive() -> Any:
-        return {"type": "http.disconnect"}
-
     with pytest.raises(Gone):
-        asyncio.run(read({b"content-encoding": coding.encode()}, receive, MOST))
+        asyncio.run(read_body(Upload({b"content-encoding": coding.encode()}), MOST, MemoryBudget()))
 
 
 def test_a_timeout_longer_than_any_number_of_seconds_is_none() -> None:
-    assert of_parameter(2**64) == 2**64 / 1e6
-    assert of_parameter(10**400) == of_parameter(0) == math.inf
+    assert parse_timeout_parameter(2**64) == 2**64 / 1e6
+    assert parse_timeout_parameter(10**400) == parse_timeout_parameter(0) == math.inf

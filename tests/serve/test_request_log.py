@@ -94,7 +94,7 @@ def test_other_grpc_calls_bear_an_id_too(server: Running) -> None:
         assert told["x-request-id"]
 
 
-def test_the_bundle_and_where_it_runs_are_told(server: Running, bundle: Bundle) -> None:
+def test_the_bundle_and_where_it_runs_are_reported(server: Running, bundle: Bundle) -> None:
     labels = {"digest": bundle.digest, "provider": "CPUExecutionProvider", "verdict": "pass", "version": "1"}
     assert _sample(server, "pipe_bundle_info", **labels) == 1
     assert _sample(server, "process_resident_memory_bytes") > 10e6

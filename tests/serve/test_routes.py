@@ -23,7 +23,7 @@ from serve.routes import PATHS, Route, find, is_open
         ("/v2/repository/index", "POST", ("index", "", "")),
     ],
 )
-def test_a_path_is_known_by_what_it_asks(path: str, method: str, route: tuple[str, str, str]) -> None:
+def test_a_path_is_known_by_what_it_requests(path: str, method: str, route: tuple[str, str, str]) -> None:
     found = find(path, method)
     assert (found.kind, found.model, found.version) == route
 

@@ -47,19 +47,19 @@ def _judge(server: Running, folder: Path, *options: str, seconds: int) -> None:
     assert "Traceback" not in server.log
 
 
-def test_the_service_is_what_its_openapi_says(server: Running, tmp_path: Path) -> None:
+def test_the_service_is_what_its_openapi_states(server: Running, tmp_path: Path) -> None:
     _judge(server, tmp_path, "-n", "3", "--exclude-path-regex", "/versions/", seconds=60)
 
 
 @pytest.mark.long
-def test_the_service_is_what_its_openapi_says_for_every_version_and_many_requests(
+def test_the_service_is_what_its_openapi_states_for_every_version_and_many_requests(
     server: Running, tmp_path: Path
 ) -> None:
     _judge(server, tmp_path, "-n", "200", seconds=500)
 
 
 @pytest.mark.long
-def test_a_service_that_asks_for_a_key_is_what_its_openapi_says(
+def test_a_service_that_requests_a_key_is_what_its_openapi_states(
     module_launcher: Launcher, bundle_path: Path, tmp_path: Path
 ) -> None:
     """Among what is asked here is whether it lets anybody in without one."""
@@ -69,7 +69,7 @@ def test_a_service_that_asks_for_a_key_is_what_its_openapi_says(
 
 
 @pytest.mark.long
-def test_a_service_of_many_inputs_is_what_its_openapi_says(
+def test_a_service_of_many_inputs_is_what_its_openapi_states(
     module_launcher: Launcher, tmp_path: Path, seal: Callable[[Path], str]
 ) -> None:
     bundle = build(
@@ -81,6 +81,6 @@ def test_a_service_of_many_inputs_is_what_its_openapi_says(
 
 
 @pytest.mark.long
-def test_a_service_that_writes_texts_is_what_its_openapi_says(module_launcher: Launcher, tmp_path: Path) -> None:
+def test_a_service_that_writes_texts_is_what_its_openapi_states(module_launcher: Launcher, tmp_path: Path) -> None:
     server = module_launcher(tiny.build(tmp_path / "bundle"))
     _judge(server, tmp_path, "-n", "40", "--include-path-regex", "^/openai/", seconds=500)

@@ -20,13 +20,13 @@ import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
-from pipeline.contract.sources import HOUSE
-from pipeline.service.process import request
+from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.service.process import send_request
 
 from .conftest import Running
 from .sealed import TOO_BRIGHT
 
-SOURCES = [*sorted((HOUSE / "serve").rglob("*.py")), *sorted((HOUSE / "pipeline" / "spec").rglob("*.py"))]
+SOURCES = [*sorted((SOURCE_ROOT / "serve").rglob("*.py")), *sorted((SOURCE_ROOT / "pipeline" / "spec").rglob("*.py"))]
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 
@@ -46,7 +46,7 @@ def _called(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
             yield ("" if isinstance(node.func, ast.Name) else ".") + name, node
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(HOUSE).as_posix())
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(SOURCE_ROOT).as_posix())
 def test_nothing_is_unpickled_and_no_text_is_run(path: Path) -> None:
     tree = ast.parse(path.read_bytes())
     assert not UNPICKLERS & set(_imported(tree))
@@ -57,8 +57,8 @@ def test_nothing_is_unpickled_and_no_text_is_run(path: Path) -> None:
         assert not any(word.arg == "shell" for word in call.keywords)
 
 
-@pytest.mark.parametrize("path", sorted((HOUSE / "serve").rglob("*.py")), ids=lambda path: path.name)
-def test_the_service_calls_nobody(path: Path) -> None:
+@pytest.mark.parametrize("path", sorted((SOURCE_ROOT / "serve").rglob("*.py")), ids=lambda path: path.name)
+def test_the_service_calls_no_one(path: Path) -> None:
     """No URL of a client's is fetched, because no client of any kind is there."""
     tree = ast.parse(path.read_bytes())
     assert not {"httpx", "requests", "urllib3", "aiohttp", "ftplib", "smtplib", "subprocess"} & set(_imported(tree))
@@ -113,10 +113,10 @@ def test_a_refusal_of_the_connection_is_no_page_either(server: Running) -> None:
 def test_values_that_fail_in_the_model_write_nothing_to_the_log(server: Running) -> None:
     lines = len(server.lines)
     tensor = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [TOO_BRIGHT * 10] * 64}
-    assert request("127.0.0.1", server.port, "POST", "/v2/models/tiny/infer", {"inputs": [tensor]})[0] == 400
-    assert request("127.0.0.1", server.port, "GET", "/v2/health/ready")[0] == 200
+    assert send_request("127.0.0.1", server.port, "POST", "/v2/models/tiny/infer", {"inputs": [tensor]})[0] == 400
+    assert send_request("127.0.0.1", server.port, "GET", "/v2/health/ready")[0] == 200
     # Of a connection that an earlier test had refused the line may come late.
-    assert [line for line in server.lines[lines:] if "serve.http1.exchange refused" not in line] == []
+    assert [line for line in server.lines[lines:] if "serve.http1.connection refused" not in line] == []
 
 
 ENDLESS = "n" * 20_000
@@ -133,7 +133,7 @@ ENDLESS = "n" * 20_000
     ],
 )
 def test_a_sentence_is_bounded_whatever_it_speaks_of(server: Running, path: str, body: Any) -> None:
-    status, _, answer = request("127.0.0.1", server.port, "POST", path, body)
+    status, _, answer = send_request("127.0.0.1", server.port, "POST", path, body)
     assert status == 400
     assert len(answer["error"]) <= 501
 
@@ -157,7 +157,7 @@ def _can_be_nobody() -> bool:
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
         return False
     argv = ["unshare", "--mount", *NOBODY, sys.executable, "-c", "import serve.options"]
-    env = {**os.environ, "PYTHONPATH": str(HOUSE)}
+    env = {**os.environ, "PYTHONPATH": str(SOURCE_ROOT)}
     return subprocess.run(argv, check=False, capture_output=True, env=env, cwd="/").returncode == 0
 
 
@@ -178,7 +178,7 @@ def readable(bundle_path: Path) -> Iterator[Path]:
         yield Path(shutil.copytree(bundle_path, Path(folder) / "bundle"))
 
 
-def test_it_runs_as_nobody_on_a_file_system_that_cannot_be_written(
+def test_it_runs_as_no_one_on_a_file_system_that_cannot_be_written(
     readable: Path, free_ports: Callable[[int], list[int]], picture: list[list[int]]
 ) -> None:
     if not _can_be_nobody():
@@ -186,7 +186,7 @@ def test_it_runs_as_nobody_on_a_file_system_that_cannot_be_written(
     http_port, grpc_port = free_ports(2)
     argv = ["unshare", "--mount", "bash", "-c", ALONE, "alone", sys.executable, "-m", "serve", str(readable)]
     argv += ["--port", str(http_port), "--grpc-port", str(grpc_port), "--log-format", "text"]
-    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(HOUSE), "PYTHONSAFEPATH": "1", "HOME": "/nowhere"}
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(SOURCE_ROOT), "PYTHONSAFEPATH": "1", "HOME": "/nowhere"}
     with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = [next(line for line in process.stderr if " ready url=" in line or "error" in line)]
@@ -194,7 +194,7 @@ def test_it_runs_as_nobody_on_a_file_system_that_cannot_be_written(
             status = Path(f"/proc/{process.pid}/status").read_text()
             mounts = Path(f"/proc/{process.pid}/mounts").read_text().splitlines()
             asked = {"instances": [picture]}
-            code, _, answer = request("127.0.0.1", http_port, "POST", "/v1/models/tiny:predict", asked)
+            code, _, answer = send_request("127.0.0.1", http_port, "POST", "/v1/models/tiny:predict", asked)
         finally:
             process.terminate()
             said += process.stderr

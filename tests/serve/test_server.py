@@ -74,7 +74,7 @@ def test_on_a_signal_readiness_goes_at_once_and_the_accepted_request_is_answered
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_end_while_it_starts_it_hears_also_as_the_first_process_of_a_container(
+def test_reported_to_end_while_it_starts_it_hears_also_as_the_first_process_of_a_container(
     start: Launcher, bundle_path: Path, number: signal.Signals
 ) -> None:
     running = start(bundle_path, ready=False)
@@ -84,7 +84,7 @@ def test_told_to_end_while_it_starts_it_hears_also_as_the_first_process_of_a_con
     assert "Traceback" not in running.log
 
 
-def test_told_twice_to_end_the_service_does_not_wait(start: Launcher, tricky_path: Path, held: dict[str, Any]) -> None:
+def test_reported_twice_to_end_the_service_does_not_wait(start: Launcher, tricky_path: Path, held: dict[str, Any]) -> None:
     running = start(tricky_path)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(_predict, running, held)

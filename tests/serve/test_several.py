@@ -47,7 +47,7 @@ def _x(datatype: str, data: list[Any]) -> dict[str, Any]:
     return {"name": "x", "datatype": datatype, "shape": [1, len(data)], "data": data}
 
 
-def test_each_model_and_version_takes_what_its_own_signature_says(client: httpx.Client) -> None:
+def test_each_model_and_version_takes_what_its_own_signature_states(client: httpx.Client) -> None:
     two, three, whole = _x("FP32", [0.5, 1.5]), _x("FP32", [0.5, 1.5, 2.5]), _x("INT64", [1, 2])
     for model, right, wrong in (
         ("a/versions/1", two, three),

@@ -12,11 +12,10 @@ import pytest
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import BundleError
 from pipeline.contract.signature import Signature, TensorSpec
-from serve import shadow
 from serve.loading import prove
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session
-from serve.shadow import Agreement, Mirror, count, open_mirror, unlike
+from serve.shadow import MAX_WAITING_COPIES, Agreement, Shadow, count, incompatibility, open_shadow
 
 Array = np.ndarray[Any, Any]
 SECONDS = 20
@@ -45,9 +44,9 @@ def candidate(other_path: Path) -> Watched:
 
 
 @pytest.fixture
-def mirror(candidate: Watched, other_path: Path) -> Iterator[Mirror]:
-    with closing(Mirror("tiny", other_path, candidate, 1.0)) as mirror:
-        yield mirror
+def shadow(candidate: Watched, other_path: Path) -> Iterator[Shadow]:
+    with closing(Shadow("tiny", other_path, candidate, 1.0)) as shadow:
+        yield shadow
         candidate.gate.set()
 
 
@@ -68,66 +67,66 @@ def _until(what: Callable[[], bool]) -> None:
 
 
 def test_a_candidate_that_is_the_same_agrees(bundle: Bundle, bundle_path: Path, asked: Any) -> None:
-    with closing(open_mirror("tiny", bundle_path, bundle.signature, 1.0)) as mirror:
-        mirror.offer(*asked)
-        _until(lambda: mirror.agreement.same == 1)
-    assert mirror.agreement == Agreement(same=1, rows=4, rows_same_class=4, max_difference=0.0)
-    assert mirror.status()["bundle"] == bundle.digest
+    with closing(open_shadow("tiny", bundle_path, bundle.signature, 1.0)) as shadow:
+        shadow.offer(*asked)
+        _until(lambda: shadow.agreement.same == 1)
+    assert shadow.agreement == Agreement(same=1, rows=4, rows_same_class=4, max_difference=0.0)
+    assert shadow.status()["bundle"] == bundle.digest
 
 
-def test_a_candidate_that_is_another_is_measured(mirror: Mirror, candidate: Watched, asked: Any) -> None:
-    mirror.offer(*asked)
-    _until(lambda: mirror.agreement.other == 1)
+def test_a_candidate_that_is_another_is_measured(shadow: Shadow, candidate: Watched, asked: Any) -> None:
+    shadow.offer(*asked)
+    _until(lambda: shadow.agreement.other == 1)
     images, outputs = asked
     apart = np.abs(candidate.run(images)["logits"].astype(np.float64) - outputs["logits"])
-    assert mirror.agreement.max_difference == pytest.approx(float(apart.max()))
-    assert (mirror.agreement.same, mirror.agreement.rows) == (0, 4)
-    assert mirror.agreement.rows_same_class < 4
+    assert shadow.agreement.max_difference == pytest.approx(float(apart.max()))
+    assert (shadow.agreement.same, shadow.agreement.rows) == (0, 4)
+    assert shadow.agreement.rows_same_class < 4
 
 
-def test_a_busy_shadow_is_not_asked_and_nobody_waits_for_it(mirror: Mirror, candidate: Watched, asked: Any) -> None:
+def test_a_busy_shadow_is_not_requested_and_no_one_waits_for_it(shadow: Shadow, candidate: Watched, asked: Any) -> None:
     candidate.gate.clear()
-    mirror.offer(*asked)
+    shadow.offer(*asked)
     assert candidate.entered.wait(SECONDS)
-    for _ in range(shadow._WAITING + 5):
-        mirror.offer(*asked)
-    assert mirror.agreement.dropped == 5
+    for _ in range(MAX_WAITING_COPIES + 5):
+        shadow.offer(*asked)
+    assert shadow.agreement.dropped == 5
     candidate.gate.set()
-    _until(lambda: mirror.agreement.other == shadow._WAITING + 1)
+    _until(lambda: shadow.agreement.other == MAX_WAITING_COPIES + 1)
 
 
-def test_a_candidate_that_fails_is_counted_and_told_once(
-    mirror: Mirror, candidate: Watched, asked: Any, caplog: pytest.LogCaptureFixture
+def test_a_candidate_that_fails_is_counted_and_reported_once(
+    shadow: Shadow, candidate: Watched, asked: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     candidate.fails = True
-    mirror.offer(*asked)
-    mirror.offer(*asked)
-    _until(lambda: mirror.agreement.failed == 2)
+    shadow.offer(*asked)
+    shadow.offer(*asked)
+    _until(lambda: shadow.agreement.failed == 2)
     assert caplog.text.count("shadow failed (told once, then counted): no room") == 1
     candidate.fails = False
-    mirror.offer(*asked)
-    _until(lambda: mirror.agreement.other == 1)
+    shadow.offer(*asked)
+    _until(lambda: shadow.agreement.other == 1)
 
 
 def test_only_the_share_is_copied(candidate: Watched, other_path: Path, asked: Any) -> None:
-    with closing(Mirror("tiny", other_path, candidate, 0.0)) as mirror:
+    with closing(Shadow("tiny", other_path, candidate, 0.0)) as shadow:
         for _ in range(100):
-            mirror.offer(*asked)
-        assert mirror.agreement.dropped == 0
+            shadow.offer(*asked)
+        assert shadow.agreement.dropped == 0
     assert not candidate.entered.is_set()
 
 
-def test_a_closed_shadow_ends_its_thread_even_when_it_was_full(mirror: Mirror, candidate: Watched, asked: Any) -> None:
+def test_a_closed_shadow_ends_its_thread_even_when_it_was_full(shadow: Shadow, candidate: Watched, asked: Any) -> None:
     candidate.gate.clear()
-    for _ in range(shadow._WAITING + 2):
-        mirror.offer(*asked)
-    mirror.close()
+    for _ in range(MAX_WAITING_COPIES + 2):
+        shadow.offer(*asked)
+    shadow.close()
     candidate.gate.set()
-    mirror._thread.join(SECONDS)
-    assert not mirror._thread.is_alive()
-    before = mirror.agreement.dropped
-    mirror.offer(*asked)
-    assert mirror.agreement.dropped == before
+    shadow._thread.join(SECONDS)
+    assert not shadow._thread.is_alive()
+    before = shadow.agreement.dropped
+    shadow.offer(*asked)
+    assert shadow.agreement.dropped == before
 
 
 def test_whole_numbers_must_be_equal_and_other_shapes_never_are() -> None:
@@ -138,7 +137,7 @@ def test_whole_numbers_must_be_equal_and_other_shapes_never_are() -> None:
     assert (agreement.same, agreement.other, agreement.max_difference) == (1, 2, 0.0)
 
 
-def test_infinities_and_empty_outputs_have_no_difference_to_tell() -> None:
+def test_infinities_and_empty_outputs_have_no_difference_to_show() -> None:
     agreement = Agreement()
     for array in (np.array([[np.inf, np.nan]]), np.zeros((0, 2)), np.array(3.0)):
         count(agreement, {"y": array}, {"y": array}, 0.0, 0.0)
@@ -149,7 +148,7 @@ def test_a_candidate_that_takes_or_gives_something_else_is_refused(bundle: Bundl
     mine = bundle.signature
     wider = TensorSpec(name="image", datatype="FP32", shape=("batch", 1, 9, 9))
     with pytest.raises(BundleError, match=r"it cannot shadow tiny: its inputs are image FP32 .*1, 8, 8.*, the current"):
-        open_mirror("tiny", bundle_path, mine.model_copy(update={"inputs": (wider,)}), 1.0)
+        open_shadow("tiny", bundle_path, mine.model_copy(update={"inputs": (wider,)}), 1.0)
     poorer: Signature = mine.model_copy(update={"outputs": ()})
-    assert unlike(mine, poorer) == "it has no output logits"
-    assert unlike(poorer, mine) == ""
+    assert incompatibility(mine, poorer) == "it has no output logits"
+    assert incompatibility(poorer, mine) == ""

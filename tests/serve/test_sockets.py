@@ -67,7 +67,7 @@ def test_a_successor_gets_every_new_connection_and_the_first_keeps_its_queue(add
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such filter")
-def test_a_closing_socket_keeps_its_queue_and_admits_nobody_else(address: Address) -> None:
+def test_a_closing_socket_keeps_its_queue_and_admits_no_one_else(address: Address) -> None:
     with reserve(address, share=False) as sock:
         sock.listen()
         with _connections(address, 3):

@@ -74,7 +74,7 @@ def test_grpc_takes_them_too(running: Running, raw: bool) -> None:
     assert found == (to_raw(np.array(ANSWERS, object), "BYTES") if raw else [one.encode() for one in ANSWERS])
 
 
-def test_the_tensors_of_the_graph_are_taken_as_ever_and_both_are_told_of(client: httpx.Client) -> None:
+def test_the_tensors_of_the_graph_are_taken_as_ever_and_both_are_reported_of(client: httpx.Client) -> None:
     tensor = {"inputs": [{"name": "x", "shape": [2, 1], "datatype": "FP32", "data": [1.0, 2.0]}]}
     answers = [client.post("/v2/models/tiny/infer", json=one).json() for one in (tensor, asked(TEXTS))]
     assert answers[0]["outputs"][0]["data"] == [2.0, 3.0]

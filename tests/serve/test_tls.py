@@ -35,7 +35,7 @@ def test_a_file_that_is_not_there_is_named(certify: Certify) -> None:
         Tls(Pair(certify("first").certificate, Path("absent")))
 
 
-def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
+def test_a_key_with_a_password_is_refused_and_no_one_is_requested_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the key has a password"):
         Tls(certificates.make(tmp_path, "locked", "-passout", "pass:secret"))
 

@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace import SpanKind, StatusCode
 
 from serve import tracing
-from serve.request_context import Watch
-from serve.tracing import Tracer, configured, exporters, phases
+from serve.request_context import RequestContext
+from serve.tracing import Tracer, configured, exporters
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher
@@ -41,15 +41,15 @@ def tracer(memory: InMemorySpanExporter) -> Iterator[Tracer]:
         yield tracer
 
 
-def _watch(code: int | str = 200, **trace: str) -> Watch:
+def _request(status: int | str = 200, **headers: str) -> RequestContext:
     """A request that has been through all of its phases."""
-    watch = Watch(b"id-1", "/v1/models/tiny:predict", "v1")
-    watch.began -= 1.0
-    watch.reading, watch.read = watch.began + 0.1, watch.began + 0.2
-    watch.taken, watch.ran = watch.began + 0.4, watch.began + 0.9
-    watch.code = code
-    watch.trace = {name: value.encode() for name, value in trace.items()}
-    return watch
+    encoded = {name.encode(): value.encode() for name, value in headers.items()}
+    request = RequestContext({b"x-request-id": b"id-1", **encoded}, "/v1/models/tiny:predict")
+    request.protocol, request.status = "v1", status
+    start = request.received_at = request.received_at - 1.0
+    request.decode_started_at, request.decoded_at = start + 0.1, start + 0.2
+    request.run_started_at, request.run_ended_at = start + 0.4, start + 0.9
+    return request
 
 
 def _spans(memory: InMemorySpanExporter) -> dict[str, ReadableSpan]:
@@ -63,7 +63,7 @@ def _milliseconds(span: ReadableSpan) -> int:
 
 
 def test_a_request_has_a_span_and_one_for_each_of_its_phases(tracer: Tracer, memory: InMemorySpanExporter) -> None:
-    tracer(_watch())
+    tracer(_request())
     spans = _spans(memory)
     request = spans.pop("v1 unknown model")
     assert request.kind is SpanKind.SERVER
@@ -84,7 +84,7 @@ def test_a_request_has_a_span_and_one_for_each_of_its_phases(tracer: Tracer, mem
 
 
 def test_the_callers_trace_is_continued_with_its_state(tracer: Tracer, memory: InMemorySpanExporter) -> None:
-    tracer(_watch(traceparent=f"00-{TRACE}-{PARENT}-01", tracestate="a=1"))
+    tracer(_request(traceparent=f"00-{TRACE}-{PARENT}-01", tracestate="a=1"))
     for span in memory.get_finished_spans():
         assert f"{span.context.trace_id:032x}" == TRACE
         assert span.context.trace_state.get("a") == "1"
@@ -94,13 +94,13 @@ def test_the_callers_trace_is_continued_with_its_state(tracer: Tracer, memory: I
 
 
 def test_what_the_caller_does_not_sample_is_not_recorded(tracer: Tracer, memory: InMemorySpanExporter) -> None:
-    tracer(_watch(traceparent=f"00-{TRACE}-{PARENT}-00"))
+    tracer(_request(traceparent=f"00-{TRACE}-{PARENT}-00"))
     assert memory.get_finished_spans() == ()
 
 
 @pytest.mark.parametrize("parent", ["", "00-short-1-01", f"00-{'0' * 32}-{PARENT}-01", "é"])
 def test_a_damaged_parent_begins_a_new_trace(tracer: Tracer, memory: InMemorySpanExporter, parent: str) -> None:
-    tracer(_watch(traceparent=parent))
+    tracer(_request(traceparent=parent))
     assert _spans(memory)["v1 unknown model"].parent is None
 
 
@@ -110,16 +110,16 @@ def test_a_damaged_parent_begins_a_new_trace(tracer: Tracer, memory: InMemorySpa
 def test_our_failures_are_marked_and_a_clients_are_not(
     tracer: Tracer, memory: InMemorySpanExporter, code: int | str, status: StatusCode
 ) -> None:
-    tracer(_watch(code))
+    tracer(_request(code))
     assert _spans(memory)["v1 unknown model"].status.status_code is status
 
 
 def test_the_phase_a_request_failed_in_is_its_last() -> None:
-    watch = _watch()
-    watch.taken = watch.ran = 0.0
-    assert [name for name, _, _ in phases(watch, watch.began + 1)] == ["read", "wait"]
-    watch.reading = watch.read = 0.0
-    assert list(phases(watch, watch.began + 1)) == []
+    request = _request()
+    request.run_started_at = request.run_ended_at = 0.0
+    assert [name for name, _, _ in request.phases()] == ["read", "wait"]
+    request.decode_started_at = request.decoded_at = 0.0
+    assert request.phases() == []
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_the_phase_a_request_failed_in_is_its_last() -> None:
         ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "True"}, []),
     ],
 )
-def test_the_standard_variables_say_where_traces_go(environment: dict[str, str], names: list[str]) -> None:
+def test_the_standard_variables_state_where_traces_go(environment: dict[str, str], names: list[str]) -> None:
     assert exporters(environment) == names
 
 
-def test_nothing_asked_for_is_nothing_loaded() -> None:
+def test_nothing_requested_is_nothing_loaded() -> None:
     assert configured({}) is None
 
 
@@ -148,7 +148,7 @@ def _gone(name: str) -> None:
 
 
 @pytest.mark.parametrize("find", [lambda name: None, _gone])
-def test_asked_for_and_not_installed_is_said(
+def test_requested_and_not_installed_is_stated(
     find: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracing, "find_spec", find)
@@ -156,7 +156,7 @@ def test_asked_for_and_not_installed_is_said(
     assert "install pipe-road[tracing]" in caplog.text
 
 
-def test_an_exporter_there_is_not_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exporter_there_is_not_is_stated(caplog: pytest.LogCaptureFixture) -> None:
     tracer = configured({"OTEL_TRACES_EXPORTER": "zipkin"})
     assert tracer is not None
     tracer.close()

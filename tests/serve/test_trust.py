@@ -96,7 +96,7 @@ def enter_by_swap(given: Given, fleet: Fleet) -> None:
 
 
 def enter_as_shadow(given: Given, fleet: Fleet) -> None:
-    asyncio.run(fleet.shadow("tiny", given.bundle, 1.0))
+    asyncio.run(fleet.start_shadow("tiny", given.bundle, 1.0))
 
 
 WAYS = (enter_at_start, enter_as_shadow_at_start, enter_by_swap, enter_as_shadow)
@@ -122,7 +122,7 @@ def test_what_a_trusted_key_signed_comes_in_by_every_way(given: Given, fleet: Fl
     assert fleet.status()["models"]["tiny"]["shadow"]["path"] == str(given.bundle)
 
 
-def test_a_key_that_is_taken_out_of_the_file_opens_no_door_from_then_on(given: Given, fleet: Fleet) -> None:
+def test_a_key_that_is_taken_out_of_the_file_opens_no_security_from_then_on(given: Given, fleet: Fleet) -> None:
     new_key(given.key.parent / "other")
     shutil.copyfile(f"{given.key.parent}/other.pub", f"{given.key}.pub")
     with pytest.raises(BundleError, match="is signed by SHA256:"):

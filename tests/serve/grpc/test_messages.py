@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeline.contract.errors import InvalidPayload
 from serve.errors import TooLarge
 from serve.grpc import messages
-from serve.request_body import of_call
+from serve.request_context import parse_grpc_timeout
 from tests.serve.grpc.http2_frames import FUZZ_SETTINGS, decode_fields
 
 
@@ -39,17 +39,17 @@ def test_what_is_wrapped_is_unwrapped(message: bytes) -> None:
     [(b"2H", 7200.0), (b"3M", 180.0), (b"20S", 20.0), (b"5m", 0.005), (b"7u", 7e-6), (b"99999999n", 0.099999999)],
 )
 def test_a_deadline_has_a_unit(said: bytes, seconds: float) -> None:
-    assert of_call(said) == pytest.approx(seconds)
+    assert parse_grpc_timeout(said) == pytest.approx(seconds)
 
 
 def test_without_one_there_is_no_end() -> None:
-    assert of_call(None) == float("inf")
+    assert parse_grpc_timeout(None) == float("inf")
 
 
 @pytest.mark.parametrize("said", [b"", b"S", b"5", b"5x", b"-1S", b"1.5S", b"123456789S", b"5 S", b"\xb2S"])
 def test_what_is_no_deadline_is_refused(said: bytes) -> None:
     with pytest.raises(InvalidPayload, match="grpc-timeout"):
-        of_call(said)
+        parse_grpc_timeout(said)
 
 
 @pytest.mark.parametrize("cut", [[1, 1, 1, 1, 1], [5], [2, 4], [3, 90]])

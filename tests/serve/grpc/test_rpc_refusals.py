@@ -11,9 +11,8 @@ from serve import request_body
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import ErrorCode, frame
 from serve.grpc.service import Calls
-from serve.logs import AccessLog
-from serve.metrics import Metrics
-from serve.request_log import Observer
+from serve.prometheus import Metrics
+from serve.request_log import RequestLog
 from serve.security import Keys
 from tests.serve.grpc.http2_frames import CLIENT_PREFACE, GRPC, MemoryConnection, data, decode_fields, headers, resets
 
@@ -27,15 +26,15 @@ class GrpcConnection(MemoryConnection):
     """A connection to a gRPC service without models."""
 
     def __init__(self, keys: Keys | None = None) -> None:
-        self.observer = Observer(Metrics(list), AccessLog(0.0))
+        self.requests = RequestLog(Metrics(list))
         plane: Any = None  # no call here reaches it
-        self.calls = Calls(plane, self.observer, [("x-served-by", "me")], MOST, keys)
+        self.calls = Calls(plane, self.requests, [("x-served-by", "me")], MOST, keys)
         super().__init__(app=self.calls)
         self.send(CLIENT_PREFACE)
 
     @property
     def rejected(self) -> dict[str, int]:
-        return dict(self.observer.metrics.unknown.rejected)
+        return dict(self.requests.metrics.no_model.rejected)
 
 
 def grpc_status(found: list[frames.Frame]) -> tuple[str, str]:
@@ -50,22 +49,22 @@ def grpc_status(found: list[frames.Frame]) -> tuple[str, str]:
 def test_incomplete_call_times_out() -> None:
     client = GrpcConnection()
     assert client.send(headers(1, CALL), data(1, b"\0\0\0\1\0" + b"x" * 100, 0)) == []
-    assert client.calls._room.held == 105
+    assert client.calls._budget.held_bytes == 105
     client.streams.check_timeouts(float("inf"))
     assert grpc_status(client.received()) == ("1", "the call did not arrive whole in time")
-    assert (client.rejected, client.calls._room.held) == ({"slow": 1}, 0)
+    assert (client.rejected, client.calls._budget.held_bytes) == ({"slow": 1}, 0)
 
 
 def test_cancelled_call_is_counted_and_frees_its_bytes() -> None:
     client = GrpcConnection()
     client.send(headers(1, CALL), data(1, b"\0\0\0\1\0" + b"x" * 100, 0), frames.rst_stream(1, ErrorCode.CANCEL))
-    assert (client.received(), client.rejected, client.calls._room.held) == ([], {"gone": 1}, 0)
+    assert (client.received(), client.rejected, client.calls._budget.held_bytes) == ([], {"gone": 1}, 0)
 
 
 def test_stream_error_frees_the_bytes_of_a_call() -> None:
     client = GrpcConnection()
     client.send(headers(1, CALL), data(1, b"\0\0\0\1\0" + b"x" * 200, 0), frame(frames.WINDOW_UPDATE, 0, 1, b"\0" * 4))
-    assert (client.rejected, client.calls._room.held, client.streams.open) == ({"gone": 1}, 0, {})
+    assert (client.rejected, client.calls._budget.held_bytes, client.streams.open) == ({"gone": 1}, 0, {})
 
 
 def test_oversized_call_is_rejected_by_its_prefix() -> None:
@@ -74,15 +73,15 @@ def test_oversized_call_is_rejected_by_its_prefix() -> None:
     status, sentence = grpc_status(found)
     assert (status, "larger than max" in sentence) == ("8", True)
     assert client.send(data(1, b"x" * 16384, 0)) == []
-    assert (client.rejected, client.calls._room.held) == ({"size": 1}, 0)
+    assert (client.rejected, client.calls._budget.held_bytes) == ({"size": 1}, 0)
 
 
 def test_call_without_memory_is_rejected_as_retryable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "_BODIES", 0)
+    monkeypatch.setattr(request_body, "_BODIES_IN_MEMORY", 0)
     client = GrpcConnection()
     status, sentence = grpc_status(client.send(headers(1, CALL), data(1, b"\0\0\0\1\0" + b"x" * 300, 0)))
     assert (status, "try again in a moment" in sentence) == ("14", True)
-    assert (client.rejected, client.calls._room.held) == ({"busy": 1}, 0)
+    assert (client.rejected, client.calls._budget.held_bytes) == ({"busy": 1}, 0)
 
 
 def test_missing_key_is_rejected_before_the_message(tmp_path: Path) -> None:
@@ -99,6 +98,6 @@ def test_disconnect_frees_every_call() -> None:
     client = GrpcConnection()
     for number in range(1, 20, 2):
         client.send(headers(number, CALL), data(number, b"\0\0\0\1\0" + b"x" * 300, 0))
-    assert client.calls._room.held == 10 * 305
+    assert client.calls._budget.held_bytes == 10 * 305
     client.streams.close()
-    assert (client.rejected, client.calls._room.held, client.streams.open) == ({"gone": 10}, 0, {})
+    assert (client.rejected, client.calls._budget.held_bytes, client.streams.open) == ({"gone": 10}, 0, {})

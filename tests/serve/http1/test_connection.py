@@ -9,7 +9,7 @@ from tests.serve.http1.test_connection_more import ask, post
     ("framing", "body"),
     [("content-length: 5", b"hello"), ("transfer-encoding: chunked", b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n")],
 )
-def test_a_body_behind_an_upgrade_nobody_makes_is_read(framing: str, body: bytes) -> None:
+def test_a_body_behind_an_upgrade_no_one_makes_is_read(framing: str, body: bytes) -> None:
     """Java's client asks for h2c with whatever it sends first."""
     head = f"POST /a HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n{framing}\r\n\r\n"
     for pieces in ([head.encode() + body], [head.encode(), body], [head.encode(), body[:1], body[1:]]):

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from serve.errors import Gone
 from serve.http1 import connection
-from serve.http1.connection import Connection
+from serve.http1.connection import Connection, HttpRequest
 from serve.http1.listener import Listener
 
-Scope = dict[str, Any]
 Exchange = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Any]]
 LOST = asyncio.TimeoutError
 
@@ -22,40 +22,46 @@ class Echo:
     """Answers with the method, the path and the body; remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[Scope] = []
+        self.requests: list[HttpRequest] = []
         self.arrived = asyncio.Event()
         self.go_on = asyncio.Event()
         self.saw_gone = asyncio.Event()
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        self.asked.append(scope)
-        path = scope["path"]
+    def begin(self, request: HttpRequest) -> Any:
+        self.requests.append(request)
+        if request.path == "/refused":
+            request.respond_now(503, (), b"busy")
+            return None
+        return self.answer(request)
+
+    async def answer(self, request: HttpRequest) -> None:
+        path = request.path
         if path == "/fails":
             raise ValueError("a secret")
         if path == "/early":
-            await self._answer(send, b"no")
+            await request.respond(200, (), b"no")
+            return
+        if path == "/streams":
+            request.start_stream(200, ())
+            for part in (b"one", b"", b"two"):
+                await request.send_part(part)
+            request.end_stream()
             return
         body, more = b"", True
         while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
+            try:
+                piece, more = await request.receive()
+            except Gone:
                 self.saw_gone.set()
                 return
-            body, more = body + message["body"], message["more_body"]
+            body += piece
         if path == "/waits":
-            gone = scope["left"]  # the exchange takes its scope back when it ends
             self.arrived.set()
             await self.go_on.wait()
-            if gone():
+            if request.is_disconnected():
                 self.saw_gone.set()
-        extra = [(b"x-bad", b"a\r\nx-evil: b")] if path == "/split" else []
-        told = b"%b %b %d" % (scope["method"].encode(), path.encode(), len(body))
-        await self._answer(send, told, *extra)
-
-    async def _answer(self, send: Any, body: bytes, *extra: tuple[bytes, bytes]) -> None:
-        headers = [(b"content-length", b"%d" % len(body)), *extra]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        headers = [(b"x-bad", b"a\r\nx-evil: b")] if path == "/split" else []
+        await request.respond(200, headers, b"%b %b %d" % (request.method.encode(), path.encode(), len(body)))
 
 
 def talk(what: Callable[[Echo, Listener, Callable[[], Any]], Awaitable[Any]]) -> Any:
@@ -65,7 +71,7 @@ def talk(what: Callable[[Echo, Listener, Callable[[], Any]], Awaitable[Any]]) ->
         app = Echo()
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
-            listener = Listener(app, sock, [("x-served-by", "me")], 5)  # type: ignore[arg-type]
+            listener = Listener(app, sock, [("x-served-by", "me")], 5)
             serving = asyncio.create_task(listener.run_until_stopped())
             await listener.listening.wait()
             place = sock.getsockname()
@@ -123,16 +129,16 @@ def test_a_body_in_many_pieces_arrives_whole() -> None:
 def test_a_chunked_body_arrives_and_its_trailers_pass_for_no_headers() -> None:
     connection = b"POST /a HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
 
-    async def what(app: Echo, _listener: Listener, connect: Any) -> tuple[bytes, Scope]:
+    async def what(app: Echo, _listener: Listener, connect: Any) -> tuple[bytes, HttpRequest]:
         reader, writer = await connect()
         writer.write(connection + b"3\r\nabc\r\n2\r\nde\r\n0\r\nx-api-key: stolen\r\n\r\n")
         answer = await reader.read()
         writer.close()
-        return answer, app.asked[0]
+        return answer, app.requests[0]
 
-    answer, scope = talk(what)
+    answer, request = talk(what)
     assert b"POST /a 5" in answer
-    assert b"x-api-key" not in dict(scope["headers"])
+    assert b"x-api-key" not in request.headers
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,7 @@ def test_a_chunked_body_arrives_and_its_trailers_pass_for_no_headers() -> None:
         (b"GET /a HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", b"400"),
         (b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nnot hexadecimal\r\n", b"400"),
         (b"GET /" + b"a" * connection.MAX_URL_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n", b"414"),
-        (b"GET / HTTP/1.1\r\nx: " + b"a" * connection.MAX_BYTES + b"\r\n\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * connection.MAX_HEAD_BYTES + b"\r\n\r\n", b"431"),
         (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * (connection.MAX_HEADERS + 1) + b"\r\n", b"431"),
         (b"GET / HTTP/1.1\r\nx: " + b"a" * 200_000, b"431"),  # and it never ends
     ],
@@ -170,13 +176,32 @@ def test_head_gets_no_body_and_http_1_0_is_closed() -> None:
     assert b"content-length: 9\r\n" in answer
 
 
+def test_requests_refused_at_once_keep_the_connection_and_its_order() -> None:
+    large = post("/refused", b"x" * 600_000)
+    answer = ask(post("/a") + large + post("/refused") * 2000 + post("/b", close=True))
+    assert answer.count(b"HTTP/1.1 503 Service Unavailable\r\n") == 2001
+    assert answer.index(b"POST /a 0") < answer.index(b"busy") < answer.index(b"POST /b 0")
+
+
+def test_a_request_refused_at_once_that_ends_the_connection_is_the_last_one() -> None:
+    answer = ask(post("/refused", b"abc", close=True) + post("/a"))
+    assert (answer.count(b"HTTP/1.1"), answer.count(b"connection: close")) == (1, 1)
+
+
+def test_a_stream_is_chunked_or_ends_with_the_connection() -> None:
+    answer = ask(post("/streams") + post("/b", close=True))
+    assert b"transfer-encoding: chunked\r\n" in answer
+    assert answer.index(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n") < answer.index(b"POST /b 0")
+    assert ask(b"GET /streams HTTP/1.0\r\nhost: x\r\n\r\n").endswith(b"connection: close\r\n\r\nonetwo")
+
+
 def test_leave_to_send_is_given_when_the_body_is_wanted() -> None:
     connection = post("/a", b"abc", "expect: 100-continue", close=True)
     answer = ask(connection[:-3], connection[-3:])
     assert b"POST /a 3" in answer
 
 
-def test_an_upgrade_we_do_not_know_is_answered_as_if_not_asked_for() -> None:
+def test_an_upgrade_we_do_not_know_is_answered_as_if_not_requested() -> None:
     first = b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n\r\n"
     answer = ask(first + post("/b", close=True))
     assert answer.index(b"GET /a 0") < answer.index(b"POST /b 0")
@@ -208,8 +233,7 @@ def test_who_hung_up_is_known_to_be_gone() -> None:
         await app.arrived.wait()
         writer.close()
         await writer.wait_closed()
-        gone = app.asked[0]["left"]
-        while not gone():
+        while not app.requests[0].is_disconnected():
             await asyncio.sleep(0.001)
         app.go_on.set()
         await app.saw_gone.wait()
@@ -222,7 +246,7 @@ def test_who_hangs_up_inside_a_body_ends_the_request() -> None:
         _, writer = await connect()
         writer.write(post("/a", b"abcdef")[:-1])
         await writer.drain()
-        while not app.asked:
+        while not app.requests:
             await asyncio.sleep(0.001)
         writer.close()
         await app.saw_gone.wait()
@@ -278,7 +302,7 @@ def test_a_request_that_takes_its_time_on_our_side_is_not_given_up() -> None:
     assert b"200 OK" in talk(what)
 
 
-def test_a_stop_answers_what_was_asked_and_closes() -> None:
+def test_a_stop_answers_what_was_requested_and_closes() -> None:
     async def what(app: Echo, listener: Listener, connect: Any) -> bytes:
         reader, writer = await connect()
         writer.write(post("/waits") + post("/b"))

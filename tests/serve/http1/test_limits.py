@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from serve.errors import Gone
 from serve.http1 import limits
-from serve.http1.connection import Connection
+from serve.http1.connection import Connection, HttpRequest
 from serve.http1.listener import Listener
 
 HEAD = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n"
@@ -21,30 +22,35 @@ LEFT: list[bool] = []  # of each request, when it was answered
 LARGE = 20 << 20  # more than the kernel's buffers take
 
 
-async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """The length of the body; or for /large that many bytes; /waits waits for a while, or until the client is gone."""
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return
-        size, more = size + len(message["body"]), message["more_body"]
-    left, waits = scope["left"], scope["path"] == "/waits"
-    end = asyncio.get_running_loop().time() + WAIT_SECONDS
-    while waits and not left() and asyncio.get_running_loop().time() < end:
-        await asyncio.sleep(0.001)
-    LEFT.append(left())
-    status, body = 200, b"%d" % size
-    body = b"x" * LARGE if scope["path"] == "/large" else body
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]})
-    await send({"type": "http.response.body", "body": body})
+class Application:
+    """Answers with the length of the body; for /large with that many bytes; /waits waits for a while, or until the
+    client is gone.
+    """
+
+    def begin(self, request: HttpRequest) -> Any:
+        return self.answer(request)
+
+    async def answer(self, request: HttpRequest) -> None:
+        size, more = 0, True
+        while more:
+            try:
+                piece, more = await request.receive()
+            except Gone:
+                return
+            size += len(piece)
+        waits = request.path == "/waits"
+        end = asyncio.get_running_loop().time() + WAIT_SECONDS
+        while waits and not request.is_disconnected() and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.001)
+        LEFT.append(request.is_disconnected())
+        await request.respond(200, (), b"x" * LARGE if request.path == "/large" else b"%d" % size)
 
 
 def talk(what: Callable[[Listener, Callable[[], Any]], Awaitable[Any]], most: int = 100) -> Any:
     async def run() -> Any:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
-            listener = Listener(application, sock, [], 5)  # type: ignore[arg-type]
+            listener = Listener(Application(), sock, [], 5)
             listener.config.limit_concurrency = most
             serving = asyncio.create_task(listener.run_until_stopped())
             await listener.listening.wait()
@@ -82,13 +88,13 @@ def sweep(listener: Listener, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"P", b"POST /a HTTP/1.1\r\nhost:", HEAD, HEAD + b"ab"])
-def test_one_that_ends_in_the_middle_of_its_request_is_told(sent: bytes) -> None:
+def test_one_that_ends_in_the_middle_of_its_request_is_reported(sent: bytes) -> None:
     answer = half_closed(sent)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b'{"error":"the connection was closed for sending in the middle of a request"}' in answer
 
 
-def test_one_that_has_asked_and_only_listens_is_answered() -> None:
+def test_one_that_has_requested_and_only_listens_is_answered() -> None:
     answer = half_closed(HEAD + b"abc" + HEAD + b"abc")
     assert answer.count(b"HTTP/1.1 200 OK") == 2
     assert answer.endswith(b"\r\n\r\n3")
@@ -100,7 +106,7 @@ def test_one_that_ended_inside_its_second_request_is_answered_the_first() -> Non
 
 
 @pytest.mark.parametrize("version", [b"", b" HTTP/1.0", b" HTTP/1.1\r\nhost: x\r\nconnection: close"])
-def test_one_whose_body_goes_wrong_is_told_also_where_the_connection_ends_with_it(version: bytes) -> None:
+def test_one_whose_body_goes_wrong_is_reported_also_where_the_connection_ends_with_it(version: bytes) -> None:
     answer = half_closed(b"POST /a" + version + b"\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabcd\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"\r\n\r\n") == 1
@@ -140,7 +146,7 @@ def test_one_that_closed_its_connection_is_known_to_be_gone(reset: bool) -> None
     talk(what)
 
 
-def test_one_that_says_nothing_at_all_and_ends_is_no_matter() -> None:
+def test_one_that_states_nothing_at_all_and_ends_is_no_matter() -> None:
     assert half_closed(b"") == b""
 
 
@@ -205,7 +211,7 @@ def test_the_one_silent_for_longest_gives_way_to_a_new_one() -> None:
     assert kept.startswith(b"HTTP/1.1 200")
 
 
-def test_where_all_are_being_served_a_new_one_is_told_so() -> None:
+def test_where_all_are_being_served_a_new_one_is_reported() -> None:
     async def what(listener: Listener, connect: Any) -> bytes:
         served = [await connect() for _ in range(2)]
         for _, writer in served:
@@ -226,7 +232,7 @@ def test_where_all_are_being_served_a_new_one_is_told_so() -> None:
     assert b'{"error":"2 connections are being served already"}' in answer
 
 
-def test_the_service_asks_for_as_many_files_as_it_may_have_and_keeps_some() -> None:
+def test_the_service_requests_as_many_files_as_it_may_have_and_keeps_some() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         most, of_grpc = limits.most_connections(), limits.most_rpc_connections()

@@ -109,7 +109,7 @@ def test_pipelined_requests_are_refused_in_their_order(running: Running, full: h
     assert places == sorted(places)
 
 
-def test_whatever_else_is_wrong_is_said_as_ever(full: httpx.Client) -> None:
+def test_whatever_else_is_wrong_is_stated_as_ever(full: httpx.Client) -> None:
     wrong: list[tuple[str, dict[str, str], int]] = [
         (PATH, {"authorization": "Bearer nobody"}, 401),
         ("/v2/models/other/infer", {}, 404),

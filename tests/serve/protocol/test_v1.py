@@ -17,7 +17,7 @@ def test_the_instances_of_a_body_are_its_only_field() -> None:
         (b"[1]", "body: must be a JSON object"),
         (b"{}", 'body: the field "instances" is missing'),
         (b'{"instances": [1], "signature": 1}', 'body: unknown field "signature"'),
-        (b"[" * 100_000, "body: lists and objects stand .* 64 levels deep"),
+        (b"[" * 100_000, "body: lists and objects are nested .* 64 levels deep"),
     ],
 )
 def test_a_body_that_cannot_be_understood_is_refused(body: bytes, sentence: str) -> None:

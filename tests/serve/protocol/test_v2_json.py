@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from pipeline.contract.errors import InvalidPayload
 from serve.protocol import v2_json
-from serve.protocol.v2 import Call, parse
-from serve.protocol.v2_json import MOST_LEVELS, Form, checked, levels, parse_object, read_v2_json
+from serve.protocol.v2 import Payload, parse
+from serve.protocol.v2_json import Form, checked, read_v2_json
+from serve.request_body import MAX_DEPTH, json_depth, parse_object
 
 INPUT = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 0.1, -2e3]}
 
@@ -105,9 +106,9 @@ def test_long_bodies_of_numbers_need_no_thread_and_all_others_do(data: list[Any]
     body = _body({**INPUT, "data": data})
     assert len(body) > 32 << 10
     assert v2_json.is_flat_json(body) is flat
-    assert Call("tiny", body, None).quick is flat
-    assert not Call("tiny", body * 8, None).quick
-    assert Call("tiny", body * 8, "512").quick  # raw tensors behind a little JSON
+    assert Payload("tiny", body, None).is_quick is flat
+    assert not Payload("tiny", body * 8, None).is_quick
+    assert Payload("tiny", body * 8, "512").is_quick  # raw tensors behind a little JSON
 
 
 def test_long_data_gives_the_very_numbers_the_plain_reader_gives() -> None:
@@ -118,7 +119,7 @@ def test_long_data_gives_the_very_numbers_the_plain_reader_gives() -> None:
     assert tensor.data.tolist() == data
 
 
-def test_whatever_becomes_of_a_body_both_readers_say_the_same_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_becomes_of_a_body_both_readers_state_the_same_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = [b"[", b"]", b"{", b"}", b",", b":", b'"', b"0", b"-", b".", b"e", b"9" * 15, b"true", b"null", b" "]
     tokens += [b'"inputs"', b'"data"', b'"FP32"', b'"INT8"', b'"x"', b"\\", b"\xff", b"\0", b"1.0", b"[1]"]
     two = {**INPUT, "shape": [1, 2]}
@@ -226,7 +227,7 @@ def test_both_readers_take_the_same_and_read_the_same(body: Any) -> None:
         (b'{"inputs": [{"name": "\xff"}]}', "not valid JSON"),
     ],
 )
-def test_what_is_wrong_is_said(text: bytes, sentence: str) -> None:
+def test_what_is_wrong_is_stated(text: bytes, sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         read_v2_json(text)
 
@@ -271,14 +272,14 @@ def nested(depth: int, value: Any = 1) -> Any:
     ],
 )
 def test_levels_are_those_outside_of_strings(text: bytes, depth: int) -> None:
-    assert levels(text) == depth
+    assert json_depth(text) == depth
 
 
 def test_what_is_as_deep_as_may_be_is_read_and_one_level_more_is_not() -> None:
-    deepest = {"a": nested(MOST_LEVELS - 1)}
+    deepest = {"a": nested(MAX_DEPTH - 1)}
     assert parse_object(json.dumps(deepest).encode()) == deepest
     with pytest.raises(InvalidPayload, match="more than 64 levels deep"):
-        parse_object(json.dumps({"a": nested(MOST_LEVELS)}).encode())
+        parse_object(json.dumps({"a": nested(MAX_DEPTH)}).encode())
 
 
 def test_many_lists_beside_one_another_are_not_deep() -> None:

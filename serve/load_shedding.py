@@ -1,0 +1,53 @@
+"""Admission: whether a prediction may wait for its model, decided once, before its body is read.
+
+Requests that find the queue full or cannot meet their deadline at the current throughput get 503 immediately, which
+costs a fraction of reading and computing them. HTTP decides by the head of a request. gRPC names the model in the
+message, so there the decision comes as soon as the message is parsed. Nothing decides again later: a request that was
+admitted is computed unless its deadline passes, or would pass during the run, or its client leaves.
+
+A request whose body is still arriving holds no place in the queue, since slow clients must not keep others out. Where
+many bodies arrive at the same moment the queue may thus grow past its limit, by at most the number of connections.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from serve.errors import Busy, Expired
+from serve.model_version import ModelVersion
+from serve.request_context import TIMEOUT_HEADER, RequestContext, parse_timeout_header
+from serve.runtime.batcher import Batcher
+
+_SAFETY_FACTOR = 1.6  # on the estimate: other processes may take the machine, and an admitted request must not be late
+
+
+def admit(request: RequestContext, version: ModelVersion) -> None:
+    """Set the deadline of a prediction, or raise Busy or Expired."""
+    set_deadline(request, version)
+    check_capacity(version.batcher, request.deadline, version.arriving + version.decoding)
+
+
+def set_deadline(request: RequestContext, version: ModelVersion) -> None:
+    """Use the time that the client gives in a header, or what the bundle says."""
+    if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
+        request.timeout_seconds = min(request.timeout_seconds, parse_timeout_header(given))
+    timeout = request.timeout_seconds
+    request.deadline = request.received_at + (timeout if timeout < math.inf else version.default_timeout_seconds)
+
+
+def check_capacity(batcher: Batcher, deadline: float, arriving: int = 0) -> None:
+    """Raise Busy or Expired where the queue has no room or is too slow; `arriving` requests are not in it yet."""
+    now = time.monotonic()
+    if now >= deadline:
+        raise Expired("the deadline passed before the request could be computed")
+    limit, waiting = batcher.options.max_waiting, batcher.waiting + arriving
+    if waiting >= limit:
+        batcher.remove_abandoned(now)
+        if (waiting := batcher.waiting + arriving) >= limit:
+            seconds = batcher.expected_seconds(now, arriving)
+            raise Busy(f"{waiting} requests wait already; try again in a moment", seconds)
+    if waiting and deadline < math.inf:  # with an empty queue the estimate does not count, so that it is renewed
+        seconds = batcher.expected_seconds(now, arriving)
+        if now + seconds * _SAFETY_FACTOR > deadline:
+            raise Busy(f"the requests before it take about {seconds:.2g} s, longer than its deadline", seconds)

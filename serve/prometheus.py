@@ -1,0 +1,185 @@
+"""The metrics of the service in the formats of Prometheus, collected from all model versions on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from serve.metrics import PHASES, Histogram, ModelMetrics
+from serve.model_version import ModelVersion
+
+_MODEL = ("model", "version")  # labels
+Labelled = Sequence[tuple[tuple[str, str], ModelMetrics]]
+
+
+class Metrics(Collector):
+    """All metrics of the service; which model versions there are is looked up each time."""
+
+    def __init__(self, loaded_versions: Callable[[], Iterable[tuple[ModelVersion, bool]]]) -> None:
+        """`loaded_versions` lists each loaded version and whether it is its model's current one."""
+        self._loaded_versions = loaded_versions
+        self.in_flight = 0
+        self.no_model = ModelMetrics()  # requests that named no loaded model
+        self._registry = CollectorRegistry(auto_describe=False)
+        for kind in (ProcessCollector, PlatformCollector, GCCollector):
+            kind(registry=self._registry)
+        self._registry.register(self)
+
+    def count_rejected(self, reason: str) -> None:
+        """Count a request that was refused before its model was known."""
+        self.no_model.rejected[reason] += 1
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics in the format that the client accepts, and the content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        versions = list(self._loaded_versions())
+        models = [((version.name, version.version), version.metrics) for version, _ in versions]
+        yield GaugeMetricFamily("pipe_requests_in_flight", "Prediction requests not answered yet.", self.in_flight)
+        yield from _version_families(versions)
+        yield from _rollout_families(versions)
+        with_unknown = [*models, (("", ""), self.no_model)]
+        for _, metrics in with_unknown:
+            metrics.flush()
+        yield _requests_family(with_unknown)
+        yield _rejected_family(with_unknown)
+        yield _seconds_family(with_unknown)
+        yield _phases_family(models)
+        yield from _batch_families(models)
+        yield from _token_families(version for version, _ in versions)
+
+
+def _version_families(versions: Sequence[tuple[ModelVersion, bool]]) -> Iterator[Metric]:
+    bundle = GaugeMetricFamily(
+        "pipe_bundle_info", "The bundle behind each version.", labels=(*_MODEL, "digest", "verdict", "provider")
+    )
+    current = GaugeMetricFamily("pipe_version_current", "1 for the version that answers by default.", labels=_MODEL)
+    fell_back = GaugeMetricFamily(
+        "pipe_provider_fell_back", "1 where the requested provider is unavailable.", labels=_MODEL
+    )
+    batching = GaugeMetricFamily("pipe_batching", "1 where waiting requests are merged into batches.", labels=_MODEL)
+    waiting = GaugeMetricFamily("pipe_queue_length", "Requests that wait to be computed.", labels=_MODEL)
+    for version, is_current in versions:
+        model, session = (version.name, version.version), version.predictor.session
+        bundle.add_metric((*model, version.digest, version.bundle.manifest.verdict, session.provider), 1)
+        current.add_metric(model, is_current)
+        fell_back.add_metric(model, bool(session.fallback))
+        batching.add_metric(model, not version.predictor.why_alone)
+        waiting.add_metric(model, version.batcher.waiting)
+    yield from (bundle, current, fell_back, batching, waiting)
+
+
+def _rollout_families(versions: Sequence[tuple[ModelVersion, bool]]) -> Iterator[Metric]:
+    """Metrics of new bundles beside the current version: a canary has requests of its own, a shadow gets copies."""
+    canary = GaugeMetricFamily("pipe_canary_share", "Share of the requests that a new version gets.", labels=_MODEL)
+    labels = ("model", "digest")
+    shadow = CounterMetricFamily(
+        "pipe_shadow_requests", "Requests copied to a shadow, by its answer.", labels=(*labels, "result")
+    )
+    rows = CounterMetricFamily("pipe_shadow_rows", "Instances both have ranked.", labels=(*labels, "same_class"))
+    difference = GaugeMetricFamily("pipe_shadow_max_difference", "Largest difference of a number.", labels=labels)
+    for version, _ in versions:
+        if version.canary is not None:
+            canary.add_metric((version.name, version.canary.candidate.version), version.canary.share)
+        if version.shadow is not None:
+            agreement, bundle = version.shadow.agreement, (version.name, version.shadow.digest)
+            for result in ("same", "other", "failed", "dropped"):
+                shadow.add_metric((*bundle, result), getattr(agreement, result))
+            rows.add_metric((*bundle, "true"), agreement.rows_same_class)
+            rows.add_metric((*bundle, "false"), agreement.rows - agreement.rows_same_class)
+            difference.add_metric(bundle, agreement.max_difference)
+    yield from (canary, shadow, rows, difference)
+
+
+def _requests_family(models: Labelled) -> Metric:
+    family = CounterMetricFamily(
+        "pipe_requests", "Prediction requests, by how they ended.", labels=(*_MODEL, "protocol", "code")
+    )
+    for model, metrics in models:
+        for (protocol, status), count in metrics.requests.items():
+            family.add_metric((*model, protocol, status if isinstance(status, str) else str(int(status))), count)
+    return family
+
+
+def _rejected_family(models: Labelled) -> Metric:
+    family = CounterMetricFamily("pipe_rejected", "Requests refused, by reason.", labels=(*_MODEL, "reason"))
+    for model, metrics in models:
+        for reason, count in metrics.rejected.items():
+            family.add_metric((*model, reason), count)
+    return family
+
+
+def _seconds_family(models: Labelled) -> Metric:
+    family = HistogramMetricFamily(
+        "pipe_request_seconds",
+        "From a request's head to the last byte of its answer handed to the network.",
+        labels=(*_MODEL, "protocol"),
+    )
+    for model, metrics in models:
+        for protocol, histogram in metrics.seconds.items():
+            _add_histogram(family, (*model, protocol), histogram)
+    return family
+
+
+def _phases_family(models: Labelled) -> Metric:
+    family = HistogramMetricFamily(
+        "pipe_phase_seconds",
+        "Phases of requests that were answered: read, wait, run, write; run is that of the whole batch.",
+        labels=(*_MODEL, "phase"),
+    )
+    for model, metrics in models:
+        for phase in PHASES:
+            _add_histogram(family, (*model, phase), metrics.phases[phase])
+    return family
+
+
+def _batch_families(models: Labelled) -> Iterator[Metric]:
+    for name, text, attribute in (
+        ("pipe_batch_rows", "Instances that ran together.", "batch_rows"),
+        ("pipe_batch_requests", "Requests that ran together.", "batch_requests"),
+        ("pipe_batch_seconds", "What one run of the model took, by itself.", "batch_seconds"),
+    ):
+        family = HistogramMetricFamily(name, text, labels=_MODEL)
+        for model, metrics in models:
+            _add_histogram(family, model, getattr(metrics, attribute))
+        yield family
+
+
+def _token_families(versions: Iterable[ModelVersion]) -> Iterator[Metric]:
+    """The metrics of language models; nothing where there are none."""
+    engines = [((one.name, one.version), one.generator.engine) for one in versions if one.generator is not None]
+    if not engines:
+        return
+    tokens = CounterMetricFamily("pipe_tokens", "Tokens read and written.", labels=(*_MODEL, "direction"))
+    texts = GaugeMetricFamily("pipe_sequences", "Texts being written, or waiting to be.", labels=(*_MODEL, "state"))
+    memory = GaugeMetricFamily(
+        "pipe_cache_bytes", "Memory for keys and values: reserved, and the limit.", labels=(*_MODEL, "kind")
+    )
+    first = HistogramMetricFamily(
+        "pipe_first_token_seconds", "From a request's head to a text's first token.", labels=_MODEL
+    )
+    between = HistogramMetricFamily("pipe_between_tokens_seconds", "From a text's token to its next.", labels=_MODEL)
+    for model, engine in engines:
+        metrics = engine.metrics
+        tokens.add_metric((*model, "in"), metrics.tokens_in)
+        tokens.add_metric((*model, "out"), metrics.tokens_out)
+        texts.add_metric((*model, "running"), engine.running)
+        texts.add_metric((*model, "waiting"), engine.waiting)
+        memory.add_metric((*model, "used"), engine.cache_bytes)
+        memory.add_metric((*model, "limit"), engine.limits.cache_bytes)
+        _add_histogram(first, model, metrics.first_seconds)
+        _add_histogram(between, model, metrics.between_seconds)
+    yield from (tokens, texts, memory, first, between)
+
+
+def _add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
+    family.add_metric(labels, buckets=histogram.buckets(), sum_value=histogram.total)
