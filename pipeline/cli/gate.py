@@ -1,4 +1,4 @@
-"""Commands about the gate: why a verdict is what it is, and going past it on record."""
+"""`pipe gate`: explain a verdict, or override it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.app import Output, OutputOption, app, emit, project_of
+from pipeline.cli.app import Output, OutputOption, RunName, app, emit, project_of
 from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.run import Run
-from pipeline.history import find_run, locked
-from pipeline.override import override as override_run
-from pipeline.override import verdict_digest
+from pipeline.history import find_run, lock_runs
+from pipeline.override import override_verdict, verdict_digest
 
-gate = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Why a verdict is what it is, and going past it.")
+gate = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Explain or override a gate verdict.")
 app.add_typer(gate, name="gate")
-
-RunName = Annotated[str, typer.Argument(metavar="[RUN]", help="Run id, its beginning, its path, or `latest`.")]
 
 
 @gate.command("explain")
@@ -28,53 +25,50 @@ def explain(
     ] = "",
     output: OutputOption = Output.text,
 ) -> None:
-    """Every rule of a run's verdict: its numbers, how they were computed, what would have changed it."""
+    """Explain each rule of a verdict: its numbers, how they were computed, what would have changed it."""
+    from pipeline.evaluate.results import describe_verdict
     from pipeline.evaluate.results import explain as explain_verdict  # numpy is slow to load
-    from pipeline.evaluate.results import sentences
 
     runs = project_of(context).runs
-    found = judged(find_run(runs, run))
+    explained = with_verdict(find_run(runs, run))
     if against:
-        return _against(found, judged(find_run(runs, against)), output)
-    given = found.override(verdict_digest(found))
-    told = {"run": found.id, **explain_verdict(found.verdict(), given.model_dump() if given else None)}
-    return emit(output, told, "\n".join([f"run {found.id}", *sentences(told)]))
+        return _compare(explained, with_verdict(find_run(runs, against)), output)
+    override = explained.override(verdict_digest(explained))
+    verdict = explain_verdict(explained.verdict(), override.model_dump() if override else None)
+    facts = {"run": explained.id, **verdict}
+    return emit(output, facts, "\n".join([f"run {explained.id}", *describe_verdict(facts)]))
 
 
-def _against(found: Run, other: Run, output: Output) -> None:
-    """Not the stored verdicts: these are about a baseline that may have been another."""
-    from pipeline.evaluate.compare_runs import (
-        against,
-        sentences,  # numpy is slow to load
-    )
+def _compare(run: Run, other: Run, output: Output) -> None:
+    """Compare two runs anew: their stored verdicts may be about different baselines."""
+    from pipeline.evaluate.compare_runs import compare_runs, describe_comparison  # numpy is slow to load
 
-    told = against(found, other, found.config.evaluate)
-    emit(output, told, "\n".join(sentences(told)))
+    facts = compare_runs(run, other, run.config.evaluate)
+    emit(output, facts, "\n".join(describe_comparison(facts)))
 
 
 @gate.command("override")
 def override(
     context: typer.Context,
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run the gate rejected.")],
-    reason: Annotated[str, typer.Option("--reason", metavar="WHY", help="Why it shall go on; on record for ever.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason; it is recorded permanently.")],
     output: OutputOption = Output.text,
 ) -> None:
-    """Let a rejected model pass: who, when and why go with it, into its card and its service."""
-    runs = project_of(context).runs
-    found = find_run(runs, run)
-    with locked(found.runs):
-        given = override_run(found, reason)
-    text = f"run {found.id} is {given}\n`pipe run --resume {found.id}` goes on"
-    emit(output, {"run": found.id, **given.model_dump()}, text)
+    """Let a rejected model pass; author, time and reason go into its card and its service."""
+    rejected = find_run(project_of(context).runs, run)
+    with lock_runs(rejected.runs):
+        given = override_verdict(rejected, reason)
+    text = f"run {rejected.id} is {given}\n`pipe run --resume {rejected.id}` continues it"
+    emit(output, {"run": rejected.id, **given.model_dump()}, text)
 
 
-def judged(run: Run) -> Run:
+def with_verdict(run: Run) -> Run:
+    """Return the run, or raise where it has no verdict, or one that changed on disk."""
     if not (run.output("evaluate") / "verdict.json").is_file():
-        raise ConfigError(f"run {run.id} has no verdict yet; `pipe run --resume {run.id}` goes on to one")
+        raise ConfigError(f"run {run.id} has no verdict yet; `pipe run --resume {run.id}` continues it")
     record = run.read().steps.get("evaluate")
     if record is not None and record.outputs.get("verdict.json") not in (None, verdict_digest(run)):
         raise BundleError(
-            f"run {run.id}: evaluate/verdict.json changed on disk since it was judged; `pipe run --resume {run.id}` "
-            "judges again"
+            f"run {run.id}: evaluate/verdict.json changed on disk; `pipe run --resume {run.id}` evaluates again"
         )
     return run

@@ -1,1 +1,1 @@
-"""The evaluate step: candidate and baseline on the same samples, a paired comparison, one verdict."""
+"""The evaluate step: score candidate and baseline on the same test samples, compare them in pairs, decide."""

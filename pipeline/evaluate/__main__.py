@@ -1,4 +1,4 @@
-"""`python -m pipeline.evaluate RUN [--root ROOT]`, alone or under torchrun."""
+"""`python -m pipeline.evaluate RUN [--root ROOT]`, as one process or under torchrun."""
 
 from __future__ import annotations
 

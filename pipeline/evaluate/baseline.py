@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.data import Samples, bare, named
+from pipeline.contract.data import Samples, as_task_outputs, name_outputs
 from pipeline.contract.errors import BundleError, DataError
 from pipeline.contract.registry import Change, champion_bundle, open_store, read_registry
 from pipeline.contract.run import Run
@@ -73,7 +73,7 @@ def _fit_baseline(source: HasBaseline, seed: int) -> Predictor:
 def _validated(task: Task, predict: Predictor) -> Predictor:
     def predictor(batch: Batch) -> Outputs:
         try:
-            outputs = named(task, predict(batch))
+            outputs = name_outputs(task, predict(batch))
         except Exception as error:
             raise DataError(f"baseline(): its predictor failed: {type(error).__name__}: {error}") from error
         for name, tensor in outputs.items():
@@ -82,7 +82,7 @@ def _validated(task: Task, predict: Predictor) -> Predictor:
                 raise DataError(
                     f"baseline(): its predictor returned {name} of shape {shape} for {batch_length(batch)} samples"
                 )
-        return bare(task, outputs)
+        return as_task_outputs(task, outputs)
 
     return predictor
 
@@ -111,7 +111,7 @@ def champion_predictor(bundle: Bundle, task: Task, samples: Samples) -> Predicto
             arrays = session.run(list(task.outputs), feed)
         except Exception as error:
             raise BundleError(f"champion {bundle.digest[:12]}: fails on the test data: {error}; {_FIX}") from error
-        return bare(task, {name: torch.from_numpy(array) for name, array in zip(task.outputs, arrays, strict=True)})
+        return as_task_outputs(task, {name: torch.from_numpy(array) for name, array in zip(task.outputs, arrays, strict=True)})
 
     return predict
 

@@ -1,4 +1,4 @@
-"""Whether a classifier's probabilities are true: its curve, its errors with intervals, and the rules about them."""
+"""Calibration of a classifier: reliability curve, ECE and Brier score with intervals, and the rules about them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.bootstrap import CalibrationError, Floats, Interval, aggregate_interval, mean_interval
-from pipeline.contract.statistics.significance import Bin, brier, curve, expected_error
+from pipeline.contract.statistics.bootstrap import (
+    BOOTSTRAP_SEED,
+    CalibrationError,
+    Floats,
+    Interval,
+    aggregate_interval,
+    mean_interval,
+)
+from pipeline.contract.statistics.significance import Bin, brier_scores, calibration_curve, expected_calibration_error
 from pipeline.evaluate.predictions import Array
 from pipeline.evaluate.rules import Rule
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of one model."""
-
     ece: float
-    ece_interval: Interval | None  # none on a single sample
+    ece_interval: Interval | None  # None for a single sample
     brier: Interval
     bins: tuple[Bin, ...]
 
@@ -45,47 +50,49 @@ class Calibration:
         }
 
 
-def calibration_of(config: Evaluate, probabilities: Array, actual: Array) -> Calibration:
-    stated, right = _stated(probabilities, actual)
-    scores = brier(probabilities.astype(np.float64), actual)
-    bins = curve(stated, right)
-    error = aggregate_interval(CalibrationError(stated, right), None, config.confidence, config.resamples, config.seed)
-    told = mean_interval(scores, config.confidence, config.resamples, config.seed)
-    return Calibration(expected_error(bins), error, told, bins)
+def measure_calibration(config: Evaluate, probabilities: Array, actual: Array) -> Calibration:
+    confidences, hits = _confidences_and_hits(probabilities, actual)
+    scores = brier_scores(probabilities.astype(np.float64), actual)
+    bins = calibration_curve(confidences, hits)
+    ece = aggregate_interval(
+        CalibrationError(confidences, hits), None, config.confidence, config.resamples, BOOTSTRAP_SEED
+    )
+    brier = mean_interval(scores, config.confidence, config.resamples, BOOTSTRAP_SEED)
+    return Calibration(expected_calibration_error(bins), ece, brier, bins)
 
 
 def brier_gain(config: Evaluate, candidate: Array, baseline: Array, actual: Array) -> Interval:
-    """By how much the candidate's Brier score is lower, on the same samples; positive is better."""
-    values = brier(baseline.astype(np.float64), actual) - brier(candidate.astype(np.float64), actual)
-    return mean_interval(values, config.confidence, config.resamples, config.seed)
+    """Return how much lower the candidate's Brier score is on the same samples; positive is better."""
+    values = brier_scores(baseline.astype(np.float64), actual) - brier_scores(candidate.astype(np.float64), actual)
+    return mean_interval(values, config.confidence, config.resamples, BOOTSTRAP_SEED)
 
 
 def calibration_rules(config: Evaluate, candidate: Calibration, gain: Interval | None) -> Iterator[Rule]:
-    if (ceiling := config.calibration.get("ece")) is not None:
-        yield _ceiling(config, "ece", candidate.ece, candidate.ece_interval, ceiling)
-    if (ceiling := config.calibration.get("brier")) is not None:
-        yield _ceiling(config, "brier", candidate.brier.estimate, candidate.brier, ceiling)
-    margin = config.calibration.get("brier_margin")
+    if (limit := config.calibration_limits.get("ece")) is not None:
+        yield _limit_rule(config, "ece", candidate.ece, candidate.ece_interval, limit)
+    if (limit := config.calibration_limits.get("brier")) is not None:
+        yield _limit_rule(config, "brier", candidate.brier.estimate, candidate.brier, limit)
+    margin = config.calibration_limits.get("brier_margin")
     if margin is not None and gain is not None:
-        yield _not_worse(config, gain, margin)
+        yield _margin_rule(config, gain, margin)
 
 
-def _ceiling(config: Evaluate, name: str, value: float, found: Interval | None, ceiling: float) -> Rule:
+def _limit_rule(config: Evaluate, name: str, value: float, interval: Interval | None, limit: float) -> Rule:
     rule = f"calibration.{name}"
     how = (
-        f"{_WORDS[name]} of the candidate over the whole test set, at most {ceiling:g}; its {config.confidence:.0%} "
-        "interval by the bootstrap"
+        f"{_LONG_NAMES[name]} of the candidate over the whole test set, at most {limit:g}; with its "
+        f"{config.confidence:.0%} bootstrap interval"
     )
-    interval = f" ({config.confidence:.0%} interval {found.low:.4f} to {found.high:.4f})" if found else ""
-    if value > ceiling:
-        text = f"{name} {value:.4f}{interval} is {value - ceiling:.4g} above the {ceiling:g} allowed"
-        change = f"a ceiling of {value:.4f} or more would have passed it; dividing the logits by a constant may help"
-        return Rule(rule, False, text, value, ceiling, how, change)
-    text = f"{name} {value:.4f}{interval} is within the {ceiling:g} allowed"
-    return Rule(rule, True, text, value, ceiling, how, f"a ceiling below {value:.4f} would have stopped it")
+    bounds = f" ({config.confidence:.0%} interval {interval.low:.4f} to {interval.high:.4f})" if interval else ""
+    if value > limit:
+        text = f"{name} {value:.4f}{bounds} is {value - limit:.4g} above the {limit:g} allowed"
+        change = f"a limit of {value:.4f} or more would have passed it; temperature scaling of the logits may help"
+        return Rule(rule, False, text, value, limit, how, change)
+    text = f"{name} {value:.4f}{bounds} is within the {limit:g} allowed"
+    return Rule(rule, True, text, value, limit, how, f"a limit below {value:.4f} would have stopped it")
 
 
-def _not_worse(config: Evaluate, gain: Interval, margin: float) -> Rule:
+def _margin_rule(config: Evaluate, gain: Interval, margin: float) -> Rule:
     how = (
         f"the baseline's Brier score less the candidate's on the same samples, {config.confidence:.0%} BCa interval; "
         f"its lower bound must lie above -{margin:g}"
@@ -102,10 +109,10 @@ def _not_worse(config: Evaluate, gain: Interval, margin: float) -> Rule:
     return Rule("calibration.brier_margin", passed, text, gain.low, -margin, how, change)
 
 
-def _stated(probabilities: Array, actual: Array) -> tuple[Floats, Floats]:
-    """How sure the model says it is of its likeliest class, and whether that is the true one."""
+def _confidences_and_hits(probabilities: Array, actual: Array) -> tuple[Floats, Floats]:
+    """Return the probability of the likeliest class, and 1 where that class is the true one."""
     wide = probabilities.astype(np.float64)
     return np.minimum(wide.max(axis=1), 1.0), (wide.argmax(axis=1) == actual).astype(np.float64)
 
 
-_WORDS = {"ece": "expected calibration error (15 bins)", "brier": "Brier score (0 is perfect, 2 the worst)"}
+_LONG_NAMES = {"ece": "expected calibration error (15 bins)", "brier": "Brier score (0 is perfect, 2 the worst)"}

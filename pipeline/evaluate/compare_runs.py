@@ -1,4 +1,4 @@
-"""Two runs' stored predictions, sample by sample: which of them is better on the test set that both were judged on."""
+"""Compare the stored predictions of two runs sample by sample, on the test set that both were evaluated on."""
 
 from __future__ import annotations
 
@@ -10,137 +10,133 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED
 from pipeline.contract.errors import DataError
 from pipeline.contract.files import digest_file
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.significance import holm, mcnemar, permutation_p_value, smallest_difference
-from pipeline.evaluate.metrics import Measure, measures
+from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED
+from pipeline.contract.statistics.significance import detectable_difference, holm, mcnemar, permutation_p_value
+from pipeline.evaluate.metrics import Metric, compute_metrics
 from pipeline.evaluate.predictions import ACTUAL, BASELINE, CANDIDATE, Columns
 
 
 def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
-    """Every metric that both have, `first` less `second`; refused where they were judged on different samples."""
-    mine, other = read_records(first), read_records(second)
-    prints = [str(_metrics(run).get("test_fingerprint", "")) for run in (first, second)]
-    if prints[0] != prints[1] or not prints[0]:
+    """Compare every metric that both runs have, `first` minus `second`."""
+    mine, theirs = read_predictions(first), read_predictions(second)
+    fingerprints = [str(_read_metrics(run).get("test_fingerprint", "")) for run in (first, second)]
+    if fingerprints[0] != fingerprints[1] or not fingerprints[0]:
         raise DataError(
-            f"runs {first.id} and {second.id} were judged on different test data (fingerprints {_short(prints[0])} and "
-            f"{_short(prints[1])}), so their samples cannot be paired; evaluate both on the same data"
+            f"runs {first.id} and {second.id} were evaluated on different test data (fingerprints "
+            f"{_short(fingerprints[0])} and {_short(fingerprints[1])}), so their samples cannot be paired; to fix it: "
+            "evaluate both on the same data"
         )
-    classes = _metrics(first).get("classes")
-    columns = _paired(mine, other, classes == _metrics(second).get("classes"))
-    found = measures(columns, classes, compared=True)
-    rows = [_row(one, config) for one in found.values() if one.candidate is not None and one.baseline is not None]
+    classes = _read_metrics(first).get("classes")
+    columns = _pair_columns(mine, theirs, classes == _read_metrics(second).get("classes"))
+    metrics = compute_metrics(columns, classes, compared=True)
+    rows = [_row(metric, config) for metric in metrics.values() if metric.candidate and metric.baseline]
     for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
         row["adjusted_p"] = adjusted
-    return {"run": first.id, "against": second.id, "test_fingerprint": prints[0], "metrics": rows}
+    return {"run": first.id, "against": second.id, "test_fingerprint": fingerprints[0], "metrics": rows}
 
 
-def describe_comparison(found: Mapping[str, Any]) -> Iterator[str]:
-    test = _short(found["test_fingerprint"])
-    yield f"run {found['run']} against run {found['against']}, on the same test samples ({test})"
-    for row in found["metrics"]:
+def describe_comparison(comparison: Mapping[str, Any]) -> Iterator[str]:
+    test = _short(comparison["test_fingerprint"])
+    yield f"run {comparison['run']} against run {comparison['against']}, on the same test samples ({test})"
+    for row in comparison["metrics"]:
         if row["difference"] is None:
             yield f"{row['metric']}: cannot be compared, a value is not finite or undefined"
         else:
-            yield f"{_compared(row)}, {_chance(row, len(found['metrics']))}{_shows(row)}"
+            significance = _significance_text(row, len(comparison["metrics"]))
+            yield f"{_difference_text(row)}, {significance}{_detectable_text(row)}"
         if row["mcnemar"]:
-            one = row["mcnemar"]
+            test = row["mcnemar"]
             yield (
-                f"  McNemar's exact test: p = {one['p_value']:.3g}; {one['only_candidate']} samples only the first "
-                f"gets right, {one['only_baseline']} only the second"
+                f"  McNemar's exact test: p = {test['p_value']:.3g}; {test['only_candidate']} samples only the first "
+                f"gets right, {test['only_baseline']} only the second"
             )
 
 
-def _compared(row: Mapping[str, Any]) -> str:
+def _difference_text(row: Mapping[str, Any]) -> str:
     difference = row["difference"]
     bounds = f"{difference['low']:+.4f} to {difference['high']:+.4f}"
     return (
-        f"{row['metric']} {row['candidate']:.4f} against {row['baseline']:.4f}: {_word(difference['estimate'])} "
+        f"{row['metric']} {row['candidate']:.4f} against {row['baseline']:.4f}: {_direction(difference['estimate'])} "
         f"({row['confidence']:.0%} interval {bounds})"
     )
 
 
-def _chance(row: Mapping[str, Any], metrics: int) -> str:
-    told = "no more than chance" if row["adjusted_p"] >= 1 - row["confidence"] else "not by chance"
-    return f"{told} (adjusted p = {row['adjusted_p']:.3g} over {metrics} metrics)"
+def _significance_text(row: Mapping[str, Any], metrics: int) -> str:
+    outcome = "significant" if row["adjusted_p"] < 1 - row["confidence"] else "not significant"
+    return f"{outcome} (adjusted p = {row['adjusted_p']:.3g} over {metrics} metrics)"
 
 
-def _shows(row: Mapping[str, Any]) -> str:
+def _detectable_text(row: Mapping[str, Any]) -> str:
     if row["detectable"] is None:
         return ""
-    return f"; {row['samples']} {row['unit']} show a difference of {row['detectable']:.3g}"
+    return f"; {row['samples']} {row['unit']} can show a difference of {row['detectable']:.3g}"
 
 
-def read_records(run: Run) -> Columns:
-    """What the evaluate step kept of each sample, every byte as it was sealed."""
+def read_predictions(run: Run) -> Columns:
+    """Read the per-sample predictions of a run; files that changed since the evaluation are rejected."""
     path = run.output("evaluate") / "predictions.npz"
     if not path.is_file():
-        raise DataError(f"run {run.id} has no per-sample records; `pipe run --resume {run.id}` makes them")
+        raise DataError(f"run {run.id} has no per-sample predictions; to fix it: `pipe run --resume {run.id}`")
     record = run.read().steps.get("evaluate")
     for file in (path, path.with_name("metrics.json")):
         if record is not None and record.outputs.get(file.name) not in (None, digest_file(file)):
-            raise DataError(f"{file}: changed since it was judged; evaluate again")
+            raise DataError(f"{file}: changed since the evaluation; to fix it: evaluate the run again")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); evaluate again") from error
+        raise DataError(f"{path}: cannot be read ({error}); to fix it: evaluate the run again") from error
 
 
-def _paired(mine: Columns, other: Columns, same_classes: bool) -> Columns:
-    """The second run's candidate in the baseline's place."""
-    for name in (name for name in mine.keys() & other.keys() if "." not in name):
-        if not np.array_equal(mine[name], other[name]):
-            raise DataError(f"the two runs have other true values of the same samples ({name}): the task changed")
+def _pair_columns(mine: Columns, theirs: Columns, same_classes: bool) -> Columns:
+    """Return the columns of the first run, with the second run's candidate as the baseline."""
+    for name in (name for name in mine.keys() & theirs.keys() if "." not in name):
+        if not np.array_equal(mine[name], theirs[name]):
+            raise DataError(f"the two runs have different labels for the same samples ({name}): the task changed")
     if ACTUAL in mine and not same_classes:
-        raise DataError("the two runs tell other classes apart; their samples cannot be paired")
-    found = {name: values for name, values in mine.items() if not name.startswith((CANDIDATE, BASELINE))}
-    for name in mine.keys() & other.keys():
+        raise DataError("the two runs have different classes, so their samples cannot be paired")
+    columns = {name: values for name, values in mine.items() if not name.startswith((CANDIDATE, BASELINE))}
+    for name in mine.keys() & theirs.keys():
         if name.startswith(CANDIDATE):
-            found[name] = mine[name]
-            found[BASELINE + name.removeprefix(CANDIDATE)] = other[name]
-    return _in_order(found, mine)
+            columns[name] = mine[name]
+            columns[BASELINE + name.removeprefix(CANDIDATE)] = theirs[name]
+    ordered = [name for name in mine if name in columns]
+    return {name: columns[name] for name in [*ordered, *sorted(columns.keys() - set(ordered))]}
 
 
-def _in_order(found: Columns, like: Columns) -> Columns:
-    names = [name for name in like if name in found]
-    return {name: found[name] for name in [*names, *sorted(found.keys() - set(names))]}
-
-
-def _row(measure: Measure, config: Evaluate) -> dict[str, Any]:
-    difference = measure.difference(config.confidence, config.resamples, BOOTSTRAP_SEED)
-    values = measure.contributions()
+def _row(metric: Metric, config: Evaluate) -> dict[str, Any]:
+    difference = metric.difference(config.confidence, config.resamples, BOOTSTRAP_SEED)
+    values = metric.contributions()
     finite = difference is not None and math.isfinite(float(values.sum()))
-    detectable = smallest_difference(values, config.confidence) if finite else math.inf
+    detectable = detectable_difference(values, config.confidence) if finite else math.inf
     return {
-        "metric": measure.name,
-        "candidate": _finite(measure.value("candidate")),
-        "baseline": _finite(measure.value("baseline")),
+        "metric": metric.name,
+        "candidate": _finite(metric.value("candidate")),
+        "baseline": _finite(metric.value("baseline")),
         "difference": asdict(difference) if finite and difference is not None else None,
         "confidence": config.confidence,
         "p_value": permutation_p_value(values, config.resamples, BOOTSTRAP_SEED) if finite else 1.0,
-        "mcnemar": _mcnemar(measure),
-        "samples": measure.units,
-        "unit": measure.unit,
+        "mcnemar": _mcnemar(metric),
+        "samples": metric.units,
+        "unit": metric.unit,
         "detectable": detectable if math.isfinite(detectable) else None,
-        "lower_is_better": measure.lower,
+        "lower_is_better": metric.lower,
     }
 
 
-def _mcnemar(measure: Measure) -> dict[str, Any] | None:
-    if measure.slices is None or measure.slices[1] is None:
-        return None
-    own, other = measure.slices
-    found = mcnemar(own, other) if other is not None else None
-    return None if found is None else asdict(found)
+def _mcnemar(metric: Metric) -> dict[str, Any] | None:
+    first, second = metric.slices or (None, None)
+    test = None if first is None or second is None else mcnemar(first, second)
+    return None if test is None else asdict(test)
 
 
-def _metrics(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run.output("evaluate") / "metrics.json").read_text())
-    return found
+def _read_metrics(run: Run) -> dict[str, Any]:
+    metrics: dict[str, Any] = json.loads((run.output("evaluate") / "metrics.json").read_text())
+    return metrics
 
 
 def _finite(value: float) -> float | None:
@@ -151,5 +147,5 @@ def _short(fingerprint: str) -> str:
     return fingerprint[:12] or "none"
 
 
-def _word(estimate: float) -> str:
+def _direction(estimate: float) -> str:
     return f"{'better' if estimate > 0 else 'worse'} by {abs(estimate):.4f}" if estimate else "the same on average"

@@ -1,6 +1,6 @@
-"""The work of the evaluate step: predict, gather, judge, write; then let the candidate pass or stop the road.
+"""Run the evaluate step: predict, gather, decide, write; a rejected candidate stops the pipeline.
 
-How processes share the test split: whole batches of one fixed grid each, gathered on the first.
+Several processes split the test set into whole batches of one fixed grid; the first one gathers the results.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.task import Classifier, Task, build_model, open_task
 from pipeline.contract.weights import load_weights
 from pipeline.evaluate.baseline import Baseline, find_baseline
-from pipeline.evaluate.gate import Verdict, judge, rejection
-from pipeline.evaluate.predictions import BASELINE, CANDIDATE, Columns, candidate_predictor, join, measure
-from pipeline.evaluate.results import Evidence, metrics_body, verdict_body
-from pipeline.evaluate.slices import check_labels, truth
+from pipeline.evaluate.gate import Verdict, decide, rejection_message
+from pipeline.evaluate.predictions import BASELINE, CANDIDATE, Columns, candidate_predictor, join_parts, score_batch
+from pipeline.evaluate.results import Results, metrics_body, verdict_body
+from pipeline.evaluate.slices import check_slice_labels, label_columns
 from pipeline.evaluate.worst_samples import worst_body
 
 if TYPE_CHECKING:
@@ -47,94 +47,94 @@ def evaluate(run: Run, root: Path) -> None:
     check_columns(task, samples)
     candidate = _load_candidate(task, weights, run, rank)
     baseline = find_baseline(task, samples, run, checkpoint)
-    with group(rank, config.train.timeout_seconds):
-        share = share_of(rank, len(samples), config.evaluate.batch_size)
-        columns = gather(rank, _predict(task, candidate, baseline, samples, share, config.evaluate))
+    with process_group(rank, config.train.timeout_seconds):
+        shard = shard_range(rank, len(samples), config.evaluate.batch_size)
+        columns = gather(rank, _predict(task, candidate, baseline, samples, shard, config.evaluate))
     if columns is None:
         return
-    # The other processes are done: reading the whole split again keeps nobody waiting.
-    test_fingerprint = _checked_fingerprint(run, samples)
-    evidence = _evidence(task, columns, baseline)
-    verdict = _judge_and_write(run, evidence, test_fingerprint, checkpoint)
-    if baseline is not None and baseline.origin is not None:
-        write_json(run.partial("evaluate") / CHAMPION, baseline.origin)
-    write_json(run.partial("evaluate") / WORST, worst_body(run, task, samples, evidence, config.evaluate.metric))
+    # The other processes are done, so reading the whole split again delays none of them.
+    test_fingerprint = _verify_fingerprint(run, samples)
+    results = _results(task, columns, baseline)
+    verdict = _decide_and_write(run, results, test_fingerprint, checkpoint)
+    if baseline is not None and baseline.champion is not None:
+        write_json(run.partial("evaluate") / CHAMPION, baseline.champion)
+    write_json(run.partial("evaluate") / WORST, worst_body(run, task, samples, results, config.evaluate.metric))
     print(f"{verdict.verdict}: {verdict.summary}", flush=True)
     for warning in verdict.warnings:
         print(f"warning: {warning}", flush=True)
     if verdict.verdict == "fail":
-        raise GateError(rejection(verdict, run.id))
+        raise GateError(rejection_message(verdict, run.id))
 
 
 def _load_candidate(task: Task, weights: Path, run: Run, rank: Rank) -> Predictor:
-    device = device_of(run.config.train.device, rank)
+    device = choose_device(run.config.train.device, rank)
     return candidate_predictor(load_weights(build_model(task, run), weights, device), task, device)
 
 
 def _predict(
-    task: Task, candidate: Predictor, baseline: Baseline | None, samples: Samples, share: range, config: Evaluate
+    task: Task, candidate: Predictor, baseline: Baseline | None, samples: Samples, shard: range, config: Evaluate
 ) -> Columns:
-    """One pass over the share: each batch is read once and given to both."""
+    """Score candidate and baseline in one pass: each batch is read once."""
     parts = []
-    for batch in samples.batches(share, config.batch_size):
-        part = _owned(CANDIDATE, measure(task, candidate, batch))
+    for batch in samples.batches(shard, config.batch_size):
+        part = _prefixed(CANDIDATE, score_batch(task, candidate, batch))
         if baseline is not None:
-            part |= _owned(BASELINE, measure(task, baseline.predict, batch))
-        parts.append(part | truth(task, batch, config.slices))
-    return join(parts)
+            part |= _prefixed(BASELINE, score_batch(task, baseline.predict, batch))
+        parts.append(part | label_columns(task, batch, config.slices))
+    return join_parts(parts)
 
 
-def _owned(owner: str, columns: Columns) -> Columns:
+def _prefixed(owner: str, columns: Columns) -> Columns:
     return {owner + name: values for name, values in columns.items()}
 
 
-def _checked_fingerprint(run: Run, samples: Samples) -> str:
-    """Judged on the very data that prepare looked at."""
-    found = fingerprint(samples)
+def _verify_fingerprint(run: Run, samples: Samples) -> str:
+    """Return the fingerprint of the test data, which must be the one that prepare recorded."""
+    actual = fingerprint(samples)
     recorded = run.output("prepare") / "data.json"
     if recorded.is_file():
         expected = json.loads(recorded.read_text())["splits"]["test"]["fingerprint"]
-        if found != expected:
+        if actual != expected:
             raise DataError(
-                f"data('test') changed since prepare: fingerprint {found[:12]}, recorded {expected[:12]}; "
-                "make data() give the same samples each time, or run from prepare again"
+                f"data('test') changed since prepare: fingerprint {actual[:12]}, recorded {expected[:12]}; "
+                "to fix it: make data() return the same samples each time, or run from prepare again"
             )
-    return found
+    return actual
 
 
-def _evidence(task: Task, columns: Columns, baseline: Baseline | None) -> Evidence:
+def _results(task: Task, columns: Columns, baseline: Baseline | None) -> Results:
     classes = task.classes if isinstance(task, Classifier) else None
     if baseline is None:
-        return Evidence(columns, None, None, classes)
-    return Evidence(columns, baseline.kind, baseline.bundle, classes)
+        return Results(columns, None, None, classes)
+    return Results(columns, baseline.kind, baseline.bundle, classes)
 
 
-def _judge_and_write(run: Run, evidence: Evidence, test_fingerprint: str, checkpoint: str) -> Verdict:
+def _decide_and_write(run: Run, results: Results, test_fingerprint: str, checkpoint: str) -> Verdict:
     config, directory = run.config.evaluate, run.partial("evaluate")
-    evidence.check(config)
-    check_labels(evidence.columns)
-    judged = evidence.judged(config)
-    verdict = judge(config, judged)
-    np.savez(directory / "predictions.npz", allow_pickle=False, **evidence.columns)
-    write_json(directory / "metrics.json", metrics_body(config, evidence, test_fingerprint))
-    body = verdict_body(config, evidence, judged, verdict, checkpoint, test_fingerprint)
+    results.check(config)
+    check_slice_labels(results.columns)
+    measurements = results.measurements(config)
+    verdict = decide(config, measurements)
+    np.savez(directory / "predictions.npz", allow_pickle=False, **results.columns)
+    write_json(directory / "metrics.json", metrics_body(config, results, test_fingerprint))
+    body = verdict_body(config, results, measurements, verdict, checkpoint, test_fingerprint)
     write_json(directory / "verdict.json", body)
     return verdict
 
 
-def share_of(rank: Rank, samples: int, batch_size: int) -> range:
-    """The sample indices of this rank: contiguous, each sample in exactly one share, none padded.
+def shard_range(rank: Rank, samples: int, batch_size: int) -> range:
+    """Return the sample indices of this rank: contiguous, each sample in exactly one shard, no padding.
 
-    Batches are dealt, not samples: a batch then has the same members however many processes there are,
-    and so the same rounding. A rank may get none.
+    Whole batches are distributed, so that a batch has the same samples, and so the same rounding, for any number of
+    processes. A rank may get none.
     """
     batches = rank.slice_of(-(-samples // batch_size))
     return range(min(batches.start * batch_size, samples), min(batches.stop * batch_size, samples))
 
 
 @contextmanager
-def group(rank: Rank, timeout_seconds: int) -> Iterator[None]:
-    """A gloo group around the work of several processes; one alone needs none."""
+def process_group(rank: Rank, timeout_seconds: int) -> Iterator[None]:
+    """Open a gloo process group if there are several processes."""
     if rank.world_size == 1:
         yield
         return
@@ -146,19 +146,19 @@ def group(rank: Rank, timeout_seconds: int) -> Iterator[None]:
 
 
 def gather(rank: Rank, columns: Columns) -> Columns | None:
-    """Every share in order of the samples, on the first rank; None on the others."""
+    """Return all columns in the order of the samples on the first rank, None on the others."""
     if rank.world_size == 1:
         return columns
     parts: list[Any] | None = [None] * rank.world_size if rank.first else None
     dist.gather_object(columns, parts, dst=0)
-    return None if parts is None else join(parts)
+    return None if parts is None else join_parts(parts)
 
 
-def device_of(wanted: str, rank: Rank) -> torch.device:
-    """Where the candidate runs; `cuda` that is not there is an error, never a silent CPU."""
+def choose_device(setting: str, rank: Rank) -> torch.device:
+    """Return the device of the candidate. `cuda` without a GPU is an error, never a silent fallback to the CPU."""
     available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise ConfigError("train.device is cuda, but torch sees no GPU here; fix the driver or set train.device=auto")
-    if wanted == "cpu" or not available:
+    if setting == "cuda" and not available:
+        raise ConfigError("train.device is cuda, but torch sees no GPU; to fix it: set train.device=auto")
+    if setting == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", rank.local_rank % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""The gate: from measured values and the configured rules to one verdict; pure."""
+"""The quality gate: apply the configured rules to the measured values and return one verdict."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.bootstrap import Interval
 from pipeline.evaluate.calibration import Calibration, calibration_rules
-from pipeline.evaluate.rules import FEWEST, Comparison, Rule, compared, finite, floors
-from pipeline.evaluate.slices import Slice, slice_doubts, slice_rule
+from pipeline.evaluate.rules import MIN_SAMPLES, Comparison, Rule, comparison_rule, finite_rule, requirement_rules
+from pipeline.evaluate.slices import Slice, slice_rule, slice_warnings
 
 Kind: TypeAlias = Literal["pass", "fail", "no-baseline"]
 
@@ -29,84 +29,87 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """All that the rules look at."""
+class Measurements:
+    """All values that the rules use."""
 
     samples: int
     candidate: Mapping[str, float]
-    baseline: Mapping[str, float] | None  # None: there is none
-    comparison: Comparison | None  # None without a baseline, or where it cannot be computed
-    lower: frozenset[str] = frozenset()  # metrics of which less is better
+    baseline: Mapping[str, float] | None  # None if there is none
+    comparison: Comparison | None  # None without a baseline, or if it cannot be computed
+    lower: frozenset[str] = frozenset()  # metrics where lower is better
     undefined: Mapping[str, str] = field(default_factory=dict)  # metric → why it has no value on this test set
     notes: tuple[str, ...] = ()
     slices: tuple[Slice, ...] = ()
     calibration: Calibration | None = None  # of the candidate
     baseline_calibration: Calibration | None = None
-    brier_gain: Interval | None = None  # over the baseline
+    brier_gain: Interval | None = None  # improvement over the baseline
 
 
-def judge(config: Evaluate, found: Judged) -> Verdict:
+def decide(config: Evaluate, measured: Measurements) -> Verdict:
     """Apply every rule."""
-    rules = [finite(found.candidate), *floors(config, found.candidate, found.lower, found.undefined)]
-    if found.baseline is not None:
-        rules.append(compared(config, found.comparison, _incomparable(config, found)))
-    if (rule := slice_rule(config, found.slices)) is not None:
+    rules = [
+        finite_rule(measured.candidate),
+        *requirement_rules(config, measured.candidate, measured.lower, measured.undefined),
+    ]
+    if measured.baseline is not None:
+        rules.append(comparison_rule(config, measured.comparison, _incomparable_reason(config, measured)))
+    if (rule := slice_rule(config, measured.slices)) is not None:
         rules.append(rule)
-    if found.calibration is not None:
-        rules += calibration_rules(config, found.calibration, found.brier_gain)
-    kind = _kind(rules, compared=found.baseline is not None)
-    return Verdict(kind, tuple(rules), _summary(config, found), tuple(_doubts(config, found)))
+    if measured.calibration is not None:
+        rules += calibration_rules(config, measured.calibration, measured.brier_gain)
+    kind = _verdict_kind(rules, has_baseline=measured.baseline is not None)
+    return Verdict(kind, tuple(rules), _summary(config, measured), tuple(_warnings(config, measured)))
 
 
-def rejection(verdict: Verdict, run: str) -> str:
-    """Which rules failed, by how much, and what may be done."""
+def rejection_message(verdict: Verdict, run: str) -> str:
+    """Return which rules failed, by how much, and what to do."""
     reasons = "; ".join(rule.detail for rule in verdict.failures)
     return (
-        f"candidate rejected: {reasons}. `pipe gate explain {run}` says what would have passed; train a better one, or "
-        f"put a reason on record with `pipe gate override {run} --reason WHY`"
+        f"candidate rejected: {reasons}; to fix it: train a better model (`pipe gate explain {run}` prints what would "
+        f"have passed), or record why it may pass anyway with `pipe gate override {run} --reason WHY`"
     )
 
 
-def _incomparable(config: Evaluate, found: Judged) -> str:
-    """Why there is no interval, where there is none."""
-    if why := found.undefined.get(config.metric):
+def _incomparable_reason(config: Evaluate, measured: Measurements) -> str:
+    """Return why there is no interval of the difference."""
+    if why := measured.undefined.get(config.metric):
         return why
-    values = [side.get(config.metric, math.nan) for side in (found.candidate, found.baseline or {})]
+    values = [side.get(config.metric, math.nan) for side in (measured.candidate, measured.baseline or {})]
     if all(math.isfinite(value) for value in values):
-        return f"{found.samples} samples are too few, or too much alike, to draw it anew from them; take more"
+        return f"{measured.samples} samples are too few or too similar for a bootstrap interval; use a larger test set"
     return "a value is not finite"
 
 
-def _kind(rules: list[Rule], compared: bool) -> Kind:
+def _verdict_kind(rules: list[Rule], has_baseline: bool) -> Kind:
     if all(rule.passed for rule in rules):
-        return "pass" if compared else "no-baseline"
+        return "pass" if has_baseline else "no-baseline"
     return "fail"
 
 
-def _doubts(config: Evaluate, found: Judged) -> Iterator[str]:
-    """What the test set is too small for, or says nothing of, though it does not decide."""
-    comparison = found.comparison
-    if comparison is not None and comparison.samples >= FEWEST and config.margin < comparison.detectable:
+def _warnings(config: Evaluate, measured: Measurements) -> Iterator[str]:
+    """Yield what the test set is too small to show; these do not decide."""
+    comparison = measured.comparison
+    if comparison is not None and comparison.samples >= MIN_SAMPLES and config.margin < comparison.detectable:
         yield (
-            f"the margin {config.margin:g} is finer than what {comparison.samples} test {comparison.unit} can show: "
-            f"the smallest difference in {config.metric} they would tell from none is about "
-            f"{comparison.detectable:.2g}; take more {comparison.unit}, or a wider margin"
+            f"the margin {config.margin:g} is smaller than what {comparison.samples} test {comparison.unit} can show: "
+            f"the smallest detectable difference in {config.metric} is about {comparison.detectable:.2g}; to fix it: "
+            f"use more {comparison.unit} or a wider margin"
         )
-    yield from (f"{name} is undefined: {why}" for name, why in found.undefined.items())
-    yield from found.notes
-    yield from slice_doubts(config, found.slices)
+    yield from (f"{name} is undefined: {why}" for name, why in measured.undefined.items())
+    yield from measured.notes
+    yield from slice_warnings(measured.slices)
 
 
-def _summary(config: Evaluate, found: Judged) -> str:
-    """The numbers that decide, on one line."""
-    if config.metric in found.undefined:
-        return f"{config.metric} is undefined: {found.undefined[config.metric]}"
-    text = f"{config.metric} {found.candidate.get(config.metric, math.nan):.4f}"
-    if found.baseline is not None:
-        text += f" against the baseline's {found.baseline.get(config.metric, math.nan):.4f}"
-    if found.comparison is not None:
-        difference = found.comparison.difference
+def _summary(config: Evaluate, measured: Measurements) -> str:
+    """Return the decisive numbers on one line."""
+    if config.metric in measured.undefined:
+        return f"{config.metric} is undefined: {measured.undefined[config.metric]}"
+    text = f"{config.metric} {measured.candidate.get(config.metric, math.nan):.4f}"
+    if measured.baseline is not None:
+        text += f" against the baseline's {measured.baseline.get(config.metric, math.nan):.4f}"
+    if measured.comparison is not None:
+        difference = measured.comparison.difference
         interval = f"{difference.low:+.4f} to {difference.high:+.4f}"
-        word = "better by" if config.metric in found.lower else "difference"
-        text += f", {word} {difference.estimate:+.4f} ({config.confidence:.0%} interval {interval})"
+        label = "better by" if config.metric in measured.lower else "difference"
+        text += f", {label} {difference.estimate:+.4f} ({config.confidence:.0%} interval {interval})"
     return text

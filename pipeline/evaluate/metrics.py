@@ -1,8 +1,6 @@
-"""Every metric of a test set as one thing to compare: the task's own means, and those of its kind of task.
+"""Metrics of a test set: means of the task's own metrics, and built-in ones for classifiers, regression and ranking.
 
-How well each query's list is ordered: ndcg, mrr and auc per query, vectorised over all of them.
-
-Where a classifier errs: the confusion matrix, and precision, recall and F1 of each class.
+Ranking metrics (ndcg, mrr, auc) are computed per query, vectorized over all queries.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import numpy as np
 from pipeline.contract.statistics.bootstrap import (
     Auc,
     Average,
-    Explained,
+    ExplainedVariance,
     Floats,
     Interval,
     Mean,
@@ -27,23 +25,23 @@ from pipeline.contract.statistics.bootstrap import (
     aggregate_interval,
     contributions,
     mean_interval,
-    value_of,
+    point_estimate,
 )
 from pipeline.evaluate.predictions import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, QUERY, Array
 
-LOWER = ("mae", "rmse")  # of those that are computed here: the smaller the better
-_MOST_CLASSES = 20  # for auc, which sorts the test set once for each
+LOWER_IS_BETTER = ("mae", "rmse")
+_MAX_AUC_CLASSES = 20  # for auc, which sorts the test set once per class
 
 
 @dataclass(frozen=True)
-class Measure:
+class Metric:
     name: str
     candidate: Statistic | None  # None: undefined on this test set
     baseline: Statistic | None
     unit: Literal["samples", "queries"] = "samples"
-    why: str = ""  # it is undefined
-    note: str = ""  # what it leaves out
-    slices: tuple[Floats, Floats | None] | None = None  # a value per sample by which slices are judged
+    why: str = ""  # the metric is undefined
+    note: str = ""  # on samples that it leaves out
+    slices: tuple[Floats, Floats | None] | None = None  # values per sample, for slices
 
     @property
     def better(self) -> Literal[1, -1]:
@@ -51,7 +49,7 @@ class Measure:
 
     @property
     def lower(self) -> bool:
-        return self.name in LOWER and not isinstance(self.candidate, _OfTask)
+        return self.name in LOWER_IS_BETTER and not isinstance(self.candidate, _TaskMean)
 
     @property
     def units(self) -> int:
@@ -59,14 +57,14 @@ class Measure:
 
     def value(self, owner: Literal["candidate", "baseline"]) -> float:
         statistic = self.candidate if owner == "candidate" else self.baseline
-        return math.nan if statistic is None else value_of(statistic)
+        return math.nan if statistic is None else point_estimate(statistic)
 
     def interval(self, owner: Literal["candidate", "baseline"], confidence: float, resamples: int) -> Interval | None:
         statistic = self.candidate if owner == "candidate" else self.baseline
         return None if statistic is None else _interval(statistic, None, 1, confidence, resamples, 0)
 
     def difference(self, confidence: float, resamples: int, seed: int) -> Interval | None:
-        """Candidate less baseline, or the other way round where less is better: positive is better always."""
+        """Return the interval of the difference, signed so that positive is better."""
         if self.candidate is None or self.baseline is None:
             return None
         return _interval(self.candidate, self.baseline, self.better, confidence, resamples, seed)
@@ -76,8 +74,8 @@ class Measure:
         return contributions(self.candidate, self.baseline, self.better)
 
 
-class _OfTask(Mean):
-    """What metrics() gave: higher is better, whatever its name."""
+class _TaskMean(Mean):
+    """A metric from the task's metrics(): higher is better, whatever its name is."""
 
 
 def _interval(
@@ -89,115 +87,115 @@ def _interval(
     return aggregate_interval(first, second, confidence, resamples, seed, better)
 
 
-def measures(columns: Mapping[str, Array], classes: Sequence[str] | None, compared: bool) -> dict[str, Measure]:
-    """Those of the task first; where it has one of its own by a name, that is the one."""
-    found = {one.name: one for one in _of_task(columns, compared)}
-    for one in _of_kind(columns, classes, compared):
-        found.setdefault(one.name, one)
-    return found
+def compute_metrics(columns: Mapping[str, Array], classes: Sequence[str] | None, compared: bool) -> dict[str, Metric]:
+    """Return the metrics of the task, then the built-in ones; a task's metric replaces a built-in one of that name."""
+    metrics = {metric.name: metric for metric in _task_metrics(columns, compared)}
+    for metric in _builtin_metrics(columns, classes, compared):
+        metrics.setdefault(metric.name, metric)
+    return metrics
 
 
-def _of_task(columns: Mapping[str, Array], compared: bool) -> Iterator[Measure]:
+def _task_metrics(columns: Mapping[str, Array], compared: bool) -> Iterator[Metric]:
     for name in columns:
         metric = name.removeprefix(CANDIDATE)
         if metric == name or metric in (PREDICTED, PROBABILITIES):
             continue
         own, other = columns[name], columns[BASELINE + metric] if compared else None
-        yield Measure(metric, _OfTask(own), None if other is None else _OfTask(other), slices=(own, other))
+        yield Metric(metric, _TaskMean(own), None if other is None else _TaskMean(other), slices=(own, other))
 
 
-def _of_kind(columns: Mapping[str, Array], classes: Sequence[str] | None, compared: bool) -> Iterator[Measure]:
+def _builtin_metrics(columns: Mapping[str, Array], classes: Sequence[str] | None, compared: bool) -> Iterator[Metric]:
     if ACTUAL not in columns:
         return
     owners = (CANDIDATE, BASELINE) if compared else (CANDIDATE,)
     if classes is not None:
-        if CANDIDATE + PROBABILITIES in columns and len(classes) <= _MOST_CLASSES:
-            yield _auc_of_classes([columns[owner + PROBABILITIES] for owner in owners], columns[ACTUAL], classes)
+        if CANDIDATE + PROBABILITIES in columns and len(classes) <= _MAX_AUC_CLASSES:
+            yield _classifier_auc([columns[owner + PROBABILITIES] for owner in owners], columns[ACTUAL], classes)
         return
     if CANDIDATE + PREDICTED not in columns:
         return
     predicted = [columns[owner + PREDICTED] for owner in owners]
-    if not all(np.isfinite(one).all() for one in predicted):
+    if not all(np.isfinite(values).all() for values in predicted):
         names = ("ndcg", "mrr", "auc") if QUERY in columns else ("mae", "rmse", "r2", "spearman")
-        broken = [Mean(np.where(np.isfinite(one), 0.0, math.nan)) for one in predicted]
-        yield from (Measure(name, *_pair(broken)) for name in names)
+        broken = [Mean(np.where(np.isfinite(values), 0.0, math.nan)) for values in predicted]
+        yield from (Metric(name, *_pair(broken)) for name in names)
     elif QUERY in columns:
-        yield from _of_lists(columns[QUERY], predicted, columns[ACTUAL])
+        yield from _ranking_metrics(columns[QUERY], predicted, columns[ACTUAL])
     else:
-        yield from _of_numbers(predicted, columns[ACTUAL])
+        yield from _regression_metrics(predicted, columns[ACTUAL])
 
 
-def _of_numbers(predicted: list[Array], actual: Array) -> Iterator[Measure]:
-    errors = [one - actual for one in predicted]
-    absolute = [np.abs(one) for one in errors]
-    squares = [one**2 for one in errors]
-    near, close = _slices([-one for one in absolute]), _slices([-one for one in squares])
-    yield Measure("mae", *_pair([Mean(one) for one in absolute]), slices=near)
-    yield Measure("rmse", *_pair([RootMean(one) for one in squares]), slices=close)
+def _regression_metrics(predicted: list[Array], actual: Array) -> Iterator[Metric]:
+    absolute = [np.abs(values - actual) for values in predicted]
+    squares = [error**2 for error in absolute]
+    by_absolute, by_square = _slices([-error for error in absolute]), _slices([-error for error in squares])
+    yield Metric("mae", *_pair([Mean(error) for error in absolute]), slices=by_absolute)
+    yield Metric("rmse", *_pair([RootMean(error) for error in squares]), slices=by_square)
     if _constant(actual):
         why = "all true values are equal"
-        yield Measure("r2", None, None, why=why)
-        yield Measure("spearman", None, None, why=why)
+        yield Metric("r2", None, None, why=why)
+        yield Metric("spearman", None, None, why=why)
         return
-    yield Measure("r2", *_pair([Explained(one, actual) for one in squares]), slices=close)
-    stuck = next((who for who, one in zip(("candidate", "baseline"), predicted, strict=False) if _constant(one)), None)
-    if stuck is None:
-        yield Measure("spearman", *_pair([Spearman(one, actual) for one in predicted]))
+    yield Metric("r2", *_pair([ExplainedVariance(error, actual) for error in squares]), slices=by_square)
+    names = ("candidate", "baseline")
+    constant = next((name for name, values in zip(names, predicted, strict=False) if _constant(values)), None)
+    if constant is None:
+        yield Metric("spearman", *_pair([Spearman(values, actual) for values in predicted]))
     else:
-        yield Measure("spearman", None, None, why=f"all values that the {stuck} predicts are equal")
+        yield Metric("spearman", None, None, why=f"all values that the {constant} predicts are equal")
 
 
-def _of_lists(queries: Array, predicted: list[Array], relevance: Array) -> Iterator[Measure]:
-    found = [per_query(queries, scores, relevance) for scores in predicted]
-    for name, lacking in (("ndcg", "relevant"), ("mrr", "relevant"), ("auc", "relevant or no irrelevant")):
-        known = np.isfinite(found[0][name])  # by the relevance alone, and so the same for both
-        if not known.any():
-            yield Measure(name, None, None, "queries", why=f"every query has no {lacking} item")
+def _ranking_metrics(queries: Array, predicted: list[Array], relevance: Array) -> Iterator[Metric]:
+    by_model = [query_metrics(queries, scores, relevance) for scores in predicted]
+    for name, missing in (("ndcg", "relevant"), ("mrr", "relevant"), ("auc", "relevant or no irrelevant")):
+        defined = np.isfinite(by_model[0][name])  # depends on the relevance only, so it is the same for both models
+        if not defined.any():
+            yield Metric(name, None, None, "queries", why=f"every query has no {missing} item")
             continue
-        left = int((~known).sum())
-        note = f"{name} leaves out {left} of {len(known)} queries, which have no {lacking} item" if left else ""
-        yield Measure(name, *_pair([Mean(one[name][known]) for one in found]), unit="queries", note=note)
+        omitted = int((~defined).sum())
+        note = f"{name} omits {omitted} of {len(defined)} queries, which have no {missing} item" if omitted else ""
+        yield Metric(name, *_pair([Mean(values[name][defined]) for values in by_model]), unit="queries", note=note)
 
 
-def _auc_of_classes(probabilities: list[Array], actual: Array, classes: Sequence[str]) -> Measure:
-    """Of two classes that of the second; of more the mean of each against all others."""
-    wanted = [1] if len(classes) == 2 else range(len(classes))
-    known = [i for i in wanted if 0 < (actual == i).sum() < len(actual)]
-    if not known:
-        return Measure("auc", None, None, why="the test set has samples of a single class")
-    lacking = [str(classes[i]) for i in wanted if i not in known]
-    note = f"auc leaves out {', '.join(lacking[:8])}: no sample of it in the test set" if lacking else ""
-    averages = [Average([Auc(one[:, i].astype(np.float64), actual == i) for i in known]) for one in probabilities]
-    return Measure("auc", *_pair(averages), note=note)
+def _classifier_auc(probabilities: list[Array], actual: Array, classes: Sequence[str]) -> Metric:
+    """With two classes the AUC of the second, with more the mean over classes of one against the rest."""
+    scored = [1] if len(classes) == 2 else range(len(classes))
+    present = [i for i in scored if 0 < (actual == i).sum() < len(actual)]
+    if not present:
+        return Metric("auc", None, None, why="the test set has samples of a single class")
+    missing = [str(classes[i]) for i in scored if i not in present]
+    note = f"auc omits {', '.join(missing[:8])}: no sample of it in the test set" if missing else ""
+    averages = [Average([Auc(rows[:, i].astype(np.float64), actual == i) for i in present]) for rows in probabilities]
+    return Metric("auc", *_pair(averages), note=note)
 
 
-def _pair(found: Sequence[Statistic]) -> tuple[Statistic, Statistic | None]:
-    return found[0], found[1] if len(found) > 1 else None
+def _pair(statistics: Sequence[Statistic]) -> tuple[Statistic, Statistic | None]:
+    return statistics[0], statistics[1] if len(statistics) > 1 else None
 
 
-def _slices(found: list[Floats]) -> tuple[Floats, Floats | None]:
-    return found[0], found[1] if len(found) > 1 else None
+def _slices(values: list[Floats]) -> tuple[Floats, Floats | None]:
+    return values[0], values[1] if len(values) > 1 else None
 
 
 def _constant(values: Array) -> bool:
     return bool((values == values[0]).all())
 
 
-def values_of(found: Mapping[str, Measure], owner: Literal["candidate", "baseline"]) -> dict[str, float]:
-    """By name; what is undefined is left out."""
-    chosen = {name: one.candidate if owner == "candidate" else one.baseline for name, one in found.items()}
-    return {name: value_of(one) for name, one in chosen.items() if one is not None}
+def metric_values(metrics: Mapping[str, Metric], owner: Literal["candidate", "baseline"]) -> dict[str, float]:
+    """Return the defined values by name."""
+    statistics = {name: one.candidate if owner == "candidate" else one.baseline for name, one in metrics.items()}
+    return {name: point_estimate(statistic) for name, statistic in statistics.items() if statistic is not None}
 
 
-def per_query(queries: Array, scores: Floats, relevance: Floats) -> dict[str, Floats]:
-    """One value per query and metric, NaN where it is undefined: no relevant item, or for auc no irrelevant one.
+def query_metrics(queries: Array, scores: Floats, relevance: Floats) -> dict[str, Floats]:
+    """Return one value per query and metric; NaN without a relevant item or, for auc, without an irrelevant one.
 
-    Equal scores earn nothing: ndcg and auc take the mean over all orders of them, mrr the worst.
+    Ties are not rewarded: ndcg and auc take the mean over all orders of tied items, mrr the worst.
     """
     lists = np.unique(queries, return_inverse=True)[1]
     order = np.lexsort((-scores, lists))
     query, gain = lists[order], relevance[order]
-    ties = _runs(query, scores[order])
+    ties = _tie_groups(query, scores[order])
     return {
         "ndcg": _ndcg(query, gain, ties, lists, relevance),
         "mrr": _mrr(query, gain > 0, ties),
@@ -205,20 +203,20 @@ def per_query(queries: Array, scores: Floats, relevance: Floats) -> dict[str, Fl
     }
 
 
-def _runs(query: Array, score: Floats) -> Array:
-    """The number of the run of equal scores each item is in; the list is ordered."""
+def _tie_groups(query: Array, score: Floats) -> Array:
+    """Return for each item of the ordered list the number of its group of equal scores."""
     new = np.concatenate([[True], (query[1:] != query[:-1]) | (score[1:] != score[:-1])])
     return np.cumsum(new) - 1
 
 
-def _places(query: Array) -> Array:
-    """From 0 in each query; the list is ordered by query."""
+def _ranks(query: Array) -> Array:
+    """Return the rank of each item in its query, from 0; the list is ordered by query."""
     starts = np.flatnonzero(np.concatenate([[True], query[1:] != query[:-1]]))
     return np.arange(len(query)) - np.repeat(starts, np.diff(starts, append=len(query)))
 
 
 def _ndcg(query: Array, gain: Floats, ties: Array, lists: Array, relevance: Floats) -> Floats:
-    discount = 1 / np.log2(_places(query) + 2)
+    discount = 1 / np.log2(_ranks(query) + 2)
     share = np.bincount(ties, weights=gain) / np.bincount(ties)
     found = np.bincount(query, weights=share[ties] * discount)
     best = relevance[np.lexsort((-relevance, lists))]
@@ -226,17 +224,17 @@ def _ndcg(query: Array, gain: Floats, ties: Array, lists: Array, relevance: Floa
 
 
 def _mrr(query: Array, relevant: Array, ties: Array) -> Floats:
-    """The first relevant item, last among those that score as it does."""
+    """Reciprocal rank of the first relevant item, which is counted as the last of its ties."""
     size, hits = np.bincount(ties), np.bincount(ties, weights=relevant)
     first = np.unique(ties, return_index=True)[1]
-    place = _places(query)[first] + size - hits + 1
+    place = _ranks(query)[first] + size - hits + 1
     best = np.full(query[-1] + 1, math.inf)
     np.minimum.at(best, query[first], np.where(hits > 0, place, math.inf))
     return np.where(np.isfinite(best), 1 / best, math.nan)
 
 
 def _auc(query: Array, relevant: Array, ties: Array) -> Floats:
-    """Pairs of a relevant and an irrelevant item that are in the right order, ties half."""
+    """Return the fraction of pairs of a relevant and an irrelevant item in the right order; ties count half."""
     first = np.unique(ties, return_index=True)[1]
     owner = query[first]
     hits = np.bincount(ties, weights=relevant)
@@ -257,12 +255,12 @@ Integers = np.ndarray[Any, Any]
 
 
 def confusion(actual: Integers, predicted: Integers, count: int) -> Integers:
-    """Rows are true classes, columns predicted ones."""
+    """Return the confusion matrix: rows are true classes, columns predicted ones."""
     return np.bincount(actual * count + predicted, minlength=count * count).reshape(count, count)
 
 
-def per_class(matrix: Integers, classes: Sequence[str]) -> dict[str, dict[str, float | None]]:
-    """A ratio with nothing to divide by is None: the recall of a class never seen, the precision of one never said."""
+def class_metrics(matrix: Integers, classes: Sequence[str]) -> dict[str, dict[str, float | None]]:
+    """Return precision, recall and F1 of each class; None where the denominator is zero."""
     right = np.diag(matrix)
     seen, claimed = matrix.sum(axis=1), matrix.sum(axis=0)
     precision, recall, f1 = (

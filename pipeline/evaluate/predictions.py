@@ -1,6 +1,6 @@
-"""Per-sample results of one predictor on one batch, checked as they come.
+"""Per-sample scores and outputs of one predictor on one batch: the columns of `predictions.npz`.
 
-The columns of `predictions.npz`, one value (or row) per sample under each name.
+Everything that the task's methods return is checked here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Outputs, Predictor
 
 
-_SUM_SLACK = 1e-3
+Array: TypeAlias = np.ndarray[Any, Any]
+Columns: TypeAlias = dict[str, Array]
+
+CANDIDATE, BASELINE = "candidate.", "baseline."  # prefixes of the columns of each model
+PREDICTED = "predicted"  # class index, number or score; next to one column per metric
+PROBABILITIES = "probabilities"  # one row per sample
+ACTUAL, QUERY, SLICE = "actual", "query", "slice."  # columns that describe the samples
+
+_SUM_TOLERANCE = 1e-3  # of the probabilities of a sample
 
 
 def candidate_predictor(model: nn.Module, task: Task, device: torch.device) -> Predictor:
-    """The model on its device; its answers come back to the CPU, where every predictor is measured alike."""
+    """Return a predictor that runs the model on its device and moves the outputs to the CPU."""
 
     def predict(batch: Batch) -> Outputs:
         outputs = forward(model, task, {name: batch[name].to(device) for name in task.inputs})
@@ -36,68 +44,67 @@ def candidate_predictor(model: nn.Module, task: Task, device: torch.device) -> P
 
 
 @torch.inference_mode()
-def measure(task: Task, predict: Predictor, batch: Batch) -> Columns:
-    """Every metric of the task for each sample and, for a classifier, the predicted class."""
-    count, outputs = count_of(batch), predict(batch)
+def score_batch(task: Task, predict: Predictor, batch: Batch) -> Columns:
+    """Return the task's metrics for each sample, and the predicted classes, numbers and probabilities."""
+    count, outputs = batch_length(batch), predict(batch)
     values = task.metrics(outputs, batch)
     if not isinstance(values, Mapping) or not values:
         raise DataError("metrics(): must return a mapping of metric names to one value per sample")
-    found = {name: _per_sample(name, value, count) for name, value in values.items()}
-    if taken := sorted({PREDICTED, PROBABILITIES} & found.keys()):
-        raise DataError(f"metrics(): a metric cannot be called {taken[0]!r}; give it another name")
-    return found | _said(task, outputs, count)
+    metrics = {name: _check_metric(name, value, count) for name, value in values.items()}
+    if reserved := sorted({PREDICTED, PROBABILITIES} & metrics.keys()):
+        raise DataError(f"metrics(): {reserved[0]!r} is a reserved name; to fix it: give the metric another name")
+    return metrics | _task_outputs(task, outputs, count)
 
 
-def _said(task: Task, outputs: Outputs, count: int) -> Columns:
-    """Beside the metrics: what was answered, by the kind of the task."""
+def _task_outputs(task: Task, outputs: Outputs, count: int) -> Columns:
     if isinstance(task, Classifier):
-        found = {PREDICTED: classes_of(task, "predicted", task.predicted(outputs), count)}
+        columns = {PREDICTED: check_classes(task, "predicted", task.predicted(outputs), count)}
         if isinstance(task, HasProbabilities):
-            found[PROBABILITIES] = _probabilities(task.probabilities(outputs), count, len(task.classes))
-        return found
+            columns[PROBABILITIES] = _probabilities(task.probabilities(outputs), count, len(task.classes))
+        return columns
     if isinstance(task, HasProbabilities):
-        raise DataError("probabilities(): needs `classes`, predicted() and actual() beside it")
+        raise DataError("probabilities(): needs `classes`, predicted() and actual() too")
     if isinstance(task, Regressor):
-        return {PREDICTED: numbers_of("predicted", task.predicted(outputs), count)}
+        return {PREDICTED: check_numbers("predicted", task.predicted(outputs), count)}
     return {}
 
 
-def numbers_of(method: str, value: object, count: int) -> Array:
-    """What predicted() or actual() of a task without classes returned."""
+def check_numbers(method: str, value: object, count: int) -> Array:
+    """Check what predicted() or actual() of a task without classes returned."""
     if not isinstance(value, Tensor) or tuple(value.shape) != (count,):
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise DataError(f"{method}(): must be one number per sample, shape ({count},), found {found}")
+        actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"{method}(): must be one number per sample, shape ({count},), not {actual}")
     return value.detach().cpu().to(torch.float64).numpy()
 
 
 def _probabilities(value: object, count: int, classes: int) -> Array:
     if not isinstance(value, Tensor) or tuple(value.shape) != (count, classes):
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise DataError(f"probabilities(): must have shape ({count}, {classes}), a row per sample, found {found}")
+        actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"probabilities(): must have shape ({count}, {classes}), a row per sample, not {actual}")
     rows = value.detach().cpu().to(torch.float32).numpy()
-    right = np.isfinite(rows).all() and (rows >= 0).all() and (np.abs(rows.sum(axis=1) - 1) <= _SUM_SLACK).all()
-    if not right:
-        raise DataError("probabilities(): a row is not between 0 and 1 with a sum of 1; is a softmax missing?")
+    valid = np.isfinite(rows).all() and (rows >= 0).all() and (np.abs(rows.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()
+    if not valid:
+        raise DataError("probabilities(): a row is not between 0 and 1 with a sum of 1; to fix it: apply a softmax")
     return rows
 
 
-def classes_of(task: Classifier, method: str, value: Tensor, count: int) -> Array:
-    """What predicted() or actual() returned, as class indices of these samples."""
+def check_classes(task: Classifier, method: str, value: Tensor, count: int) -> Array:
+    """Check what predicted() or actual() of a classifier returned: class indices of these samples."""
     if not isinstance(value, Tensor) or tuple(value.shape) != (count,) or value.is_floating_point():
-        found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise DataError(f"{method}(): must be one whole number per sample, shape ({count},), found {found}")
+        actual = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"{method}(): must be one integer per sample, shape ({count},), not {actual}")
     classes = value.detach().cpu().to(torch.int64).numpy()
     if ((classes < 0) | (classes >= len(task.classes))).any():
-        raise DataError(f"{method}(): a class index lies outside the {len(task.classes)} classes of the task")
+        raise DataError(f"{method}(): a class index is outside the {len(task.classes)} classes of the task")
     return classes
 
 
-def count_of(batch: Batch) -> int:
+def batch_length(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
-def join(parts: list[Columns]) -> Columns:
-    """Consecutive parts as one; a column is there in every part or in none. Parts without samples are left out."""
+def join_parts(parts: list[Columns]) -> Columns:
+    """Concatenate parts, each with the same columns; parts without samples are skipped."""
     filled = [part for part in parts if part]
     names = list(filled[0]) if filled else []
     for part in filled:
@@ -106,17 +113,8 @@ def join(parts: list[Columns]) -> Columns:
     return {name: np.concatenate([part[name] for part in filled]) for name in names}
 
 
-def _per_sample(name: str, value: object, count: int) -> Array:
+def _check_metric(name: str, value: object, count: int) -> Array:
     if not isinstance(value, Tensor) or tuple(value.shape) != (count,):
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise DataError(f"metrics(): {name} must be a tensor of one value per sample, shape ({count},), found {found}")
+        actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"metrics(): {name} must be a tensor of one value per sample, shape ({count},), not {actual}")
     return value.detach().cpu().to(torch.float64).numpy()
-
-
-Array: TypeAlias = np.ndarray[Any, Any]
-Columns: TypeAlias = dict[str, Array]
-
-CANDIDATE, BASELINE = "candidate.", "baseline."  # before the names of what each said
-PREDICTED = "predicted"  # the class index, number or score, beside one column for each metric
-PROBABILITIES = "probabilities"  # a row per sample
-ACTUAL, QUERY, SLICE = "actual", "query", "slice."  # what is known of the samples themselves

@@ -1,7 +1,4 @@
-"""What was measured on the whole test split, and what it says in the words of the step's files; pure.
-
-A verdict in sentences: every rule with its numbers, and what the test set could show at all; pure.
-"""
+"""Results of an evaluation: from per-sample columns to metrics.json, verdict.json and their explanation in words."""
 
 from __future__ import annotations
 
@@ -13,28 +10,28 @@ from typing import Any, Literal
 
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.bootstrap import Interval
-from pipeline.contract.statistics.significance import McNemar, mcnemar, permutation_p_value, smallest_difference
-from pipeline.evaluate.calibration import Calibration, brier_gain, calibration_of
-from pipeline.evaluate.gate import Judged, Verdict
-from pipeline.evaluate.metrics import Measure, confusion, measures, per_class, values_of
+from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Interval
+from pipeline.contract.statistics.significance import McNemar, detectable_difference, mcnemar, permutation_p_value
+from pipeline.evaluate.calibration import Calibration, brier_gain, measure_calibration
+from pipeline.evaluate.gate import Measurements, Verdict
+from pipeline.evaluate.metrics import Metric, class_metrics, compute_metrics, confusion, metric_values
 from pipeline.evaluate.predictions import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, SLICE, Array, Columns
 from pipeline.evaluate.rules import Comparison, samples_needed
-from pipeline.evaluate.slices import Slice, groups, judge_slices
+from pipeline.evaluate.slices import Slice, compare_slices, slice_groups
 
-_RESAMPLES_TOLD = 1000  # of intervals that decide nothing
+_INTERVAL_RESAMPLES = 1000  # for intervals that are only shown
 
 
 @dataclass(frozen=True)
-class Evidence:
-    columns: Columns  # as predictions.npz holds them
-    kind: Literal["champion", "task"] | None  # of the baseline, when there is one
+class Results:
+    columns: Columns  # as stored in predictions.npz
+    kind: Literal["champion", "task"] | None  # of baseline, if there is one
     bundle: str | None  # digest of the champion's bundle
     classes: Sequence[str] | None
 
     @cached_property
     def candidate(self) -> Columns:
-        """The task's own metrics, one value per sample."""
+        """The metrics of the task, one value per sample."""
         return self._metrics(CANDIDATE)
 
     @cached_property
@@ -42,35 +39,36 @@ class Evidence:
         return self._metrics(BASELINE) if self.kind else None
 
     @cached_property
-    def measures(self) -> dict[str, Measure]:
-        return measures(self.columns, self.classes, self.kind is not None)
+    def metrics(self) -> dict[str, Metric]:
+        return compute_metrics(self.columns, self.classes, self.kind is not None)
 
     @property
     def samples(self) -> int:
         return len(next(iter(self.columns.values())))
 
     def check(self, config: Evaluate) -> None:
-        """The compared metric exists, and candidate and baseline were measured alike."""
+        """Check that the compared metric exists and that candidate and baseline have the same metrics."""
         if self.baseline is not None and (differing := sorted(self.candidate.keys() ^ self.baseline.keys())):
             raise DataError(f"metrics(): {', '.join(differing)} is returned for only one of candidate and baseline")
-        if config.metric not in self.measures:
-            known = ", ".join(self.measures)
-            raise ConfigError(f"evaluate.metric: the task has no metric {config.metric} (it has {known})")
-        if config.calibration and CANDIDATE + PROBABILITIES not in self.columns:
-            raise ConfigError("evaluate.calibration: needs a classifier whose task has probabilities(outputs)")
+        if config.metric not in self.metrics:
+            names = ", ".join(self.metrics)
+            raise ConfigError(f"evaluate.metric: the task has no metric {config.metric} (it has {names})")
+        if config.calibration_limits and CANDIDATE + PROBABILITIES not in self.columns:
+            names = ", ".join(config.calibration_limits)
+            raise ConfigError(f"evaluate.require: {names} needs a classifier whose task has probabilities(outputs)")
 
-    def judged(self, config: Evaluate) -> Judged:
-        """All that the rules look at."""
-        found = self.measures
-        baseline = None if self.kind is None else values_of(found, "baseline")
+    def measurements(self, config: Evaluate) -> Measurements:
+        """Return all values that the rules use."""
+        metrics = self.metrics
+        baseline = None if self.kind is None else metric_values(metrics, "baseline")
         calibration = self.calibration(config)
-        return Judged(
+        return Measurements(
             samples=self.samples,
-            candidate=values_of(found, "candidate"),
+            candidate=metric_values(metrics, "candidate"),
             baseline=baseline,
-            lower=frozenset(name for name, one in found.items() if one.lower),
-            undefined={name: one.why for name, one in found.items() if one.why},
-            notes=tuple(one.note for one in found.values() if one.note),
+            lower=frozenset(name for name, metric in metrics.items() if metric.lower),
+            undefined={name: metric.why for name, metric in metrics.items() if metric.why},
+            notes=tuple(metric.note for metric in metrics.values() if metric.note),
             comparison=self.comparison(config),
             slices=self.slices(config),
             calibration=calibration.get("candidate"),
@@ -79,20 +77,20 @@ class Evidence:
         )
 
     def comparison(self, config: Evaluate) -> Comparison | None:
-        """None without a baseline, or where a value is not finite or undefined: the gate then says so."""
-        measure = self.measures[config.metric]
-        if self.kind is None or measure.candidate is None:
+        """None without a baseline, or if a value is undefined or not finite: the gate then reports why."""
+        metric = self.metrics[config.metric]
+        if self.kind is None or metric.candidate is None:
             return None
-        difference = measure.difference(config.confidence, config.resamples, config.seed)
+        difference = metric.difference(config.confidence, config.resamples, BOOTSTRAP_SEED)
         if difference is None:
             return None
-        values = measure.contributions()
+        values = metric.contributions()
         return Comparison(
             samples=len(values),
             difference=difference,
-            detectable=smallest_difference(values, config.confidence),
-            p_value=permutation_p_value(values, config.resamples, config.seed),
-            unit=measure.unit,
+            detectable=detectable_difference(values, config.confidence),
+            p_value=permutation_p_value(values, config.resamples, BOOTSTRAP_SEED),
+            unit=metric.unit,
         )
 
     @cached_property
@@ -100,24 +98,24 @@ class Evidence:
         return {name.removeprefix(SLICE): self.columns[name] for name in self.columns if name.startswith(SLICE)}
 
     def slices(self, config: Evaluate) -> tuple[Slice, ...]:
-        """By the metric that decides; one that has no value per sample cannot be looked at slice by slice."""
-        found = list(groups(self.labels, self.columns.get(ACTUAL), self.classes))
-        values = self.measures[config.metric].slices
+        """Compare slices by the decisive metric; one without a value per sample cannot be compared by slice."""
+        groups = list(slice_groups(self.labels, self.columns.get(ACTUAL), self.classes))
+        values = self.metrics[config.metric].slices
         if values is None:
-            why = f"{config.metric} has no value of its own for each sample; not judged"
-            return tuple(Slice(one.name, len(one.members), None, None, None, None, False, True, why) for one in found)
-        return judge_slices(config, found, *values)
+            why = f"{config.metric} has no value per sample; not evaluated"
+            return tuple(Slice(one.name, len(one.members), None, None, None, None, False, True, why) for one in groups)
+        return compare_slices(config, groups, *values)
 
     def calibration(self, config: Evaluate) -> dict[str, Calibration]:
-        """By owner; empty where the task states no probabilities."""
-        owners = {"candidate": CANDIDATE, "baseline": BASELINE}
-        stated = {who: self.columns.get(owner + PROBABILITIES) for who, owner in owners.items()}
-        # Its intervals tell; the rule about the baseline has one of its own.
-        told = config.model_copy(update={"resamples": min(config.resamples, _RESAMPLES_TOLD)})
+        """Return the calibration of candidate and baseline; empty if the task has no probabilities."""
+        prefixes = {"candidate": CANDIDATE, "baseline": BASELINE}
+        probabilities = {name: self.columns.get(prefix + PROBABILITIES) for name, prefix in prefixes.items()}
+        # These intervals are only shown; the rule about the baseline computes its own.
+        shown = config.model_copy(update={"resamples": min(config.resamples, _INTERVAL_RESAMPLES)})
         actual = self.columns.get(ACTUAL)
         return {
-            who: calibration_of(told, rows, actual)
-            for who, rows in stated.items()
+            name: measure_calibration(shown, rows, actual)
+            for name, rows in probabilities.items()
             if rows is not None and actual is not None
         }
 
@@ -130,53 +128,58 @@ class Evidence:
         rows = [self.columns[owner + PROBABILITIES] for owner in (CANDIDATE, BASELINE)]
         return brier_gain(config, rows[0], rows[1], self.columns[ACTUAL])
 
-    def _metrics(self, owner: str) -> Columns:
-        named = {name.removeprefix(owner): values for name, values in self.columns.items() if name.startswith(owner)}
-        return {name: values for name, values in named.items() if name not in (PREDICTED, PROBABILITIES)}
+    def _metrics(self, prefix: str) -> Columns:
+        own = {name.removeprefix(prefix): values for name, values in self.columns.items() if name.startswith(prefix)}
+        return {name: values for name, values in own.items() if name not in (PREDICTED, PROBABILITIES)}
 
 
-def metrics_body(config: Evaluate, evidence: Evidence, test_fingerprint: str) -> dict[str, Any]:
-    """metrics.json; a value that is not finite is null, JSON has no other word for it."""
-    found = evidence.measures
+def metrics_body(config: Evaluate, results: Results, test_fingerprint: str) -> dict[str, Any]:
+    """Return the content of metrics.json; a value that is not finite is null, as JSON has no NaN."""
+    metrics = results.metrics
     body: dict[str, Any] = {
-        "samples": evidence.samples,
+        "samples": results.samples,
         "test_fingerprint": test_fingerprint,
-        "candidate": _finite(found, values_of(found, "candidate")),
-        "baseline": None if evidence.kind is None else _finite(found, values_of(found, "baseline")),
-        "intervals": _intervals(config, evidence),
-        "lower_is_better": [name for name, one in found.items() if one.lower],
-        "undefined": {name: one.why for name, one in found.items() if one.why},
+        "candidate": _finite(metrics, metric_values(metrics, "candidate")),
+        "baseline": None if results.kind is None else _finite(metrics, metric_values(metrics, "baseline")),
+        "intervals": _intervals(config, results),
+        "lower_is_better": [name for name, metric in metrics.items() if metric.lower],
+        "undefined": {name: metric.why for name, metric in metrics.items() if metric.why},
         "classes": None,
         "per_class": None,
         "confusion": None,
     }
-    if evidence.classes is not None:
-        classes = [str(name) for name in evidence.classes]
-        matrix: Array = confusion(evidence.columns[ACTUAL], evidence.columns[CANDIDATE + PREDICTED], len(classes))
-        body |= {"classes": classes, "per_class": per_class(matrix, classes), "confusion": matrix.tolist()}
+    if results.classes is not None:
+        classes = [str(name) for name in results.classes]
+        matrix: Array = confusion(results.columns[ACTUAL], results.columns[CANDIDATE + PREDICTED], len(classes))
+        body |= {"classes": classes, "per_class": class_metrics(matrix, classes), "confusion": matrix.tolist()}
     return body
 
 
 def verdict_body(
-    config: Evaluate, evidence: Evidence, judged: Judged, verdict: Verdict, checkpoint: str, test_fingerprint: str
+    config: Evaluate,
+    results: Results,
+    measurements: Measurements,
+    verdict: Verdict,
+    checkpoint: str,
+    test_fingerprint: str,
 ) -> dict[str, Any]:
-    """verdict.json"""
-    test, comparison = evidence.mcnemar(config.metric), judged.comparison
+    """Return the content of verdict.json."""
+    test, comparison = results.mcnemar(config.metric), measurements.comparison
     return {
         "verdict": verdict.verdict,
         "metric": config.metric,
         "rule": config.rule,
         "margin": config.margin,
         "confidence": config.confidence,
-        "samples": evidence.samples,
-        "baseline": None if evidence.kind is None else {"kind": evidence.kind, "bundle": evidence.bundle},
+        "samples": results.samples,
+        "baseline": None if results.kind is None else {"kind": results.kind, "bundle": results.bundle},
         "difference": None if comparison is None else asdict(comparison.difference),
         "detectable": None if comparison is None or math.isinf(comparison.detectable) else comparison.detectable,
         "p_value": None if comparison is None else comparison.p_value,
         "mcnemar": None if test is None else asdict(test),
         "rules": [asdict(rule) for rule in verdict.rules],
-        "slices": [asdict(one) for one in judged.slices],
-        "calibration": _calibration_body(judged),
+        "slices": [asdict(one) for one in measurements.slices],
+        "calibration": _calibration_body(measurements),
         "warnings": list(verdict.warnings),
         "checkpoint": checkpoint,
         "test_fingerprint": test_fingerprint,
@@ -184,40 +187,40 @@ def verdict_body(
     }
 
 
-def _calibration_body(judged: Judged) -> dict[str, Any] | None:
-    if judged.calibration is None:
+def _calibration_body(measurements: Measurements) -> dict[str, Any] | None:
+    if measurements.calibration is None:
         return None
-    other = judged.baseline_calibration
-    return {"candidate": judged.calibration.body(), "baseline": None if other is None else other.body()}
+    other = measurements.baseline_calibration
+    return {"candidate": measurements.calibration.body(), "baseline": None if other is None else other.body()}
 
 
-def _intervals(config: Evaluate, evidence: Evidence) -> dict[str, Any]:
-    """Of every metric and of its difference, where positive is better."""
-    found, resamples = evidence.measures, min(config.resamples, _RESAMPLES_TOLD)
+def _intervals(config: Evaluate, results: Results) -> dict[str, Any]:
+    """Return the intervals of every metric and of its difference, where positive is better."""
+    metrics, resamples = results.metrics, min(config.resamples, _INTERVAL_RESAMPLES)
     level = config.confidence
 
     def bounds(interval: Interval | None) -> list[float] | None:
         return None if interval is None else [interval.low, interval.high]
 
     body: dict[str, Any] = {"confidence": level, "resamples": resamples}
-    body["candidate"] = {name: bounds(one.interval("candidate", level, resamples)) for name, one in found.items()}
-    if evidence.kind is not None:
-        body["baseline"] = {name: bounds(one.interval("baseline", level, resamples)) for name, one in found.items()}
-        differences = {name: one.difference(level, resamples, config.seed) for name, one in found.items()}
+    body["candidate"] = {name: bounds(one.interval("candidate", level, resamples)) for name, one in metrics.items()}
+    if results.kind is not None:
+        body["baseline"] = {name: bounds(one.interval("baseline", level, resamples)) for name, one in metrics.items()}
+        differences = {name: one.difference(level, resamples, BOOTSTRAP_SEED) for name, one in metrics.items()}
         body["difference"] = {name: None if one is None else asdict(one) for name, one in differences.items()}
     return body
 
 
-def _finite(found: Mapping[str, Measure], values: Mapping[str, float]) -> dict[str, float | None]:
-    known = {name: values.get(name, math.nan) for name in found}
-    return {name: value if math.isfinite(value) else None for name, value in known.items()}
+def _finite(metrics: Mapping[str, Metric], values: Mapping[str, float]) -> dict[str, float | None]:
+    complete = {name: values.get(name, math.nan) for name in metrics}
+    return {name: value if math.isfinite(value) else None for name, value in complete.items()}
 
 
 Body = Mapping[str, Any]
 
 
 def explain(verdict: Body, override: Body | None) -> dict[str, Any]:
-    """What `-o json` prints; keys that an older run does not have are absent or None."""
+    """Return what `pipe gate explain -o json` prints; keys that an older run does not have are absent or None."""
     return {
         "verdict": verdict["verdict"],
         "summary": verdict["summary"],
@@ -230,25 +233,25 @@ def explain(verdict: Body, override: Body | None) -> dict[str, Any]:
     }
 
 
-def sentences(found: Body) -> Iterator[str]:
-    yield f"{found['verdict']}: {found['summary']}"
-    if found["override"]:
-        yield f"overridden by {found['override']['by']}, {found['override']['at']}: {found['override']['reason']}"
-    for rule in found["rules"]:
+def describe_verdict(explanation: Body) -> Iterator[str]:
+    yield f"{explanation['verdict']}: {explanation['summary']}"
+    if override := explanation["override"]:
+        yield f"overridden by {override['by']}, {override['at']}: {override['reason']}"
+    for rule in explanation["rules"]:
         yield ""
         yield f"{'passed' if rule['passed'] else 'FAILED'}  {rule['rule']}: {rule['detail']}"
         if rule.get("how"):
             yield f"        how: {rule['how']}"
         if rule.get("change"):
             yield f"        what would change it: {rule['change']}"
-    yield from _slice_lines(found["slices"])
+    yield from _slice_lines(explanation["slices"])
     yield ""
-    yield from _test_lines(found)
-    yield from (f"warning: {warning}" for warning in found["warnings"])
+    yield from _significance_lines(explanation)
+    yield from (f"warning: {warning}" for warning in explanation["warnings"])
 
 
 def _power(verdict: Body) -> dict[str, Any] | None:
-    """What differences so many samples show, and how many it would take for the margin."""
+    """Return the difference that the test set can show, and the number of samples needed for the margin."""
     detectable, samples, margin = verdict.get("detectable"), verdict["samples"], verdict["margin"]
     if detectable is None:
         return None
@@ -261,26 +264,28 @@ def _slice_lines(slices: list[Body]) -> Iterator[str]:
         yield ""
         yield "slices:"
     for one in slices:
-        state = ("passed" if one["passed"] else "FAILED") if one["judged"] else "told  "
+        state = ("passed" if one["passed"] else "FAILED") if one["judged"] else "shown "
         yield f"  {state}  {one['slice']} ({one['samples']} samples): {one['detail']}"
 
 
-def _test_lines(found: Body) -> Iterator[str]:
-    power, tests = found["power"], found["tests"]
+def _significance_lines(explanation: Body) -> Iterator[str]:
+    power, tests = explanation["power"], explanation["tests"]
     if power is None:
-        yield "power: unknown, there is nothing to compare with or too little of it"
+        yield "power: unknown, there is no baseline or the test set is too small"
     else:
         enough = power["samples_for_margin"]
-        told = "no number of samples shows a margin of 0" if enough is None else f"a margin of {power['margin']:g} takes about {enough}"  # fmt: skip  # noqa: E501
+        needed = f"a margin of {power['margin']:g} needs about {enough}"
+        if enough is None:
+            needed = "no number of samples can show a margin of 0"
         yield (
             f"power: {power['samples']} samples show a true difference of {power['detectable']:.4g} in four of five "
-            f"such test sets; {told}"
+            f"such test sets; {needed}"
         )
     if tests["permutation_p"] is not None:
-        yield f"permutation test: p = {tests['permutation_p']:.4g} that which model gave which answer is a toss-up"
+        yield f"permutation test: p = {tests['permutation_p']:.4g} for the hypothesis that both models are equally good"
     if tests["mcnemar"]:
-        one = tests["mcnemar"]
+        test = tests["mcnemar"]
         yield (
-            f"McNemar's exact test: p = {one['p_value']:.4g}; {one['only_candidate']} samples only the candidate gets "
-            f"right, {one['only_baseline']} only the baseline"
+            f"McNemar's exact test: p = {test['p_value']:.4g}; {test['only_candidate']} samples only the candidate "
+            f"gets right, {test['only_baseline']} only the baseline"
         )

@@ -1,4 +1,4 @@
-"""One rule of the gate as it was applied: what was measured, how, against what, and what would have changed it."""
+"""Rules of the gate: each with the measured value, its limit, how it was computed, and what would have changed it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.bootstrap import Interval
+from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Interval
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
-FEWEST = 2  # samples, below which nothing is known of how they vary
+MIN_SAMPLES = 2  # with one, the variance is unknown
 
 
 @dataclass(frozen=True)
@@ -20,48 +20,48 @@ class Rule:
     rule: str
     passed: bool
     detail: str
-    value: float | None = None  # what decided
-    limit: float | None = None  # what it was held against
-    how: str = ""  # computed
-    change: str = ""  # what would have turned it the other way
+    value: float | None = None  # the decisive value
+    limit: float | None = None  # that it was compared with
+    how: str = ""  # it was computed
+    change: str = ""  # that would have reversed the outcome
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of candidate and baseline, on the same samples."""
+    """The difference of candidate and baseline on the same samples."""
 
     samples: int
     difference: Interval
-    detectable: float  # the smallest true difference that four of five test sets like this one would show
-    p_value: float  # of so large a difference where it is a toss-up which model gave which answer
+    detectable: float  # smallest true difference that 80% of such test sets would show
+    p_value: float  # of the sign-flip permutation test
     unit: str = "samples"
 
 
-def finite(candidate: Mapping[str, float]) -> Rule:
-    how = "a metric's mean over all samples is a number only where each of its values is"
+def finite_rule(candidate: Mapping[str, float]) -> Rule:
+    how = "the mean of a metric is finite only if its value is finite for every sample"
     bad = sorted(name for name, value in candidate.items() if not math.isfinite(value))
     if bad:
-        change = "metrics() must give a number for every sample; look for a division by zero or a logarithm of it"
+        change = "metrics() must return a finite number for every sample; look for divisions or logarithms of zero"
         text = f"{', '.join(bad)} of the candidate is not a finite number"
         return Rule("finite", False, text, how=how, change=change)
     return Rule("finite", True, f"all finite: {', '.join(sorted(candidate))}", how=how)
 
 
-def floors(
+def requirement_rules(
     config: Evaluate, candidate: Mapping[str, float], lower: Collection[str] = (), undefined: Mapping[str, str] = _NONE
 ) -> Iterator[Rule]:
-    """Of an error, where less is better, the number is a ceiling."""
-    for name, limit in sorted(config.require.items()):
+    """Yield a rule per required metric; the limit is an upper one where lower is better."""
+    for name, limit in sorted(config.metric_limits.items()):
         if name in undefined:
             text = f"{name} is undefined, required is {limit:g}: {undefined[name]}"
             yield Rule(f"require.{name}", False, text, None, limit, change="another test set, or no such requirement")
         elif name in lower:
-            yield _ceiling(name, limit, candidate[name])
+            yield _upper_limit_rule(name, limit, candidate[name])
         else:
-            yield _floor(name, limit, candidate)
+            yield _lower_limit_rule(name, limit, candidate)
 
 
-def _ceiling(name: str, limit: float, value: float) -> Rule:
+def _upper_limit_rule(name: str, limit: float, value: float) -> Rule:
     rule, how = f"require.{name}", f"{name} of the candidate over the whole test set, at most {limit:g}"
     if not math.isfinite(value):
         return Rule(rule, False, f"{name} is not finite, allowed is {limit:g}", None, limit, how)
@@ -72,24 +72,24 @@ def _ceiling(name: str, limit: float, value: float) -> Rule:
     return Rule(rule, True, text, value, limit, how, f"a limit below {value:.4f} would have stopped it")
 
 
-def _floor(name: str, floor: float, candidate: Mapping[str, float]) -> Rule:
+def _lower_limit_rule(name: str, limit: float, candidate: Mapping[str, float]) -> Rule:
     rule, value = f"require.{name}", candidate.get(name)
-    how = f"{name} of the candidate over the whole test set, at least {floor:g}"
+    how = f"{name} of the candidate over the whole test set, at least {limit:g}"
     if value is None:
         known = ", ".join(sorted(candidate))
-        text = f"{name} is required to be {floor:g} at least, but the task has no such metric (it has {known})"
-        return Rule(rule, False, text, None, floor, how, "name a metric that the task has")
+        text = f"{name} is required to be at least {limit:g}, but the task has no such metric (it has {known})"
+        return Rule(rule, False, text, None, limit, how, "name a metric that the task has")
     if not math.isfinite(value):
-        return Rule(rule, False, f"{name} is not finite, required is {floor:g}", None, floor, how)
-    if value < floor:
-        text = f"{name} {value:.4f} is {floor - value:.4g} below the required {floor:g}"
-        change = f"a floor of {value:.4f} or less would have passed it"
-        return Rule(rule, False, text, value, floor, how, change)
-    text = f"{name} {value:.4f} reaches the required {floor:g}"
-    return Rule(rule, True, text, value, floor, how, f"a floor above {value:.4f} would have stopped it")
+        return Rule(rule, False, f"{name} is not finite, required is {limit:g}", None, limit, how)
+    if value < limit:
+        text = f"{name} {value:.4f} is {limit - value:.4g} below the required {limit:g}"
+        change = f"a limit of {value:.4f} or less would have passed it"
+        return Rule(rule, False, text, value, limit, how, change)
+    text = f"{name} {value:.4f} reaches the required {limit:g}"
+    return Rule(rule, True, text, value, limit, how, f"a limit above {value:.4f} would have stopped it")
 
 
-def compared(config: Evaluate, comparison: Comparison | None, why: str) -> Rule:
+def comparison_rule(config: Evaluate, comparison: Comparison | None, why: str) -> Rule:
     """The interval's lower bound must lie above -margin (or, to be superior, above the margin), strictly.
 
     Answers that equal the baseline's on every sample are not inferior even at margin 0, where no bound
@@ -99,7 +99,7 @@ def compared(config: Evaluate, comparison: Comparison | None, why: str) -> Rule:
     if comparison is None:
         text = f"{config.metric} cannot be compared with the baseline: {why}"
         return Rule(name, False, text, limit=bound)
-    if comparison.samples < FEWEST:
+    if comparison.samples < MIN_SAMPLES:
         single = "query" if comparison.unit == "queries" else "sample"
         text = f"{config.metric} cannot be compared with the baseline on a single {single}"
         return Rule(name, False, text, limit=bound, change=f"a test set of more {comparison.unit}")
@@ -107,35 +107,35 @@ def compared(config: Evaluate, comparison: Comparison | None, why: str) -> Rule:
     low = difference.low
     if name == "non-inferior" and difference == Interval(0.0, 0.0, 0.0):
         return Rule(name, True, f"{config.metric} equals the baseline's on every sample", 0.0, bound, how)
-    if comparison.samples < (needed := fewest(config.confidence)):
+    if comparison.samples < (needed := min_samples(config.confidence)):
         text = (
             f"{config.metric} cannot be compared with the baseline on {comparison.samples} {comparison.unit}: in one "
-            f"of {2 ** (comparison.samples - 1)} such test sets all lie on one side by chance; take {needed} at least"
+            f"of {2 ** (comparison.samples - 1)} such test sets all favor one side by chance; use at least {needed}"
         )
         return Rule(name, False, text, limit=bound, change=f"a test set of {needed} {comparison.unit} or more")
     if low > bound:
         text = f"{config.metric} difference is at least {low:+.4f}, above {_signed(bound)}"
         return Rule(name, True, text, low, bound, how, _would_fail(config, low))
     text = (
-        f"{config.metric} may be {_fall(low)} the baseline's: the lower bound {low:+.4f} of the difference "
+        f"{config.metric} may be {_position(low)} the baseline's: the lower bound {low:+.4f} of the difference "
         f"misses {_signed(bound)} by {bound - low:.4g}"
     )
     return Rule(name, False, text, low, bound, how, _would_pass(config, comparison, bound))
 
 
-def fewest(confidence: float) -> int:
-    """Samples, below which all of them lie on one side by chance more often than an interval may miss.
+def min_samples(confidence: float) -> int:
+    """Return the smallest sample count at which all samples favor one side by chance no more often than allowed.
 
-    A bootstrap of fewer knows nothing of that: of two samples its interval misses the truth every other time.
+    With fewer samples a bootstrap interval is too narrow: with two, it misses the true value every other time.
     """
     return math.ceil(math.log2(2 / (1 - confidence)) - 1e-9)
 
 
-def samples_needed(samples: int, reach: float, distance: float) -> int | None:
-    """So many that an interval of this reach would be no longer than the distance; None where none suffice."""
-    if distance <= 0 or not math.isfinite(reach):
+def samples_needed(samples: int, half_width: float, distance: float) -> int | None:
+    """Return how many samples shrink an interval of this half-width to the distance; None if none suffice."""
+    if distance <= 0 or not math.isfinite(half_width):
         return None
-    return math.ceil(samples * (reach / distance) ** 2)
+    return math.ceil(samples * (half_width / distance) ** 2)
 
 
 def _bound(config: Evaluate) -> float:
@@ -145,8 +145,8 @@ def _bound(config: Evaluate) -> float:
 def _how(config: Evaluate, comparison: Comparison, bound: float) -> str:
     return (
         f"difference in {config.metric} to the baseline on the same {comparison.samples} {comparison.unit}, "
-        f"{config.confidence:.0%} BCa bootstrap interval of {config.resamples} resamples with seed {config.seed}; its "
-        f"lower bound must lie above {_signed(bound)}"
+        f"{config.confidence:.0%} BCa bootstrap interval of {config.resamples} resamples with seed {BOOTSTRAP_SEED}; "
+        f"its lower bound must be above {_signed(bound)}"
     )
 
 
@@ -154,7 +154,7 @@ def _would_fail(config: Evaluate, low: float) -> str:
     if config.rule == "superior":
         return f"a margin of {low:.4f} or more would have stopped it"
     if low > 0:
-        return "no margin would have stopped it: the whole interval lies above the baseline"
+        return "no margin would have stopped it: the whole interval is above the baseline"
     return f"a margin of {-low:.4f} or less would have stopped it"
 
 
@@ -166,16 +166,16 @@ def _would_pass(config: Evaluate, comparison: Comparison, bound: float) -> str:
         if allowed >= 0
         else "no margin would have passed it as `superior`"
     )
-    distance, reach = difference.estimate - bound, difference.estimate - difference.low
-    needed = samples_needed(comparison.samples, reach, distance)
+    distance, half_width = difference.estimate - bound, difference.estimate - difference.low
+    needed = samples_needed(comparison.samples, half_width, distance)
     if needed is None:
-        more = f"more samples would not: the difference itself, {difference.estimate:+.4f}, lies below {_signed(bound)}"
+        more = f"more samples would not: the difference itself, {difference.estimate:+.4f}, is below {_signed(bound)}"
     else:
-        more = f"so would about {needed} test samples that show the same difference and spread"
+        more = f"so would about {needed} test samples with the same difference and variance"
     return f"{margins}; {more}"
 
 
-def _fall(low: float) -> str:
+def _position(low: float) -> str:
     return f"{-low:.4f} below" if low < 0 else "no better than" if low == 0 else f"only {low:.4f} above"
 
 

@@ -1,8 +1,7 @@
-"""The samples the candidate does worst on, as a person would look at them: `worst.json`, of a bounded size.
+"""The samples with the worst scores of the candidate, ready to display: `worst.json`, of a bounded size.
 
-They are kept when the data is at hand, so that the report needs neither it nor the user's code.
-
-A sample that is laid out as a picture, as a small PNG: made here, so that a report needs neither data nor Pillow.
+They are stored during the evaluation, so that the report needs neither the data nor the user's code. Images are stored
+as small PNG files, which are encoded here without Pillow.
 """
 
 from __future__ import annotations
@@ -23,119 +22,118 @@ from pipeline.contract.errors import DataError
 from pipeline.contract.run import Run
 from pipeline.contract.task import FOLDER, HasText, Task
 from pipeline.evaluate.predictions import ACTUAL, BASELINE, CANDIDATE, PREDICTED, Array, Columns
-from pipeline.evaluate.results import Evidence
+from pipeline.evaluate.results import Results
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch
 
 
-SAMPLES = 12
-_SHOWN = 4  # inputs of a sample, at most
-_CHARACTERS = 600
-_VALUES = 24
+WORST_SAMPLES = 12
+_MAX_INPUTS = 4  # of a sample
+_MAX_CHARACTERS = 600
+_MAX_VALUES = 24
 
-Read = Callable[["Batch"], Sequence[str]]
+ReadText = Callable[["Batch"], Sequence[str]]
 
 
-def worst_body(run: Run, task: Task, samples: Samples, evidence: Evidence, metric: str) -> dict[str, Any]:
-    """worst.json"""
-    metric = _per_sample(evidence, metric)
-    indices = worst_indices(evidence.candidate, metric, SAMPLES)
+def worst_body(run: Run, task: Task, samples: Samples, results: Results, metric: str) -> dict[str, Any]:
+    """Return the content of worst.json."""
+    metric = _sample_metric(results, metric)
+    indices = worst_indices(results.candidate, metric, WORST_SAMPLES)
     batch = samples.batch(indices)
-    read, column, note = _reader(run, task, batch)
+    read, column, note = _text_reader(run, task, batch)
     texts = _texts(read, batch, len(indices)) if read else None
-    names = [name for name in task.inputs if not column or batch[name].shape != batch[column].shape]  # no masks of it
-    found = []
+    names = [name for name in task.inputs if not column or batch[name].shape != batch[column].shape]  # not its masks
+    worst = []
     for place, index in enumerate(indices):
-        shown = [_described(name, batch[name][place].numpy()) for name in names]
-        if texts is not None:  # numbers tell nothing beside it, a picture does
+        shown = [_input_body(name, batch[name][place].numpy()) for name in names]
+        if texts is not None:  # next to a text, images are useful and numbers are not
             shown = [
-                _text(column or "text", texts[place]),
-                *[one for one in shown if column or one["kind"] == "picture"],
+                _text_body(column or "text", texts[place]),
+                *[part for part in shown if column or part["kind"] == "picture"],
             ]
-        found.append({**_judged(evidence, index, metric), "shown": shown[:_SHOWN]})
-    return {"metric": metric, "note": note, "samples": found}
+        worst.append({**_sample_body(results, index, metric), "shown": shown[:_MAX_INPUTS]})
+    return {"metric": metric, "note": note, "samples": worst}
 
 
-def _per_sample(evidence: Evidence, metric: str) -> str:
-    """The metric that decides, where samples have a value of it; else the task's first."""
-    return metric if metric in evidence.candidate else next(iter(evidence.candidate))
+def _sample_metric(results: Results, metric: str) -> str:
+    """Return the decisive metric if it has a value per sample, else the first one of the task."""
+    return metric if metric in results.candidate else next(iter(results.candidate))
 
 
 def worst_indices(columns: Columns, metric: str, count: int) -> list[int]:
-    """Lowest first; what is not a number is worst of all. Among equals the other metrics decide, then the order."""
+    """Return the indices with the lowest values, NaN first; the other metrics, then the order, break ties."""
     others = [columns[name] for name in sorted(columns, reverse=True) if name != metric]
     keys = [np.where(np.isnan(values), -math.inf, values) for values in (*others, columns[metric])]
     return [int(index) for index in np.lexsort(keys)[:count]]
 
 
-def _judged(evidence: Evidence, index: int, metric: str) -> dict[str, Any]:
-    baseline = evidence.baseline
+def _sample_body(results: Results, index: int, metric: str) -> dict[str, Any]:
+    baseline = results.baseline
     return {
         "index": index,
-        "value": _finite(evidence.candidate[metric][index]),
+        "value": _finite(results.candidate[metric][index]),
         "baseline": None if baseline is None else _finite(baseline[metric][index]),
-        "metrics": {name: _finite(values[index]) for name, values in sorted(evidence.candidate.items())},
-        "actual": _answer(evidence, ACTUAL, index),
-        "predicted": _answer(evidence, CANDIDATE + PREDICTED, index),
-        "baseline_predicted": _answer(evidence, BASELINE + PREDICTED, index),
+        "metrics": {name: _finite(values[index]) for name, values in sorted(results.candidate.items())},
+        "actual": _answer(results, ACTUAL, index),
+        "predicted": _answer(results, CANDIDATE + PREDICTED, index),
+        "baseline_predicted": _answer(results, BASELINE + PREDICTED, index),
     }
 
 
-def _answer(evidence: Evidence, column: str, index: int) -> str | None:
-    """The name of a class, or the number of a task that predicts numbers."""
-    if column not in evidence.columns:
+def _answer(results: Results, column: str, index: int) -> str | None:
+    """Return the name of a class, or the number of a regression task."""
+    if column not in results.columns:
         return None
-    value = evidence.columns[column][index]
-    return f"{float(value):.5g}" if evidence.classes is None else str(evidence.classes[int(value)])
+    value = results.columns[column][index]
+    return f"{float(value):.5g}" if results.classes is None else str(results.classes[int(value)])
 
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _described(name: str, values: Array) -> dict[str, Any]:
+def _input_body(name: str, values: Array) -> dict[str, Any]:
     shape = list(values.shape)
-    pixels = as_picture(values)
+    pixels = as_image(values)
     if pixels is not None:
         return {"name": name, "kind": "picture", "shape": shape, "png": base64.b64encode(png(pixels)).decode()}
-    first = [_finite(float(value)) for value in values.ravel()[:_VALUES]]
+    first = [_finite(float(value)) for value in values.ravel()[:_MAX_VALUES]]
     return {"name": name, "kind": "values", "shape": shape, "values": first, "count": int(values.size)}
 
 
-def _text(name: str, text: str) -> dict[str, Any]:
-    return {"name": name, "kind": "text", "text": text[:_CHARACTERS], "whole": len(text) <= _CHARACTERS}
+def _text_body(name: str, text: str) -> dict[str, Any]:
+    return {"name": name, "kind": "text", "text": text[:_MAX_CHARACTERS], "whole": len(text) <= _MAX_CHARACTERS}
 
 
-def _texts(read: Read, batch: Batch, count: int) -> list[str]:
-    """What the task makes of its samples is checked as all that users return."""
-    found = read(batch)
-    texts = isinstance(found, Sequence) and not isinstance(found, str) and all(isinstance(one, str) for one in found)
-    if not texts or len(found) != count:
-        raise DataError(f"text(): must return one text for each of the {count} samples of its batch")
-    return list(found)
+def _texts(read: ReadText, batch: Batch, count: int) -> list[str]:
+    texts = read(batch)
+    is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
+    if not is_list or len(texts) != count or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"text(): must return one string for each of the {count} samples of its batch")
+    return list(texts)
 
 
-def _reader(run: Run, task: Task, batch: Batch) -> tuple[Read | None, str, str]:
-    """Who turns samples into text, which input it reads, and what is to be said where nobody can."""
+def _text_reader(run: Run, task: Task, batch: Batch) -> tuple[ReadText | None, str, str]:
+    """Return a function from samples to texts, the input it reads, and a note if there is no such function."""
     if isinstance(task, HasText):
         return task.text, "", ""
-    path, ids = run.output("prepare") / FOLDER / "tokenizer.json", _ids(task, batch)
+    path, ids = run.output("prepare") / FOLDER / "tokenizer.json", _token_input(task, batch)
     if ids is None or not path.is_file():
         return None, "", ""
     if importlib.util.find_spec("tokenizers") is None:
-        return None, "", "tokens are shown by their numbers: the package tokenizers is not installed here"
-    return _tokens_reader(path, ids), ids, ""
+        return None, "", "tokens are shown as numbers: the package tokenizers is not installed"
+    return _token_decoder(path, ids), ids, ""
 
 
-def _ids(task: Task, batch: Batch) -> str | None:
-    """The input that holds tokens: whole numbers in a row, `input_ids` where there are several such."""
+def _token_input(task: Task, batch: Batch) -> str | None:
+    """Return the input with token ids: rows of integers, `input_ids` if there are several."""
     rows = [name for name in task.inputs if batch[name].ndim == 2 and not batch[name].is_floating_point()]
     return next((name for name in rows if name == "input_ids"), rows[0] if rows else None)
 
 
-def _tokens_reader(path: Path, ids: str) -> Read:
-    from tokenizers import Tokenizer  # only tasks with a tokenizer have it
+def _token_decoder(path: Path, ids: str) -> ReadText:
+    from tokenizers import Tokenizer  # needed only by tasks with a tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
 
@@ -149,20 +147,20 @@ def _tokens_reader(path: Path, ids: str) -> Read:
     return read
 
 
-LARGEST = 96  # pixels of a side; a larger picture is shrunk by whole factors
-_FEWEST = 4  # pixels of a side, below which nobody would call it one
-_COLORS = {1: 0, 3: 2}  # channels → PNG's own number for grey and for red, green, blue
+MAX_SIDE_PIXELS = 96  # larger images are downscaled by an integer factor
+MIN_SIDE_PIXELS = 4  # smaller arrays are not images
+_COLORS = {1: 0, 3: 2}  # channels → color type of PNG: greyscale, RGB
 
 
-def as_picture(values: Array) -> Array | None:
-    """Rows × columns × channels of bytes; None where the shape is that of no picture."""
-    laid = _laid_out(values)
-    if laid is None:
+def as_image(values: Array) -> Array | None:
+    """Return rows × columns × channels of bytes; None if the shape is not that of an image."""
+    image = _channels_last(values)
+    if image is None:
         return None
-    small = _shrunk(np.nan_to_num(laid.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0))
+    small = _downscale(np.nan_to_num(image.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0))
     low, high = float(small.min()), float(small.max())
     if low >= 0 and high <= 1:
-        low, high = 0.0, 1.0  # grey values already
+        low, high = 0.0, 1.0  # already scaled
     elif values.dtype == np.uint8:
         low, high = 0.0, 255.0
     scaled: Array = ((small - low) / ((high - low) or 1.0) * 255).round().astype(np.uint8)
@@ -170,7 +168,7 @@ def as_picture(values: Array) -> Array | None:
 
 
 def png(pixels: Array) -> bytes:
-    """W3C's Portable Network Graphics, one chunk of each kind."""
+    """Encode an image as PNG with one chunk of each kind."""
     height, width, channels = pixels.shape
     head = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
     rows = b"".join(b"\0" + row.tobytes() for row in np.ascontiguousarray(pixels))
@@ -178,25 +176,25 @@ def png(pixels: Array) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + body
 
 
-def _laid_out(values: Array) -> Array | None:
-    """Channels last, whichever way the model takes them."""
+def _channels_last(values: Array) -> Array | None:
+    """Return the array with channels last, or None."""
     if values.ndim == 2:
-        laid = values[:, :, None]
+        image = values[:, :, None]
     elif values.ndim == 3 and values.shape[0] in _COLORS:
-        laid = np.moveaxis(values, 0, -1)
+        image = np.moveaxis(values, 0, -1)
     elif values.ndim == 3 and values.shape[-1] in _COLORS:
-        laid = values
+        image = values
     else:
         return None
-    return laid if min(laid.shape[:2]) >= _FEWEST else None
+    return image if min(image.shape[:2]) >= MIN_SIDE_PIXELS else None
 
 
-def _shrunk(values: Array) -> Array:
-    """Each pixel the mean of a square; those at the edge of what is left."""
-    factor = -(-max(values.shape[:2]) // LARGEST)
+def _downscale(values: Array) -> Array:
+    """Return an image whose pixels are means of squares; at the edges, of the rest of a square."""
+    factor = -(-max(values.shape[:2]) // MAX_SIDE_PIXELS)
     for axis in (0, 1):
         starts = np.arange(0, values.shape[axis], factor)
-        counts = np.diff(starts, append=values.shape[axis]).reshape([-1 if one == axis else 1 for one in range(3)])
+        counts = np.diff(starts, append=values.shape[axis]).reshape([-1 if i == axis else 1 for i in range(3)])
         values = np.add.reduceat(values, starts, axis=axis) / counts
     return values
 

@@ -1,4 +1,4 @@
-"""A tiny classification project, runs made of it by hand, and champions as real bundles."""
+"""A tiny classification project, its runs, and champions as real bundles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from pipeline.contract.bundle import Ancestors, write_manifest
 from pipeline.contract.files import digest_file, write_atomic, write_json
 from pipeline.contract.golden import Golden
-from pipeline.contract.registry import CHAMPION, Entry, Wanted, change_registry
+from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
 from pipeline.contract.weights import save_weights
@@ -107,7 +107,7 @@ class Project:
         bundle.mkdir(parents=True)
         digest = write_bundle(bundle, WEIGHTS[answers], inputs, cached)
         entry = Entry(bundle=digest, checkpoint=checkpoint, path="old/export/bundle")
-        change_registry(self.runs, "", lambda _: Wanted(CHAMPION, entry, "test"))
+        change_registry(self.runs, "", lambda _: ProposedChange(CHAMPION, entry, "test"))
         return bundle
 
 

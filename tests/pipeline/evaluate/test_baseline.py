@@ -10,7 +10,7 @@ import pytest
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.errors import BundleError, DataError, GateError
 from pipeline.contract.files import digest_file, write_json
-from pipeline.contract.registry import Wanted, change_registry, publish, read_registry
+from pipeline.contract.registry import ProposedChange, change_registry, publish, read_registry
 from pipeline.contract.run import Run
 from pipeline.evaluate.evaluate import evaluate
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project
 
 
-def test_a_baseline_that_cannot_be_fitted_is_named(project: Project) -> None:
+def test_baseline_that_cannot_be_fitted_is_named(project: Project) -> None:
     project.add('    def baseline(self):\n        raise RuntimeError("no solver")\n')
     with pytest.raises(DataError, match=r"baseline\(\): RuntimeError: no solver"):
         evaluate(project.run("right"), project.root)
 
 
-def test_a_baseline_that_cannot_predict_is_named(project: Project) -> None:
+def test_baseline_that_cannot_predict_is_named(project: Project) -> None:
     project.add('    def baseline(self):\n        return lambda batch: batch["picture"]\n')
     with pytest.raises(DataError, match=r"baseline\(\): its predictor failed: KeyError: 'picture'"):
         evaluate(project.run("right"), project.root)
 
 
-def test_a_baseline_that_draws_random_numbers_is_the_same_each_time(project: Project) -> None:
+def test_random_baseline_is_the_same_each_time(project: Project) -> None:
     project.add("""
     def baseline(self):
         noise = torch.rand(1, 2)
@@ -47,33 +47,37 @@ def baseline_of(run: Run) -> object:
     return json.loads((run.partial("evaluate") / "verdict.json").read_text())["baseline"]
 
 
-def test_the_champion_is_the_baseline_even_where_the_task_has_its_own(with_baseline: Project) -> None:
+def test_champion_replaces_the_baseline_of_the_task(with_baseline: Project) -> None:
     bundle = with_baseline.crown("wrong")
     run = with_baseline.run("right")
     evaluate(run, with_baseline.root)
     assert baseline_of(run) == {"kind": "champion", "bundle": digest_file(bundle / "manifest.json")}
     assert json.loads((run.partial("evaluate") / "metrics.json").read_text())["baseline"] == {"accuracy": 0.0}
-    told = json.loads((run.partial("evaluate") / "champion.json").read_text())
-    assert (told["run"], told["bundle"], told["reason"]) == ("old", digest_file(bundle / "manifest.json"), "test")
-    assert told["registry"] == "", "its own run had it"
+    champion = json.loads((run.partial("evaluate") / "champion.json").read_text())
+    assert (champion["run"], champion["bundle"], champion["reason"]) == (
+        "old",
+        digest_file(bundle / "manifest.json"),
+        "test",
+    )
+    assert champion["registry"] == "", "its own run had it"
 
 
-def test_a_champion_whose_run_is_gone_comes_from_the_shared_registry(project: Project, tmp_path: Path) -> None:
-    word = str(tmp_path / "shared")
+def test_champion_without_local_run_comes_from_the_shared_registry(project: Project, tmp_path: Path) -> None:
+    registry = str(tmp_path / "shared")
     bundle = project.crown("right")
     entry = read_registry(project.runs, "").names["champion"]
-    change_registry(project.runs, word, lambda _: Wanted("champion", entry, "shared"))
-    publish(open_bundle(bundle), project.runs, word)
+    change_registry(project.runs, registry, lambda _: ProposedChange("champion", entry, "shared"))
+    publish(open_bundle(bundle), project.runs, registry)
     shutil.rmtree(bundle)
     run = project.run("right")
     body = json.loads((run.path / "run.json").read_text())
-    write_json(run.path / "run.json", {**body, "config": {**body["config"], "registry": word}})
+    write_json(run.path / "run.json", {**body, "config": {**body["config"], "registry": registry}})
     evaluate(Run(run.path), project.root)
     assert baseline_of(run) == {"kind": "champion", "bundle": entry.bundle}
-    assert json.loads((run.partial("evaluate") / "champion.json").read_text())["registry"] == word
+    assert json.loads((run.partial("evaluate") / "champion.json").read_text())["registry"] == registry
 
 
-def test_a_champion_that_keeps_what_it_has_read_reads_the_test_data_from_the_beginning(project: Project) -> None:
+def test_champion_with_caches_starts_with_empty_ones(project: Project) -> None:
     bundle = project.crown("wrong", cached=True)
     run = project.run("right")
     evaluate(run, project.root)
@@ -81,33 +85,33 @@ def test_a_champion_that_keeps_what_it_has_read_reads_the_test_data_from_the_beg
     assert json.loads((run.partial("evaluate") / "metrics.json").read_text())["baseline"] == {"accuracy": 0.0}
 
 
-def test_a_candidate_worse_than_the_champion_is_rejected(project: Project) -> None:
+def test_candidate_worse_than_the_champion_is_rejected(project: Project) -> None:
     project.crown("right")
     with pytest.raises(GateError, match="misses"):
         evaluate(project.run("wrong"), project.root)
 
 
-def test_a_champion_is_not_evaluated_against_itself(project: Project) -> None:
+def test_champion_is_not_compared_with_itself(project: Project) -> None:
     run = project.run("right")
     project.crown("right", checkpoint=digest_file(run.output("train") / "model.safetensors"))
     evaluate(run, project.root)
     assert baseline_of(run) is None
 
 
-def test_a_champion_whose_bundle_is_gone_is_named_with_its_fix(project: Project) -> None:
+def test_missing_champion_bundle_is_named_with_a_fix(project: Project) -> None:
     shutil.rmtree(project.crown("right"))
     with pytest.raises(BundleError, match=r"champion \w{12}: .*old/export/bundle is gone, .*`pipe promote`"):
         evaluate(project.run("right"), project.root)
 
 
-def test_a_champion_that_was_tampered_with_is_refused(project: Project) -> None:
+def test_tampered_champion_is_rejected(project: Project) -> None:
     bundle = project.crown("right")
     (bundle / "card.md").write_text("# better\n")
     with pytest.raises(BundleError, match="content changed since export"):
         evaluate(project.run("right"), project.root)
 
 
-def test_a_champion_that_was_exchanged_for_another_valid_bundle_is_refused(project: Project) -> None:
+def test_exchanged_champion_is_rejected(project: Project) -> None:
     bundle = project.crown("right")
     manifest = json.loads((bundle / "manifest.json").read_text())
     (bundle / "manifest.json").write_text(json.dumps(manifest | {"verdict": "forced"}))
@@ -115,7 +119,7 @@ def test_a_champion_that_was_exchanged_for_another_valid_bundle_is_refused(proje
         evaluate(project.run("right"), project.root)
 
 
-def test_a_champion_of_another_kind_of_data_is_refused(project: Project) -> None:
+def test_champion_with_other_inputs_is_rejected(project: Project) -> None:
     project.crown("right", inputs="picture")
-    with pytest.raises(BundleError, match="does not take this task's data: no column picture"):
+    with pytest.raises(BundleError, match="does not accept this task's data: no column picture"):
         evaluate(project.run("right"), project.root)

@@ -12,20 +12,20 @@ from pipeline.contract.files import write_json
 from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run
 from pipeline.contract.task import load_task
-from pipeline.evaluate.evaluate import device_of, evaluate, share_of
+from pipeline.evaluate.evaluate import choose_device, evaluate, shard_range
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project
 
 
-LENIENT = {"margin": 2.0}  # nothing is that much worse
+LENIENT = {"margin": 2.0}  # everything passes
 
 
 def written(run: Run, name: str) -> Any:
     return json.loads((run.partial("evaluate") / name).read_text())
 
 
-def test_a_candidate_as_good_as_the_tasks_baseline_passes(with_baseline: Project) -> None:
+def test_candidate_equal_to_the_baseline_passes(with_baseline: Project) -> None:
     run = with_baseline.run("right")
     evaluate(run, with_baseline.root)
     verdict = written(run, "verdict.json")
@@ -34,7 +34,7 @@ def test_a_candidate_as_good_as_the_tasks_baseline_passes(with_baseline: Project
     assert verdict["mcnemar"] == {"p_value": 1, "only_candidate": 0, "only_baseline": 0}
 
 
-def test_a_rejected_candidate_stops_the_pipeline_with_everything_written(with_baseline: Project) -> None:
+def test_rejected_candidate_leaves_all_files(with_baseline: Project) -> None:
     run = with_baseline.run("wrong", evaluate={"require": {"accuracy": 0.9}})
     with pytest.raises(GateError, match=r"accuracy 0\.0000 is 0\.9 below the required 0\.9; accuracy may be 1\.0000"):
         evaluate(run, with_baseline.root)
@@ -46,14 +46,14 @@ def test_a_rejected_candidate_stops_the_pipeline_with_everything_written(with_ba
     assert (run.partial("evaluate") / "predictions.npz").is_file()
 
 
-def test_without_any_baseline_the_verdict_is_no_baseline(project: Project) -> None:
+def test_verdict_without_baseline_is_no_baseline(project: Project) -> None:
     run = project.run("right")
     evaluate(run, project.root)
     assert written(run, "verdict.json")["verdict"] == "no-baseline"
     assert written(run, "metrics.json")["baseline"] is None
 
 
-def test_predictions_metrics_and_confusion_show_the_same_story(with_baseline: Project) -> None:
+def test_predictions_metrics_and_confusion_are_consistent(with_baseline: Project) -> None:
     run = with_baseline.run("first", evaluate=LENIENT)
     evaluate(run, with_baseline.root)
     metrics = written(run, "metrics.json")
@@ -77,7 +77,7 @@ def test_equal_inputs_give_equal_bytes(with_baseline: Project) -> None:
         assert first == second
 
 
-def test_a_metric_that_is_nan_for_one_sample_fails_and_is_written_as_null(with_baseline: Project) -> None:
+def test_nan_metric_fails_and_is_written_as_null(with_baseline: Project) -> None:
     with_baseline.replace(".float()}", '.float().where(batch["pair"][:, 0] < 1, torch.nan)}')
     run = with_baseline.run("right")
     with pytest.raises(GateError, match="accuracy of the candidate is not a finite number"):
@@ -86,13 +86,13 @@ def test_a_metric_that_is_nan_for_one_sample_fails_and_is_written_as_null(with_b
     assert written(run, "verdict.json")["difference"] is None
 
 
-def test_the_compared_metric_must_be_one_of_the_tasks(project: Project) -> None:
+def test_compared_metric_must_exist(project: Project) -> None:
     run = project.run("right", evaluate={"metric": "f1"})
     with pytest.raises(ConfigError, match=r"evaluate\.metric: the task has no metric f1 \(it has accuracy\)"):
         evaluate(run, project.root)
 
 
-def test_data_that_changed_since_prepare_is_noticed(project: Project) -> None:
+def test_data_changed_since_prepare_is_rejected(project: Project) -> None:
     run = project.run("right")
     run.output("prepare").mkdir()
     write_json(run.output("prepare") / "data.json", {"splits": {"test": {"fingerprint": "f" * 64}}})
@@ -100,7 +100,7 @@ def test_data_that_changed_since_prepare_is_noticed(project: Project) -> None:
         evaluate(run, project.root)
 
 
-def test_data_that_prepare_saw_is_accepted_and_named(project: Project) -> None:
+def test_data_recorded_by_prepare_is_accepted(project: Project) -> None:
     run = project.run("right")
     expected = fingerprint(open_split(load_task("task.py:Greater", project.root), "test"))
     run.output("prepare").mkdir()
@@ -116,7 +116,7 @@ def test_missing_weights_are_named(project: Project) -> None:
         evaluate(run, project.root)
 
 
-def test_a_task_that_is_no_classifier_is_evaluated_without_classes(with_baseline: Project) -> None:
+def test_task_without_classes_is_evaluated(with_baseline: Project) -> None:
     with_baseline.replace('    classes = ("first", "second")\n', "")
     run = with_baseline.run("right")
     evaluate(run, with_baseline.root)
@@ -125,7 +125,7 @@ def test_a_task_that_is_no_classifier_is_evaluated_without_classes(with_baseline
     assert written(run, "verdict.json")["verdict"] == "pass"
 
 
-def test_a_test_set_of_one_sample_decides_nothing(with_baseline: Project) -> None:
+def test_single_test_sample_decides_nothing(with_baseline: Project) -> None:
     with_baseline.replace("size=(50, 2)", "size=(1, 2)")
     with_baseline.add("    def probabilities(self, outputs):\n        return outputs.softmax(dim=1)\n")
     run = with_baseline.run("right", evaluate={"require": {"ece": 1.0}})
@@ -133,12 +133,12 @@ def test_a_test_set_of_one_sample_decides_nothing(with_baseline: Project) -> Non
         evaluate(run, with_baseline.root)
     verdict, metrics = written(run, "verdict.json"), written(run, "metrics.json")
     assert verdict["detectable"] is None
-    assert any("too few samples to judge" in warning for warning in verdict["warnings"])
+    assert any("too few samples to evaluate" in warning for warning in verdict["warnings"])
     assert metrics["undefined"] == {"auc": "the test set has samples of a single class"}
     assert verdict["calibration"]["candidate"]["intervals"]["ece"] is None
 
 
-def test_numbers_and_lists_go_through_the_step_too(with_baseline: Project) -> None:
+def test_regression_and_ranking_tasks_are_evaluated(with_baseline: Project) -> None:
     with_baseline.replace('    classes = ("first", "second")\n', "")
     run = with_baseline.run("first", evaluate={"metric": "rmse", "margin": 9.0, "require": {"rmse": 1.0}})
     evaluate(run, with_baseline.root)
@@ -157,26 +157,26 @@ def test_numbers_and_lists_go_through_the_step_too(with_baseline: Project) -> No
 
 @pytest.mark.parametrize("samples", [1, 7, 8, 9, 360])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_shares_hold_every_sample_exactly_once_and_in_order(samples: int, world_size: int) -> None:
-    shares = [share_of(Rank(rank, rank, world_size), samples, batch_size=4) for rank in range(world_size)]
+def test_shards_cover_every_sample_once_in_order(samples: int, world_size: int) -> None:
+    shares = [shard_range(Rank(rank, rank, world_size), samples, batch_size=4) for rank in range(world_size)]
     assert [index for share in shares for index in share] == list(range(samples))
 
 
-def test_a_share_starts_where_a_batch_starts_so_that_batches_do_not_depend_on_the_world_size() -> None:
+def test_shards_start_at_batch_boundaries_for_any_world_size() -> None:
     for world_size in range(1, 6):
-        starts = [share_of(Rank(rank, rank, world_size), 30, batch_size=8).start for rank in range(world_size)]
+        starts = [shard_range(Rank(rank, rank, world_size), 30, batch_size=8).start for rank in range(world_size)]
         assert all(start % 8 == 0 or start == 30 for start in starts)
 
 
-def test_a_wanted_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert device_of("auto", Rank()).type == "cpu"
+    assert choose_device("auto", Rank()).type == "cpu"
     with pytest.raises(ConfigError, match="torch sees no GPU"):
-        device_of("cuda", Rank())
+        choose_device("cuda", Rank())
 
 
-def test_several_processes_take_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_use_different_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert [device_of("auto", Rank(i, i, 3)).index for i in range(3)] == [0, 1, 0]
-    assert device_of("cpu", Rank()).type == "cpu"
+    assert [choose_device("auto", Rank(i, i, 3)).index for i in range(3)] == [0, 1, 0]
+    assert choose_device("cpu", Rank()).type == "cpu"

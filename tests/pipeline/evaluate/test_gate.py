@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.bootstrap import Interval, mean_interval
-from pipeline.evaluate.gate import Judged, Verdict, judge, rejection
+from pipeline.evaluate.gate import Measurements, Verdict, decide, rejection_message
 from pipeline.evaluate.rules import Comparison
 
 CLEAR_WIN = Interval(0.05, 0.02, 0.08)
@@ -21,80 +21,82 @@ def verdict(
     detectable: float = 0.001,
 ) -> Verdict:
     found = None if difference is None else Comparison(samples, difference, detectable, p_value=0.01)
-    return judge(config or Evaluate(), Judged(samples, {"accuracy": accuracy}, {"accuracy": 0.85}, found))
+    return decide(config or Evaluate(), Measurements(samples, {"accuracy": accuracy}, {"accuracy": 0.85}, found))
 
 
-def test_a_candidate_above_its_baseline_passes() -> None:
+def test_candidate_above_its_baseline_passes() -> None:
     assert verdict().verdict == "pass"
     assert "accuracy 0.9000 against the baseline's 0.8500" in verdict().summary
 
 
-def test_without_a_baseline_the_verdict_states_it() -> None:
-    assert judge(Evaluate(), Judged(400, {"accuracy": 0.9}, None, None)).verdict == "no-baseline"
+def test_verdict_without_a_baseline_is_no_baseline() -> None:
+    assert decide(Evaluate(), Measurements(400, {"accuracy": 0.9}, None, None)).verdict == "no-baseline"
 
 
-def test_without_a_baseline_a_missed_floor_still_fails() -> None:
-    assert judge(Evaluate(require={"accuracy": 0.95}), Judged(400, {"accuracy": 0.9}, None, None)).verdict == "fail"
+def test_missed_requirement_fails_without_a_baseline() -> None:
+    assert (
+        decide(Evaluate(require={"accuracy": 0.95}), Measurements(400, {"accuracy": 0.9}, None, None)).verdict == "fail"
+    )
 
 
 @pytest.mark.parametrize(("low", "expected"), [(-0.0099, "pass"), (-0.01, "fail"), (-0.02, "fail"), (0.0, "pass")])
-def test_the_lower_bound_must_lie_strictly_above_minus_the_margin(low: float, expected: str) -> None:
+def test_lower_bound_must_be_strictly_above_minus_margin(low: float, expected: str) -> None:
     assert verdict(Evaluate(margin=0.01), difference=Interval(0.0, low, 0.02)).verdict == expected
 
 
-def test_a_twin_of_the_baseline_is_not_inferior_at_margin_zero() -> None:
+def test_equal_answers_are_not_inferior_at_margin_zero() -> None:
     assert verdict(Evaluate(margin=0.0), difference=Interval(0.0, 0.0, 0.0)).verdict == "pass"
 
 
-@pytest.mark.parametrize(("confidence", "fewest"), [(0.9, 5), (0.95, 6), (0.99, 8)])
-def test_samples_that_lie_on_one_side_by_chance_show_nothing(confidence: float, fewest: int) -> None:
+@pytest.mark.parametrize(("confidence", "min_samples"), [(0.9, 5), (0.95, 6), (0.99, 8)])
+def test_too_few_samples_are_rejected_even_if_all_agree(confidence: float, min_samples: int) -> None:
     config = Evaluate(confidence=confidence)
-    found = verdict(config, difference=Interval(1.0, 1.0, 1.0), samples=fewest - 1)
+    found = verdict(config, difference=Interval(1.0, 1.0, 1.0), samples=min_samples - 1)
     assert found.verdict == "fail"
-    assert verdict(config, difference=Interval(1.0, 1.0, 1.0), samples=fewest).verdict == "pass"
-    assert f"take {fewest} at least" in rejection(found, "run-1")
+    assert verdict(config, difference=Interval(1.0, 1.0, 1.0), samples=min_samples).verdict == "pass"
+    assert f"use at least {min_samples}" in rejection_message(found, "run-1")
 
 
-def test_a_bound_that_only_touches_zero_is_not_enough_at_margin_zero() -> None:
+def test_bound_of_zero_is_not_enough_at_margin_zero() -> None:
     found = verdict(Evaluate(margin=0.0), difference=Interval(0.01, 0.0, 0.02))
     assert found.verdict == "fail"
-    assert "no better than" in rejection(found, "run-1")
+    assert "no better than" in rejection_message(found, "run-1")
 
 
-def test_a_rejection_names_the_rule_and_by_how_much() -> None:
+def test_rejection_names_the_rule_and_the_gap() -> None:
     config = Evaluate(require={"accuracy": 0.95}, margin=0.01)
-    text = rejection(verdict(config, accuracy=0.9, difference=Interval(-0.03, -0.05, 0.0)), "run-1")
+    text = rejection_message(verdict(config, accuracy=0.9, difference=Interval(-0.03, -0.05, 0.0)), "run-1")
     assert "accuracy 0.9000 is 0.05 below the required 0.95" in text
     assert "misses -0.0100 by 0.04" in text
     assert "`pipe gate explain run-1`" in text and "`pipe gate override run-1 --reason WHY`" in text
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_metric_that_is_not_finite_fails(value: float) -> None:
+def test_metric_that_is_not_finite_fails(value: float) -> None:
     found = verdict(accuracy=value, difference=None)
     assert found.verdict == "fail"
     assert [rule.rule for rule in found.failures] == ["finite", "non-inferior"]
 
 
-def test_a_nan_never_reaches_a_floor() -> None:
-    found = judge(Evaluate(require={"accuracy": 0.1}), Judged(400, {"accuracy": math.nan}, None, None))
+def test_nan_never_meets_a_requirement() -> None:
+    found = decide(Evaluate(require={"accuracy": 0.1}), Measurements(400, {"accuracy": math.nan}, None, None))
     assert "require.accuracy" in [rule.rule for rule in found.failures]
 
 
-def test_a_required_metric_that_the_task_lacks_fails_and_lists_those_it_has() -> None:
+def test_unknown_required_metric_fails_and_lists_the_known_ones() -> None:
     found = verdict(Evaluate(require={"f1": 0.5}))
     assert found.verdict == "fail"
     assert "no such metric (it has accuracy)" in found.failures[0].detail
 
 
 @pytest.mark.parametrize(("low", "expected"), [(0.0101, "pass"), (0.01, "fail"), (0.0, "fail")])
-def test_to_be_superior_the_lower_bound_must_lie_above_the_margin(low: float, expected: str) -> None:
+def test_superior_needs_a_lower_bound_above_the_margin(low: float, expected: str) -> None:
     found = verdict(Evaluate(rule="superior", margin=0.01), difference=Interval(0.03, low, 0.06))
     assert found.verdict == expected
     assert found.rules[-1].rule == "superior"
 
 
-def test_a_twin_of_the_baseline_is_not_superior() -> None:
+def test_equal_answers_are_not_superior() -> None:
     assert verdict(Evaluate(rule="superior", margin=0.0), difference=Interval(0.0, 0.0, 0.0)).verdict == "fail"
 
 
@@ -107,35 +109,35 @@ def test_a_twin_of_the_baseline_is_not_superior() -> None:
         (Interval(0.0, -0.005, 0.005), "a margin of 0.0050 or less would have stopped it"),
     ],
 )
-def test_each_rule_states_how_it_was_computed_and_what_would_have_changed_it(difference: Interval, would: str) -> None:
+def test_rules_explain_how_they_were_computed_and_what_would_change_them(difference: Interval, would: str) -> None:
     rule = verdict(Evaluate(margin=0.01), difference=difference).rules[-1]
     assert rule.change.startswith(would)
     assert "on the same 400 samples, 95% BCa bootstrap interval of 10000 resamples with seed 0" in rule.how
     assert (rule.value, rule.limit) == (difference.low, -0.01)
 
 
-def test_what_is_stated_to_pass_does_pass() -> None:
+def test_hint_what_would_pass_is_correct() -> None:
     difference = Interval(0.0, -0.02, 0.02)
     assert verdict(Evaluate(margin=0.0201), difference=difference).verdict == "pass"
     assert verdict(Evaluate(margin=0.01), difference=Interval(0.0, -0.01 + 1e-9, 0.01), samples=1600).verdict == "pass"
 
 
-def test_a_margin_finer_than_what_the_test_set_can_show_is_reported() -> None:
+def test_margin_below_the_detectable_difference_is_a_warning() -> None:
     (warning,) = verdict(Evaluate(margin=0.01), samples=300, detectable=0.024).warnings
-    assert "finer than what 300 test samples can show" in warning
+    assert "smaller than what 300 test samples can show" in warning
     assert "about 0.024" in warning
     assert verdict(Evaluate(margin=0.03), samples=300, detectable=0.024).warnings == ()
-    assert judge(Evaluate(), Judged(400, {"accuracy": 0.9}, None, None)).warnings == ()
+    assert decide(Evaluate(), Measurements(400, {"accuracy": 0.9}, None, None)).warnings == ()
 
 
 def test_one_sample_decides_nothing() -> None:
     found = verdict(difference=Interval(1.0, 1.0, 1.0), samples=1, detectable=math.inf)
     assert found.verdict == "fail"
-    assert "on a single sample" in rejection(found, "run-1")
+    assert "on a single sample" in rejection_message(found, "run-1")
     assert found.warnings == ()
 
 
-def test_a_candidate_that_is_worse_by_the_margin_passes_no_more_often_than_it_may() -> None:
+def test_candidate_worse_by_the_margin_passes_at_the_nominal_rate() -> None:
     generator = np.random.default_rng(0)
     config, passed = Evaluate(margin=0.05, resamples=400), 0
     for _ in range(1000):

@@ -16,10 +16,10 @@ from sklearn.metrics import (
 
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.evaluate.gate import judge
-from pipeline.evaluate.metrics import confusion, per_class, per_query
+from pipeline.evaluate.gate import decide
+from pipeline.evaluate.metrics import class_metrics, confusion, query_metrics
 from pipeline.evaluate.predictions import Columns
-from pipeline.evaluate.results import Evidence, metrics_body
+from pipeline.evaluate.results import Results, metrics_body
 
 
 def test_confusion_and_ratios_agree_with_scikit_learn() -> None:
@@ -29,21 +29,21 @@ def test_confusion_and_ratios_agree_with_scikit_learn() -> None:
     matrix = confusion(actual, predicted, 4)
     assert (matrix == confusion_matrix(actual, predicted)).all()
     expected = precision_recall_fscore_support(actual, predicted)
-    for i, row in enumerate(per_class(matrix, "abcd").values()):
+    for i, row in enumerate(class_metrics(matrix, "abcd").values()):
         assert [row["precision"], row["recall"], row["f1"], row["samples"]] == pytest.approx([e[i] for e in expected])
 
 
-def test_a_class_that_is_never_seen_nor_predicted_has_no_ratios() -> None:
+def test_class_never_seen_nor_predicted_has_no_ratios() -> None:
     matrix = confusion(np.array([0, 0, 1]), np.array([0, 1, 1]), 3)
     assert matrix.tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0]]
-    assert per_class(matrix, "abc")["c"] == {"samples": 0, "precision": None, "recall": None, "f1": None}
+    assert class_metrics(matrix, "abc")["c"] == {"samples": 0, "precision": None, "recall": None, "f1": None}
 
 
 FAST: dict[str, Any] = {"resamples": 300, "margin": 0.1}
 
 
 def numbers(samples: int = 120, changed: Columns | None = None) -> Columns:
-    """A regression whose candidate is nearer to the truth than its baseline."""
+    """Columns of a regression whose candidate has smaller errors than its baseline."""
     generator = np.random.default_rng(4)
     actual = generator.normal(size=samples)
     found = {
@@ -56,13 +56,13 @@ def numbers(samples: int = 120, changed: Columns | None = None) -> Columns:
     return found | (changed or {})
 
 
-def evidence(columns: Columns, classes: tuple[str, ...] | None = None) -> Evidence:
-    return Evidence(columns, "task", None, classes)
+def results(columns: Columns, classes: tuple[str, ...] | None = None) -> Results:
+    return Results(columns, "task", None, classes)
 
 
-def test_numbers_are_measured_as_scikit_learn_and_scipy_do() -> None:
+def test_regression_metrics_agree_with_scikit_learn_and_scipy() -> None:
     columns = numbers()
-    body = metrics_body(Evaluate(metric="rmse", **FAST), evidence(columns), "f")
+    body = metrics_body(Evaluate(metric="rmse", **FAST), results(columns), "f")
     actual, predicted = columns["actual"], columns["candidate.predicted"]
     assert body["candidate"]["mae"] == pytest.approx(mean_absolute_error(actual, predicted))
     assert body["candidate"]["r2"] == pytest.approx(r2_score(actual, predicted))
@@ -75,35 +75,35 @@ def test_numbers_are_measured_as_scikit_learn_and_scipy_do() -> None:
 
 
 @pytest.mark.parametrize("metric", ["mae", "rmse", "r2", "spearman"])
-def test_any_of_them_decides(metric: str) -> None:
+def test_any_regression_metric_can_decide(metric: str) -> None:
     config = Evaluate(metric=metric, rule="superior", resamples=300, margin=0.05)
     columns = numbers()
-    verdict = judge(config, evidence(columns).judged(config))
+    verdict = decide(config, results(columns).measurements(config))
     assert verdict.verdict == "pass", verdict.summary
     assert ("better by +" in verdict.summary) is (metric in ("mae", "rmse"))
     swapped = columns | {f"{a}.predicted": columns[f"{b}.predicted"] for a, b in
                          (("candidate", "baseline"), ("baseline", "candidate"))}  # fmt: skip
-    assert judge(config, evidence(swapped).judged(config)).verdict == "fail"
+    assert decide(config, results(swapped).measurements(config)).verdict == "fail"
 
 
-def test_what_is_required_of_an_error_is_a_ceiling() -> None:
+def test_required_error_is_an_upper_limit() -> None:
     for limit, passed in ((0.5, True), (0.1, False)):
         config = Evaluate(metric="rmse", require={"rmse": limit}, **FAST)
-        rules = {rule.rule: rule for rule in judge(config, evidence(numbers()).judged(config)).rules}
+        rules = {rule.rule: rule for rule in decide(config, results(numbers()).measurements(config)).rules}
         assert rules["require.rmse"].passed is passed
 
 
-def test_slices_of_an_error_are_evaluated_by_the_samples_errors() -> None:
+def test_slices_of_an_error_use_the_errors_per_sample() -> None:
     columns = numbers()
     columns["slice.place"] = np.array(["sea"] * 60 + ["air"] * 60)
     columns["candidate.predicted"][:60] += 2.0
     config = Evaluate(metric="rmse", resamples=300, margin=0.1)
-    judged = {one.slice: one.passed for one in evidence(columns).judged(config).slices}
-    assert judged == {"place=sea": False, "place=air": True}
+    passed = {one.slice: one.passed for one in results(columns).measurements(config).slices}
+    assert passed == {"place=sea": False, "place=air": True}
     config = config.model_copy(update={"metric": "spearman"})
-    told = evidence(columns).judged(config).slices
-    assert [one.judged for one in told] == [False, False]
-    assert "no value of its own for each sample" in told[0].detail
+    slices = results(columns).measurements(config).slices
+    assert [one.judged for one in slices] == [False, False]
+    assert "no value per sample" in slices[0].detail
 
 
 @pytest.mark.parametrize(
@@ -114,48 +114,48 @@ def test_slices_of_an_error_are_evaluated_by_the_samples_errors() -> None:
         ({"baseline.predicted": np.ones(120)}, {"spearman"}, "all values that the baseline predicts are equal"),
     ],
 )
-def test_ties_everywhere_leave_a_metric_undefined_and_state_it(changed: Columns, undefined: set[str], why: str) -> None:
-    found = evidence(numbers(changed=changed))
+def test_constant_values_leave_a_metric_undefined(changed: Columns, undefined: set[str], why: str) -> None:
+    found = results(numbers(changed=changed))
     config = Evaluate(metric="mae", resamples=300, margin=9.0)
-    verdict = judge(config, found.judged(config))
+    verdict = decide(config, found.measurements(config))
     assert verdict.verdict == "pass", "it is not the one that decides"
     assert f"spearman is undefined: {why}" in verdict.warnings
     assert set(metrics_body(config, found, "f")["undefined"]) == undefined
     config = Evaluate(metric="spearman", require={"spearman": 0.1}, resamples=300)
-    verdict = judge(config, found.judged(config))
+    verdict = decide(config, found.measurements(config))
     assert {rule.rule for rule in verdict.failures} == {"require.spearman", "non-inferior"}
     assert why in verdict.summary
 
 
-def test_a_prediction_that_is_nan_is_no_finite_metric() -> None:
+def test_nan_prediction_is_not_a_finite_metric() -> None:
     columns = numbers()
     columns["candidate.predicted"][5] = np.nan
     config = Evaluate(metric="rmse", **FAST)
-    verdict = judge(config, evidence(columns).judged(config))
+    verdict = decide(config, results(columns).measurements(config))
     assert verdict.failures[0].detail == "mae, r2, rmse, spearman of the candidate is not a finite number"
-    assert metrics_body(config, evidence(columns), "f")["candidate"]["rmse"] is None
+    assert metrics_body(config, results(columns), "f")["candidate"]["rmse"] is None
 
 
 def test_one_sample_decides_nothing() -> None:
     for metric in ("own", "rmse"):
         config = Evaluate(metric=metric, **FAST)
-        verdict = judge(config, evidence(numbers(samples=1)).judged(config))
+        verdict = decide(config, results(numbers(samples=1)).measurements(config))
         assert verdict.verdict == "fail"
         assert "cannot be compared with the baseline" in verdict.failures[-1].detail
         assert "not finite" not in verdict.failures[-1].detail
 
 
-def test_the_tasks_own_metric_of_that_name_is_the_one_and_higher_is_better_there() -> None:
+def test_metric_of_the_task_replaces_a_built_in_one() -> None:
     columns = numbers() | {"candidate.mae": np.full(120, -1.0), "baseline.mae": np.full(120, -2.0)}
-    measure = evidence(columns).measures["mae"]
-    assert not measure.lower
-    found = measure.difference(0.95, 100, 0)
+    metric = results(columns).metrics["mae"]
+    assert not metric.lower
+    found = metric.difference(0.95, 100, 0)
     assert found is not None and found.estimate == 1.0
 
 
-def test_an_unknown_metric_lists_those_there_are() -> None:
+def test_unknown_metric_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no metric f1 \(it has own, mae, rmse, r2, spearman\)"):
-        evidence(numbers()).check(Evaluate(metric="f1"))
+        results(numbers()).check(Evaluate(metric="f1"))
 
 
 def ranked() -> Columns:
@@ -172,17 +172,17 @@ def ranked() -> Columns:
     }  # fmt: skip
 
 
-def test_lists_are_compared_query_by_query_and_those_without_a_value_are_reported() -> None:
+def test_ranking_is_compared_per_query_and_omitted_queries_are_reported() -> None:
     config = Evaluate(metric="ndcg", rule="superior", resamples=300, margin=0.05)
-    found = evidence(ranked())
-    assert list(found.measures) == ["own", "ndcg", "mrr", "auc"]
-    judged = found.judged(config)
-    assert judged.comparison is not None
-    assert (judged.comparison.unit, judged.comparison.samples) == ("queries", 39)
-    verdict = judge(config, judged)
+    found = results(ranked())
+    assert list(found.metrics) == ["own", "ndcg", "mrr", "auc"]
+    measured = found.measurements(config)
+    assert measured.comparison is not None
+    assert (measured.comparison.unit, measured.comparison.samples) == ("queries", 39)
+    verdict = decide(config, measured)
     assert verdict.verdict == "pass", verdict.summary
-    assert "ndcg leaves out 1 of 40 queries, which have no relevant item" in verdict.warnings
-    assert "auc leaves out 3 of 40 queries, which have no relevant or no irrelevant item" in verdict.warnings
+    assert "ndcg omits 1 of 40 queries, which have no relevant item" in verdict.warnings
+    assert "auc omits 3 of 40 queries, which have no relevant or no irrelevant item" in verdict.warnings
     assert "on the same 39 queries" in next(rule.how for rule in verdict.rules if rule.rule == "superior")
 
 
@@ -200,31 +200,31 @@ def stated(classes: int, present: int) -> Columns:
     return found
 
 
-def test_a_metric_that_is_undefined_on_a_class_leaves_it_out_and_states_it() -> None:
+def test_metric_undefined_for_a_class_omits_it() -> None:
     columns = stated(3, 3)
-    auc = evidence(columns, ("a", "b", "c")).measures["auc"]
+    auc = results(columns, ("a", "b", "c")).metrics["auc"]
     assert auc.candidate is not None
     expected = roc_auc_score(columns["actual"], columns["candidate.probabilities"], multi_class="ovr")
     assert auc.candidate.values(np.ones((1, 200)))[0] == pytest.approx(expected)
-    found = evidence(stated(3, 2), ("a", "b", "c"))
-    assert found.measures["auc"].note == "auc leaves out c: no sample of it in the test set"
+    found = results(stated(3, 2), ("a", "b", "c"))
+    assert found.metrics["auc"].note == "auc omits c: no sample of it in the test set"
     config = Evaluate(**FAST)
-    assert any("class=c" in warning for warning in judge(config, found.judged(config)).warnings)
+    assert any("class=c" in warning for warning in decide(config, found.measurements(config)).warnings)
     body = metrics_body(config, found, "f")
     assert body["per_class"]["c"]["recall"] is None, "a class that was never seen has none"
-    alone = evidence(stated(2, 1), ("a", "b"))
-    assert alone.measures["auc"].why == "the test set has samples of a single class"
+    single = results(stated(2, 1), ("a", "b"))
+    assert single.metrics["auc"].why == "the test set has samples of a single class"
 
 
-def test_calibration_is_reported_with_intervals_and_evaluated_where_requested() -> None:
-    found = evidence(stated(3, 3), ("a", "b", "c"))
-    told = found.calibration(Evaluate(**FAST))["candidate"].body()
-    assert told["intervals"]["brier"][0] < told["brier"] < told["intervals"]["brier"][1]
-    assert sum(one["count"] for one in told["bins"]) == 200
+def test_calibration_is_reported_and_limited_on_request() -> None:
+    found = results(stated(3, 3), ("a", "b", "c"))
+    calibration = found.calibration(Evaluate(**FAST))["candidate"].body()
+    assert calibration["intervals"]["brier"][0] < calibration["brier"] < calibration["intervals"]["brier"][1]
+    assert sum(one["count"] for one in calibration["bins"]) == 200
 
     def rules(**limits: float) -> dict[str, bool]:
         config = Evaluate.model_validate({**FAST, "require": limits})
-        return {rule.rule: rule.passed for rule in judge(config, found.judged(config)).rules}
+        return {rule.rule: rule.passed for rule in decide(config, found.measurements(config)).rules}
 
     assert not any("calibration" in name for name in rules())
     assert rules(ece=0.9, brier=1.9, brier_margin=0.0).items() >= {
@@ -232,7 +232,7 @@ def test_calibration_is_reported_with_intervals_and_evaluated_where_requested() 
     assert rules(ece=1e-6, brier=1e-6).items() >= {"calibration.ece": False, "calibration.brier": False}.items()
 
 
-def test_a_model_whose_probabilities_became_worse_is_stopped_though_its_answers_are_the_same() -> None:
+def test_worse_probabilities_fail_though_the_answers_are_equal() -> None:
     columns = stated(3, 3)
     columns["baseline.predicted"] = columns["candidate.predicted"]
     columns["baseline.accuracy"] = columns["candidate.accuracy"]
@@ -240,22 +240,22 @@ def test_a_model_whose_probabilities_became_worse_is_stopped_though_its_answers_
     columns["baseline.probabilities"] = columns["candidate.probabilities"]
     columns["candidate.probabilities"] = sure
     config = Evaluate.model_validate({**FAST, "require": {"brier_margin": 0.02}})
-    verdict = judge(config, evidence(columns, ("a", "b", "c")).judged(config))
+    verdict = decide(config, results(columns, ("a", "b", "c")).measurements(config))
     assert [rule.rule for rule in verdict.failures] == ["calibration.brier_margin"]
 
 
 def test_calibration_needs_probabilities() -> None:
-    with pytest.raises(ConfigError, match=r"evaluate\.require: ece needs a classifier whose task has probabilities\(outputs\)"):
-        evidence(numbers()).check(Evaluate.model_validate({"metric": "own", "require": {"ece": 0.1}}))
+    with pytest.raises(ConfigError, match=r"evaluate\.require: ece needs a classifier whose task has probabilities"):
+        results(numbers()).check(Evaluate.model_validate({"metric": "own", "require": {"ece": 0.1}}))
 
 
-def test_each_query_is_what_scikit_learn_states_ties_and_all() -> None:
+def test_ranking_metrics_agree_with_scikit_learn_including_ties() -> None:
     generator = np.random.default_rng(0)
     queries = np.repeat(np.arange(30), generator.integers(4, 12, size=30))
     scores = np.round(generator.normal(size=len(queries)), 1)
     relevance = generator.integers(0, 3, size=len(queries)).astype(np.float64)
     shuffled = generator.permutation(len(queries))
-    found = per_query(queries[shuffled], scores[shuffled], relevance[shuffled])
+    found = query_metrics(queries[shuffled], scores[shuffled], relevance[shuffled])
     for query in range(30):
         own = queries == query
         ndcg = ndcg_score(relevance[None, own], scores[None, own]) if relevance[own].any() else np.nan
@@ -265,20 +265,20 @@ def test_each_query_is_what_scikit_learn_states_ties_and_all() -> None:
         assert found["auc"][query] == pytest.approx(auc, nan_ok=True)
 
 
-def test_the_first_relevant_item_counts_and_is_last_among_its_equals() -> None:
+def test_reciprocal_rank_counts_tied_items_first() -> None:
     queries = np.array([7, 7, 7, 9, 9, 9, 9])
     scores = np.array([3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0])
     relevance = np.array([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
-    assert per_query(queries, scores, relevance)["mrr"].tolist() == [1 / 2, 1 / 3]
+    assert query_metrics(queries, scores, relevance)["mrr"].tolist() == [1 / 2, 1 / 3]
 
 
-def test_a_constant_score_earns_nothing() -> None:
-    found = per_query(np.zeros(4, np.int64), np.ones(4), np.array([1.0, 0, 0, 0]))
+def test_constant_score_is_not_rewarded() -> None:
+    found = query_metrics(np.zeros(4, np.int64), np.ones(4), np.array([1.0, 0, 0, 0]))
     assert found["mrr"].tolist() == [1 / 4]
     assert found["auc"].tolist() == [0.5]
 
 
-def test_a_query_without_a_relevant_item_has_no_value() -> None:
-    found = per_query(np.array([1, 1, 2, 2]), np.arange(4.0), np.array([0.0, 0, 1, 1]))
+def test_query_without_relevant_item_has_no_value() -> None:
+    found = query_metrics(np.array([1, 1, 2, 2]), np.arange(4.0), np.array([0.0, 0, 1, 1]))
     assert np.isnan(found["ndcg"]).tolist() == np.isnan(found["mrr"]).tolist() == [True, False]
     assert np.isnan(found["auc"]).all(), "nor, for auc, one without an irrelevant item"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.contract.errors import DataError
 from pipeline.contract.task import Task
-from pipeline.evaluate.predictions import join, measure
+from pipeline.evaluate.predictions import join_parts, score_batch
 
 BATCH = {"x": torch.zeros(3, 2)}
 
@@ -29,24 +29,24 @@ def predict(batch: Any) -> Tensor:
         (torch.tensor(0.5), r"shape \(\)"),
         (torch.zeros(3, 1), r"shape \(3, 1\)"),
         (torch.zeros(2), r"shape \(2,\)"),
-        (0.5, "found float"),
+        (0.5, "not float"),
     ],
 )
-def test_a_metric_that_is_not_one_value_per_sample_is_named(values: Any, found: str) -> None:
+def test_metric_without_one_value_per_sample_is_named(values: Any, found: str) -> None:
     with pytest.raises(DataError, match=rf"accuracy must be a tensor of one value per sample.*{found}"):
-        measure(task({"accuracy": values}), predict, BATCH)
+        score_batch(task({"accuracy": values}), predict, BATCH)
 
 
 @pytest.mark.parametrize("values", [{}, torch.zeros(3), None])
-def test_metrics_must_be_a_mapping_with_something_in_it(values: Any) -> None:
+def test_metrics_must_be_a_mapping_that_is_not_empty(values: Any) -> None:
     with pytest.raises(DataError, match="must return a mapping"):
-        measure(task(values), predict, BATCH)
+        score_batch(task(values), predict, BATCH)
 
 
-def test_booleans_and_integers_count_as_numbers() -> None:
-    found = measure(task({"right": torch.tensor([True, False, True])}), predict, BATCH)
-    assert found["right"].dtype == np.float64
-    assert found["right"].tolist() == [1, 0, 1]
+def test_booleans_and_integers_become_floats() -> None:
+    columns = score_batch(task({"right": torch.tensor([True, False, True])}), predict, BATCH)
+    assert columns["right"].dtype == np.float64
+    assert columns["right"].tolist() == [1, 0, 1]
 
 
 def classifier(predicted: Any, metric: str = "accuracy") -> Task:
@@ -57,28 +57,28 @@ def classifier(predicted: Any, metric: str = "accuracy") -> Task:
 @pytest.mark.parametrize(
     ("predicted", "message"),
     [
-        (torch.zeros(3), "one whole number per sample"),
-        (torch.zeros(2, dtype=torch.int64), "one whole number per sample"),
-        ([0, 1, 0], "found list"),
+        (torch.zeros(3), "one integer per sample"),
+        (torch.zeros(2, dtype=torch.int64), "one integer per sample"),
+        ([0, 1, 0], "not list"),
         (torch.tensor([0, 1, 2]), "outside the 2 classes"),
         (torch.tensor([0, -1, 1]), "outside the 2 classes"),
     ],
 )
-def test_a_predicted_class_that_is_none_is_refused(predicted: Any, message: str) -> None:
+def test_invalid_predicted_class_is_rejected(predicted: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        measure(classifier(predicted), predict, BATCH)
+        score_batch(classifier(predicted), predict, BATCH)
 
 
-def test_a_metric_must_not_take_the_name_of_the_predicted_class() -> None:
-    with pytest.raises(DataError, match="give it another name"):
-        measure(classifier(torch.zeros(3, dtype=torch.int64), metric="predicted"), predict, BATCH)
+def test_metric_cannot_use_a_reserved_name() -> None:
+    with pytest.raises(DataError, match="give the metric another name"):
+        score_batch(classifier(torch.zeros(3, dtype=torch.int64), metric="predicted"), predict, BATCH)
 
 
-def test_joining_keeps_order_and_skips_processes_that_had_no_samples() -> None:
+def test_parts_are_joined_in_order_and_empty_ones_skipped() -> None:
     parts = [{"a": np.array([1.0, 2.0])}, {}, {"a": np.array([3.0])}]
-    assert join(parts)["a"].tolist() == [1, 2, 3]
+    assert join_parts(parts)["a"].tolist() == [1, 2, 3]
 
 
-def test_a_metric_that_comes_and_goes_is_named() -> None:
+def test_metric_missing_in_some_batches_is_named() -> None:
     with pytest.raises(DataError, match="b is returned for some batches"):
-        join([{"a": np.zeros(1)}, {"a": np.zeros(1), "b": np.zeros(1)}])
+        join_parts([{"a": np.zeros(1)}, {"a": np.zeros(1), "b": np.zeros(1)}])

@@ -6,13 +6,13 @@ import pytest
 
 from pipeline.contract.errors import GateError
 from pipeline.evaluate.evaluate import evaluate
-from pipeline.evaluate.results import explain, describe_verdict
+from pipeline.evaluate.results import describe_verdict, explain
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project
 
 
-def test_a_rejection_is_explained_rule_by_rule_with_power_and_tests(with_baseline: Project) -> None:
+def test_rejection_is_explained_with_rules_power_and_tests(with_baseline: Project) -> None:
     run = with_baseline.run("first", evaluate={"require": {"accuracy": 0.9}})
     with pytest.raises(GateError):
         evaluate(run, with_baseline.root)
@@ -25,12 +25,12 @@ def test_a_rejection_is_explained_rule_by_rule_with_power_and_tests(with_baselin
     assert found["power"]["samples_for_margin"] > 50 == found["power"]["samples"]
     text = "\n".join(describe_verdict(found))
     assert text.startswith("fail: accuracy ")
-    assert "what would change it: a floor of" in text
+    assert "what would change it: a limit of" in text
     assert "power: 50 samples show a true difference of" in text
     assert "McNemar's exact test: p = " in text and "permutation test: p = " in text
 
 
-def test_an_older_verdict_without_its_newer_keys_is_explained_as_far_as_it_goes() -> None:
+def test_older_verdict_without_new_keys_is_explained() -> None:
     rules = [{"rule": "finite", "passed": True, "detail": "all finite: accuracy"}]
     old = {"verdict": "no-baseline", "summary": "accuracy 0.9", "samples": 5, "margin": 0.0, "rules": rules}
     given = {"by": "ann", "at": "noon", "reason": "because"}

@@ -1,4 +1,4 @@
-"""The step as a process: alone, and shared by two under torchrun."""
+"""The evaluate step as one process, and as two under torchrun."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pipeline.contract.data import forward, open_split
 from pipeline.contract.errors import GateError, read_error
 from pipeline.contract.files import write_atomic
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.sources import HOUSE
+from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.contract.task import load_task
 from pipeline.contract.weights import save_weights
 from pipeline.service.process import unused_port
 
 from ...nursery import launch
 
-DIGITS = HOUSE / "examples" / "digits"
+DIGITS = SOURCE_ROOT / "examples" / "digits"
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits after a few steps of training: better than chance, worse than its baseline."""
+    """Return digits weights after a few training steps: better than chance, worse than the baseline."""
     torch.manual_seed(0)
     task = load_task("task.py:Digits", DIGITS)
     model, samples = task.model(), open_split(task, "train")
@@ -55,7 +55,7 @@ def start(run: Run, processes: int = 1) -> subprocess.CompletedProcess[str]:
     return launch(argv, run.path.parent, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())})
 
 
-def test_one_process_and_two_measure_every_sample_once_and_exactly_alike(tmp_path: Path, weights: Path) -> None:
+def test_one_and_two_processes_score_every_sample_identically(tmp_path: Path, weights: Path) -> None:
     # 360 samples in batches of 50: eight batches, the last one short.
     one = make_run(tmp_path / "one", weights, batch_size=50, margin=2.0)
     two = make_run(tmp_path / "two", weights, batch_size=50, margin=2.0)
@@ -63,19 +63,19 @@ def test_one_process_and_two_measure_every_sample_once_and_exactly_alike(tmp_pat
         done = start(run, processes)
         assert done.returncode == 0, done.stderr
     with (
-        np.load(one.partial("evaluate") / "predictions.npz") as alone,
+        np.load(one.partial("evaluate") / "predictions.npz") as single,
         np.load(two.partial("evaluate") / "predictions.npz") as shared,
     ):
-        assert set(alone.files) == set(shared.files) >= {"actual", "candidate.log_likelihood", "baseline.accuracy"}
-        assert len(alone["actual"]) == 360
-        for name in alone.files:
-            np.testing.assert_array_equal(alone[name], shared[name], err_msg=name)
+        assert set(single.files) == set(shared.files) >= {"actual", "candidate.log_likelihood", "baseline.accuracy"}
+        assert len(single["actual"]) == 360
+        for name in single.files:
+            np.testing.assert_array_equal(single[name], shared[name], err_msg=name)
     for name in ("metrics.json", "verdict.json"):
         assert (one.partial("evaluate") / name).read_bytes() == (two.partial("evaluate") / name).read_bytes()
     assert json.loads((one.partial("evaluate") / "verdict.json").read_text())["verdict"] == "pass"
 
 
-def test_a_rejected_candidate_ends_the_process_with_exit_code_3(tmp_path: Path, weights: Path) -> None:
+def test_rejected_candidate_exits_with_code_3(tmp_path: Path, weights: Path) -> None:
     run = make_run(tmp_path / "run", weights, require={"accuracy": 0.999})
     done = start(run)
     assert done.returncode == 3, done.stderr

@@ -1,4 +1,4 @@
-"""Comparisons that are not fair, or measure nothing: each is stopped, by the check that is there for it.
+"""Unfair or meaningless comparisons, each of which one check must stop.
 
 docs/evaluation.md lists them, next to the damaged files of tests/export.
 """
@@ -33,7 +33,7 @@ ACCURACY = '(outputs.argmax(dim=1) == batch["label"]).float()'
 
 
 def failed(project: Project, answers: str, **evaluate_: Any) -> set[str]:
-    """The rules that stopped a candidate that answers so."""
+    """Return the rules that stopped this candidate."""
     run = project.run(answers, evaluate=evaluate_)
     with pytest.raises(GateError):
         evaluate(run, project.root)
@@ -42,78 +42,76 @@ def failed(project: Project, answers: str, **evaluate_: Any) -> set[str]:
     return {rule["rule"] for rule in verdict["rules"] if not rule["passed"]}
 
 
-def test_a_fair_comparison_passes(with_baseline: Project) -> None:
+def test_fair_comparison_passes(with_baseline: Project) -> None:
     evaluate(with_baseline.run("right", evaluate={"require": {"accuracy": 0.9}}), with_baseline.root)
 
 
-def test_a_champions_stored_numbers_are_of_no_account(project: Project) -> None:
-    """They say that it is hopeless; asked again, it is not."""
+def test_stored_numbers_of_a_champion_are_ignored(project: Project) -> None:
+    """Its metrics.json has a low accuracy; evaluated again, it is high."""
     project.crown("right")
     (project.runs / "old" / "evaluate").mkdir()
     write_json(project.runs / "old" / "evaluate" / "metrics.json", {"samples": 50, "candidate": {"accuracy": 0.01}})
     assert failed(project, "first") == {"non-inferior"}
 
 
-def test_shifted_labels_make_both_hopeless_and_do_not_get_past_a_floor(with_baseline: Project) -> None:
+def test_shifted_labels_fail_an_absolute_requirement(with_baseline: Project) -> None:
     with_baseline.replace("pair.argmax(axis=1)}", "1 - pair.argmax(axis=1)}")
     assert failed(with_baseline, "right", require={"accuracy": 0.9}) == {"require.accuracy"}
 
 
-def test_one_answer_for_everything_does_not_hide_behind_a_common_class(with_baseline: Project) -> None:
+def test_constant_answer_fails_the_slices_despite_a_common_class(with_baseline: Project) -> None:
     with_baseline.replace(DATA, IMBALANCED)
     assert failed(with_baseline, "first", margin=0.2, require={"accuracy": 0.9}) == {"slices"}
 
 
-def test_a_slice_picked_for_what_it_shows_saves_no_one(
-    with_baseline: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_favorable_slice_does_not_save_a_candidate(with_baseline: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.evaluate.slices.MIN_SLICE_SAMPLES", 5)
     picked = DATA.replace("axis=1)}", 'axis=1), "picked": (pair[:, 0] > pair[:, 1]).astype(np.int64)}')
     with_baseline.replace(DATA, picked)
     assert "non-inferior" in failed(with_baseline, "first", slices=["picked"])
 
 
-def test_too_few_samples_to_show_a_difference_prove_nothing(with_baseline: Project) -> None:
+def test_too_few_samples_to_show_a_difference_fail(with_baseline: Project) -> None:
     """Nine of twelve right against ten: no test would call that different."""
     few = DATA.replace("(50, 2)", "(12, 2)").replace("pair.argmax(axis=1)}", "pair.argmax(axis=1) ^ flipped}")
     with_baseline.replace(DATA, "        flipped = (np.arange(12) == 3).astype(np.int64)\n" + few)
     assert failed(with_baseline, "first", margin=0.1) == {"non-inferior"}
 
 
-def test_a_single_sample_decides_nothing(with_baseline: Project) -> None:
+def test_single_sample_decides_nothing(with_baseline: Project) -> None:
     with_baseline.replace("(50, 2)", "(1, 2)")
     assert failed(with_baseline, "first") == {"non-inferior"}
 
 
-def test_ties_everywhere_are_no_superiority(with_baseline: Project) -> None:
+def test_ties_everywhere_are_not_superior(with_baseline: Project) -> None:
     assert failed(with_baseline, "right", rule="superior", margin=0.0) == {"superior"}
 
 
-def test_one_value_that_is_no_number_is_no_measurement(with_baseline: Project) -> None:
+def test_one_nan_fails(with_baseline: Project) -> None:
     with_baseline.replace(ACCURACY, f"{ACCURACY}.index_fill(0, torch.tensor([3]), float('nan'))")
     assert "finite" in failed(with_baseline, "right")
 
 
-def test_a_mean_for_each_batch_is_refused(with_baseline: Project) -> None:
+def test_mean_per_batch_is_rejected(with_baseline: Project) -> None:
     """Batches of unequal sizes would count alike, and nothing could be paired."""
     with_baseline.replace(ACCURACY, f"{ACCURACY}.mean()")
     with pytest.raises(DataError, match="accuracy must be a tensor of one value per sample"):
         evaluate(with_baseline.run("right"), with_baseline.root)
 
 
-def test_a_baseline_that_fails_is_no_reason_to_go_on_without(with_baseline: Project) -> None:
+def test_failing_baseline_stops_the_evaluation(with_baseline: Project) -> None:
     with_baseline.replace('return lambda batch: batch["pair"]', 'raise OSError("no such table")')
     with pytest.raises(DataError, match=r"baseline\(\): OSError: no such table"):
         evaluate(with_baseline.run("right"), with_baseline.root)
 
 
-def test_a_baseline_that_answers_for_other_samples_is_refused(with_baseline: Project) -> None:
+def test_baseline_with_wrong_length_is_rejected(with_baseline: Project) -> None:
     with_baseline.replace('batch["pair"]\n', 'batch["pair"][:-1]\n')
-    with pytest.raises(DataError, match=r"answered scores of shape \(49, 2\) to 50 samples"):
+    with pytest.raises(DataError, match=r"returned scores of shape \(49, 2\) for 50 samples"):
         evaluate(with_baseline.run("right"), with_baseline.root)
 
 
-def test_another_test_set_than_was_prepared_is_refused(project: Project) -> None:
+def test_other_test_set_than_prepared_is_rejected(project: Project) -> None:
     run = project.run("right")
     run.output("prepare").mkdir()
     write_json(run.output("prepare") / "data.json", {"splits": {"test": {"fingerprint": "0" * 64}}})

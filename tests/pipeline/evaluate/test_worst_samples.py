@@ -1,4 +1,4 @@
-"""What is kept of the worst samples, for people to look at."""
+"""The worst samples that are stored for the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.contract.errors import DataError
 from pipeline.evaluate.evaluate import evaluate
-from pipeline.evaluate.worst_samples import LARGEST, SAMPLES, as_picture, png, worst_indices
+from pipeline.evaluate.worst_samples import MAX_SIDE_PIXELS, WORST_SAMPLES, as_image, png, worst_indices
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WORDS = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"no": 0, "so": 1, "yes": 2}, "unk_token": "no"}}'
 
 
-def kept(project: Project, answers: str = "first", **more: Any) -> dict[str, Any]:
+def worst_samples(project: Project, answers: str = "first", **more: Any) -> dict[str, Any]:
     run = project.run(answers, evaluate={"margin": 2.0}, **more)
     if (words := project.root / "words.json").is_file():
         (run.output("prepare") / "files").mkdir(parents=True)
@@ -32,8 +32,8 @@ def kept(project: Project, answers: str = "first", **more: Any) -> dict[str, Any
     return body
 
 
-def unpacked(data: bytes) -> tuple[tuple[int, ...], bytes]:
-    """Size, depth and colour of a PNG, and its rows; every checksum is looked at."""
+def decode_png(data: bytes) -> tuple[tuple[int, ...], bytes]:
+    """Return header and rows of a PNG; every checksum is checked."""
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     place, chunks = 8, {}
     while place < len(data):
@@ -44,15 +44,15 @@ def unpacked(data: bytes) -> tuple[tuple[int, ...], bytes]:
     return struct.unpack(">IIBBBBB", chunks[b"IHDR"]), zlib.decompress(chunks[b"IDAT"])
 
 
-def test_the_lowest_come_first_and_what_is_no_number_before_them() -> None:
+def test_lowest_values_come_first_and_nan_before_them() -> None:
     columns = {"accuracy": np.array([1.0, 0, 0, np.nan, 1]), "likelihood": np.array([-0.1, -2, -3, -0.2, -0.3])}
     assert worst_indices(columns, "accuracy", 4) == [3, 2, 1, 4]
     assert worst_indices({"accuracy": np.zeros(3)}, "accuracy", 9) == [0, 1, 2], "ties keep their order"
 
 
-def test_the_worst_samples_show_what_was_expected_and_what_each_model_stated(with_baseline: Project) -> None:
-    body = kept(with_baseline)
-    assert (body["metric"], len(body["samples"])) == ("accuracy", SAMPLES)
+def test_worst_samples_show_label_and_both_predictions(with_baseline: Project) -> None:
+    body = worst_samples(with_baseline)
+    assert (body["metric"], len(body["samples"])) == ("accuracy", WORST_SAMPLES)
     first = body["samples"][0]
     assert (first["actual"], first["predicted"], first["baseline_predicted"]) == ("second", "first", "second")
     assert (first["value"], first["baseline"], first["metrics"]) == (0, 1, {"accuracy": 0})
@@ -61,28 +61,28 @@ def test_the_worst_samples_show_what_was_expected_and_what_each_model_stated(wit
     assert shown["values"][0] < shown["values"][1], "the second is greater"
 
 
-def test_without_classes_the_answers_are_numbers(project: Project) -> None:
+def test_regression_samples_show_numbers(project: Project) -> None:
     project.replace('classes = ("first", "second")', "")
-    first = kept(project)["samples"][0]
+    first = worst_samples(project)["samples"][0]
     assert (first["actual"], first["predicted"], first["baseline"]) == ("1", "0", None)
 
 
-def test_a_task_may_state_itself_what_people_read(project: Project) -> None:
+def test_task_can_describe_samples_as_text(project: Project) -> None:
     project.add(
         "\n    def text(self, batch):\n        return [f'{a:.0f} or {b:.0f} ' * 200 for a, b in batch['pair']]\n"
     )
-    (shown,) = kept(project)["samples"][0]["shown"]
+    (shown,) = worst_samples(project)["samples"][0]["shown"]
     assert (shown["kind"], shown["whole"], len(shown["text"])) == ("text", False, 600)
     assert " or " in shown["text"]
 
 
-def test_a_text_for_each_sample_is_what_is_requested(project: Project) -> None:
+def test_text_must_return_one_string_per_sample(project: Project) -> None:
     project.add("\n    def text(self, batch):\n        return 'one'\n")
-    with pytest.raises(DataError, match="one text for each of the 12 samples"):
-        kept(project)
+    with pytest.raises(DataError, match="one string for each of the 12 samples"):
+        worst_samples(project)
 
 
-def test_tokens_are_read_by_the_tokenizer_of_the_run_and_their_mask_is_not_shown(project: Project) -> None:
+def test_tokens_are_decoded_with_the_tokenizer_of_the_run(project: Project) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed: the extra `deepseek` has it")
     project.replace('inputs = ("pair",)', 'inputs = ("pair", "tokens", "attention_mask")')
     project.replace(
@@ -93,12 +93,12 @@ def test_tokens_are_read_by_the_tokenizer_of_the_run_and_their_mask_is_not_shown
     rows = "'tokens': np.tile([2, 1, 0], (50, 1)), 'attention_mask': np.tile([1, 1, 0], (50, 1))"
     project.replace('return {"pair": pair,', f'return {{{rows}, "pair": pair,')
     (project.root / "words.json").write_text(WORDS)
-    text, pair = kept(project)["samples"][0]["shown"]
+    text, pair = worst_samples(project)["samples"][0]["shown"]
     assert (text["kind"], text["name"], text["text"]) == ("text", "tokens", "yes so")
     assert (pair["kind"], pair["name"]) == ("values", "pair")
 
 
-def test_a_sample_of_rows_and_columns_is_a_picture(project: Project) -> None:
+def test_two_dimensional_input_is_stored_as_image(project: Project) -> None:
     project.replace(
         '"pair": pair,', '"pair": pair, "image": np.broadcast_to(pair[:, :1, None, None], (50, 1, 8, 6)).copy(),'
     )
@@ -108,9 +108,9 @@ def test_a_sample_of_rows_and_columns_is_a_picture(project: Project) -> None:
         "found = nn.Linear(2, 2, bias=False)\n        plain = found.forward\n"
         "        found.forward = lambda pair, image: plain(pair)\n        return found",
     )
-    _, image = kept(project)["samples"][0]["shown"]
+    _, image = worst_samples(project)["samples"][0]["shown"]
     assert (image["kind"], image["shape"]) == ("picture", [1, 8, 6])
-    head, rows = unpacked(base64.b64decode(image["png"]))
+    head, rows = decode_png(base64.b64decode(image["png"]))
     assert head == (6, 8, 8, 0, 0, 0, 0)
     assert len(rows) == 8 * (1 + 6)
 
@@ -125,32 +125,32 @@ def test_a_sample_of_rows_and_columns_is_a_picture(project: Project) -> None:
         (np.full((4, 4), np.nan), (4, 4, 1)),
     ],
 )
-def test_pictures_of_every_layout_become_bytes_of_a_bounded_size(values: Any, size: tuple[int, ...]) -> None:
-    found = as_picture(values)
+def test_images_of_every_layout_have_a_bounded_size(values: Any, size: tuple[int, ...]) -> None:
+    found = as_image(values)
     assert found is not None
     assert (found.shape, found.dtype) == (size, np.uint8)
-    assert max(found.shape) <= LARGEST
-    assert unpacked(png(found))[0][:2] == (size[1], size[0])
+    assert max(found.shape) <= MAX_SIDE_PIXELS
+    assert decode_png(png(found))[0][:2] == (size[1], size[0])
 
 
-def test_greys_keep_their_meaning_and_other_numbers_are_spread_from_black_to_white() -> None:
+def test_greyscale_is_kept_and_other_values_are_rescaled() -> None:
     for values, expected in (
         (np.full((4, 4), 0.5), [128]),
         (np.full((4, 4), 200, np.uint8), [200]),
         (np.array([[-2.0, 6.0]] * 4).repeat(2, axis=1), [0, 255]),
     ):
-        found = as_picture(values)
+        found = as_image(values)
         assert found is not None
         assert sorted(set(found.ravel().tolist())) == expected
 
 
 @pytest.mark.parametrize("shape", [(13,), (2, 3), (5, 8, 8), (3, 2, 9), (1, 3, 8, 8)])
-def test_what_is_no_picture_is_none(shape: tuple[int, ...]) -> None:
-    assert as_picture(np.zeros(shape)) is None
+def test_arrays_of_other_shapes_are_not_images(shape: tuple[int, ...]) -> None:
+    assert as_image(np.zeros(shape)) is None
 
 
-def test_the_file_is_small_however_large_the_samples_are() -> None:
+def test_image_file_is_small_for_large_samples() -> None:
     noise = np.random.default_rng(0).random((3, 1000, 1000))
-    found = as_picture(noise)
+    found = as_image(noise)
     assert found is not None
     assert len(png(found)) < 30_000
