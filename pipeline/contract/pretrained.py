@@ -1,8 +1,7 @@
-"""A folder of pretrained weights: where it is, which of its files are read, and that none leads out of it.
+"""Pretrained weights: find their folder, and choose the files that are read from it.
 
-Finding the folder of pretrained weights: a folder, a project's run, or the Hugging Face hub's cache.
-
-The run of another project whose trained weights are begun with: the newest that its own gate let pass.
+`model.pretrained` names a folder, another project (then its newest run that passed its gate is used), or an id of the
+Hugging Face hub, whose files are in the hub's cache. No file outside the folder is ever read.
 """
 
 from __future__ import annotations
@@ -19,22 +18,20 @@ from pipeline.contract.errors import ConfigError, DataError, ResourceError
 from pipeline.contract.run import Run, all_runs
 from pipeline.contract.settings.stages import Model
 
-SMALL = ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "chat_template.jinja")
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-RECORD = "pretrained.json"  # what prepare writes of them
-ARCHITECTURES = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "llama",
-    "qwen2",
-    "qwen3",
-)  # each is tested against transformers' own loading
+SMALL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer*.json"),
+    *("special_tokens_map.json", "chat_template.jinja"),
+)
+WEIGHT_INDEX, WEIGHT_FILE = "model.safetensors.index.json", "model.safetensors"
+PRETRAINED_RECORD = "pretrained.json"  # written by prepare
+# Each one is tested against transformers' own loading.
+ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "llama", "qwen2", "qwen3")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What is read of a folder, by the names the files have in it."""
+    """The files that are read from a folder, by their names in it."""
 
     folder: Path
     small: dict[str, Path]
@@ -45,8 +42,8 @@ class Pretrained:
         return {**self.small, **self.weights}
 
     @property
-    def of_run(self) -> bool:
-        """Trained by us, and not as the hub has it."""
+    def is_run(self) -> bool:
+        """Whether the folder is a run, and not one laid out as on the hub."""
         return (self.folder / "run.json").is_file()
 
     def config(self) -> dict[str, Any]:
@@ -54,21 +51,23 @@ class Pretrained:
 
 
 def open_pretrained(folder: Path) -> Pretrained:
-    """A folder as the hub has it, or a run of ours, whose trained weights then are the pretrained ones."""
+    """Open a folder laid out as on the hub, or a run, whose trained weights are then the pretrained ones."""
     if not folder.is_dir():
-        raise ConfigError(f"model.pretrained: no folder {folder}; it must hold config.json and {SINGLE}")
-    own_run = Pretrained(folder, {}, {}).of_run
-    small_place = folder / "prepare" / "files" if own_run else folder
-    weights_place = folder / "train" if own_run else folder
-    small = {path.name: path for pattern in SMALL for path in sorted(small_place.glob(pattern)) if path.is_file()}
+        raise ConfigError(f"model.pretrained: no folder {folder}; it must hold config.json and {WEIGHT_FILE}")
+    own_run = Pretrained(folder, {}, {}).is_run
+    small_folder = folder / "prepare" / "files" if own_run else folder
+    weights_folder = folder / "train" if own_run else folder
+    small = {
+        path.name: path for pattern in SMALL_FILES for path in sorted(small_folder.glob(pattern)) if path.is_file()
+    }
     if "config.json" not in small:
-        raise ConfigError(f"model.pretrained: no config.json in {small_place}, which says what the model is")
-    names = _weight_names(weights_place)
-    found = Pretrained(folder, small, {name: weights_place / name for name in names})
-    for name, path in found.files.items():
-        _refuse_escape(name, path, small_place if name in small else weights_place)
-    _refuse_unknown(found)
-    return found
+        raise ConfigError(f"model.pretrained: no config.json in {small_folder}, which describes the model")
+    names = _weight_names(weights_folder)
+    pretrained = Pretrained(folder, small, {name: weights_folder / name for name in names})
+    for name, path in pretrained.files.items():
+        _refuse_escape(name, path, small_folder if name in small else weights_folder)
+    _refuse_unknown(pretrained)
+    return pretrained
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -78,65 +77,68 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _refuse_unknown(found: Pretrained) -> None:
-    config = found.config()
+def _refuse_unknown(pretrained: Pretrained) -> None:
+    config = pretrained.config()
     if config.get("model_type") not in ARCHITECTURES:
-        named = config.get("architectures") or ["nothing"]
+        architectures = config.get("architectures") or ["none"]
         raise ConfigError(
-            f"{found.small['config.json']}: model_type {config.get('model_type')!r} (architectures: "
-            f"{', '.join(map(str, named))}) is none that pretrained weights are read for: {', '.join(ARCHITECTURES)}"
+            f"{pretrained.small['config.json']}: model_type {config.get('model_type')!r} (architectures: "
+            f"{', '.join(map(str, architectures))}) is not supported; supported types: {', '.join(ARCHITECTURES)}"
         )
 
 
-def _weight_names(place: Path) -> list[str]:
-    if (place / INDEX).is_file():
-        return sorted(_indexed(place))
-    if (place / SINGLE).is_file():
-        return [SINGLE]
-    if pickles := sorted(path.name for pattern in _PICKLES for path in place.glob(pattern)):
+def _weight_names(folder: Path) -> list[str]:
+    if (folder / WEIGHT_INDEX).is_file():
+        return sorted(_indexed(folder))
+    if (folder / WEIGHT_FILE).is_file():
+        return [WEIGHT_FILE]
+    if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
         raise ConfigError(
-            f"{place / pickles[0]}: a pickle, which can run code when it is read, and there is no {SINGLE}; "
+            f"{folder / pickles[0]}: a pickle, which can run code when it is read, and there is no {WEIGHT_FILE}; "
             "where you trust it, convert it once: "
             f'python -c "import torch; from safetensors.torch import save_file; save_file({{k: v.clone() for k, v in '
-            f"torch.load('{pickles[0]}', weights_only=True).items()}}, '{SINGLE}')\""
+            f"torch.load('{pickles[0]}', weights_only=True).items()}}, '{WEIGHT_FILE}')\""
         )
-    raise ConfigError(f"model.pretrained: neither {SINGLE} nor {INDEX} in {place}")
+    raise ConfigError(f"model.pretrained: neither {WEIGHT_FILE} nor {WEIGHT_INDEX} in {folder}")
 
 
-def _indexed(place: Path) -> set[str]:
-    """The shards an index names, each a file beside it."""
-    index = place / INDEX
+def _indexed(folder: Path) -> set[str]:
+    """Return the files that an index names, all in its folder."""
+    index = folder / WEIGHT_INDEX
     body = _read_json(index)
     files = body.get("weight_map") if isinstance(body, dict) else None
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
-        raise DataError(f"{index}: needs a `weight_map` from the names of weights to those of files")
+        raise DataError(f"{index}: needs a `weight_map` from names of weights to names of files")
     counts = Counter(files.values())
     for name in counts:
         if Path(name).is_absolute() or ".." in Path(name).parts or Path(name).suffix != ".safetensors":
-            raise DataError(f"{index}: names {name!r}, which is no safetensors file inside the folder; it is not read")
-    if absent := sorted(name for name in counts if not (place / name).is_file()):
+            raise DataError(f"{index}: names {name!r}, which is no safetensors file inside the folder")
+    if absent := sorted(name for name in counts if not (folder / name).is_file()):
         first = next(weight for weight, name in files.items() if name == absent[0])
-        more = f", and {', '.join(absent[1:])} are not there either" if absent[1:] else ""
+        more = f"; also missing: {', '.join(absent[1:])}" if absent[1:] else ""
         raise DataError(
-            f"{index}: {absent[0]} is not in the folder, and holds {first} and {counts[absent[0]] - 1} more "
-            f"weights{more}; fetch what is missing again"
+            f"{index}: {absent[0]} is missing, which has {first} and {counts[absent[0]] - 1} more weights{more}; "
+            "to fix it: fetch the missing files again"
         )
     return set(counts)
 
 
-def _refuse_escape(name: str, path: Path, place: Path) -> None:
-    """A link may lead to another file of the folder, or into the hub's own cache, which is made of links."""
+def _refuse_escape(name: str, path: Path, folder: Path) -> None:
+    """Refuse a link out of the folder; the hub's own cache is made of links and allowed."""
     real = path.resolve()
-    if not any(real.is_relative_to(inside) for inside in _inside(place)):
-        raise DataError(f"{path}: a link to {real}, outside the folder; put a copy of {name} there instead")
+    if not any(real.is_relative_to(inside) for inside in _inside(folder)):
+        raise DataError(f"{path}: a link to {real}, outside the folder; to fix it: replace it by a copy of {name}")
 
 
-def _inside(place: Path) -> Iterator[Path]:
-    """Hub cache: `models--NAME/snapshots/COMMIT/FILE` is a link to `models--NAME/blobs/DIGEST`."""
-    place = place.resolve()
-    yield place
-    if place.parent.name == "snapshots" and place.parents[1].name.startswith("models--"):
-        yield place.parents[1] / "blobs"
+def _inside(folder: Path) -> Iterator[Path]:
+    """Yield the folders that links may lead to.
+
+    In the hub's cache `models--NAME/snapshots/COMMIT/FILE` is a link to `models--NAME/blobs/DIGEST`.
+    """
+    folder = folder.resolve()
+    yield folder
+    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
+        yield folder.parents[1] / "blobs"
 
 
 def _read_json(path: Path) -> Any:
@@ -151,98 +153,104 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def hub_id(model: Model, root: Path) -> str:
-    """The id, where the word is one and no folder of the project bears its name."""
-    word = model.pretrained
-    return word if _HUB_ID.fullmatch(word) and not (root / word).exists() else ""
+    """Return the hub id that `model.pretrained` names; empty if it names a folder."""
+    name = model.pretrained
+    return name if _HUB_ID.fullmatch(name) and not (root / name).exists() else ""
 
 
-def locate(model: Model, root: Path, commit: str = "", files: Iterable[str] = (), run: str = "") -> Path:
-    """The folder. With a commit or a run, the one that prepare took.
+def locate_pretrained(model: Model, root: Path, commit: str = "", files: Iterable[str] = (), run: str = "") -> Path:
+    """Return the folder; with a commit or a run, the one that prepare recorded.
 
-    A commit is asked for again where one of `files` is not here; of a project of ours the folder is that of a run.
+    A commit is fetched again if one of `files` is not in the cache. For a project the folder is that of a run.
     """
     identifier = hub_id(model, root)
     if not identifier:
         if model.revision:
-            raise ConfigError(f"model.revision is of a Hugging Face id; {model.pretrained} is a folder: leave it out")
-        named = root / Path(model.pretrained).expanduser()
-        return run_of(named, model.pretrained, run).path if is_project(named) else named
+            raise ConfigError(
+                f"model.revision needs a Hugging Face id, but {model.pretrained} is a folder; "
+                "to fix it: remove model.revision"
+            )
+        folder = root / Path(model.pretrained).expanduser()
+        return choose_run(folder, model.pretrained, run).path if is_project(folder) else folder
     if commit:
-        cached = _ask(identifier, commit, local=True)
+        cached = _fetch(identifier, commit, local=True)
         if cached and all((cached / name).is_file() for name in files):
             return cached
-    folder = _ask(identifier, commit or model.revision, local=False)
+    folder = _fetch(identifier, commit or model.revision, local=False)
     assert folder is not None
     return folder
 
 
 def commit_of(folder: Path) -> str:
-    """Of a folder of the hub's cache; nothing of any other."""
+    """Return the commit of a folder in the hub's cache; empty for any other folder."""
     return folder.name if _COMMIT.fullmatch(folder.name) and folder.parent.name == "snapshots" else ""
 
 
-def _ask(identifier: str, revision: str, local: bool) -> Path | None:
+def _fetch(identifier: str, revision: str, local: bool) -> Path | None:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ResourceError(
-            f"model.pretrained={identifier}: no such folder, and to fetch it from Hugging Face, `huggingface_hub` is "
-            "missing; `pip install pipe-road[deepseek]` brings it"
+            f"model.pretrained={identifier}: no such folder, and `huggingface_hub`, which fetches it, is not "
+            "installed; to fix it: `pip install pipe-road[deepseek]`"
         ) from None
-    wanted = [*SMALL, INDEX, "*.safetensors"]
+    patterns = [*SMALL_FILES, WEIGHT_INDEX, "*.safetensors"]
     try:
-        found = snapshot_download(
+        folder = snapshot_download(
             identifier,
             revision=revision or None,
-            allow_patterns=wanted,
+            allow_patterns=patterns,
             ignore_patterns=["*/*"],
             local_files_only=local,
         )
     except (OSError, ValueError) as error:
         if local:
             return None
-        told = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300]
         raise ResourceError(
-            f"model.pretrained={identifier}: no such folder in the project, and Hugging Face gave no "
-            f"{revision or 'files'} of it ({told}); where this machine has no way there, copy config.json, the "
-            "tokenizer and the safetensors into a folder and name that in model.pretrained"
+            f"model.pretrained={identifier}: no such folder in the project, and Hugging Face has no "
+            f"{revision or 'files'} of it ({reason}); to fix it without network access: copy config.json, the "
+            "tokenizer and the safetensors files into a folder, and name it in model.pretrained"
         ) from error
-    return Path(found)
+    return Path(folder)
 
 
-_PASSED = ("pass", "no-baseline")  # every rule held; `forced` is somebody's word, and such a run is named by itself
+_PASSED = ("pass", "no-baseline")  # an overridden run must be named by its folder
 
 
 def is_project(folder: Path) -> bool:
     return (folder / "pipe.yaml").is_file()
 
 
-def run_of(project: Path, word: str, taken: str = "") -> Run:
-    """The run that prepare has taken, while it is there, and else the newest that is good.
+def choose_run(project: Path, name: str, recorded: str = "") -> Run:
+    """Return the run that prepare recorded, while it exists, or else the newest one that passed its gate.
 
-    Whether another run has the very weights that prepare has seen, their digests tell.
+    Digests are compared later, so another run is refused unless it has the same weights.
     """
     runs = project / "runs"
-    if taken and (runs / taken / "run.json").is_file():
-        return Run(runs / taken)
-    states = {run: _lacks(run) for run in all_runs(runs)}
-    good = next((run for run, lacks in states.items() if not lacks), None)
-    if good is None:
-        raise ConfigError(f"model.pretrained={word}: {_told(states)}; first `cd {word} && pipe run all`")
-    return good
+    if recorded and (runs / recorded / "run.json").is_file():
+        return Run(runs / recorded)
+    problems = {run: _problem(run) for run in all_runs(runs)}
+    usable = next((run for run, problem in problems.items() if not problem), None)
+    if usable is None:
+        raise ConfigError(
+            f"model.pretrained={name}: {_explain(problems)}; to fix it: `cd {name} && pipe run all` first"
+        )
+    return usable
 
 
 def check_trained(run: Run, digest: str) -> None:
-    """The weights are those that training has left and the gate has seen."""
+    """Raise an error if the weights are not those that were trained and evaluated."""
     record = run.read().steps.get("train")
-    if record is not None and record.outputs.get(SINGLE) != digest:
+    if record is not None and record.outputs.get(WEIGHT_FILE) != digest:
         raise DataError(
-            f"{run.output('train') / SINGLE}: changed since it was trained; `pipe verify {run.id}` there says more"
+            f"{run.output('train') / WEIGHT_FILE}: changed since it was trained; "
+            f"run `pipe verify {run.id}` there for details"
         )
 
 
-def _lacks(run: Run) -> str:
-    """What keeps a run from being begun with; empty where nothing does."""
+def _problem(run: Run) -> str:
+    """Return why the weights of a run cannot be used; empty if they can."""
     steps = run.read().steps
     for name in ("prepare", "train", "evaluate"):
         status = steps[name].status if name in steps else "never run"
@@ -251,12 +259,12 @@ def _lacks(run: Run) -> str:
     try:
         verdict = run.verdict()["verdict"]
     except (OSError, json.JSONDecodeError, KeyError) as error:
-        raise DataError(f"{run.output('evaluate') / 'verdict.json'}: damaged or gone ({error})") from error
+        raise DataError(f"{run.output('evaluate') / 'verdict.json'}: damaged or missing ({error})") from error
     return "" if verdict in _PASSED else f"verdict {verdict}"
 
 
-def _told(states: dict[Run, str]) -> str:
-    if not states:
-        return "a project without runs, so there are no weights to begin with"
-    newest, lacks = next(iter(states.items()))
-    return f"none of its {len(states)} runs is trained and passed its gate (the newest, {newest.id}: {lacks})"
+def _explain(problems: dict[Run, str]) -> str:
+    if not problems:
+        return "the project has no runs, so there are no weights to start from"
+    newest, problem = next(iter(problems.items()))
+    return f"none of its {len(problems)} runs is trained and passed its gate (the newest, {newest.id}: {problem})"

@@ -1,6 +1,7 @@
-"""The file that one process writes: a safetensors file, whose entries may be chunks of larger tensors.
+"""Files of a checkpoint: one safetensors file per process, and `manifest.json`.
 
-`manifest.json`: how far training had come, and size and SHA-256 of every file. A checkpoint without it is none.
+Entries of a safetensors file may be chunks of larger tensors. The manifest has the progress of training, and the size
+and SHA-256 of every file; a checkpoint without it is incomplete.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _TYPES = {name: kind for kind, name in _NAMES.items()}
-LENGTH_BYTES = 8  # of the number before the header: how long it is
-_ALIGNMENT = 8  # of what follows it: no element is wider
+LENGTH_BYTES = 8  # size of the header's length, which comes before it
+_ALIGNMENT = 8  # of the data after the header: no element is wider
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor; often all of it."""
+    """A box of a tensor, often the whole tensor."""
 
     name: str
     dtype: torch.dtype
@@ -56,7 +57,7 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """Its name in the file, where no other chunk may have the same."""
+        """Return its name in the file, which is unique there."""
         if self.shape == self.sizes:
             return self.name
         ranges = (f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes, strict=True))
@@ -76,32 +77,32 @@ class Layout:
     bytes: int = field(default=0)  # of the whole file
 
 
-def lay_out(chunks: Iterable[Chunk]) -> Layout:
-    """Wide elements first, so that all are aligned without gaps, which the format does not allow."""
-    row = sorted(chunks, key=lambda chunk: (-chunk.dtype.itemsize, chunk.key))
+def make_layout(chunks: Iterable[Chunk]) -> Layout:
+    """Order the chunks, wide elements first: so all are aligned without gaps, which the format does not allow."""
+    ordered = sorted(chunks, key=lambda chunk: (-chunk.dtype.itemsize, chunk.key))
     entries: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     offset = 0
-    for chunk in row:
+    for chunk in ordered:
         end = offset + chunk.bytes
         entries[chunk.key] = {"dtype": _NAMES[chunk.dtype], "shape": chunk.sizes, "data_offsets": (offset, end)}
         if chunk.key != chunk.name:
             parts[chunk.key] = (chunk.name, chunk.shape, chunk.offsets)
         offset = end
-    about = {"format": "pt", **({"chunks": json.dumps(parts)} if parts else {})}  # texts alone may stand there
-    text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
+    metadata = {"format": "pt", **({"chunks": json.dumps(parts)} if parts else {})}  # values must be strings
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return Layout(header, tuple(_spans(row, len(header))), len(header) + offset)
+    return Layout(header, tuple(_spans(ordered, len(header))), len(header) + offset)
 
 
-def read_layout(header: bytes) -> list[Span]:
-    """What `lay_out` wrote; `header` is without its length."""
+def parse_header(header: bytes) -> list[Span]:
+    """Return the chunks of a file from its header, without the length before it."""
     entries = json.loads(header)
-    about = entries.pop("__metadata__", {})
-    parts = json.loads(about.get("chunks", "{}"))
-    begin = LENGTH_BYTES + len(header)
-    return [Span(_chunk(key, entry, parts), begin + entry["data_offsets"][0]) for key, entry in entries.items()]
+    metadata = entries.pop("__metadata__", {})
+    parts = json.loads(metadata.get("chunks", "{}"))
+    start = LENGTH_BYTES + len(header)
+    return [Span(_chunk(key, entry, parts), start + entry["data_offsets"][0]) for key, entry in entries.items()]
 
 
 def _chunk(key: str, entry: Mapping[str, Any], parts: Mapping[str, Any]) -> Chunk:
@@ -110,21 +111,21 @@ def _chunk(key: str, entry: Mapping[str, Any], parts: Mapping[str, Any]) -> Chun
     return Chunk(name, _TYPES[entry["dtype"]], tuple(shape), tuple(offsets), sizes)
 
 
-def _spans(row: Iterable[Chunk], begin: int) -> Iterator[Span]:
-    for chunk in row:
-        yield Span(chunk, begin)
-        begin += chunk.bytes
+def _spans(chunks: Iterable[Chunk], start: int) -> Iterator[Span]:
+    for chunk in chunks:
+        yield Span(chunk, start)
+        start += chunk.bytes
 
 
-NAME = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 
 
-class Damaged(StageError):
-    """A checkpoint that is not what was written; an older one may be whole."""
+class DamagedCheckpoint(StageError):
+    """A checkpoint that differs from what was written; an older one may be intact."""
 
 
 @dataclass(frozen=True)
-class Written:
+class FileRecord:
     """One file of a checkpoint."""
 
     name: str
@@ -136,26 +137,26 @@ class Written:
 class Manifest:
     progress: Progress
     scaler: Mapping[str, Any]
-    identity: Mapping[str, Any]  # what the order of samples depends on: it must not change under a checkpoint
+    identity: Mapping[str, Any]  # what the order of samples depends on; a resumed run must have the same
     world_size: int
-    files: tuple[Written, ...]  # by rank
+    files: tuple[FileRecord, ...]  # by rank
 
     def encode(self) -> bytes:
-        """With a digest of its own content: a flipped byte is found in it, too."""
+        """Return JSON with a digest of its own content, so that a flipped byte in it is detected, too."""
         text = _canonical(asdict(self))
         return f'{{"content": {text},\n"sha256": "{digest_bytes(text.encode())}"}}\n'.encode()
 
 
-def decode(raw: bytes) -> Manifest:
+def decode_manifest(raw: bytes) -> Manifest:
     try:
         body = json.loads(raw)
         content = body["content"]
         if digest_bytes(_canonical(content).encode()) != body["sha256"]:
-            raise Damaged("the digest of its manifest does not match")
-        files = tuple(Written(**file) for file in content["files"])
+            raise DamagedCheckpoint("the digest of its manifest does not match")
+        files = tuple(FileRecord(**file) for file in content["files"])
         return Manifest(**{**content, "progress": Progress(**content["progress"]), "files": files})
     except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"its manifest cannot be read ({error})") from error
+        raise DamagedCheckpoint(f"its manifest cannot be read ({error})") from error
 
 
 def _canonical(content: Mapping[str, Any]) -> str:

@@ -1,12 +1,8 @@
-"""Snapshots: every process's part in the memory of its own machine and of another one, two of them in turn.
+"""Snapshots in memory: every process's shard on its own machine and on another one, for the last two snapshots.
 
-A machine's memory file system: a folder there for each run, which outlives every process of it.
-
-Which processes share a machine, and who keeps a copy of whose part on another one.
-
-Files on their way between processes, in pieces that no buffer is too small for.
-
-The newest snapshot of which all parts are left on some machine, brought to every machine.
+A run has a folder in each machine's memory file system, which outlives all of its processes. A shard is copied to the
+next machine in blocks over the process group. After a restart, the newest snapshot of which every shard exists on
+some machine is brought to every machine.
 """
 
 from __future__ import annotations
@@ -27,188 +23,223 @@ from torch import Tensor
 from pipeline.contract.errors import ConfigError, PipelineError, StageError
 from pipeline.contract.files import digest_bytes
 from pipeline.contract.run import Run
-from train.checkpoint.format import NAME, Damaged, Manifest, Written, decode
-from train.checkpoint.load import Saved, problem_of
-from train.checkpoint.sharding import Share, share_out
-from train.checkpoint.storage import Deed, Folder
-from train.checkpoint.store import Background
-from train.process_group import Group
+from train.checkpoint.format import MANIFEST_NAME, DamagedCheckpoint, FileRecord, Manifest, decode_manifest
+from train.checkpoint.load import SavedCheckpoint, find_damage
+from train.checkpoint.sharding import CheckpointShard, plan_shard
+from train.checkpoint.storage import Action, LocalStorage
+from train.checkpoint.store import BackgroundJobs
+from train.process_group import ProcessGroup
 from train.state import Progress, State
 
-KEPT = 2
+SNAPSHOTS_KEPT = 2
+MEMORY = Path("/dev/shm")  # noqa: S108
+_RUN_FILE = "run.txt"  # in the folder of a run: the path of the run
+MESSAGE_BYTES = 64 << 20
 
 
-class Mirrors:
-    """A context around training, as the store of checkpoints is.
+class MemorySnapshots:
+    """Saves snapshots of the state during training, in the background.
 
-    A snapshot counts when one machine has its manifest; each machine writes that when all parts are where they belong.
-    The place of the last but one is taken when all have the last: whoever dies, all parts of one of them are left.
+    A snapshot is complete once a machine has its manifest, which each machine writes when all shards are in place. A
+    snapshot is only replaced once all machines have a newer one: whichever process dies, one of them is complete.
     """
 
     def __init__(
-        self, folder: Path, machine: str, identity: Mapping[str, Any], group: Group, timeout_seconds: int
+        self, folder: Path, machine: str, identity: Mapping[str, Any], group: ProcessGroup, timeout_seconds: int
     ) -> None:
         self.folder, self._identity, self._group = folder, dict(identity), group
-        self.shelf, self.background = Shelf(folder), Background(group, timeout_seconds)
-        self.neighbours = Neighbours(group.gather(machine), group.rank.rank)
-        self.background.join()
-        self._share: Share | None = None
+        self.storage, self.background = MemoryStorage(folder), BackgroundJobs(group, timeout_seconds)
+        self.backups = BackupPlan(group.gather(machine), group.rank.rank)
+        self.background.create_process_group()
+        self._shard: CheckpointShard | None = None
         self._sizes: list[int] = []
 
     def begin(self, token: str, step: int) -> None:
-        """Training goes on from `step`: what was made after it will be made again."""
-        self.shelf.begin(token)
-        if self.neighbours.leads:
-            self.shelf.clean()
-            self.shelf.forget_after(step)
+        """Start an attempt at training from `step`; snapshots of later steps will be made again."""
+        self.storage.begin(token)
+        if self.backups.is_leader:
+            self.storage.clean()
+            self.storage.remove_after(step)
 
-    def save(self, state: State, before_commit: Deed | None) -> None:
-        """All take part. Returns when the state is copied; the last one's failure is raised now, on all.
+    def save(self, state: State, before_commit: Action | None) -> None:
+        """Copy the state and write it in the background; collective. Raises the last snapshot's failure, on all.
 
-        `before_commit` is done by the first process when all parts are in place, before the snapshot counts.
+        The first process calls `before_commit` when all shards are in place, before the snapshot is complete.
         """
         self.background.wait()
-        if self.background.any(self._share is None or not self._share.fits(state.tensors)):
-            self._share_out(state)
-        assert self._share is not None
-        data = self._share.take(state.tensors)
-        self.background.start(partial(self._write, state, data, before_commit or _nothing))
+        if self.background.any(self._shard is None or not self._shard.fits(state.tensors)):
+            self._plan(state)
+        assert self._shard is not None
+        data = self._shard.copy(state.tensors)
+        self.background.start(partial(self._write, state, data, before_commit or _do_nothing))
 
     def wait(self) -> None:
-        """Until the last snapshot is complete."""
+        """Wait until the last snapshot is complete."""
         self.background.wait()
 
     def remove(self) -> None:
-        """Training is over: all take part."""
+        """Remove all snapshots after training; collective."""
         self.background.wait()
         self._group.gather(None)
-        if self.neighbours.leads:
+        if self.backups.is_leader:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _share_out(self, state: State) -> None:
-        self._share = share_out(state.tensors, self.background.exchange)
-        self._sizes = self._group.gather(self._share.bytes)
-        here = self.neighbours.here
-        kept = [rank for rank in range(self._group.size) if rank in here or self.neighbours.keeper(rank) in here]
-        failure = _failure_of(lambda: check_room(self.folder, KEPT * sum(self._sizes[rank] for rank in kept)))
-        for told in self._group.gather(failure):
-            if told is not None:
-                raise told
+    def _plan(self, state: State) -> None:
+        self._shard = plan_shard(state.tensors, self.background.process_group)
+        self._sizes = self._group.gather(self._shard.bytes)
+        local_ranks = self.backups.local_ranks
+        stored = [r for r in range(self._group.size) if r in local_ranks or self.backups.backup_rank(r) in local_ranks]
+        needed = SNAPSHOTS_KEPT * sum(self._sizes[rank] for rank in stored)
+        for failure in self._group.gather(_catch(lambda: check_free_memory(self.folder, needed))):
+            if failure is not None:
+                raise failure
 
-    def _write(self, state: State, data: memoryview, before_commit: Deed) -> None:
-        """In the background, on every process."""
+    def _write(self, state: State, data: memoryview, before_commit: Action) -> None:
+        """Write a snapshot: the job that runs in the background on every process."""
         step, rank = state.progress.step, self._group.rank.rank
-        if self.neighbours.leads:
-            self.shelf.forget_before(max(self.shelf.steps(), default=0))
-        told: Written | PipelineError
-        parts = swap(
+        if self.backups.is_leader:
+            self.storage.remove_before(max(self.storage.steps(), default=0))
+        copies = exchange_copies(
             torch.frombuffer(data, dtype=torch.uint8),
-            self.neighbours.keeper(rank),
-            {ward: self._sizes[ward] for ward in self.neighbours.wards},
-            self.background.exchange,
+            self.backups.backup_rank(rank),
+            {protected: self._sizes[protected] for protected in self.backups.protected_ranks},
+            self.background.process_group,
         )
+        record: FileRecord | PipelineError
         try:
-            told = self.shelf.write(step, file_of(rank), data)
-            for ward, part in parts.items():
-                self.shelf.write(step, file_of(ward), part.numpy().data)
-        except OSError as error:  # the others wait to be told
-            told = StageError(f"cannot keep the snapshot of step {step} in {self.folder}: {error}")
-        outcome = self.background.share(self._conclude(state, self.background.collect(told), before_commit))
-        if isinstance(outcome, PipelineError):
-            raise outcome
-        if self.neighbours.leads:
-            self.shelf.commit(step, outcome, _nothing)
-        self.background.any(False)  # all have it
+            record = self.storage.write(step, shard_name(rank), data)
+            for other, shard in copies.items():
+                self.storage.write(step, shard_name(other), shard.numpy().data)
+        except OSError as error:  # raised below, on all processes
+            record = StageError(f"cannot write the snapshot of step {step} to {self.folder}: {error}")
+        manifest = self.background.broadcast(
+            self._make_manifest(state, self.background.gather_any(record), before_commit)
+        )
+        if isinstance(manifest, PipelineError):
+            raise manifest
+        if self.backups.is_leader:
+            self.storage.commit(step, manifest, _do_nothing)
+        self.background.any(False)  # a barrier: all machines have the snapshot
 
-    def _conclude(self, state: State, told: list[Any], before: Deed) -> bytes | PipelineError:
-        """The manifest, on the first process; or why there is none."""
+    def _make_manifest(self, state: State, records: list[Any], before_commit: Action) -> bytes | PipelineError:
+        """Return the manifest on the first process, or the failure that prevents it."""
         if not self._group.rank.first:
             return b""
-        for one in told:
-            if isinstance(one, PipelineError):
-                return one
-        failure = _failure_of(before)
-        manifest = Manifest(state.progress, state.scaler, self._identity, self._group.size, tuple(told))
+        for record in records:
+            if isinstance(record, PipelineError):
+                return record
+        failure = _catch(before_commit)
+        manifest = Manifest(state.progress, state.scaler, self._identity, self._group.size, tuple(records))
         return failure or manifest.encode()
 
 
-def file_of(rank: int) -> str:
+def shard_name(rank: int) -> str:
     return f"{rank}.safetensors"
 
 
-def _nothing() -> None:
-    """What is done before a snapshot that nobody else waits for."""
+def _do_nothing() -> None:
+    pass
 
 
-def _failure_of(work: Deed) -> PipelineError | None:
+def _catch(action: Action) -> PipelineError | None:
     try:
-        work()
+        action()
     except PipelineError as error:
         return error
     return None
 
 
-MEMORY = Path("/dev/shm")  # noqa: S108
-_RUN = "run.txt"  # whose folder it is
+class BackupPlan:
+    """Which processes share a machine, and which process on another machine has the copy of each shard.
+
+    `machines` has the machine's name of every process, by rank.
+    """
+
+    def __init__(self, machines: Sequence[str], rank: int) -> None:
+        self._machines, self._rank = list(machines), rank
+        self._order = list(dict.fromkeys(machines))
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """Return the ranks on this machine."""
+        return self._ranks_on(self._machines[self._rank])
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this process does what is done once per machine."""
+        return self._rank == self.local_ranks[0]
+
+    @property
+    def leader_ranks(self) -> list[int]:
+        return [self._ranks_on(machine)[0] for machine in self._order]
+
+    def backup_rank(self, rank: int) -> int | None:
+        """Return the rank on the next machine that gets a copy; None if there is only one machine."""
+        if len(self._order) == 1:
+            return None
+        machine = self._machines[rank]
+        others = self._ranks_on(self._order[(self._order.index(machine) + 1) % len(self._order)])
+        return others[self._ranks_on(machine).index(rank) % len(others)]
+
+    @property
+    def protected_ranks(self) -> list[int]:
+        """Return the ranks of which this process has a copy, besides its own shard."""
+        return [rank for rank in range(len(self._machines)) if self.backup_rank(rank) == self._rank]
+
+    def _ranks_on(self, machine: str) -> list[int]:
+        return [rank for rank, name in enumerate(self._machines) if name == machine]
 
 
-def open_memory(run: Run, memory: Path = MEMORY) -> Path:
-    """This run's folder; those of runs that are over, or gone, are removed."""
+def exchange_copies(
+    data: Tensor, backup_rank: int | None, sizes: Mapping[int, int], group: dist.ProcessGroup | None
+) -> dict[int, Tensor]:
+    """Send this process's bytes to its backup; receive those of the ranks in `sizes`, which has their byte counts."""
+    pending = [] if backup_rank is None else [dist.isend(block, backup_rank, group) for block in _blocks(data)]
+    received = {rank: torch.empty(count, dtype=torch.uint8) for rank, count in sizes.items()}
+    for rank, buffer in received.items():
+        for block in _blocks(buffer):
+            dist.recv(block, rank, group)
+    for work in pending:
+        assert work is not None
+        work.wait()
+    return received
+
+
+def broadcast_bytes(data: Tensor | None, count: int, source: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the bytes of `source` on every process; collective."""
+    buffer = torch.empty(count, dtype=torch.uint8) if data is None else data
+    if group is not None:
+        for block in _blocks(buffer):
+            dist.broadcast(block, source, group)
+    return buffer
+
+
+def _blocks(data: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(data, MESSAGE_BYTES)
+
+
+def open_snapshot_folder(run: Run, memory: Path = MEMORY) -> Path:
+    """Return this run's folder; folders of finished or deleted runs are removed."""
     if not memory.is_dir():
         raise ConfigError(f"train.snapshot=memory: this machine has no {memory}; use snapshot=none")
-    _forget_others(memory)
+    _remove_finished(memory)
     folder = memory / f"{_prefix()}{digest_bytes(str(run.path).encode())[:12]}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    held = folder.lstat()
-    if held.st_uid != os.getuid() or not stat.S_ISDIR(held.st_mode):
-        raise ConfigError(f"{folder} belongs to somebody else; remove it, or use train.snapshot=none")
-    (folder / _RUN).write_text(str(run.path))
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{folder} belongs to another user; remove it, or use train.snapshot=none")
+    (folder / _RUN_FILE).write_text(str(run.path))
     return folder
 
 
-def check_room(folder: Path, needed_bytes: int) -> None:
-    """What is there already is replaced, the newest apart; so it counts as free."""
-    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    free = shutil.disk_usage(folder).free + there
-    if free < needed_bytes:
-        raise ConfigError(
-            f"train.snapshot=memory needs {_mb(needed_bytes)} MB under {folder.parent} of {os.uname().nodename}, "
-            f"{_mb(free)} MB are free; make it larger (in a container: a volume of medium Memory), or use snapshot=none"
-        )
-
-
-class Shelf(Folder):
-    """Snapshots as checkpoints are kept; a part that another machine has is put into its place."""
-
-    def fill(self, step: int, name: str, data: memoryview) -> None:
-        place = self._of(step)
-        place.mkdir(parents=True, exist_ok=True)
-        aside = place / f".{name}"
-        aside.write_bytes(data)
-        aside.replace(place / name)
-
-    def manifests(self) -> dict[int, bytes]:
-        return {step: self.manifest(step) for step in self.steps() if (self._of(step) / NAME).is_file()}
-
-    def forget_before(self, step: int) -> None:
-        for found in self.steps():
-            if found < step:
-                self.remove(found)
-
-    def forget_after(self, step: int) -> None:
-        for found in self.steps():
-            if found > step:
-                self.remove(found)
-
-
-def _forget_others(memory: Path) -> None:
+def _remove_finished(memory: Path) -> None:
     for folder in memory.glob(f"{_prefix()}*"):
-        told = folder / _RUN
-        if told.is_file() and _is_over(Run(Path(told.read_text()))):
+        run_file = folder / _RUN_FILE
+        if run_file.is_file() and _is_finished(Run(Path(run_file.read_text()))):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_over(run: Run) -> bool:
+def _is_finished(run: Run) -> bool:
     return not run.path.is_dir() or run.output("train").is_dir()
 
 
@@ -216,166 +247,134 @@ def _prefix() -> str:
     return f"pipe-{os.getuid()}-"
 
 
+def check_free_memory(folder: Path, needed_bytes: int) -> None:
+    """Raise an error if there is too little memory; existing snapshots will be replaced, so they count as free."""
+    existing = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    free = shutil.disk_usage(folder).free + existing
+    if free < needed_bytes:
+        raise ConfigError(
+            f"train.snapshot=memory needs {_mb(needed_bytes)} MB under {folder.parent} of {os.uname().nodename}, "
+            f"{_mb(free)} MB are free; make it larger (in a container: a volume of medium Memory), or use snapshot=none"
+        )
+
+
 def _mb(count: int) -> int:
     return -(-count // 2**20)
 
 
-class Neighbours:
-    """`machines` has the name of every process's machine, by rank."""
+class MemoryStorage(LocalStorage):
+    """Snapshots, stored like checkpoints; files from other machines can be added."""
 
-    def __init__(self, machines: Sequence[str], rank: int) -> None:
-        self._machines, self._rank = list(machines), rank
-        self._order = list(dict.fromkeys(machines))
+    def add(self, step: int, name: str, data: memoryview) -> None:
+        folder = self._step_folder(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{name}"
+        temporary.write_bytes(data)
+        temporary.replace(folder / name)
 
-    @property
-    def here(self) -> list[int]:
-        """The processes of this machine."""
-        return self._of(self._machines[self._rank])
+    def manifests(self) -> dict[int, bytes]:
+        return {
+            step: self.manifest(step) for step in self.steps() if (self._step_folder(step) / MANIFEST_NAME).is_file()
+        }
 
-    @property
-    def leads(self) -> bool:
-        """Whether this process does what is done once on its machine."""
-        return self._rank == self.here[0]
+    def remove_before(self, limit: int) -> None:
+        for step in self.steps():
+            if step < limit:
+                self.remove(step)
 
-    @property
-    def leaders(self) -> list[int]:
-        return [self._of(machine)[0] for machine in self._order]
-
-    def keeper(self, rank: int) -> int | None:
-        """A process of the next machine; where there is one machine alone its memory must do."""
-        if len(self._order) == 1:
-            return None
-        machine = self._machines[rank]
-        others = self._of(self._order[(self._order.index(machine) + 1) % len(self._order)])
-        return others[self._of(machine).index(rank) % len(others)]
-
-    @property
-    def wards(self) -> list[int]:
-        """Those whose part this process keeps beside its own."""
-        return [rank for rank in range(len(self._machines)) if self.keeper(rank) == self._rank]
-
-    def _of(self, machine: str) -> list[int]:
-        return [rank for rank, name in enumerate(self._machines) if name == machine]
+    def remove_after(self, limit: int) -> None:
+        for step in self.steps():
+            if step > limit:
+                self.remove(step)
 
 
-_PIECE_BYTES = 64 << 20
-
-
-def swap(
-    data: Tensor, keeper: int | None, wards: Mapping[int, int], group: dist.ProcessGroup | None
-) -> dict[int, Tensor]:
-    """This process's bytes go to its keeper, those of its wards come: `wards` says of how many bytes each."""
-    sent = [] if keeper is None else [dist.isend(piece, keeper, group) for piece in _pieces(data)]
-    found = {rank: torch.empty(count, dtype=torch.uint8) for rank, count in wards.items()}
-    for rank, room in found.items():
-        for piece in _pieces(room):
-            dist.recv(piece, rank, group)
-    for work in sent:
-        assert work is not None
-        work.wait()
-    return found
-
-
-def hand_out(data: Tensor | None, count: int, owner: int, group: dist.ProcessGroup | None) -> Tensor:
-    """What `owner` has, on every process; all take part."""
-    found = torch.empty(count, dtype=torch.uint8) if data is None else data
-    if group is not None:
-        for piece in _pieces(found):
-            dist.broadcast(piece, owner, group)
-    return found
-
-
-def _pieces(data: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(data, _PIECE_BYTES)
-
-
-def newest_snapshot(
-    mirrors: Mirrors, identity: Mapping[str, Any], group: Group, usable: Callable[[Progress], bool]
-) -> Saved | None:
-    """All take part and find the same. `usable` is asked on the first process."""
-    told = group.gather(mirrors.shelf.manifests() if mirrors.neighbours.leads else {})
-    for raw in candidates(told, identity):
-        manifest = decode(raw)
-        if group.share(usable(manifest.progress) if group.rank.first else None) and _bring(mirrors, raw, group):
-            return Saved(mirrors.shelf, manifest)
+def find_newest_snapshot(
+    snapshots: MemorySnapshots, identity: Mapping[str, Any], group: ProcessGroup, usable: Callable[[Progress], bool]
+) -> SavedCheckpoint | None:
+    """Return the newest usable snapshot, the same on all processes; collective. Only the first calls `usable`."""
+    manifests = group.gather(snapshots.storage.manifests() if snapshots.backups.is_leader else {})
+    for raw in sorted_candidates(manifests, identity):
+        manifest = decode_manifest(raw)
+        is_usable = group.share(usable(manifest.progress) if group.rank.first else None)
+        if is_usable and _complete_everywhere(snapshots, raw, group):
+            return SavedCheckpoint(snapshots.storage, manifest)
     return None
 
 
-def candidates(told: Sequence[Mapping[int, bytes]], identity: Mapping[str, Any]) -> list[bytes]:
-    """Manifests that some machine has, newest first; two attempts may have made the same step in different parts."""
-    found: dict[bytes, Manifest] = {}
-    for raw in (raw for machine in told for raw in machine.values()):
+def sorted_candidates(manifests: Sequence[Mapping[int, bytes]], identity: Mapping[str, Any]) -> list[bytes]:
+    """Return the distinct manifests of this run, newest first; two attempts may have sharded one step differently."""
+    decoded: dict[bytes, Manifest] = {}
+    for raw in (raw for by_step in manifests for raw in by_step.values()):
         try:
-            found[raw] = decode(raw)
-        except Damaged as error:
-            print(f"warning: a snapshot is passed over: {error}", file=sys.stderr)
-    alike = [raw for raw, manifest in found.items() if manifest.identity == identity]
-    return sorted(alike, key=lambda raw: (-found[raw].progress.step, raw))
+            decoded[raw] = decode_manifest(raw)
+        except DamagedCheckpoint as error:
+            print(f"warning: a snapshot is skipped: {error}", file=sys.stderr)
+    matching = [raw for raw, manifest in decoded.items() if manifest.identity == identity]
+    return sorted(matching, key=lambda raw: (-decoded[raw].progress.step, raw))
 
 
-def senders(names: Sequence[str], holders: Mapping[int, set[str]]) -> dict[str, int] | None:
-    """Who sends each file that some machine lacks: `holders` says what each machine has, by its leader.
-
-    None where nobody has a file any more.
-    """
-    found: dict[str, int] = {}
+def choose_senders(names: Sequence[str], files_by_leader: Mapping[int, set[str]]) -> dict[str, int] | None:
+    """Return which leader sends each file that some machine lacks; None if no machine has one of the files."""
+    senders: dict[str, int] = {}
     for name in names:
-        having = [leader for leader, held in holders.items() if name in held]
-        if not having:
+        leaders = [leader for leader, files in files_by_leader.items() if name in files]
+        if not leaders:
             return None
-        if len(having) < len(holders):
-            found[name] = having[0]
-    return found
+        if len(leaders) < len(files_by_leader):
+            senders[name] = leaders[0]
+    return senders
 
 
-def _bring(mirrors: Mirrors, raw: bytes, group: Group) -> bool:
-    """Every machine gets the files it lacks; false where that cannot be."""
-    manifest = decode(raw)
-    names = [file.name for file in manifest.files]
-    holders = _holders(mirrors, manifest, group)
-    sent = senders(names, holders)
-    if sent is None or not _room_for(mirrors, manifest, sent, group):
+def _complete_everywhere(snapshots: MemorySnapshots, raw: bytes, group: ProcessGroup) -> bool:
+    """Send every machine the files it lacks; return False if that is impossible."""
+    manifest = decode_manifest(raw)
+    files_by_leader = _intact_files(snapshots, manifest, group)
+    senders = choose_senders([file.name for file in manifest.files], files_by_leader)
+    if senders is None or not _has_memory_for(snapshots, manifest, senders, group):
         return False
     for file in manifest.files:
-        if file.name in sent:
-            _send(mirrors, manifest.progress.step, file, sent[file.name], holders, group)
-    if mirrors.neighbours.leads:
-        mirrors.shelf.fill(manifest.progress.step, NAME, memoryview(raw))
-    group.gather(None)  # nobody reads before all is there
+        if file.name in senders:
+            _send(snapshots, manifest.progress.step, file, senders[file.name], files_by_leader, group)
+    if snapshots.backups.is_leader:
+        snapshots.storage.add(manifest.progress.step, MANIFEST_NAME, memoryview(raw))
+    group.gather(None)  # a barrier: files are read only after all are in place
     return True
 
 
-def _holders(mirrors: Mirrors, manifest: Manifest, group: Group) -> dict[int, set[str]]:
-    """By the leader of each machine the files it has whole; the processes of a machine share the work of looking."""
-    neighbours, step = mirrors.neighbours, manifest.progress.step
-    mine = manifest.files[neighbours.here.index(group.rank.rank) :: len(neighbours.here)]
-    whole = {file.name for file in mine if not problem_of(mirrors.shelf, step, [file])}
-    told: dict[int, set[str]] = {leader: set() for leader in neighbours.leaders}
-    for leader, found in group.gather((neighbours.here[0], whole)):
-        told[leader] |= found
-    return told
+def _intact_files(snapshots: MemorySnapshots, manifest: Manifest, group: ProcessGroup) -> dict[int, set[str]]:
+    """Return the intact files of each machine by its leader's rank; processes of a machine divide the checking."""
+    backups, step = snapshots.backups, manifest.progress.step
+    own = manifest.files[backups.local_ranks.index(group.rank.rank) :: len(backups.local_ranks)]
+    intact = {file.name for file in own if not find_damage(snapshots.storage, step, [file])}
+    files: dict[int, set[str]] = {leader: set() for leader in backups.leader_ranks}
+    for leader, names in group.gather((backups.local_ranks[0], intact)):
+        files[leader] |= names
+    return files
 
 
-def _room_for(mirrors: Mirrors, manifest: Manifest, sent: Mapping[str, int], group: Group) -> bool:
-    """A machine that held its share alone may not have the memory for all of it."""
-    needed = sum(file.bytes for file in manifest.files if file.name in sent)
-    problem = ""
-    try:
-        check_room(mirrors.folder, needed)
-    except PipelineError as error:
-        problem = str(error)
-    told = [text for text in group.gather(problem) if text]
-    if told and group.rank.first:
-        print(f"warning: a snapshot is passed over: {told[0]}", file=sys.stderr)
-    return not told
+def _has_memory_for(
+    snapshots: MemorySnapshots, manifest: Manifest, senders: Mapping[str, int], group: ProcessGroup
+) -> bool:
+    """Return whether every machine has memory for all files; until now it may have had a few of them only."""
+    needed = sum(file.bytes for file in manifest.files if file.name in senders)
+    failure = _catch(lambda: check_free_memory(snapshots.folder, needed))
+    failures = [text for text in group.gather(str(failure) if failure else "") if text]
+    if failures and group.rank.first:
+        print(f"warning: a snapshot is skipped: {failures[0]}", file=sys.stderr)
+    return not failures
 
 
 def _send(
-    mirrors: Mirrors, step: int, file: Written, owner: int, holders: Mapping[int, set[str]], group: Group
+    snapshots: MemorySnapshots,
+    step: int,
+    file: FileRecord,
+    source: int,
+    files_by_leader: Mapping[int, set[str]],
+    group: ProcessGroup,
 ) -> None:
     data: Tensor | None = None
-    if group.rank.rank == owner:
-        data = torch.clone(mirrors.shelf.read(step, file.name))  # it is mapped, and may be replaced
-    data = hand_out(data, file.bytes, owner, mirrors.background.exchange)
-    if mirrors.neighbours.leads and file.name not in holders[group.rank.rank]:
-        mirrors.shelf.fill(step, file.name, data.numpy().data)
+    if group.rank.rank == source:
+        data = torch.clone(snapshots.storage.read(step, file.name))  # it is memory-mapped, and may be replaced
+    data = broadcast_bytes(data, file.bytes, source, snapshots.background.process_group)
+    if snapshots.backups.is_leader and file.name not in files_by_leader[group.rank.rank]:
+        snapshots.storage.add(step, file.name, data.numpy().data)

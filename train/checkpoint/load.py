@@ -1,8 +1,6 @@
-"""Reading a checkpoint into tensors that exist already, however their pieces lie now and lay when it was written.
+"""Finding an intact checkpoint, and loading it into existing tensors, whatever their sharding is now and was then.
 
-A checkpoint that was found whole, and what can be taken from it.
-
-Which checkpoint is whole: every file is as long as it was, with the digest it had.
+A checkpoint is intact if every file has the size and the digest of the manifest.
 """
 
 from __future__ import annotations
@@ -30,23 +28,31 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from pipeline.contract.errors import StageError
-from train.checkpoint.format import LENGTH_BYTES, Damaged, Manifest, Span, Written, decode, read_layout
-from train.checkpoint.storage import Place
-from train.process_group import Group
-from train.state import Progress, below
+from train.checkpoint.format import (
+    LENGTH_BYTES,
+    DamagedCheckpoint,
+    FileRecord,
+    Manifest,
+    Span,
+    decode_manifest,
+    parse_header,
+)
+from train.checkpoint.storage import Storage
+from train.process_group import ProcessGroup
+from train.state import Progress, strip_prefix
 
 
-class Reader(StorageReader):
-    """The storage that `torch.distributed.checkpoint.load` plans on and reads from."""
+class CheckpointReader(StorageReader):
+    """The reader that `torch.distributed.checkpoint.load` plans with and reads from."""
 
-    def __init__(self, place: Place, step: int, names: Iterable[str]) -> None:
-        self._place, self._step = place, step
-        self._files: dict[str, Tensor] = {}  # those that were needed
-        self._found: dict[MetadataIndex, tuple[str, Span]] = {}
+    def __init__(self, storage: Storage, step: int, names: Iterable[str]) -> None:
+        self._storage, self._step = storage, step
+        self._files: dict[str, Tensor] = {}  # those that were needed so far
+        self._locations: dict[MetadataIndex, tuple[str, Span]] = {}  # file and span of each chunk
         self.tensors: dict[str, TensorStorageMetadata] = {}
         for name in names:
             for span in self._spans(name):
-                self._learn(name, span)
+                self._add(name, span)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         return Metadata(dict(self.tensors))
@@ -75,32 +81,34 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        return False  # it is made with its place
+        return False  # it is created with its storage
 
     def _spans(self, name: str) -> list[Span]:
-        length = int.from_bytes(self._place.head(self._step, name, 0, LENGTH_BYTES), "little")
-        return read_layout(self._place.head(self._step, name, LENGTH_BYTES, length))
+        length = int.from_bytes(self._storage.read_range(self._step, name, 0, LENGTH_BYTES), "little")
+        return parse_header(self._storage.read_range(self._step, name, LENGTH_BYTES, length))
 
-    def _learn(self, name: str, span: Span) -> None:
+    def _add(self, name: str, span: Span) -> None:
         chunk = span.chunk
-        known = self.tensors.setdefault(
+        tensor = self.tensors.setdefault(
             chunk.name, TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size(chunk.shape), [])
         )
-        known.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
-        self._found[MetadataIndex(chunk.name, chunk.offsets)] = name, span
+        tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+        self._locations[MetadataIndex(chunk.name, chunk.offsets)] = name, span
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
-        name, span = self._found[index]
+        name, span = self._locations[index]
         if name not in self._files:
-            self._files[name] = self._place.read(self._step, name)
-        bytes_of = self._files[name][span.start : span.start + span.chunk.bytes]
-        return bytes_of.view(span.chunk.dtype).view(span.chunk.sizes)
+            self._files[name] = self._storage.read(self._step, name)
+        raw = self._files[name][span.start : span.start + span.chunk.bytes]
+        return raw.view(span.chunk.dtype).view(span.chunk.sizes)
 
 
-class Saved:
-    def __init__(self, place: Place, manifest: Manifest) -> None:
+class SavedCheckpoint:
+    """An intact checkpoint: its progress, and its tensors by name."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._reader = Reader(place, manifest.progress.step, [file.name for file in manifest.files])
+        self._reader = CheckpointReader(storage, manifest.progress.step, [file.name for file in manifest.files])
 
     @property
     def progress(self) -> Progress:
@@ -115,101 +123,102 @@ class Saved:
         return self._manifest.world_size
 
     def shapes(self, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Of the tensors whose names begin so, by the rest of the name."""
-        found = {name: (entry.size, entry.properties.dtype) for name, entry in self._reader.tensors.items()}
-        return below(prefix, found)
+        """Return sizes and types of the tensors with this prefix, by the rest of the name."""
+        shapes = {name: (entry.size, entry.properties.dtype) for name, entry in self._reader.tensors.items()}
+        return strip_prefix(prefix, shapes)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill them; of a distributed tensor each process reads its own piece."""
+        """Load values into the tensors; of a distributed tensor each process reads its own shard."""
         stored = self.shapes("")
         for name, tensor in tensors.items():
             if name not in stored or stored[name][0] != tensor.shape:
-                held = f"{tuple(stored[name][0])} of it" if name in stored else "nothing of it"
+                saved = str(tuple(stored[name][0])) if name in stored else "missing"
                 raise StageError(
-                    f"the checkpoint of step {self.progress.step} does not fit: {name} is {tuple(tensor.shape)} here, "
-                    f"and it holds {held}; train anew with `pipe run --force train`"
+                    f"the checkpoint of step {self.progress.step} does not fit the model: {name} is "
+                    f"{tuple(tensor.shape)} in the model and {saved} in the checkpoint; "
+                    "to fix it: train again with `pipe run --force train`"
                 )
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each reads by itself
             load(dict(tensors), storage_reader=self._reader, planner=planner, no_dist=True)
 
-    def whole(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose names begin so, in this process's memory."""
-        found = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in self.shapes(prefix).items()}
-        self.load({f"{prefix}{name}": tensor for name, tensor in found.items()})
-        return found
+    def read_all(self, prefix: str) -> dict[str, Tensor]:
+        """Return all tensors with this prefix, whole and in this process's memory."""
+        tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in self.shapes(prefix).items()}
+        self.load({f"{prefix}{name}": tensor for name, tensor in tensors.items()})
+        return tensors
 
 
-def find_newest(place: Place, identity: Mapping[str, Any], group: Group) -> Saved | None:
-    """All take part, each looks at its share of the files."""
-    for step in reversed(group.share(place.steps() if group.rank.first else [])):
+def find_newest(storage: Storage, identity: Mapping[str, Any], group: ProcessGroup) -> SavedCheckpoint | None:
+    """Return the newest intact checkpoint; collective, the processes divide the checking of files."""
+    for step in reversed(group.share(storage.steps() if group.rank.first else [])):
         try:
-            manifest = _checked_by_all(place, step, identity, group)
+            manifest = _check_together(storage, step, identity, group)
             if manifest.progress.best_step not in (0, step):
-                _checked_by_all(place, manifest.progress.best_step, identity, group)
+                _check_together(storage, manifest.progress.best_step, identity, group)
         except StageError as error:
             if group.rank.first:
                 print(f"warning: {error}; skipped", file=sys.stderr)
         else:
-            return Saved(place, manifest)
+            return SavedCheckpoint(storage, manifest)
     return None
 
 
-def open_whole(place: Place, step: int, identity: Mapping[str, Any]) -> Saved:
-    """A checkpoint that this process looked at by itself."""
-    manifest = _read(place, step, identity)
-    if problem := problem_of(place, step, manifest.files):
+def open_checkpoint(storage: Storage, step: int, identity: Mapping[str, Any]) -> SavedCheckpoint:
+    """Check all files of a checkpoint in this process, and return it."""
+    manifest = _read_manifest(storage, step, identity)
+    if problem := find_damage(storage, step, manifest.files):
         raise _damaged(step, problem)
-    return Saved(place, manifest)
+    return SavedCheckpoint(storage, manifest)
 
 
-def best_of(place: Place, step: int) -> int:
-    """The step of the best checkpoint that one refers to; 0 when it cannot tell."""
+def read_best_step(storage: Storage, step: int) -> int:
+    """Return the step of the best checkpoint so far; 0 if the manifest is damaged."""
     try:
-        return decode(place.manifest(step)).progress.best_step
-    except (OSError, Damaged):
+        return decode_manifest(storage.manifest(step)).progress.best_step
+    except (OSError, DamagedCheckpoint):
         return 0
 
 
-def _checked_by_all(place: Place, step: int, identity: Mapping[str, Any], group: Group) -> Manifest:
-    """The same on every process, and the same error."""
-    found: Manifest | StageError
+def _check_together(storage: Storage, step: int, identity: Mapping[str, Any], group: ProcessGroup) -> Manifest:
+    """Return the manifest, or raise the same error, on every process."""
+    manifest: Manifest | StageError
     try:
-        found = _read(place, step, identity)
+        manifest = _read_manifest(storage, step, identity)
     except StageError as error:
-        found = error
-    found = group.share(found)
-    if isinstance(found, StageError):
-        raise found
-    mine = found.files[group.rank.rank :: group.size]
-    for problem in group.gather(problem_of(place, step, mine)):
+        manifest = error
+    manifest = group.share(manifest)
+    if isinstance(manifest, StageError):
+        raise manifest
+    own = manifest.files[group.rank.rank :: group.size]
+    for problem in group.gather(find_damage(storage, step, own)):
         if problem:
             raise _damaged(step, problem)
-    return found
+    return manifest
 
 
-def _read(place: Place, step: int, identity: Mapping[str, Any]) -> Manifest:
+def _read_manifest(storage: Storage, step: int, identity: Mapping[str, Any]) -> Manifest:
     try:
-        manifest = decode(place.manifest(step))
-    except (OSError, Damaged) as error:
+        manifest = decode_manifest(storage.manifest(step))
+    except (OSError, DamagedCheckpoint) as error:
         raise _damaged(step, error) from error
     if manifest.identity != identity:
         raise StageError(f"checkpoint step-{step:08d} belongs to other data or another batch order")
     return manifest
 
 
-def problem_of(place: Place, step: int, files: Iterable[Written]) -> str:
-    """Of the first file that is not what was written."""
+def find_damage(storage: Storage, step: int, files: Iterable[FileRecord]) -> str:
+    """Return what is wrong with the first damaged file; empty if all are intact."""
     try:
         for file in files:
-            content = place.read(step, file.name)
+            content = storage.read(step, file.name)
             if len(content) != file.bytes or hashlib.sha256(content.numpy().data).hexdigest() != file.sha256:
                 return f"the digest of {file.name} does not match"
-    except (OSError, RuntimeError) as error:  # torch's own, where a file cannot be mapped
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if a file cannot be memory-mapped
         return str(error)
     return ""
 
 
-def _damaged(step: int, why: object) -> Damaged:
-    return Damaged(f"checkpoint step-{step:08d} is damaged: {why}")
+def _damaged(step: int, reason: object) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"checkpoint step-{step:08d} is damaged: {reason}")

@@ -1,10 +1,7 @@
-"""Where checkpoints are kept.
+"""Storage of checkpoints: a folder that all processes share, or an fsspec URL (`train.checkpoints`).
 
-Checkpoints in a folder that all processes see: written aside, synced, renamed.
-
-Checkpoints behind an fsspec URL, where nothing is renamed: the manifest, written last, makes them count.
-
-Where a run's checkpoints are, by `train.checkpoints`.
+In a folder a checkpoint is written under a temporary name, synced and renamed. Behind a URL nothing can be renamed:
+there a checkpoint is complete once its manifest exists, which is written last.
 """
 
 from __future__ import annotations
@@ -21,43 +18,43 @@ from torch import Tensor
 
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import sync_directory
-from train.chaos_hooks import reached
-from train.checkpoint.format import NAME, Written
+from train.chaos_hooks import run_chaos_hook
+from train.checkpoint.format import MANIFEST_NAME, FileRecord
 
-Deed = Callable[[], None]
+Action = Callable[[], None]
 
 
-class Place(Protocol):
-    """Files of a checkpoint come one by one, from several processes; `commit` makes them one that counts."""
+class Storage(Protocol):
+    """Several processes write the files of a checkpoint; `commit` completes it."""
 
     def begin(self, token: str) -> None:
-        """Once before the first `write`: `token` tells this attempt at training from every other."""
+        """Prepare for the first `write`; `token` distinguishes this attempt at training from all others."""
 
-    def write(self, step: int, name: str, data: memoryview) -> Written: ...
+    def write(self, step: int, name: str, data: memoryview) -> FileRecord: ...
 
-    def commit(self, step: int, manifest: bytes, before: Deed) -> None:
-        """By the first process, when all have written; `before` is done when nothing but this can fail any more."""
+    def commit(self, step: int, manifest: bytes, before: Action) -> None:
+        """Complete a checkpoint after all files are written; `before` is called when hardly anything else can fail."""
 
     def discard(self, step: int) -> None:
-        """What was written of a checkpoint that will not be complete."""
+        """Remove what was written of a checkpoint that will not be complete."""
 
     def steps(self) -> list[int]:
-        """Of checkpoints that were committed, in order."""
+        """Return the steps of complete checkpoints, in order."""
 
     def manifest(self, step: int) -> bytes: ...
 
     def read(self, step: int, name: str) -> Tensor:
-        """A file, as bytes; of a local one what is looked at is read."""
+        """Return the bytes of a file; a local one is memory-mapped."""
 
-    def head(self, step: int, name: str, start: int, count: int) -> bytes: ...
+    def read_range(self, step: int, name: str, start: int, count: int) -> bytes: ...
 
     def remove(self, step: int) -> None: ...
 
     def clean(self) -> None:
-        """Throw away what attempts that were killed have left."""
+        """Remove what killed attempts have left."""
 
 
-class Folder:
+class LocalStorage:
     """`step-00000100/{manifest.json, 0.safetensors, …}`; `.step-00000100.TOKEN` until it is complete."""
 
     def __init__(self, path: Path) -> None:
@@ -67,63 +64,63 @@ class Folder:
     def begin(self, token: str) -> None:
         self._token = token
 
-    def write(self, step: int, name: str, data: memoryview) -> Written:
-        aside = self._aside(step)
-        aside.mkdir(parents=True, exist_ok=True)
+    def write(self, step: int, name: str, data: memoryview) -> FileRecord:
+        folder = self._temporary_folder(step)
+        folder.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256()
-        with (aside / name).open("wb") as file:
-            for piece in _halves(file, data):
-                digest.update(piece)
-                file.write(piece)
+        with (folder / name).open("wb") as file:
+            for half in _halves(file, data):
+                digest.update(half)
+                file.write(half)
             file.flush()
             os.fsync(file.fileno())
-        return Written(name, len(data), digest.hexdigest())
+        return FileRecord(name, len(data), digest.hexdigest())
 
-    def commit(self, step: int, manifest: bytes, before: Deed) -> None:
-        self.write(step, NAME, memoryview(manifest))
-        aside, target = self._aside(step), self._of(step)
-        sync_directory(aside)
+    def commit(self, step: int, manifest: bytes, before: Action) -> None:
+        self.write(step, MANIFEST_NAME, memoryview(manifest))
+        temporary, target = self._temporary_folder(step), self._step_folder(step)
+        sync_directory(temporary)
         before()
-        reached("rename")
-        passed_over = self._path / f".step-{step:08d}.{self._token}.damaged"
-        if target.exists():
-            target.rename(passed_over)
-        aside.rename(target)
-        reached("renamed")
+        run_chaos_hook("rename")
+        damaged = self._path / f".step-{step:08d}.{self._token}.damaged"
+        if target.exists():  # a checkpoint that was skipped at the start
+            target.rename(damaged)
+        temporary.rename(target)
+        run_chaos_hook("renamed")
         sync_directory(self._path)
-        shutil.rmtree(passed_over, ignore_errors=True)
+        shutil.rmtree(damaged, ignore_errors=True)
 
     def discard(self, step: int) -> None:
-        shutil.rmtree(self._aside(step), ignore_errors=True)
+        shutil.rmtree(self._temporary_folder(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
         names = os.listdir(self._path) if self._path.exists() else []  # pathlib's glob takes several times as long
         return sorted(int(name[5:]) for name in names if name.startswith("step-"))
 
     def manifest(self, step: int) -> bytes:
-        return (self._of(step) / NAME).read_bytes()
+        return (self._step_folder(step) / MANIFEST_NAME).read_bytes()
 
     def read(self, step: int, name: str) -> Tensor:
-        path = self._of(step) / name
+        path = self._step_folder(step) / name
         return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
-    def head(self, step: int, name: str, start: int, count: int) -> bytes:
-        with (self._of(step) / name).open("rb") as file:
+    def read_range(self, step: int, name: str, start: int, count: int) -> bytes:
+        with (self._step_folder(step) / name).open("rb") as file:
             file.seek(start)
             return file.read(count)
 
     def remove(self, step: int) -> None:
-        shutil.rmtree(self._of(step))
+        shutil.rmtree(self._step_folder(step))
 
     def clean(self) -> None:
         for path in self._path.glob(".step-*"):
             if not path.name.endswith(f".{self._token}"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _of(self, step: int) -> Path:
+    def _step_folder(self, step: int) -> Path:
         return self._path / f"step-{step:08d}"
 
-    def _aside(self, step: int) -> Path:
+    def _temporary_folder(self, step: int) -> Path:
         return self._path / f".step-{step:08d}.{self._token}"
 
 
@@ -131,94 +128,94 @@ def _halves(file: BinaryIO, data: memoryview) -> Iterator[memoryview]:
     middle = len(data) // 2
     yield data[:middle]
     file.flush()
-    reached("write")
+    run_chaos_hook("write")
     yield data[middle:]
 
 
-class Bucket:
-    """`step-00000100/{manifest.json, TOKEN-0.safetensors, …}`: no two attempts write files of the same name."""
+class RemoteStorage:
+    """`step-00000100/{manifest.json, TOKEN-0.safetensors, …}`: different attempts write files of different names."""
 
     def __init__(self, url: str) -> None:
         try:
-            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # at first use: few give a URL
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # imported only if there is a URL
 
             self._files, self._path = url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"train.checkpoints={url}: {error}; or name a folder") from error
+            raise ConfigError(f"train.checkpoints={url}: {error}; to fix it: use another URL, or a folder") from error
         self._token = ""
 
     def begin(self, token: str) -> None:
         self._token = token
 
-    def write(self, step: int, name: str, data: memoryview) -> Written:
+    def write(self, step: int, name: str, data: memoryview) -> FileRecord:
         name, middle = f"{self._token}-{name}", len(data) // 2
-        self._files.makedirs(self._of(step), exist_ok=True)
-        with self._files.open(f"{self._of(step)}/{name}", "wb") as file:
+        self._files.makedirs(self._step_folder(step), exist_ok=True)
+        with self._files.open(f"{self._step_folder(step)}/{name}", "wb") as file:
             file.write(data[:middle])
-            reached("write")
+            run_chaos_hook("write")
             file.write(data[middle:])
-        return Written(name, len(data), hashlib.sha256(data).hexdigest())
+        return FileRecord(name, len(data), hashlib.sha256(data).hexdigest())
 
-    def commit(self, step: int, manifest: bytes, before: Deed) -> None:
+    def commit(self, step: int, manifest: bytes, before: Action) -> None:
         before()
-        reached("rename")
-        self._files.pipe_file(f"{self._of(step)}/{NAME}", manifest)
-        reached("renamed")
+        run_chaos_hook("rename")
+        self._files.pipe_file(f"{self._step_folder(step)}/{MANIFEST_NAME}", manifest)
+        run_chaos_hook("renamed")
 
     def discard(self, step: int) -> None:
-        for path in self._listed(self._of(step)):
+        for path in self._list(self._step_folder(step)):
             if path.rpartition("/")[2].startswith(f"{self._token}-"):
                 self._files.rm_file(path)
 
     def steps(self) -> list[int]:
-        return sorted(step for step, whole in self._folders().items() if whole)
+        return sorted(step for step, complete in self._folders().items() if complete)
 
     def manifest(self, step: int) -> bytes:
-        raw: bytes = self._files.cat_file(f"{self._of(step)}/{NAME}")
+        raw: bytes = self._files.cat_file(f"{self._step_folder(step)}/{MANIFEST_NAME}")
         return raw
 
     def read(self, step: int, name: str) -> Tensor:
-        return torch.frombuffer(bytearray(self._files.cat_file(f"{self._of(step)}/{name}")), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(self._files.cat_file(f"{self._step_folder(step)}/{name}")), dtype=torch.uint8)
 
-    def head(self, step: int, name: str, start: int, count: int) -> bytes:
-        raw: bytes = self._files.cat_file(f"{self._of(step)}/{name}", start=start, end=start + count)
+    def read_range(self, step: int, name: str, start: int, count: int) -> bytes:
+        raw: bytes = self._files.cat_file(f"{self._step_folder(step)}/{name}", start=start, end=start + count)
         return raw
 
     def remove(self, step: int) -> None:
-        """The manifest first: from there on it is none."""
-        self._files.rm_file(f"{self._of(step)}/{NAME}")
-        self._files.rm(self._of(step), recursive=True)
+        """Remove the manifest first: from then on the checkpoint is incomplete."""
+        self._files.rm_file(f"{self._step_folder(step)}/{MANIFEST_NAME}")
+        self._files.rm(self._step_folder(step), recursive=True)
 
     def clean(self) -> None:
-        for step, whole in self._folders().items():
-            if not whole:
-                self._files.rm(self._of(step), recursive=True)
+        for step, complete in self._folders().items():
+            if not complete:
+                self._files.rm(self._step_folder(step), recursive=True)
 
     def _folders(self) -> dict[int, bool]:
-        """Step → whether a manifest says that it is complete."""
-        names = [path.rstrip("/").rpartition("/")[2] for path in self._listed(self._path)]
+        """Return for each step whether it is complete."""
+        names = [path.rstrip("/").rpartition("/")[2] for path in self._list(self._path)]
         steps = [int(name[5:]) for name in names if name.startswith("step-")]
-        return {step: self._files.exists(f"{self._of(step)}/{NAME}") for step in steps}
+        return {step: self._files.exists(f"{self._step_folder(step)}/{MANIFEST_NAME}") for step in steps}
 
-    def _listed(self, path: str) -> list[str]:
-        self._files.invalidate_cache()  # other processes write there too
+    def _list(self, path: str) -> list[str]:
+        self._files.invalidate_cache()  # other processes write there, too
         try:
-            found: list[str] = self._files.ls(path, detail=False)
+            paths: list[str] = self._files.ls(path, detail=False)
         except FileNotFoundError:
             return []
-        return found
+        return paths
 
-    def _of(self, step: int) -> str:
+    def _step_folder(self, step: int) -> str:
         return f"{self._path}/step-{step:08d}"
 
 
-_LOCAL = "file://"  # a folder as any other: it is synced and renamed
+_LOCAL = "file://"
 
 
-def place_of(word: str, directory: Path, run: str) -> Place:
-    """In the run's own `directory`, or elsewhere, where each run has a folder of its own."""
-    if not word:
-        return Folder(directory / "checkpoints")
-    if "://" in word and not word.startswith(_LOCAL):
-        return Bucket(f"{word.rstrip('/')}/{run}")
-    return Folder(Path(word.removeprefix(_LOCAL)).expanduser() / run)
+def make_storage(location: str, directory: Path, run: str) -> Storage:
+    """Return the storage at `train.checkpoints`, with a folder for each run, or in the run's own `directory`."""
+    if not location:
+        return LocalStorage(directory / "checkpoints")
+    if "://" in location and not location.startswith(_LOCAL):
+        return RemoteStorage(f"{location.rstrip('/')}/{run}")
+    return LocalStorage(Path(location.removeprefix(_LOCAL)).expanduser() / run)

@@ -1,7 +1,4 @@
-"""The checkpoints of a run: made in the background, kept while they are of use, found again when they are whole.
-
-What is done for a checkpoint while training goes on: one job at a time, with collectives of its own.
-"""
+"""The checkpoints of a run: written in the background, pruned, and found again if they are intact."""
 
 from __future__ import annotations
 
@@ -26,35 +23,35 @@ import torch.distributed as dist
 
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 from pipeline.contract.processes import Rank
-from train.checkpoint.format import Manifest, Written
-from train.checkpoint.load import Saved, best_of, find_newest, open_whole
-from train.checkpoint.sharding import Share, share_out
-from train.checkpoint.storage import Deed, Folder, Place
-from train.process_group import Group
+from train.checkpoint.format import FileRecord, Manifest
+from train.checkpoint.load import SavedCheckpoint, find_newest, open_checkpoint, read_best_step
+from train.checkpoint.sharding import CheckpointShard, plan_shard
+from train.checkpoint.storage import Action, LocalStorage, Storage
+from train.process_group import ProcessGroup
 from train.state import State
 
-_ALONE = Group(Rank(), torch.device("cpu"))
+_SINGLE_PROCESS = ProcessGroup(Rank(), torch.device("cpu"))
 
 
 class CheckpointStore:
-    """Used as a context around training: at its end the last checkpoint is complete, or its failure is raised.
+    """A context for training: at its end the last checkpoint is complete, or its failure is raised.
 
-    `identity` is what the order of samples depends on; a checkpoint of another one is passed over.
+    `identity` is what the order of samples depends on; a checkpoint with another identity is skipped.
     """
 
     def __init__(
         self,
-        place: Place | Path,
+        storage: Storage | Path,
         keep: int,
         identity: Mapping[str, Any],
-        group: Group = _ALONE,
+        group: ProcessGroup = _SINGLE_PROCESS,
         timeout_seconds: int = 300,
     ) -> None:
-        self._place: Place = Folder(place) if isinstance(place, Path) else place
+        self._storage: Storage = LocalStorage(storage) if isinstance(storage, Path) else storage
         self._keep, self._identity, self._group = keep, dict(identity), group
-        self._background = Background(group, timeout_seconds)
-        self._share: Share | None = None
-        self._best: dict[int, int] = {}  # step → the best one it refers to
+        self._background = BackgroundJobs(group, timeout_seconds)
+        self._shard: CheckpointShard | None = None
+        self._best_steps: dict[int, int] = {}  # step → step of the best checkpoint it refers to
 
     def __enter__(self) -> Self:
         return self
@@ -63,146 +60,146 @@ class CheckpointStore:
         if error is None:
             self.wait()
         else:
-            self._background.leave()
+            self._background.abandon()
 
-    def save(self, state: State, before: Deed | None = None, after: Deed | None = None) -> None:
-        """All take part. Returns when the state is copied; the last checkpoint's failure is raised now, on all.
+    def save(self, state: State, before: Action | None = None, after: Action | None = None) -> None:
+        """Copy the state and write it in the background; collective. Raises the last checkpoint's failure, on all.
 
-        `before` and `after` are done in the background, by the first process: just before the checkpoint counts, and
-        when it does.
+        The first process calls `before` just before the checkpoint is complete, and `after` when it is.
         """
         self.wait()
         tensors = state.tensors
-        if self._share is None:
+        if self._shard is None:
             self._begin()
-        if self._background.any(self._share is None or not self._share.fits(tensors)):
-            self._share = share_out(tensors, self._background.exchange)
-        assert self._share is not None
-        data = self._share.take(tensors)
-        self._background.start(partial(self._write, state, data, before or _nothing, after or _nothing))
+        if self._background.any(self._shard is None or not self._shard.fits(tensors)):
+            self._shard = plan_shard(tensors, self._background.process_group)
+        assert self._shard is not None
+        data = self._shard.copy(tensors)
+        self._background.start(partial(self._write, state, data, before or _do_nothing, after or _do_nothing))
 
     def wait(self) -> None:
-        """Until the last checkpoint is complete, on all; or its failure is raised, on all."""
-        if not self._background.busy:
+        """Wait until the last checkpoint is complete, or raise its failure; the same on all processes."""
+        if not self._background.is_busy:
             return
         failure = self._background.wait()
         if self._background.any(failure is not None):
-            raise self._background.share(failure)
+            raise self._background.broadcast(failure)
 
     def steps(self) -> list[int]:
-        return self._place.steps()
+        return self._storage.steps()
 
-    def newest(self) -> Saved | None:
-        """The newest checkpoint that is whole, with its best one whole too. All take part and find the same."""
-        return find_newest(self._place, self._identity, self._group)
+    def newest(self) -> SavedCheckpoint | None:
+        """Return the newest intact checkpoint of which the best one is intact, too; collective, the same on all."""
+        return find_newest(self._storage, self._identity, self._group)
 
-    def load(self, step: int) -> Saved:
-        """One checkpoint, looked at by this process alone."""
-        return open_whole(self._place, step, self._identity)
+    def load(self, step: int) -> SavedCheckpoint:
+        """Return one checkpoint, checked by this process only."""
+        return open_checkpoint(self._storage, step, self._identity)
 
     def _begin(self) -> None:
-        """Two attempts at training, one of which is not quite dead yet, must not write the same files."""
-        self._background.join()
-        self._place.begin(self._background.share(secrets.token_hex(4)))
+        """Start an attempt; an earlier one that is still ending must not write the same files."""
+        self._background.create_process_group()
+        self._storage.begin(self._background.broadcast(secrets.token_hex(4)))
         if self._group.rank.first:
-            self._place.clean()
+            self._storage.clean()
 
-    def _write(self, state: State, data: memoryview, before: Deed, after: Deed) -> PipelineError | None:
-        """In the background, on every process. The first one hears of all failures and returns what all will raise."""
+    def _write(self, state: State, data: memoryview, before: Action, after: Action) -> PipelineError | None:
+        """Write the shard in the background, and return its failure; on the first process the first of all failures."""
         step = state.progress.step
-        told: Written | PipelineError
+        record: FileRecord | PipelineError
         try:
-            told = self._place.write(step, f"{self._group.rank.rank}.safetensors", data)
-        except Exception as error:  # the others wait to be told
-            told = self._told(error, step)
-            told.__cause__ = error
-        files = self._background.report(told)
+            record = self._storage.write(step, f"{self._group.rank.rank}.safetensors", data)
+        except Exception as error:  # the first process waits for the record
+            record = self._explain(error, step)
+            record.__cause__ = error
+        records = self._background.gather(record)
         if self._group.rank.first:
-            return self._commit(state, files, before, after)
-        return told if isinstance(told, PipelineError) else None
+            return self._commit(state, records, before, after)
+        return record if isinstance(record, PipelineError) else None
 
-    def _commit(self, state: State, told: list[Any], before: Deed, after: Deed) -> PipelineError | None:
+    def _commit(self, state: State, records: list[Any], before: Action, after: Action) -> PipelineError | None:
         step = state.progress.step
-        failure = next((one for one in told if isinstance(one, PipelineError)), None)
+        failure = next((record for record in records if isinstance(record, PipelineError)), None)
         if failure is None:
             try:
-                manifest = Manifest(state.progress, state.scaler, self._identity, self._group.size, tuple(told))
-                self._place.commit(step, manifest.encode(), before)
+                manifest = Manifest(state.progress, state.scaler, self._identity, self._group.size, tuple(records))
+                self._storage.commit(step, manifest.encode(), before)
                 after()
                 self._prune(state)
             except Exception as error:
-                failure = self._told(error, step)
+                failure = self._explain(error, step)
         if failure is not None:
-            self._place.discard(step)
+            self._storage.discard(step)
         return failure
 
     def _prune(self, state: State) -> None:
-        """Keep the newest few, and the best each of them refers to.
+        """Keep the newest few checkpoints, and the best one that each of them refers to.
 
-        Later steps than the one just saved were passed over at the start; they must not count as the newest.
+        Checkpoints of later steps were skipped at the start, so they do not count as the newest.
         """
         progress = state.progress
-        self._best[progress.step] = progress.best_step
-        past = [step for step in self._place.steps() if step <= progress.step]
+        self._best_steps[progress.step] = progress.best_step
+        past = [step for step in self._storage.steps() if step <= progress.step]
         kept = {*past[-self._keep :], progress.best_step}
-        kept |= {self._best_of(step) for step in kept.intersection(past)}
+        kept |= {self._best_step(step) for step in kept.intersection(past)}
         for step in set(past) - kept:
-            self._place.remove(step)
+            self._storage.remove(step)
 
-    def _best_of(self, step: int) -> int:
-        if step not in self._best:
-            self._best[step] = best_of(self._place, step)
-        return self._best[step]
+    def _best_step(self, step: int) -> int:
+        if step not in self._best_steps:
+            self._best_steps[step] = read_best_step(self._storage, step)
+        return self._best_steps[step]
 
-    def _told(self, error: Exception, step: int) -> PipelineError:
-        """As a sentence that names the host: of many, one disk is full."""
+    def _explain(self, error: Exception, step: int) -> PipelineError:
+        """Return an error that names the host: of many machines, one may have a full disk."""
         if isinstance(error, PipelineError):
             return error
-        steps = self._place.steps()
+        steps = self._storage.steps()
         kept = f"the last good one is step {steps[-1]}" if steps else "there is no earlier one"
         what, host = f"the checkpoint of step {step}", socket.gethostname()
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return ResourceError(
-                f"disk full on {host} while writing {what}; {kept}. Free some space, then `pipe run --resume`"
+                f"disk full on {host} while writing {what}; {kept}; "
+                "to fix it: free some space, then `pipe run --resume`"
             )
         if isinstance(error, OSError):
             reason = os.strerror(error.errno).lower() if error.errno else str(error)
             return ResourceError(
-                f"cannot write {what} on {host}: {reason}; {kept}. Mend that, then `pipe run --resume`"
+                f"cannot write {what} on {host}: {reason}; {kept}; to fix it: check the disk, then `pipe run --resume`"
             )
         return StageError(f"cannot write {what} on {host}: {type(error).__name__}: {error}; {kept}")
 
 
-def _nothing() -> None:
-    """What is done before a checkpoint that nobody else waits for."""
+def _do_nothing() -> None:
+    pass
 
 
-_LESS_URGENT = 5  # niceness of the thread: where cores are few, training comes first
-_LEAVING_SECONDS = 10.0
-_REPORT_BYTES = 4096
-_MARGIN_SECONDS = 60  # a collective waits longer than the watchman, who knows for whom
+_NICENESS = 5  # of the thread: where cores are few, training comes first
+_ABANDON_TIMEOUT_SECONDS = 10.0
+_MESSAGE_BYTES = 4096
+_MARGIN_SECONDS = 60  # collectives wait longer than the watchdog, whose report is better
 
 
-class Background:
-    """The same jobs in the same order on every process.
+class BackgroundJobs:
+    """Runs the same jobs in the same order on every process, one at a time, while training continues.
 
-    Their collectives need a group that nobody else uses: those of two threads in one group get mixed up.
+    Their collectives need their own process group: those of two threads in one group get mixed up.
     """
 
-    def __init__(self, group: Group, timeout_seconds: int) -> None:
+    def __init__(self, group: ProcessGroup, timeout_seconds: int) -> None:
         self._group, self._timeout = group, timedelta(seconds=timeout_seconds + _MARGIN_SECONDS)
-        self._threads = ThreadPoolExecutor(1, "checkpoint", _be_less_urgent)
+        self._threads = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self._job: Future[PipelineError | None] | None = None
-        self.exchange: dist.ProcessGroup | None = None
+        self.process_group: dist.ProcessGroup | None = None
 
-    def join(self) -> None:
-        """All take part, once."""
+    def create_process_group(self) -> None:
+        """Create the process group; collective, once."""
         if self._group.size > 1:
-            self.exchange = dist.new_group(backend="gloo", timeout=self._timeout)
+            self.process_group = dist.new_group(backend="gloo", timeout=self._timeout)
 
     @property
-    def busy(self) -> bool:
-        """There is a job that was not waited for; the same on every process."""
+    def is_busy(self) -> bool:
+        """Return whether there is a job that was not waited for; the same on every process."""
         return self._job is not None
 
     def start(self, job: Callable[[], PipelineError | None]) -> None:
@@ -210,61 +207,61 @@ class Background:
         self._job = self._threads.submit(job)
 
     def wait(self) -> PipelineError | None:
-        """For the job under way: what it returned, which is why it failed. What it raised is raised here."""
+        """Wait for the job; return the failure that it returned, or raise what it raised."""
         if self._job is None:
             return None
         job, self._job = self._job, None
         return job.result()
 
-    def leave(self) -> None:
-        """After a failure elsewhere, which is the one to tell: let the job end if it can."""
+    def abandon(self) -> None:
+        """Give the job some time to end after a failure of training, which is reported instead of the job's."""
         if self._job is not None:
-            wait([self._job], _LEAVING_SECONDS)
+            wait([self._job], _ABANDON_TIMEOUT_SECONDS)
 
-    def any(self, told: bool) -> bool:
-        """Whether it is true on some process; between jobs only."""
-        if self.exchange is None:
-            return told
-        value = torch.tensor(told, dtype=torch.int32)
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.exchange)
-        return bool(value)
+    def any(self, value: bool) -> bool:
+        """Return whether the value is true on any process; only between jobs."""
+        if self.process_group is None:
+            return value
+        tensor = torch.tensor(value, dtype=torch.int32)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.process_group)
+        return bool(tensor)
 
-    def report(self, value: Any) -> list[Any]:
-        """Everybody's few words, on the first process, in one exchange; `collect` takes two, for any size."""
-        if self.exchange is None:
+    def gather(self, value: Any) -> list[Any]:
+        """Return small values of all processes on the first one, in one round; `gather_any` needs two."""
+        if self.process_group is None:
             return [value]
-        own = _packed(value)
-        rows = [torch.empty_like(own) for _ in range(self._group.size)] if self._group.rank.first else None
-        dist.gather(own, rows, dst=0, group=self.exchange)
-        return [pickle.loads(row.numpy().data) for row in rows or ()]  # noqa: S301  # of our own processes
+        own = _pickle_into_message(value)
+        messages = [torch.empty_like(own) for _ in range(self._group.size)] if self._group.rank.first else None
+        dist.gather(own, messages, dst=0, group=self.process_group)
+        return [pickle.loads(row.numpy().data) for row in messages or ()]  # noqa: S301  # from our own processes
 
-    def collect(self, value: Any) -> list[Any]:
-        """Everybody's value, on the first process."""
-        if self.exchange is None:
+    def gather_any(self, value: Any) -> list[Any]:
+        """Return values of any size of all processes on the first one."""
+        if self.process_group is None:
             return [value]
         values: list[Any] | None = [None] * self._group.size if self._group.rank.first else None
-        dist.gather_object(value, values, dst=0, group=self.exchange)
+        dist.gather_object(value, values, dst=0, group=self.process_group)
         return values or []
 
-    def share(self, value: Any) -> Any:
-        """The first process's value."""
-        if self.exchange is None:
+    def broadcast(self, value: Any) -> Any:
+        """Return the first process's value."""
+        if self.process_group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.exchange)
+        dist.broadcast_object_list(values, src=0, group=self.process_group)
         return values[0]
 
 
-def _packed(value: Any) -> torch.Tensor:
+def _pickle_into_message(value: Any) -> torch.Tensor:
     data = pickle.dumps(value)
-    if len(data) > _REPORT_BYTES:  # an error with a long text
-        data = pickle.dumps(type(value)(f"{str(value)[: _REPORT_BYTES // 8]}…"))
-    row = torch.zeros(_REPORT_BYTES, dtype=torch.uint8)
-    row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return row
+    if len(data) > _MESSAGE_BYTES:  # an error with a long text
+        data = pickle.dumps(type(value)(f"{str(value)[: _MESSAGE_BYTES // 8]}…"))
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return message
 
 
-def _be_less_urgent() -> None:
-    if sys.platform.startswith("linux"):  # elsewhere it would be of the whole process
-        with contextlib.suppress(OSError):  # some sandboxes forbid it, and all still works
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LESS_URGENT)
+def _lower_priority() -> None:
+    if sys.platform.startswith("linux"):  # elsewhere it would apply to the whole process
+        with contextlib.suppress(OSError):  # some sandboxes forbid it, which does no harm
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,4 +1,4 @@
-"""Which weight of the files each weight of a model takes, and everything that does not go together."""
+"""Matching the weights of files with those of a model, and reporting every difference."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.errors import DataError
-from train.pretrained.source import Entry, Same, Source
+from train.pretrained.source import Duplicates, Entry, Source
 
-_TOLD = 8  # of each kind in the error; the log lists all
+_LISTED = 8  # problems of each kind in the error; the log has all
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-_WHOLE = {
+_INTEGERS = {
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -25,100 +25,103 @@ _WHOLE = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# How peft names a layer that it has put another one around.
-_WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
+# What peft adds to the name of a layer that it wraps.
+_PEFT_NAMES = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
 Value = TypeVar("Value")
 
 
 @dataclass
-class Matched:
-    """By the names of the model's state."""
+class Matching:
+    """The result, by names of the model's state dict."""
 
     sources: dict[str, Source] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)  # → what the model wants
-    unexpected: dict[str, str] = field(default_factory=dict)  # by the name in the files → what is there
+    missing: dict[str, str] = field(default_factory=dict)  # → what the model has
+    unexpected: dict[str, str] = field(default_factory=dict)  # by the name in the files → what they have
     misfits: dict[str, str] = field(default_factory=dict)  # → what differs
-    left_out: list[str] = field(default_factory=list)  # that this kind of model is known not to use
+    left_out: list[str] = field(default_factory=list)  # weights that this model type is known not to use
 
     def require(self, allow: Sequence[str]) -> None:
-        """All problems are listed; those that `model.allow` names are none. A misfit begins by the seed then."""
-        self.missing |= {name: said for name, said in self.misfits.items() if _named(name, allow)}
+        """Raise an error with all problems except those that `model.allow_mismatch` names.
+
+        A weight whose misfit is allowed is initialized by the task.
+        """
+        self.missing |= {name: problem for name, problem in self.misfits.items() if _is_allowed(name, allow)}
         kinds = {
-            "missing": _others(self.missing, allow),
-            "unexpected": _others(self.unexpected, allow),
-            "misfit": _others(self.misfits, allow),
+            "missing": _not_allowed(self.missing, allow),
+            "unexpected": _not_allowed(self.unexpected, allow),
+            "misfit": _not_allowed(self.misfits, allow),
         }
         for kind, problems in kinds.items():
-            for name, said in problems.items():
-                print(f"{kind}: {name} {said}", file=sys.stderr)
+            for name, problem in problems.items():
+                print(f"{kind}: {name} {problem}", file=sys.stderr)
         if any(kinds.values()):
-            told = "; ".join(f"{kind}: {_some(problems)}" for kind, problems in kinds.items() if problems)
-            raise DataError(f"model.pretrained does not fit the task's model: {told}. {_mend(kinds)}")
+            listed = "; ".join(f"{kind}: {_list_some(problems)}" for kind, problems in kinds.items() if problems)
+            raise DataError(f"model.pretrained does not fit the task's model: {listed}; {_suggest_fix(kinds)}")
 
 
-def match(model: nn.Module, offers: Mapping[str, Source], config: Mapping[str, Any]) -> Matched:
-    """Of a model whose parameters need no memory."""
-    found, used = Matched(), set[str]()
-    names = _by_tensor(model)
+def match(model: nn.Module, offers: Mapping[str, Source], config: Mapping[str, Any]) -> Matching:
+    """Match a model, whose parameters may be on the meta device, with the weights that files offer."""
+    matching, used = Matching(), set[str]()
+    names = _names_by_tensor(model)
     below, above = _alignment(model, [alias(name) for group in names.values() for name in group], offers)
-    for group, tensor in ((group, _tensor(model, group[0])) for group in names.values()):
-        wanted = {above + alias(name)[len(below) :] for name in group if alias(name).startswith(below)}
-        taken = sorted(wanted & offers.keys())
-        used.update(taken)
-        if not taken:
-            found.missing[group[0]] = f"{list(tensor.shape)}, in no file"
+    for group, tensor in ((group, _get_tensor(model, group[0])) for group in names.values()):
+        names_in_files = {above + alias(name)[len(below) :] for name in group if alias(name).startswith(below)}
+        matched = sorted(names_in_files & offers.keys())
+        used.update(matched)
+        if not matched:
+            matching.missing[group[0]] = f"{list(tensor.shape)}, in no file"
             continue
-        source = offers[taken[0]] if len(taken) == 1 else Same(tuple(offers[name] for name in taken))
+        source = offers[matched[0]] if len(matched) == 1 else Duplicates(tuple(offers[name] for name in matched))
         if problem := _misfit(tensor, source):
-            found.misfits[group[0]] = problem
+            matching.misfits[group[0]] = problem
         else:
-            found.sources |= dict.fromkeys(group, source)
+            matching.sources |= dict.fromkeys(group, source)
     for name in sorted(offers.keys() - used):
-        if _known_to_be_left(name, model, config):
-            found.left_out.append(name)
+        if _is_ignored(name, model, config):
+            matching.left_out.append(name)
         else:
-            leaf = offers[name].leaves[0]
-            found.unexpected[name] = f"{list(offers[name].shape)} in {leaf.file.name}"
-    return found
+            entry = offers[name].entries[0]
+            matching.unexpected[name] = f"{list(offers[name].shape)} in {entry.file.name}"
+    return matching
 
 
 def alias(name: str) -> str:
-    """As the weight was called before somebody put a layer around it."""
-    return _WRAPPED.sub("", name)
+    """Return the name the weight had before peft wrapped its layer."""
+    return _PEFT_NAMES.sub("", name)
 
 
-def core_of(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The outermost model of transformers, and its name; nobody has built one where that was never imported."""
-    if "transformers" not in sys.modules:
+def transformers_model(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the name and module of the outermost transformers model, if there is one."""
+    if "transformers" not in sys.modules:  # then no task has built one
         return None
     from transformers import PreTrainedModel
 
     return next(((name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)), None)
 
 
-def _by_tensor(model: nn.Module) -> dict[int, list[str]]:
-    """Tied weights have several names."""
-    found: dict[int, list[str]] = {}
+def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of each tensor; tied weights have several."""
+    names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
-            found.setdefault(id(tensor), []).append(name)
-    return found
+            names.setdefault(id(tensor), []).append(name)
+    return names
 
 
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    path, _, own = name.rpartition(".")
+def _get_tensor(model: nn.Module, name: str) -> Tensor:
+    path, _, own_name = name.rpartition(".")
     module = model.get_submodule(path)
-    found = module._parameters.get(own)
-    return found if found is not None else module.get_buffer(own)
+    parameter = module._parameters.get(own_name)
+    return parameter if parameter is not None else module.get_buffer(own_name)
 
 
 def _alignment(model: nn.Module, names: Sequence[str], offers: Mapping[str, Source]) -> tuple[str, str]:
-    """What the model's names begin with in place of what those in the files begin with.
+    """Return the prefix of the model's names and the prefix of the files' names that it stands for.
 
-    A model with a head has its body one level below, files of a body alone have not; a task may put all into a module
-    of its own. Whichever pair makes most names meet is meant; the rest is listed as missing and unexpected.
+    A model with a head has its body one level below, but files of the body alone do not; a task may also put the
+    model into its own module. The pair that matches most names is returned.
     """
-    core = core_of(model)
+    core = transformers_model(model)
     outer = f"{alias(core[0])}." if core and core[0] else ""
     body = f"{core[1].base_model_prefix}." if core else ""
     pairs = [("", ""), (outer, ""), (outer, body), (outer + body, ""), (outer + body, body)]
@@ -126,58 +129,64 @@ def _alignment(model: nn.Module, names: Sequence[str], offers: Mapping[str, Sour
     for probe in inner[:1]:
         pairs += [(outer, name.removesuffix(probe)) for name in sorted(offers) if name.endswith(f".{probe}")]
 
-    def meetings(pair: tuple[str, str]) -> int:
+    def match_count(pair: tuple[str, str]) -> int:
         below, above = pair
         return sum(name.startswith(below) and above + name[len(below) :] in offers for name in names)
 
-    return max(pairs, key=meetings)  # of several as good, the first
+    return max(pairs, key=match_count)  # the first one of several equal ones
 
 
 def _misfit(tensor: Tensor, source: Source) -> str:
-    """Of what is made of many, as experts are, each is looked at."""
-    for part in source.parts if isinstance(source, Same) else (source,):
+    """Return how the shape or type of the source differs; of combined sources each part is checked."""
+    for part in source.parts if isinstance(source, Duplicates) else (source,):
         if tuple(tensor.shape) != part.shape:
-            return f"is {list(part.shape)} in {_place(part.leaves[0], source)}, and {list(tensor.shape)} in the model"
-    wanted = str(tensor.dtype).removeprefix("torch.")
-    for leaf in source.leaves:
-        if not _fits(leaf.dtype, tensor):
-            return f"is of type {leaf.dtype} in {_place(leaf, source)}, and {wanted} in the model"
+            return (
+                f"is {list(part.shape)} in {_location(part.entries[0], source)}, and {list(tensor.shape)} in the model"
+            )
+    expected = str(tensor.dtype).removeprefix("torch.")
+    for entry in source.entries:
+        if not _type_fits(entry.dtype, tensor):
+            return f"is of type {entry.dtype} in {_location(entry, source)}, and {expected} in the model"
     return ""
 
 
-def _fits(kind: str, tensor: Tensor) -> bool:
+def _type_fits(dtype: str, tensor: Tensor) -> bool:
     if tensor.is_floating_point():
-        return kind in _FLOATS or kind.startswith("F8")
-    return _WHOLE.get(kind) == tensor.dtype
+        return dtype in _FLOATS or dtype.startswith("F8")
+    return _INTEGERS.get(dtype) == tensor.dtype
 
 
-def _place(leaf: Entry, source: Source) -> str:
-    return leaf.file.name if len(source.leaves) == 1 else f"{leaf.file.name} ({leaf.name})"
+def _location(entry: Entry, source: Source) -> str:
+    return entry.file.name if len(source.entries) == 1 else f"{entry.file.name} ({entry.name})"
 
 
-def _known_to_be_left(name: str, model: nn.Module, config: Mapping[str, Any]) -> bool:
-    """Layers that predict further tokens stand after the last one; the models of transformers have none of them."""
-    core = core_of(model)
-    patterns = (getattr(core[1], "_keys_to_ignore_on_load_unexpected", None) or ()) if core else ()
+def _is_ignored(name: str, model: nn.Module, config: Mapping[str, Any]) -> bool:
+    """Return whether transformers ignores the weight: multi-token prediction layers come after the last layer."""
+    core = transformers_model(model)
+    module = core[1] if core else None
+    patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-    layers, further = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers") or 0
-    predicts = layer is not None and layers is not None and layers <= int(layer[1]) < layers + further
-    return predicts or any(re.search(pattern, name) for pattern in patterns)
+    layers, extra = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers") or 0
+    is_prediction = layer is not None and layers is not None and layers <= int(layer[1]) < layers + extra
+    return is_prediction or any(re.search(pattern, name) for pattern in patterns)
 
 
-def _named(name: str, allow: Sequence[str]) -> bool:
+def _is_allowed(name: str, allow: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in allow)
 
 
-def _others(problems: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
-    return {name: said for name, said in problems.items() if not _named(name, allow)}
+def _not_allowed(problems: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
+    return {name: problem for name, problem in problems.items() if not _is_allowed(name, allow)}
 
 
-def _some(problems: Mapping[str, str]) -> str:
-    listed = ", ".join(f"{name} {said}" for name, said in list(problems.items())[:_TOLD])
-    return listed + (f" and {len(problems) - _TOLD} more, all in the log" if len(problems) > _TOLD else "")
+def _list_some(problems: Mapping[str, str]) -> str:
+    listed = ", ".join(f"{name} {problem}" for name, problem in list(problems.items())[:_LISTED])
+    return listed + (f" and {len(problems) - _LISTED} more, all in the log" if len(problems) > _LISTED else "")
 
 
-def _mend(kinds: Mapping[str, Mapping[str, str]]) -> str:
+def _suggest_fix(kinds: Mapping[str, Mapping[str, str]]) -> str:
     first: Iterator[str] = (name for problems in kinds.values() for name in problems)
-    return f"Build the model these weights are of, or name what is meant in model.allow, as [{next(first)!r}]"
+    return (
+        "to fix it: build the model that these weights belong to, or allow the differences with "
+        f"model.allow_mismatch=[{next(first)!r}]"
+    )

@@ -1,6 +1,7 @@
-"""Where a weight's numbers come from, as a tree of tensors in files of which only the wanted box is read.
+"""Sources of weights: tensors in safetensors files, and the ways to combine them.
 
-What a safetensors file says it holds, and whether all of it is there; nothing of the weights is read.
+A source fills a box of a weight, and reads only what the box needs. `read_header` lists the tensors of a file and
+checks that the file is complete, without reading any weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from pipeline.contract.errors import DataError
 
 _LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000  # as in the format's own reader
+_MAX_HEADER_BYTES = 100_000_000  # as in the format's own reader
 BITS = {
     "F64": 64,
     "F32": 32,
@@ -46,7 +47,7 @@ class Entry:
 
     file: Path
     name: str
-    dtype: str  # in the words of safetensors
+    dtype: str  # as safetensors names it
     shape: tuple[int, ...]
 
     @property
@@ -55,68 +56,67 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Every tensor of a file that is whole."""
+    """Return every tensor of a file; raises an error if the file is not complete."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
-            raise DataError(f"{path}: no safetensors file: {size} bytes, and its first 8 tell of no header")
+        if size < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:
+            raise DataError(f"{path}: no safetensors file: {size} bytes, and no valid header length in the first 8")
         header = file.read(length)
     if len(header) < length:
         raise DataError(f"{path}: truncated: its header has {length} bytes, the file {size}; fetch it again")
     entries, data = _entries(path, header)
     if size != (expected := _LENGTH_BYTES + length + data):
-        what = "truncated" if size < expected else "longer than it says"
-        raise DataError(f"{path}: {what}: {expected} bytes expected by its header, {size} found; fetch it again")
+        problem = "truncated" if size < expected else "too long"
+        raise DataError(f"{path}: {problem}: {expected} bytes expected by its header, {size} found; fetch it again")
     return entries
 
 
 def _entries(path: Path, header: bytes) -> tuple[dict[str, Entry], int]:
-    """By name, and the bytes of all of them."""
-    found: dict[str, Entry] = {}
+    """Return the tensors by name, and the bytes of all of them."""
+    entries: dict[str, Entry] = {}
     end = 0
     try:
-        for name, what in json.loads(header).items():
+        for name, record in json.loads(header).items():
             if name != "__metadata__":
-                found[name] = Entry(path, name, str(what["dtype"]), tuple(int(size) for size in what["shape"]))
-                start, stop = what["data_offsets"]
-                _check(found[name], int(stop) - int(start))
+                entries[name] = Entry(path, name, str(record["dtype"]), tuple(int(size) for size in record["shape"]))
+                start, stop = record["data_offsets"]
+                _check(entries[name], int(stop) - int(start))
                 end = max(end, int(stop))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: no safetensors file: its header does not read ({error!r})") from error
-    return found, end
+        raise DataError(f"{path}: no safetensors file: its header cannot be read ({error!r})") from error
+    return entries, end
 
 
-def _check(entry: Entry, room: int) -> None:
+def _check(entry: Entry, size: int) -> None:
     if entry.dtype not in BITS:
-        raise DataError(f"{entry.file}: {entry.name} is of type {entry.dtype}; known ones: {', '.join(BITS)}")
-    if room != entry.bytes:
+        raise DataError(f"{entry.file}: {entry.name} is of type {entry.dtype}; supported types: {', '.join(BITS)}")
+    if size != entry.bytes:
         raise DataError(
-            f"{entry.file}: {entry.name} of {entry.dtype} {list(entry.shape)} needs {entry.bytes} bytes, "
-            f"its place has {room}"
+            f"{entry.file}: {entry.name} of {entry.dtype} {list(entry.shape)} needs {entry.bytes} bytes, but has {size}"
         )
 
 
-Box = tuple[tuple[int, int], ...]  # of each axis where it starts and stops
+Box = tuple[tuple[int, int], ...]  # start and stop on each axis
 Read = Callable[[Entry, Box], Tensor]
 
 
 class Source(Protocol):
-    """The leaves of a tree are looked at by those who check types and tell people of files."""
+    """Where the values of a weight come from; `entries` are the tensors that it reads."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def leaves(self) -> Sequence[Entry]: ...
+    def entries(self) -> Sequence[Entry]: ...
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
-        """Write the box of the weight into `out`, in its type; the most that is held beside is a leaf's part of it."""
+        """Write a box of the weight into `out`, in its type; needs memory for the box of one entry besides."""
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """A tensor as it stands in a file."""
+class Whole:
+    """A tensor of a file, unchanged."""
 
     entry: Entry
 
@@ -125,17 +125,17 @@ class Leaf:
         return self.entry.shape
 
     @property
-    def leaves(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[Entry]:
         return (self.entry,)
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         if out.numel():
-            _put(read(self.entry, box), out, self.entry)
+            _copy(read(self.entry, box), out, self.entry)
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Tensors of one shape along a new first axis, as experts are that a file holds one by one."""
+class Stacked:
+    """Tensors of one shape along a new first axis, such as experts that files have one by one."""
 
     parts: tuple[Source, ...]
 
@@ -144,8 +144,8 @@ class Stack:
         return (len(self.parts), *self.parts[0].shape)
 
     @cached_property
-    def leaves(self) -> Sequence[Entry]:
-        return [leaf for part in self.parts for leaf in part.leaves]
+    def entries(self) -> Sequence[Entry]:
+        return [entry for part in self.parts for entry in part.entries]
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         start, stop = box[0]
@@ -154,8 +154,8 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Join:
-    """Tensors one after the other along an axis there is."""
+class Concatenated:
+    """Tensors one after the other along an existing axis."""
 
     parts: tuple[Source, ...]
     axis: int
@@ -167,8 +167,8 @@ class Join:
         return tuple(whole)
 
     @cached_property
-    def leaves(self) -> Sequence[Entry]:
-        return [leaf for part in self.parts for leaf in part.leaves]
+    def entries(self) -> Sequence[Entry]:
+        return [entry for part in self.parts for entry in part.entries]
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         start, stop = box[self.axis]
@@ -183,8 +183,8 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """Eight-bit numbers, each block of which has a scale: a matrix as official FP8 checkpoints have it."""
+class Dequantized:
+    """A matrix of eight-bit numbers with a scale for each block, as in official FP8 checkpoints."""
 
     weight: Entry
     scale: Entry
@@ -195,7 +195,7 @@ class Scaled:
         return self.weight.shape
 
     @property
-    def leaves(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[Entry]:
         return (self.weight, self.scale)
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
@@ -208,12 +208,12 @@ class Scaled:
             for (start, stop), size in zip(box, self.block, strict=True)
         )
         numbers = read(self.weight, box).float()
-        _put(numbers.mul_(scale[rows][:, columns]), out, self.weight)
+        _copy(numbers.mul_(scale[rows][:, columns]), out, self.weight)
 
 
 @dataclass(frozen=True)
-class Same:
-    """One weight of the model that files hold several times, as tied embeddings: all must be equal."""
+class Duplicates:
+    """One weight of the model that files have several times, such as tied embeddings; all must be equal."""
 
     parts: tuple[Source, ...]
 
@@ -222,8 +222,8 @@ class Same:
         return self.parts[0].shape
 
     @cached_property
-    def leaves(self) -> Sequence[Entry]:
-        return [leaf for part in self.parts for leaf in part.leaves]
+    def entries(self) -> Sequence[Entry]:
+        return [entry for part in self.parts for entry in part.entries]
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         self.parts[0].fill(box, out, read)
@@ -231,19 +231,19 @@ class Same:
             other = torch.empty_like(out)
             part.fill(box, other, read)
             if not torch.equal(out, other):
-                one, two = self.parts[0].leaves[0], part.leaves[0]
+                first, second = self.parts[0].entries[0], part.entries[0]
                 raise DataError(
-                    f"{two.file}: {two.name} differs from {one.name}, and the model has one weight for both "
-                    "(tie_word_embeddings); say false there, or mend the file"
+                    f"{second.file}: {second.name} differs from {first.name}, but the model has one weight for both; "
+                    "to fix it: set tie_word_embeddings to false in config.json, or fix the file"
                 )
 
 
 @dataclass(frozen=True)
-class Held:
-    """A weight no file has, as the task's own code has begun it."""
+class Initialized:
+    """A weight that no file has, as the task initialized it."""
 
     tensor: Tensor
-    leaves: Sequence[Entry] = ()
+    entries: Sequence[Entry] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -254,26 +254,27 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Wave:
-    """Small numbers that depend on their place alone: for weights that a checkpoint is about to overwrite."""
+class Placeholder:
+    """Small numbers that depend on the position alone: for weights that a checkpoint is about to overwrite."""
 
     shape: tuple[int, ...]
-    leaves: Sequence[Entry] = ()
+    entries: Sequence[Entry] = ()
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:  # noqa: ARG002
-        places = torch.ones(out.shape, dtype=torch.float32)
+        angles = torch.ones(out.shape, dtype=torch.float32)
         for axis, (start, stop) in enumerate(box):
-            side = [1] * len(box)
-            side[axis] = stop - start
-            places += torch.arange(start, stop, dtype=torch.float32).mul(1.7 + axis).view(side)
-        out.copy_(places.sin_().mul_(0.02))
+            shape = [1] * len(box)
+            shape[axis] = stop - start
+            angles += torch.arange(start, stop, dtype=torch.float32).mul(1.7 + axis).view(shape)
+        out.copy_(angles.sin_().mul_(0.02))
 
 
-def _put(found: Tensor, out: Tensor, entry: Entry) -> None:
-    out.copy_(found)
-    narrower = out.is_floating_point() and torch.finfo(out.dtype).max < torch.finfo(found.dtype).max
+def _copy(values: Tensor, out: Tensor, entry: Entry) -> None:
+    out.copy_(values)
+    narrower = out.is_floating_point() and torch.finfo(out.dtype).max < torch.finfo(values.dtype).max
     if narrower and not bool(torch.isfinite(out).all()):
-        kind = str(out.dtype).removeprefix("torch.")
+        dtype = str(out.dtype).removeprefix("torch.")
         raise DataError(
-            f"{entry.file}: {entry.name} has numbers that {kind} cannot hold; build the model in bfloat16 or float32"
+            f"{entry.file}: {entry.name} has numbers that are too large for {dtype}; "
+            "to fix it: build the model in bfloat16 or float32"
         )

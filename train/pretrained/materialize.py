@@ -1,0 +1,257 @@
+"""Materializing pretrained weights: a model is built on the meta device, then each process reads its own shards.
+
+`MetaModel` builds the model without memory for its parameters. `Materializer` allocates them and reads their values
+from safetensors files, of a distributed tensor only the shard that this process has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
+
+from pipeline.contract.errors import ConfigError, DataError
+from train.pretrained.source import BITS, Box, Entry, Source
+
+BuildModel = Callable[[], nn.Module]
+
+
+class MetaModel:
+    """A model whose parameters are on the meta device; buffers keep their values, as files rarely have them."""
+
+    def __init__(self, build: BuildModel) -> None:
+        self._build = build
+        with _MetaRegistration(()) as self._registration:
+            self.model = build()
+
+    def initialize(self, names: Collection[str], seed: Callable[[], None]) -> dict[str, nn.Parameter]:
+        """Return these parameters as the task initializes them.
+
+        The model is built once more, and only the parameters registered in the same positions get memory; all others
+        draw no random numbers.
+        """
+        expected = {name: self.model.get_parameter(name) for name in names}
+        positions = {name: self._registration.positions.get(id(parameter)) for name, parameter in expected.items()}
+        if unregistered := [name for name, position in positions.items() if position is None]:
+            raise ConfigError(
+                f"adapt(): {unregistered[0]} is not set as a parameter of a module; write module.name = Parameter"
+            )
+        seed()
+        with _MetaRegistration({position for position in positions.values() if position is not None}), _IgnoreMeta():
+            again = self._build()
+        initialized = {name: again.get_parameter(name) for name in names}
+        if different := [n for n, new in initialized.items() if new.is_meta or new.shape != expected[n].shape]:
+            raise ConfigError(
+                f"adapt(): builds {different[0]} differently each time, or from weights that are not read yet; "
+                "it must build the same model every time, and initialize new weights by itself"
+            )
+        return initialized
+
+
+class _IgnoreMeta(TorchFunctionMode):
+    """Makes moves to the meta device do nothing: adapters move to the device of the layer they wrap."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to and not args[0].is_meta:
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **(kwargs or {}))
+            if device is not None and device.type == "meta":
+                return args[0] if dtype is None else args[0].to(dtype)
+        return func(*args, **(kwargs or {}))
+
+
+class _MetaRegistration:
+    """Within this context a parameter moves to the meta device when a module registers it, before it is initialized.
+
+    Parameters are numbered in the order of registration, and a copy has the number of its original. Those in the
+    positions `kept` keep their memory.
+    """
+
+    def __init__(self, kept: Collection[int]) -> None:
+        self._kept, self._count = kept, 0
+        self._alive: list[nn.Parameter] = []  # so that no id is used twice
+        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # by the id of the original
+        self.positions: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        self._register, self._copy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
+        registration = self
+
+        def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            registration._register(module, name, None if parameter is None else registration._replace(parameter))
+
+        def deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+            duplicate: nn.Parameter = registration._copy(parameter, memo)  # type: ignore[no-untyped-call]
+            if id(parameter) in registration.positions:
+                registration._number(duplicate, registration.positions[id(parameter)])
+            return duplicate
+
+        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+        nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign,assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        nn.Module.register_parameter = self._register  # type: ignore[method-assign]
+        nn.Parameter.__deepcopy__ = self._copy  # type: ignore[method-assign]
+
+    def _replace(self, parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) in self.positions:
+            return parameter
+        original, replacement = self._replaced.get(id(parameter), (None, parameter))
+        if original is None or original() is not parameter:  # the id may be that of a freed parameter
+            replacement = parameter
+            if self._count not in self._kept and not parameter.is_meta:
+                meta = torch.empty_like(parameter, device="meta")
+                replacement = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+                self._replaced[id(parameter)] = weakref.ref(parameter), replacement
+            self._number(replacement, self._count)
+            self._count += 1
+        return replacement
+
+    def _number(self, parameter: nn.Parameter, position: int) -> None:
+        self.positions[id(parameter)] = position
+        self._alive.append(parameter)
+
+
+Slot = tuple[nn.Module, str, str]  # a module, its own name of a parameter, and the parameter's name in the whole model
+
+
+class Materializer:
+    """Allocates the parameters of a meta model and reads their values from `sources`, given by parameter name."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = sources
+        self._read = TensorReader()
+        self._temporary: dict[int, str] = {}  # names of temporary weights, by memory address
+
+    @property
+    def bytes_read(self) -> int:
+        return self._read.bytes
+
+    @torch.no_grad()
+    def materialize(self, model: nn.Module, device: torch.device, prefix: str = "", skip: Collection[int] = ()) -> None:
+        """Read all parameters on the meta device, and the buffers that files have.
+
+        `prefix` is the module's name in the whole model, with a dot; `skip` are ids of modules to leave out.
+        """
+        materialized: dict[int, nn.Parameter] = {}  # tied weights stay one parameter
+        for module, own_name, name in _meta_slots(model, prefix, skip):
+            meta = module._parameters[own_name]
+            assert meta is not None
+            if id(meta) not in materialized:
+                tensor = self._read_shard(name, meta, device)
+                materialized[id(meta)] = nn.Parameter(tensor, requires_grad=meta.requires_grad)
+            module._parameters[own_name] = materialized[id(meta)]
+        for name, buffer in model.named_buffers(prefix.removesuffix(".")):
+            if (source := self._sources.get(name)) is not None:
+                source.fill(full_box(buffer.shape), buffer, self._read)
+
+    @contextlib.contextmanager
+    def materialize_temporarily(
+        self, module: nn.Module, device: torch.device, prefix: str = "", skip: Collection[int] = ()
+    ) -> Iterator[None]:
+        """Materialize a module within the context, and free its weights at the end."""
+        slots = list(_meta_slots(module, prefix, skip))
+        before = [owner._parameters[own_name] for owner, own_name, _ in slots]
+        self.materialize(module, device, prefix, skip)
+        storages = [(name, _storage(owner._parameters[own_name])) for owner, own_name, name in slots]
+        self._temporary |= {storage.data_ptr(): name for name, storage in storages}
+        try:
+            yield
+        finally:
+            for (owner, own_name, _), meta in zip(slots, before, strict=True):
+                owner._parameters[own_name] = meta
+            for _, storage in storages:
+                self._temporary.pop(storage.data_ptr(), None)
+                storage.resize_(0)  # an autograd graph may keep the tensor, but not its memory
+
+    def reread_for_backward(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Return a context for passes with temporary weights: autograd saves their names and reads them again."""
+
+        def pack(tensor: Tensor) -> Any:
+            name = self._temporary.get(tensor.untyped_storage().data_ptr())
+            if name is None:
+                return tensor
+            return name, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            name, dtype, *view = saved
+            meta = torch.empty(self._sources[name].shape, dtype=dtype, device="meta")
+            return self._read_shard(name, meta, device).as_strided(*view)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _read_shard(self, name: str, meta: Tensor, device: torch.device) -> Tensor:
+        source = self._sources[name]
+        if tuple(meta.shape) != source.shape:
+            raise ConfigError(
+                f"parallelize() replaces {name} by a tensor of {list(meta.shape)}; since pretrained weights are read "
+                "later, it must make distributed tensors, as parallelize_module does"
+            )
+        if not isinstance(meta, DTensor):
+            out = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            source.fill(full_box(meta.shape), out, self._read)
+            return out
+        shape, offset = compute_local_shape_and_global_offset(meta.shape, meta.device_mesh, meta.placements)
+        box: Box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+        local = torch.empty(shape, dtype=meta.dtype, device=device)
+        if local.numel():
+            source.fill(box, local, self._read)
+        return DTensor.from_local(
+            local,
+            meta.device_mesh,
+            meta.placements,
+            run_check=False,
+            shape=meta.shape,
+            stride=meta.stride(),
+        )
+
+
+def _storage(parameter: nn.Parameter | None) -> torch.UntypedStorage:
+    assert parameter is not None
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).untyped_storage()
+
+
+def _meta_slots(model: nn.Module, prefix: str, skip: Collection[int]) -> Iterator[Slot]:
+    for path, module in model.named_modules():
+        if id(module) in skip:
+            continue
+        for own_name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                yield module, own_name, f"{prefix}{path}.{own_name}" if path else f"{prefix}{own_name}"
+
+
+class TensorReader:
+    """Reads boxes of tensors from safetensors files, which stay open and memory-mapped as long as this object."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+        self.bytes = 0  # read so far
+
+    def __call__(self, entry: Entry, box: Box) -> Tensor:
+        self.bytes += math.prod(stop - start for start, stop in box) * BITS[entry.dtype] // 8
+        try:
+            if entry.file not in self._open:
+                self._open[entry.file] = safe_open(entry.file, framework="pt")
+            file = self._open[entry.file]
+            tensor: Tensor = (
+                file.get_slice(entry.name)[tuple(slice(*side) for side in box)] if box else file.get_tensor(entry.name)
+            )
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{entry.file}: {entry.name} cannot be read: {error}") from error
+        return tensor
+
+
+def full_box(shape: torch.Size | tuple[int, ...]) -> Box:
+    return tuple((0, size) for size in shape)
