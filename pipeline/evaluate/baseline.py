@@ -111,7 +111,8 @@ def champion_predictor(bundle: Bundle, task: Task, samples: Samples) -> Predicto
             arrays = session.run(list(task.outputs), feed)
         except Exception as error:
             raise BundleError(f"champion {bundle.digest[:12]}: fails on the test data: {error}; {_FIX}") from error
-        return as_task_outputs(task, {name: torch.from_numpy(array) for name, array in zip(task.outputs, arrays, strict=True)})
+        outputs = {name: torch.from_numpy(array) for name, array in zip(task.outputs, arrays, strict=True)}
+        return as_task_outputs(task, outputs)
 
     return predict
 

@@ -1,1 +1,1 @@
-"""What a difference measured on some samples says: intervals, tests, and what they can see at all."""
+"""Confidence intervals, significance tests and power for differences measured on a test set."""

@@ -1,12 +1,10 @@
-"""Bootstrap intervals of a mean: bias-corrected and accelerated (BCa), and plain percentiles for comparison.
+"""Bootstrap confidence intervals: bias-corrected and accelerated (BCa), for means and for other statistics, paired.
 
 B. Efron, "Better Bootstrap Confidence Intervals", JASA 82 (1987).
 
-Statistics that are no mean over samples, and the paired bootstrap of any of them.
-
-Where samples are few each resample is computed anew. Where they are many the statistic is replaced by its own value
-plus the mean of each sample's influence on it (the infinitesimal jackknife): then it is a mean, and what that leaves
-out shrinks with the number of samples, faster than the interval itself.
+A statistic that is not a mean over samples is computed for each resample while samples are few. With many samples it is
+replaced by its value plus the mean of each sample's influence (infinitesimal jackknife): then it is a mean, and the
+error of that shrinks faster with the number of samples than the interval does.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Method: TypeAlias = Literal["bca", "percentile"]
 
-BOOTSTRAP_SEED = 0  # always the same: nobody may try seeds until a verdict suits
-_CHUNK_ELEMENTS = 1 << 18  # of draws at a time: they stay in the cache, whatever the size of the test set
-_MOST_DRAWS = 50_000_000  # one by one; more are drawn by groups
-_FEW_VALUES = 64
-_GROUPS = 1024  # of neighbouring values, where samples are many
-_EXTREMES = 256  # values at either end that stay by themselves: they carry most of a long tail's variance
-_LOST_VARIANCE = 1e-4  # of the whole, that grouping may cost
+BOOTSTRAP_SEED = 0  # fixed, so that the verdict cannot be changed by trying seeds
+_CHUNK_ELEMENTS = 1 << 18  # draws at a time, so that they stay in the CPU cache
+_MAX_DRAWS = 50_000_000  # one by one; with more, neighboring values are grouped
+_MAX_DISTINCT = 64
+_VALUE_GROUPS = 1024  # of neighboring values
+_EXTREMES = 256  # values at each end that are not grouped: they carry most of the variance of a long tail
+_MAX_LOST_VARIANCE = 1e-4  # fraction of the variance that grouping may lose
 _NORMAL = NormalDist()
 
 
@@ -44,7 +42,7 @@ class Interval:
 
 
 def mean_interval(values: Floats, confidence: float, resamples: int, seed: int, method: Method = "bca") -> Interval:
-    """Of the mean of per-sample values, as differences of two models on the same samples."""
+    """Return the interval of the mean of per-sample values, such as differences of two models on the same samples."""
     estimate = float(values.mean())
     if len(values) == 1 or float(np.ptp(values)) == 0.0:
         return Interval(estimate, estimate, estimate)
@@ -56,33 +54,33 @@ def mean_interval(values: Floats, confidence: float, resamples: int, seed: int, 
     return Interval(estimate, float(low), float(high))
 
 
-def bca_interval(drawn: Floats, apart: Floats, estimate: float, confidence: float) -> Interval:
-    """Of any statistic: its resampled values, and how far each sample lifts it."""
-    if float(np.ptp(drawn)) == 0.0 or not float((apart**2).sum()):
+def bca_interval(drawn: Floats, lifts: Floats, estimate: float, confidence: float) -> Interval:
+    """Return the BCa interval of a statistic from its resampled values and the lift by each sample."""
+    if float(np.ptp(drawn)) == 0.0 or not float((lifts**2).sum()):
         return Interval(estimate, estimate, estimate)
-    low, high = np.quantile(drawn, _bca_levels(apart, drawn, estimate, (1 - confidence) / 2))
+    low, high = np.quantile(drawn, _bca_levels(lifts, drawn, estimate, (1 - confidence) / 2))
     return Interval(estimate, float(low), float(high))
 
 
 def resampled_means(values: Floats, resamples: int, seed: int) -> Floats:
-    """Means of as many samples again, drawn with replacement."""
+    """Return means of resamples of the same size, drawn with replacement."""
     generator = np.random.default_rng(seed)
     distinct, counts = np.unique(values, return_counts=True)
-    if len(distinct) > _FEW_VALUES and len(values) * resamples <= _MOST_DRAWS:
+    if len(distinct) > _MAX_DISTINCT and len(values) * resamples <= _MAX_DRAWS:
         return _means_of_draws(values, resamples, generator)
-    if len(distinct) > _GROUPS and (grouped := _group(distinct, counts)):
+    if len(distinct) > _VALUE_GROUPS and (grouped := _group(distinct, counts)):
         distinct, counts = grouped
-    elif len(distinct) > _GROUPS:
+    elif len(distinct) > _VALUE_GROUPS:
         return _means_of_draws(values, resamples, generator)
     return _means_of_counts(distinct, counts, resamples, generator)
 
 
-def _bca_levels(apart: Floats, means: Floats, estimate: float, tail: float) -> tuple[float, float]:
-    """Which quantiles of the resampled means bound the interval; ties count half on each side."""
+def _bca_levels(lifts: Floats, means: Floats, estimate: float, tail: float) -> tuple[float, float]:
+    """Return the quantiles of the resampled means that bound the interval; ties count half on each side."""
     count = len(means)
     below = (int((means < estimate).sum()) + int((means <= estimate).sum())) / 2
     bias = _NORMAL.inv_cdf(min(max(below, 0.5), count - 0.5) / count)
-    acceleration = float((apart**3).sum()) / (6 * float((apart**2).sum()) ** 1.5)
+    acceleration = float((lifts**3).sum()) / (6 * float((lifts**2).sum()) ** 1.5)
 
     def level(z: float) -> float:
         shifted = bias + z
@@ -99,75 +97,79 @@ def _means_of_draws(values: Floats, resamples: int, generator: np.random.Generat
 
 
 def _means_of_counts(values: Floats, counts: Counts, resamples: int, generator: np.random.Generator) -> Floats:
-    """How often each distinct value is drawn is multinomial: the same distribution, without touching samples."""
+    """Draw how often each distinct value occurs (multinomial), which is the same distribution and much faster."""
     total = int(counts.sum())
     drawn = (generator.multinomial(total, counts / total, size=size) for size in _chunks(resamples, len(values)))
     return np.concatenate([row @ values / total for row in drawn])
 
 
 def _group(distinct: Floats, counts: Counts) -> tuple[Floats, Counts] | None:
-    """Neighbouring values as one, at their mean: means keep their distribution but for the variance within groups.
+    """Replace neighboring values by their mean, which loses only the variance within groups.
 
-    None where that is too much of the whole.
+    None if that is too much.
     """
     inner = np.cumsum(counts[_EXTREMES:-_EXTREMES])
-    place = np.minimum(inner * _GROUPS // (inner[-1] + 1), _GROUPS - 1)
+    place = np.minimum(inner * _VALUE_GROUPS // (inner[-1] + 1), _VALUE_GROUPS - 1)
     starts = _EXTREMES + np.flatnonzero(np.diff(place, prepend=-1))
     bounds = np.concatenate([np.arange(_EXTREMES), starts, np.arange(len(distinct) - _EXTREMES, len(distinct))])
     merged = np.add.reduceat(counts, bounds)
     means = np.add.reduceat(counts * distinct, bounds) / merged
-    apart = np.average((distinct - np.average(distinct, weights=counts)) ** 2, weights=counts)
+    lifts = np.average((distinct - np.average(distinct, weights=counts)) ** 2, weights=counts)
     within = np.average((distinct - np.repeat(means, np.diff(bounds, append=len(distinct)))) ** 2, weights=counts)
-    return (means, merged) if within <= _LOST_VARIANCE * apart else None
+    return (means, merged) if within <= _MAX_LOST_VARIANCE * lifts else None
 
 
 def _chunks(resamples: int, width: int) -> Iterator[int]:
-    """Sizes that add up to `resamples`, each of few enough rows of this width."""
+    """Yield sizes that add up to `resamples`, each a number of rows of this width that fits into a chunk."""
     size = max(1, _CHUNK_ELEMENTS // width)
     yield from (min(size, resamples - start) for start in range(0, resamples, size))
 
 
-_MOST_AGGREGATE_DRAWS = 20_000_000  # samples times resamples; beyond, influences stand for them
+_MAX_AGGREGATE_DRAWS = 20_000_000  # samples times resamples; beyond, influences are used
 _AGGREGATE_CHUNK_ELEMENTS = 1 << 19
-_FEW = 2048  # samples, up to which leaving each one out in turn costs little
-_MOST_UNDEFINED = 0.01  # of the resamples
+_MAX_JACKKNIFE_UNITS = 2048  # up to here leaving out each unit in turn is cheap
+_MAX_UNDEFINED_FRACTION = 0.01  # of the resamples
 _BINS = 15
 
 
 class Statistic(Protocol):
     @property
     def units(self) -> int:
-        """How many samples (or queries) it is computed of."""
+        """Number of samples or queries."""
 
     def values(self, weights: Floats) -> Floats:
-        """One value for each row of weights, [rows, units]; NaN where it is undefined."""
+        """Return one value for each row of weights, [rows, units]; NaN where it is undefined."""
 
     def influence(self) -> Floats:
-        """What a little more weight on each unit does to the value; their mean is 0."""
+        """Return the derivative of the value by the weight of each unit; the mean is 0."""
 
 
-def value_of(statistic: Statistic) -> float:
+def point_estimate(statistic: Statistic) -> float:
     if isinstance(statistic, Mean):
         return float(statistic.column.mean())
     return float(statistic.values(np.ones((1, statistic.units)))[0])
 
 
 def contributions(candidate: Statistic, baseline: Statistic | None, better: int = 1) -> Floats:
-    """A value for each unit; their mean is the (difference of the) statistic, their spread that of it."""
+    """Return values per unit with the mean and variance of the statistic, or of the difference of two."""
     if baseline is None:
-        return better * (value_of(candidate) + candidate.influence())
-    return better * (value_of(candidate) - value_of(baseline) + (candidate.influence() - baseline.influence()))
+        return better * (point_estimate(candidate) + candidate.influence())
+    return better * (
+        point_estimate(candidate) - point_estimate(baseline) + (candidate.influence() - baseline.influence())
+    )
 
 
 def aggregate_interval(
     candidate: Statistic, baseline: Statistic | None, confidence: float, resamples: int, seed: int, better: int = 1
 ) -> Interval | None:
-    """Of the statistic, or of its difference on the same units; None where it is undefined or nothing varies it."""
+    """Return the interval of a statistic, or of the difference of two on the same units; None if it is undefined."""
     units = candidate.units
-    estimate = better * (value_of(candidate) - (0.0 if baseline is None else value_of(baseline))) + 0.0  # never -0
+    estimate = (
+        better * (point_estimate(candidate) - (0.0 if baseline is None else point_estimate(baseline))) + 0.0
+    )  # never -0
     if units < 2 or not math.isfinite(estimate):
         return None
-    if units * resamples > _MOST_AGGREGATE_DRAWS:
+    if units * resamples > _MAX_AGGREGATE_DRAWS:
         return mean_interval(contributions(candidate, baseline, better), confidence, resamples, seed)
 
     def values(weights: Floats) -> Floats:
@@ -177,14 +179,18 @@ def aggregate_interval(
 
     drawn = np.concatenate([values(weights) for weights in _resamples(units, resamples, seed)])
     defined = drawn[np.isfinite(drawn)]
-    if len(defined) < (1 - _MOST_UNDEFINED) * resamples:
+    if len(defined) < (1 - _MAX_UNDEFINED_FRACTION) * resamples:
         return None
-    apart = _leaving_out(values, units) if units <= _FEW else contributions(candidate, baseline, better) - estimate
-    return bca_interval(defined, apart[np.isfinite(apart)], estimate, confidence)
+    lifts = (
+        _jackknife_lifts(values, units)
+        if units <= _MAX_JACKKNIFE_UNITS
+        else contributions(candidate, baseline, better) - estimate
+    )
+    return bca_interval(defined, lifts[np.isfinite(lifts)], estimate, confidence)
 
 
 def _resamples(units: int, resamples: int, seed: int) -> Iterator[Floats]:
-    """How often each unit is drawn, with replacement."""
+    """Yield how often each unit is drawn, with replacement."""
     generator = np.random.default_rng(seed)
     size = max(1, _AGGREGATE_CHUNK_ELEMENTS // units)
     for start in range(0, resamples, size):
@@ -193,8 +199,8 @@ def _resamples(units: int, resamples: int, seed: int) -> Iterator[Floats]:
         yield np.bincount(drawn.ravel(), minlength=rows * units).reshape(rows, units).astype(np.float64)
 
 
-def _leaving_out(values: Callable[[Floats], Floats], units: int) -> Floats:
-    """By how much each unit lifts the statistic: the mean of all values without one, less the value without it."""
+def _jackknife_lifts(values: Callable[[Floats], Floats], units: int) -> Floats:
+    """Return by how much each unit lifts the statistic, from the values with one unit left out."""
     size = max(1, _AGGREGATE_CHUNK_ELEMENTS // units)
     parts = []
     for start in range(0, units, size):
@@ -204,8 +210,8 @@ def _leaving_out(values: Callable[[Floats], Floats], units: int) -> Floats:
         parts.append(values(weights))
     without = np.concatenate(parts)
     kept = without[np.isfinite(without)]
-    lifts: Floats = kept.mean() - kept if len(kept) else kept
-    return lifts
+    result: Floats = kept.mean() - kept if len(kept) else kept
+    return result
 
 
 @dataclass(frozen=True)
@@ -227,7 +233,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class RootMean:
-    """Of squared errors: rmse."""
+    """Root of the mean of squared errors (RMSE)."""
 
     squares: Floats
 
@@ -246,8 +252,8 @@ class RootMean:
 
 
 @dataclass(frozen=True)
-class Explained:
-    """Share of the variance of the true values that is explained: r2. Undefined where they are all equal."""
+class ExplainedVariance:
+    """Explained fraction of the variance of the labels (R²); undefined if all labels are equal."""
 
     squares: Floats  # of the errors
     actual: Floats
@@ -259,17 +265,17 @@ class Explained:
     def values(self, weights: Floats) -> Floats:
         total, centred = weights.sum(axis=1), self.actual - self.actual.mean()
         spread = weights @ centred**2 / total - (weights @ centred / total) ** 2
-        return 1 - _ratio(weights @ self.squares / total, np.where(spread > _tiny(centred), spread, 0.0))
+        return 1 - _ratio(weights @ self.squares / total, np.where(spread > _rounding_error(centred), spread, 0.0))
 
     def influence(self) -> Floats:
-        apart = (self.actual - self.actual.mean()) ** 2
-        spread, error = float(apart.mean()), float(self.squares.mean())
-        found: Floats = -(self.squares - error) / spread + error * (apart - spread) / spread**2
+        lifts = (self.actual - self.actual.mean()) ** 2
+        spread, error = float(lifts.mean()), float(self.squares.mean())
+        found: Floats = -(self.squares - error) / spread + error * (lifts - spread) / spread**2
         return found
 
 
 class Ranks:
-    """Of one column under weights: the share of the weight below each value, and half of that on it (mid-ranks)."""
+    """Mid-ranks of one column under weights: the weight below each value plus half of the weight on it."""
 
     def __init__(self, column: Floats) -> None:
         self.order = np.argsort(column, kind="stable")
@@ -280,24 +286,24 @@ class Ranks:
         self.group[self.order] = np.cumsum(new) - 1
 
     def sums(self, weights: Floats) -> Floats:
-        """By distinct value, ascending."""
+        """Return the weight of each distinct value, ascending."""
         return np.add.reduceat(weights[:, self.order], self.starts, axis=1)
 
     def below(self, weights: Floats) -> Floats:
-        """For each distinct value: the weight below it and half of the weight on it."""
+        """Return for each distinct value the weight below it plus half of the weight on it."""
         sums = self.sums(weights)
         found: Floats = np.cumsum(sums, axis=1) - sums / 2
         return found
 
     def above(self, values: Floats) -> Floats:
-        """For each sample: the mean of `values` over those above it, and half over those equal to it."""
+        """Return for each sample the mean of `values` over samples above it, plus half over those equal to it."""
         sums = self.sums(values[None])[0]
         found: Floats = ((sums.sum() - np.cumsum(sums) + sums / 2) / len(values))[self.group]
         return found
 
 
 class Spearman:
-    """Correlation of ranks. Undefined where one side has a single value."""
+    """Rank correlation; undefined if one side is constant."""
 
     def __init__(self, first: Floats, second: Floats) -> None:
         self._x, self._y, self.units = Ranks(first), Ranks(second), len(first)
@@ -327,7 +333,7 @@ class Spearman:
 
 
 class Auc:
-    """How often a positive sample has the greater score, ties half. Undefined without one of both kinds."""
+    """Probability that a positive sample scores higher, ties count half; undefined without both kinds."""
 
     def __init__(self, scores: Floats, positive: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
         self._ranks, self.units = Ranks(scores), len(scores)
@@ -345,7 +351,7 @@ class Auc:
     @cached_property
     def _influence(self) -> Floats:
         yes, no = self._positive, 1 - self._positive
-        auc = value_of(self)
+        auc = point_estimate(self)
         below = (self._ranks.below(no[None])[0] / no.sum())[self._ranks.group]
         above = self._ranks.above(yes) * self.units / yes.sum()
         found: Floats = yes * (below - auc) / yes.mean() + no * (above - auc) / no.mean()
@@ -400,6 +406,6 @@ def _ratio(part: Floats, whole: Floats) -> Floats:
     return found
 
 
-def _tiny(centred: Floats) -> float:
-    """Below this a spread is what rounding leaves of none."""
+def _rounding_error(centred: Floats) -> float:
+    """Return the variance below which values are constant up to rounding."""
     return 1e-14 * float((centred**2).max(initial=0.0))

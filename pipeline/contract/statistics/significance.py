@@ -1,8 +1,6 @@
-"""Tests of whether two models differ on the same samples: McNemar's exact one, and the sign-flip permutation.
+"""Paired significance tests, power and multiple comparisons, and calibration errors.
 
-What a test set can see at all: the smallest true difference that it would show, and corrections for many looks.
-
-Whether stated probabilities are true: Brier score and expected calibration error.
+Tests of whether two models differ on the same samples are McNemar's exact test and the sign-flip permutation test.
 """
 
 from __future__ import annotations
@@ -17,27 +15,27 @@ import numpy as np
 from pipeline.contract.statistics.bootstrap import Floats
 
 _CHUNK_BYTES = 1 << 21  # of random bits at a time
-_FEW_VALUES = 64
+_MAX_DISTINCT = 64
 
 
 @dataclass(frozen=True)
 class McNemar:
     p_value: float
-    only_candidate: int  # samples that the candidate alone gets right
+    only_candidate: int  # samples that only the candidate gets right
     only_baseline: int
 
 
 def mcnemar(candidate: Floats, baseline: Floats) -> McNemar | None:
-    """The exact test, when both are right or wrong on each sample (1 or 0) and nothing between; else None."""
+    """Return McNemar's exact test; None unless all values are 1 (right) or 0 (wrong)."""
     if not all(np.isin(values, (0.0, 1.0)).all() for values in (candidate, baseline)):
         return None
     only_candidate = int(((candidate == 1) & (baseline == 0)).sum())
     only_baseline = int(((candidate == 0) & (baseline == 1)).sum())
-    return McNemar(binomial_two_sided(only_candidate, only_baseline), only_candidate, only_baseline)
+    return McNemar(binomial_two_sided_p_value(only_candidate, only_baseline), only_candidate, only_baseline)
 
 
-def binomial_two_sided(a: int, b: int) -> float:
-    """Probability of a split at least as uneven as a : b when both sides are equally likely."""
+def binomial_two_sided_p_value(a: int, b: int) -> float:
+    """Return the probability of a split at least as uneven as a : b if both sides are equally likely."""
     total, smaller = a + b, min(a, b)
     if a == b:
         return 1.0
@@ -49,8 +47,8 @@ def binomial_two_sided(a: int, b: int) -> float:
     return min(1.0, math.exp(log_sum + math.log(2) * (1 - total)))
 
 
-def binomial_at_least(count: int, total: int) -> float:
-    """Probability of so many or more of `total`, each as likely as not."""
+def binomial_upper_p_value(count: int, total: int) -> float:
+    """Return the probability of `count` or more successes in `total` fair coin flips."""
     if count <= 0:
         return 1.0
     i = np.arange(count, total + 1, dtype=np.float64)
@@ -60,50 +58,58 @@ def binomial_at_least(count: int, total: int) -> float:
     return min(1.0, math.exp(peak + math.log(float(np.exp(logs - peak).sum())) - total * math.log(2)))
 
 
-def fall_p_value(difference: Floats, resamples: int, seed: int) -> float:
-    """One-sided, of so low a sum where each sample's difference might as well have the other sign.
+def decrease_p_value(difference: Floats, resamples: int, seed: int) -> float:
+    """Return the one-sided p-value of a decrease in the sign-flip test.
 
-    Exact where all differences are of one size; else by drawn signs, the observed ones counting as one draw.
+    Exact if all differences have one size; otherwise from random signs, where the observed signs count as one draw.
     """
     sizes, counts = np.unique(np.abs(difference[difference != 0]), return_counts=True)
     if not len(sizes):
         return 1.0
     if len(sizes) == 1:
-        return binomial_at_least(int((difference < 0).sum()), int(counts[0]))
+        return binomial_upper_p_value(int((difference < 0).sum()), int(counts[0]))
     generator = np.random.default_rng(seed)
-    few = len(sizes) <= _FEW_VALUES
-    sums = _flips_of_counts(sizes, counts, resamples, generator) if few else _flips(difference, resamples, generator)
+    few = len(sizes) <= _MAX_DISTINCT
+    sums = (
+        _sign_flip_sums_of_counts(sizes, counts, resamples, generator)
+        if few
+        else _sign_flip_sums(difference, resamples, generator)
+    )
     slack = 1e-9 * float(np.abs(difference).sum())
     return (1 + int((sums <= float(difference.sum()) + slack).sum())) / (1 + resamples)
 
 
 def permutation_p_value(difference: Floats, resamples: int, seed: int) -> float:
-    """Two-sided, under "which model gave which answer is a toss-up for every sample".
+    """Return the two-sided p-value of the sign-flip permutation test: swapping the models per sample changes nothing.
 
-    The observed assignment counts as one of them, so that the value is never 0 and the test never too bold.
+    The observed signs count as one draw, so that the value is never 0 and the test keeps its level.
     """
     sizes, counts = np.unique(np.abs(difference[difference != 0]), return_counts=True)
     if not len(sizes):
         return 1.0
     observed = abs(float(difference.sum()))
     generator = np.random.default_rng(seed)
-    few = len(sizes) <= _FEW_VALUES
-    sums = _flips_of_counts(sizes, counts, resamples, generator) if few else _flips(difference, resamples, generator)
+    few = len(sizes) <= _MAX_DISTINCT
+    sums = (
+        _sign_flip_sums_of_counts(sizes, counts, resamples, generator)
+        if few
+        else _sign_flip_sums(difference, resamples, generator)
+    )
     slack = 1e-9 * float(np.abs(difference).sum())  # sums in another order differ in their last bits
     return (1 + int((np.abs(sums) >= observed - slack).sum())) / (1 + resamples)
 
 
-def _flips_of_counts(
+def _sign_flip_sums_of_counts(
     sizes: Floats, counts: np.ndarray[tuple[int], np.dtype[np.int64]], resamples: int, generator: np.random.Generator
 ) -> Floats:
-    """Of samples with equal differences only the number of flipped ones matters, which is binomial."""
+    """Draw the number of flipped signs among samples with equal differences, which is binomial."""
     flipped = generator.binomial(counts, 0.5, size=(resamples, len(counts)))
     sums: Floats = (counts - 2 * flipped) @ sizes
     return sums
 
 
-def _flips(difference: Floats, resamples: int, generator: np.random.Generator) -> Floats:
-    """A random bit for each sample: the sum of those that keep their sign, twice, less all."""
+def _sign_flip_sums(difference: Floats, resamples: int, generator: np.random.Generator) -> Floats:
+    """Draw a bit per sample: twice the sum of those that keep their sign, minus the sum of all."""
     width = (len(difference) + 7) // 8
     padded = np.zeros(8 * width)
     padded[: len(difference)] = difference
@@ -119,21 +125,21 @@ def _flips(difference: Floats, resamples: int, generator: np.random.Generator) -
 
 
 def _sums_by_byte(groups: Floats) -> Floats:
-    """For every eight samples, their sum under each of the 256 choices: one look-up instead of eight additions."""
+    """Return for every eight samples their sum under each of 256 sign choices: one look-up replaces eight additions."""
     choices = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float64)
     sums: Floats = groups @ choices.T
     return sums
 
 
-_POWER = 0.8  # of all such test sets would show it
+_POWER = 0.8
 _NORMAL = NormalDist()
 
 
-def smallest_difference(difference: Floats, confidence: float, power: float = _POWER) -> float:
-    """The true mean difference that so large a share of test sets like this one would tell from none.
+def detectable_difference(difference: Floats, confidence: float, power: float = _POWER) -> float:
+    """Return the true mean difference that test sets of this size detect with the given power.
 
-    From the spread of what was measured, by the normal approximation. Where no sample differs, the spread is what a
-    share of differing samples could be that a set of this size misses entirely (at the same confidence).
+    Uses the normal approximation with the measured variance. If no sample differs, the variance is that of the largest
+    fraction of differing samples that a test set of this size could miss entirely, at the same confidence.
     """
     count = len(difference)
     if count < 2:
@@ -146,7 +152,7 @@ def smallest_difference(difference: Floats, confidence: float, power: float = _P
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """S. Holm's step-down correction: the chance of one false alarm among all stays at the level."""
+    """Return p-values with Holm's step-down correction, which keeps the family-wise error rate."""
     order = np.argsort(p_values, kind="stable")
     count, running, adjusted = len(p_values), 0.0, [0.0] * len(p_values)
     for rank, index in enumerate(order):
@@ -155,9 +161,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def shared_confidence(confidence: float, looks: int) -> float:
-    """Of each interval, so that all of them hold at once at least so often (Bonferroni)."""
-    return 1 - (1 - confidence) / max(1, looks)
+def bonferroni_confidence(confidence: float, comparisons: int) -> float:
+    """Return the confidence of each interval with which all of them hold at once (Bonferroni)."""
+    return 1 - (1 - confidence) / max(1, comparisons)
 
 
 _BINS = 15
@@ -165,36 +171,36 @@ _BINS = 15
 
 @dataclass(frozen=True)
 class Bin:
-    """Of a calibration curve: answers about which the model was so sure."""
+    """One bin of a calibration curve: answers with a similar stated confidence."""
 
     low: float
     high: float
     samples: int
-    confidence: float  # mean of what was stated
-    accuracy: float  # share that was right
+    confidence: float  # mean stated confidence
+    accuracy: float  # fraction that is right
 
 
-def brier(probabilities: Floats, actual: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Floats:
-    """Per sample: the squared distance of a row of probabilities from the truth; 0 is perfect, 2 the worst."""
-    wanted = probabilities[np.arange(len(actual)), actual]
-    scores: Floats = (probabilities**2).sum(axis=1) - 2 * wanted + 1
+def brier_scores(probabilities: Floats, actual: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Floats:
+    """Return per sample the squared distance of the probabilities from the label; 0 is perfect, 2 the worst."""
+    of_label = probabilities[np.arange(len(actual)), actual]
+    scores: Floats = (probabilities**2).sum(axis=1) - 2 * of_label + 1
     return scores
 
 
-def curve(stated: Floats, right: Floats, bins: int = _BINS) -> tuple[Bin, ...]:
-    """Bins of equal width over [0, 1]; those that nothing fell into are left out."""
+def calibration_curve(stated: Floats, right: Floats, bins: int = _BINS) -> tuple[Bin, ...]:
+    """Return bins of equal width over [0, 1]; empty ones are left out."""
     place = np.minimum((stated * bins).astype(np.int64), bins - 1)
     samples = np.bincount(place, minlength=bins)
-    sure = np.bincount(place, weights=stated, minlength=bins)
+    confidence = np.bincount(place, weights=stated, minlength=bins)
     hits = np.bincount(place, weights=right, minlength=bins)
     return tuple(
-        Bin(i / bins, (i + 1) / bins, int(n), float(sure[i] / n), float(hits[i] / n))
+        Bin(i / bins, (i + 1) / bins, int(n), float(confidence[i] / n), float(hits[i] / n))
         for i, n in enumerate(samples)
         if n
     )
 
 
-def expected_error(bins: tuple[Bin, ...]) -> float:
-    """The mean gap between stated and true, over samples (ECE)."""
+def expected_calibration_error(bins: tuple[Bin, ...]) -> float:
+    """Return the mean gap between stated confidence and accuracy, weighted by samples (ECE)."""
     total = sum(one.samples for one in bins)
     return sum(one.samples * abs(one.confidence - one.accuracy) for one in bins) / total
