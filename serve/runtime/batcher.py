@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from serve.errors import Busy, Expired, Gone
+from serve.errors import Busy, DeadlineExceeded, ClientDisconnected
 from serve.request_context import RequestContext
 
 Array = np.ndarray[Any, Any]
@@ -129,7 +129,7 @@ class Batcher:
         key, rows = batch_key(inputs, request.output_names)
         request.batch_key, request.rows, request.queued_at = key, rows, time.monotonic()
         if request.queued_at >= request.deadline:
-            raise Expired("the deadline passed before the request could be computed")
+            raise DeadlineExceeded("the deadline passed before the request could be computed")
         answer: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
         request.outputs = answer
         if is_only and not self.waiting and not self._running and self._estimate.is_quick(input_size((request,))):
@@ -203,8 +203,8 @@ class Batcher:
                 self.waiting -= 1
                 self._rows -= item.rows
                 lane.rows -= item.rows
-                # The last waiting request runs even if it is expected to be late: otherwise an estimate that is too high
-                # would never be corrected.
+                # The last waiting request runs even if it is expected to be late: otherwise a wrong estimate would
+                # never be corrected.
                 if not reject_obsolete(item, now, done_at if batch or self.waiting else now):
                     item.run_started_at = now
                     batch.append(item)
@@ -301,10 +301,10 @@ def reject_obsolete(item: RequestContext, now: float, done_at: float = -math.inf
     if item.outputs.done():
         return True
     if item.is_disconnected():
-        item.outputs.set_exception(Gone("the client disconnected before its request was computed"))
+        item.outputs.set_exception(ClientDisconnected("the client disconnected before its request was computed"))
         return True
     if now >= item.deadline:
-        item.outputs.set_exception(Expired("the deadline passed while the request waited; it was not computed"))
+        item.outputs.set_exception(DeadlineExceeded("the deadline passed while the request waited; it was not computed"))
         return True
     if done_at > item.deadline:
         item.outputs.set_exception(Busy("the requests before it took so long that its deadline cannot be met"))

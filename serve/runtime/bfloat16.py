@@ -1,4 +1,4 @@
-"""BF16: two bytes on the wire and in the model, float32 in between, because numpy has no such type."""
+"""BF16 tensors: two bytes on the wire and in the model, float32 in between, since numpy has no such type."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _TYPE = "tensor(bfloat16)"
 _ONNX_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16; onnx itself is not needed to serve
 
 
-def widened(bits: Array) -> Array:
-    """The values of these 16-bit patterns, exactly."""
+def from_bits(bits: Array) -> Array:
+    """Return the values of 16-bit patterns."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bits(array: Array) -> Array:
-    """The nearest BF16 of each float32 (ties to even), as 16-bit patterns; beyond the largest it is infinity."""
+    """Round float32 to the nearest BF16 (ties to even) and return 16-bit patterns; too large values become infinity."""
     whole = np.asarray(array, np.float32, order="C").view(np.uint32)
     nearest = (whole + (((whole >> 16) & 1) + 0x7FFF)) >> 16
-    quiet = (whole >> 16) | 0x40  # rounding could make an infinity of a NaN
+    quiet = (whole >> 16) | 0x40  # rounding could turn a NaN into infinity
     return np.where((whole & 0x7FFFFFFF) > 0x7F800000, quiet, nearest).astype(np.uint16)
 
 
-def rounded(array: Array) -> Array:
-    return widened(to_bits(array))
+def round_to_bfloat16(array: Array) -> Array:
+    return from_bits(to_bits(array))
 
 
-def concerns(session: Any) -> bool:
-    """Whether the model has BF16 among its inputs or outputs."""
+def uses_bfloat16(session: Any) -> bool:
+    """Return whether an input or output of the model is BF16."""
     return any(node.type == _TYPE for node in (*session.get_inputs(), *session.get_outputs()))
 
 
 def run(session: Any, names: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
-    """`session.run` for such a model: ONNX Runtime refuses its arrays there, but takes and gives values of its own."""
+    """Run a model with BF16 tensors, for which ONNX Runtime accepts OrtValues but no numpy arrays."""
     values = {node.name: _value(inputs[node.name], node.type) for node in session.get_inputs()}
     binding = session.io_binding()
     for name, value in values.items():
@@ -47,7 +47,7 @@ def run(session: Any, names: Sequence[str], inputs: Mapping[str, Array]) -> list
         binding.bind_output(name, "cpu")
     try:
         session.run_with_iobinding(binding)
-    except RuntimeError:  # of whatever kind it was: a plain run tells whether the values or we are to blame
+    except RuntimeError:  # a plain run raises the specific error
         session.run_with_ort_values(list(names), values)
         raise
     return [_array(value) for value in binding.get_outputs()]
@@ -62,7 +62,7 @@ def _value(array: Array, kind: str) -> Any:
 
 def _array(value: Any) -> Array:
     if value.element_type() != _ONNX_BFLOAT16:
-        found: Array = value.numpy()
-        return found
+        array: Array = value.numpy()
+        return array
     bits = np.frombuffer(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()), np.uint16)
-    return widened(bits).reshape(value.shape())
+    return from_bits(bits).reshape(value.shape())

@@ -1,4 +1,4 @@
-"""From what a client sends to what it gets: codec, signature and session put together, whatever the wire format."""
+"""Predictor of a bundle: codec, signature and session, independent of the wire format."""
 
 from __future__ import annotations
 
@@ -29,49 +29,49 @@ log = logging.getLogger(__name__)
 
 
 class CodecError(InvalidPayload):
-    """The client's payload, as far as we can know, but a traceback of user code that its author may want to see."""
+    """The codec failed to decode a payload. Reported as the client's error; the traceback is logged."""
 
 
 class Predictor:
-    """Raises InvalidPayload where the client is wrong; anything else that is raised is the service's own fault."""
+    """Raises InvalidPayload for errors of the client; every other exception is an error of the service."""
 
     def __init__(self, bundle: Bundle, session: Session) -> None:
         self.bundle, self.signature = bundle, bundle.signature
         self.session = session
-        # why requests are not merged into batches; empty where they are
-        self.why_alone = self.signature.why_alone
+        # why requests are not merged into batches; empty where they may be
+        self.unbatched_reason = self.signature.why_alone
         self.datatypes = {spec.name: spec.datatype for spec in bundle.signature.outputs}
         _check_installed(bundle)
         reference = f"codec.py:{bundle.signature.codec}"
-        self._codec: Codec | None = None  # a language model may do without: its tokenizer is in the bundle
+        self._codec: Codec | None = None  # optional for language models, which have a tokenizer
         self.drawing: Drawing | None = None
         if bundle.signature.codec:
             with no_bytecode():
                 self._codec = load_codec(reference, bundle.path, f"_codec_{bundle.digest}", bundle.path / FILES)
             self.drawing = codec_drawing(self._codec, reference)
-        self.language_model: LanguageModel | None = None  # of a language model
-        self.text_signature: Signature | None = None  # of texts through the codec, where its instances are texts
+        self.language_model: LanguageModel | None = None
+        self.text_signature: Signature | None = None  # for V2 and gRPC, where the codec's instances are strings
 
     def predict(self, instances: Any) -> Sequence[Any]:
-        """One prediction for each instance."""
+        """Return one prediction for each instance."""
         return self.encode(self.run(self.decode(instances)), len(instances))
 
     def run(self, arrays: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
-        """Inference on arrays that were checked already."""
+        """Run inference on validated arrays."""
         return self.session.run(arrays, outputs)
 
     def encode(self, outputs: Mapping[str, Array], count: int) -> Sequence[Any]:
-        """One prediction for each of `count` instances."""
-        assert self._codec is not None, "what was decoded has a codec"
+        """Return one prediction for each of `count` instances."""
+        assert self._codec is not None, "decoding has checked this"
         predictions = self._codec.encode(outputs)
         if len(predictions) != count:
-            raise ValueError(f"codec.encode gave {len(predictions)} predictions for {count} instances")
+            raise ValueError(f"codec.encode returned {len(predictions)} predictions for {count} instances")
         return predictions
 
     def decode(self, instances: Any) -> Mapping[str, Array]:
-        """Instances as a client sends them, turned into the arrays of the signature."""
+        """Turn a client's instances into the arrays of the signature."""
         if self._codec is None:
-            raise InvalidPayload("this model has no codec for instances; ask /openai/v1/completions for texts")
+            raise InvalidPayload("this model has no codec for instances; use /openai/v1/completions for texts")
         if not isinstance(instances, list):
             raise InvalidPayload("instances: must be a list")
         if not instances:
@@ -82,30 +82,31 @@ class Predictor:
             arrays = self._codec.decode(instances)
         except InvalidPayload:
             raise
-        except Exception as error:  # a codec is user code: what it stumbles over is, as far as we can know, the payload
+        except Exception as error:  # user code: most likely the payload is the cause
             raise CodecError("instances: the model's codec cannot decode them") from error
         check_arrays(arrays, self.signature)
         count = len(instances)
         for name, array in arrays.items():
             if array.shape[:1] != (count,):
-                raise InvalidPayload(f"instances: {count} were decoded to {name!r} of shape {list(array.shape)}")
+                raise InvalidPayload(f"instances: {count} were decoded into {name!r} of shape {list(array.shape)}")
         return arrays
 
 
 def _check_installed(bundle: Bundle) -> None:
-    """That a package has another version than at export is for the golden requests to judge."""
+    """Raise BundleError for a missing package. Versions may differ: golden requests check the result."""
     for requirement in bundle.signature.requires:
         try:
             metadata.version(requirement.partition("==")[0])
         except metadata.PackageNotFoundError:
             raise BundleError(
-                f"{bundle.path}: its codec needs {requirement}, and there is none here; `pip install {requirement}`"
+                f"{bundle.path}: its codec needs {requirement}, which is not installed; "
+                f"to fix it: pip install {requirement}"
             ) from None
 
 
 @contextlib.contextmanager
 def no_bytecode() -> Iterator[None]:
-    """Importing the codec must not leave `__pycache__` in the bundle: no file may be there that is not sealed."""
+    """Keep `__pycache__` out of the bundle, which must contain only sealed files."""
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield

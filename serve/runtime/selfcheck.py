@@ -1,9 +1,7 @@
-"""The golden requests, asked of a loaded model before anybody else may ask.
+"""Checks of a loaded model before it serves: golden requests, and whether requests may share a batch.
 
-Whether a model answers each row by itself: only then may the requests of strangers run as one batch.
-
-The signature cannot tell: a model that normalises over the batch has the same names and shapes as one that does not.
-So a golden row is asked alone and in company, and must be answered alike.
+The signature cannot show whether rows are independent: a model that normalizes over the batch has the same names and
+shapes as one that does not. So a golden row is run alone and in a batch, and the results are compared.
 """
 
 from __future__ import annotations
@@ -24,42 +22,44 @@ from serve.runtime.session import Session
 Array = np.ndarray[Any, Any]
 
 
-def check(bundle: Bundle, session: Session) -> None:
-    """Raise BundleError, naming the answer that is wrong, unless every golden request gets its golden answer."""
+def check_golden_requests(bundle: Bundle, session: Session) -> None:
+    """Raise BundleError unless the model returns the golden answer to every golden request."""
     verify(bundle, Predictor(bundle, session))
 
 
 def verify(bundle: Bundle, predictor: Predictor) -> None:
     try:
         golden = bundle.golden()
-        wrong = _tensors(golden, predictor) or _instances(golden, predictor) or _generated(golden, predictor)
+        checks = (_tensor_mismatch, _prediction_mismatch, _generation_mismatch)
+        wrong = next((text for check in checks if (text := check(golden, predictor))), "")
     except BundleError:
         raise
-    except Exception as error:  # of user code and of a damaged golden file alike; the cause is kept
+    except Exception as error:  # from user code or a damaged golden file
         raise BundleError(f"{bundle.path}: golden requests failed: {type(error).__name__}: {error}") from error
     if wrong:
         raise BundleError(f"{bundle.path}: golden requests: {wrong}; the model does not answer as it did at export")
 
 
 def tensor_difference(expected: Mapping[str, Array], found: Mapping[str, Array], rtol: float, atol: float) -> str:
-    """Where two sets of named arrays part; floating point within tolerance, all else exactly. Empty when they agree."""
+    """Describe the first difference of named arrays; empty if they agree. Only floats have a tolerance."""
     if expected.keys() != found.keys():
         return f"outputs are {', '.join(sorted(found))}, expected {', '.join(sorted(expected))}"
-    for name, wanted in expected.items():
-        got = found[name]
-        if got.shape != wanted.shape or got.dtype != wanted.dtype:
-            return f"{name}: {got.dtype} {list(got.shape)}, expected {wanted.dtype} {list(wanted.shape)}"
-        if not np.issubdtype(wanted.dtype, np.floating):
-            wrong = got != wanted
+    for name, array in expected.items():
+        other = found[name]
+        if other.shape != array.shape or other.dtype != array.dtype:
+            return f"{name}: {other.dtype} {list(other.shape)}, expected {array.dtype} {list(array.shape)}"
+        if not np.issubdtype(array.dtype, np.floating):
+            wrong = other != array
         else:
-            wrong = ~np.isclose(got, wanted, rtol=rtol, atol=atol, equal_nan=True)
+            wrong = ~np.isclose(other, array, rtol=rtol, atol=atol, equal_nan=True)
         if wrong.any():
-            place = tuple(int(i) for i in np.argwhere(wrong)[0])
-            return f"{name}{list(place)}: expected {wanted[place]}, found {got[place]} ({int(wrong.sum())} such)"
+            index = tuple(int(i) for i in np.argwhere(wrong)[0])
+            count = int(wrong.sum())
+            return f"{name}{list(index)}: expected {array[index]}, found {other[index]} ({count} differ)"
     return ""
 
 
-def _tensors(golden: Golden, predictor: Predictor) -> str:
+def _tensor_mismatch(golden: Golden, predictor: Predictor) -> str:
     try:
         check_arrays(golden.inputs, predictor.signature)
     except InvalidPayload as error:
@@ -67,66 +67,66 @@ def _tensors(golden: Golden, predictor: Predictor) -> str:
     return tensor_difference(golden.outputs, predictor.run(golden.inputs), golden.rtol, golden.atol)
 
 
-def _instances(golden: Golden, predictor: Predictor) -> str:
+def _prediction_mismatch(golden: Golden, predictor: Predictor) -> str:
     if not golden.instances:
         return ""
     found = json.loads(json.dumps(list(predictor.predict(golden.instances)), default=_plain))
     return difference(golden.predictions, found, golden.rtol, golden.atol, "predictions") or ""
 
 
-def _generated(golden: Golden, predictor: Predictor) -> str:
-    """Greedy answers, all in one batch."""
+def _generation_mismatch(golden: Golden, predictor: Predictor) -> str:
+    """Decode all golden prompts greedily in one batch."""
     generation = predictor.signature.generation
     if generation is None or not golden.generated:
         return ""
     decoder = Decoder(predictor.run, generation, predictor.signature.input_specs)
-    wanted = [one["answer"] for one in golden.generated]
-    answers = greedy(decoder, [one["prompt"] for one in golden.generated], max(1, *map(len, wanted)))
-    for place, (answer, found) in enumerate(zip(wanted, answers, strict=True)):
-        if found.tokens[: len(answer)] != answer:
-            return f"generated[{place}]: expected {answer}, found {found.tokens[: len(answer)]}"
+    expected = [entry["answer"] for entry in golden.generated]
+    results = greedy(decoder, [entry["prompt"] for entry in golden.generated], max(1, *map(len, expected)))
+    for index, (answer, result) in enumerate(zip(expected, results, strict=True)):
+        if result.tokens[: len(answer)] != answer:
+            return f"generated[{index}]: expected {answer}, found {result.tokens[: len(answer)]}"
     return ""
 
 
 def _plain(value: Any) -> Any:
-    """A codec may answer with numpy values; the service sends them as numbers and lists too."""
+    """Convert numpy values from a codec, as the service does."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise TypeError(f"codec.encode gave a {type(value).__name__}, which JSON cannot carry")
+    raise TypeError(f"codec.encode returned a {type(value).__name__}, which is not valid in JSON")
 
 
 Arrays = Mapping[str, Array]
 
 
-def why_not_merged(golden: Golden, run: Callable[[Arrays], Arrays], most: int) -> str:
-    """The reason why requests must run one by one, or empty; `most` is the largest batch they are merged to."""
-    if most < 2:
+def merging_problem(golden: Golden, run: Callable[[Arrays], Arrays], max_rows: int) -> str:
+    """Return why requests must not share a batch of up to `max_rows` rows; empty where they may."""
+    if max_rows < 2:
         return "serve.batch_rows is 1"
     first = _rows(golden.inputs, slice(0, 1))
-    alone = run(first)
-    last = [first] if most > 2 else []  # the place in the batch must not matter either
-    for known, company in ((True, _rows(golden.inputs, slice(1, None))), (False, strangers(golden.inputs))):
-        batch = [first, _rows(company, slice(0, most - 1 - len(last))), *last]
+    single = run(first)
+    last = [first] if max_rows > 2 else []  # the position in the batch must not matter either
+    for are_golden, others in ((True, _rows(golden.inputs, slice(1, None))), (False, other_rows(golden.inputs))):
+        batch = [first, _rows(others, slice(0, max_rows - 1 - len(last))), *last]
         try:
-            found = run({name: np.concatenate([one[name] for one in batch]) for name in first})
+            outputs = run({name: np.concatenate([part[name] for part in batch]) for name in first})
         except Exception as error:
-            if known:
-                return f"golden requests cannot run together: {' '.join(str(error).split())}"
-            continue  # the model may refuse strangers, as values no client sends
-        for place in (slice(0, 1), slice(-1, None))[: 1 + len(last)]:
-            if wrong := tensor_difference(alone, _rows(found, place), golden.rtol, golden.atol):
-                return f"a golden request is answered otherwise in company than alone: {wrong}"
+            if are_golden:
+                return f"golden requests cannot run as one batch: {' '.join(str(error).split())}"
+            continue  # the model may reject made-up values
+        for position in (slice(0, 1), slice(-1, None))[: 1 + len(last)]:
+            if wrong := tensor_difference(single, _rows(outputs, position), golden.rtol, golden.atol):
+                return f"a golden request gets another answer in a batch than alone: {wrong}"
     return ""
 
 
-def strangers(inputs: Arrays) -> Arrays:
-    """Rows unlike the golden ones, of values like theirs: each row's own, moved on by one place, numbers halved."""
-    found = {}
+def other_rows(inputs: Arrays) -> Arrays:
+    """Return rows that differ from the golden ones but have similar values: shifted by one element, floats halved."""
+    rows = {}
     for name, array in inputs.items():
         moved = np.roll(array.reshape(len(array), -1), 1, axis=1).reshape(array.shape)
-        found[name] = (moved / 2).astype(array.dtype) if array.dtype.kind == "f" else moved
-    return found
+        rows[name] = (moved / 2).astype(array.dtype) if array.dtype.kind == "f" else moved
+    return rows
 
 
-def _rows(arrays: Arrays, which: slice) -> dict[str, Array]:
-    return {name: array[which] for name, array in arrays.items()}
+def _rows(arrays: Arrays, rows: slice) -> dict[str, Array]:
+    return {name: array[rows] for name, array in arrays.items()}

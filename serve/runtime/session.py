@@ -1,7 +1,4 @@
-"""One ONNX Runtime session over a verified bundle: where it runs, and that it is the model the signature describes.
-
-One run with its tensors bound to a device's memory: each input goes there once, the outputs come back once.
-"""
+"""ONNX Runtime session of a bundle: provider, validation against the signature, runs with bound tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import BundleError, InvalidPayload, ResourceError
-from pipeline.contract.processes import why_no_cuda
+from pipeline.contract.processes import cuda_problem
 from pipeline.contract.signature import TensorSpec
-from serve.logs import told
+from serve.logs import log_fields
 from serve.runtime import bfloat16, placement
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -45,116 +42,120 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """The bundle's model, loaded; `run` is safe to call from several threads at once."""
+    """A loaded model; `run` is thread-safe."""
 
     def __init__(self, bundle: Bundle, provider: Provider | None = None, threads: int | None = None) -> None:
-        wanted = provider or bundle.signature.runtime.provider
+        requested = provider or bundle.signature.runtime.provider
         self.outputs = tuple(spec.name for spec in bundle.signature.outputs)
         threads = bundle.signature.runtime.threads if threads is None else threads
-        self._session, self.fallback = _open(bundle, wanted, threads)
+        self._session, self.fallback = _open(bundle, requested, threads)
         if self.fallback:
-            where = told(provider=self.provider, wanted=wanted)
-            log.warning("the provider that was wished for is not used: %s", self.fallback, extra=where)
-        self._device = "cuda" if self.provider == CUDA and suits(self._session) else ""
-        self._bfloat16 = bfloat16.concerns(self._session)
+            where = log_fields(provider=self.provider, requested=requested)
+            log.warning("requested provider is unavailable: %s", self.fallback, extra=where)
+        self._device = "cuda" if self.provider == CUDA and can_bind(self._session) else ""
+        self._bfloat16 = bfloat16.uses_bfloat16(self._session)
         _agree(bundle, "input", bundle.signature.inputs, self._session.get_inputs())
         _agree(bundle, "output", bundle.signature.outputs, self._session.get_outputs())
         if self._bfloat16 and any(spec.datatype == "BYTES" for spec in bundle.signature.inputs):
             raise BundleError(
-                f"{bundle.model}: ONNX Runtime takes no strings beside BF16; cast one of them in the model"
+                f"{bundle.model}: ONNX Runtime supports no strings together with BF16; cast one of them in the model"
             )
 
     @property
     def provider(self) -> str:
-        """The provider that has the first say, in ONNX Runtime's words."""
+        """Return the preferred provider by ONNX Runtime's name."""
         return str(self._session.get_providers()[0])
 
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
-        """The named outputs; all of them, in the signature's order, when none is named."""
+        """Return the named outputs, or all in the signature's order."""
         names = list(outputs or self.outputs)
         try:
             if self._bfloat16:
                 values = bfloat16.run(self._session, names, inputs)
             elif self._device:
-                values = run(self._session, names, inputs, self._device)
+                values = run_bound(self._session, names, inputs, self._device)
             else:
                 values = self._session.run(names, dict(inputs))
-        except InvalidArgument as error:  # names, types and shapes were checked, so it is the values: the client's
-            _, _, told = str(error).partition("Status Message: ")
-            raise InvalidPayload(f"inputs: the model cannot compute with these values: {told or 'refused'}") from error
+        except InvalidArgument as error:  # names, types and shapes were validated, so the client's values are the cause
+            _, _, reason = str(error).partition("Status Message: ")
+            raise InvalidPayload(
+                f"inputs: the model cannot compute with these values: {reason or 'rejected'}"
+            ) from error
         return dict(zip(names, values, strict=True))
 
     @property
     def device(self) -> str:
-        """Where tensors lie that stay between two runs."""
+        """Return the device of tensors that are kept between two runs."""
         return self._device or "cpu"
 
     def keep(
         self, inputs: Mapping[str, Any], read: Sequence[str], kept: Sequence[str]
     ) -> tuple[list[Array], list[Any]]:
-        """Arrays of the outputs that are `read`; those `kept` are what the next run may take as inputs."""
-        return keep(self._session, inputs, read, kept, self.device)
+        """Run once; return outputs to `read` as arrays, and those to be `kept` as inputs of the next run."""
+        return run_with_cache(self._session, inputs, read, kept, self.device)
 
 
-def choose_providers(wanted: Provider, no_cuda: str) -> tuple[list[str], str]:
-    """What to ask ONNX Runtime for and, where a wish gave way, why; `no_cuda` says why CUDA cannot work, if so."""
-    if wanted == "cpu":
+def choose_providers(requested: Provider, no_cuda: str) -> tuple[list[str], str]:
+    """Return the providers for ONNX Runtime and the reason of a fallback; `no_cuda`: why CUDA cannot work, or empty."""
+    if requested == "cpu":
         return [CPU], ""
-    return ([CPU] if no_cuda else [CUDA, CPU]), give_way(wanted, no_cuda)
+    return ([CPU] if no_cuda else [CUDA, CPU]), accept_fallback(requested, no_cuda)
 
 
-def give_way(wanted: Provider, reason: str) -> str:
-    """`auto` takes what there is and says why; `cuda` takes nothing else."""
-    if wanted == "cuda" and reason:
-        raise ResourceError(f"provider cuda: {reason}; mend that, or start with --provider cpu or auto")
+def accept_fallback(requested: Provider, reason: str) -> str:
+    """Return the reason for `auto`; raise it for `cuda`, which must not fall back."""
+    if requested == "cuda" and reason:
+        raise ResourceError(
+            f"provider cuda: {reason}; to fix it: install what is missing, or start with --provider cpu or auto"
+        )
     return reason
 
 
 def disagreements(kind: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]) -> list[str]:
-    """Each way the model's own inputs or outputs differ from the signature's."""
-    found = {node.name: node for node in nodes}
-    wanted = {spec.name: spec for spec in specs}
-    if found.keys() != wanted.keys():
-        return [f"{kind}s are {', '.join(sorted(found))}; the signature has {', '.join(sorted(wanted))}"]
-    return [text for name, spec in wanted.items() if (text := _difference(f"{kind} {name}", spec, found[name]))]
+    """Return the differences between the model's inputs or outputs and the signature's."""
+    by_name = {node.name: node for node in nodes}
+    expected = {spec.name: spec for spec in specs}
+    if by_name.keys() != expected.keys():
+        return [f"{kind}s are {', '.join(sorted(by_name))}; the signature has {', '.join(sorted(expected))}"]
+    return [text for name, spec in expected.items() if (text := _difference(f"{kind} {name}", spec, by_name[name]))]
 
 
-def _open(bundle: Bundle, wanted: Provider, threads: int) -> tuple[Any, str]:
-    """The session, and why it runs on the CPU though another provider was wished for."""
-    no_cuda = "" if wanted == "cpu" else why_no_cuda(onnxruntime.get_available_providers())
-    providers, fallback = choose_providers(wanted, no_cuda)
+def _open(bundle: Bundle, requested: Provider, threads: int) -> tuple[Any, str]:
+    """Return the session, and why it runs on the CPU although another provider was requested."""
+    no_cuda = "" if requested == "cpu" else cuda_problem(onnxruntime.get_available_providers())
+    providers, fallback = choose_providers(requested, no_cuda)
     options = _options(threads, spinning=bundle.signature.generation is not None)
     if CUDA not in providers:
         return _load(bundle, options, providers), fallback
-    with placement.scratch() as folder:
-        placement.watch(options, folder)
+    with placement.profile_folder() as folder:
+        placement.enable_profiling(options, folder)
         session = _load(bundle, options, providers)
-        return session, give_way(wanted, _why_not_all_on_cuda(bundle, session))
+        return session, accept_fallback(requested, _cuda_fallback_reason(bundle, session))
 
 
-def _why_not_all_on_cuda(bundle: Bundle, session: Any) -> str:
-    """One clause, or nothing when every node that computes runs there."""
+def _cuda_fallback_reason(bundle: Bundle, session: Any) -> str:
+    """Return why the model does not run on CUDA completely; empty where it does."""
     if CUDA not in session.get_providers():
         session.end_profiling()
-        return "a device is there, but ONNX Runtime could not load its CUDA provider (CUDA or cuDNN libraries)"
+        return "there is a device, but ONNX Runtime could not load its CUDA provider (CUDA or cuDNN libraries)"
     try:
-        nodes = placement.elsewhere(*placement.observe(session, bundle.golden().inputs), CUDA)
-    except Exception as error:  # of ONNX Runtime and of a damaged golden file alike; the cause is kept
+        nodes = placement.misplaced_nodes(*placement.profile_run(session, bundle.golden().inputs), CUDA)
+    except Exception as error:  # from ONNX Runtime or a damaged golden file
         raise BundleError(f"{bundle.path}: golden requests failed: {type(error).__name__}: {error}") from error
-    return placement.told(nodes)
+    return placement.describe(nodes)
 
 
 def _options(threads: int, *, spinning: bool) -> Any:
-    """A thread that spins while it waits for work takes the core from whoever reads the next requests.
+    """Return the session options. `spinning` threads wait busily for work within a run, never between runs.
 
-    For the hundreds of short nodes of a step that writes one token it is worth that, and never between two runs.
+    They take cores from other requests, which pays only for the hundreds of short nodes of a decoding step.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-    options.log_severity_level = 4  # silent: errors are raised, and a client's values must not write to our log
+    options.log_severity_level = 4  # silent: errors are raised, and a client's values must not appear in the log
     return options
 
 
@@ -167,44 +168,44 @@ def _load(bundle: Bundle, options: Any, providers: Sequence[str]) -> Any:
 
 def _agree(bundle: Bundle, kind: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]) -> None:
     if wrong := disagreements(kind, specs, nodes):
-        raise BundleError(f"{bundle.model}: does not fit signature.json: {'; '.join(wrong)}; export again")
+        raise BundleError(f"{bundle.model}: does not match signature.json: {'; '.join(wrong)}; export again")
 
 
-def _difference(place: str, spec: TensorSpec, node: Any) -> str:
+def _difference(tensor: str, spec: TensorSpec, node: Any) -> str:
     datatype = DATATYPES.get(node.type, node.type)
     if datatype != spec.datatype:
-        return f"{place} is {datatype}, the signature says {spec.datatype}"
+        return f"{tensor} is {datatype}, the signature has {spec.datatype}"
     if len(node.shape) != len(spec.shape):
-        return f"{place} has {len(node.shape)} axes, the signature says {len(spec.shape)}"
-    for axis, (found, said) in enumerate(zip(node.shape, spec.shape, strict=True)):
-        if isinstance(found, int) and found != said:  # the model may be freer than the signature, never stricter
-            return f"{place}, axis {axis} is {found}, the signature says {said}"
+        return f"{tensor} has {len(node.shape)} axes, the signature has {len(spec.shape)}"
+    for axis, (size, expected) in enumerate(zip(node.shape, spec.shape, strict=True)):
+        if isinstance(size, int) and size != expected:  # the model may accept more than the signature, not less
+            return f"{tensor}, axis {axis} is {size}, the signature has {expected}"
     return ""
 
 
-def suits(session: Any) -> bool:
-    """Whether all tensors can be bound; ONNX Runtime binds no texts."""
+def can_bind(session: Any) -> bool:
+    """Return whether all tensors can be bound to memory; ONNX Runtime cannot bind strings."""
     return all(node.type != "tensor(string)" for node in (*session.get_inputs(), *session.get_outputs()))
 
 
-def run(session: Any, outputs: Sequence[str], inputs: Mapping[str, Array], device: str) -> list[Array]:
-    """The outputs in their order. A binding of its own for each run, so that several threads may run at once."""
+def run_bound(session: Any, outputs: Sequence[str], inputs: Mapping[str, Array], device: str) -> list[Array]:
+    """Run with tensors bound to the device. Each run has its own binding, so that threads can run at the same time."""
     bound = session.io_binding()
     for name, array in inputs.items():
         bound.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
-    for name in outputs:  # without a shape: ONNX Runtime allocates it when it knows how large it is
+    for name in outputs:  # without a shape: ONNX Runtime allocates it
         bound.bind_output(name, device, 0)
     try:
         session.run_with_iobinding(bound)
-    except RuntimeError:  # of whatever kind it was: a plain run tells whether the values or we are to blame
+    except RuntimeError:  # a plain run raises the specific error
         return list(session.run(list(outputs), dict(inputs)))
     return list(bound.copy_outputs_to_cpu())
 
 
-def keep(
+def run_with_cache(
     session: Any, inputs: Mapping[str, Any], read: Sequence[str], kept: Sequence[str], device: str
 ) -> tuple[list[Array], list[Any]]:
-    """One run that reads tensors of an earlier one: those `read` come as arrays, those `kept` stay on the device."""
+    """Run with tensors of an earlier run: outputs to `read` are copied to arrays, those `kept` stay on the device."""
     bound = session.io_binding()
     for name, value in inputs.items():
         if isinstance(value, np.ndarray):

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import BundleError
-from serve.loading import buckets, prove, warm
+from serve.loading import batch_sizes, load_predictor, warm_up
 from serve.runtime.predictor import Predictor
 from tests.serve.odd import mixing, slow
 
@@ -17,14 +17,14 @@ from tests.serve.odd import mixing, slow
 def test_requests_of_a_model_that_mixes_rows_run_alone_and_it_is_stated_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    predictor = prove(open_bundle(mixing(tmp_path / "bundle")), "cpu", 1)
-    assert "answered otherwise in company than alone: y" in predictor.why_alone
+    predictor = load_predictor(open_bundle(mixing(tmp_path / "bundle")), "cpu", 1)
+    assert "gets another answer in a batch than alone: y" in predictor.unbatched_reason
     assert "batching=off reason='a golden request" in caplog.text
 
 
 def test_requests_of_a_model_that_does_not_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    predictor = prove(open_bundle(slow(tmp_path / "bundle")), "cpu", 1)
-    assert predictor.why_alone == ""
+    predictor = load_predictor(open_bundle(slow(tmp_path / "bundle")), "cpu", 1)
+    assert predictor.unbatched_reason == ""
     assert "batching" not in caplog.text
     np.testing.assert_array_equal(predictor.run({"x": np.ones((1, 1), np.float32)})["y"], [[2]])
 
@@ -42,19 +42,19 @@ def test_every_size_up_to_the_largest_batch_is_run_before_anyone_requests(
         ran.append(len(arrays["image"]))
         return run(self, arrays, outputs)
 
-    predictor = prove(small, "cpu", 1)
+    predictor = load_predictor(small, "cpu", 1)
     monkeypatch.setattr(Predictor, "run", noted)
-    warm(small, predictor)
-    assert ran == sizes == buckets(small.signature)
+    warm_up(small, predictor)
+    assert ran == sizes == batch_sizes(small.signature)
 
 
 def test_a_model_without_a_batch_axis_has_no_sizes(bundle: Bundle) -> None:
     fixed = tuple(spec.model_copy(update={"shape": (1, 10)}) for spec in bundle.signature.outputs)
-    assert buckets(bundle.signature.model_copy(update={"outputs": fixed})) == []
+    assert batch_sizes(bundle.signature.model_copy(update={"outputs": fixed})) == []
 
 
 def test_a_size_the_model_cannot_run_stops_the_start(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor = prove(bundle, "cpu", 1)
+    predictor = load_predictor(bundle, "cpu", 1)
 
     def narrow(arrays: Any, outputs: Any = None) -> Any:
         if len(arrays["image"]) > 4:
@@ -63,4 +63,4 @@ def test_a_size_the_model_cannot_run_stops_the_start(bundle: Bundle, monkeypatch
 
     monkeypatch.setattr(predictor, "run", narrow)
     with pytest.raises(BundleError, match=r"cannot run a batch of 8, .*: Reshape: 4 rows and no more; set"):
-        warm(bundle, predictor)
+        warm_up(bundle, predictor)

@@ -14,9 +14,9 @@ import pytest
 
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.signature import Limits, Runtime
-from serve.errors import Busy, Expired
+from serve.errors import Busy, DeadlineExceeded
 from serve.load_shedding import admit
-from serve.loading import prove
+from serve.loading import load_predictor
 from serve.model_version import ModelVersion
 from serve.request_context import TIMEOUT_HEADER, RequestContext
 from serve.runtime.batcher import BatchingOptions
@@ -49,7 +49,7 @@ class SlowPayload:
 
 @pytest.fixture(scope="module")
 def version(tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
-    predictor = prove(open_bundle(slow(tmp_path_factory.mktemp("slow") / "bundle", LIMITS, RUNTIME)), None, None)
+    predictor = load_predictor(open_bundle(slow(tmp_path_factory.mktemp("slow") / "bundle", LIMITS, RUNTIME)), None, None)
     with ThreadPoolExecutor(2) as pool:
         return ModelVersion("tiny", "1", predictor, pool)
 
@@ -61,9 +61,9 @@ def test_requests_are_merged_as_the_bundle_states(version: ModelVersion) -> None
 
 def test_a_model_that_mixes_rows_is_requested_one_request_at_a_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        found = ModelVersion("tiny", "1", prove(open_bundle(mixing(tmp_path / "bundle")), None, None), pool)
+        found = ModelVersion("tiny", "1", load_predictor(open_bundle(mixing(tmp_path / "bundle")), None, None), pool)
     assert not found.batcher.options.mergeable
-    assert found.metadata(["1"])["properties"]["batching"].startswith("off: a golden request is answered otherwise")
+    assert found.metadata(["1"])["properties"]["batching"].startswith("off: a golden request gets another answer")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_shortest_timeout_of_client_wins_over_that_of_bundle(
 def test_expired_request_is_refused_before_its_body_is_read(version: ModelVersion) -> None:
     late = RequestContext({TIMEOUT_HEADER: b"1"}, "/")
     late.received_at -= 1
-    with pytest.raises(Expired):
+    with pytest.raises(DeadlineExceeded):
         admit(late, version)
     admit(RequestContext({}, "/"), version)
     admit(RequestContext({TIMEOUT_HEADER: b"1"}, "/"), version)

@@ -1,9 +1,8 @@
-"""Whether a batch is quick, whatever else the machine is at."""
+"""Dynamic batching, and the estimate of run times."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -12,13 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from serve.runtime.batcher import Array, Arrays, Batcher, RunTimeEstimate, BatchingOptions
+from serve.runtime.batcher import Array, Arrays, Batcher, BatchingOptions, RunTimeEstimate
 from tests.serve.doubling import MERGING, Client, Model, ask, behind_a_gate, rows, run, together
 
 
-def test_requests_that_wait_together_run_as_one_and_each_gets_its_own_rows(
-    model: Model, pool: ThreadPoolExecutor
-) -> None:
+def test_waiting_requests_run_as_one_batch(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, MERGING, pool)
         found = await together(ask(batcher, rows(1)), ask(batcher, rows(2, 3)), ask(batcher, rows(4, 5, 6)))
@@ -28,7 +25,7 @@ def test_requests_that_wait_together_run_as_one_and_each_gets_its_own_rows(
     run(body)
 
 
-def test_a_batch_is_never_larger_than_stated_unless_one_request_is(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_batch_size_is_limited_except_for_single_requests(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, MERGING, pool)
         sizes = [5, 3, 1, 20, 2, 7]
@@ -39,7 +36,7 @@ def test_a_batch_is_never_larger_than_stated_unless_one_request_is(model: Model,
     run(body)
 
 
-def test_a_model_whose_rows_are_not_its_own_gets_one_request_at_a_time(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_dependent_rows_run_one_request_at_a_time(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, BatchingOptions(mergeable=False), pool)
         assert await together(*(ask(batcher, rows(value)) for value in range(3))) == [[0], [2], [4]]
@@ -58,7 +55,7 @@ def test_a_model_whose_rows_are_not_its_own_gets_one_request_at_a_time(model: Mo
     ],
     ids=["shape", "type", "outputs", "inputs"],
 )
-def test_what_differs_is_never_mixed(
+def test_different_inputs_or_outputs_are_never_merged(
     model: Model, pool: ThreadPoolExecutor, other: Arrays, wanted: tuple[str, ...]
 ) -> None:
     async def body() -> None:
@@ -69,11 +66,11 @@ def test_what_differs_is_never_mixed(
     run(body)
 
 
-def test_one_bad_request_spoils_none_of_its_neighbours(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_failing_request_is_isolated_by_halving_the_batch(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, MERGING, pool)
-        asked = (ask(batcher, rows(value)) for value in (1, 2, 3, -7, 5, 6, 7, 8))
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        requests = (ask(batcher, rows(value)) for value in (1, 2, 3, -7, 5, 6, 7, 8))
+        found = await asyncio.gather(*requests, return_exceptions=True)
         assert found[:3] + found[4:] == [[2], [4], [6], [10], [12], [14], [16]]
         assert isinstance(found[3], ValueError)
         assert "negative: -7" in str(found[3])
@@ -83,7 +80,7 @@ def test_one_bad_request_spoils_none_of_its_neighbours(model: Model, pool: Threa
     run(body)
 
 
-def test_outputs_that_are_not_a_row_for_each_row_are_requested_alone(pool: ThreadPoolExecutor) -> None:
+def test_outputs_without_a_row_per_input_run_separately(pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(lambda arrays, _: {"y": arrays["x"].sum(axis=0)}, MERGING, pool)
         assert await together(ask(batcher, rows(1)), ask(batcher, rows(2, 3))) == [[1], [5]]
@@ -91,7 +88,7 @@ def test_outputs_that_are_not_a_row_for_each_row_are_requested_alone(pool: Threa
     run(body)
 
 
-def test_anyone_who_is_cancelled_while_it_runs_harms_no_one(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_cancelled_request_does_not_affect_its_batch(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, MERGING, pool)
         model.gate.clear()
@@ -104,7 +101,7 @@ def test_anyone_who_is_cancelled_while_it_runs_harms_no_one(model: Model, pool: 
     run(body)
 
 
-def test_lanes_are_served_in_the_order_of_who_waits_longest(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_oldest_request_runs_first(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=2), pool)
         wide = {"x": np.full((1, 3), 7, np.float32)}
@@ -117,7 +114,7 @@ def test_lanes_are_served_in_the_order_of_who_waits_longest(model: Model, pool: 
     run(body)
 
 
-def test_a_quick_model_runs_on_the_loop_and_a_slow_one_in_a_thread(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_quick_model_runs_on_the_loop_and_slow_one_in_a_thread(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         where: list[str] = []
 
@@ -138,7 +135,7 @@ def test_a_quick_model_runs_on_the_loop_and_a_slow_one_in_a_thread(model: Model,
     run(body)
 
 
-def test_no_one_waits_for_company_when_idle_and_all_do_under_load(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_batch_delay_applies_only_under_load(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         delay = 0.6
         batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=4, delay_seconds=delay), pool)
@@ -159,7 +156,7 @@ def test_no_one_waits_for_company_when_idle_and_all_do_under_load(model: Model, 
     run(body)
 
 
-def test_a_batch_that_fills_up_while_it_waits_for_company_starts(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_full_batch_does_not_wait_for_the_delay(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=4, delay_seconds=10), pool)
         await asyncio.gather(ask(batcher, rows(1)), ask(batcher, rows(2)))
@@ -171,7 +168,7 @@ def test_a_batch_that_fills_up_while_it_waits_for_company_starts(model: Model, p
     run(body)
 
 
-def test_each_batch_is_counted_and_each_request_knows_when_it_was_taken(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_batches_are_recorded_and_requests_timed(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batches: list[tuple[int, int, float]] = []
         batcher = Batcher(model, MERGING, pool, lambda *batch: batches.append(batch))
@@ -185,9 +182,7 @@ def test_each_batch_is_counted_and_each_request_knows_when_it_was_taken(model: M
     run(body)
 
 
-def test_a_thousand_requests_of_any_size_and_shape_get_exactly_their_own(
-    model: Model, pool: ThreadPoolExecutor
-) -> None:
+def test_thousand_mixed_requests_get_their_own_rows(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         random = np.random.default_rng(1)
         model.seconds = 0.0
@@ -205,12 +200,10 @@ def test_a_thousand_requests_of_any_size_and_shape_get_exactly_their_own(
     run(body)
 
 
-def test_who_is_alone_is_answered_without_a_turn_of_the_loop_once_the_model_is_known_to_be_quick(
-    model: Model, pool: ThreadPoolExecutor
-) -> None:
+def test_single_request_to_a_quick_model_runs_immediately(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher, model.seconds = Batcher(model, MERGING, pool), 0
-        await batcher.outputs(rows(1), ("y",), Client(), is_only=True)  # in a thread: nobody knows yet how long it takes
+        await batcher.outputs(rows(1), ("y",), Client(), is_only=True)  # in a thread: the run time is not known yet
         answered = batcher.outputs(rows(4), ("y",), Client(), is_only=True)
         with pytest.raises(StopIteration) as done:
             answered.send(None)
@@ -219,7 +212,7 @@ def test_who_is_alone_is_answered_without_a_turn_of_the_loop_once_the_model_is_k
     run(body)
 
 
-def test_an_error_reaches_who_is_alone(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_single_request_gets_its_error(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher, model.seconds = Batcher(model, MERGING, pool), 0
         await batcher.outputs(rows(1), ("y",), Client(), is_only=True)
@@ -229,11 +222,11 @@ def test_an_error_reaches_who_is_alone(model: Model, pool: ThreadPoolExecutor) -
     run(body)
 
 
-def test_what_never_ran_is_not_quick() -> None:
+def test_unknown_size_is_not_quick() -> None:
     assert not RunTimeEstimate().is_quick(7)
 
 
-def test_a_batch_that_was_interrupted_now_and_then_stays_quick() -> None:
+def test_occasional_interruptions_keep_a_size_quick() -> None:
     estimate = RunTimeEstimate()
     for _ in range(50):
         for seconds in (50e-6, 5e-3, 4e-3, 80e-6):
@@ -241,7 +234,7 @@ def test_a_batch_that_was_interrupted_now_and_then_stays_quick() -> None:
             assert estimate.is_quick(7)
 
 
-def test_a_batch_that_became_slow_is_quick_no_more() -> None:
+def test_size_that_became_slow_is_not_quick() -> None:
     estimate = RunTimeEstimate()
     estimate.record(7, 1, 50e-6)
     for _ in range(30):
@@ -249,13 +242,13 @@ def test_a_batch_that_became_slow_is_quick_no_more() -> None:
     assert not estimate.is_quick(7)
 
 
-def test_sizes_are_known_apart() -> None:
+def test_sizes_are_estimated_separately() -> None:
     estimate = RunTimeEstimate()
     estimate.record(7, 1, 50e-6)
     assert not estimate.is_quick(8)
 
 
-def test_one_long_run_makes_its_size_unsafe_for_the_event_loop_and_no_other() -> None:
+def test_long_run_makes_its_size_distrusted() -> None:
     estimate = RunTimeEstimate()
     for size in (5, 6):
         estimate.record(size, 1, 1e-4)
@@ -269,22 +262,22 @@ def test_one_long_run_makes_its_size_unsafe_for_the_event_loop_and_no_other() ->
     assert estimate.is_quick(5)
 
 
-def test_a_turn_of_another_process_is_no_reason_for_a_thread() -> None:
+def test_single_outlier_keeps_a_size_quick() -> None:
     estimate = RunTimeEstimate()
     estimate.record(5, 1, 1e-4)
     estimate.record(5, 1, 0.01)
     assert estimate.is_quick(5)
 
 
-def test_a_queue_lasts_as_long_as_all_of_the_service_takes_for_a_batch() -> None:
+def test_queue_estimate_includes_the_services_own_work() -> None:
     estimate = RunTimeEstimate()
     for number in range(4):
         estimate.record(5, 10, 0.01)
         estimate.batch_started(10, number * 0.05, more=True)
-    assert estimate.queue_seconds(100) == pytest.approx(0.5), "the model alone would take 0.1 s"
+    assert estimate.queue_seconds(100) == pytest.approx(0.5), "the model itself would take 0.1 s"
 
 
-def test_what_a_queue_took_is_forgotten_when_no_one_waits() -> None:
+def test_queue_estimate_is_forgotten_when_the_queue_is_empty() -> None:
     estimate = RunTimeEstimate()
     estimate.record(5, 10, 0.01)
     estimate.batch_started(10, 0.0, more=True)
@@ -295,18 +288,18 @@ def test_what_a_queue_took_is_forgotten_when_no_one_waits() -> None:
     assert estimate.queue_seconds(100) == pytest.approx(0.1)
 
 
-def test_a_long_turn_of_another_process_is_no_long_run() -> None:
+def test_only_cpu_time_makes_a_run_long() -> None:
     estimate = RunTimeEstimate()
     estimate.record(5, 1, 1e-4, 1e-4)
     estimate.record(5, 1, 1.0, 1e-4)
-    assert estimate.is_quick(5), "it had the processor for a moment only"
+    assert estimate.is_quick(5), "its CPU time was short"
     estimate.record(5, 1, 1.0, 0.9)
     assert not estimate.is_quick(5)
 
 
-def test_a_run_that_waits_for_its_turn_in_a_thread_is_known_to_be_quick() -> None:
+def test_waiting_for_the_cpu_keeps_a_size_quick() -> None:
     estimate = RunTimeEstimate()
     for _ in range(3):
         estimate.record(5, 1, 0.02, 1e-4)
     assert estimate.is_quick(5)
-    assert estimate.queue_seconds(1) == pytest.approx(0.02), "who waits for it waits for all of it"
+    assert estimate.queue_seconds(1) == pytest.approx(0.02), "the queue waits for all of it"

@@ -12,22 +12,22 @@ from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from serve.runtime import bfloat16
 
 
-def test_every_number_goes_to_the_bf16_another_library_takes_for_it() -> None:
+def test_rounding_equals_ml_dtypes() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
     edges = np.array([0, 0x80000000, 0x7F7FFFFF, 0x7F800000, 0x00000001, 0x3F808000, 0x3F818000], np.uint32)
     numbers = np.concatenate([bits, edges]).view(np.float32)
     numbers = numbers[~np.isnan(numbers)]
     wanted = numbers.astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(bfloat16.to_bits(numbers), wanted.view(np.uint16))
-    np.testing.assert_array_equal(bfloat16.rounded(numbers), wanted.astype(np.float32))
+    np.testing.assert_array_equal(bfloat16.round_to_bfloat16(numbers), wanted.astype(np.float32))
 
 
-def test_no_nan_becomes_a_number() -> None:
+def test_nan_stays_nan() -> None:
     nans = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0x7FC00000], np.uint32).view(np.float32)
-    assert np.isnan(bfloat16.rounded(nans)).all()
+    assert np.isnan(bfloat16.round_to_bfloat16(nans)).all()
 
 
-def test_a_model_of_bf16_runs_beside_other_types_empty_and_scalar(tmp_path: Path) -> None:
+def test_bf16_model_runs_with_other_types_and_empty_batches(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     types = {"x": TensorProto.BFLOAT16, "k": TensorProto.INT64}
     shapes: dict[str, list[str | int]] = {"x": ["batch", 2], "k": []}
@@ -39,17 +39,17 @@ def test_a_model_of_bf16_runs_beside_other_types_empty_and_scalar(tmp_path: Path
     )
     path.write_bytes(model.SerializeToString())
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    assert bfloat16.concerns(session)
+    assert bfloat16.uses_bfloat16(session)
     for rows in (0, 3):
-        x = bfloat16.rounded(np.random.default_rng(1).normal(size=(rows, 2)).astype(np.float32))
+        x = bfloat16.round_to_bfloat16(np.random.default_rng(1).normal(size=(rows, 2)).astype(np.float32))
         found = bfloat16.run(session, ["k_out", "x_out"], {"x": x, "k": np.array(5)})
         assert (found[0].shape, found[0].item()) == ((), 5)
         assert found[1].dtype == np.float32
         np.testing.assert_array_equal(found[1], x)
 
 
-def test_values_that_a_model_of_bf16_cannot_compute_with_are_told_like_those_of_any_other() -> None:
-    """ONNX Runtime says of a bound run only that it failed."""
+def test_invalid_values_of_a_bf16_model_are_reported() -> None:
+    """A bound run of ONNX Runtime only reports that it failed."""
     inputs = [
         helper.make_tensor_value_info("x", TensorProto.BFLOAT16, ["rows", 4]),
         helper.make_tensor_value_info("k", TensorProto.INT64, ["batch"]),

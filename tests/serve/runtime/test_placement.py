@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.contract.errors import ResourceError
 from serve.runtime import placement
-from serve.runtime.placement import Kernel, Node, elsewhere, told
+from serve.runtime.placement import Kernel, Node, describe, misplaced_nodes
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -27,14 +27,14 @@ SHAPES = [
 ON_CUDA = Kernel(Node("product", "MatMul", CUDA), (("float", (4, 64)), ("float", (4, 10))))
 
 
-def test_a_model_that_runs_where_it_should_has_nothing_elsewhere() -> None:
-    assert elsewhere([ON_CUDA.node], [ON_CUDA], CUDA) == []
-    assert told([]) == ""
+def test_model_on_its_provider_has_no_misplaced_nodes() -> None:
+    assert misplaced_nodes([ON_CUDA.node], [ON_CUDA], CUDA) == []
+    assert describe([]) == ""
 
 
-def test_the_arithmetic_of_shapes_may_stay_on_the_cpu() -> None:
+def test_shape_arithmetic_may_stay_on_the_cpu() -> None:
     ran = [*SHAPES, ON_CUDA]
-    assert elsewhere([kernel.node for kernel in ran], ran, CUDA) == []
+    assert misplaced_nodes([kernel.node for kernel in ran], ran, CUDA) == []
 
 
 @pytest.mark.parametrize(
@@ -48,34 +48,34 @@ def test_the_arithmetic_of_shapes_may_stay_on_the_cpu() -> None:
         _on_cpu("small", "Add", ("int16", (4,)), ("int16", (4,))),
     ],
 )
-def test_data_that_goes_through_the_cpu_is_found(kernel: Kernel) -> None:
+def test_data_on_the_cpu_is_detected(kernel: Kernel) -> None:
     ran = [*SHAPES, ON_CUDA, kernel]
-    assert elsewhere([one.node for one in ran], ran, CUDA) == [kernel.node]
+    assert misplaced_nodes([one.node for one in ran], ran, CUDA) == [kernel.node]
 
 
-def test_a_node_that_did_not_run_is_found_too() -> None:
-    """Such as one in the branch that the golden request did not take."""
+def test_misplaced_node_that_did_not_run_is_detected() -> None:
+    """For example in a branch that the golden request does not take."""
     hidden = Node("untaken", "Exp", CPU)
-    assert elsewhere([ON_CUDA.node, hidden], [ON_CUDA], CUDA) == [hidden]
+    assert misplaced_nodes([ON_CUDA.node, hidden], [ON_CUDA], CUDA) == [hidden]
 
 
-def test_a_node_of_a_loop_is_found_whatever_its_last_round_was() -> None:
+def test_misplaced_node_in_a_loop_is_detected() -> None:
     rounds = [_on_cpu("sum", "Add", ("int64", (size,)), ("int64", (size,))) for size in (100, 1)]
-    assert elsewhere([], rounds, CUDA) == [rounds[0].node]
+    assert misplaced_nodes([], rounds, CUDA) == [rounds[0].node]
 
 
-def test_the_sentence_names_a_few_nodes_and_counts_the_rest() -> None:
+def test_message_names_a_few_nodes_and_counts_the_rest() -> None:
     nodes = [Node(f"n{index}", "Exp", CPU) for index in range(6)] + [Node("", "Abs", CPU)]
-    assert told(nodes) == (
+    assert describe(nodes) == (
         "7 of the model's nodes run on another provider: n0 (Exp, CPUExecutionProvider), "
         "n1 (Exp, CPUExecutionProvider), n2 (Exp, CPUExecutionProvider), n3 (Exp, CPUExecutionProvider), "
         "n4 (Exp, CPUExecutionProvider) and 2 more"
     )
-    assert told(nodes[-1:]).startswith("1 of the model's nodes runs on another provider: unnamed (Abs")
+    assert describe(nodes[-1:]).startswith("1 of the model's nodes runs on another provider: unnamed (Abs")
 
 
 def _branches(path: Path) -> Path:
-    """Exp for batches of more than one, else Erf; the batch is read off the shape."""
+    """A model with Exp for batches of more than one row, else Erf."""
     branches = [
         helper.make_graph(
             [helper.make_node(op, ["x"], [name], name=name)],
@@ -101,21 +101,21 @@ def _branches(path: Path) -> Path:
     return path
 
 
-def test_onnx_runtime_tells_of_every_node_and_of_all_that_ran(tmp_path: Path) -> None:
-    """Asked of a session on the CPU: all of it is where it should be for the CPU, and elsewhere for CUDA."""
+def test_profile_run_returns_all_nodes_and_those_that_ran(tmp_path: Path) -> None:
+    """In a session on the CPU every node is misplaced for CUDA and none for the CPU."""
     options = onnxruntime.SessionOptions()
-    with placement.scratch() as folder:
-        placement.watch(options, folder)
+    with placement.profile_folder() as folder:
+        placement.enable_profiling(options, folder)
         session = onnxruntime.InferenceSession(str(_branches(tmp_path / "m.onnx")), options, providers=[CPU])
-        nodes, ran = placement.observe(session, {"x": np.ones((3, 4), np.float32)})
+        nodes, ran = placement.profile_run(session, {"x": np.ones((3, 4), np.float32)})
     assert not folder.exists()
     assert {node.name for node in nodes} == {"shape", "batch", "is_many", "if", "many", "one"}
     assert {kernel.node.name for kernel in ran} == {"shape", "batch", "is_many", "if", "many"}
-    assert elsewhere(nodes, ran, CPU) == []
-    assert {node.name for node in elsewhere(nodes, ran, CUDA)} == {"if", "many", "one"}
+    assert misplaced_nodes(nodes, ran, CPU) == []
+    assert {node.name for node in misplaced_nodes(nodes, ran, CUDA)} == {"if", "many", "one"}
 
 
-def test_without_a_folder_to_write_to_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_temporary_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
-    with pytest.raises(ResourceError, match="name one with TMPDIR"), placement.scratch():
+    with pytest.raises(ResourceError, match="set TMPDIR"), placement.profile_folder():
         raise AssertionError("there is no such folder")

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import BundleError, InvalidPayload
-from serve.runtime.predictor import Predictor, Stumble
+from serve.runtime.predictor import CodecError, Predictor
 from serve.runtime.session import Session
 
 
@@ -23,7 +23,7 @@ def tricky(tricky_path: Path) -> Predictor:
     return Predictor(bundle, Session(bundle, "cpu", 1))
 
 
-def test_each_instance_gets_its_prediction_in_order(predictor: Predictor, picture: list[list[int]]) -> None:
+def test_predictions_keep_the_order_of_instances(predictor: Predictor, picture: list[list[int]]) -> None:
     blank = [[0] * 8] * 8
     both = predictor.predict([picture, blank])
     assert [one["digit"] for one in both] == [predictor.predict([one])[0]["digit"] for one in (picture, blank)]
@@ -39,34 +39,32 @@ def test_each_instance_gets_its_prediction_in_order(predictor: Predictor, pictur
         ([[1, 2]], "instances: each must be an 8×8 list of numbers, found shape"),
     ],
 )
-def test_instances_that_cannot_be_predicted_are_refused(predictor: Predictor, instances: Any, sentence: str) -> None:
+def test_invalid_instances_are_rejected(predictor: Predictor, instances: Any, sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         predictor.predict(instances)
 
 
-def test_a_codec_that_stumbles_over_a_payload_refuses_it_without_its_own_words(
-    tricky: Predictor, picture: list[list[int]]
-) -> None:
-    with pytest.raises(Stumble, match=r"^instances: the model's codec cannot decode them$") as caught:
+def test_codec_error_is_reported_without_its_message(tricky: Predictor, picture: list[list[int]]) -> None:
+    with pytest.raises(CodecError, match=r"^instances: the model's codec cannot decode them$") as caught:
         tricky.predict([{"image": picture, "fail": "decode"}])
-    assert "a secret of the server" in str(caught.value.__cause__), "for the log, which tells it with the request"
+    assert "a secret of the server" in str(caught.value.__cause__), "the log shows it with the request"
 
 
-def test_a_package_that_the_codec_needs_and_is_not_here_is_named(bundle: Bundle) -> None:
+def test_missing_package_of_the_codec_is_named(bundle: Bundle) -> None:
     signature = bundle.signature.model_copy(update={"requires": ("no-such-package==1.2",)})
     with pytest.raises(
-        BundleError, match=r"its codec needs no-such-package==1\.2, and there is none here; `pip install"
+        BundleError, match=r"its codec needs no-such-package==1\.2, which is not installed; to fix it: pip install"
     ):
         Predictor(replace(bundle, signature=signature), Session(bundle, "cpu", 1))
 
 
-def test_arrays_that_do_not_fit_the_model_are_refused_even_when_the_codec_is_content(tricky: Predictor) -> None:
+def test_decoded_arrays_must_fit_the_model(tricky: Predictor) -> None:
     with pytest.raises(InvalidPayload, match=r"image: shape \[1, 1, 2\] does not fit \[batch, 1, 8, 8\]"):
         tricky.predict([{"image": [1, 2]}])
     with pytest.raises(InvalidPayload, match=r"codec cannot decode"):
         tricky.predict([{"image": [[1], [1, 2]]}])
 
 
-def test_a_codec_that_fails_to_encode_is_no_fault_of_the_client(tricky: Predictor, picture: list[list[int]]) -> None:
+def test_encoding_failure_is_not_a_client_error(tricky: Predictor, picture: list[list[int]]) -> None:
     with pytest.raises(RuntimeError, match="a secret"):
         tricky.predict([{"image": picture, "fail": "encode"}])

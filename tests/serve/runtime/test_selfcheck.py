@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import BundleError
 from pipeline.contract.golden import Golden
-from serve.runtime.selfcheck import check, strangers, tensor_difference, why_not_merged
+from serve.runtime.selfcheck import check_golden_requests, merging_problem, other_rows, tensor_difference
 from serve.runtime.session import Session
 
 Array = np.ndarray[Any, Any]
@@ -26,7 +26,7 @@ def golden(rows: int = 3) -> Golden:
     return Golden({"x": x, "ids": ids}, {}, [], [], rtol=1e-4, atol=1e-5)
 
 
-def honest(arrays: Arrays) -> Arrays:
+def independent(arrays: Arrays) -> Arrays:
     return {"y": arrays["x"] * 2 + arrays["ids"]}
 
 
@@ -52,14 +52,14 @@ def pooled(arrays: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("most", [2, 3, 32])
-def test_a_model_that_answers_each_row_by_itself_may_be_merged(rows: int, most: int) -> None:
+def test_independent_rows_may_be_merged(rows: int, most: int) -> None:
     sizes = []
 
     def noted(arrays: Arrays) -> Arrays:
         sizes.append(len(arrays["x"]))
-        return honest(arrays)
+        return independent(arrays)
 
-    assert why_not_merged(golden(rows), noted, most) == ""
+    assert merging_problem(golden(rows), noted, most) == ""
     assert max(sizes) <= most
 
 
@@ -67,50 +67,50 @@ def test_a_model_that_answers_each_row_by_itself_may_be_merged(rows: int, most: 
     ("model", "rows"),
     [
         *((model, rows) for model in (normalising, sharing, counting, pooled) for rows in (1, 3)),
-        (attending, 3),  # with one row there are only its own whole numbers, in another order
+        (attending, 3),  # with one row the other rows have the same integers in another order
     ],
 )
-def test_a_model_whose_rows_touch_each_other_may_not(model: Callable[[Arrays], Arrays], rows: int) -> None:
-    assert "answered otherwise in company than alone: y" in why_not_merged(golden(rows), model, 32)
+def test_dependent_rows_may_not_be_merged(model: Callable[[Arrays], Arrays], rows: int) -> None:
+    assert "gets another answer in a batch than alone: y" in merging_problem(golden(rows), model, 32)
 
 
-def test_small_differences_as_other_batch_sizes_make_are_no_reason() -> None:
+def test_rounding_differences_do_not_prevent_merging() -> None:
     def rounded(arrays: Arrays) -> Arrays:
-        return {"y": honest(arrays)["y"] * np.float32(1 + 1e-6 * len(arrays["x"]))}
+        return {"y": independent(arrays)["y"] * np.float32(1 + 1e-6 * len(arrays["x"]))}
 
-    assert why_not_merged(golden(), rounded, 32) == ""
+    assert merging_problem(golden(), rounded, 32) == ""
 
 
-def test_a_model_that_runs_one_row_only_may_not_be_merged() -> None:
+def test_model_for_single_rows_may_not_be_merged() -> None:
     def single(arrays: Arrays) -> Arrays:
         if len(arrays["x"]) > 1:
             raise RuntimeError("Got invalid dimensions")
-        return honest(arrays)
+        return independent(arrays)
 
-    assert "Got invalid dimensions" in why_not_merged(golden(), single, 32)
+    assert "Got invalid dimensions" in merging_problem(golden(), single, 32)
 
 
-def test_a_model_that_refuses_strange_values_is_judged_by_those_it_knows() -> None:
+def test_model_that_rejects_made_up_values_may_be_merged() -> None:
     known = golden()
 
-    def choosy(arrays: Arrays) -> Arrays:
+    def selective(arrays: Arrays) -> Arrays:
         if not np.isin(arrays["x"], known.inputs["x"]).all():
-            raise ValueError("never seen such a number")
-        return honest(arrays)
+            raise ValueError("unknown number")
+        return independent(arrays)
 
-    assert why_not_merged(known, choosy, 32) == ""
+    assert merging_problem(known, selective, 32) == ""
 
 
-def test_who_wants_no_merging_is_not_asked() -> None:
+def test_batch_of_one_row_skips_the_check() -> None:
     def never(_: Arrays) -> Arrays:
         raise AssertionError
 
-    assert why_not_merged(golden(), never, 1) == "serve.batch_rows is 1"
+    assert merging_problem(golden(), never, 1) == "serve.batch_rows is 1"
 
 
-def test_strangers_are_of_the_same_types_and_unlike_the_rows_they_come_from() -> None:
+def test_other_rows_have_equal_types_and_different_values() -> None:
     rows = golden().inputs
-    found = strangers(rows)
+    found = other_rows(rows)
     assert {name: (one.dtype, one.shape) for name, one in found.items()} == {
         name: (one.dtype, one.shape) for name, one in rows.items()
     }
@@ -120,16 +120,16 @@ def test_strangers_are_of_the_same_types_and_unlike_the_rows_they_come_from() ->
 
 def _check(path: Path) -> None:
     bundle = open_bundle(path)
-    check(bundle, Session(bundle, "cpu", 1))
+    check_golden_requests(bundle, Session(bundle, "cpu", 1))
 
 
-def test_a_bundle_that_answers_as_at_export_passes_and_stays_as_it_was(bundle: Bundle) -> None:
-    check(bundle, Session(bundle, "cpu", 1))
+def test_valid_bundle_passes_and_stays_unchanged(bundle: Bundle) -> None:
+    check_golden_requests(bundle, Session(bundle, "cpu", 1))
     assert not (bundle.path / "__pycache__").exists()
     open_bundle(bundle.path)
 
 
-def test_weights_changed_under_a_new_seal_are_found_out(own_bundle: Path, seal: Callable[[Path], str]) -> None:
+def test_changed_weights_are_detected(own_bundle: Path, seal: Callable[[Path], str]) -> None:
     model = onnx.load(str(own_bundle / "model.onnx"))
     weight = numpy_helper.to_array(model.graph.initializer[0]).copy()
     weight[0, 0] += 1
@@ -142,7 +142,7 @@ def test_weights_changed_under_a_new_seal_are_found_out(own_bundle: Path, seal: 
         _check(own_bundle)
 
 
-def test_a_changed_prediction_is_named(own_bundle: Path, seal: Callable[[Path], str]) -> None:
+def test_changed_prediction_is_named(own_bundle: Path, seal: Callable[[Path], str]) -> None:
     golden = json.loads((own_bundle / "golden.json").read_text())
     golden["predictions"][1]["digit"] += 1
     (own_bundle / "golden.json").write_text(json.dumps(golden))
@@ -151,9 +151,7 @@ def test_a_changed_prediction_is_named(own_bundle: Path, seal: Callable[[Path], 
         _check(own_bundle)
 
 
-def test_a_codec_that_fails_on_its_own_golden_requests_is_a_bundle_error(
-    own_bundle: Path, seal: Callable[[Path], str]
-) -> None:
+def test_codec_failing_on_golden_requests_is_a_bundle_error(own_bundle: Path, seal: Callable[[Path], str]) -> None:
     codec = own_bundle / "codec.py"
     codec.write_text(codec.read_text().replace('outputs["logits"]', 'outputs["scores"]'))
     seal(own_bundle)
@@ -161,11 +159,11 @@ def test_a_codec_that_fails_on_its_own_golden_requests_is_a_bundle_error(
         _check(own_bundle)
 
 
-def test_tensors_part_where_they_first_differ() -> None:
+def test_tensor_difference_names_the_first_element() -> None:
     wanted = np.array([[1.0, np.nan], [2.0, 3.0]], np.float32)
     assert tensor_difference({"y": wanted}, {"y": wanted * np.float32(1.00001)}, rtol=1e-3, atol=0) == ""
     found = wanted + np.array([[0, 0], [0, 1]], np.float32)
-    assert tensor_difference({"y": wanted}, {"y": found}, 1e-3, 0) == "y[1, 1]: expected 3.0, found 4.0 (1 such)"
+    assert tensor_difference({"y": wanted}, {"y": found}, 1e-3, 0) == "y[1, 1]: expected 3.0, found 4.0 (1 differ)"
     assert "expected float32" in tensor_difference({"y": wanted}, {"y": wanted.astype(np.float64)}, 1, 1)
     assert tensor_difference({"y": wanted}, {}, 1, 1) == "outputs are , expected y"
     labels = np.array([1, 2])

@@ -1,4 +1,4 @@
-"""On the memory of the CPU, which every machine has; `tests/gpu` has the same on a device."""
+"""ONNX Runtime sessions on the CPU; `tests/gpu` has the same on a device."""
 
 from __future__ import annotations
 
@@ -48,41 +48,45 @@ def session(tmp_path: Path) -> Any:
     return _session(tmp_path, TensorProto.INT64)
 
 
-def test_outputs_come_back_in_the_order_asked_for(session: Any) -> None:
+def test_bound_outputs_have_the_requested_order(session: Any) -> None:
     inputs = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([7, -8])}
-    whole, real = runtime_session.run(session, ["d", "c"], inputs, "cpu")
+    whole, real = runtime_session.run_bound(session, ["d", "c"], inputs, "cpu")
     assert whole.tolist() == [7, -8]
     np.testing.assert_array_equal(real, -inputs["a"])
 
 
-def test_one_output_alone(session: Any) -> None:
-    found = runtime_session.run(session, ["c"], {"a": np.ones((1, 3), np.float32), "b": np.array([1])}, "cpu")
+def test_single_output_can_be_requested(session: Any) -> None:
+    found = runtime_session.run_bound(session, ["c"], {"a": np.ones((1, 3), np.float32), "b": np.array([1])}, "cpu")
     assert [array.tolist() for array in found] == [[[-1, -1, -1]]]
 
 
-def test_an_answer_outlives_its_binding_and_later_runs(session: Any) -> None:
-    first = runtime_session.run(session, ["c"], {"a": np.ones((2, 3), np.float32), "b": np.array([1, 1])}, "cpu")[0]
+def test_outputs_stay_valid_after_later_runs(session: Any) -> None:
+    first = runtime_session.run_bound(session, ["c"], {"a": np.ones((2, 3), np.float32), "b": np.array([1, 1])}, "cpu")[
+        0
+    ]
     for value in range(20):
-        runtime_session.run(session, ["c"], {"a": np.full((2, 3), value, np.float32), "b": np.array([1, 1])}, "cpu")
+        runtime_session.run_bound(
+            session, ["c"], {"a": np.full((2, 3), value, np.float32), "b": np.array([1, 1])}, "cpu"
+        )
     assert (first == -1).all()
 
 
-def test_threads_do_not_mix_their_tensors(session: Any) -> None:
-    def ask(value: int) -> bool:
+def test_concurrent_runs_do_not_mix_tensors(session: Any) -> None:
+    def run(value: int) -> bool:
         inputs = {"a": np.full((value, 3), value, np.float32), "b": np.full(value, value)}
-        real, whole = runtime_session.run(session, ["c", "d"], inputs, "cpu")
+        real, whole = runtime_session.run_bound(session, ["c", "d"], inputs, "cpu")
         return bool((real == -value).all()) and real.shape == (value, 3) and whole.tolist() == [value] * value
 
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(ask, [1 + number % 9 for number in range(100)]))
+        assert all(pool.map(run, [1 + number % 9 for number in range(100)]))
 
 
-def test_a_model_of_texts_is_not_bound(session: Any, tmp_path: Path) -> None:
-    assert runtime_session.suits(session)
-    assert not runtime_session.suits(_session(tmp_path, TensorProto.STRING))
+def test_string_tensors_cannot_be_bound(session: Any, tmp_path: Path) -> None:
+    assert runtime_session.can_bind(session)
+    assert not runtime_session.can_bind(_session(tmp_path, TensorProto.STRING))
 
 
-def test_a_session_answers_as_onnx_runtime_does(bundle: Bundle) -> None:
+def test_session_equals_onnx_runtime(bundle: Bundle) -> None:
     image = np.random.default_rng(0).random((3, 1, 8, 8)).astype(np.float32)
     raw = onnxruntime.InferenceSession(str(bundle.model), providers=[CPU])
     found = Session(bundle, "cpu", 1).run({"image": image})
@@ -90,13 +94,13 @@ def test_a_session_answers_as_onnx_runtime_does(bundle: Bundle) -> None:
     np.testing.assert_array_equal(found["logits"], raw.run(None, {"image": image})[0])
 
 
-def test_auto_takes_cuda_where_it_works_and_says_why_where_it_does_not() -> None:
+def test_auto_prefers_cuda_and_reports_the_fallback() -> None:
     assert choose_providers("auto", "") == ([CUDA, CPU], "")
     assert choose_providers("auto", "no device") == ([CPU], "no device")
     assert choose_providers("cpu", "no device") == ([CPU], "")
 
 
-def test_cuda_that_was_asked_for_and_cannot_work_is_an_error_with_its_reason() -> None:
+def test_unavailable_cuda_is_an_error_if_requested() -> None:
     with pytest.raises(ResourceError, match=r"provider cuda: no device; .* --provider cpu"):
         choose_providers("cuda", "no device")
 
@@ -105,12 +109,12 @@ def test_cuda_that_was_asked_for_and_cannot_work_is_an_error_with_its_reason() -
     ("change", "sentence"),
     [
         (lambda tensor: tensor.update(name="picture"), "inputs are image; the signature has picture"),
-        (lambda tensor: tensor.update(datatype="FP64"), "input image is FP32, the signature says FP64"),
-        (lambda tensor: tensor.update(shape=["batch", 64]), "input image has 4 axes, the signature says 2"),
-        (lambda tensor: tensor.update(shape=["batch", 1, 8, "w"]), "input image, axis 3 is 8, the signature says w"),
+        (lambda tensor: tensor.update(datatype="FP64"), "input image is FP32, the signature has FP64"),
+        (lambda tensor: tensor.update(shape=["batch", 64]), "input image has 4 axes, the signature has 2"),
+        (lambda tensor: tensor.update(shape=["batch", 1, 8, "w"]), "input image, axis 3 is 8, the signature has w"),
     ],
 )
-def test_a_model_that_is_not_the_signatures_is_refused(
+def test_model_must_match_the_signature(
     own_bundle: Path, seal: Callable[[Path], str], change: Callable[[Any], None], sentence: str
 ) -> None:
     path = own_bundle / "signature.json"
@@ -122,7 +126,7 @@ def test_a_model_that_is_not_the_signatures_is_refused(
         Session(open_bundle(own_bundle), "cpu", 1)
 
 
-def test_a_file_that_is_no_model_is_refused_in_one_line(own_bundle: Path, seal: Callable[[Path], str]) -> None:
+def test_invalid_model_file_is_rejected_in_one_line(own_bundle: Path, seal: Callable[[Path], str]) -> None:
     (own_bundle / "model.onnx").write_bytes(b"not a model")
     seal(own_bundle)
     with pytest.raises(BundleError, match="ONNX Runtime cannot load it") as caught:
@@ -149,7 +153,7 @@ def test_weights_outside_the_bundle_are_never_read(
         Session(open_bundle(own_bundle), "cpu", 1)
 
 
-def test_weights_beside_the_model_are_read(own_bundle: Path, seal: Callable[[Path], str]) -> None:
+def test_external_weights_in_the_bundle_are_read(own_bundle: Path, seal: Callable[[Path], str]) -> None:
     before = Session(open_bundle(own_bundle), "cpu", 1)
     model = onnx.load(str(own_bundle / "model.onnx"))
     onnx.save(
@@ -161,26 +165,24 @@ def test_weights_beside_the_model_are_read(own_bundle: Path, seal: Callable[[Pat
     np.testing.assert_array_equal(after.run({"image": image})["logits"], before.run({"image": image})["logits"])
 
 
-def test_a_model_may_be_freer_than_its_signature() -> None:
+def test_model_may_accept_more_than_its_signature() -> None:
     node = SimpleNamespace(name="x", type="tensor(float)", shape=["batch", None])
     fixed = TensorSpec(name="x", datatype="FP32", shape=("batch", 4))
     assert disagreements("input", [fixed], [node]) == []
 
 
-def test_a_cuda_that_onnx_runtime_cannot_load_stops_the_start(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver and a device are there, as far as we can see; the libraries are not."""
-    monkeypatch.setattr("serve.runtime.session.why_no_cuda", lambda _: "")
+def test_cuda_that_cannot_be_loaded_stops_the_start(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Driver and device seem to exist, but the libraries are missing."""
+    monkeypatch.setattr("serve.runtime.session.cuda_problem", lambda _: "")
     monkeypatch.setattr("serve.runtime.session._load", _without_cuda)
-    with pytest.raises(ResourceError, match=r"provider cuda: a device is there, but .* --provider cpu or auto"):
+    with pytest.raises(ResourceError, match=r"provider cuda: there is a device, but .* --provider cpu or auto"):
         Session(bundle, "cuda", 1)
-    assert "a device is there" in Session(bundle, "auto", 1).fallback
+    assert "there is a device" in Session(bundle, "auto", 1).fallback
 
 
-def test_nodes_on_another_provider_stop_the_start_and_auto_names_them(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A real session, all of it on the CPU, that says it has CUDA: what the nodes tell is believed, not the session."""
-    monkeypatch.setattr("serve.runtime.session.why_no_cuda", lambda _: "")
+def test_misplaced_nodes_stop_the_start_or_are_reported(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session on the CPU that claims to have CUDA: the assignment of the nodes counts."""
+    monkeypatch.setattr("serve.runtime.session.cuda_problem", lambda _: "")
     monkeypatch.setattr("serve.runtime.session._load", lambda *given: _Claims(_without_cuda(*given)))
     with pytest.raises(ResourceError, match=r"6 of the model's nodes run on another provider: .*MatMul.* and 1 more"):
         Session(bundle, "cuda", 1)
@@ -188,7 +190,7 @@ def test_nodes_on_another_provider_stop_the_start_and_auto_names_them(
 
 
 @pytest.mark.parametrize("device", ["", "cpu"])
-def test_values_the_model_cannot_compute_with_are_the_clients_mistake_bound_or_not(bundle: Bundle, device: str) -> None:
+def test_invalid_values_are_a_client_error(bundle: Bundle, device: str) -> None:
     session = Session(bundle, "cpu", 1)
     session._device = device  # bound to memory, as on a GPU
     good = session.run({"image": np.ones((1, 1, 8, 8), np.float32)})
@@ -203,7 +205,7 @@ def _without_cuda(bundle: Bundle, options: Any, providers: Any) -> Any:
 
 
 class _Claims:
-    """A session that names CUDA first."""
+    """Claims to have CUDA."""
 
     def __init__(self, session: Any) -> None:
         self._session = session

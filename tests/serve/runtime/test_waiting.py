@@ -1,4 +1,4 @@
-"""What becomes of requests that wait in the real service while its model is busy."""
+"""Requests that wait while the model of a real service is busy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATH = "/v2/models/tiny/infer"
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher) -> Running:
-    """A service of a slow model that takes one request at a time, lets three wait, and for 10 s at most."""
+    """A service with a slow model: one request at a time, a queue of three, a deadline of 10 s."""
     limits = Limits(max_batch_size=16, max_body_bytes=MOST, max_waiting=3, deadline_seconds=10)
     runtime = Runtime(provider="cpu", threads=1, batch_rows=1)
     return module_launcher(slow(tmp_path_factory.mktemp("slow") / "bundle", limits, runtime))
@@ -52,13 +52,13 @@ class Service:
     def __init__(self, running: Running, threads: ThreadPoolExecutor, client: httpx.Client, stub: Any) -> None:
         self.running, self.threads, self.client, self.stub = running, threads, client, stub
 
-    def ask(self, rounds: float, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    def request(self, rounds: float, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         return self.client.post(PATH, content=body(rounds, **fields), headers=headers or {})
 
     def begin(self, rounds: float) -> Future[httpx.Response]:
-        """One request that is being computed, when this returns."""
-        future = self.threads.submit(self.ask, rounds)
-        self.until(lambda: self.value("pipe_requests_in_flight") == 1 and self.value("pipe_queue_length") == 0)
+        """Start a request and wait until it runs."""
+        future = self.threads.submit(self.request, rounds)
+        self.wait_until(lambda: self.value("pipe_requests_in_flight") == 1 and self.value("pipe_queue_length") == 0)
         return future
 
     def value(self, name: str, label: str = "") -> float:
@@ -69,9 +69,9 @@ class Service:
             if line.partition("{")[0].partition(" ")[0] == name and label in line
         )
 
-    def until(self, holds: Any) -> None:
-        end = time.monotonic() + 20
-        while not holds():
+    def wait_until(self, condition: Any) -> None:
+        end = time.monotonic() + 60
+        while not condition():
             assert time.monotonic() < end
             time.sleep(0.005)
 
@@ -92,41 +92,41 @@ def message(rounds: float, **parameters: Any) -> Any:
     return pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[raw], parameters=parameters)
 
 
-def test_a_client_that_hangs_up_while_it_waits_is_not_computed_for(service: Service) -> None:
+def test_disconnected_client_is_not_computed(service: Service) -> None:
     before, gone = service.computed, service.value("pipe_rejected_total", 'reason="gone"')
     first = service.begin(LONG)
     with socket.create_connection(("127.0.0.1", service.running.port)) as sock:
         text = body(LONG)
         sock.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n\r\n".encode() + text)
-        service.until(lambda: service.value("pipe_queue_length") == 1)
+        service.wait_until(lambda: service.value("pipe_queue_length") == 1)
     assert first.result().status_code == 200
-    assert service.ask(SHORT).status_code == 200
+    assert service.request(SHORT).status_code == 200
     assert service.computed - before == 2
     assert service.value("pipe_rejected_total", 'reason="gone"') - gone == 1
 
 
-def test_a_grpc_call_that_is_cancelled_while_it_waits_is_not_computed(service: Service) -> None:
+def test_cancelled_grpc_call_is_not_computed(service: Service) -> None:
     before = service.computed
     first = service.begin(LONG)
     call = service.stub.ModelInfer.future(message(LONG), timeout=60)
-    service.until(lambda: service.value("pipe_queue_length") == 1)
+    service.wait_until(lambda: service.value("pipe_queue_length") == 1)
     call.cancel()
     assert first.result().status_code == 200
-    assert service.ask(SHORT).status_code == 200
+    assert service.request(SHORT).status_code == 200
     assert service.computed - before == 2
     assert service.value("pipe_requests_in_flight") == 0
 
 
 @pytest.mark.parametrize(
-    "said",
+    "deadline",
     [{"headers": {"x-request-timeout": "0.05"}}, {"parameters": {"timeout": 50_000}}],
     ids=["header", "parameter"],
 )
-def test_a_deadline_of_a_client_is_kept_to(service: Service, said: dict[str, Any]) -> None:
+def test_http_deadline_is_kept(service: Service, deadline: dict[str, Any]) -> None:
     before = service.computed
     first = service.begin(LONG)
     began = time.monotonic()
-    answer = service.ask(SHORT, **said)
+    answer = service.request(SHORT, **deadline)
     assert time.monotonic() - began >= 0.05
     assert (answer.status_code, first.done()) == (504, False)
     assert "it was not computed" in answer.json()["error"]
@@ -134,22 +134,22 @@ def test_a_deadline_of_a_client_is_kept_to(service: Service, said: dict[str, Any
     assert service.computed - before == 1
 
 
-def test_a_deadline_of_a_grpc_client_is_kept_to(service: Service) -> None:
+def test_grpc_deadline_is_kept(service: Service) -> None:
     before = service.computed
     first = service.begin(LONG)
-    for asked, seconds in ((message(SHORT), 0.05), (message(SHORT, timeout={"int64_param": 50_000}), 60)):
+    for request, seconds in ((message(SHORT), 0.05), (message(SHORT, timeout={"int64_param": 50_000}), 60)):
         with pytest.raises(grpc.RpcError) as error:
-            service.stub.ModelInfer(asked, timeout=seconds)
+            service.stub.ModelInfer(request, timeout=seconds)
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert first.result().status_code == 200
     assert service.computed - before == 1
 
 
-def test_when_as_many_wait_as_may_the_next_is_refused_at_once_whatever_it_speaks(service: Service) -> None:
+def test_full_queue_rejects_requests_of_every_protocol(service: Service) -> None:
     first = service.begin(LONG)
-    waiting = [service.threads.submit(service.ask, SHORT) for _ in range(3)]
-    service.until(lambda: service.value("pipe_queue_length") == 3)
-    answers = [service.ask(SHORT), service.client.post("/v1/models/tiny:predict", json={"instances": [0]})]
+    waiting = [service.threads.submit(service.request, SHORT) for _ in range(3)]
+    service.wait_until(lambda: service.value("pipe_queue_length") == 3)
+    answers = [service.request(SHORT), service.client.post("/v1/models/tiny:predict", json={"instances": [0]})]
     with pytest.raises(grpc.RpcError) as error:
         service.stub.ModelInfer(message(SHORT), timeout=60)
     assert not first.done()
@@ -159,21 +159,21 @@ def test_when_as_many_wait_as_may_the_next_is_refused_at_once_whatever_it_speaks
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert service.client.get("/v2/health/ready").status_code == 200
     assert [one.result().status_code for one in (first, *waiting)] == [200] * 4
-    assert service.ask(SHORT).status_code == 200
+    assert service.request(SHORT).status_code == 200
 
 
-def test_a_deadline_that_the_queue_makes_hopeless_is_refused_at_once(service: Service) -> None:
+def test_deadline_that_cannot_be_met_is_rejected_immediately(service: Service) -> None:
     first = service.begin(LONG)
-    second = service.threads.submit(service.ask, LONG)
-    service.until(lambda: service.value("pipe_queue_length") == 1)
-    answer = service.ask(SHORT, headers={"x-request-timeout": "0.05"})
+    second = service.threads.submit(service.request, LONG)
+    service.wait_until(lambda: service.value("pipe_queue_length") == 1)
+    answer = service.request(SHORT, headers={"x-request-timeout": "0.05"})
     assert (answer.status_code, first.done()) == (503, False)
     assert "longer than its deadline" in answer.json()["error"]
     assert [one.result().status_code for one in (first, second)] == [200, 200]
 
 
-def test_many_large_bodies_at_once_do_not_take_the_memory_of_the_machine(service: Service) -> None:
-    """Four of the largest are held; of eight that are nearly whole, some are told to come again, and then can."""
+def test_memory_of_large_bodies_is_limited(service: Service) -> None:
+    """Memory holds four bodies: of eight nearly complete ones some are rejected, and succeed later."""
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {MOST}\r\n\r\n".encode()
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.create_connection(("127.0.0.1", service.running.port))) for _ in range(8)]
@@ -186,19 +186,19 @@ def test_many_large_bodies_at_once_do_not_take_the_memory_of_the_machine(service
         for sender in senders:
             sender.result()
         assert len(select.select(socks, [], [], 0)[0]) <= 4
-    service.until(lambda: service.value("pipe_requests_in_flight") == 0)
+    service.wait_until(lambda: service.value("pipe_requests_in_flight") == 0)
     large = service.client.post(PATH, content=iter([b" " * (MOST // 2), b" " * (MOST // 2 - 1000), body(SHORT)]))
     assert large.status_code == 200
 
 
 @pytest.mark.long
-def test_who_names_no_deadline_has_that_of_the_bundle(service: Service) -> None:
+def test_bundle_deadline_applies_by_default(service: Service) -> None:
     began = time.monotonic()
-    assert service.ask(LONG).status_code == 200
+    assert service.request(LONG).status_code == 200
     fifteen_seconds = LONG * 15 / (time.monotonic() - began)
-    first = service.threads.submit(service.ask, fifteen_seconds, {"x-request-timeout": "100"})
-    service.until(lambda: service.value("pipe_requests_in_flight") == 1)
+    first = service.threads.submit(service.request, fifteen_seconds, {"x-request-timeout": "100"})
+    service.wait_until(lambda: service.value("pipe_requests_in_flight") == 1)
     began = time.monotonic()
-    assert service.ask(SHORT).status_code == 504
+    assert service.request(SHORT).status_code == 504
     assert 9.9 < time.monotonic() - began < 11
     assert first.result().status_code == 200
