@@ -1,4 +1,4 @@
-"""From a bundle and an image to a proven service on a cluster, or to files ready to be applied."""
+"""Deploying a bundle to a cluster: render manifests, run a canary, apply, wait, and send the golden requests."""
 
 from __future__ import annotations
 
@@ -8,112 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k8s.cluster import canary, smoke
-from k8s.cluster.canary import Trial, canary_name, deployment_of
-from k8s.cluster.cluster import Change, Cluster, Lease, Say, holder
-from k8s.objects import manifests, network, serving
+from k8s.cluster import smoke
+from k8s.cluster.canary import (
+    Canary,
+    KnativeCanary,
+    canary_deployment,
+    canary_name,
+    canary_percent,
+    revision_service,
+)
+from k8s.cluster.cluster import Change, Cluster, Report
+from k8s.cluster.lease import LEASE_TIMEOUT_SECONDS, Lease, holder_identity
+from k8s.objects import network, serving
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import BUNDLE_ANNOTATION, label
+from k8s.objects.manifests import BUNDLE_ANNOTATION, WORKLOAD_KINDS, kubectl_name, write_manifests
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ClusterError, ConfigError, GateError, ResourceError, StageError
+from pipeline.contract.errors import ClusterError, GateError, ResourceError, StageError
 from pipeline.contract.override import passed_gate
-from pipeline.contract.settings.access import ANYBODY, Access
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """One bundle on its way to a cluster."""
-
-    config: Config
-    bundle: Bundle
-    objects: list[Object]
-    entry: Access
-    cluster: Cluster
-    say: Say
-    check: Callable[[], None]  # raises when somebody else deploys
-
-    @property
-    def namespace(self) -> str:
-        return self.config.deploy.namespace
-
-    @property
-    def workload(self) -> Object:
-        return next(item for item in self.objects if item["kind"] in ("Deployment", "InferenceService"))
-
-    def roll(self) -> dict[str, Any]:
-        """A canary first, where one is asked for; what it left behind is gone when all requests are given over."""
-        serving = self.cluster.read(self.workload, self.namespace)
-        if self.config.rollout.canary and (judged := self._try_beside(serving)) is not None:
-            share = self.config.rollout.canary
-            return {"canary": share, "canary_in_place": self._by_knative, "judged": judged, "applied": []}
-        objects, rules = [*network.secrets(self.config, self.entry), *self.objects], self.config.rollout
-        self.check()
-        applied = self.cluster.apply(objects, self.namespace, self.say, rules.take_over)
-        self.say(f"applied {', '.join(applied)}")
-        try:
-            asked = self._prove()
-        except StageError as error:
-            back = "; it is applied, and `pipe rollback` puts back what served before" if serving else ""
-            raise StageError(f"{error}{back}") from error
-        self.say(f"{asked} golden requests answered as at export")
-        return {"canary": None, "applied": applied, "golden": {"requests": asked}}
-
-    def _prove(self) -> int:
-        self.cluster.wait(self.objects, self.namespace, self.config.deploy.timeout_seconds, self.say)
-        self._end_canary()
-        service = self._service()
-        return smoke.check(self.cluster, self.namespace, service, self.bundle, self.say, self.entry.headers())
-
-    def _service(self) -> str:
-        """The one before the pods, as the API server's proxy names it."""
-        if self._by_knative:
-            return canary.service_of(self.cluster, self.workload, self.namespace)
-        return ("https:" if self.entry.tls_key else "") + serving.service_name(self.config)
-
-    @property
-    def _by_knative(self) -> bool:
-        deploy = self.config.deploy
-        return deploy.mode == "inferenceservice" and deploy.kserve_mode == "Knative"
-
-    def _try_beside(self, serving: Object | None) -> str | None:
-        """How the canary was judged, where it stays beside the stable version; None when all may be given over."""
-        if self.config.deploy.mode != "deployment" and not self._by_knative:
-            raise ConfigError(
-                "rollout.canary: KServe's Standard mode cannot be asked for one version alone; set "
-                "deploy.kserve_mode=Knative or deploy.mode=deployment, or render a canary by deploy.canary_percent"
-            )
-        if serving is None:
-            self.say("rollout.canary: nothing serves yet, so this bundle gets all requests")
-            return None
-        same = serving["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION) == self.bundle.digest
-        if same and not (self._by_knative and canary.share_of(serving) is not None):
-            self.say("rollout.canary: this bundle serves already")
-            return None
-        judged = self._trial(serving).walk()
-        if judged.verdict == "go back":
-            raise StageError(f"the canary has ended, the stable version serves all requests: {judged.text}")
-        return judged.text if judged.verdict == "watch" else None
-
-    def _trial(self, serving: Object) -> Trial:
-        kind = canary.KnativeTrial if self._by_knative else Trial
-        return kind(
-            self.cluster,
-            self.namespace,
-            self.bundle,
-            self.workload if self._by_knative else deployment_of(self.objects),
-            serving,
-            self.config.rollout,
-            self.config.deploy.timeout_seconds,
-            self.entry.headers(),
-            bool(self.entry.tls_key),
-            self.say,
-            self.check,
-        )
-
-    def _end_canary(self) -> None:
-        if self.config.deploy.mode == "deployment":
-            self.cluster.delete(deployment_of(self.objects), self.namespace)
+from pipeline.contract.settings.access import OPEN_ACCESS, Access
 
 
 def deploy(
@@ -122,17 +35,17 @@ def deploy(
     image: str,
     directory: Path,
     render_only: bool,
-    say: Say,
-    entry: Access = ANYBODY,
+    report: Report,
+    access: Access = OPEN_ACCESS,
 ) -> dict[str, Any]:
-    """Render, plan, apply, wait, prove; returns what is worth recording."""
-    check_verdict(bundle, config.rollout.force_reason)
-    objects = serving.objects(config, bundle, image, entry)
+    """Render the manifests into a folder and, unless `render_only`, deploy them; return what is recorded."""
+    check_verdict(bundle)
+    objects = serving.serving_objects(config, bundle, image, access)
     namespace = config.deploy.namespace
-    files = manifests.write(objects, directory)
-    by_hand = _by_hand(config, entry, directory)
+    files = write_manifests(objects, directory)
+    commands = _remaining_commands(config, access, directory)
     record: dict[str, Any] = {
-        "target": "kubernetes",
+        "target": config.deploy.target,
         "context": config.deploy.context,
         "namespace": namespace,
         "image": image,
@@ -140,67 +53,151 @@ def deploy(
         "manifests": [file.name for file in files],
         "golden": {"requests": 0},
         "applied": [],
-        "force_reason": config.rollout.force_reason,
     }
-    say(f"rendered {len(files)} manifests to {directory}")
+    report(f"rendered {len(files)} manifests to {directory}")
     if render_only:
-        say(f"nothing was applied; {by_hand}")
+        report(f"nothing was applied; {commands}")
         return record
     try:
         cluster = Cluster.connect(config.deploy.context)
     except ResourceError as error:
-        raise ClusterError(f"no cluster to deploy to: {error}. The manifests are in {directory}; {by_hand}") from error
-    say(f"deploying to {cluster.describe()}, namespace {namespace}")
-    with lease_of(cluster, config).held(config.rollout.wait_seconds, say) as check:
-        found = Delivery(config, bundle, objects, entry, cluster, say, check).roll()
-    return {**record, **found, "context": cluster.context, "server": cluster.connection.server}
+        message = f"no cluster to deploy to: {error}. The manifests are in {directory}; {commands}"
+        raise ClusterError(message) from error
+    report(f"deploying to {cluster.describe()}, namespace {namespace}")
+    with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report) as check_lease:
+        outcome = Deployer(config, bundle, objects, access, cluster, report, check_lease).run()
+    return {**record, **outcome, "context": cluster.context, "server": cluster.connection.server}
 
 
-def preview(config: Config, bundle: Bundle, image: str, say: Say, entry: Access = ANYBODY) -> list[Change]:
-    """What a deployment would change, by the API server's own word; nothing is written here or there."""
-    check_verdict(bundle, config.rollout.force_reason)
-    objects = [*network.secrets(config, entry), *serving.objects(config, bundle, image, entry)]
+def preview(config: Config, bundle: Bundle, image: str, report: Report, access: Access = OPEN_ACCESS) -> list[Change]:
+    """Return what a deployment would change, by a dry run on the server; write nothing."""
+    check_verdict(bundle)
+    objects = [*network.access_secrets(config, access), *serving.serving_objects(config, bundle, image, access)]
     cluster = Cluster.connect(config.deploy.context)
-    say(f"looking at {cluster.describe()}, namespace {config.deploy.namespace}")
-    if config.rollout.canary:
-        say(f"a canary with {config.rollout.canary:g} % of the requests would come first; this is what all would get")
+    report(f"comparing with {cluster.describe()}, namespace {config.deploy.namespace}")
+    if percent := config.rollout.canary_percent:
+        report(f"a canary with {percent:g} % of the requests would come first; the changes below are those for all")
     for item in objects:
         if item["kind"] == "Secret":
-            say(f"{label(item)} would be written anew; what is there now is never read")
-    return cluster.plan(objects, config.deploy.namespace, config.rollout.take_over)
+            report(f"{kubectl_name(item)} would be written again; its current content is never read")
+    return cluster.plan(objects, config.deploy.namespace, config.rollout.force_conflicts)
 
 
-def lease_of(cluster: Cluster, config: Config) -> Lease:
-    return Lease(cluster.connection, config.deploy.namespace, f"{config.name}-deploy", holder())
-
-
-def check_verdict(bundle: Bundle, force_reason: str) -> None:
-    """What the gate rejected does not serve, unless somebody says why it shall."""
-    verdict = bundle.manifest.verdict
-    if passed_gate(verdict) or force_reason:
-        return
-    raise GateError(
-        f"{bundle.path}: its verdict is {verdict!r}; `--force-reason WHY` deploys it all the same, with that on record"
-    )
-
-
-def end_canary(config: Config, say: Say) -> None:
-    """The stable version gets all requests again."""
+def end_canary(config: Config, report: Report) -> None:
+    """Delete the canary's Deployment: the stable version gets all requests again."""
     cluster = Cluster.connect(config.deploy.context)
     namespace = config.deploy.namespace
-    say(f"on {cluster.describe()}, namespace {namespace}")
-    made = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": canary_name(config.name)}}
-    with lease_of(cluster, config).held(config.rollout.wait_seconds, say):
-        cluster.delete(made, namespace)
+    report(f"ending the canary on {cluster.describe()}, namespace {namespace}")
+    canary = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": canary_name(config.name)}}
+    with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report):
+        cluster.delete(canary, namespace)
 
 
-def _by_hand(config: Config, entry: Access, directory: Path) -> str:
-    """The commands that do what is left to do."""
-    make, apply = network.command(config, entry), _command(config.deploy.context, directory)
-    first = f"make the Secret, which is in no manifest, with `{make}`, then " if make else ""
+def check_verdict(bundle: Bundle) -> None:
+    """Refuse a bundle that the gate rejected."""
+    verdict = bundle.manifest.verdict
+    if not passed_gate(verdict):
+        raise GateError(
+            f"{bundle.path}: its verdict is {verdict!r}; to deploy it all the same, record the reason with "
+            "`pipe gate override RUN`"
+        )
+
+
+def deployment_lease(cluster: Cluster, config: Config) -> Lease:
+    return Lease(cluster.connection, config.deploy.namespace, f"{config.name}-deploy", holder_identity())
+
+
+@dataclass(frozen=True)
+class Deployer:
+    """Deploys one bundle to one cluster."""
+
+    config: Config
+    bundle: Bundle
+    objects: list[Object]
+    access: Access
+    cluster: Cluster
+    report: Report
+    check_lease: Callable[[], None]  # raises once another deployment has started
+
+    @property
+    def namespace(self) -> str:
+        return self.config.deploy.namespace
+
+    @property
+    def workload(self) -> Object:
+        return next(item for item in self.objects if item["kind"] in WORKLOAD_KINDS)
+
+    def run(self) -> dict[str, Any]:
+        """Run the canary if one is configured, then give the new version all requests."""
+        live, rules = self.cluster.read(self.workload, self.namespace), self.config.rollout
+        if rules.canary_percent and (result := self._run_canary(live)) is not None:
+            return {
+                "canary": rules.canary_percent,
+                "canary_in_place": self.config.deploy.by_knative,
+                "canary_result": result,
+                "applied": [],
+            }
+        objects = [*network.access_secrets(self.config, self.access), *self.objects]
+        self.check_lease()
+        applied = self.cluster.apply(objects, self.namespace, self.report, rules.force_conflicts)
+        self.report(f"applied {', '.join(applied)}")
+        try:
+            count = self._wait_and_check()
+        except StageError as error:
+            hint = "; it is applied, and `pipe rollback` restores the version before it" if live else ""
+            raise StageError(f"{error}{hint}") from error
+        self.report(f"{count} golden requests answered as at export")
+        return {"canary": None, "applied": applied, "golden": {"requests": count}}
+
+    def _run_canary(self, live: Object | None) -> str | None:
+        """Return the result of a canary that a person has to end; None if the new version gets all requests."""
+        if live is None:
+            self.report("rollout.canary_percent: nothing serves yet, so this bundle gets all requests")
+            return None
+        by_knative = self.config.deploy.by_knative
+        same = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION) == self.bundle.digest
+        if same and not (by_knative and canary_percent(live) is not None):
+            self.report("rollout.canary_percent: this bundle serves already")
+            return None
+        canary_class = KnativeCanary if by_knative else Canary
+        result = canary_class(
+            cluster=self.cluster,
+            namespace=self.namespace,
+            bundle=self.bundle,
+            candidate=self.workload if by_knative else canary_deployment(self.objects),
+            stable=live,
+            rules=self.config.rollout,
+            timeout_seconds=self.config.deploy.timeout_seconds,
+            headers=self.access.headers(),
+            https=bool(self.access.tls_key),
+            report=self.report,
+            check_lease=self.check_lease,
+        ).run()
+        if result.outcome == "roll back":
+            raise StageError(f"the canary was rolled back, the stable version gets all requests: {result.text}")
+        return result.text if result.outcome == "inconclusive" else None
+
+    def _wait_and_check(self) -> int:
+        """Wait for the roll-out and send the golden requests; return their number."""
+        self.cluster.wait(self.objects, self.namespace, self.config.deploy.timeout_seconds, self.report)
+        if not self.config.deploy.by_kserve:
+            self.cluster.delete(canary_deployment(self.objects), self.namespace)
+        headers = self.access.headers()
+        return smoke.check_service(
+            self.cluster, self.namespace, self._service_name(), self.bundle, self.report, headers
+        )
+
+    def _service_name(self) -> str:
+        """Return the Service of the pods, as the API server's proxy names it."""
+        if self.config.deploy.by_knative:
+            return revision_service(self.cluster, self.workload, self.namespace)
+        return ("https:" if self.access.tls_key else "") + serving.service_name(self.config)
+
+
+def _remaining_commands(config: Config, access: Access, directory: Path) -> str:
+    """Return the commands that finish a deployment by hand."""
+    create = network.create_secret_command(config, access)
+    context = ["--context", config.deploy.context] if config.deploy.context else []
+    apply = shlex.join(["kubectl", *context, "apply", "--server-side", "-k", str(directory)])
+    first = f"create the Secret, which is in no manifest, with `{create}`, then " if create else ""
     return f"{first}apply them with `{apply}`"
-
-
-def _command(context: str, directory: Path) -> str:
-    chosen = ["--context", context] if context else []
-    return shlex.join(["kubectl", *chosen, "apply", "--server-side", "-k", str(directory)])

@@ -1,4 +1,4 @@
-"""Running a step on a cluster: its objects applied, its pods followed to their end, and all of it removed again."""
+"""Running a pipeline step on a cluster: its objects applied, its pods followed to their end, and all of it removed."""
 
 from __future__ import annotations
 
@@ -11,248 +11,261 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from k8s.cluster.api import PASSING, Answer, Connection, Unreachable, listed, path_of, warnings_of
-from k8s.cluster.errors import Reasons, refusal
+from k8s.cluster.api import (
+    TRANSIENT_STATUSES,
+    Connection,
+    Response,
+    Unreachable,
+    api_path,
+    list_objects,
+    response_warnings,
+)
+from k8s.cluster.cluster import APPLY_CONTENT_TYPE, APPLY_QUERY, Report
+from k8s.cluster.errors import api_error
+from k8s.cluster.pending_reasons import PendingReasons
 from k8s.cluster.pod_logs import PodLogs
-from k8s.cluster.rollout_status import Ending, ending, hopeless, over, progress
+from k8s.cluster.rollout_status import JobResult, is_finished, job_progress, job_result, unrecoverable_problems
 from k8s.cluster.watch import Watcher
-from k8s.objects.jobs import KEY, RUN, Work
+from k8s.objects.jobs import KEY_LABEL, RUN_LABEL, StepJob
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import label
+from k8s.objects.manifests import kubectl_name
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
-
-Say = Callable[[str], None]
 
 _POD = {"apiVersion": "v1", "kind": "Pod"}
 _CLAIM = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
-_APPLY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
 _TICK_SECONDS = 0.1
-_ANSWER_SECONDS = 5.0  # of the API, when it is asked for logs
-_LAST_WORDS_SECONDS = 30.0
-_PATIENCE_SECONDS = 60.0
-_MOST_NAMES = 3
+_LOG_RESPONSE_TIMEOUT_SECONDS = 5.0
+_LAST_LOG_LINES_TIMEOUT_SECONDS = 30.0
+_UNREACHABLE_TIMEOUT_SECONDS = 60.0
+_MAX_POD_NAMES = 3
+
+ObjectsByName = Mapping[str, Object]
+Events = queue.SimpleQueue[tuple[str, ObjectsByName]]  # "Job" or "Pod", and all objects of the kind
 
 
 @dataclass
-class Engine:
-    """For one step of one run."""
+class StepRunner:
+    """Runs one step of one run."""
 
     connection: Connection
     namespace: str
-    work: Work
-    logs: Path  # folder that keeps what each pod said
-    log: Path  # what they all say, as it comes
-    timeout_seconds: float  # for what the cluster cannot get
-    say: Say
-    tick: Callable[[], None]
+    step_job: StepJob
+    logs: Path  # folder with one file for each pod
+    log: Path  # the lines of all pods
+    timeout_seconds: float  # for problems that do not resolve themselves, such as an image that does not exist
+    report: Report
+    tick: Callable[[], None]  # called while waiting, to update what the user sees
 
     @cached_property
     def _logs(self) -> PodLogs:
-        several = self.work.pods > 1
-        return PodLogs(self.connection, self.namespace, self.work.container, several, self.logs, self.log, self.say)
+        several_pods = self.step_job.pods > 1
+        return PodLogs(
+            self.connection, self.namespace, self.step_job.container, several_pods, self.logs, self.log, self.report
+        )
 
     @cached_property
-    def _reasons(self) -> Reasons:
-        return Reasons(self.connection, self.namespace)
+    def _pending_reasons(self) -> PendingReasons:
+        return PendingReasons(self.connection, self.namespace)
 
     def find(self) -> Object | None:
-        """The Job of an earlier `pipe` for this very step, which goes on, or has ended meanwhile."""
-        return self._own(self._list(self.work.job))
+        """Return the Job that an earlier `pipe` started for this step and key, whether or not it has ended."""
+        return self._own_job(self._list(self.step_job.job))
 
     def start(self) -> None:
-        """All are tried first, so that a refusal leaves nothing behind; then applied. Nothing of before goes on."""
-        self._check_claim()
-        self._clear()
-        for item in self.work.objects:
-            self._apply(item, {**_APPLY, "dryRun": "All"})
-        try:
-            for item in self.work.objects:
-                for warning in self._apply(item, _APPLY):
-                    self.say(f"warning: {label(item)}: {warning}")
-        except PipelineError:
-            self._take_back()
-            raise
-        self.say(f"started {label(self.work.job)} in namespace {self.namespace}")
+        """Apply all objects, after a dry run of all: a refusal leaves nothing behind.
 
-    def follow(self) -> Ending:
-        """To the end of the Job, whatever happens to the connection."""
-        events: queue.SimpleQueue[tuple[str, Mapping[str, Object]]] = queue.SimpleQueue()
-        watchers = [self._watcher(name, kind, events) for name, kind in (("Job", self.work.job), ("Pod", _POD))]
+        What is left of an attempt with another key is removed first.
+        """
+        self._check_claim()
+        self._remove_earlier_attempt()
+        for item in self.step_job.objects:
+            self._apply(item, {**APPLY_QUERY, "dryRun": "All"})
         try:
-            return self._wait(events, watchers)
+            for item in self.step_job.objects:
+                for warning in self._apply(item, APPLY_QUERY):
+                    self.report(f"warning: {kubectl_name(item)}: {warning}")
+        except PipelineError:
+            self._remove_after_error()
+            raise
+        self.report(f"started {kubectl_name(self.step_job.job)} in namespace {self.namespace}")
+
+    def follow(self) -> JobResult:
+        """Follow the Job to its end, however often the connection breaks."""
+        events: Events = queue.SimpleQueue()
+        watchers = [self._watch("Job", self.step_job.job, events), self._watch("Pod", _POD, events)]
+        try:
+            return self._wait_for_end(events, watchers)
         finally:
             for watcher in watchers:
                 watcher.close()
             self._close_logs(_TICK_SECONDS)
 
     def remove(self) -> None:
-        """What was made for this step of this run, and nothing else."""
-        for item in reversed(self.work.objects):
-            for live in self._list(item, _PATIENCE_SECONDS):
+        """Delete what was created for this step of this run, and nothing else."""
+        for item in reversed(self.step_job.objects):
+            for live in self._list(item, _UNREACHABLE_TIMEOUT_SECONDS):
                 self._delete(live, item)
 
     def cancel(self) -> None:
-        """Pods are asked to end, and may: training makes a checkpoint. Their last words are kept."""
+        """Delete the Job and wait for its pods, which may save a checkpoint first; keep their last log lines."""
         pods = self._list(_POD)
-        self._logs.follow(_by_name(pods))
-        self._logs.wait_for_answers(_ANSWER_SECONDS)
+        self._logs.follow(_pods_by_name(pods))
+        self._logs.wait_for_responses(_LOG_RESPONSE_TIMEOUT_SECONDS)
         self.remove()
         try:
-            while pods := self._list(_POD, _PATIENCE_SECONDS):
-                self._logs.follow(_by_name(pods))  # one that was just beginning has words too
+            while pods := self._list(_POD, _UNREACHABLE_TIMEOUT_SECONDS):
+                self._logs.follow(_pods_by_name(pods))  # also those that had not started at the first call
                 self.tick()
                 time.sleep(_TICK_SECONDS)
             self._logs.follow({})
         finally:
-            self._close_logs(_TICK_SECONDS if pods else _LAST_WORDS_SECONDS)
+            self._close_logs(_TICK_SECONDS if pods else _LAST_LOG_LINES_TIMEOUT_SECONDS)
 
-    def _clear(self) -> None:
-        """What another key left goes, and its pods have ended: two would write the same run."""
+    def _remove_earlier_attempt(self) -> None:
+        """Delete the Job of another key and wait for its pods to end: two Jobs would write the same run."""
         self.remove()
-        said = False
-        while pods := [pod for pod in self._list(_POD, _PATIENCE_SECONDS) if not over(pod)]:
-            if not said:
-                names = ", ".join(_placed(pod) for pod in pods[:_MOST_NAMES])
-                self.say(f"waiting for pods of an earlier attempt to end: {names}")
-                said = True
+        reported = False
+        while pods := [pod for pod in self._list(_POD, _UNREACHABLE_TIMEOUT_SECONDS) if not is_finished(pod)]:
+            if not reported:
+                names = ", ".join(_pod_and_node(pod) for pod in pods[:_MAX_POD_NAMES])
+                self.report(f"waiting for pods of an earlier attempt to end: {names}")
+                reported = True
             self.tick()
             time.sleep(_TICK_SECONDS)
 
-    def _take_back(self) -> None:
-        """Half of the objects would be in nobody's way, but they are ours."""
+    def _remove_after_error(self) -> None:
         try:
             self.remove()
         except PipelineError as error:
-            self.say(f"warning: what was applied of {label(self.work.job)} is left on the cluster: {error}")
+            self.report(f"warning: parts of {kubectl_name(self.step_job.job)} are left on the cluster: {error}")
 
-    def _wait(self, events: queue.SimpleQueue[tuple[str, Mapping[str, Object]]], watchers: list[Watcher]) -> Ending:
-        seen: dict[str, Mapping[str, Object]] = {}
-        said, stuck_since = "", None
+    def _wait_for_end(self, events: Events, watchers: Sequence[Watcher]) -> JobResult:
+        seen: dict[str, ObjectsByName] = {}
+        reported, stuck_since = "", None
         while True:
-            self._take(events, seen)
+            self._read_events(events, seen)
             self.tick()
             pods = list(seen.get("Pod", {}).values())
             for error in (watcher.error for watcher in watchers if watcher.error):
                 raise error
-            if "Job" in seen and self._found(seen["Job"], pods):
-                return self._ended(seen["Job"])
+            if "Job" in seen and self._result(seen["Job"], pods):
+                return self._final_result(seen["Job"])
             if "Job" in seen and "Pod" in seen:
-                said = self._tell(seen["Job"], pods, said)
-            stuck = hopeless(pods)
-            stuck_since = (stuck_since or time.monotonic()) if stuck else None
+                reported = self._report_progress(seen["Job"], pods, reported)
+            problems = unrecoverable_problems(pods)
+            stuck_since = (stuck_since or time.monotonic()) if problems else None
             if stuck_since and time.monotonic() - stuck_since > self.timeout_seconds:
-                return Ending(1, f"{stuck}; this does not mend itself (jobs.timeout_seconds={self.timeout_seconds:g})")
+                return JobResult(1, f"{problems}; waited {self.timeout_seconds:g} s for it")
 
-    def _take(self, events: Any, seen: dict[str, Mapping[str, Object]]) -> None:
-        """What is new, until a moment passes without news; an end that is taken away at once is still the end."""
+    def _read_events(self, events: Events, seen: dict[str, ObjectsByName]) -> None:
+        """Read events until none comes for a moment."""
         try:
             while True:
-                kind, items = events.get(timeout=_TICK_SECONDS)
-                if kind == "Job" and self._ended_before(seen, items):
+                kind, objects = events.get(timeout=_TICK_SECONDS)
+                if kind == "Job" and self._is_removed_after_end(seen, objects):
                     continue
-                seen[kind] = items
+                seen[kind] = objects
                 if kind == "Pod":
-                    self._logs.follow(items)
+                    self._logs.follow(objects)
         except queue.Empty:
             return
 
-    def _ended_before(self, seen: Mapping[str, Mapping[str, Object]], items: Mapping[str, Object]) -> bool:
-        """A cluster may keep what has ended for no time at all (`cluster.keep_seconds=0`)."""
-        before = self._own(seen.get("Job", {}).values())
-        return before is not None and self._own(items.values()) is None and ending(before, []) is not None
+    def _is_removed_after_end(self, seen: Mapping[str, ObjectsByName], objects: ObjectsByName) -> bool:
+        """A cluster may delete a Job as soon as it has ended: its end, seen before, is what counts."""
+        before = self._own_job(seen.get("Job", {}).values())
+        return before is not None and self._own_job(objects.values()) is None and job_result(before, []) is not None
 
-    def _tell(self, jobs: Mapping[str, Object], pods: list[Object], said: str) -> str:
-        """How it stands, where that has changed; returns what was last said."""
-        job = self._own(jobs.values())
-        assert job is not None  # else it had been found to have ended
-        text = progress(job, pods, self.work.pods, self._reasons.of(job, pods))
-        if text != said:
-            self.say(text)
+    def _report_progress(self, jobs: ObjectsByName, pods: list[Object], reported: str) -> str:
+        """Report the progress if it changed; return what was reported last."""
+        job = self._own_job(jobs.values())
+        assert job is not None  # else `_result` would have returned one
+        text = job_progress(job, pods, self.step_job.pods, self._pending_reasons.get(job, pods))
+        if text != reported:
+            self.report(text)
         return text
 
-    def _ended(self, jobs: Mapping[str, Object]) -> Ending:
-        """With what its pods say at last, the quick ones too that were never seen to run."""
-        pods = self._list(_POD, _PATIENCE_SECONDS)
-        self._logs.follow({pod["metadata"]["name"]: pod for pod in pods})
+    def _final_result(self, jobs: ObjectsByName) -> JobResult:
+        """Read all logs to their end, also those of pods that ended before they were seen running."""
+        pods = self._list(_POD, _UNREACHABLE_TIMEOUT_SECONDS)
+        self._logs.follow(_pods_by_name(pods))
         self._logs.finish()
-        self._close_logs(_LAST_WORDS_SECONDS)
-        found = self._found(jobs, pods)
-        assert found is not None
-        return found
+        self._close_logs(_LAST_LOG_LINES_TIMEOUT_SECONDS)
+        result = self._result(jobs, pods)
+        assert result is not None
+        return result
 
-    def _found(self, jobs: Mapping[str, Object], pods: list[Object]) -> Ending | None:
-        job = self._own(jobs.values())
+    def _result(self, jobs: ObjectsByName, pods: list[Object]) -> JobResult | None:
+        job = self._own_job(jobs.values())
         if job is None:
-            return Ending(1, f"{label(self.work.job)} was deleted by somebody else")
-        return ending(job, pods)
+            return JobResult(1, f"{kubectl_name(self.step_job.job)} was deleted, but not by this process")
+        return job_result(job, pods)
 
-    def _own(self, jobs: Iterable[Object]) -> Object | None:
-        """Not one that is about to be gone."""
-        mine = (job for job in jobs if job["metadata"]["labels"].get(KEY) == self.work.labels[KEY])
-        return next((job for job in mine if "deletionTimestamp" not in job["metadata"]), None)
+    def _own_job(self, jobs: Iterable[Object]) -> Object | None:
+        """Return the Job with our key that is not being deleted."""
+        own = (job for job in jobs if job["metadata"]["labels"].get(KEY_LABEL) == self.step_job.labels[KEY_LABEL])
+        return next((job for job in own if "deletionTimestamp" not in job["metadata"]), None)
 
-    def _watcher(
-        self, name: str, kind: Mapping[str, Any], events: queue.SimpleQueue[tuple[str, Mapping[str, Object]]]
-    ) -> Watcher:
-        see = lambda items: events.put((name, items))  # noqa: E731 - it has no name of its own
-        return Watcher(self.connection, kind, self.namespace, self.work.selector, see, self.say)
+    def _watch(self, name: str, kind: Mapping[str, Any], events: Events) -> Watcher:
+        on_change = lambda objects: events.put((name, objects))  # noqa: E731
+        return Watcher(self.connection, kind, self.namespace, self.step_job.selector, on_change, self.report)
 
     def _close_logs(self, seconds: float) -> None:
         self._logs.close(seconds)
         self.tick()
 
     def _check_claim(self) -> None:
-        answer = self.connection.request("GET", path_of(_CLAIM, self.namespace, self.work.claim))
-        if answer.status == 404:
+        response = self.connection.request("GET", api_path(_CLAIM, self.namespace, self.step_job.claim))
+        if response.status == 404:
             raise ResourceError(
-                f"namespace {self.namespace} has no volume claim {self.work.claim}, on which the folder of runs must "
-                "stand, here as in the pods; docs/kubernetes.md says how to make one"
+                f"namespace {self.namespace} has no volume claim {self.step_job.claim}, which must hold the folder of "
+                "runs here as in the pods; to fix it: docs/kubernetes.md describes how to create one"
             )
-        if not answer.ok:
-            raise refusal(answer, f"persistentvolumeclaim/{self.work.claim}", self.namespace)
+        if not response.ok:
+            raise api_error(response, f"persistentvolumeclaim/{self.step_job.claim}", self.namespace)
 
-    def _list(self, kind: Mapping[str, Any], patience_seconds: float = 0.0) -> list[Object]:
-        """With patience where the work is done already and must not be lost for a server that restarts."""
-        deadline = time.monotonic() + patience_seconds
+    def _list(self, kind: Mapping[str, Any], timeout_seconds: float = 0.0) -> list[Object]:
+        """List this step's objects; with a timeout, wait for a server that restarts: finished work must not be lost."""
+        deadline = time.monotonic() + timeout_seconds
         while True:
             try:
-                return self._listed(kind)
+                return self._list_once(kind)
             except Unreachable:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_TICK_SECONDS)
 
-    def _listed(self, kind: Mapping[str, Any]) -> list[Object]:
-        found = listed(self.connection, kind, self.namespace, {"labelSelector": self.work.selector})
-        if not isinstance(found, Answer):
-            return found.items
-        if found.status in PASSING:
-            raise Unreachable(f"listing {kind['kind']}s: the API server answers {found.status}: {found.reason}")
-        raise refusal(found, f"listing {kind['kind']}s", self.namespace, kind["apiVersion"])
+    def _list_once(self, kind: Mapping[str, Any]) -> list[Object]:
+        listed = list_objects(self.connection, kind, self.namespace, {"labelSelector": self.step_job.selector})
+        if not isinstance(listed, Response):
+            return listed.items
+        what = f"listing {kind['kind']}s"
+        if listed.status in TRANSIENT_STATUSES:
+            raise Unreachable(f"{what}: the API server answers {listed.status}: {listed.reason}")
+        raise api_error(listed, what, self.namespace, kind["apiVersion"])
 
     def _apply(self, item: Object, query: dict[str, str]) -> list[str]:
-        """What the cluster has to remark."""
-        path, body = path_of(item, self.namespace, item["metadata"]["name"]), json.dumps(item).encode()
-        answer = self.connection.request("PATCH", path, query, body, "application/apply-patch+yaml")
-        if not answer.ok:
-            raise refusal(answer, label(item), self.namespace, item["apiVersion"])
-        return warnings_of(answer)
+        """Apply one object; return the server's warnings."""
+        path, body = api_path(item, self.namespace, item["metadata"]["name"]), json.dumps(item).encode()
+        response = self.connection.request("PATCH", path, query, body, APPLY_CONTENT_TYPE)
+        if not response.ok:
+            raise api_error(response, kubectl_name(item), self.namespace, item["apiVersion"])
+        return response_warnings(response)
 
     def _delete(self, live: Object, item: Object) -> None:
-        """This one object: were it made anew by somebody meanwhile, its uid would be another."""
-        if live["metadata"]["labels"].get(RUN) != self.work.run:
-            raise StageError(f"{label(live)}: is not of run {self.work.run}; it is left alone")
+        """Delete exactly this object, not one that was created under its name meanwhile."""
+        if live["metadata"]["labels"].get(RUN_LABEL) != self.step_job.run:
+            raise StageError(f"{kubectl_name(live)}: does not belong to run {self.step_job.run}, and is not deleted")
         options = {"preconditions": {"uid": live["metadata"]["uid"]}, "propagationPolicy": "Background"}
-        path = path_of(item, self.namespace, live["metadata"]["name"])
-        answer = self.connection.request("DELETE", path, body=json.dumps(options).encode())
-        if not answer.ok and answer.status not in (404, 409):
-            raise refusal(answer, label(live), self.namespace)
+        path = api_path(item, self.namespace, live["metadata"]["name"])
+        response = self.connection.request("DELETE", path, body=json.dumps(options).encode())
+        if not response.ok and response.status not in (404, 409):
+            raise api_error(response, kubectl_name(live), self.namespace)
 
 
-def _by_name(pods: Sequence[Object]) -> dict[str, Object]:
+def _pods_by_name(pods: Sequence[Object]) -> dict[str, Object]:
     return {pod["metadata"]["name"]: pod for pod in pods}
 
 
-def _placed(pod: Object) -> str:
+def _pod_and_node(pod: Object) -> str:
     node = pod["spec"].get("nodeName")
     return f"{pod['metadata']['name']} on node {node}" if node else str(pod["metadata"]["name"])

@@ -1,8 +1,6 @@
-"""The whole road as steps of a workflow: the pod of each, from the same files that training alone is made of.
+"""The pipeline as a workflow of another engine: an Argo Workflow, or a pipeline of Kubeflow Pipelines.
 
-The road as an Argo Workflow: a DAG of pods, and of a JobSet where training takes several.
-
-The road as Kubeflow Pipelines reads it: the pipeline, and beside it what its pods need on Kubernetes.
+Each step is a pod made from the manifests of training, and runs the command that it would run locally.
 """
 
 from __future__ import annotations
@@ -17,257 +15,269 @@ import yaml
 
 from k8s.objects import training
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import GPU, check_image, fitting, identity
-from k8s.objects.training import CONFIG as CONFIG
-from k8s.objects.training import config_text as config_text
+from k8s.objects.manifests import GPU_RESOURCE, check_image, fit_name, identity_labels
+from k8s.objects.training import CONFIG_VARIABLE, config_text
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 
-MOUNT = "/runs"
-_ON_GPUS = ("train", "evaluate")
+RUNS_FOLDER = "/runs"
+ARGO_RUN = f"{RUNS_FOLDER}/{{{{workflow.name}}}}"  # each submission is a run of its own
+KFP_RUN = f"{RUNS_FOLDER}/{{{{$.inputs.parameters['run']}}}}"
+
+_GPU_STEPS = ("train", "evaluate")
+_JOBSET_NAME = "{{workflow.name}}-train"
+_KFP_JOB = "{{$.pipeline_job_uuid}}"  # the name of a submission's run
+_KFP_SCHEMA_VERSION = "2.1.0"
+_MAX_RETRIES = 6  # of pods that were lost
+# Exit codes 1 to 3 are errors that a retry would meet again, and the gate's rejection.
+_RETRY_EXPRESSION = "lastRetry.status == 'Error' or asInt(lastRetry.exitCode) > 3"
+_RETRY_BACKOFF = {"duration": "10s", "factor": "2"}
+_POD_DELETE_DELAY = "600s"  # kubectl can read the log that long; the run keeps it for good
+_MAX_NAME = 26  # what `-pipe-`, five random characters and `-train` leave of a JobSet's name
+_GIGABYTES_PER_UNIT = {
+    "m": 1e-12, "": 1e-9, "k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3,
+    "Ki": 1024e-9, "Mi": 1024**2 * 1e-9, "Gi": 1024**3 * 1e-9, "Ti": 1024**4 * 1e-9,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Task:
-    """One step: its command as the plan has it, and the steps it reads from."""
+class WorkflowTask:
+    """One step: its command, and the steps it depends on."""
 
     step: str
     argv: tuple[str, ...]
     after: tuple[str, ...]
 
 
-def command(task: Task, run: str) -> list[str]:
-    """The step's own command after `--`; what stands before it keeps the run's records, as `pipe run` does."""
+def step_command(task: WorkflowTask, run: str) -> list[str]:
+    """Return the pod's command: `pipeline.pod` keeps the run's records and runs the step's own command, after `--`."""
     return ["python", "-m", "pipeline.pod", task.step, run, "--", *task.argv]
 
 
-def container(task: Task, config: Config, image: str, run: str) -> Object:
-    """As the trainer of a Job, without what only several pods need."""
-    pod = step_pod(task, config, image)
-    (found,) = pod["containers"]
-    made: dict[str, Any] = {
+def step_container(task: WorkflowTask, config: Config, image: str, run: str) -> Object:
+    """Return the container of a step, made from the trainer's but without what only several pods need."""
+    (trainer,) = step_pod(task, config, image)["containers"]
+    env = [item for item in trainer["env"] if "value" in item]
+    container: dict[str, Any] = {
         "image": image,
-        "imagePullPolicy": found["imagePullPolicy"],
-        "command": command(task, run),
-        "env": [*(item for item in found["env"] if "value" in item), {"name": CONFIG, "value": config_text(config)}],
-        **({"envFrom": found["envFrom"]} if "envFrom" in found else {}),
-        "resources": found["resources"],
-        "securityContext": found["securityContext"],
-        "volumeMounts": found["volumeMounts"],
+        "imagePullPolicy": trainer["imagePullPolicy"],
+        "command": step_command(task, run),
+        "env": [*env, {"name": CONFIG_VARIABLE, "value": config_text(config)}],
+        **({"envFrom": trainer["envFrom"]} if "envFrom" in trainer else {}),
+        "resources": trainer["resources"],
+        "securityContext": trainer["securityContext"],
+        "volumeMounts": trainer["volumeMounts"],
     }
-    return made
+    return container
 
 
-def step_pod(task: Task, config: Config, image: str) -> Object:
-    """The pod of one step; GPUs for those that compute on them."""
+def step_pod(task: WorkflowTask, config: Config, image: str) -> Object:
+    """Return the pod spec of a step, with GPUs if the step computes on them."""
     check_image(image)
-    gpus = training.gpus_of(config.train) if task.step in _ON_GPUS else 0
-    pod = training.pod(config, image, MOUNT, gpus)
+    gpus = training.gpus_per_pod(config.train) if task.step in _GPU_STEPS else 0
+    pod = training.training_pod(config, image, RUNS_FOLDER, gpus)
     if task.step != "train":
         pod["containers"][0]["resources"]["requests"]["cpu"] = config.cluster.cpu or "1"
-    training.place(pod, pod["containers"][0], gpus, config.cluster)
+    training.set_node_placement(pod, pod["containers"][0], gpus, config.cluster, config.deploy.image_pull_secret)
     return pod
 
 
-ARGO_RUN = f"{MOUNT}/{{{{workflow.name}}}}"  # each submission is a run of its own
-_SET = "{{workflow.name}}-train"
-_TRIES = 6  # of a pod that was lost; an error would be met again
-_AGAIN = "lastRetry.status == 'Error' or asInt(lastRetry.exitCode) > 3"  # 1 to 3 are errors of ours, and the gate's
-_PAUSE = {"duration": "10s", "factor": "2"}  # before the first new try, and how it grows
-_LOOKED_AT = "600s"  # so long a pod's log can be read by kubectl; the run keeps it for good
-_NAME = 26  # what is left of a JobSet's name beside `-road-`, five letters and `-train`
+def argo_workflow(config: Config, tasks: Sequence[WorkflowTask], image: str) -> Object:
+    """Return an Argo Workflow: a DAG of pods, and of a JobSet if training takes several pods.
 
-
-def made(config: Config, tasks: Sequence[Task], image: str) -> Object:
-    """To be created, not applied: its name is given when it is submitted."""
-    config = _meeting(config)
-    labels = {**identity(config.name, "workflow"), "app.kubernetes.io/managed-by": "pipe"}
+    It is to be created, not applied: it gets its name when it is submitted.
+    """
+    config = _with_rendezvous(config)
+    labels = {**identity_labels(config.name, "workflow"), "app.kubernetes.io/managed-by": "pipe"}
     pod = step_pod(tasks[0], config, image)
-    dag = [{"name": task.step, "template": task.step, **_after(task)} for task in tasks]
+    dag = [{"name": task.step, "template": task.step, **_dependencies(task)} for task in tasks]
     return {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
         "metadata": {
-            "generateName": f"{fitting(config.name, _NAME)}-road-",
+            "generateName": f"{fit_name(config.name, _MAX_NAME)}-pipe-",
             "namespace": config.deploy.namespace,
             "labels": labels,
         },
         "spec": {
-            "entrypoint": "road",
+            "entrypoint": "pipeline",
             "podMetadata": {"labels": labels},
             "securityContext": pod["securityContext"],
             **({"imagePullSecrets": pod["imagePullSecrets"]} if "imagePullSecrets" in pod else {}),
-            "podSpecPatch": _patch(pod),
-            "podGC": {"strategy": "OnPodSuccess", "deleteDelayDuration": _LOOKED_AT},
-            "ttlStrategy": {"secondsAfterCompletion": config.cluster.keep_seconds},
+            "podSpecPatch": _pod_spec_patch(pod),
+            "podGC": {"strategy": "OnPodSuccess", "deleteDelayDuration": _POD_DELETE_DELAY},
+            "ttlStrategy": {"secondsAfterCompletion": training.TTL_SECONDS_AFTER_FINISHED},
             "volumes": pod["volumes"],
             "templates": [
-                {"name": "road", "dag": {"tasks": dag}},
-                *(_template(task, config, image) for task in tasks),
+                {"name": "pipeline", "dag": {"tasks": dag}},
+                *(_argo_template(task, config, image) for task in tasks),
             ],
         },
     }
 
 
-def _meeting(config: Config) -> Config:
-    """Pods that train together know from the run where they meet; its name is known when it is submitted."""
+def _with_rendezvous(config: Config) -> Config:
+    """Set the rendezvous of training on several pods; Argo fills in the workflow's name when it is submitted."""
     if config.train.most_nodes == 1:
         return config
-    where = {"rendezvous": f"{_SET}-node-0-0.{_SET}:{training.RENDEZVOUS_PORT}"}
-    return config.model_copy(update={"train": config.train.model_copy(update=where)})
+    rendezvous = {"rendezvous": f"{_JOBSET_NAME}-node-0-0.{_JOBSET_NAME}:{training.RENDEZVOUS_PORT}"}
+    return config.model_copy(update={"train": config.train.model_copy(update=rendezvous)})
 
 
-def _patch(pod: Object) -> str:
-    """What of our pods Argo has no field for: time to make a checkpoint, before all."""
-    words = ("terminationGracePeriodSeconds", "enableServiceLinks")
-    return json.dumps({word: pod[word] for word in words}, separators=(",", ":"))
+def _pod_spec_patch(pod: Object) -> str:
+    """Return the pod fields that Argo has no field for, above all the time to save a checkpoint."""
+    fields = ("terminationGracePeriodSeconds", "enableServiceLinks")
+    return json.dumps({field: pod[field] for field in fields}, separators=(",", ":"))
 
 
-def _after(task: Task) -> dict[str, Any]:
+def _dependencies(task: WorkflowTask) -> dict[str, Any]:
     return {"dependencies": list(task.after)} if task.after else {}
 
 
-def _template(task: Task, config: Config, image: str) -> Object:
+def _argo_template(task: WorkflowTask, config: Config, image: str) -> Object:
     if task.step == "train" and config.train.most_nodes > 1:
-        return _of_several_pods(task, config, image)
+        return _jobset_template(task, config, image)
     pod = step_pod(task, config, image)
-    placed: dict[str, Any] = {word: pod[word] for word in ("nodeSelector", "tolerations", "affinity") if word in pod}
+    nodes: dict[str, Any] = {field: pod[field] for field in ("nodeSelector", "tolerations", "affinity") if field in pod}
     account = config.cluster.service_account if task.step == "deploy" else ""
     queued = {"metadata": {"labels": {training.QUEUE_LABEL: config.cluster.queue}}}
     return {
         "name": task.step,
         **(queued if config.cluster.queue and task.step == "train" else {}),
-        **placed,
+        **nodes,
         **({"serviceAccountName": account} if account else {}),
-        **({"activeDeadlineSeconds": config.cluster.deadline_seconds} if task.step == "train" else {}),
-        "retryStrategy": {"limit": str(_TRIES), "retryPolicy": "Always", "expression": _AGAIN, "backoff": _PAUSE},
-        "container": container(task, config, image, ARGO_RUN),
+        **({"activeDeadlineSeconds": config.cluster.active_deadline_seconds} if task.step == "train" else {}),
+        "retryStrategy": {
+            "limit": str(_MAX_RETRIES),
+            "retryPolicy": "Always",
+            "expression": _RETRY_EXPRESSION,
+            "backoff": _RETRY_BACKOFF,
+        },
+        "container": step_container(task, config, image, ARGO_RUN),
     }
 
 
-def _of_several_pods(task: Task, config: Config, image: str) -> Object:
-    """Argo waits for a JobSet; a Job tells its end by a list of conditions, which Argo's words cannot look into."""
+def _jobset_template(task: WorkflowTask, config: Config, image: str) -> Object:
+    """Return a template that creates a JobSet; a Job would not do, as Argo's conditions cannot search its status."""
     if config.cluster.workload != "jobset":
         raise ConfigError(
             f"train.nodes={config.train.nodes}: in an Argo Workflow, training on several pods is a JobSet; "
             "set cluster.workload=jobset (JobSet must be installed), or train.nodes=1"
         )
-    (found,) = (item for item in training.objects(config, image, ARGO_RUN, _SET) if item["kind"] == "JobSet")
-    (job,) = found["spec"]["replicatedJobs"]
+    (jobset,) = (
+        item for item in training.training_objects(config, image, ARGO_RUN, _JOBSET_NAME) if item["kind"] == "JobSet"
+    )
+    (job,) = jobset["spec"]["replicatedJobs"]
     trainer = job["template"]["spec"]["template"]["spec"]["containers"][0]
-    trainer["command"] = command(task, ARGO_RUN)
-    del trainer["args"]  # where the pods meet stands in the run's configuration
-    trainer["env"].append({"name": CONFIG, "value": config_text(config)})
+    trainer["command"] = step_command(task, ARGO_RUN)
+    del trainer["args"]  # the rendezvous is in the run's configuration
+    trainer["env"].append({"name": CONFIG_VARIABLE, "value": config_text(config)})
     account = config.cluster.service_account
     return {
         "name": task.step,
-        **({"serviceAccountName": account} if account else {}),  # it makes the JobSet and looks at it
+        **({"serviceAccountName": account} if account else {}),  # it creates the JobSet and reads its status
         "resource": {
             "action": "create",
             "setOwnerReference": True,
             "successCondition": "status.terminalState == Completed",
             "failureCondition": "status.terminalState == Failed",
-            "manifest": yaml.safe_dump(found, sort_keys=False, width=120),
+            "manifest": yaml.safe_dump(jobset, sort_keys=False, width=120),
         },
     }
 
 
-KFP_RUN = f"{MOUNT}/{{{{$.inputs.parameters['run']}}}}"
-_JOB = "{{$.pipeline_job_uuid}}"  # each submission is a run of its own
-_SCHEMA = "2.1.0"
-_GIGA = {
-    "m": 1e-12, "": 1e-9, "k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3,
-    "Ki": 1024e-9, "Mi": 1024**2 * 1e-9, "Gi": 1024**3 * 1e-9, "Ti": 1024**4 * 1e-9,
-}  # fmt: skip
-
-
-def documents(config: Config, tasks: Sequence[Task], image: str) -> list[Object]:
-    """The pipeline and its platform, which stand in one file."""
-    _check(config)
+def kfp_documents(config: Config, tasks: Sequence[WorkflowTask], image: str) -> list[Object]:
+    """Return the two documents of a Kubeflow Pipelines file: the pipeline, and its Kubernetes platform."""
+    _check_kfp(config)
     pods = {task.step: step_pod(task, config, image) for task in tasks}
     pipeline: Object = {
-        "components": {f"comp-{task.step}": _component(task) for task in tasks},
+        "components": {f"comp-{task.step}": _kfp_component(task) for task in tasks},
         "deploymentSpec": {
-            "executors": {f"exec-{task.step}": {"container": _container(task, config, image)} for task in tasks}
+            "executors": {f"exec-{task.step}": {"container": _kfp_container(task, config, image)} for task in tasks}
         },
-        "pipelineInfo": {"name": f"{config.name}-road"},
-        "root": {"dag": {"tasks": {task.step: _task(task) for task in tasks}}},
-        "schemaVersion": _SCHEMA,
+        "pipelineInfo": {"name": config.name},
+        "root": {"dag": {"tasks": {task.step: _kfp_task(task) for task in tasks}}},
+        "schemaVersion": _KFP_SCHEMA_VERSION,
         "sdkVersion": "pipe",
     }
-    executors = {f"exec-{task.step}": _platform(pods[task.step], config) for task in tasks}
-    executors["exec-train"]["activeDeadlineSeconds"] = config.cluster.deadline_seconds
+    executors = {f"exec-{task.step}": _kfp_platform(pods[task.step], config) for task in tasks}
+    executors["exec-train"]["activeDeadlineSeconds"] = config.cluster.active_deadline_seconds
     if config.cluster.queue:
         executors["exec-train"]["podMetadata"] = {"labels": {training.QUEUE_LABEL: config.cluster.queue}}
     return [pipeline, {"platforms": {"kubernetes": {"deploymentSpec": {"executors": executors}}}}]
 
 
-def _check(config: Config) -> None:
+def _check_kfp(config: Config) -> None:
     if config.train.most_nodes > 1:
         raise ConfigError(
             f"train.nodes={config.train.nodes}: a step of Kubeflow Pipelines is one pod; set train.nodes=1, "
             "or render the workflow with --engine argo"
         )
-    if config.cluster.secret:
+    if config.cluster.env_secret:
         raise ConfigError(
-            "cluster.secret: Kubeflow Pipelines hands a Secret over key by key; give the pods' service account the "
-            "right to the store instead, or render the workflow with --engine argo"
+            "cluster.env_secret: Kubeflow Pipelines passes a Secret key by key; give the pods' service account access "
+            "to the object store instead, or render the workflow with --engine argo"
         )
 
 
-def _component(task: Task) -> Object:
+def _kfp_component(task: WorkflowTask) -> Object:
     return {
         "executorLabel": f"exec-{task.step}",
         "inputDefinitions": {"parameters": {"run": {"parameterType": "STRING"}}},
     }
 
 
-def _task(task: Task) -> Object:
+def _kfp_task(task: WorkflowTask) -> Object:
     return {
-        "cachingOptions": {},  # what may be reused is decided by the step's own key
+        "cachingOptions": {},  # the step's own key decides what is reused
         "componentRef": {"name": f"comp-{task.step}"},
         **({"dependentTasks": list(task.after)} if task.after else {}),
-        "inputs": {"parameters": {"run": {"runtimeValue": {"constant": _JOB}}}},
-        "retryPolicy": {"maxRetryCount": _TRIES if task.step == "train" else 0},
+        "inputs": {"parameters": {"run": {"runtimeValue": {"constant": _KFP_JOB}}}},
+        "retryPolicy": {"maxRetryCount": _MAX_RETRIES if task.step == "train" else 0},
         "taskInfo": {"name": task.step},
     }
 
 
-def _container(task: Task, config: Config, image: str) -> Object:
-    made = container(task, config, image, KFP_RUN)
+def _kfp_container(task: WorkflowTask, config: Config, image: str) -> Object:
+    argo_workflow = step_container(task, config, image, KFP_RUN)
     return {
-        "command": made["command"],
-        "env": made["env"],
+        "command": argo_workflow["command"],
+        "env": argo_workflow["env"],
         "image": image,
-        "resources": _resources(made["resources"]),
+        "resources": _kfp_resources(argo_workflow["resources"]),
     }
 
 
-def _resources(resources: Object) -> Object:
-    """Numbers for older back ends, Kubernetes' own words for today's."""
+def _kfp_resources(resources: Object) -> Object:
+    """Return resources as numbers for older back ends, and as Kubernetes quantities for current ones."""
     cpu, memory = resources["requests"]["cpu"], resources["requests"]["memory"]
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "cpuRequest": float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu),
         "memoryRequest": _gigabytes(memory),
         "resourceCpuRequest": cpu,
         "resourceMemoryRequest": memory,
     }
-    if count := resources.get("limits", {}).get(GPU):
-        found["accelerator"] = {"count": count, "resourceCount": count, "resourceType": GPU, "type": GPU}
-    return found
+    if count := resources.get("limits", {}).get(GPU_RESOURCE):
+        values["accelerator"] = {
+            "count": count,
+            "resourceCount": count,
+            "resourceType": GPU_RESOURCE,
+            "type": GPU_RESOURCE,
+        }
+    return values
 
 
 def _gigabytes(quantity: str) -> float:
-    found = re.match(r"^([\d.]+)(\w*)$", quantity)
-    assert found is not None, quantity  # the configuration is checked
-    return float(found[1]) * _GIGA[found[2]]
+    match = re.match(r"^([\d.]+)(\w*)$", quantity)
+    assert match is not None, quantity  # the configuration is validated
+    return float(match[1]) * _GIGABYTES_PER_UNIT[match[2]]
 
 
-def _platform(pod: Object, config: Config) -> Object:
-    """Volumes and nodes; what affinity there is only prefers, and has a flatter form here."""
+def _kfp_platform(pod: Object, config: Config) -> Object:
+    """Return volumes and node placement; the affinity of our pods has only preferences, which are flat here."""
     claim = training.claim_name(config)
-    size = config.cluster.shared_memory
-    made: Object = {
+    size = config.cluster.memory
+    argo_workflow: Object = {
         "emptyDirMounts": [
             {"medium": "Memory", "mountPath": "/dev/shm", "sizeLimit": size, "volumeName": "shared-memory"}  # noqa: S108
         ],
@@ -275,22 +285,24 @@ def _platform(pod: Object, config: Config) -> Object:
         "pvcMount": [
             {
                 "constant": claim,
-                "mountPath": MOUNT,
+                "mountPath": RUNS_FOLDER,
                 "pvcNameParameter": {"runtimeValue": {"constant": claim}},
             }
         ],
-        "securityContext": {word: pod["securityContext"][word] for word in ("runAsUser", "runAsGroup", "runAsNonRoot")},
+        "securityContext": {
+            field: pod["securityContext"][field] for field in ("runAsUser", "runAsGroup", "runAsNonRoot")
+        },
     }
     if "imagePullSecrets" in pod:
         names = [secret["name"] for secret in pod["imagePullSecrets"]]
-        made["imagePullSecret"] = [
+        argo_workflow["imagePullSecret"] = [
             {"secretName": name, "secretNameParameter": {"runtimeValue": {"constant": name}}} for name in names
         ]
     if "nodeSelector" in pod:
-        made["nodeSelector"] = {"labels": pod["nodeSelector"]}
+        argo_workflow["nodeSelector"] = {"labels": pod["nodeSelector"]}
     if "tolerations" in pod:
-        made["tolerations"] = pod["tolerations"]
+        argo_workflow["tolerations"] = pod["tolerations"]
     if "affinity" in pod:
         preferred = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-        made["nodeAffinity"] = [{**term["preference"], "weight": term["weight"]} for term in preferred]
-    return made
+        argo_workflow["nodeAffinity"] = [{**term["preference"], "weight": term["weight"]} for term in preferred]
+    return argo_workflow

@@ -1,10 +1,8 @@
-"""A canary on the cluster: a second Deployment behind the same Service, proven, watched, and judged share by share.
+"""Canaries on the cluster: a new version next to the stable one, verified, measured and promoted or rolled back.
 
-Decides of a canary: how many pods it gets, and whether it may go on beside what serves; pure.
-
-A service of KServe in Knative mode: its revisions, the Service of each, and a canary whose share Knative gives.
-
-What pods count of their requests, read from the text they show to Prometheus; pure.
+A plain Deployment gets a second Deployment behind the same Service; the ratio of their pods sets the traffic. A KServe
+service in Knative mode gets a second revision, and Knative splits the traffic. Either way the pods' own request
+counters are compared; the decision (`compare_versions`) is a pure function.
 """
 
 from __future__ import annotations
@@ -19,20 +17,35 @@ from statistics import NormalDist
 from typing import Literal
 
 from k8s.cluster import smoke
-from k8s.cluster.cluster import Cluster, Say
+from k8s.cluster.cluster import Cluster, Report
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import HTTP_PORT
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import PipelineError, StageError
 from pipeline.contract.settings.cluster import Rollout
 
-_QUICK = 0.95  # of the stable requests; slower than these is slow
-_THEN = 50.0  # percent, after the first share and before all
+TRACK_LABEL = "pipe-road/track"
+CANARY_TRAFFIC_PERCENT = "canaryTrafficPercent"
+
+_OBSERVATION_ATTEMPTS = 5  # at a percentage whose measurements are not conclusive yet
+_SECOND_STEP_PERCENT = 50.0  # after the first percentage and before all requests
+_CONFIDENCE = 0.95  # of the intervals that are compared
+_SLOW_MARGIN = 0.05  # how much larger the canary's fraction of slow requests may be
+_FAST_FRACTION = 0.95  # of the stable version's requests; slower than these counts as slow
+_METRIC_LINE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Server errors of gRPC; those of HTTP begin with a 5. Errors of clients do not count against a version.
+_SERVER_ERROR_CODES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DEADLINE_EXCEEDED", "DATA_LOSS")
+_REVISION_LABEL = "serving.knative.dev/revision"
+_KNATIVE_PROXY_PORT = 8012  # Knative's proxy in each pod; the network policy lets requests in only there
+_HTTP_OK, _HTTP_NOT_FOUND = 200, 404
+
+Outcome = Literal["promote", "inconclusive", "roll back"]
 
 
 @dataclass(frozen=True)
-class Judgement:
-    verdict: Literal["go on", "watch", "go back"]
+class CanaryResult:
+    outcome: Outcome
     reasons: tuple[str, ...]
 
     @property
@@ -40,245 +53,237 @@ class Judgement:
         return "; ".join(self.reasons)
 
 
-def shares(first: float) -> list[float]:
-    """In percent, before all requests are given to it."""
-    return [first, _THEN] if first < _THEN else [first]
-
-
-def replicas_for(percent: float, stable: int) -> int:
-    """Pods whose share comes nearest, as each pod behind a Service gets as many requests as any other."""
-    return max(1, round(stable * percent / (100 - percent)))
-
-
-def share_told(percent: float, stable: int) -> str:
-    """What share pods can give, in words."""
-    pods = replicas_for(percent, stable)
-    given = 100 * pods / (pods + stable)
-    text = f"{pods} pod{'s' * (pods > 1)} beside {stable} get about {given:.0f} % of the requests"
-    if abs(given - percent) > 1:
-        needed = math.ceil((100 - percent) / percent)
-        text += f" ({percent:g} % was asked for, which takes {needed} stable pods to one)" if given > percent else ""
-    return text
-
-
-def judge(stable: Sample, canary: Sample, rules: Rollout) -> Judgement:
-    """Not inferior, shown with confidence, in failures and in time: as the gate asks it of a candidate."""
-    if min(stable.requests, canary.requests) < rules.requests:
-        few = f"{canary.requests:.0f} requests to the canary and {stable.requests:.0f} to the stable version"
-        return Judgement("watch", (f"{few}, {rules.requests} of each are needed",))
-    if not rules.requests and not (stable.requests and canary.requests):
-        return Judgement("go on", ("no requests came to compare; the golden ones were answered as at export",))
-    z = NormalDist().inv_cdf(rules.confidence)
-    judged = [_compare("failed", (canary.failed, canary.requests), (stable.failed, stable.requests), rules.margin, z)]
-    if stable.timed and canary.timed:
-        bound = _bound(stable)
-        slow = [(sample.timed - sample.within.get(bound, 0.0), sample.timed) for sample in (canary, stable)]
-        judged.append(_compare(f"slower than {bound * 1000:g} ms", slow[0], slow[1], rules.slow_margin, z))
-    verdicts = {verdict for verdict, _ in judged}
-    verdict = next(one for one in ("go back", "watch", "go on") if one in verdicts)
-    return Judgement(verdict, tuple(text for _, text in judged))
-
-
-def _bound(stable: Sample) -> float:
-    """The time that most stable requests keep, as far as buckets tell."""
-    kept = (bound for bound, count in sorted(stable.within.items()) if count >= _QUICK * stable.timed)
-    return next(kept, math.inf)
-
-
-def _compare(
-    what: str, canary: tuple[float, float], stable: tuple[float, float], margin: float, z: float
-) -> tuple[str, str]:
-    """The difference of two shares with its bounds (Newcombe's, of two Wilson intervals)."""
-    ours, theirs = canary[0] / canary[1], stable[0] / stable[1]
-    (low, high), (least, most) = _wilson(*canary, z), _wilson(*stable, z)
-    difference = ours - theirs
-    upper = difference + math.hypot(high - ours, theirs - least)
-    lower = difference - math.hypot(ours - low, most - theirs)
-    numbers = f"{what}: {ours:.2%} against {theirs:.2%}"
-    if upper <= margin:
-        return "go on", f"{numbers}, at most {max(upper, 0):.2%} more"
-    if lower > margin:
-        return "go back", f"{numbers}, at least {lower:.2%} more; {margin:.2%} is allowed"
-    return "watch", f"{numbers}, perhaps {upper:.2%} more; at most {margin:.2%} is not shown yet"
-
-
-def _wilson(count: float, of: float, z: float) -> tuple[float, float]:
-    share = count / of
-    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
-    spread = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
-    return max(0.0, middle - spread), min(1.0, middle + spread)
-
-
-_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-# Of gRPC; HTTP's begin with a 5. What clients did wrong is not counted against a bundle.
-_FAILED = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DEADLINE_EXCEEDED", "DATA_LOSS")
-
-
 @dataclass(frozen=True)
-class Sample:
-    """Requests of one version over some time."""
+class RequestCounts:
+    """Requests of one version, or of one of its pods, over some time."""
 
     requests: float = 0.0
     failed: float = 0.0
-    within: Mapping[float, float] = field(default_factory=dict)  # seconds → answered within them
+    within: Mapping[float, float] = field(default_factory=dict)  # histogram: seconds → requests answered within them
 
     @property
     def timed(self) -> float:
         return self.within.get(math.inf, 0.0)
 
-    def __add__(self, other: Sample) -> Sample:
+    def __add__(self, other: RequestCounts) -> RequestCounts:
         bounds = self.within.keys() | other.within.keys()
         within = {bound: self.within.get(bound, 0.0) + other.within.get(bound, 0.0) for bound in bounds}
-        return Sample(self.requests + other.requests, self.failed + other.failed, within)
+        return RequestCounts(self.requests + other.requests, self.failed + other.failed, within)
 
-    def since(self, before: Sample) -> Sample:
-        """A pod that counts less than before has started anew."""
+    def since(self, before: RequestCounts) -> RequestCounts:
+        """Return the difference to an earlier reading; a counter that went down was reset by a restart."""
         if self.requests < before.requests or self.failed < before.failed or self.timed < before.timed:
             return self
         within = {bound: count - before.within.get(bound, 0.0) for bound, count in self.within.items()}
-        return Sample(self.requests - before.requests, self.failed - before.failed, within)
+        return RequestCounts(self.requests - before.requests, self.failed - before.failed, within)
 
 
-def read(text: str, model: str) -> Sample:
-    """All of one model, over its protocols."""
+def parse_request_counts(text: str, model: str) -> RequestCounts:
+    """Read the counters of one model, over all protocols, from a pod's `/metrics`."""
     requests = failed = 0.0
     within: dict[float, float] = {}
-    for name, labels, value in _samples(text.splitlines()):
+    for name, labels, value in _parse_metric_lines(text.splitlines()):
         if labels.get("model") != model:
             continue
         if name == "pipe_requests_total":
             requests += value
-            failed += value if labels["code"].startswith("5") or labels["code"] in _FAILED else 0.0
+            failed += value if labels["code"].startswith("5") or labels["code"] in _SERVER_ERROR_CODES else 0.0
         elif name == "pipe_request_seconds_bucket":
             bound = float(labels["le"])
             within[bound] = within.get(bound, 0.0) + value
-    return Sample(requests, failed, within)
+    return RequestCounts(requests, failed, within)
 
 
-def total(samples: Iterable[Sample]) -> Sample:
-    return sum(samples, Sample())
-
-
-def _samples(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, str], float]]:
+def _parse_metric_lines(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, str], float]]:
     for line in lines:
-        if found := _SAMPLE.match(line):
-            yield found["name"], dict(_LABEL.findall(found["labels"] or "")), float(found["value"])
+        if match := _METRIC_LINE.match(line):
+            yield match["name"], dict(_LABEL.findall(match["labels"] or "")), float(match["value"])
 
 
-TRACK = "pipe-road/track"
-_OK, _GONE = 200, 404
+def compare_versions(stable: RequestCounts, canary: RequestCounts, rules: Rollout) -> CanaryResult:
+    """Decide whether the canary is not inferior in its rates of failed and of slow requests, with confidence."""
+    if min(stable.requests, canary.requests) < rules.min_requests:
+        counts = f"{canary.requests:.0f} requests to the canary and {stable.requests:.0f} to the stable version"
+        return CanaryResult("inconclusive", (f"{counts}, {rules.min_requests} of each are needed",))
+    if not rules.min_requests and not (stable.requests and canary.requests):
+        return CanaryResult("promote", ("no requests to compare; the golden requests were answered as at export",))
+    z = NormalDist().inv_cdf(_CONFIDENCE)
+    failed = [(counts.failed, counts.requests) for counts in (canary, stable)]
+    comparisons = [_compare_rates("failed", failed[0], failed[1], rules.margin, z)]
+    if stable.timed and canary.timed:
+        threshold = _latency_threshold(stable)
+        slow = [(counts.timed - counts.within.get(threshold, 0.0), counts.timed) for counts in (canary, stable)]
+        comparisons.append(_compare_rates(f"slower than {threshold * 1000:g} ms", slow[0], slow[1], _SLOW_MARGIN, z))
+    worst_first: tuple[Outcome, ...] = ("roll back", "inconclusive", "promote")
+    outcome = min((outcome for outcome, _ in comparisons), key=worst_first.index)
+    return CanaryResult(outcome, tuple(text for _, text in comparisons))
+
+
+def _latency_threshold(stable: RequestCounts) -> float:
+    """Return the smallest bucket bound within which most requests of the stable version are answered."""
+    bounds = (bound for bound, count in sorted(stable.within.items()) if count >= _FAST_FRACTION * stable.timed)
+    return next(bounds, math.inf)
+
+
+def _compare_rates(
+    what: str, canary: tuple[float, float], stable: tuple[float, float], margin: float, z: float
+) -> tuple[Outcome, str]:
+    """Compare two rates by the interval of their difference (Newcombe's, from two Wilson intervals)."""
+    ours, theirs = canary[0] / canary[1], stable[0] / stable[1]
+    (our_low, our_high), (their_low, their_high) = _wilson_interval(*canary, z), _wilson_interval(*stable, z)
+    difference = ours - theirs
+    upper = difference + math.hypot(our_high - ours, theirs - their_low)
+    lower = difference - math.hypot(ours - our_low, their_high - theirs)
+    rates = f"{what}: {ours:.2%} compared with {theirs:.2%}"
+    if upper <= margin:
+        return "promote", f"{rates}, at most {max(upper, 0):.2%} more"
+    if lower > margin:
+        return "roll back", f"{rates}, at least {lower:.2%} more; {margin:.2%} is allowed"
+    return "inconclusive", f"{rates}, up to {upper:.2%} more; at most {margin:.2%} is not shown yet"
+
+
+def _wilson_interval(count: float, total: float, z: float) -> tuple[float, float]:
+    rate = count / total
+    middle = (rate + z * z / (2 * total)) / (1 + z * z / total)
+    spread = z / (1 + z * z / total) * math.sqrt(rate * (1 - rate) / total + z * z / (4 * total * total))
+    return max(0.0, middle - spread), min(1.0, middle + spread)
+
+
+def traffic_steps(first: float) -> list[float]:
+    """Return the percentages of requests that a canary gets before it gets all of them."""
+    return [first, _SECOND_STEP_PERCENT] if first < _SECOND_STEP_PERCENT else [first]
+
+
+def replicas_for(percent: float, stable: int) -> int:
+    """Return the number of pods whose percentage comes nearest: a Service gives every pod as many requests."""
+    return max(1, round(stable * percent / (100 - percent)))
+
+
+def describe_traffic(percent: float, stable: int) -> str:
+    """Say which percentage the pods really get, and how many pods the requested one would need."""
+    pods = replicas_for(percent, stable)
+    actual = 100 * pods / (pods + stable)
+    text = f"{pods} pod{'s' * (pods > 1)} next to {stable} get about {actual:.0f} % of the requests"
+    if actual > percent + 1:
+        needed = math.ceil((100 - percent) / percent)
+        text += f" ({percent:g} % needs {needed} stable pods for each pod of the canary)"
+    return text
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Of one bundle beside the one that serves."""
+class Canary:
+    """A canary of one bundle, as a second Deployment next to the stable one."""
 
     cluster: Cluster
     namespace: str
     bundle: Bundle
-    made: Object  # its Deployment
-    stable: Object  # as it is on the cluster
+    candidate: Object  # the canary's Deployment
+    stable: Object  # the stable version's Deployment, as it is on the cluster
     rules: Rollout
     timeout_seconds: float
-    entry: Mapping[str, str]  # headers that open the service
+    headers: Mapping[str, str]  # credentials of the service
     https: bool
-    say: Say
-    check: Callable[[], None]  # raises when somebody else deploys
+    report: Report
+    check_lease: Callable[[], None]  # raises once another deployment has started
     sleep: Callable[[float], None] = time.sleep
+    attempts: int = _OBSERVATION_ATTEMPTS
 
-    def walk(self) -> Judgement:
-        """Share by share as far as it is to go by itself; whatever is wrong ends it, and the stable version serves."""
-        last = Judgement("watch", ("it is watched by people: `pipe promote` or `pipe rollback` ends it",))
+    def run(self) -> CanaryResult:
+        """Raise the traffic step by step; any error ends the canary, and the stable version gets all requests again.
+
+        Without `rollout.auto` only the first step is made, and the canary stays until a person ends it.
+        """
         try:
-            for percent in shares(self.rules.canary) if self.rules.auto else [self.rules.canary]:
-                self._give(percent)
-                if not self.rules.auto:
-                    return last
-                last = self._judge()
-                self.say(f"canary at {percent:g} %: {last.verdict}: {last.text}")
-                if last.verdict != "go on":
+            if not self.rules.auto:
+                self._set_traffic(self.rules.canary_percent)
+                return CanaryResult("inconclusive", ("`pipe promote` or `pipe rollback` ends it",))
+            for percent in traffic_steps(self.rules.canary_percent):
+                self._set_traffic(percent)
+                result = self._observe()
+                self.report(f"canary at {percent:g} %: {result.outcome}: {result.text}")
+                if result.outcome != "promote":
                     self.end()
-                    return Judgement("go back", last.reasons)
+                    return CanaryResult("roll back", result.reasons)
         except BaseException:
-            self._end_all_the_same()
+            self._end_after_error()
             raise
-        return last
+        return result
 
     def end(self) -> None:
-        self.cluster.delete(self.made, self.namespace)
+        """Give all requests back to the stable version."""
+        self.cluster.delete(self.candidate, self.namespace)
 
-    def _end_all_the_same(self) -> None:
-        """What went wrong is what is to be told."""
+    def _end_after_error(self) -> None:
+        """End the canary without hiding the error that led here."""
         try:
             self.end()
         except PipelineError as error:
-            self.say(f"warning: the canary could not be ended, `pipe rollback` does it: {error}")
+            self.report(f"warning: the canary could not be ended: {error}; to fix it: `pipe rollback`")
 
-    def _give(self, percent: float) -> None:
-        """Pods for a share, waited for and proven one by one."""
-        self.check()
-        wanted = self.stable.get("status", {}).get("replicas") or self.stable["spec"].get("replicas", 1)
-        self.say(f"canary: {share_told(percent, wanted)}")
-        item = copy.deepcopy(self.made)
-        item["spec"]["replicas"] = replicas_for(percent, wanted)
-        self.cluster.apply([item], self.namespace, self.say, self.rules.take_over)
-        self.cluster.wait([item], self.namespace, self.timeout_seconds, self.say)
-        for pod in self._own():
-            asked = smoke.check_pod(self.cluster, self.namespace, self._address(pod), self.bundle, self.entry)
-            self.say(f"{pod}: {asked} golden requests answered as at export")
+    def _set_traffic(self, percent: float) -> None:
+        """Scale the canary for a percentage, wait for its pods, and send the golden requests to each."""
+        self.check_lease()
+        stable_replicas = self.stable.get("status", {}).get("replicas") or self.stable["spec"].get("replicas", 1)
+        self.report(f"canary: {describe_traffic(percent, stable_replicas)}")
+        item = copy.deepcopy(self.candidate)
+        item["spec"]["replicas"] = replicas_for(percent, stable_replicas)
+        self.cluster.apply([item], self.namespace, self.report, self.rules.force_conflicts)
+        self.cluster.wait([item], self.namespace, self.timeout_seconds, self.report)
+        for pod in self._canary_pods():
+            count = smoke.check_pod(self.cluster, self.namespace, self._pod_address(pod), self.bundle, self.headers)
+            self.report(f"{pod}: {count} golden requests answered as at export")
 
-    def _judge(self) -> Judgement:
-        before = self._count()
-        found = Judgement("watch", ())
-        for _ in range(self.rules.patience):
+    def _observe(self) -> CanaryResult:
+        """Compare the requests since now, again and again until the comparison is conclusive."""
+        stable_before, canary_before = self._read_counts()
+        result = CanaryResult("inconclusive", ())
+        for _ in range(self.attempts):
             self.sleep(self.rules.observe_seconds)
-            self.check()
-            now = self._count()
-            stable, ours = (_grown(before[track], now[track]) for track in (0, 1))
-            found = judge(stable, ours, self.rules)
-            if found.verdict != "watch":
-                return found
-            self.say(f"canary: {found.text}")
-        waited = self.rules.patience * self.rules.observe_seconds
-        return Judgement("go back", (f"not shown within {waited} s: {found.text}",))
+            self.check_lease()
+            stable, canary = self._read_counts()
+            result = compare_versions(_sum_since(stable_before, stable), _sum_since(canary_before, canary), self.rules)
+            if result.outcome != "inconclusive":
+                return result
+            self.report(f"canary: {result.text}")
+        waited = self.attempts * self.rules.observe_seconds
+        return CanaryResult("roll back", (f"inconclusive after {waited} s: {result.text}",))
 
-    def _count(self) -> tuple[dict[str, Sample], dict[str, Sample]]:
-        """What the pods of both versions have counted so far, by pod."""
-        ours, others = self._own(), self._others()
-        return self._read(others), self._read(ours)
+    def _read_counts(self) -> tuple[dict[str, RequestCounts], dict[str, RequestCounts]]:
+        """Return the counters of the stable version's pods and of the canary's, by pod."""
+        canary_pods, stable_pods = self._canary_pods(), self._stable_pods()
+        return self._read_metrics(stable_pods), self._read_metrics(canary_pods)
 
-    def _read(self, pods: Sequence[str]) -> dict[str, Sample]:
-        """Of those that are still there: an autoscaler may take one away between two looks."""
-        found = {}
+    def _read_metrics(self, pods: Sequence[str]) -> dict[str, RequestCounts]:
+        """Skip pods that an autoscaler has removed since they were listed."""
+        counts = {}
         for pod in pods:
-            status, text = smoke.read_metrics(self.cluster, self.namespace, self._address(pod), self.entry)
-            if status == _GONE:
+            status, text = smoke.read_metrics(self.cluster, self.namespace, self._pod_address(pod), self.headers)
+            if status == _HTTP_NOT_FOUND:
                 continue
-            if status != _OK:
-                raise StageError(f"{pod}: its /metrics answered {status}; without them a canary cannot be judged")
-            found[pod] = read(text, self.bundle.name)
-        return found
+            if status != _HTTP_OK:
+                raise StageError(f"{pod}: GET /metrics returned {status}; a canary needs them to be measured")
+            counts[pod] = parse_request_counts(text, self.bundle.name)
+        return counts
 
-    def _own(self) -> list[str]:
-        return running(self.cluster.pods(self.made, self.namespace))
+    def _canary_pods(self) -> list[str]:
+        return ready_pods(self.cluster.pods(self.candidate, self.namespace))
 
-    def _others(self) -> list[str]:
-        """Of the stable version, whose labels the canary's pods bear too."""
-        ours = set(self._own())
-        return [pod for pod in running(self.cluster.pods(self.stable, self.namespace)) if pod not in ours]
+    def _stable_pods(self) -> list[str]:
+        """The stable version's labels select the canary's pods as well, so those are taken out."""
+        canary_pods = set(self._canary_pods())
+        return [pod for pod in ready_pods(self.cluster.pods(self.stable, self.namespace)) if pod not in canary_pods]
 
-    def _address(self, pod: str) -> str:
+    def _pod_address(self, pod: str) -> str:
         return f"{'https:' if self.https else ''}{pod}:{HTTP_PORT}"
 
 
-def deployment_of(objects: Sequence[Object]) -> Object:
-    """The canary's own: the same pods, told apart by a label, so that the stable Deployment never counts them."""
+def canary_deployment(objects: Sequence[Object]) -> Object:
+    """Copy the Deployment under another name; the extra label keeps the stable Deployment from adopting its pods."""
     item = copy.deepcopy(next(item for item in objects if item["kind"] == "Deployment"))
     item["metadata"]["name"] = canary_name(item["metadata"]["name"])
     template = item["spec"]["template"]
     for labels in (item["metadata"]["labels"], item["spec"]["selector"]["matchLabels"], template["metadata"]["labels"]):
-        labels[TRACK] = "canary"
+        labels[TRACK_LABEL] = "canary"
     return item
 
 
@@ -286,89 +291,84 @@ def canary_name(name: str) -> str:
     return f"{name}-canary"
 
 
-def running(pods: Iterable[Object]) -> list[str]:
-    """The names of those that answer."""
-    return sorted(pod["metadata"]["name"] for pod in pods if _runs(pod))
+def ready_pods(pods: Iterable[Object]) -> list[str]:
+    return sorted(pod["metadata"]["name"] for pod in pods if _is_ready(pod))
 
 
-def _runs(pod: Object) -> bool:
+def _is_ready(pod: Object) -> bool:
     conditions = {item["type"]: item["status"] for item in pod.get("status", {}).get("conditions", [])}
     return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
 
 
-def _grown(before: Mapping[str, Sample], now: Mapping[str, Sample]) -> Sample:
-    return total(sample.since(before.get(pod, Sample())) for pod, sample in now.items())
-
-
-_REVISION = "serving.knative.dev/revision"  # the label of its pods
-_PROXY_PORT = 8012  # of Knative's proxy in each pod, which alone takes requests
-SHARE = "canaryTrafficPercent"
-
-
-def newest(live: Object) -> str:
-    """The revision that was made last of those that are ready; empty where there is none."""
-    return str(_predictor(live).get("latestReadyRevision", ""))
-
-
-def stable(live: Object) -> str:
-    """The one that had all requests last: KServe remembers it while another one is tried."""
-    return str(_predictor(live).get("latestRolledoutRevision") or newest(live))
-
-
-def service_of(cluster: Cluster, service: Object, namespace: str) -> str:
-    """The Service before the pods of the newest revision: the one that clients know only names a gateway elsewhere."""
-    live = cluster.read(service, namespace)
-    revision = newest(live) if live else ""
-    if not revision:
-        raise StageError(f"inferenceservice/{service['metadata']['name']}: Knative names no revision that is ready")
-    return f"{revision}-private"
-
-
-def share_of(live: Object) -> int | None:
-    """What the newest revision gets, where that is not everything."""
-    found: int | None = live["spec"]["predictor"].get(SHARE)
-    return found
+def _sum_since(before: Mapping[str, RequestCounts], now: Mapping[str, RequestCounts]) -> RequestCounts:
+    new = (counts.since(before.get(pod, RequestCounts())) for pod, counts in now.items())
+    return sum(new, RequestCounts())
 
 
 @dataclass(frozen=True)
-class KnativeTrial(Trial):
-    """Here `made` is the InferenceService of the candidate, and `stable` what was there before."""
+class KnativeCanary(Canary):
+    """A canary as a new revision; here `candidate` and `stable` are the InferenceService after and before."""
 
     def end(self) -> None:
-        """As KServe goes back: the candidate stays in the object, and gets nothing."""
+        """Set the canary's traffic to 0, as KServe rolls back: the object still describes the candidate."""
         self._apply(0)
-        self.say("the revision before gets all requests again; `pipe rollback` takes the candidate out of the object")
+        self.report("the stable revision gets all requests again; `pipe rollback` removes the canary from the object")
 
-    def _give(self, percent: float) -> None:
-        self.check()
-        share = max(1, round(percent))
-        self.say(f"canary: Knative gives it {share} % of the requests")
-        item = self._apply(share)
-        self.cluster.wait([item], self.namespace, self.timeout_seconds, self.say)
-        service = service_of(self.cluster, item, self.namespace)
-        asked = smoke.check(self.cluster, self.namespace, service, self.bundle, self.say, self.entry)
-        self.say(f"{service}: {asked} golden requests answered as at export")
+    def _set_traffic(self, percent: float) -> None:
+        self.check_lease()
+        whole_percent = max(1, round(percent))
+        self.report(f"canary: Knative sends it {whole_percent} % of the requests")
+        item = self._apply(whole_percent)
+        self.cluster.wait([item], self.namespace, self.timeout_seconds, self.report)
+        service = revision_service(self.cluster, item, self.namespace)
+        count = smoke.check_service(self.cluster, self.namespace, service, self.bundle, self.report, self.headers)
+        self.report(f"{service}: {count} golden requests answered as at export")
 
-    def _apply(self, share: int) -> Object:
-        item = copy.deepcopy(self.made)
-        item["spec"]["predictor"][SHARE] = share
-        self.cluster.apply([item], self.namespace, self.say, self.rules.take_over)
+    def _apply(self, percent: int) -> Object:
+        item = copy.deepcopy(self.candidate)
+        item["spec"]["predictor"][CANARY_TRAFFIC_PERCENT] = percent
+        self.cluster.apply([item], self.namespace, self.report, self.rules.force_conflicts)
         return item
 
-    def _own(self) -> list[str]:
-        live = self.cluster.read(self.made, self.namespace)
-        return self._of(newest(live)) if live else []
+    def _canary_pods(self) -> list[str]:
+        live = self.cluster.read(self.candidate, self.namespace)
+        return self._revision_pods(latest_ready_revision(live)) if live else []
 
-    def _others(self) -> list[str]:
-        return self._of(stable(self.stable))
+    def _stable_pods(self) -> list[str]:
+        return self._revision_pods(stable_revision(self.stable))
 
-    def _of(self, revision: str) -> list[str]:
-        return running(self.cluster.select(f"{_REVISION}={revision}", self.namespace))
+    def _revision_pods(self, revision: str) -> list[str]:
+        return ready_pods(self.cluster.select(f"{_REVISION_LABEL}={revision}", self.namespace))
 
-    def _address(self, pod: str) -> str:
-        return f"{pod}:{_PROXY_PORT}"
+    def _pod_address(self, pod: str) -> str:
+        return f"{pod}:{_KNATIVE_PROXY_PORT}"
 
 
-def _predictor(live: Object) -> Object:
-    found: Object = live.get("status", {}).get("components", {}).get("predictor", {})
-    return found
+def latest_ready_revision(live: Object) -> str:
+    """Return the newest revision that is ready; empty if there is none."""
+    return str(_predictor_status(live).get("latestReadyRevision", ""))
+
+
+def stable_revision(live: Object) -> str:
+    """Return the revision that had all requests last: KServe remembers it during a canary."""
+    return str(_predictor_status(live).get("latestRolledoutRevision") or latest_ready_revision(live))
+
+
+def revision_service(cluster: Cluster, service: Object, namespace: str) -> str:
+    """Return the Service of the newest revision's pods: the public one only names a gateway in another namespace."""
+    live = cluster.read(service, namespace)
+    revision = latest_ready_revision(live) if live else ""
+    if not revision:
+        raise StageError(f"inferenceservice/{service['metadata']['name']}: Knative reports no revision that is ready")
+    return f"{revision}-private"
+
+
+def canary_percent(live: Object) -> int | None:
+    """Return the percentage of requests of the newest revision; None if it gets all of them."""
+    percent: int | None = live["spec"]["predictor"].get(CANARY_TRAFFIC_PERCENT)
+    return percent
+
+
+def _predictor_status(live: Object) -> Object:
+    status: Object = live.get("status", {}).get("components", {}).get("predictor", {})
+    return status

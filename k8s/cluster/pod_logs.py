@@ -1,6 +1,7 @@
-"""A pod's log, kept in a file line by line with the kubelet's times, so that following it can be taken up anywhere.
+"""Logs of a step's pods, followed while they run: each pod's in a file of its own, and all together in one.
 
-The logs of all pods of a step: each kept in a file of its own, and all of them together as they come.
+A pod's file keeps the kubelet's timestamps, so that following continues at the right line after any interruption.
+Memory is bounded: lines go to the files as they arrive, and only those of the last second are remembered.
 """
 
 from __future__ import annotations
@@ -16,87 +17,155 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from k8s.cluster.api import Answer, Broken, Connection, Lines, path_of
-from k8s.cluster.errors import refusal
-from k8s.cluster.rollout_status import over, rank_of, started
+from k8s.cluster.api import Connection, Lines, Response, StreamBroken, api_path
+from k8s.cluster.errors import api_error
+from k8s.cluster.rollout_status import has_started, is_finished, pod_rank
 from k8s.objects.kustomize import Object
 
 _POD = {"apiVersion": "v1", "kind": "Pod"}
-_SILENCE_SECONDS = 3600.0  # a step may have nothing to say for long
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
+_READ_TIMEOUT_SECONDS = 3600.0  # a step may print nothing for long
+_RETRY_PAUSE_SECONDS, _MAX_RETRY_PAUSE_SECONDS = 0.1, 5.0
 _LINE = re.compile(rb"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.\d+)?(Z|[+-]\d\d:\d\d) ?(.*)$", re.DOTALL)
-_NOT_STARTED, _NOT_THERE = 400, 404
-_NOT_ALLOWED = (401, 403)
+_HTTP_BAD_REQUEST, _HTTP_NOT_FOUND = 400, 404  # the container has not started; the pod is gone
+_HTTP_UNAUTHORIZED_OR_FORBIDDEN = (401, 403)
+
+
+@dataclass
+class PodLogs:
+    connection: Connection
+    namespace: str
+    container: str  # the step's: a service mesh may add others
+    several_pods: bool  # whose lines are marked with their rank
+    folder: Path  # one file for each pod
+    log: Path  # all pods together
+    report: Callable[[str], None]
+    _followed: dict[str, PodLog] = field(default_factory=dict)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+    _reported_error: bool = False
+
+    def follow(self, pods: Mapping[str, Object]) -> None:
+        """Follow the logs of all pods that have started; logs of pods that finished or are gone are read to their end.
+
+        `pods` are all there are now, by name.
+        """
+        for name, pod in pods.items():
+            if name not in self._followed and has_started(pod):
+                on_line = self._writer(f"[{pod_rank(pod)}] " if self.several_pods else "")
+                file = self.folder / f"{name}.log"
+                self._followed[name] = PodLog(self.connection, self.namespace, name, self.container, file, on_line)
+        for name, log in self._followed.items():
+            if name not in pods or is_finished(pods[name]):
+                log.pod_finished()
+        self._report_error(self._followed.values())
+
+    def wait_for_responses(self, seconds: float) -> None:
+        """Wait until the server has responded to the requests of all logs."""
+        deadline = time.monotonic() + seconds
+        for log in self._followed.values():
+            log.wait_for_response(max(0.0, deadline - time.monotonic()))
+
+    def finish(self) -> None:
+        """Read all logs to their end: the pods have finished."""
+        for log in self._followed.values():
+            log.pod_finished()
+
+    def close(self, seconds: float) -> None:
+        """Wait for the ends of all logs, together no longer than this."""
+        deadline = time.monotonic() + seconds
+        while self._followed:
+            log = self._followed.popitem()[1]
+            log.close(max(0.0, deadline - time.monotonic()))
+            self._report_error([log])
+
+    def _report_error(self, logs: Iterable[PodLog]) -> None:
+        """Report only the first error: the logs of the other pods are refused for the same reason."""
+        error = next((log.error for log in logs if log.error), "")
+        if error and not self._reported_error:
+            self.report(f"warning: {error}")
+            self._reported_error = True
+
+    def _writer(self, prefix: str) -> Callable[[str], None]:
+        return lambda line: self._write(f"{prefix}{line}")
+
+    def _write(self, line: str) -> None:
+        with self._writing, self.log.open("ab") as file:
+            file.write(line.encode() + b"\n")
 
 
 class PodLog:
-    """Follows one pod in a thread of its own, to the end of its log; `tell` gets each new line."""
+    """Follows one pod's log to its end in a thread of its own; `on_line` gets each new line."""
 
     def __init__(
-        self, connection: Connection, namespace: str, pod: str, container: str, file: Path, tell: Callable[[str], None]
+        self,
+        connection: Connection,
+        namespace: str,
+        pod: str,
+        container: str,
+        file: Path,
+        on_line: Callable[[str], None],
     ) -> None:
-        self._connection, self._file, self._tell = connection, file, tell
+        self._connection, self._file, self._on_line = connection, file, on_line
         self._namespace, self._pod = namespace, pod
-        self._path = f"{path_of(_POD, namespace, pod)}/log"
+        self._path = f"{api_path(_POD, namespace, pod)}/log"
         self._query = {"follow": "true", "timestamps": "true", "container": container}
-        self._since, self._known = last_second(file)
-        self._kept = 0  # lines
-        self._over, self._closed, self._asked = threading.Event(), threading.Event(), threading.Event()
+        self._last_second, self._lines_of_last_second = last_second(file)
+        self._written = 0  # lines
+        self._finished, self._closed, self._responded = threading.Event(), threading.Event(), threading.Event()
         self._lines: Lines | None = None
-        self.refused = ""  # why no second try would bring it
-        self._thread = threading.Thread(target=self._follow, name=f"log of {pod}", daemon=True)
+        self.error = ""  # one that no retry would fix
+        self._thread = threading.Thread(target=self._run, name=f"log of {pod}", daemon=True)
         self._thread.start()
 
-    def pod_is_over(self) -> None:
-        """It ended or is gone: the log has an end."""
-        self._over.set()
+    def pod_finished(self) -> None:
+        """Stop following once the log has been read to its end."""
+        self._finished.set()
 
-    def wait_for_an_answer(self, seconds: float) -> None:
-        """Until the API gives the log, or says why not: what is said from then on is heard, however soon it ends."""
-        self._asked.wait(seconds)
+    def wait_for_response(self, seconds: float) -> None:
+        """Wait until the server sends the log or an error: from then on no line is missed if the pod goes away."""
+        self._responded.wait(seconds)
 
     def close(self, wait_seconds: float) -> None:
-        """Wait for the end of the log, but not for ever: its node may be gone."""
+        """Wait for the end of the log, but not for ever: the pod's node may be gone."""
         self._thread.join(wait_seconds)
         self._closed.set()
         if self._lines is not None:
             self._lines.close()
         self._thread.join()
 
-    def _follow(self) -> None:
+    def _run(self) -> None:
         failures = 0
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("ab") as file:
             while not self._closed.is_set():
-                over = self._over.is_set()  # asked before: what it says after that is its last word
-                kept = self._kept
-                with contextlib.suppress(Broken):  # it is asked for again
-                    if (self._read(file) and over) or self.refused:
+                finished = self._finished.is_set()  # read before the log: only then is its end the end
+                written = self._written
+                with contextlib.suppress(StreamBroken):
+                    if (self._read(file) and finished) or self.error:
                         return
-                failures = 0 if self._kept > kept else failures + 1
-                self._closed.wait(min(_PAUSE_SECONDS * 2 ** min(failures, 10), _LONGEST_PAUSE_SECONDS))
+                failures = 0 if self._written > written else failures + 1
+                self._closed.wait(min(_RETRY_PAUSE_SECONDS * 2 ** min(failures, 10), _MAX_RETRY_PAUSE_SECONDS))
 
     def _read(self, file: BinaryIO) -> bool:
-        """Whether the log was read to where it ends now."""
-        since = {"sinceTime": self._since} if self._since else {}
+        """Read the log from the last known second; return whether its current end was reached."""
+        since = {"sinceTime": self._last_second} if self._last_second else {}
         try:
-            found = self._connection.lines(self._path, self._query | since, _SILENCE_SECONDS)
+            lines = self._connection.lines(self._path, self._query | since, _READ_TIMEOUT_SECONDS)
         finally:
-            self._asked.set()
-        if isinstance(found, Answer):
-            if found.status in (_NOT_THERE, _NOT_STARTED):
+            self._responded.set()
+        if isinstance(lines, Response):
+            if lines.status in (_HTTP_NOT_FOUND, _HTTP_BAD_REQUEST):
                 return True
-            if found.status in _NOT_ALLOWED:
-                self.refused = str(refusal(found, f"the log of pod/{self._pod}", self._namespace))
+            if lines.status in _HTTP_UNAUTHORIZED_OR_FORBIDDEN:
+                self.error = str(api_error(lines, f"the log of pod/{self._pod}", self._namespace))
                 return False
-            raise Broken(found.reason)
-        self._lines = found
-        again = Counter(self._known)  # the API tells by the second what is after a time
+            raise StreamBroken(lines.reason)
+        self._lines = lines
+        repeated = Counter(self._lines_of_last_second)  # `sinceTime` has whole seconds, so some lines come again
         if self._closed.is_set():
-            found.close()
-        for line in found:
-            if again[line]:
-                again[line] -= 1
+            lines.close()
+        for line in lines:
+            if repeated[line]:
+                repeated[line] -= 1
             else:
                 self._keep(line, file)
         return True
@@ -104,90 +173,31 @@ class PodLog:
     def _keep(self, line: bytes, file: BinaryIO) -> None:
         file.write(line + b"\n")
         file.flush()
-        self._kept += 1
-        second, text = split(line)
-        if second != self._since:
-            self._since = second
-            self._known.clear()
-        self._known[line] += 1
-        self._tell(text)
+        self._written += 1
+        second, text = split_timestamp(line)
+        if second != self._last_second:
+            self._last_second = second
+            self._lines_of_last_second.clear()
+        self._lines_of_last_second[line] += 1
+        self._on_line(text)
 
 
-def split(line: bytes) -> tuple[str, str]:
-    """The second a line was written in, and what it says."""
-    found = _LINE.match(line)
-    if found is None:
+def split_timestamp(line: bytes) -> tuple[str, str]:
+    """Return the second in which a line was written, and its text."""
+    match = _LINE.match(line)
+    if match is None:
         return "", line.decode(errors="replace")
-    return (found[1] + found[2]).decode(), found[3].decode(errors="replace")
+    return (match[1] + match[2]).decode(), match[3].decode(errors="replace")
 
 
 def last_second(file: Path) -> tuple[str, Counter[bytes]]:
-    """The second of the last line that is kept, and all lines of that second; a half-written line is thrown away."""
+    """Return the second of the last line in a file and all lines of that second; cut off an incomplete last line."""
     if not file.exists():
         return "", Counter()
     data = file.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         os.truncate(file, len(whole))
-    lines = whole.split(b"\n")[:-1]  # not at the \r of a progress bar
-    second = split(lines[-1])[0] if lines else ""
-    return second, Counter(line for line in lines if split(line)[0] == second)
-
-
-@dataclass
-class PodLogs:
-    connection: Connection
-    namespace: str
-    container: str  # ours: a mesh may put others beside it
-    several: bool  # pods, told apart by their rank
-    folder: Path  # keeps what each pod said
-    log: Path  # what they all say
-    say: Callable[[str], None]
-    _followed: dict[str, PodLog] = field(default_factory=dict)
-    _writing: threading.Lock = field(default_factory=threading.Lock)
-    _said: str = ""
-
-    def follow(self, pods: Mapping[str, Object]) -> None:
-        """Those that have begun to say something; of those that are over or gone, what is left of it."""
-        for name, pod in pods.items():
-            if name not in self._followed and started(pod):
-                tell = self._marked(f"[{rank_of(pod)}] " if self.several else "")
-                file = self.folder / f"{name}.log"
-                self._followed[name] = PodLog(self.connection, self.namespace, name, self.container, file, tell)
-        for name, log in self._followed.items():
-            if name not in pods or over(pods[name]):
-                log.pod_is_over()
-        self._tell_refusals(self._followed.values())
-
-    def wait_for_answers(self, seconds: float) -> None:
-        """All of them together no longer than this."""
-        deadline = time.monotonic() + seconds
-        for log in self._followed.values():
-            log.wait_for_an_answer(max(0.0, deadline - time.monotonic()))
-
-    def finish(self) -> None:
-        """No pod says anything any more."""
-        for log in self._followed.values():
-            log.pod_is_over()
-
-    def close(self, seconds: float) -> None:
-        """Wait for what is left, all of them together no longer than this."""
-        deadline = time.monotonic() + seconds
-        while self._followed:
-            log = self._followed.popitem()[1]
-            log.close(max(0.0, deadline - time.monotonic()))
-            self._tell_refusals([log])
-
-    def _tell_refusals(self, logs: Iterable[PodLog]) -> None:
-        """Once: what one pod's log is refused for, the others' are as well."""
-        refused = next((log.refused for log in logs if log.refused), "")
-        if refused and not self._said:
-            self.say(f"warning: {refused}")
-            self._said = refused
-
-    def _marked(self, mark: str) -> Callable[[str], None]:
-        return lambda line: self._write(f"{mark}{line}")
-
-    def _write(self, line: str) -> None:
-        with self._writing, self.log.open("ab") as file:
-            file.write(line.encode() + b"\n")
+    lines = whole.split(b"\n")[:-1]  # not splitlines(): progress bars contain \r
+    second = split_timestamp(lines[-1])[0] if lines else ""
+    return second, Counter(line for line in lines if split_timestamp(line)[0] == second)

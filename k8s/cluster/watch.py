@@ -1,4 +1,4 @@
-"""Following a collection of the API server: listed, then watched; listed anew when its history has expired."""
+"""Following a collection of the API server: listed, then watched; listed again when its history has expired."""
 
 from __future__ import annotations
 
@@ -7,22 +7,32 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 
-from k8s.cluster.api import PASSING, Answer, Broken, Connection, Lines, listed, path_of, pause_of, plural
-from k8s.cluster.errors import refusal
+from k8s.cluster.api import (
+    TRANSIENT_STATUSES,
+    Connection,
+    Lines,
+    Response,
+    StreamBroken,
+    api_path,
+    list_objects,
+    plural,
+    retry_after_seconds,
+)
+from k8s.cluster.errors import api_error
 from k8s.objects.kustomize import Object
 from pipeline.contract.errors import PipelineError
 
-_WATCH_SECONDS = 240
-_SILENCE_SECONDS = 300.0  # bookmarks come each minute or so
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 10.0
-_WORTH_SAYING = 3
-_EXPIRED = 410
+_WATCH_TIMEOUT_SECONDS = 240
+_READ_TIMEOUT_SECONDS = 300.0  # bookmarks come about every minute
+_RETRY_PAUSE_SECONDS, _MAX_RETRY_PAUSE_SECONDS = 0.05, 10.0
+_FAILURES_BEFORE_REPORT = 3
+_HTTP_GONE = 410
 
-See = Callable[[Mapping[str, Object]], None]
+OnChange = Callable[[Mapping[str, Object]], None]
 
 
 class Watcher:
-    """Tells `see` all objects by name, again after each change; runs in a thread of its own until it is closed."""
+    """Calls `on_change` with all objects by name, first and after each change, in its own thread until it is closed."""
 
     def __init__(
         self,
@@ -30,19 +40,21 @@ class Watcher:
         kind: Mapping[str, str],
         namespace: str,
         selector: str,
-        see: See,
-        say: Callable[[str], None],
+        on_change: OnChange,
+        report: Callable[[str], None],
     ) -> None:
         self._connection, self._kind, self._namespace, self._selector = connection, kind, namespace, selector
-        self._see, self._say = see, say
-        self._known: dict[str, Object] = {}
-        self._version = ""
+        self._on_change, self._report = on_change, report
+        self._objects: dict[str, Object] = {}
+        self._version = ""  # the resourceVersion to watch from; empty: list first
         self._failures = 0  # in a row
+        self._retry_after = 0.0  # seconds, requested by the server
         self._closed = threading.Event()
         self._lines: Lines | None = None
-        self._asked_pause = 0.0  # by the server
-        self.error: Exception | None = None  # what no second try would mend; whoever waits for news must not wait on
-        self._thread = threading.Thread(target=self._follow, name=f"watch {kind['kind']}", daemon=True)
+        self.error: Exception | None = (
+            None  # one that no retry would fix; a caller that waits for changes must check it
+        )
+        self._thread = threading.Thread(target=self._run, name=f"watch {kind['kind']}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -51,80 +63,81 @@ class Watcher:
             self._lines.close()
         self._thread.join()
 
-    def _follow(self) -> None:
+    def _run(self) -> None:
         while not self._closed.is_set():
             try:
                 self._watch() if self._version else self._list()
-            except Broken as error:
+            except StreamBroken as error:
                 self._failures += 1
-                if self._failures == _WORTH_SAYING and not self._closed.is_set():
-                    self._say(f"the cluster does not answer ({error}); what runs there goes on, and so does asking")
-                pause = min(_PAUSE_SECONDS * 2 ** min(self._failures, 10), _LONGEST_PAUSE_SECONDS)
-                self._closed.wait(max(pause, self._asked_pause))
-                self._asked_pause = 0.0
-            except Exception as error:  # told where it is waited for: a bug of ours, too, must not hang there
+                if self._failures == _FAILURES_BEFORE_REPORT and not self._closed.is_set():
+                    self._report(f"the cluster does not answer ({error}); its pods run on, and pipe tries again")
+                pause = min(_RETRY_PAUSE_SECONDS * 2 ** min(self._failures, 10), _MAX_RETRY_PAUSE_SECONDS)
+                self._closed.wait(max(pause, self._retry_after))
+                self._retry_after = 0.0
+            except Exception as error:  # also a bug of ours must not leave the caller waiting for ever
                 self.error = error
                 return
 
     def _list(self) -> None:
         try:
-            found = listed(self._connection, self._kind, self._namespace, {"labelSelector": self._selector})
+            listed = list_objects(self._connection, self._kind, self._namespace, {"labelSelector": self._selector})
         except PipelineError as error:
-            raise Broken(str(error)) from error
-        if isinstance(found, Answer):
-            return self._refused(found)
-        self._answers()
-        self._version = found.version
-        self._known = {item["metadata"]["name"]: item for item in found.items}
-        self._see(dict(self._known))
+            raise StreamBroken(str(error)) from error
+        if isinstance(listed, Response):
+            return self._handle_error(listed)
+        self._handle_success()
+        self._version = listed.version
+        self._objects = {item["metadata"]["name"]: item for item in listed.items}
+        self._on_change(dict(self._objects))
         return None
 
     def _watch(self) -> None:
         query = {"watch": "true", "labelSelector": self._selector, "resourceVersion": self._version}
-        query |= {"allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_SECONDS)}
-        found = self._connection.lines(path_of(self._kind, self._namespace), query, _SILENCE_SECONDS)
-        if isinstance(found, Answer):
-            return self._refused(found)
-        self._lines = found
+        query |= {"allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH_TIMEOUT_SECONDS)}
+        lines = self._connection.lines(api_path(self._kind, self._namespace), query, _READ_TIMEOUT_SECONDS)
+        if isinstance(lines, Response):
+            return self._handle_error(lines)
+        self._lines = lines
         if self._closed.is_set():
-            return found.close()
-        self._answers()
-        with contextlib.suppress(Broken):  # a stream that was cut is taken up where it ended
-            self._read(found)
-        self._closed.wait(_PAUSE_SECONDS)  # a server that ends each stream at once is not asked without rest
+            return lines.close()
+        self._handle_success()
+        with contextlib.suppress(StreamBroken):  # the next watch continues from the last version
+            self._read_events(lines)
+        self._closed.wait(_RETRY_PAUSE_SECONDS)  # not a busy loop if the server ends each stream at once
         return None
 
-    def _read(self, lines: Lines) -> None:
+    def _read_events(self, lines: Lines) -> None:
         for line in lines:
             try:
                 event = json.loads(line)
-            except ValueError as error:  # cut in its middle by something that ends streams politely
-                raise Broken(f"an event that ends too early: {line[:80]!r}") from error
+            except ValueError as error:  # a proxy ended the stream in the middle of an event
+                raise StreamBroken(f"incomplete event: {line[:80]!r}") from error
             item = event["object"]
             if event["type"] == "ERROR":
-                if item.get("code") == _EXPIRED:
-                    self._version = ""  # some changes cannot be told any more
+                if item.get("code") == _HTTP_GONE:
+                    self._version = ""  # the history has expired: list again
                     return
-                raise Broken(str(item.get("message")))
+                raise StreamBroken(str(item.get("message")))
             self._version = item["metadata"]["resourceVersion"]
             name = item["metadata"].get("name", "")
             if event["type"] == "DELETED":
-                self._known.pop(name, None)
+                self._objects.pop(name, None)
             elif event["type"] != "BOOKMARK":
-                self._known[name] = item
+                self._objects[name] = item
             if event["type"] != "BOOKMARK":
-                self._see(dict(self._known))
+                self._on_change(dict(self._objects))
 
-    def _answers(self) -> None:
-        if self._failures >= _WORTH_SAYING:
-            self._say("the cluster answers again")
+    def _handle_success(self) -> None:
+        if self._failures >= _FAILURES_BEFORE_REPORT:
+            self._report("the cluster answers again")
         self._failures = 0
 
-    def _refused(self, answer: Answer) -> None:
-        if answer.status == _EXPIRED and self._version:
+    def _handle_error(self, response: Response) -> None:
+        if response.status == _HTTP_GONE and self._version:
             self._version = ""
-        elif answer.status in PASSING:
-            self._asked_pause = pause_of(answer) or 0.0
-            raise Broken(f"{answer.status}: {answer.reason}")
+        elif response.status in TRANSIENT_STATUSES:
+            self._retry_after = retry_after_seconds(response) or 0.0
+            raise StreamBroken(f"{response.status}: {response.reason}")
         else:
-            raise refusal(answer, f"watching {plural(self._kind['kind'])}", self._namespace, self._kind["apiVersion"])
+            what = f"watching {plural(self._kind['kind'])}"
+            raise api_error(response, what, self._namespace, self._kind["apiVersion"])

@@ -26,7 +26,7 @@ _PYTHON = re.compile(r"(^|/)(site|dist)-packages/[^/]+\.(dist-info/METADATA|egg-
 _DEBIAN = re.compile(r"^var/lib/dpkg/status(\.d/[^/]+)?$")
 _ALPINE = re.compile(r"^lib/apk/db/installed$")
 _SYSTEM = re.compile(r"^(etc|usr/lib)/os-release$")
-_BOOKS = (_PYTHON, _DEBIAN, _ALPINE, _SYSTEM)
+_DATABASES = (_PYTHON, _DEBIAN, _ALPINE, _SYSTEM)
 
 
 @dataclass(frozen=True, order=True)
@@ -38,16 +38,16 @@ class Package:
     architecture: str = ""
 
 
-def read_image(archive: Path) -> list[Package]:
+def read_installed_packages(archive: Path) -> list[Package]:
     """Of an image as `docker save`, `podman save` or `buildah push` write it to a file."""
     with tarfile.open(archive) as tar:
         books: dict[str, bytes] = {}
         for layer in _layers(tar):
-            _apply(tar, layer, books)
-    return packages(books)
+            _apply_layer(tar, layer, books)
+    return parse_package_databases(books)
 
 
-def packages(books: Mapping[str, bytes]) -> list[Package]:
+def parse_package_databases(books: Mapping[str, bytes]) -> list[Package]:
     """What the books of installers say, each package once."""
     found: set[Package] = set()
     for path, content in books.items():
@@ -65,45 +65,45 @@ def _layers(tar: tarfile.TarFile) -> list[str]:
     """Their names in the archive, lowest first: Docker's own form names them, OCI's is an index of blobs."""
     names = set(tar.getnames())
     if "manifest.json" in names:
-        return [str(name) for name in _json(tar, "manifest.json")[0]["Layers"]]
+        return [str(name) for name in _read_json(tar, "manifest.json")[0]["Layers"]]
     if "index.json" not in names:
         raise StageError("the builder saved the image in a form that is neither Docker's nor OCI's")
-    body = _json(tar, "index.json")
+    body = _read_json(tar, "index.json")
     while "manifests" in body:
-        body = _json(tar, _blob(body["manifests"][0]["digest"]))
-    return [_blob(layer["digest"]) for layer in body["layers"]]
+        body = _read_json(tar, _blob_path(body["manifests"][0]["digest"]))
+    return [_blob_path(layer["digest"]) for layer in body["layers"]]
 
 
-def _blob(digest: str) -> str:
+def _blob_path(digest: str) -> str:
     return f"blobs/{digest.replace(':', '/')}"
 
 
-def _json(tar: tarfile.TarFile, name: str) -> Any:
+def _read_json(tar: tarfile.TarFile, name: str) -> Any:
     file = tar.extractfile(name)
     assert file is not None
     return json.load(file)
 
 
-def _apply(tar: tarfile.TarFile, layer: str, books: dict[str, bytes]) -> None:
+def _apply_layer(tar: tarfile.TarFile, layer: str, books: dict[str, bytes]) -> None:
     """A later layer adds, replaces and hides."""
     member = tar.extractfile(layer)
     assert member is not None
     try:
         with tarfile.open(fileobj=member, mode="r|*") as inner:
             for entry in inner:
-                _take(inner, entry, books)
+                _read_entry(inner, entry, books)
     except tarfile.ReadError as error:
         raise StageError(f"layer {layer} of the image is packed in a way that Python cannot read: {error}") from error
 
 
-def _take(inner: tarfile.TarFile, entry: tarfile.TarInfo, books: dict[str, bytes]) -> None:
+def _read_entry(inner: tarfile.TarFile, entry: tarfile.TarInfo, books: dict[str, bytes]) -> None:
     path = entry.name.removeprefix("./").strip("/")
     folder, _, name = path.rpartition("/")
     if name.startswith(_HIDDEN):
         gone = folder if name == _EMPTIED else f"{folder}/{name.removeprefix(_HIDDEN)}".lstrip("/")
         for known in [known for known in books if known == gone or known.startswith(f"{gone}/")]:
             del books[known]
-    elif entry.isreg() and any(book.search(path) for book in _BOOKS):
+    elif entry.isreg() and any(book.search(path) for book in _DATABASES):
         file = inner.extractfile(entry)
         assert file is not None
         books[path] = file.read()
@@ -135,9 +135,11 @@ _MODEL = re.compile(r"\.(onnx|data)$")
 _DISTRIBUTORS = {"deb": "debian", "apk": "alpine"}
 
 
-def document(subject: Mapping[str, str], installed: Iterable[Package], bundle: Bundle | None) -> dict[str, Any]:
+def bill_of_materials(
+    subject: Mapping[str, str], installed: Iterable[Package], bundle: Bundle | None
+) -> dict[str, Any]:
     """The same for the same content: its number is made of what it lists, and it bears no date."""
-    components = [_package(package) for package in installed] + (_files(bundle) if bundle else [])
+    components = [_package_component(package) for package in installed] + (_bundle_components(bundle) if bundle else [])
     root = {
         "type": "container",
         "bom-ref": "image",
@@ -159,7 +161,7 @@ def document(subject: Mapping[str, str], installed: Iterable[Package], bundle: B
     }
 
 
-def pinned(requirements: Iterable[str]) -> list[Package]:
+def packages_from_pins(requirements: Iterable[str]) -> list[Package]:
     """Where no image was built: what one would be made of."""
     pairs = (re.match(r"([\w.\-]+)(?:\[[^\]]*\])?==([^,;\s]+)", line) for line in requirements)
     return [Package("pypi", pair[1], pair[2]) for pair in pairs if pair]
@@ -172,7 +174,7 @@ def package_url(package: Package) -> str:
     return f"pkg:{package.kind}/{distributor}{quote(name, safe='')}@{quote(package.version, safe='')}{qualifier}"
 
 
-def _package(package: Package) -> dict[str, Any]:
+def _package_component(package: Package) -> dict[str, Any]:
     url = package_url(package)
     licenses = {"licenses": [{"license": {"name": package.license}}]} if package.license else {}
     kind = "library" if package.kind == "pypi" else "application"
@@ -186,7 +188,7 @@ def _package(package: Package) -> dict[str, Any]:
     }
 
 
-def _files(bundle: Bundle) -> list[dict[str, Any]]:
+def _bundle_components(bundle: Bundle) -> list[dict[str, Any]]:
     named = {**{name: entry.sha256 for name, entry in bundle.manifest.files.items()}, "manifest.json": bundle.digest}
     return [
         {

@@ -38,7 +38,7 @@ def write_modelcar(bundle: Bundle, directory: Path, reference: str, base: Modelc
             continue
         images[architecture] = layout.add_image([*below, data], architecture, notes, base.run if base else {})
     if not images:
-        raise StageError(f"package.modelcar_base: has no image for {' or '.join(ARCHITECTURES)}")
+        raise StageError(f"package.modelcar: has no image for {' or '.join(ARCHITECTURES)}")
     index = layout.add_index(images, notes)
     layout.name(index, reference)
     return index
@@ -51,7 +51,7 @@ class ModelcarBase:
 
     def __init__(self, reference: Reference, repository: Repository) -> None:
         if not reference.digest:
-            raise ConfigError("package.modelcar_base: name it by digest, as in host/name@sha256:…; a tag may move")
+            raise ConfigError("package.modelcar: name it by digest, as in host/name@sha256:…; a tag may move")
         self._digest = reference.digest
         self._repository = repository
 

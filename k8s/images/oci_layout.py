@@ -51,7 +51,7 @@ class Layout:
         if path.exists():  # left by an interrupted attempt
             shutil.rmtree(path)
         (path / "blobs" / "sha256").mkdir(parents=True)
-        (path / "oci-layout").write_bytes(canonical({"imageLayoutVersion": "1.0.0"}))
+        (path / "oci-layout").write_bytes(canonical_json({"imageLayoutVersion": "1.0.0"}))
         return cls(path)
 
     def file(self, digest: str) -> Path:
@@ -68,13 +68,13 @@ class Layout:
         return blob
 
     def add_json(self, media_type: str, body: Mapping[str, Any]) -> Blob:
-        return self.add(media_type, canonical(body))
+        return self.add(media_type, canonical_json(body))
 
     def add_layer(self, folder: Path, at: str) -> Layer:
         """The files of a folder, as they will lie under `at`; written once, whatever their size."""
         waiting = self.path / "blobs" / "layer"
         with waiting.open("wb") as file:
-            hashed = _Hashed(file)
+            hashed = _HashingWriter(file)
             _write_tar(hashed, folder, at)
         blob = Blob(LAYER, f"sha256:{hashed.digest.hexdigest()}", waiting.stat().st_size)
         waiting.rename(self.file(blob.digest))
@@ -113,16 +113,16 @@ class Layout:
         """Tools that read layouts find this image, under this name."""
         entry = root.descriptor(annotations={"org.opencontainers.image.ref.name": reference})
         (self.path / "index.json").write_bytes(
-            canonical({"schemaVersion": 2, "mediaType": INDEX, "manifests": [entry]})
+            canonical_json({"schemaVersion": 2, "mediaType": INDEX, "manifests": [entry]})
         )
 
 
-def canonical(body: Mapping[str, Any]) -> bytes:
+def canonical_json(body: Mapping[str, Any]) -> bytes:
     """One way to write it, so that equal content has equal digests."""
     return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-class _Hashed(io.RawIOBase):
+class _HashingWriter(io.RawIOBase):
     """Writes to a file and knows the digest of what it wrote."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -137,21 +137,21 @@ class _Hashed(io.RawIOBase):
         return self._file.write(data)
 
 
-def _write_tar(target: _Hashed, folder: Path, at: str) -> None:
+def _write_tar(target: _HashingWriter, folder: Path, at: str) -> None:
     paths = sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).parts)
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for depth in range(1, len(Path(at).parts) + 1):
-            tar.addfile(_entry("/".join(Path(at).parts[:depth]), tarfile.DIRTYPE))
+            tar.addfile(_tar_entry("/".join(Path(at).parts[:depth]), tarfile.DIRTYPE))
         for path in paths:
             name = f"{at}/{path.relative_to(folder).as_posix()}"
             if path.is_dir():
-                tar.addfile(_entry(name, tarfile.DIRTYPE))
+                tar.addfile(_tar_entry(name, tarfile.DIRTYPE))
                 continue
             with path.open("rb") as file:
-                tar.addfile(_entry(name, tarfile.REGTYPE, path.stat().st_size), file)
+                tar.addfile(_tar_entry(name, tarfile.REGTYPE, path.stat().st_size), file)
 
 
-def _entry(name: str, kind: bytes, size: int = 0) -> tarfile.TarInfo:
+def _tar_entry(name: str, kind: bytes, size: int = 0) -> tarfile.TarInfo:
     """Readable by every user; of nobody in particular and of no time."""
     entry = tarfile.TarInfo(name)
     entry.type, entry.size = kind, size

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import SplitResult, quote, urlencode, urljoin, urlsplit
 
 from k8s.images.oci_layout import INDEX, MANIFEST, Layout
-from k8s.images.registry_login import Login, login_of
+from k8s.images.registry_login import Login, find_login
 from pipeline.contract.errors import ConfigError, PipelineError, StageError
 
 DOCKER_INDEX = "application/vnd.docker.distribution.manifest.list.v2+json"
@@ -36,11 +36,11 @@ _MANIFESTS = (INDEX, MANIFEST, DOCKER_INDEX, DOCKER_MANIFEST)
 class Repository:
     """One repository of a registry."""
 
-    def __init__(self, reference: Reference, login: Login | None, talk: Talk | None = None) -> None:
+    def __init__(self, reference: Reference, login: Login | None, talk: RegistryClient | None = None) -> None:
         self._reference = reference
         scheme = "http" if reference.plain else "https"
         self._base = f"{scheme}://{reference.address}/v2/{reference.repository}/"
-        self._talk = talk or Talk(reference, login)
+        self._talk = talk or RegistryClient(reference, login)
 
     def push(self, layout: Layout, digest: str, tag: str) -> str:
         """The image with all it names, what is named first. Returns the digest the registry gives."""
@@ -100,10 +100,10 @@ class Repository:
     def _ask(
         self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes | Path | None = None,
         into: Path | None = None,
-    ) -> Answer:  # fmt: skip
-        return self._talk.ask(Ask(method, urljoin(self._base, path), headers or {}, body, into))
+    ) -> Response:  # fmt: skip
+        return self._talk.ask(Request(method, urljoin(self._base, path), headers or {}, body, into))
 
-    def _expect(self, answer: Answer, statuses: tuple[int, ...], what: str) -> None:
+    def _expect(self, answer: Response, statuses: tuple[int, ...], what: str) -> None:
         if answer.status in statuses:
             return
         host, name = self._reference.host, self._reference.repository
@@ -153,7 +153,7 @@ class Reference:
         return f"{self.host}/{self.repository}@{digest}"
 
 
-def parse(text: str) -> Reference:
+def parse_reference(text: str) -> Reference:
     """As every container tool reads it: a first part with a dot or a port is a host, else it is Docker Hub's."""
     rest, at, digest = text.partition("@")
     first, slash, after = rest.partition("/")
@@ -180,14 +180,14 @@ def is_local(host: str) -> bool:
         return False
 
 
-_BUSY = (408, 429, 500, 502, 503, 504)
-_LONGEST_PAUSE_SECONDS = 30.0
-_REDIRECTS = 5
+_RETRYABLE_STATUSES = (408, 429, 500, 502, 503, 504)
+_MAX_RETRY_PAUSE_SECONDS = 30.0
+_MAX_REDIRECTS = 5
 _PARAMETER = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     method: str
     url: str
     headers: Mapping[str, str]
@@ -196,7 +196,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     status: int
     headers: Mapping[str, str]  # names in lower case
     body: bytes
@@ -213,7 +213,7 @@ class Answer:
 
 
 @dataclass
-class Talk:
+class RegistryClient:
     reference: Reference
     login: Login | None
     pause: Callable[[float], None] = time.sleep
@@ -221,7 +221,7 @@ class Talk:
     timeout_seconds: float = 60
     _token: str = field(default="", repr=False)  # the last Authorization header that was good
 
-    def ask(self, ask: Ask) -> Answer:
+    def ask(self, ask: Request) -> Response:
         """Until there is an answer worth having."""
         answer = self._patiently(ask)
         if answer.status == 401 and (challenge := answer.headers.get("www-authenticate")):
@@ -231,7 +231,7 @@ class Talk:
                 answer = self._patiently(ask)
         return answer
 
-    def _patiently(self, ask: Ask) -> Answer:
+    def _patiently(self, ask: Request) -> Response:
         for attempt in range(1, self.tries + 1):
             try:
                 answer = self._follow(ask)
@@ -243,21 +243,21 @@ class Talk:
                     ) from error
                 self.pause(0.5 * 2**attempt)
                 continue
-            if answer.status not in _BUSY or attempt == self.tries:
+            if answer.status not in _RETRYABLE_STATUSES or attempt == self.tries:
                 return answer
-            self.pause(_patience(answer, attempt))
+            self.pause(_retry_pause_seconds(answer, attempt))
         raise AssertionError("the last attempt returns or raises")
 
-    def _follow(self, ask: Ask) -> Answer:
+    def _follow(self, ask: Request) -> Response:
         """What we are is told to the registry alone, not to the storage it sends us to."""
         url, home = ask.url, urlsplit(ask.url).netloc
-        for _ in range(_REDIRECTS):
+        for _ in range(_MAX_REDIRECTS):
             place = urlsplit(url)
             known = {"Authorization": self._token} if self._token else {}
             headers = {**known, **ask.headers}
             if place.netloc != home:
                 headers.pop("Authorization", None)
-            answer = _once(ask, place, headers, self.timeout_seconds)
+            answer = _send_once(ask, place, headers, self.timeout_seconds)
             if answer.status not in (301, 302, 303, 307, 308):
                 return answer
             url = urljoin(url, answer.headers.get("location", ""))
@@ -286,18 +286,18 @@ class Talk:
         body = json.loads(answer.body)
         return str(body.get("token") or body["access_token"])
 
-    def _token_question(self, realm: SplitResult, asked: Mapping[str, str]) -> Ask:
+    def _token_question(self, realm: SplitResult, asked: Mapping[str, str]) -> Request:
         url = realm.geturl()
         if self.login and self.login.token:
             form = {**asked, "grant_type": "refresh_token", "refresh_token": self.login.token, "client_id": "pipe"}
             body = urlencode(form).encode()
             headers = {"Content-Type": "application/x-www-form-urlencoded", "Content-Length": str(len(body))}
-            return Ask("POST", url, headers, body)
+            return Request("POST", url, headers, body)
         headers = {"Authorization": self.login.basic} if self.login else {}
-        return Ask("GET", f"{url}{'&' if realm.query else '?'}{urlencode(asked)}", headers)
+        return Request("GET", f"{url}{'&' if realm.query else '?'}{urlencode(asked)}", headers)
 
 
-def _once(ask: Ask, place: SplitResult, headers: Mapping[str, str], timeout_seconds: float) -> Answer:
+def _send_once(ask: Request, place: SplitResult, headers: Mapping[str, str], timeout_seconds: float) -> Response:
     kind = http.client.HTTPConnection if place.scheme == "http" else http.client.HTTPSConnection
     path = f"{place.path}?{place.query}" if place.query else place.path
     with (
@@ -314,34 +314,36 @@ def _once(ask: Ask, place: SplitResult, headers: Mapping[str, str], timeout_seco
         else:
             content = response.read()
         found = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, found, content, place.geturl())
+        return Response(response.status, found, content, place.geturl())
 
 
-def _patience(answer: Answer, attempt: int) -> float:
+def _retry_pause_seconds(answer: Response, attempt: int) -> float:
     asked = answer.headers.get("retry-after", "")
-    return min(float(asked) if asked.isdigit() else 0.5 * 2**attempt, _LONGEST_PAUSE_SECONDS)
+    return min(float(asked) if asked.isdigit() else 0.5 * 2**attempt, _MAX_RETRY_PAUSE_SECONDS)
 
 
-_ANSWER_SECONDS = 10  # nothing depends on the answer but how firmly the base is named
+_BASE_TIMEOUT_SECONDS = 10  # nothing depends on the answer but how firmly the base is named
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseImage:
     name: str  # for the builder
     digest: str | None
     reason: str = ""  # why there is no digest
 
 
-def resolve(name: str, env: Mapping[str, str]) -> Base:
+def resolve_base_image(name: str, env: Mapping[str, str]) -> BaseImage:
     """A tag may mean another image tomorrow; what is built is built on the one that was asked for today."""
     try:
-        reference = parse(name)
+        reference = parse_reference(name)
         if reference.digest:
-            return Base(name, reference.digest)
-        talk = Talk(reference, login_of(reference.host, env), tries=1, timeout_seconds=_ANSWER_SECONDS)
+            return BaseImage(name, reference.digest)
+        talk = RegistryClient(
+            reference, find_login(reference.host, env), tries=1, timeout_seconds=_BASE_TIMEOUT_SECONDS
+        )
         digest = Repository(reference, None, talk).digest_of(reference.tag or "latest")
     except PipelineError as error:
-        return Base(name, None, str(error))
+        return BaseImage(name, None, str(error))
     if digest is None:
-        return Base(name, None, f"{reference.host} has no {reference.repository}:{reference.tag or 'latest'}")
-    return Base(reference.at(digest), digest)
+        return BaseImage(name, None, f"{reference.host} has no {reference.repository}:{reference.tag or 'latest'}")
+    return BaseImage(reference.at(digest), digest)

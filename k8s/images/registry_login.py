@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.contract.errors import ConfigError
 
-_HELPER_SECONDS = 30
+_HELPER_TIMEOUT_SECONDS = 30
 _HUB = "https://index.docker.io/v1/"  # the name under which Docker Hub's password is kept
 _TOKEN_USER = "<token>"  # noqa: S105 - how a helper says that what it has is a token
 
@@ -29,15 +29,15 @@ class Login:
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
 
 
-def login_of(host: str, env: Mapping[str, str]) -> Login | None:
+def find_login(host: str, env: Mapping[str, str]) -> Login | None:
     """The first file that knows the host; None where nobody logged in, which public registries do not mind."""
-    for path in config_files(env):
+    for path in login_files(env):
         if path.is_file() and (found := _from_file(path, host, env)) is not None:
             return found
     return None
 
 
-def config_files(env: Mapping[str, str]) -> Iterator[Path]:
+def login_files(env: Mapping[str, str]) -> Iterator[Path]:
     """In the order the container tools look."""
     if named := env.get("REGISTRY_AUTH_FILE"):
         yield Path(named)
@@ -54,11 +54,11 @@ def _from_file(path: Path, host: str, env: Mapping[str, str]) -> Login | None:
         body = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a file of logins ({error}); log in again") from error
-    names = _names(host)
+    names = _server_names(host)
     helpers = body.get("credHelpers") or {}
     helper = next((helpers[name] for name in names if name in helpers), body.get("credsStore"))
     if helper:
-        found = next((login for name in names if (login := _ask(helper, name, env)) is not None), None)
+        found = next((login for name in names if (login := _run_helper(helper, name, env)) is not None), None)
         if found is not None:
             return found
     auths = body.get("auths") or {}
@@ -66,7 +66,7 @@ def _from_file(path: Path, host: str, env: Mapping[str, str]) -> Login | None:
     return _from_entry(entry, path, host) if entry else None
 
 
-def _names(host: str) -> tuple[str, ...]:
+def _server_names(host: str) -> tuple[str, ...]:
     return (
         (_HUB, "docker.io", "index.docker.io") if host == "docker.io" else (host, f"https://{host}", f"http://{host}")
     )
@@ -85,12 +85,12 @@ def _from_entry(entry: Mapping[str, Any], path: Path, host: str) -> Login:
     return Login(user, password.rstrip("\0"), token)
 
 
-def _ask(helper: str, name: str, env: Mapping[str, str]) -> Login | None:
+def _run_helper(helper: str, name: str, env: Mapping[str, str]) -> Login | None:
     """A program that keeps passwords: a server's name in, JSON out. It fails where it knows nothing of the server."""
     program = f"docker-credential-{helper}"
     try:
         done = subprocess.run(
-            [program, "get"], input=name, capture_output=True, text=True, timeout=_HELPER_SECONDS, check=False,
+            [program, "get"], input=name, capture_output=True, text=True, timeout=_HELPER_TIMEOUT_SECONDS, check=False,
             env=dict(env),
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:

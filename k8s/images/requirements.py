@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from pipeline.contract.errors import StageError
-from pipeline.contract.sources import HOUSE
+from pipeline.contract.sources import SOURCE_ROOT
 
 PROJECT = "pipe-road"
 # The image is Linux on x86-64 whatever this machine is; the interpreter's version is the one that runs here.
@@ -27,7 +27,7 @@ _IMAGE_PLATFORM = {
 _SAME_RELEASE = {"onnxruntime-gpu": "onnxruntime", "onnxruntime": "onnxruntime-gpu"}
 # What stands in the requirements of an image with this accelerator. CUDA's own libraries come along as what these two
 # ask for: they are installed on few of the machines that make images, and so cannot be read off here.
-_FOR = {
+_ACCELERATOR_PINS = {
     "cpu": {"onnxruntime-gpu": "onnxruntime=={}"},
     "gpu": {
         "onnxruntime": "onnxruntime-gpu[cuda,cudnn]=={}",
@@ -35,13 +35,13 @@ _FOR = {
         "torch": "torch=={0},!={0}+cpu",  # pip would take the build for CPU, where it sees one, for the newer
     },
 }
-ACCELERATORS = tuple(_FOR)
+ACCELERATORS = tuple(_ACCELERATOR_PINS)
 
 
 def locked_requirements(accelerator: str, extra: str = "serve", also: Iterable[str] = ()) -> list[str]:
     """`name==version` of the base, an extra and what else is wanted, with all they need, sorted."""
-    pins = locked([*_own_requirements(extra), *also])
-    return [_for_accelerator(pin, _FOR[accelerator]) for pin in pins if not pin.startswith(f"{PROJECT}==")]
+    pins = lock_requirements([*_own_requirements(extra), *also])
+    return [_for_accelerator(pin, _ACCELERATOR_PINS[accelerator]) for pin in pins if not pin.startswith(f"{PROJECT}==")]
 
 
 def _for_accelerator(pin: str, forms: Mapping[str, str]) -> str:
@@ -49,29 +49,29 @@ def _for_accelerator(pin: str, forms: Mapping[str, str]) -> str:
     return forms[name].format(version) if name in forms else pin
 
 
-def locked(wanted: Iterable[str]) -> list[str]:
+def lock_requirements(wanted: Iterable[str]) -> list[str]:
     """The closure of some requirements over installed distributions."""
-    return list(_closure(tuple(wanted)))
+    return list(_dependency_closure(tuple(wanted)))
 
 
 @functools.cache  # what is installed does not change under a process, and reading it takes a while
-def _closure(wanted: tuple[str, ...]) -> tuple[str, ...]:
+def _dependency_closure(wanted: tuple[str, ...]) -> tuple[str, ...]:
     waiting = [Requirement(text) for text in wanted]
     versions: dict[str, str] = {}
     followed: set[tuple[str, str]] = set()  # a distribution and one of its extras; "" is none
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
-        found, needs = _installed(name, requirement)
+        found, needs = _installed_version(name, requirement)
         versions[name] = found
         for extra in ("", *requirement.extras):
             if (name, extra) not in followed:
                 followed.add((name, extra))
-                waiting += [need for need in needs if applies(need, extra)]
+                waiting += [need for need in needs if applies_to_image(need, extra)]
     return tuple(f"{name}=={versions[name]}" for name in sorted(versions))
 
 
-def applies(requirement: Requirement, extra: str) -> bool:
+def applies_to_image(requirement: Requirement, extra: str) -> bool:
     """Whether a requirement counts in the image when its owner is asked for with this extra."""
     if requirement.marker is None:
         return not extra
@@ -79,7 +79,7 @@ def applies(requirement: Requirement, extra: str) -> bool:
     return requirement.marker.evaluate({**environment, "extra": extra})
 
 
-def _installed(name: str, requirement: Requirement) -> tuple[str, list[Requirement]]:
+def _installed_version(name: str, requirement: Requirement) -> tuple[str, list[Requirement]]:
     for candidate in (name, _SAME_RELEASE.get(name, name)):
         try:
             found = distribution(candidate)
@@ -94,25 +94,29 @@ def _installed(name: str, requirement: Requirement) -> tuple[str, list[Requireme
 
 def _own_requirements(extra: str) -> list[str]:
     """Ours: in a checkout as written in pyproject.toml, which installed metadata may lag behind."""
-    path = HOUSE / "pyproject.toml"
+    path = SOURCE_ROOT / "pyproject.toml"
     if path.is_file():
         project = tomllib.loads(path.read_text())["project"]
         extras = project["optional-dependencies"]
-        return [_bare(need) for need in _spread(project["dependencies"] + extras[extra], extras) if applies(need, "")]
+        return [
+            _without_marker(need)
+            for need in _expand_own_extras(project["dependencies"] + extras[extra], extras)
+            if applies_to_image(need, "")
+        ]
     needs = [Requirement(text) for text in distribution(PROJECT).requires or []]
-    return [_bare(need) for need in needs if applies(need, "") or applies(need, extra)]
+    return [_without_marker(need) for need in needs if applies_to_image(need, "") or applies_to_image(need, extra)]
 
 
-def _spread(texts: Iterable[str], extras: Mapping[str, list[str]]) -> Iterator[Requirement]:
+def _expand_own_extras(texts: Iterable[str], extras: Mapping[str, list[str]]) -> Iterator[Requirement]:
     """An extra may name others of ours: their requirements in its place."""
     for requirement in map(Requirement, texts):
         if canonicalize_name(requirement.name) == PROJECT:
             for extra in sorted(requirement.extras):
-                yield from _spread(extras[extra], extras)
+                yield from _expand_own_extras(extras[extra], extras)
         else:
             yield requirement
 
 
-def _bare(requirement: Requirement) -> str:
+def _without_marker(requirement: Requirement) -> str:
     requirement.marker = None
     return str(requirement)

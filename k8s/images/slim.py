@@ -18,7 +18,7 @@ _UNUSED = ("kubernetes/aio",)
 
 def main(places: Sequence[str]) -> None:
     for place in map(Path, places):
-        for folder in superfluous(place):
+        for folder in unneeded_folders(place):
             shutil.rmtree(folder)
         # pip takes packages with files that do not compile; so do we. The sources never change: no dates are compared.
         compileall.compile_dir(
@@ -26,7 +26,7 @@ def main(places: Sequence[str]) -> None:
         )
 
 
-def superfluous(place: Path) -> Iterator[Path]:
+def unneeded_folders(place: Path) -> Iterator[Path]:
     """Folders of installed packages: their own tests, and what is named above."""
     for packages in sorted(place.glob("lib/python*/site-packages")):
         yield from (packages / name for name in _UNUSED if (packages / name).is_dir())

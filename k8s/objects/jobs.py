@@ -1,4 +1,4 @@
-"""The objects that run one step of one run on a cluster: a Job of one pod, or what training is there."""
+"""Objects that run one step of one run on a cluster: a Job with one pod, or the objects of training."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from pathlib import PurePosixPath
 
 from k8s.objects import training
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import check_pinned, describe, identity, load
+from k8s.objects.manifests import check_pinned, identity_labels, load_manifests, set_metadata
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import digest_bytes
 
-RUN, STEP, KEY = "pipe-road/run", "pipe-road/step", "pipe-road/key"
-ACCOUNT = "pipe"  # of k8s/access, for the step that talks to the cluster
+RUN_LABEL, STEP_LABEL, KEY_LABEL = "pipe-road/run", "pipe-road/step", "pipe-road/key"
+SERVICE_ACCOUNT = "pipe"  # from k8s/manifests/access, for the deploy step
+PROJECT_FOLDER = "/project"  # in the image that `pipe package --train` makes
 _KEY_DIGITS = 16
-_OF_SEVERAL = ("completionMode", "completions", "parallelism", "backoffLimitPerIndex", "maxFailedIndexes")
+_INDEXED_JOB_FIELDS = ("completionMode", "completions", "parallelism", "backoffLimitPerIndex", "maxFailedIndexes")
 
 
 @dataclass(frozen=True)
-class Work:
-    """One step of one run, as the cluster is to know it."""
+class StepJob:
+    """One step of one run: its objects, and how they are found again."""
 
     name: str  # the model's
     run: str
@@ -30,95 +31,95 @@ class Work:
     claim: str  # of the volume that holds the runs
     objects: tuple[Object, ...]  # in the order they are applied
     pods: int
-    container: str  # of each pod, the one that does the work
+    container: str  # the one in each pod that does the work
 
     @property
     def job(self) -> Object:
-        """Or the JobSet or TrainJob, which says how the work stands."""
+        """The Job, JobSet or TrainJob, whose status is that of the step."""
         return self.objects[-1]
 
     @property
     def labels(self) -> dict[str, str]:
-        """They find it again, whoever looks."""
-        return labels_of(self.run, self.step, self.key)
+        return step_labels(self.run, self.step, self.key)
 
     @property
     def selector(self) -> str:
-        """Of whatever was made for this step of this run, under any key."""
-        return f"{RUN}={self.run},{STEP}={self.step}"
+        """Select everything that was created for this step of this run, with any key."""
+        return f"{RUN_LABEL}={self.run},{STEP_LABEL}={self.step}"
 
 
-def work(config: Config, step: str, run: str, key: str, argv: tuple[str, ...], env: Mapping[str, str]) -> Work:
-    """`argv` is what would run here; its last word is the run directory, relative to the project where it can be."""
+def step_job(config: Config, step: str, run: str, key: str, argv: tuple[str, ...], env: Mapping[str, str]) -> StepJob:
+    """Return the objects for a step; `argv` is its local command, whose last argument is the run directory."""
     image = config.train.image
     if not image:
         raise ConfigError(
             "train.image is empty; name the image the steps' pods run: `pipe package --train --push` makes it"
         )
     check_pinned(image, "train.image")
-    run_dir = PurePosixPath(config.jobs.project, argv[-1])
+    run_dir = PurePosixPath(PROJECT_FOLDER, argv[-1])
     if step == "train":
-        parts = training.parts(config, image, str(run_dir))
+        parts = training.training_parts(config, image, str(run_dir))
     else:
         parts = {"Job": _job(config, step, run, key, argv, env)}
     for item in parts.values():
-        item["metadata"]["labels"] |= labels_of(run, step, key)
-    _settle(parts["Job"], config, labels_of(run, step, key))
+        item["metadata"]["labels"] |= step_labels(run, step, key)
+    _fill_step(parts["Job"], config, step_labels(run, step, key))
     pods = parts["Job"]["spec"].get("completions", 1)
-    objects = training.as_asked(parts, config) if step == "train" else [parts["Job"]]
-    container = training.container_name(config) if step == "train" else training.TRAINER
-    return Work(config.name, run, step, key, training.claim_name(config), tuple(objects), pods, container)
+    objects = training.wrap_in_workload(parts, config) if step == "train" else [parts["Job"]]
+    container = training.container_name(config) if step == "train" else training.TRAINER_CONTAINER
+    return StepJob(config.name, run, step, key, training.claim_name(config), tuple(objects), pods, container)
 
 
-def labels_of(run: str, step: str, key: str) -> dict[str, str]:
-    return {RUN: run, STEP: step, KEY: key[:_KEY_DIGITS]}
+def step_labels(run: str, step: str, key: str) -> dict[str, str]:
+    return {RUN_LABEL: run, STEP_LABEL: step, KEY_LABEL: key[:_KEY_DIGITS]}
 
 
 def _job(config: Config, step: str, run: str, key: str, argv: tuple[str, ...], env: Mapping[str, str]) -> Object:
-    """The pod of training, without what only several pods need; a step that fails would fail again."""
-    job = load("train")["Job"]
+    """Make a Job with one pod from that of training; it has no retries, since a failed step would fail again."""
+    job = load_manifests("train")["Job"]
     name = f"{config.name}-{step}-{digest_bytes(f'{run} {key}'.encode())[:8]}"
-    labels = identity(config.name, "step")
-    describe(job, name, config.deploy.namespace, {**labels, "app.kubernetes.io/instance": name}, {})
+    labels = identity_labels(config.name, "step")
+    set_metadata(job, name, config.deploy.namespace, {**labels, "app.kubernetes.io/instance": name}, {})
     spec = job["spec"]
-    for word in _OF_SEVERAL:
-        del spec[word]
+    for field in _INDEXED_JOB_FIELDS:
+        del spec[field]
     spec["backoffLimit"] = 0
     spec["podFailurePolicy"]["rules"] = [
         rule for rule in spec["podFailurePolicy"]["rules"] if "onPodConditions" in rule
     ]
-    spec["activeDeadlineSeconds"] = config.cluster.deadline_seconds
-    spec["ttlSecondsAfterFinished"] = config.cluster.keep_seconds
+    spec["activeDeadlineSeconds"] = config.cluster.active_deadline_seconds
+    spec["ttlSecondsAfterFinished"] = training.TTL_SECONDS_AFTER_FINISHED
     spec["template"]["metadata"]["labels"] = dict(job["metadata"]["labels"])
     spec["template"]["spec"] = _pod(config, step, argv, env)
     return job
 
 
 def _pod(config: Config, step: str, argv: tuple[str, ...], env: Mapping[str, str]) -> Object:
-    mount = str(PurePosixPath(config.jobs.project, argv[-1]).parent)
-    gpus = training.gpus_of(config.train) if step == "evaluate" else 0
-    pod = training.pod(config, config.train.image, mount, gpus)
-    for word in ("initContainers", "subdomain"):
-        pod.pop(word, None)
+    mount = str(PurePosixPath(PROJECT_FOLDER, argv[-1]).parent)
+    gpus = training.gpus_per_pod(config.train) if step == "evaluate" else 0
+    pod = training.training_pod(config, config.train.image, mount, gpus)
+    for field in ("initContainers", "subdomain"):
+        pod.pop(field, None)
     (container,) = pod["containers"]
     container.pop("ports", None)
     container["command"] = list(argv)
     container.pop("args", None)
     container["resources"]["requests"]["cpu"] = config.cluster.cpu or "1"
-    own = [item for item in container["env"] if "value" in item]  # without the number of a pod among several
-    known = {item["name"] for item in own}
-    container["env"] = own + [{"name": name, "value": env[name]} for name in sorted(env) if name not in known]
-    training.place(pod, container, gpus, config.cluster)
+    own = [item for item in container["env"] if "value" in item]  # without the index of a pod among several
+    names = {item["name"] for item in own}
+    container["env"] = own + [{"name": name, "value": env[name]} for name in sorted(env) if name not in names]
+    training.set_node_placement(pod, container, gpus, config.cluster, config.deploy.image_pull_secret)
     if step == "deploy":
-        pod["serviceAccountName"], pod["automountServiceAccountToken"] = config.cluster.service_account or ACCOUNT, True
+        pod["serviceAccountName"] = config.cluster.service_account or SERVICE_ACCOUNT
+        pod["automountServiceAccountToken"] = True
     return pod
 
 
-def _settle(job: Object, config: Config, labels: Mapping[str, str]) -> None:
-    """Where the pods work, how they are found, and who lets them in."""
+def _fill_step(job: Object, config: Config, labels: Mapping[str, str]) -> None:
+    """Set queue, labels and working directory."""
     if config.cluster.queue:
         job["metadata"]["labels"][training.QUEUE_LABEL] = config.cluster.queue
     template = job["spec"]["template"]
     template["metadata"]["labels"] |= labels
     for container in template["spec"]["containers"]:
-        container["workingDir"] = config.jobs.project
+        container["workingDir"] = PROJECT_FOLDER

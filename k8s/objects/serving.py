@@ -1,4 +1,4 @@
-"""The objects that serve one bundle: a plain Deployment with its company, or a KServe InferenceService."""
+"""Objects that serve one bundle: a Deployment with Service, autoscaler and so on, or a KServe InferenceService."""
 
 from __future__ import annotations
 
@@ -6,135 +6,140 @@ from typing import Any
 
 from k8s.objects import config_map, inference_service, network, training
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import BUNDLE_ANNOTATION, check_image, check_pinned, describe, identity, load
+from k8s.objects.manifests import (
+    BUNDLE_ANNOTATION,
+    check_image,
+    check_pinned,
+    identity_labels,
+    load_manifests,
+    set_metadata,
+)
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.settings.access import ANYBODY, Access
-from pipeline.contract.settings.stages import Deploy, Serve
+from pipeline.contract.settings.access import OPEN_ACCESS, Access
+from pipeline.contract.settings.stages import Serve
 
 _OCI = "oci://"
-# What is leaned on comes before what leans on it.
+# Objects come after those they refer to.
 _ORDER = (
     "ServiceAccount", "NetworkPolicy", "ConfigMap", "Service", "ServingRuntime", "Deployment", "InferenceService",
     "HorizontalPodAutoscaler", "PodDisruptionBudget", "HTTPRoute", "Ingress", "ServiceMonitor",
 )  # fmt: skip
 
 
-def objects(config: Config, bundle: Bundle, image: str, entry: Access = ANYBODY) -> list[dict[str, Any]]:
-    """In the order they are applied."""
-    _check(config.deploy)
-    inference_service.check_host(config)
-    _check_alone(config.serve)
+def serving_objects(config: Config, bundle: Bundle, image: str, access: Access = OPEN_ACCESS) -> list[dict[str, Any]]:
+    """Return all objects in the order they are applied."""
+    _check_settings(config)
     check_image(image)
-    parts = _loaded(config)
+    parts = _load_parts(config)
     for kind, item in parts.items():
-        labels = {**identity(config.name, "serving"), "app.kubernetes.io/version": bundle.digest[:12]}
-        name = config_map.name_of(config) if kind == "ConfigMap" else config.name
-        describe(item, name, config.deploy.namespace, labels, {BUNDLE_ANNOTATION: bundle.digest})
-    config_map.fill(parts["ConfigMap"], config, bundle, entry)
+        labels = {**identity_labels(config.name, "serving"), "app.kubernetes.io/version": bundle.digest[:12]}
+        name = config_map.config_map_name(config) if kind == "ConfigMap" else config.name
+        set_metadata(item, name, config.deploy.namespace, labels, {BUNDLE_ANNOTATION: bundle.digest})
+    config_map.fill_config_map(parts["ConfigMap"], config, bundle, access)
     network.fill_policy(parts["NetworkPolicy"], config)
     network.fill_routes(parts, config, bundle.signature.limits.max_body_bytes)
-    parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] = identity(config.name, "serving")
+    parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] = identity_labels(config.name, "serving")
     runtime = parts.pop("ServingRuntime", None)
-    if config.deploy.mode == "deployment":
-        _fill_deployment(parts, config, image, entry)
+    if config.deploy.by_kserve:
+        _fill_inference_service(parts, config, image, access)
     else:
-        _fill_inference_service(parts, config, image, entry)
+        _fill_deployment(parts, config, image, access)
     if runtime is not None:
-        inference_service.stored(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
-    if config.deploy.canary_percent:
-        parts["InferenceService"] = inference_service.with_canary(parts["InferenceService"], config.deploy)
+        inference_service.use_storage(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
+    if config.deploy.by_kserve and config.deploy.render and config.rollout.canary_percent:
+        parts["InferenceService"] = inference_service.with_canary(parts["InferenceService"], config)
     return [parts[kind] for kind in _ORDER if kind in parts]
 
 
 def service_name(config: Config) -> str:
-    """The Service that stands before the pods; KServe names the one it makes itself."""
-    return config.name if config.deploy.mode == "deployment" else f"{config.name}-predictor"
+    """Return the name of the Service of the pods; KServe names its own."""
+    return f"{config.name}-predictor" if config.deploy.by_kserve else config.name
 
 
-def _loaded(config: Config) -> dict[str, Object]:
-    """The folder's own objects, and the components that the configuration asks for."""
+def _load_parts(config: Config) -> dict[str, Object]:
+    """Load the base and the components that the configuration needs."""
     deploy = config.deploy
-    placed = training.layers(deploy.gpus, deploy)
-    if deploy.mode == "deployment":
-        return load("serve", [*placed, *network.layers(deploy)])
-    parts = load("kserve", [*placed, *inference_service.layers(deploy)])
+    nodes = training.node_components(deploy.gpus, deploy)
+    if not deploy.by_kserve:
+        return load_manifests("serve", [*nodes, *network.components(deploy)])
+    parts = load_manifests("kserve", [*nodes, *inference_service.components(deploy)])
     if deploy.storage_uri:
-        parts["ServingRuntime"] = load("kserve", ["storage"])["ServingRuntime"]
+        parts["ServingRuntime"] = load_manifests("kserve", ["storage"])["ServingRuntime"]
     return parts
 
 
-def _fill_deployment(parts: dict[str, Object], config: Config, image: str, entry: Access) -> None:
-    selector = identity(config.name, "serving")
+def _fill_deployment(parts: dict[str, Object], config: Config, image: str, access: Access) -> None:
+    selector = identity_labels(config.name, "serving")
     deployment, autoscaler = parts["Deployment"], parts["HorizontalPodAutoscaler"]["spec"]
     deployment["spec"]["selector"]["matchLabels"] = selector
     template = deployment["spec"]["template"]
     template["metadata"] = _pod_metadata(template["metadata"], deployment, parts["ConfigMap"])
-    _fill_pod(template["spec"], config, image, entry)
+    _fill_pod(template["spec"], config, image, access)
     parts["Service"]["spec"]["selector"] = selector
-    network.fill_door(parts, config.deploy, entry)
+    network.fill_security(parts, config.deploy, access)
     autoscaler["scaleTargetRef"]["name"] = config.name
-    autoscaler["minReplicas"] = config.deploy.replicas
+    autoscaler["minReplicas"] = config.deploy.min_replicas
     autoscaler["maxReplicas"] = config.deploy.max_replicas
     for metric in autoscaler["metrics"]:
         if metric["type"] == "Pods":
-            metric["pods"]["target"]["averageValue"] = str(config.deploy.in_flight)
+            metric["pods"]["target"]["averageValue"] = str(config.deploy.target_concurrency)
 
 
-def _fill_inference_service(parts: dict[str, Object], config: Config, image: str, entry: Access) -> None:
+def _fill_inference_service(parts: dict[str, Object], config: Config, image: str, access: Access) -> None:
     service = parts["InferenceService"]
     predictor = service["spec"]["predictor"]
     predictor.update(_pod_metadata(predictor, service, parts["ConfigMap"]))
-    inference_service.fill(service, config.deploy)
-    _fill_pod(predictor, config, image, entry)
+    inference_service.set_replicas(service, config.deploy)
+    _fill_pod(predictor, config, image, access)
 
 
 def _pod_metadata(own: Object, owner: Object, settings: Object) -> Object:
-    """Pods carry their owner's labels and the bundle; what is meant for the owner's controller stays with it."""
+    """Give pods their owner's labels, and the annotations whose change must roll the pods out again."""
     metadata = owner["metadata"]
-    notes = {
+    annotations = {
         BUNDLE_ANNOTATION: metadata["annotations"][BUNDLE_ANNOTATION],
-        config_map.OPTIONS_ANNOTATION: config_map.digest(settings),
+        config_map.OPTIONS_ANNOTATION: config_map.options_digest(settings),
     }
-    return {"labels": {**own["labels"], **metadata["labels"]}, "annotations": notes}
+    return {"labels": {**own["labels"], **metadata["labels"]}, "annotations": annotations}
 
 
-def _fill_pod(pod: Object, config: Config, image: str, entry: Access) -> None:
+def _fill_pod(pod: Object, config: Config, image: str, access: Access) -> None:
     deploy = config.deploy
     pod["serviceAccountName"] = config.name
     for spread in pod.get("topologySpreadConstraints", []):
-        spread["labelSelector"]["matchLabels"] = identity(config.name, "serving")
+        spread["labelSelector"]["matchLabels"] = identity_labels(config.name, "serving")
     container = pod["containers"][0]
     container["image"] = image
     container["resources"] = {
         "requests": {"cpu": deploy.cpu, "memory": deploy.memory},
         "limits": {"memory": deploy.memory},
     }
-    training.place(pod, container, deploy.gpus, deploy)
-    config_map.refer(container, config_map.name_of(config), config)
-    network.fill(pod, config, entry)
+    training.set_node_placement(pod, container, deploy.gpus, deploy, deploy.image_pull_secret)
+    config_map.refer_to_config_map(container, config_map.config_map_name(config), config)
+    network.mount_access(pod, config, access)
 
 
-def _check_alone(serve: Serve) -> None:
-    """A pod has the one bundle of its image; a second one would have no place to come from."""
-    for word in ("canary", "shadow"):
-        if getattr(serve, word):
-            raise ConfigError(
-                f"serve.{word}: is for the local service; on a cluster a share of the traffic is the mesh's "
-                "or KServe's (canaryTrafficPercent) to give; leave it out"
-            )
-
-
-def _check(deploy: Deploy) -> None:
-    if deploy.max_replicas < deploy.replicas:
+def _check_settings(config: Config) -> None:
+    deploy = config.deploy
+    if deploy.max_replicas < deploy.min_replicas:
         raise ConfigError(
-            f"deploy.max_replicas is {deploy.max_replicas}, below deploy.replicas ({deploy.replicas}); raise it"
+            f"deploy.max_replicas is {deploy.max_replicas}, below deploy.min_replicas ({deploy.min_replicas}); raise it"
         )
-    if deploy.storage_uri and deploy.mode != "inferenceservice":
-        raise ConfigError("deploy.storage_uri: only KServe fetches bundles; set deploy.mode=inferenceservice")
-    for word, uri in (("deploy.storage_uri", deploy.storage_uri), ("deploy.stable_uri", deploy.stable_uri)):
+    if deploy.storage_uri and not deploy.by_kserve:
+        raise ConfigError("deploy.storage_uri: only KServe fetches bundles; set deploy.target=kserve")
+    for setting in ("storage_uri", "stable_storage_uri"):
+        uri = getattr(deploy, setting)
         if uri.startswith(_OCI):
-            check_pinned(uri.removeprefix(_OCI), word)
-    network.check(deploy)
-    inference_service.check(deploy)
+            check_pinned(uri.removeprefix(_OCI), f"deploy.{setting}")
+    _check_local_settings(config.serve)
+    network.check_settings(deploy)
+    inference_service.check_host(config)
+    inference_service.check_canary(config)
+
+
+def _check_local_settings(serve: Serve) -> None:
+    """A pod has only the bundle of its image, so it cannot run a second one next to it."""
+    if serve.shadow:
+        raise ConfigError("serve.shadow: is for the local service; leave it out: on a cluster a mesh mirrors requests")

@@ -20,7 +20,7 @@ _INDEXED = ("backoffLimitPerIndex", "maxFailedIndexes")
 
 
 @cache
-def problem(text: str) -> str:
+def validation_problem(text: str) -> str:
     """What the strict schema says against an object; most are applied several times."""
     try:
         kubernetes_validate.validate(json.loads(text), kubernetes_validate.latest_version(), strict=True)
@@ -29,7 +29,7 @@ def problem(text: str) -> str:
     return ""
 
 
-def changed_for_ever(old: Object | None, new: Object) -> list[Object]:
+def immutable_field_causes(old: Object | None, new: Object) -> list[Object]:
     """The causes of a 422, one for each field that nobody may change."""
     if old is None:
         return []
@@ -44,7 +44,7 @@ def changed_for_ever(old: Object | None, new: Object) -> list[Object]:
     ]
 
 
-def breaks_a_rule(item: Object) -> list[Object]:
+def validation_causes(item: Object) -> list[Object]:
     """The causes of a 422 that no schema knows: what of a Job does not go together."""
     if item["kind"] != "Job":
         return []

@@ -13,25 +13,26 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from . import streams
-from .admission import breaks_a_rule, changed_for_ever, problem
-from .http_edge import serve_http
+from tests.k8s import mock_streams
+
+from .admission import immutable_field_causes, validation_causes, validation_problem
+from .api_requests import KINDS, ApiRequest, parse_request
+from .http_server import serve_http
 from .knative import Knative
+from .mock_pods import POD_OWNERS, Nodes
 from .object_store import Conflict, Object, Store
-from .played import MAKERS, Nodes
-from .requested import KINDS, Requested, parse
 
 TOKEN = "a-secret-token"
 _OWN_GROUPS = ("", "apps", "autoscaling", "batch", "coordination.k8s.io", "networking.k8s.io", "policy")
-Answer = tuple[int, dict[str, str], Any]
-Service = Callable[[str, Any], Answer]
+Response = tuple[int, dict[str, str], Any]
+Service = Callable[[str, Any], Response]
 
 
 @dataclass
 class Fault:
     """What the next requests of a kind meet instead of an answer."""
 
-    where: Callable[[Requested], bool]
+    where: Callable[[ApiRequest], bool]
     status: int = 503
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
@@ -59,11 +60,11 @@ class ApiServer:
         self.torn = 0  # streams of events that end politely in the middle of their first line
         self.cut_after: list[int] = []  # lines or events after which the next streams are dropped
         self.service: Service = lambda path, body: (503, {}, {"message": "no endpoints available"})
-        self.pod: Callable[[str, str, Any], Answer] = lambda pod, path, body: (503, {}, {"message": "no such port"})
+        self.pod: Callable[[str, str, Any], Response] = lambda pod, path, body: (503, {}, {"message": "no such port"})
         self.requests: list[tuple[str, str, dict[str, str], str]] = []  # method, path, query, content type
         self.seen: set[tuple[str, str, str]] = set()  # API group, resource, verb
         self.proxied: list[dict[str, str]] = []  # headers of the requests to the model
-        self.asked_ports: set[str] = set()  # of pods
+        self.pod_ports: set[str] = set()  # of pods
         self.closing = threading.Event()
         self._polls: dict[str, int] = {}
         self._edge = serve_http(self)
@@ -96,7 +97,7 @@ class ApiServer:
 
     def fail(self, method: str, part: str, **fault: Any) -> None:
         """The next requests with this method and this in their path."""
-        self.faults.append(Fault(lambda asked: asked.method == method and part in asked.target, **fault))
+        self.faults.append(Fault(lambda request: request.method == method and part in request.target, **fault))
 
     def add(self, item: Object, namespace: str = "default") -> str:
         """As somebody else would have; returns its path."""
@@ -110,22 +111,22 @@ class ApiServer:
         metadata = {"name": name, "labels": labels}
         return self.add({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {}, "status": status})
 
-    def fault_of(self, asked: Requested) -> Fault | None:
-        fault = next((fault for fault in self.faults if fault.where(asked)), None)
+    def fault_of(self, request: ApiRequest) -> Fault | None:
+        fault = next((fault for fault in self.faults if fault.where(request)), None)
         if fault is not None:
             fault.times -= 1
             if fault.times == 0:
                 self.faults.remove(fault)
         return fault
 
-    def answer(self, method: str, target: str, headers: dict[str, str], body: bytes) -> Answer:
+    def answer(self, method: str, target: str, headers: dict[str, str], body: bytes) -> Response:
         path = urlsplit(target).path
         query = {name: values[0] for name, values in parse_qs(urlsplit(target).query).items()}
         self.requests.append((method, path, query, headers.get("content-type", "")))
         if headers.get("authorization") != f"Bearer {TOKEN}":
             return status_of(401, "Unauthorized")
-        asked = parse(method, target, path, query)
-        if fault := self.fault_of(asked):
+        request = parse_request(method, target, path, query)
+        if fault := self.fault_of(request):
             time.sleep(fault.seconds)
             if fault.drop:
                 raise ConnectionAbortedError
@@ -133,98 +134,99 @@ class ApiServer:
                 return status_of(fault.status, "the server is busy", fault.headers)
         if path == "/version":
             return 200, {}, {"gitVersion": "v1.37.0"}
-        if asked.group not in _OWN_GROUPS and f"{asked.group}/{asked.version}" not in self.crds:
+        if request.group not in _OWN_GROUPS and f"{request.group}/{request.version}" not in self.crds:
             return 404, {}, "404 page not found\n"
-        return self._allowed(asked, headers, body)
+        return self._allowed(request, headers, body)
 
-    def _allowed(self, asked: Requested, headers: dict[str, str], body: bytes) -> Answer:
-        verbs = [asked.verb]
-        if asked.verb == "patch" and asked.path not in self.objects:
+    def _allowed(self, request: ApiRequest, headers: dict[str, str], body: bytes) -> Response:
+        verbs = [request.verb]
+        if request.verb == "patch" and request.path not in self.objects:
             verbs.append("create")  # server-side apply of what is not there needs both
         for verb in verbs:
-            self.seen.add((asked.group, asked.resource, verb))
-            if not self._may(asked, verb):
-                return status_of(403, asked.forbidden(verb), kind=asked.resource)
-        if asked.namespace not in self.namespaces and asked.method in ("PATCH", "POST", "PUT"):
-            return status_of(404, f'namespaces "{asked.namespace}" not found')
-        if "/proxy/" in asked.path:
+            self.seen.add((request.group, request.resource, verb))
+            if not self._may(request, verb):
+                return status_of(403, request.forbidden(verb), kind=request.resource)
+        if request.namespace not in self.namespaces and request.method in ("PATCH", "POST", "PUT"):
+            return status_of(404, f'namespaces "{request.namespace}" not found')
+        if "/proxy/" in request.path:
             self.proxied.append(headers)
-            return self._proxy(asked, body)
+            return self._proxy(request, body)
         try:
-            return self._act(asked, headers, body)
+            return self._act(request, headers, body)
         except Conflict as conflict:
             return status_of(409, str(conflict))
 
-    def _may(self, asked: Requested, verb: str) -> bool:
+    def _may(self, request: ApiRequest, verb: str) -> bool:
         return self.rules is None or any(
-            asked.group in rule["apiGroups"] and asked.resource in rule["resources"] and verb in rule["verbs"]
+            request.group in rule["apiGroups"] and request.resource in rule["resources"] and verb in rule["verbs"]
             for rule in self.rules
         )
 
-    def _act(self, asked: Requested, headers: dict[str, str], body: bytes) -> Answer:
-        if asked.method == "PATCH":
-            return self._apply(asked, headers, body)
-        if asked.method == "POST":
+    def _act(self, request: ApiRequest, headers: dict[str, str], body: bytes) -> Response:
+        if request.method == "PATCH":
+            return self._apply(request, headers, body)
+        if request.method == "POST":
             item = json.loads(body)
-            return 201, {}, self.store.create(f"{asked.path}/{item['metadata']['name']}", item)
-        if asked.subresource == "log":
-            return self._log(asked)
-        if not asked.name:
-            return self._watch(asked) if asked.verb == "watch" else self._list(asked)
-        if asked.path not in self.objects:
-            return status_of(404, f'{asked.resource} "{asked.name}" not found')
-        if asked.method == "PUT":
-            return 200, {}, self.store.replace(asked.path, json.loads(body))
-        if asked.method == "DELETE":
-            return self._delete(asked, json.loads(body) if body else {})
-        return self._read(asked.path)
+            return 201, {}, self.store.create(f"{request.path}/{item['metadata']['name']}", item)
+        if request.subresource == "log":
+            return self._log(request)
+        if not request.name:
+            return self._watch(request) if request.verb == "watch" else self._list(request)
+        if request.path not in self.objects:
+            return status_of(404, f'{request.resource} "{request.name}" not found')
+        if request.method == "PUT":
+            return 200, {}, self.store.replace(request.path, json.loads(body))
+        if request.method == "DELETE":
+            return self._delete(request, json.loads(body) if body else {})
+        return self._read(request.path)
 
-    def _apply(self, asked: Requested, headers: dict[str, str], body: bytes) -> Answer:
-        if headers.get("content-type") != "application/apply-patch+yaml" or "fieldManager" not in asked.query:
+    def _apply(self, request: ApiRequest, headers: dict[str, str], body: bytes) -> Response:
+        if headers.get("content-type") != "application/apply-patch+yaml" or "fieldManager" not in request.query:
             return status_of(415, "server-side apply needs its content type and a fieldManager")
         item = yaml.safe_load(body)
         self.webhook(item)
-        if asked.group in _OWN_GROUPS and (wrong := problem(json.dumps(item))):
+        if request.group in _OWN_GROUPS and (wrong := validation_problem(json.dumps(item))):
             return status_of(400, f"strict decoding error: {wrong}")
         if message := self.quota.get(item["kind"]):
-            return status_of(403, f'{asked.resource} "{asked.name}" is forbidden: exceeded quota: {message}')
-        dry, force = asked.query.get("dryRun") == "All", asked.query.get("force") == "true"
-        tried = self.store.apply(asked.path, item, asked.query["fieldManager"], force, keep=False)
-        if causes := changed_for_ever(self.objects.get(asked.path), tried) or breaks_a_rule(tried):
-            told = status_of(422, f'{asked.resource} "{asked.name}" is invalid: {causes[0]["message"]}')
-            told[2]["details"]["causes"] = causes
-            return told
-        kept = self.store.apply(asked.path, item, asked.query["fieldManager"], force, keep=not dry)
+            return status_of(403, f'{request.resource} "{request.name}" is forbidden: exceeded quota: {message}')
+        dry, force = request.query.get("dryRun") == "All", request.query.get("force") == "true"
+        tried = self.store.apply(request.path, item, request.query["fieldManager"], force, keep=False)
+        if causes := immutable_field_causes(self.objects.get(request.path), tried) or validation_causes(tried):
+            error = status_of(422, f'{request.resource} "{request.name}" is invalid: {causes[0]["message"]}')
+            error[2]["details"]["causes"] = causes
+            return error
+        kept = self.store.apply(request.path, item, request.query["fieldManager"], force, keep=not dry)
         if not dry:
-            self._polls[asked.path] = 0
-            self.nodes.see(asked.path, item)
+            self._polls[request.path] = 0
+            self.nodes.on_apply(request.path, item)
             if item["kind"] == "InferenceService":
-                self.knative.see(asked.path)
+                self.knative.on_apply(request.path)
         return 200, {"Warning": f'299 - "{self.warning}"'} if self.warning else {}, kept
 
-    def _delete(self, asked: Requested, options: Object) -> Answer:
-        gone = self.store.delete(asked.path, options.get("preconditions", {}).get("uid", ""))
-        if gone["kind"] in MAKERS and options.get("propagationPolicy") in ("Background", "Foreground"):
-            self.nodes.forget(asked.path)
+    def _delete(self, request: ApiRequest, options: Object) -> Response:
+        gone = self.store.delete(request.path, options.get("preconditions", {}).get("uid", ""))
+        if gone["kind"] in POD_OWNERS and options.get("propagationPolicy") in ("Background", "Foreground"):
+            self.nodes.on_delete(request.path)
         return 200, {}, gone
 
-    def _list(self, asked: Requested) -> Answer:
+    def _list(self, request: ApiRequest) -> Response:
         """Without the kinds of its items, and page by page where a test wants it so."""
         with self.store.changed:
             found = [
-                self._shown(item, count=False) for item in self.store.below(asked.path, asked.labels, asked.fields)
+                self._shown(item, count=False)
+                for item in self.store.below(request.path, request.labels, request.fields)
             ]
             bare = [
                 {name: value for name, value in item.items() if name not in ("kind", "apiVersion")} for item in found
             ]
-            first = int(asked.query.get("continue", "0"))
+            first = int(request.query.get("continue", "0"))
             metadata = {"resourceVersion": str(self.store.version)}
             if self.page and first + self.page < len(bare):
                 metadata["continue"] = str(first + self.page)
             items = bare[first : first + self.page] if self.page else bare
-            return 200, {}, {"kind": f"{KINDS[asked.plural]}List", "metadata": metadata, "items": items}
+            return 200, {}, {"kind": f"{KINDS[request.plural]}List", "metadata": metadata, "items": items}
 
-    def _read(self, path: str) -> Answer:
+    def _read(self, path: str) -> Response:
         return 200, {}, self._shown(self.objects[path], count=True, path=path)
 
     def _shown(self, item: Object, count: bool, path: str = "") -> Object:
@@ -244,40 +246,40 @@ class ApiServer:
         counts = {"replicas": wanted, "updatedReplicas": wanted, "availableReplicas": wanted if ready else 0}
         return {"observedGeneration": generation, **counts}
 
-    def _watch(self, asked: Requested) -> Answer:
-        since = int(asked.query.get("resourceVersion") or 0)
+    def _watch(self, request: ApiRequest) -> Response:
+        since = int(request.query.get("resourceVersion") or 0)
         if since < self.store.oldest:
             gone = status_of(410, f"too old resource version: {since} ({self.store.oldest})")[2]
             return 200, {}, iter([json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n"])
-        found = streams.events(self.store, asked, since, self.closing)
+        found = mock_streams.watch_events(self.store, request, since, self.closing)
         if self.torn:
             self.torn -= 1
-            return 200, {}, streams.torn(found)
+            return 200, {}, mock_streams.torn_stream(found)
         return 200, {}, self._dropped(found)
 
-    def _log(self, asked: Requested) -> Answer:
-        pod = self.nodes.pods.get(asked.path)
+    def _log(self, request: ApiRequest) -> Response:
+        pod = self.nodes.pods.get(request.path)
         if pod is None:
-            return status_of(404, f'pods "{asked.name}" not found')
-        if self.objects[asked.path]["status"]["phase"] == "Pending":
-            return status_of(400, f'container in pod "{asked.name}" is waiting to start: ContainerCreating')
-        text = streams.log(self.store, pod, asked.query, self.closing)
-        if asked.query.get("follow") == "true":
+            return status_of(404, f'pods "{request.name}" not found')
+        if self.objects[request.path]["status"]["phase"] == "Pending":
+            return status_of(400, f'container in pod "{request.name}" is waiting to start: ContainerCreating')
+        text = mock_streams.log_lines(self.store, pod, request.query, self.closing)
+        if request.query.get("follow") == "true":
             return 200, {"Content-Type": "text/plain"}, self._dropped(text)
         return 200, {"Content-Type": "text/plain"}, b"".join(text).decode()
 
     def _dropped(self, stream: Iterator[bytes]) -> Iterator[bytes]:
-        return streams.cut(stream, self.cut_after.pop(0)) if self.cut_after else stream
+        return mock_streams.cut_stream(stream, self.cut_after.pop(0)) if self.cut_after else stream
 
-    def _proxy(self, asked: Requested, body: bytes) -> Answer:
-        rest = "/" + asked.target.partition("/proxy/")[2]
-        name, _, port = asked.name.removeprefix("https:").partition(":")
-        if asked.resource == "pods/proxy":
-            if f"{asked.path.partition('/pods/')[0]}/pods/{name}" not in self.objects:
+    def _proxy(self, request: ApiRequest, body: bytes) -> Response:
+        rest = "/" + request.target.partition("/proxy/")[2]
+        name, _, port = request.name.removeprefix("https:").partition(":")
+        if request.resource == "pods/proxy":
+            if f"{request.path.partition('/pods/')[0]}/pods/{name}" not in self.objects:
                 return status_of(404, f'pods "{name}" not found')
-            self.asked_ports.add(port)
+            self.pod_ports.add(port)
             return self.pod(name, rest, json.loads(body) if body else None)
-        if self.knative.knows(name) and port == "http":
+        if self.knative.has_service(name) and port == "http":
             return self.pod(self.knative.pods[name], rest, json.loads(body) if body else None)
         names = {"Service": "", "InferenceService": "-predictor"}
         made = [(item["kind"], item["metadata"]["name"]) for item in self.objects.values()]
@@ -286,6 +288,6 @@ class ApiServer:
         return self.service(rest, json.loads(body) if body else None)
 
 
-def status_of(code: int, message: str, headers: dict[str, str] | None = None, kind: str = "") -> Answer:
+def status_of(code: int, message: str, headers: dict[str, str] | None = None, kind: str = "") -> Response:
     body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
     return code, headers or {}, {**body, "details": {"kind": kind}}

@@ -1,4 +1,4 @@
-"""A real small bundle, configurations, and a Kubernetes API server to talk to."""
+"""Fixtures: a real small bundle, configurations, and a test API server."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from onnx import TensorProto, helper
 
 from k8s.cluster.api import connect
-from k8s.step_runner import Engine
+from k8s.step_runner import StepRunner
 from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
 from pipeline.contract.config import Config, parse_config
 from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 
-from .api_server import Answer, ApiServer
-from .engines import Start, Witness, worked
+from .api_server import ApiServer, Response
+from .step_runners import MakeStepRunner, Reports, make_step_job
 
 Configure = Callable[..., Config]
 CODEC = """
@@ -80,7 +80,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    """A running API server that KUBECONFIG leads to."""
+    """Start an API server and point KUBECONFIG to it."""
     server = ApiServer()
     server.write_kubeconfig(tmp_path / "kubeconfig")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
@@ -95,10 +95,10 @@ def no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model(bundle: Bundle) -> Callable[[str, Any], Answer]:
-    """What the model's pods answer."""
+def model(bundle: Bundle) -> Callable[[str, Any], Response]:
+    """Return the responses of the model's pods."""
 
-    def answer(path: str, body: Any) -> Answer:
+    def answer(path: str, body: Any) -> Response:
         header = {"x-bundle-digest": bundle.digest}
         if path == "/v1/models/twice:predict":
             return 200, header, {"predictions": (2 * np.array(body["instances"])).tolist()}
@@ -113,8 +113,8 @@ def model(bundle: Bundle) -> Callable[[str, Any], Answer]:
 
 
 @pytest.fixture
-def said() -> Witness:
-    return Witness()
+def reports() -> Reports:
+    return Reports()
 
 
 @pytest.fixture
@@ -124,16 +124,18 @@ def claim(api: ApiServer) -> str:
 
 
 @pytest.fixture
-def engine(api: ApiServer, claim: str, tmp_path: Path, configure: Configure, said: Witness) -> Start:
+def make_runner(api: ApiServer, claim: str, tmp_path: Path, configure: Configure, reports: Reports) -> MakeStepRunner:
     def make(
         step: str = "prepare",
         key: str = "k" * 64,
         timeout_seconds: float = 60,
         cluster: dict[str, Any] | None = None,
         **train: Any,
-    ) -> Engine:
-        found = worked(configure, step, key, cluster, **train)
-        tick = lambda: None  # noqa: E731 - nothing to show
-        return Engine(connect(""), "default", found, tmp_path / step, tmp_path / "log", timeout_seconds, said, tick)
+    ) -> StepRunner:
+        job = make_step_job(configure, step, key, cluster, **train)
+        tick = lambda: None  # noqa: E731
+        return StepRunner(
+            connect(""), "default", job, tmp_path / step, tmp_path / "log", timeout_seconds, reports, tick
+        )
 
     return make

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from serve.options import parse
-from serve.routes import find
+from serve.options import parse_options
+from serve.routes import find_route
 
 Object = dict[str, Any]
 DRAIN_SECONDS = 25  # serve.server gives accepted requests so long
@@ -121,7 +121,7 @@ def _check_probes(container: Object, ports: dict[str, int]) -> None:
     for name, kind in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
         if name in container:
             asked = container[name]["httpGet"]
-            assert find(asked["path"], "GET").kind == kind
+            assert find_route(asked["path"], "GET").kind == kind
             assert asked["port"] in {*ports, *ports.values()}
 
 
@@ -135,7 +135,7 @@ def _check_options(container: Object, settings: Object) -> None:
     """The command line is one that the service takes, once the ConfigMap's values stand in it."""
     assert container["envFrom"][0]["configMapRef"]["name"] == settings["metadata"]["name"]
     words = [re.sub(r"\$\((\w+)\)", lambda found: settings["data"][found[1]], word) for word in container["args"]]
-    parse([*(container["command"][3:] if "command" in container else ["/bundle"]), *words])
+    parse_options([*(container["command"][3:] if "command" in container else ["/bundle"]), *words])
 
 
 def _check_budget(parts: dict[str, Object], owner: Object) -> None:
@@ -176,7 +176,7 @@ def _check_ways_in(parts: dict[str, Object], ports: dict[str, int]) -> None:
     if "ServiceMonitor" in parts:
         (endpoint,) = parts["ServiceMonitor"]["spec"]["endpoints"]
         assert endpoint["port"] in ports
-        assert find(endpoint["path"], "GET").kind == "metrics"
+        assert find_route(endpoint["path"], "GET").kind == "metrics"
 
 
 def _check_set(spec: Object) -> None:

@@ -17,7 +17,7 @@ class Knative:
         self.pods: dict[str, str] = {}  # by the Service of its revision, one that answers
         self._templates: dict[str, list[str]] = {}  # of each service, its revisions
 
-    def see(self, path: str) -> None:
+    def on_apply(self, path: str) -> None:
         """An InferenceService was applied."""
         live = self.store.objects[path]
         if live["metadata"].get("annotations", {}).get("serving.kserve.io/deploymentMode") != "Knative":
@@ -27,13 +27,13 @@ class Knative:
         known, template = self._templates.setdefault(path, []), json.dumps(predictor)
         if known[-1:] != [template]:
             known.append(template)
-            self._make(path, len(known), predictor)
-        self._tell(path, share)
+            self._add_revision(path, len(known), predictor)
+        self._set_status(path, share)
 
-    def knows(self, service: str) -> bool:
+    def has_service(self, service: str) -> bool:
         return service in self.pods
 
-    def _make(self, path: str, number: int, predictor: Object) -> None:
+    def _add_revision(self, path: str, number: int, predictor: Object) -> None:
         root, name = path.split("/apis/")[0], f"{path.rsplit('/', 1)[1]}-predictor-{number:05d}"
         namespace = path.split("/namespaces/")[1].split("/")[0]
         metadata = {"name": name, "annotations": predictor["annotations"]}
@@ -46,7 +46,7 @@ class Knative:
             self.store.create(f"{root}/api/v1/namespaces/{namespace}/pods/{pod['name']}", body)
         self.pods[f"{name}-private"] = f"{name}-deployment-0"
 
-    def _tell(self, path: str, share: int) -> None:
+    def _set_status(self, path: str, share: int) -> None:
         name = f"{path.rsplit('/', 1)[1]}-predictor-{len(self._templates[path]):05d}"
         live = self.store.objects[path]
         before = live.get("status", {}).get("components", {}).get("predictor", {})

@@ -18,7 +18,7 @@ class Conflict(Exception):
 
 
 class Store:
-    """Safe to use from several threads; `changed` is told of every event."""
+    """Safe to use from several threads; `changed` is parts of every event."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Object] = {}
@@ -34,7 +34,7 @@ class Store:
             old = self.objects.get(path)
             owners = self._fields.get(path, {})
             wanted = dict(leaves(item))
-            if problem := _taken(wanted, old, owners, manager):
+            if problem := _conflicts(wanted, old, owners, manager):
                 if not force:
                     raise Conflict(problem)
                 owners = {
@@ -44,7 +44,7 @@ class Store:
             others = set().union(*(fields for name, fields in owners.items() if name != manager))
             for gone in owners.get(manager, set()) - wanted.keys() - others:
                 _remove(new, gone)
-            new = _merged(new, item)
+            new = _merge(new, item)
             if not keep:
                 return self._stamped(new, old, advance=False)
             self._fields[path] = {**owners, manager: set(wanted) - _OWN}
@@ -80,7 +80,7 @@ class Store:
                 raise Conflict(f"the UID in the precondition ({uid}) does not match the UID in record")
             del self.objects[path]
             self._fields.pop(path, None)
-            self._tell("DELETED", path, item)
+            self._add_event("DELETED", path, item)
             return item
 
     def below(self, collection: str, labels: dict[str, str], fields: dict[str, str]) -> list[Object]:
@@ -103,11 +103,11 @@ class Store:
         return next((name for name, fields in self._fields[path].items() if field in fields), "")
 
     def _put(self, path: str, item: Object, old: Object | None) -> Object:
-        if old is not None and _bare(item) == _bare(old):
+        if old is not None and _without_server_fields(item) == _without_server_fields(old):
             return old
         item = self._stamped(item, old, advance=True)
         self.objects[path] = item
-        self._tell("MODIFIED" if old else "ADDED", path, item)
+        self._add_event("MODIFIED" if old else "ADDED", path, item)
         return item
 
     def _stamped(self, item: Object, old: Object | None, advance: bool) -> Object:
@@ -120,7 +120,7 @@ class Store:
         metadata["resourceVersion"] = str(self.version + 1) if advance else before.get("resourceVersion", "")
         return item
 
-    def _tell(self, kind: str, path: str, item: Object) -> None:
+    def _add_event(self, kind: str, path: str, item: Object) -> None:
         self.version += 1
         self.events.append((self.version, kind, path, copy.deepcopy(item)))
         self.changed.notify_all()
@@ -137,22 +137,22 @@ def _field(item: Any, place: str) -> Any:
 
 
 def leaves(item: Any, place: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each field that is set; entries of a list are told apart by their names where they have them."""
+    """Each field that is set; entries of a list are parts apart by their names where they have them."""
     if isinstance(item, dict) and item:
         for name, value in item.items():
             yield from leaves(value, (*place, name))
-    elif _named(item):
+    elif _is_named_list(item):
         for value in item:
             yield from leaves(value, (*place, f"[name={value['name']}]"))
     else:
         yield place, item
 
 
-def _named(item: Any) -> bool:
+def _is_named_list(item: Any) -> bool:
     return isinstance(item, list) and bool(item) and all(isinstance(one, dict) and "name" in one for one in item)
 
 
-def _taken(wanted: dict[Path, Any], old: Object | None, owners: dict[str, set[Path]], manager: str) -> str:
+def _conflicts(wanted: dict[Path, Any], old: Object | None, owners: dict[str, set[Path]], manager: str) -> str:
     if old is None:
         return ""
     now = dict(leaves(old))
@@ -165,18 +165,18 @@ def _taken(wanted: dict[Path, Any], old: Object | None, owners: dict[str, set[Pa
     if count == 1:
         ((name, (field,)),) = [(name, fields) for name, fields in found.items() if fields]
         return f'Apply failed with 1 conflict: conflict with "{name}" using v1: {field}'
-    told = [f'conflicts with "{name}" using v1:\n- ' + "\n- ".join(fields) for name, fields in found.items() if fields]
-    return f"Apply failed with {count} conflicts: " + "\n".join(told) if told else ""
+    parts = [f'conflicts with "{name}" using v1:\n- ' + "\n- ".join(fields) for name, fields in found.items() if fields]
+    return f"Apply failed with {count} conflicts: " + "\n".join(parts) if parts else ""
 
 
-def _merged(old: Any, new: Any) -> Any:
+def _merge(old: Any, new: Any) -> Any:
     if isinstance(old, dict) and isinstance(new, dict):
-        both = {name: _merged(old[name], new[name]) if name in old else new[name] for name in new}
+        both = {name: _merge(old[name], new[name]) if name in old else new[name] for name in new}
         return copy.deepcopy({**old, **both})
-    if _named(old) and _named(new):
+    if _is_named_list(old) and _is_named_list(new):
         known = {one["name"]: one for one in old}
         found = {one["name"]: one for one in new}
-        merged = [_merged(known[name], one) if name in known else one for name, one in found.items()]
+        merged = [_merge(known[name], one) if name in known else one for name, one in found.items()]
         return merged + [one for name, one in known.items() if name not in found]
     return copy.deepcopy(new)
 
@@ -206,7 +206,7 @@ def _step(item: Any, name: str) -> Any:
     return next((one for one in item if f"[name={one.get('name')}]" == name), None)
 
 
-def _bare(item: Object) -> Object:
+def _without_server_fields(item: Object) -> Object:
     hidden = ("resourceVersion", "generation", "uid", "creationTimestamp")
     metadata = {name: value for name, value in item["metadata"].items() if name not in hidden}
     return {**item, "metadata": metadata}

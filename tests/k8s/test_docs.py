@@ -12,16 +12,16 @@ import yaml
 
 from k8s.objects import serving
 from k8s.objects.kustomize import build
+from pipeline.cluster_executor import render_training, render_workflow
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import parse_config
-from pipeline.contract.sources import HOUSE
-from pipeline.history import Project, example
-from pipeline.render import render_training, render_workflow
+from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.history import Project, example_folder
 
 from .invariants import check
 from .schemas import validate
 
-TEXT = (HOUSE / "docs" / "kubernetes.md").read_text()
+TEXT = (SOURCE_ROOT / "docs" / "kubernetes.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 IMAGE = "registry.example/serve@sha256:" + "1" * 64
 
@@ -30,30 +30,30 @@ def lines(language: str) -> list[list[str]]:
     return [shlex.split(line) for kind, body in BLOCKS if kind == language for line in body.splitlines()]
 
 
-def test_every_folder_that_kubectl_is_pointed_to_is_built_and_valid() -> None:
+def test_every_documented_folder_builds_and_is_valid() -> None:
     folders = [words[words.index("-k") + 1] for words in lines("text") if words[0] == "kubectl" and "-k" in words]
     assert folders
     for folder in folders:
-        objects = build(HOUSE / folder)
+        objects = build(SOURCE_ROOT / folder)
         check(objects)
         for item in objects:
             validate(item)
 
 
-def test_the_overlays_of_the_table_are_those_that_are_there() -> None:
-    rows = re.findall(r"^\| `(k8s/\w+)` \| ([^|]+) \|", TEXT, re.MULTILINE)
+def test_the_documented_overlays_are_those_that_exist() -> None:
+    rows = re.findall(r"^\| `(k8s/manifests/\w+)` \| ([^|]+) \|", TEXT, re.MULTILINE)
     assert len(rows) == 3
     for folder, names in rows:
         assert sorted(re.findall(r"`([\w-]+)`", names)) == sorted(
-            path.name for path in (HOUSE / folder / "overlays").iterdir()
+            path.name for path in (SOURCE_ROOT / folder / "overlays").iterdir()
         )
 
 
-def test_an_overlay_of_ones_own_is_built_as_it_is_written(tmp_path: Path) -> None:
+def test_the_documented_custom_overlay_builds(tmp_path: Path) -> None:
     ((file, body),) = [
         (found[1], body) for _, body in BLOCKS if (found := re.match(r"# file: (\S+)\n", body)) is not None
     ]
-    shutil.copytree(HOUSE / "k8s", tmp_path / "k8s", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copytree(SOURCE_ROOT / "k8s", tmp_path / "k8s", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (tmp_path / file).parent.mkdir()
     (tmp_path / file).write_text(body)
     objects = build((tmp_path / file).parent)
@@ -63,9 +63,9 @@ def test_an_overlay_of_ones_own_is_built_as_it_is_written(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("body", [body for kind, body in BLOCKS if kind == "yaml" and not body.startswith("# file:")])
-def test_every_configuration_makes_objects_that_the_api_accepts(body: str, bundle: Bundle, tmp_path: Path) -> None:
+def test_every_documented_configuration_gives_valid_objects(body: str, bundle: Bundle, tmp_path: Path) -> None:
     config = parse_config({"name": "twice", "task": "t.py:T", "codec": "c.py:C", **yaml.safe_load(body)}, "docs")
-    objects = serving.objects(config, bundle, config.deploy.image or IMAGE)
+    objects = serving.serving_objects(config, bundle, config.deploy.image or IMAGE)
     project = Project(tmp_path, tmp_path / "runs")
     image = config.train.model_copy(update={"image": config.train.image or IMAGE})
     files = render_training(project, config.model_copy(update={"train": image}), "default")
@@ -76,8 +76,8 @@ def test_every_configuration_makes_objects_that_the_api_accepts(body: str, bundl
             validate(item)
 
 
-def test_every_rendering_that_needs_no_run_is_one_that_works(tmp_path: Path) -> None:
-    project, done = Project(example("starter"), tmp_path / "runs"), 0
+def test_every_documented_rendering_works(tmp_path: Path) -> None:
+    project, done = Project(example_folder("starter"), tmp_path / "runs"), 0
     for words in lines("sh"):
         overrides = [word for word in words if "=" in word]
         if words[:3] == ["pipe", "run", "train"]:

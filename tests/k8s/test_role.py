@@ -1,4 +1,4 @@
-"""The Role of `k8s/access` against all that is really called: every flow under it, and nothing in it without need."""
+"""The Role in k8s/manifests/access allows exactly the requests of all flows: no rule is missing, none is unused."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from k8s import deploy
 from k8s.cluster import canary, drift
 from k8s.cluster.api import connect
 from k8s.cluster.cluster import Cluster
-from k8s.cluster.errors import Reasons
-from k8s.objects.jobs import work
-from k8s.objects.manifests import label
+from k8s.cluster.pending_reasons import PendingReasons
+from k8s.objects.jobs import step_job
+from k8s.objects.manifests import kubectl_name
 from k8s.objects.training import QUEUE_LABEL
-from k8s.step_runner import Engine
+from k8s.step_runner import StepRunner
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.cluster import Rollout
 
-from .api_server import Answer, ApiServer
-from .cluster.test_trial import counting
+from .api_server import ApiServer, Response
+from .cluster.test_canary import counting_pods
 from .conftest import Configure
 from .schemas import validate
 
-ACCESS = Path(__file__).resolve().parents[2] / "k8s" / "access"
+ACCESS = Path(__file__).resolve().parents[2] / "k8s" / "manifests" / "access"
 IMAGE = f"registry.test/twice@sha256:{'0' * 64}"
-OTHERS: dict[str, dict[str, Any]] = {
-    "ingress": {"expose": "ingress", "service_monitor": True},
-    "gateway": {"expose": "gateway", "gateway": "front"},
-    "kserve": {"mode": "inferenceservice"},
-    "storage": {"mode": "inferenceservice", "storage_uri": "pvc://bundles/twice"},
-    "knative": {"mode": "inferenceservice", "kserve_mode": "Knative"},
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "ingress": {"ingress_class": "default", "service_monitor_labels": {"release": "p"}},
+    "gateway": {"gateway": "front"},
+    "kserve": {"target": "kserve"},
+    "storage": {"target": "kserve", "storage_uri": "pvc://bundles/twice"},
+    "knative": {"target": "kserve-knative"},
 }
 ROLE = yaml.safe_load((ACCESS / "role.yaml").read_text())
 
 
-def allowed() -> set[tuple[str, str, str]]:
+def allowed_requests() -> set[tuple[str, str, str]]:
     return {
         (group, resource, verb)
         for rule in ROLE["rules"]
@@ -52,11 +52,11 @@ def allowed() -> set[tuple[str, str, str]]:
 
 
 @pytest.fixture
-def guarded(api: ApiServer, model: Callable[[str, Any], Answer], monkeypatch: pytest.MonkeyPatch) -> ApiServer:
-    """As an administrator sets it up: the Role is all there is."""
-    monkeypatch.setattr(canary.Trial, "sleep", lambda self, seconds: None)
+def guarded(api: ApiServer, model: Callable[[str, Any], Response], monkeypatch: pytest.MonkeyPatch) -> ApiServer:
+    """Allow only what the Role allows."""
+    monkeypatch.setattr(canary.Canary, "sleep", lambda self, seconds: None)
     api.rules, api.unready_polls, api.nodes.replicas = ROLE["rules"], 0, 2
-    api.service, api.pod = model, counting(model)
+    api.service, api.pod = model, counting_pods(model)
     api.crds |= {"serving.kserve.io/v1beta1", "serving.kserve.io/v1alpha1"}
     api.crds |= {"jobset.x-k8s.io/v1alpha2", "trainer.kubeflow.org/v1alpha1", "kueue.x-k8s.io/v1beta2"}
     api.crds |= {"serving.knative.dev/v1"}
@@ -66,43 +66,45 @@ def guarded(api: ApiServer, model: Callable[[str, Any], Answer], monkeypatch: py
     return api
 
 
-def walk_steps(configure: Configure, folder: Path) -> None:
+def run_steps(configure: Configure, folder: Path) -> None:
     others: list[dict[str, Any]] = [{"workload": workload} for workload in ("jobset", "trainjob")]
-    for step, cluster in (("prepare", {}), *(("train", words) for words in ({}, *others))):
+    for step, cluster in (("prepare", {}), *(("train", settings) for settings in ({}, *others))):
         config = configure(train={"image": IMAGE}, cluster=cluster)
-        found = work(config, step, "run", "key", ("python", "-m", step, "runs/run"), {})
-        engine = Engine(connect(""), "default", found, folder / step, folder / "log", 60, print, lambda: None)
-        assert engine.find() is None
-        engine.start()
-        assert engine.follow().status == 0
-        engine.start()
-        engine.cancel()
+        job = step_job(config, step, "run", "key", ("python", "-m", step, "runs/run"), {})
+        runner = StepRunner(connect(""), "default", job, folder / step, folder / "log", 60, print, lambda: None)
+        assert runner.find() is None
+        runner.start()
+        assert runner.follow().status == 0
+        runner.start()
+        runner.cancel()
 
 
-def wait_in_line() -> None:
-    """For room in a queue, and for pods that do not come."""
+def read_pending_reasons() -> None:
+    """Read the reasons of a job in a queue and of one without pods."""
     metadata = {"name": "twice", "uid": "u", "labels": {QUEUE_LABEL: "team-a"}}
     for suspend in (True, False):
         job = {"kind": "Job", "metadata": metadata, "spec": {"suspend": suspend}}
-        assert Reasons(connect(""), "default").of(job, []) == ()
+        assert PendingReasons(connect(""), "default").get(job, []) == ()
 
 
 def roll_out(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path) -> None:
     (folder / "keys").write_text("a-key\n")
-    entry = Access(api_keys=str(folder / "keys"))
+    access = Access(api_keys=str(folder / "keys"))
     old = replace(bundle, digest="0" * 64)
     service, api.service = api.service, lambda path, body: (200, {}, service(path, body)[2])
-    deploy.deploy(configure(), old, "twice:1", folder / "old", False, print, entry)
-    config = configure().model_copy(update={"rollout": Rollout(canary=10, auto=True, observe_seconds=1)})
-    deploy.deploy(config, bundle, "twice:2", folder / "new", False, print, entry)
-    assert drift.look("", "default", folder / "new", bundle.digest) == drift.State("2 replicas available")
+    deploy.deploy(configure(), old, "twice:1", folder / "old", False, print, access)
+    config = configure().model_copy(update={"rollout": Rollout(canary_percent=10, auto=True, observe_seconds=1)})
+    deploy.deploy(config, bundle, "twice:2", folder / "new", False, print, access)
+    assert drift.inspect_deployment("", "default", folder / "new", bundle.digest) == drift.DeploymentState(
+        "2 replicas available"
+    )
     deploy.end_canary(config, print)
-    for name, words in OTHERS.items():
-        deploy.deploy(configure(words), bundle, "twice:1", folder / name, False, print)
+    for name, settings in OTHER_SETTINGS.items():
+        deploy.deploy(configure(settings), bundle, "twice:1", folder / name, False, print)
 
 
 def get_stuck(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path) -> None:
-    """A pod that crashes: its log is looked at."""
+    """Wait for a pod that crashes, whose log is read."""
     objects = drift.read_manifests(folder / "new")
     deployment = next(item for item in objects if item["kind"] == "Deployment")
     status = {"containerStatuses": [{"name": "server", "state": {"terminated": {"exitCode": 2, "reason": "Error"}}}]}
@@ -115,15 +117,15 @@ def get_stuck(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path
 def test_the_role_allows_exactly_what_is_called(
     guarded: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
 ) -> None:
-    walk_steps(configure, tmp_path)
-    wait_in_line()
+    run_steps(configure, tmp_path)
+    read_pending_reasons()
     roll_out(configure, bundle, guarded, tmp_path)
     get_stuck(configure, bundle, guarded, tmp_path)
-    assert guarded.seen - allowed() == set(), "called, but not allowed"
-    assert allowed() - guarded.seen == set(), "allowed, but never called"
+    assert guarded.seen - allowed_requests() == set(), "called, but not allowed"
+    assert allowed_requests() - guarded.seen == set(), "allowed, but never called"
 
 
-def test_a_verb_that_is_missing_is_told_as_the_rule_that_would_allow_it(
+def test_a_missing_verb_is_reported_as_a_role_rule(
     guarded: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
 ) -> None:
     guarded.rules = [rule for rule in ROLE["rules"] if "deployments" not in rule["resources"]]
@@ -132,8 +134,8 @@ def test_a_verb_that_is_missing_is_told_as_the_rule_that_would_allow_it(
 
 
 @pytest.mark.parametrize("file", ["role.yaml", "rolebinding.yaml", "serviceaccount.yaml"])
-def test_the_manifests_stand_by_themselves(file: str) -> None:
+def test_the_access_manifests_are_valid(file: str) -> None:
     item = yaml.safe_load((ACCESS / file).read_text())
     validate(item)
-    assert label(item).endswith("/pipe")
+    assert kubectl_name(item).endswith("/pipe")
     assert file in yaml.safe_load((ACCESS / "kustomization.yaml").read_text())["resources"]

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from k8s.objects.manifests import load
+from k8s.objects.manifests import load_manifests
 
 from .schemas import CRDS, FILES, validate
 
@@ -29,8 +29,8 @@ from .schemas import CRDS, FILES, validate
         ("train/trainjob", [], "TrainJob", ("spec", "trainer")),
     ],
 )
-def test_a_misspelt_field_is_noticed(folder: str, layers: list[str], kind: str, path: tuple[Any, ...]) -> None:
-    item = load(folder, layers)[kind]
+def test_a_misspelt_field_is_detected(folder: str, layers: list[str], kind: str, path: tuple[Any, ...]) -> None:
+    item = load_manifests(folder, layers)[kind]
     validate(item)
     place: Any = item
     for name in path:
@@ -40,12 +40,12 @@ def test_a_misspelt_field_is_noticed(folder: str, layers: list[str], kind: str, 
         validate(item)
 
 
-def test_a_wrong_type_and_a_missing_field_are_noticed() -> None:
-    job = load("train/jobset")["JobSet"]
+def test_a_wrong_type_and_a_missing_field_are_detected() -> None:
+    job = load_manifests("train/jobset")["JobSet"]
     job["spec"]["replicatedJobs"][0]["replicas"] = "one"
     with pytest.raises(jsonschema.ValidationError, match="'one' is not of type 'integer'"):
         validate(job)
-    trained = load("train/trainjob")["TrainJob"]
+    trained = load_manifests("train/trainjob")["TrainJob"]
     del trained["spec"]["runtimeRef"]
     with pytest.raises(jsonschema.ValidationError, match="'runtimeRef' is a required property"):
         validate(trained)
@@ -53,5 +53,5 @@ def test_a_wrong_type_and_a_missing_field_are_noticed() -> None:
 
 @pytest.mark.skipif(not CRDS.is_dir(), reason=f"no CRDs at {CRDS}")
 @pytest.mark.parametrize("kind", sorted(FILES))
-def test_each_kind_has_the_schema_it_is_held_against(kind: str) -> None:
+def test_each_kind_has_one_schema(kind: str) -> None:
     assert len(list(CRDS.glob(FILES[kind]))) == 1

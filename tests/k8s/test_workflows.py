@@ -13,12 +13,12 @@ from google.protobuf import json_format
 from k8s import workflows
 from k8s.objects import training
 from k8s.objects.kustomize import Object
-from k8s.objects.training import CONFIG
+from k8s.objects.training import CONFIG_VARIABLE
+from pipeline.cluster_executor import workflow_tasks
 from pipeline.contract.config import Config, parse_config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.run import STEPS
-from pipeline.plan import KINDS, argv_of
-from pipeline.render import tasks
+from pipeline.plan import STEP_KINDS, step_command
 
 from .conftest import Configure
 from .invariants import pods
@@ -28,9 +28,10 @@ IMAGE = "registry.example/train@sha256:" + "1" * 64
 RICH: dict[str, Any] = {
     "train": {"device": "cuda", "processes": 4},
     "cluster": {
-        "spot": True, "node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"], "claim": "shared",
-        "service_account": "pipe", "pull_secret": "registry", "queue": "team",
+        "spot": True, "node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"], "volume_claim": "shared",
+        "service_account": "pipe", "queue": "team",
     },
+    "deploy": {"image_pull_secret": "registry"},
 }  # fmt: skip
 MANY: dict[str, Any] = {
     "train": {"nodes": "2:3", "processes": 2},
@@ -52,11 +53,11 @@ PLATFORM = {
 
 
 def of_argo(config: Config) -> Object:
-    return workflows.made(config, tasks(config, workflows.ARGO_RUN), IMAGE)
+    return workflows.argo_workflow(config, workflow_tasks(config, workflows.ARGO_RUN), IMAGE)
 
 
 def of_kfp(config: Config) -> tuple[Object, Object]:
-    pipeline, platform = workflows.documents(config, tasks(config, workflows.KFP_RUN), IMAGE)
+    pipeline, platform = workflows.kfp_documents(config, workflow_tasks(config, workflows.KFP_RUN), IMAGE)
     return pipeline, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
 
 
@@ -71,35 +72,38 @@ def hera() -> Any:
     return models.Workflow
 
 
-def strangers(given: Any, taken: Any, place: str = "") -> list[str]:
-    """What a model dropped because it does not know it."""
+def unknown_fields(given: Any, taken: Any, place: str = "") -> list[str]:
+    """Return the fields that a model dropped because it does not know them."""
     if isinstance(given, dict):
         gone = [f"{place}/{name}" for name in given if name not in taken]
         return gone + [
-            text for name in given if name in taken for text in strangers(given[name], taken[name], f"{place}/{name}")
+            text
+            for name in given
+            if name in taken
+            for text in unknown_fields(given[name], taken[name], f"{place}/{name}")
         ]
     if isinstance(given, list):
-        return [text for one, other in zip(given, taken, strict=True) for text in strangers(one, other, place)]
+        return [text for one, other in zip(given, taken, strict=True) for text in unknown_fields(one, other, place)]
     return []
 
 
 @pytest.mark.parametrize("words", [{}, RICH, MANY], ids=["plain", "rich", "many"])
-def test_argo_knows_every_field(words: dict[str, Any], configure: Configure) -> None:
+def test_argo_accepts_every_field(words: dict[str, Any], configure: Configure) -> None:
     made = of_argo(configure(**words))
     taken = hera().model_validate(made).model_dump(by_alias=True, exclude_none=True, mode="json")
-    assert strangers(made, taken) == []
-    misspelt = {**made, "spec": {**made["spec"], "entrypint": "road"}}
+    assert unknown_fields(made, taken) == []
+    misspelt = {**made, "spec": {**made["spec"], "entrypint": "pipeline"}}
     taken = hera().model_validate(misspelt).model_dump(by_alias=True, exclude_none=True, mode="json")
-    assert strangers(misspelt, taken) == ["/spec/entrypint"]
+    assert unknown_fields(misspelt, taken) == ["/spec/entrypint"]
 
 
 @pytest.mark.parametrize("words", [{}, RICH], ids=["plain", "rich"])
-def test_kubeflow_pipelines_reads_every_field(words: dict[str, Any], configure: Configure) -> None:
+def test_kubeflow_pipelines_accepts_every_field(words: dict[str, Any], configure: Configure) -> None:
     from kfp.pipeline_spec import pipeline_spec_pb2
 
     pipeline, executors = of_kfp(configure(**words))
     read = json_format.ParseDict(pipeline, pipeline_spec_pb2.PipelineSpec())
-    assert read.pipeline_info.name == "twice-road"
+    assert read.pipeline_info.name == "twice"
     json_format.ParseDict(
         {"platforms": {"kubernetes": {"deploymentSpec": {"executors": executors}}}}, pipeline_spec_pb2.PlatformSpec()
     )
@@ -113,7 +117,7 @@ def test_kubeflow_pipelines_reads_every_field(words: dict[str, Any], configure: 
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_every_step_runs_the_plans_command_in_the_one_image(step: str, configure: Configure) -> None:
+def test_every_step_runs_its_planned_command(step: str, configure: Configure) -> None:
     config = configure(**RICH)
     pipeline, _ = of_kfp(config)
     for run, container in (
@@ -121,24 +125,25 @@ def test_every_step_runs_the_plans_command_in_the_one_image(step: str, configure
         (workflows.KFP_RUN, pipeline["deploymentSpec"]["executors"][f"exec-{step}"]["container"]),
     ):
         at = container["command"].index("--")
-        assert tuple(container["command"][at + 1 :]) == argv_of(step, config, run)
+        assert tuple(container["command"][at + 1 :]) == step_command(step, config, run)
         assert container["image"] == IMAGE
         env = {entry["name"]: entry["value"] for entry in container["env"]}
-        assert parse_config(json.loads(env[CONFIG]), "the workflow") == config
+        assert parse_config(json.loads(env[CONFIG_VARIABLE]), "the workflow") == config
         assert env["PYTHONSAFEPATH"] == "1"
 
 
-def test_a_step_comes_after_those_it_reads_from(configure: Configure) -> None:
+def test_a_step_depends_on_its_inputs(configure: Configure) -> None:
     config = configure()
     dag = {
-        task["name"]: set(task.get("dependencies", ())) for task in templates(of_argo(config))["road"]["dag"]["tasks"]
+        task["name"]: set(task.get("dependencies", ()))
+        for task in templates(of_argo(config))["pipeline"]["dag"]["tasks"]
     }
     root = of_kfp(config)[0]["root"]["dag"]["tasks"]
     assert dag == {name: set(task.get("dependentTasks", ())) for name, task in root.items()}
-    assert dag == {step: KINDS[step].upstream for step in STEPS}
+    assert dag == {step: STEP_KINDS[step].upstream for step in STEPS}
 
 
-def test_each_submission_is_a_run_of_its_own(configure: Configure) -> None:
+def test_each_submission_is_its_own_run(configure: Configure) -> None:
     config = configure()
     assert "name" not in of_argo(config)["metadata"]
     assert "{{workflow.name}}" in workflows.ARGO_RUN
@@ -161,20 +166,22 @@ def test_gpus_go_to_the_steps_that_compute_on_them(configure: Configure) -> None
     }  # fmt: skip
 
 
-def test_a_lost_pod_is_tried_again_and_an_error_is_not(configure: Configure) -> None:
+def test_lost_pods_are_retried_and_errors_are_not(configure: Configure) -> None:
     strategy = templates(of_argo(configure()))["train"]["retryStrategy"]
     assert strategy["expression"] == "lastRetry.status == 'Error' or asInt(lastRetry.exitCode) > 3"
     assert strategy["retryPolicy"] == "Always"
 
 
 @pytest.mark.parametrize(("words", "steps"), [(RICH, {"deploy"}), (MANY, {"deploy", "train"})], ids=["one", "many"])
-def test_only_what_changes_the_cluster_may_do_so(words: dict[str, Any], steps: set[str], configure: Configure) -> None:
+def test_only_steps_that_change_the_cluster_have_a_service_account(
+    words: dict[str, Any], steps: set[str], configure: Configure
+) -> None:
     accounts = {name: item.get("serviceAccountName") for name, item in templates(of_argo(configure(**words))).items()}
     assert {name: account for name, account in accounts.items() if account} == dict.fromkeys(steps, "pipe")
 
 
 @pytest.mark.parametrize(("words", "seconds"), [({}, 90), (RICH, 30)], ids=["plain", "spot"])
-def test_pods_of_argo_have_time_for_a_checkpoint_and_are_cleared_away(
+def test_argo_pods_have_time_for_a_checkpoint_and_are_deleted(
     words: dict[str, Any], seconds: int, configure: Configure
 ) -> None:
     spec = of_argo(configure(**words))["spec"]
@@ -183,14 +190,14 @@ def test_pods_of_argo_have_time_for_a_checkpoint_and_are_cleared_away(
     assert templates({"spec": spec})["train"]["retryStrategy"]["backoff"] == {"duration": "10s", "factor": "2"}
 
 
-def test_a_private_registry_is_opened_in_both_engines(configure: Configure) -> None:
+def test_both_engines_use_the_pull_secret(configure: Configure) -> None:
     config = configure(**RICH)
     assert of_argo(config)["spec"]["imagePullSecrets"] == [{"name": "registry"}]
     for executor in of_kfp(config)[1].values():
         assert [secret["secretName"] for secret in executor["imagePullSecret"]] == ["registry"]
 
 
-def test_training_waits_in_the_queue_whatever_it_is(configure: Configure) -> None:
+def test_training_is_queued_in_every_form(configure: Configure) -> None:
     label, config = {training.QUEUE_LABEL: "team"}, configure(**RICH)
     found = {name: template.get("metadata") for name, template in templates(of_argo(config)).items()}
     assert {name: metadata for name, metadata in found.items() if metadata} == {"train": {"labels": label}}
@@ -203,13 +210,13 @@ def test_training_waits_in_the_queue_whatever_it_is(configure: Configure) -> Non
 
 
 def test_training_ends_at_its_deadline_in_kubeflow_pipelines(configure: Configure) -> None:
-    executors = of_kfp(configure(cluster={"deadline_seconds": 60}))[1]
+    executors = of_kfp(configure(cluster={"active_deadline_seconds": 60}))[1]
     assert {name: item.get("activeDeadlineSeconds") for name, item in executors.items()} == {
         **dict.fromkeys(executors), "exec-train": 60,
     }  # fmt: skip
 
 
-def test_training_on_several_pods_is_a_jobset_that_argo_waits_for(configure: Configure) -> None:
+def test_argo_waits_for_training_on_several_pods(configure: Configure) -> None:
     template = templates(of_argo(configure(**MANY)))["train"]
     resource = template["resource"]
     made = yaml.safe_load(resource["manifest"])
@@ -221,13 +228,13 @@ def test_training_on_several_pods_is_a_jobset_that_argo_waits_for(configure: Con
     assert container["command"][-4:] == ["python", "-m", "pipeline.training.node", workflows.ARGO_RUN]
     assert "args" not in container
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
-    meeting = json.loads(str(env[CONFIG]))["train"]["rendezvous"]
+    meeting = json.loads(str(env[CONFIG_VARIABLE]))["train"]["rendezvous"]
     name = made["metadata"]["name"]
     assert meeting == f"{name}-node-0-0.{name}:29400"
     assert pod["initContainers"][0]["args"] == [meeting.partition(":")[0]]
 
 
-def test_all_pods_of_a_workflow_know_of_the_same_run(configure: Configure) -> None:
+def test_all_pods_of_a_workflow_use_the_same_run(configure: Configure) -> None:
     """The first makes it of what it is told; the others must have been told the same."""
     made = of_argo(configure(**MANY))
     assert len(set(_configs(made))) == 1
@@ -241,12 +248,12 @@ def _configs(made: Object) -> list[str]:
             (pod,) = pods([yaml.safe_load(template["resource"]["manifest"])])
             (container,) = pod["containers"]
         if container:
-            found += [entry["value"] for entry in container["env"] if entry["name"] == CONFIG]
+            found += [entry["value"] for entry in container["env"] if entry["name"] == CONFIG_VARIABLE]
     assert len(found) == len(STEPS)
     return found
 
 
-def test_the_names_of_a_workflows_jobset_fit(configure: Configure) -> None:
+def test_names_of_a_workflows_jobset_are_short_enough(configure: Configure) -> None:
     config = configure(**MANY).model_copy(update={"name": "a" * 40})
     prefix = of_argo(config)["metadata"]["generateName"]
     assert len(f"{prefix}abcde-train-node-0-9999-abcde") <= 63
@@ -257,10 +264,10 @@ def test_the_names_of_a_workflows_jobset_fit(configure: Configure) -> None:
     [
         (of_argo, {"train": {"nodes": 2}}, "set cluster.workload=jobset"),
         (of_kfp, {"train": {"nodes": 2}}, "--engine argo"),
-        (of_kfp, {"cluster": {"secret": "store"}}, "key by key"),
+        (of_kfp, {"cluster": {"env_secret": "store"}}, "key by key"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused(
+def test_unsupported_settings_of_an_engine_are_refused(
     engine: Any, words: dict[str, Any], said: str, configure: Configure
 ) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -268,7 +275,7 @@ def test_what_an_engine_cannot_do_is_refused(
 
 
 @pytest.mark.parametrize(("cpu", "memory", "numbers"), [("500m", "512Mi", (0.5, 0.536870912)), ("2", "4G", (2.0, 4.0))])
-def test_quantities_are_numbers_for_older_back_ends(
+def test_quantities_are_also_given_as_numbers(
     cpu: str, memory: str, numbers: tuple[float, float], configure: Configure
 ) -> None:
     pipeline, _ = of_kfp(configure(cluster={"cpu": cpu, "memory": memory}))

@@ -1,7 +1,9 @@
-"""Services of KServe in Knative mode: proven by their newest revision, and tried at shares that Knative gives."""
+"""Canaries against the test API server: the decision, a second Deployment, and revisions of Knative."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,114 +13,308 @@ import pytest
 
 from k8s import deploy
 from k8s.cluster import canary, drift
+from k8s.cluster.canary import RequestCounts
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.settings.cluster import Rollout
 
-from ..api_server import Answer, ApiServer
+from ..api_server import ApiServer, Response
 from ..conftest import Configure
-from .test_trial import text_of
 
-PLACE = "/apis/serving.kserve.io/v1beta1/namespaces/default/inferenceservices/twice"
-Model = Callable[[str, Any], Answer]
-KNATIVE = {"mode": "inferenceservice", "kserve_mode": "Knative"}
+Model = Callable[[str, Any], Response]
+Deploy = Callable[..., dict[str, Any]]
+RULES = Rollout(min_requests=100, observe_seconds=1)
+OLD = "0" * 64
+KNATIVE = {"target": "kserve-knative"}
+INFERENCE_SERVICE = "/apis/serving.kserve.io/v1beta1/namespaces/default/inferenceservices/twice"
 
 
-def answering(model: Model, failed: int = 0) -> Callable[[str, str, Any], Answer]:
-    """Pods whose `/metrics` grow with each look; the second revision fails so many of two thousand requests."""
-    looks: dict[str, int] = {}
+def counts(requests: int, failed: int = 0, slow: int = 0) -> RequestCounts:
+    return RequestCounts(requests, failed, {0.01: requests - slow, 0.1: requests, math.inf: requests})
 
-    def answer(pod: str, path: str, body: Any) -> Answer:
-        second = "-00002-" in pod
-        if path == "/metrics":
-            looks[pod] = looks.get(pod, 0) + 1
-            return 200, {}, text_of(2000 * looks[pod], failed * looks[pod] if second else 0, 0.005)
-        status, headers, found = model(path, body)
-        return status, headers if second else {}, found
 
-    return answer
+@pytest.mark.parametrize(
+    ("stable", "candidate", "outcome", "text"),
+    [
+        (counts(2000), counts(2000), "promote", "failed: 0.00% compared with 0.00%"),
+        (counts(2000), counts(2000, failed=100), "roll back", "at least"),
+        (counts(2000), counts(2000, slow=400), "roll back", "slower than 10 ms: 20.00% compared with 0.00%"),
+        (counts(2000), counts(50), "inconclusive", "50 requests to the canary and 2000 to the stable"),
+        (counts(120), counts(120), "inconclusive", "is not shown yet"),
+        (counts(2000, failed=400), counts(2000, failed=400), "inconclusive", "up to"),
+        (counts(2000, failed=400), counts(2000, failed=300), "promote", "failed: 15.00% compared with 20.00%"),
+    ],
+)
+def test_only_a_canary_shown_to_be_no_worse_is_promoted(
+    stable: RequestCounts, candidate: RequestCounts, outcome: str, text: str
+) -> None:
+    result = canary.compare_versions(stable, candidate, RULES)
+    assert result.outcome == outcome, result
+    assert text in result.text
+
+
+def test_golden_requests_are_enough_only_without_a_minimum_of_requests() -> None:
+    no_minimum = RULES.model_copy(update={"min_requests": 0})
+    assert canary.compare_versions(RequestCounts(), RequestCounts(), RULES).outcome == "inconclusive"
+    assert canary.compare_versions(RequestCounts(), RequestCounts(), no_minimum).outcome == "promote"
+
+
+@pytest.mark.parametrize(
+    ("percent", "stable", "pods", "text"),
+    [
+        (10, 9, 1, "1 pod next to 9 get about 10 % of the requests"),
+        (10, 2, 1, "get about 33 % of the requests (10 % needs 9 stable pods for each pod of the canary)"),
+        (50, 3, 3, "3 pods next to 3 get about 50 %"),
+        (10, 30, 3, "3 pods next to 30 get about 9 %"),
+    ],
+)
+def test_the_percentage_that_pods_really_get_is_reported(percent: float, stable: int, pods: int, text: str) -> None:
+    assert canary.replicas_for(percent, stable) == pods
+    assert text in canary.describe_traffic(percent, stable)
+
+
+def test_a_canary_gets_half_of_the_requests_before_all() -> None:
+    assert canary.traffic_steps(10) == [10, 50]
+    assert canary.traffic_steps(60) == [60]
+
+
+def test_counters_of_a_restarted_pod_begin_at_zero() -> None:
+    assert counts(50).since(counts(80)) == counts(50)
+    assert counts(80, failed=3).since(counts(50, failed=1)).failed == 2
+
+
+def metrics_text(requests: int, failed: int, seconds: float) -> str:
+    """Return `/metrics` as our service writes it."""
+    lines = ["# TYPE pipe_requests counter"]
+    for code, count in (("200", requests - failed), ("500", failed)):
+        lines.append(f'pipe_requests_total{{model="twice",digest="d",protocol="v1",code="{code}"}} {float(count)}')
+    lines.append('pipe_requests_total{model="other",digest="d",protocol="v1",code="500"} 9.0')
+    for bound in ("0.01", "0.1", "+Inf"):
+        count = requests if seconds <= float(bound) else 0
+        labels = f'le="{bound}",model="twice",digest="d",protocol="v1"'
+        lines.append(f"pipe_request_seconds_bucket{{{labels}}} {float(count)}")
+    return "\n".join(lines) + "\n"
+
+
+def test_requests_of_other_models_are_not_counted() -> None:
+    expected = RequestCounts(10, 2, {0.01: 0, 0.1: 10, math.inf: 10})
+    assert canary.parse_request_counts(metrics_text(10, 2, 0.05), "twice") == expected
+
+
+def counting_pods(
+    model: Model, failure_rate: float = 0.0, candidate: str = "canary"
+) -> Callable[[str, str, Any], Response]:
+    """Return pods that have answered 2000 more requests at each reading; some of the candidate's have failed."""
+    readings: Counter[str] = Counter()
+
+    def respond(pod: str, path: str, body: Any) -> Response:
+        if path != "/metrics":
+            return model(path, body)
+        readings[pod] += 1
+        requests = 2000 * readings[pod]
+        return 200, {}, metrics_text(requests, int(requests * failure_rate) if candidate in pod else 0, 0.005)
+
+    return respond
+
+
+def wrong_answers(pod: str, path: str, body: Any) -> Response:
+    return 200, {}, {"predictions": [[0, 0], [0, 0]]}
 
 
 @pytest.fixture
-def town(
-    api: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary.Canary, "sleep", lambda self, seconds: None)
+
+
+def with_canary(config: Config, **rollout: Any) -> Config:
+    return config.model_copy(update={"rollout": Rollout(observe_seconds=1, **{"canary_percent": 25, **rollout})})
+
+
+@pytest.fixture
+def stable(
+    api: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path, no_sleep: None
 ) -> ApiServer:
-    """An earlier bundle serves."""
-    monkeypatch.setattr(canary.Trial, "sleep", lambda self, seconds: None)
-    api.unready_polls, api.pod = 0, answering(model)
+    """Let three pods serve an older bundle."""
+    api.unready_polls, api.nodes.replicas = 0, 3
+    api.service = lambda path, body: (200, {"x-bundle-digest": OLD}, model(path, body)[2])
+    deploy.deploy(configure(), replace(bundle, digest=OLD), "twice:1", tmp_path / "old", False, print)
+    api.service = model
+    return api
+
+
+@pytest.fixture
+def deploy_canary(stable: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path) -> Deploy:
+    def run(reports: list[str], **rollout: Any) -> dict[str, Any]:
+        config = with_canary(configure(), **rollout)
+        return deploy.deploy(config, bundle, "twice:2", tmp_path / "new", False, reports.append)
+
+    return run
+
+
+def deployed_bundle(api: ApiServer, name: str = "twice") -> str:
+    item = api.objects.get(f"/apis/apps/v1/namespaces/default/deployments/{name}")
+    return item["metadata"]["annotations"]["pipe-road/bundle"] if item else ""
+
+
+def test_a_good_canary_gets_all_requests_and_leaves_nothing(
+    stable: ApiServer, deploy_canary: Deploy, model: Model, bundle: Bundle
+) -> None:
+    stable.pod = counting_pods(model)
+    reports: list[str] = []
+    record = deploy_canary(reports, auto=True)
+    assert (record["canary"], record["golden"]) == (None, {"requests": 2})
+    assert deployed_bundle(stable) == bundle.digest
+    assert not deployed_bundle(stable, "twice-canary")
+    text = "\n".join(reports)
+    assert "canary: 1 pod next to 3 get about 25 % of the requests" in text
+    assert "canary: 3 pods next to 3 get about 50 % of the requests" in text
+    assert "canary at 50 %: promote" in text
+
+
+def test_a_bad_canary_is_rolled_back_and_the_stable_version_serves(
+    stable: ApiServer, deploy_canary: Deploy, model: Model
+) -> None:
+    stable.pod = counting_pods(model, failure_rate=0.1)
+    with pytest.raises(StageError, match=r"the canary was rolled back, .* failed: 10.00% compared with 0.00%"):
+        deploy_canary([], auto=True)
+    assert deployed_bundle(stable) == OLD
+    assert not [path for path in stable.objects if "canary" in path]
+
+
+def test_a_canary_that_answers_wrongly_is_ended_before_it_is_measured(stable: ApiServer, deploy_canary: Deploy) -> None:
+    stable.pod = wrong_answers
+    with pytest.raises(StageError, match="what runs is not what was evaluated"):
+        deploy_canary([], auto=True)
+    assert not deployed_bundle(stable, "twice-canary")
+
+
+def test_a_canary_without_requests_is_rolled_back(stable: ApiServer, deploy_canary: Deploy, model: Model) -> None:
+    idle = metrics_text(0, 0, 0)
+    stable.pod = lambda pod, path, body: (200, {}, idle) if path == "/metrics" else model(path, body)
+    with pytest.raises(StageError, match="inconclusive after 5 s: 0 requests to the canary"):
+        deploy_canary([], auto=True)
+
+
+def test_proxy_errors_and_removed_pods_do_not_end_a_canary(
+    stable: ApiServer, deploy_canary: Deploy, model: Model, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k8s.cluster.smoke._RETRY_PAUSE_SECONDS", 0)
+    proxy_errors = [503, 502]
+    pods = counting_pods(model)
+
+    def respond(pod: str, path: str, body: Any) -> Response:
+        if path == "/metrics" and pod == "twice-2":
+            return 404, {}, {"message": "pods not found"}
+        if path == "/metrics" and proxy_errors:
+            return proxy_errors.pop(), {}, {"message": "error trying to reach service"}
+        return pods(pod, path, body)
+
+    stable.pod = respond
+    stable.fail("POST", "/pods/twice-canary", drop=True)
+    assert deploy_canary([], auto=True)["canary"] is None
+    assert deployed_bundle(stable) == bundle.digest
+
+
+def test_without_auto_a_canary_stays_until_a_person_ends_it(
+    stable: ApiServer, deploy_canary: Deploy, model: Model, bundle: Bundle, configure: Configure, tmp_path: Path
+) -> None:
+    stable.pod = counting_pods(model)
+    assert deploy_canary([])["canary"] == 25
+    assert (deployed_bundle(stable), deployed_bundle(stable, "twice-canary")) == (OLD, bundle.digest)
+    found = drift.inspect_deployment("", "default", tmp_path / "old", OLD)
+    assert found.drift == ("deployment/twice-canary exists, and no canary is recorded",)
+    assert drift.inspect_deployment("", "default", tmp_path / "old", OLD, canary=True).drift == ()
+    assert drift.read_live_version("", "default", tmp_path / "old") == drift.LiveVersion(OLD, canary=True)
+    deploy.end_canary(configure(), print)
+    assert (deployed_bundle(stable), deployed_bundle(stable, "twice-canary")) == (OLD, "")
+
+
+def knative_pods(model: Model, failure_rate: float = 0.0) -> Callable[[str, str, Any], Response]:
+    """Return pods of two revisions; only the second sends the digest of its bundle."""
+    pods = counting_pods(model, failure_rate, candidate="-00002-")
+
+    def respond(pod: str, path: str, body: Any) -> Response:
+        status, headers, answer = pods(pod, path, body)
+        return status, headers if "-00002-" in pod else {}, answer
+
+    return respond
+
+
+@pytest.fixture
+def knative(
+    api: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path, no_sleep: None
+) -> ApiServer:
+    """Let a Knative revision serve an older bundle."""
+    api.unready_polls, api.pod = 0, knative_pods(model)
     api.crds |= {"serving.kserve.io/v1beta1", "serving.knative.dev/v1"}
-    old = replace(bundle, digest="0" * 64)
+    old = replace(bundle, digest=OLD)
     record = deploy.deploy(configure(KNATIVE), old, "twice:1", tmp_path / "old", False, print)
     assert record["golden"] == {"requests": 2}
     return api
 
 
-def with_canary(config: Config, **words: Any) -> Config:
-    return config.model_copy(update={"rollout": Rollout(canary=10, observe_seconds=1, **words)})
+def traffic_percent(api: ApiServer) -> Any:
+    return api.objects[INFERENCE_SERVICE]["spec"]["predictor"].get("canaryTrafficPercent")
 
 
-def share(api: ApiServer) -> Any:
-    return api.objects[PLACE]["spec"]["predictor"].get("canaryTrafficPercent")
-
-
-def test_a_good_canary_gets_ten_percent_then_half_then_all(
-    town: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
+def test_a_good_knative_canary_gets_a_quarter_then_half_then_all(
+    knative: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
 ) -> None:
-    said: list[str] = []
+    reports: list[str] = []
     config = with_canary(configure(KNATIVE), auto=True)
-    record = deploy.deploy(config, bundle, "twice:2", tmp_path, False, said.append)
+    record = deploy.deploy(config, bundle, "twice:2", tmp_path, False, reports.append)
     assert (record["canary"], record["golden"]) == (None, {"requests": 2})
-    assert share(town) is None
-    told = "\n".join(said)
-    for words in ("gives it 10 %", "gives it 50 %", "twice-predictor-00002-private: 2 golden", "canary at 50 %: go on"):
-        assert words in told
-    assert town.asked_ports == {"8012"}, "Knative's proxy alone takes requests"
-    assert len(town.knative.pods) == 2, "a share alone makes no revision"
+    assert traffic_percent(knative) is None
+    text = "\n".join(reports)
+    for part in ("sends it 25 %", "sends it 50 %", "twice-predictor-00002-private: 2 golden", "at 50 %: promote"):
+        assert part in text
+    assert knative.pod_ports == {"8012"}, "only Knative's proxy takes requests"
+    assert len(knative.knative.pods) == 2, "changing the traffic creates no revision"
 
 
-def test_a_bad_canary_gets_nothing_and_the_stable_revision_everything(
-    town: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path
+def test_a_bad_knative_canary_gets_no_requests_and_can_be_tried_again(
+    knative: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path
 ) -> None:
-    town.pod = answering(model, failed=200)
+    knative.pod = knative_pods(model, failure_rate=0.1)
     config = with_canary(configure(KNATIVE), auto=True)
-    with pytest.raises(StageError, match=r"the canary has ended, .* failed: 10.00% against 0.00%"):
+    with pytest.raises(StageError, match=r"the canary was rolled back, .* failed: 10.00% compared with 0.00%"):
         deploy.deploy(config, bundle, "twice:2", tmp_path, False, print)
-    assert share(town) == 0
-    found = drift.look("", "default", tmp_path, "0" * 64)
-    assert f"bundle {bundle.digest[:12]} is there for 0 % of the requests, {'0' * 12} is recorded" in found.drift
-    town.pod = answering(model)  # mended, it is tried again, and not taken for what serves
+    assert traffic_percent(knative) == 0
+    found = drift.inspect_deployment("", "default", tmp_path, OLD)
+    assert f"bundle {bundle.digest[:12]} gets 0 % of the requests, {OLD[:12]} is recorded" in found.drift
+    knative.pod = knative_pods(model)
     record = deploy.deploy(with_canary(config), bundle, "twice:2", tmp_path, False, print)
-    assert (record["canary"], record["canary_in_place"], share(town)) == (10, True, 10)
+    assert (record["canary"], record["canary_in_place"], traffic_percent(knative)) == (25, True, 25)
 
 
-def test_a_canary_that_answers_wrongly_is_ended(
-    town: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
+def test_a_knative_canary_that_answers_wrongly_is_ended(
+    knative: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
 ) -> None:
-    town.pod = lambda pod, path, body: (200, {}, {"predictions": [[0, 0], [0, 0]]})
-    with pytest.raises(StageError, match="what runs is not what was judged"):
+    knative.pod = wrong_answers
+    with pytest.raises(StageError, match="what runs is not what was evaluated"):
         deploy.deploy(with_canary(configure(KNATIVE)), bundle, "twice:2", tmp_path, False, print)
-    assert share(town) == 0
+    assert traffic_percent(knative) == 0
 
 
-def test_a_revision_that_is_not_ready_is_waited_for(
-    town: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
+def test_a_knative_revision_that_is_not_ready_fails_the_deployment(
+    knative: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
 ) -> None:
     predictor = {"latestCreatedRevision": "twice-predictor-00003", "latestReadyRevision": "twice-predictor-00002"}
-    town.statuses["InferenceService"] = {
+    knative.statuses["InferenceService"] = {
         "conditions": [{"type": "Ready", "status": "True"}],
         "components": {"predictor": predictor},
     }
-    town.knative.see = lambda path: town.store.change(path, lambda item: item.pop("status"))  # type: ignore[method-assign, assignment]
+    knative.knative.on_apply = lambda path: knative.store.change(path, lambda item: item.pop("status"))  # type: ignore[method-assign, assignment]
     config = configure({**KNATIVE, "timeout_seconds": 1})
-    with pytest.raises(StageError, match=r"revision twice-predictor-00003 is not ready.*`pipe rollback` puts back"):
+    with pytest.raises(StageError, match=r"revision twice-predictor-00003 is not ready.*`pipe rollback` restores"):
         deploy.deploy(config, bundle, "twice:2", tmp_path, False, print)
 
 
 def test_standard_mode_has_no_canary_of_its_own(
-    town: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
+    knative: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
 ) -> None:
-    config = with_canary(configure({"mode": "inferenceservice"}))
-    with pytest.raises(ConfigError, match=r"set deploy\.kserve_mode=Knative or deploy\.mode=deployment"):
+    config = with_canary(configure({"target": "kserve"}))
+    with pytest.raises(ConfigError, match=r"set deploy\.target=kserve-knative or deploy\.target=kubernetes"):
         deploy.deploy(config, bundle, "twice:2", tmp_path, False, print)
-    assert town.objects[PLACE]["metadata"]["annotations"]["pipe-road/bundle"] == "0" * 64
+    assert knative.objects[INFERENCE_SERVICE]["metadata"]["annotations"]["pipe-road/bundle"] == OLD

@@ -1,3 +1,5 @@
+"""Error responses of the API server are explained with the fix."""
+
 from __future__ import annotations
 
 import json
@@ -5,8 +7,8 @@ import json
 import pytest
 import yaml
 
-from k8s.cluster.api import Answer, pause_of, plural
-from k8s.cluster.errors import missing_rule, refusal, taken_fields
+from k8s.cluster.api import Response
+from k8s.cluster.errors import api_error, conflicting_fields, missing_role_rule
 from pipeline.contract.errors import ConfigError, PipelineError, ResourceError, StageError
 
 FORBIDDEN = (
@@ -15,16 +17,16 @@ FORBIDDEN = (
 )
 
 
-def answer(status: int, message: str) -> Answer:
-    return Answer(status, {}, json.dumps({"kind": "Status", "message": message}).encode())
+def status_response(status: int, message: str) -> Response:
+    return Response(status, {}, json.dumps({"kind": "Status", "message": message}).encode())
 
 
-def told(status: int, message: str, api_version: str = "apps/v1") -> PipelineError:
-    return refusal(answer(status, message), "deployment/twice", "models", api_version)
+def error_for(status: int, message: str, api_version: str = "apps/v1") -> PipelineError:
+    return api_error(status_response(status, message), "deployment/twice", "models", api_version)
 
 
-def test_a_missing_rule_is_printed_as_yaml_that_can_be_put_into_a_role() -> None:
-    error = told(403, FORBIDDEN)
+def test_a_missing_role_rule_is_printed_as_yaml() -> None:
+    error = error_for(403, FORBIDDEN)
     assert isinstance(error, ResourceError)
     text = str(error)
     assert yaml.safe_load(text[text.index("- apiGroups") :]) == [
@@ -32,21 +34,23 @@ def test_a_missing_rule_is_printed_as_yaml_that_can_be_put_into_a_role() -> None
     ]
 
 
-def test_a_rule_of_the_core_group_names_the_empty_one() -> None:
-    rule = missing_rule('pods is forbidden: User "me" cannot list resource "pods" in API group "" in the namespace "x"')
+def test_a_rule_for_the_core_group_has_an_empty_name() -> None:
+    rule = missing_role_rule(
+        'pods is forbidden: User "me" cannot list resource "pods" in API group "" in the namespace "x"'
+    )
     assert yaml.safe_load(rule) == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
-    assert missing_rule("no") == ""
+    assert missing_role_rule("no") == ""
 
 
-def test_a_quota_names_what_is_used_up_and_what_to_ask_less_of() -> None:
-    error = told(403, 'jobs.batch "a" is forbidden: exceeded quota: small, requested: cpu=4, used: 8, limited: 8')
+def test_a_quota_error_names_the_settings_to_lower() -> None:
+    error = error_for(403, 'jobs.batch "a" is forbidden: exceeded quota: small, requested: cpu=4, used: 8, limited: 8')
     assert isinstance(error, StageError)
     assert "quota of namespace models is used up (small, requested: cpu=4" in str(error)
-    assert "deploy.replicas" in str(error)
+    assert "deploy.min_replicas" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("api_version", "mend"),
+    ("api_version", "fix"),
     [
         ("serving.kserve.io/v1beta1", "install KServe"),
         ("jobset.x-k8s.io/v1alpha2", "install JobSet"),
@@ -56,14 +60,14 @@ def test_a_quota_names_what_is_used_up_and_what_to_ask_less_of() -> None:
         ("strange.example/v1", "install what serves strange.example/v1"),
     ],
 )
-def test_a_missing_crd_is_named_with_how_to_install_it(api_version: str, mend: str) -> None:
-    error = refusal(Answer(404, {}, b"404 page not found\n"), "x/twice", "models", api_version)
-    assert f"the cluster knows no {api_version}" in str(error)
-    assert mend in str(error)
+def test_a_missing_crd_is_explained_with_how_to_install_it(api_version: str, fix: str) -> None:
+    error = api_error(Response(404, {}, b"404 page not found\n"), "x/twice", "models", api_version)
+    assert f"the cluster has no API {api_version}" in str(error)
+    assert fix in str(error)
 
 
-def test_a_missing_namespace_can_be_made() -> None:
-    assert "kubectl create namespace models" in str(told(404, 'namespaces "models" not found'))
+def test_a_missing_namespace_names_the_command_to_create_it() -> None:
+    assert "kubectl create namespace models" in str(error_for(404, 'namespaces "models" not found'))
 
 
 def test_fields_of_others_are_named_with_their_owners() -> None:
@@ -72,22 +76,22 @@ def test_fields_of_others_are_named_with_their_owners() -> None:
         '- .spec.a\n- .spec.template.spec.containers[name="server"].image'
     )
     image = '.spec.template.spec.containers[name="server"].image'
-    assert taken_fields(reason) == [("kubectl-edit", ".spec.a"), ("kubectl-edit", image)]
+    assert conflicting_fields(reason) == [("kubectl-edit", ".spec.a"), ("kubectl-edit", image)]
     single = 'Apply failed with 1 conflict: conflict with "hpa" using apps/v1: .spec.replicas'
-    assert taken_fields(single) == [("hpa", ".spec.replicas")]
-    error = told(409, reason)
+    assert conflicting_fields(single) == [("hpa", ".spec.replicas")]
+    error = error_for(409, reason)
     assert isinstance(error, ConfigError)
     assert ".spec.a was set by kubectl-edit" in str(error)
-    assert "rollout.take_over=true" in str(error)
+    assert "rollout.force_conflicts=true" in str(error)
 
 
 def invalid(*causes: tuple[str, str]) -> PipelineError:
     found = [{"reason": "FieldValueInvalid", "field": field, "message": message} for field, message in causes]
     body = json.dumps({"kind": "Status", "message": "is invalid", "details": {"causes": found}})
-    return refusal(Answer(422, {}, body.encode()), "deployment/twice", "models", "apps/v1")
+    return api_error(Response(422, {}, body.encode()), "deployment/twice", "models", "apps/v1")
 
 
-def test_a_field_that_cannot_change_is_named_with_what_takes_the_old_object_away() -> None:
+def test_an_immutable_field_names_the_command_to_delete_the_object() -> None:
     value = json.dumps({"matchLabels": {"app": "other: one"}})
     error = invalid(("spec.selector", f"Invalid value: {value}: field is immutable"))
     assert isinstance(error, ConfigError)
@@ -95,41 +99,20 @@ def test_a_field_that_cannot_change_is_named_with_what_takes_the_old_object_away
     assert "`kubectl -n models delete deployment twice`" in str(error)
 
 
-def test_an_invalid_field_is_told_without_its_whole_value() -> None:
+def test_an_invalid_field_is_reported_without_its_value() -> None:
     error = invalid(("spec.replicas", "Invalid value: -1: must be greater than or equal to 0"))
     assert (
         str(error)
-        == "deployment/twice: the cluster finds it invalid: spec.replicas: must be greater than or equal to 0"
+        == "deployment/twice: the cluster rejects it as invalid: spec.replicas: must be greater than or equal to 0"
     )
-    assert "refused it (422): is invalid" in str(told(422, "is invalid"))
+    assert "refused it (422): is invalid" in str(error_for(422, "is invalid"))
 
 
-def test_nobody_at_all_is_not_told_to_ask_for_a_role() -> None:
-    text = str(told(403, FORBIDDEN.replace('"me"', '"system:anonymous"')))
+def test_an_anonymous_user_is_not_advised_to_add_a_role() -> None:
+    text = str(error_for(403, FORBIDDEN.replace('"me"', '"system:anonymous"')))
     assert "does not know who we are" in text
     assert "apiGroups" not in text
 
 
-def test_lost_credentials_are_no_refusal_of_the_object() -> None:
-    assert "log in again" in str(told(401, "Unauthorized"))
-
-
-@pytest.mark.parametrize(
-    ("status", "headers", "seconds"),
-    [
-        (429, {"retry-after": "3"}, 3.0),
-        (503, {"retry-after": "900"}, 20.0),
-        (503, {}, None),
-        (500, {"retry-after": "1"}, None),
-        (429, {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}, None),
-    ],
-)
-def test_only_what_is_put_off_is_waited_for(status: int, headers: dict[str, str], seconds: float | None) -> None:
-    assert pause_of(Answer(status, headers, b"")) == seconds
-
-
-def test_kinds_are_served_under_their_plural() -> None:
-    kinds = ["Job", "NetworkPolicy", "Ingress", "HTTPRoute", "PodDisruptionBudget"]
-    assert [plural(kind) for kind in kinds] == [
-        "jobs", "networkpolicies", "ingresses", "httproutes", "poddisruptionbudgets",
-    ]  # fmt: skip
+def test_rejected_credentials_advise_to_log_in() -> None:
+    assert "log in again" in str(error_for(401, "Unauthorized"))

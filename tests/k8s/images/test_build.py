@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from k8s.images import build
-from k8s.images.build import Recipe, content_of, fill_arguments, write_requirements, write_training_context
+from k8s.images.build import Recipe, fill_arguments, project_content, write_requirements, write_training_context
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import digest_tree
 from pipeline.contract.sources import PACKAGES
@@ -53,27 +53,25 @@ def test_only_defaults_of_arguments_are_replaced() -> None:
     )
 
 
-def test_of_a_project_goes_along_what_it_reaches_and_what_it_names(project: Path) -> None:
-    content = content_of(project, REFERENCES, ["data/*.csv", "data/a*"])
+def test_project_content_is_imported_and_included_files(project: Path) -> None:
+    content = project_content(project, REFERENCES, ["data/*.csv", "data/a*"])
     assert list(content.files) == ["codec.py", "data/a.csv", "data/b.csv", "pipe.yaml", "shapes.py", "task.py"]
 
 
-def test_what_the_code_imports_from_elsewhere_is_installed_in_the_image(project: Path) -> None:
-    content = content_of(project, REFERENCES, [])
+def test_imported_packages_are_installed_in_the_image(project: Path) -> None:
+    content = project_content(project, REFERENCES, [])
     assert {name.lower() for name in content.packages} == {"numpy", "pyyaml"}
     assert content.missing == ("not_installed_anywhere",)
 
 
 @pytest.mark.parametrize("pattern", ["data/*.parquet", "runs/**/*"])
-def test_a_pattern_without_a_file_is_a_mistake(pattern: str, project: Path) -> None:
+def test_a_pattern_without_a_file_is_an_error(pattern: str, project: Path) -> None:
     with pytest.raises(ConfigError, match=r"package\.include: no file matches"):
-        content_of(project, REFERENCES, [pattern])
+        project_content(project, REFERENCES, [pattern])
 
 
-def test_the_training_context_holds_all_steps_and_the_project_and_is_the_same_every_time(
-    project: Path, tmp_path: Path
-) -> None:
-    content = content_of(project, REFERENCES, [])
+def test_the_training_context_is_complete_and_reproducible(project: Path, tmp_path: Path) -> None:
+    content = project_content(project, REFERENCES, [])
     recipe = Recipe("python:3.11-slim", "gpu")
     first = write_training_context("round", project, content, recipe, tmp_path / "first")
     assert write_training_context("round", project, content, recipe, tmp_path / "second") == first
@@ -87,20 +85,20 @@ def test_the_training_context_holds_all_steps_and_the_project_and_is_the_same_ev
     }
 
 
-def test_where_we_are_installed_without_a_checkout_our_metadata_go_along(
+def test_without_a_checkout_our_metadata_are_copied(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package step in a pod locks by them what we need."""
-    (tmp_path / "site-packages").mkdir()
-    monkeypatch.setattr(build, "HOUSE", tmp_path / "site-packages")
-    content = content_of(project, REFERENCES, [])
+    for package in PACKAGES:
+        (tmp_path / "site-packages" / package).mkdir(parents=True)
+    monkeypatch.setattr(build, "SOURCE_ROOT", tmp_path / "site-packages")
+    content = project_content(project, REFERENCES, [])
     write_training_context("round", project, content, Recipe("python:3.11-slim", "cpu"), tmp_path / "context")
-    (ours,) = distributions(path=[str(tmp_path / "context" / "app")])
-    assert ours.name == "pipe-road"
-    assert any(need.startswith("kserve") for need in ours.requires or [])
+    (installed,) = distributions(path=[str(tmp_path / "context" / "app")])
+    assert installed.name == "pipe-road"
+    assert any(need.startswith("kserve") for need in installed.requires or [])
 
 
-def test_of_a_folder_of_wheels_only_what_the_requirements_name_goes_along(tmp_path: Path) -> None:
+def test_only_required_wheels_are_copied(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     names = (

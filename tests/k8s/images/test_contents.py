@@ -11,7 +11,14 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from k8s.images.contents import Package, document, package_url, packages, pinned, read_image
+from k8s.images.contents import (
+    Package,
+    bill_of_materials,
+    package_url,
+    packages_from_pins,
+    parse_package_databases,
+    read_installed_packages,
+)
 from k8s.images.requirements import locked_requirements
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import StageError
@@ -54,7 +61,7 @@ def docker(layers: Sequence[bytes]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("form", [oci, docker])
-def test_later_layers_replace_and_hide_what_earlier_ones_hold(form: object, tmp_path: Path) -> None:
+def test_later_layers_replace_and_hide_earlier_files(form: object, tmp_path: Path) -> None:
     layers = [
         {
             "var/lib/dpkg/status": DPKG,
@@ -70,31 +77,31 @@ def test_later_layers_replace_and_hide_what_earlier_ones_hold(form: object, tmp_
     ]
     archive = tmp_path / "image.tar"
     archive.write_bytes(tar_of(form([tar_of(layer) for layer in layers])))  # type: ignore[operator]
-    assert read_image(archive) == [
+    assert read_installed_packages(archive) == [
         Package("deb", "libc6", "2.36-9+deb12u10", architecture="amd64"),
         Package("pypi", "numpy", "2.4.6", "BSD-3-Clause"),
     ]
 
 
-def test_alpines_books_are_read_too() -> None:
-    assert packages({"lib/apk/db/installed": APK}) == [
+def test_packages_of_alpine_are_read() -> None:
+    assert parse_package_databases({"lib/apk/db/installed": APK}) == [
         Package("apk", "busybox", "1.36.1-r15", "", "x86_64"),
         Package("apk", "musl", "1.2.5-r0", "MIT", "x86_64"),
     ]
 
 
-def test_what_is_no_image_is_named(tmp_path: Path) -> None:
+def test_an_archive_without_an_image_is_an_error(tmp_path: Path) -> None:
     archive = tmp_path / "image.tar"
     archive.write_bytes(tar_of({"readme": b"hello"}))
     with pytest.raises(StageError, match="neither Docker's nor OCI's"):
-        read_image(archive)
+        read_installed_packages(archive)
 
 
-def test_a_layer_packed_in_a_strange_way_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_layer_is_an_error(tmp_path: Path) -> None:
     archive = tmp_path / "image.tar"
     archive.write_bytes(tar_of(docker([b"\x28\xb5\x2f\xfd" + bytes(2000)])))
     with pytest.raises(StageError, match=r"layer 0/layer\.tar"):
-        read_image(archive)
+        read_installed_packages(archive)
 
 
 INSTALLED = [
@@ -106,17 +113,17 @@ SUBJECT = {"name": "r.example/twice", "version": "0123456789ab", "source": "imag
 
 
 def written(bundle: Bundle | None = None) -> dict[str, Any]:
-    body: dict[str, Any] = document(SUBJECT, INSTALLED, bundle)
+    body: dict[str, Any] = bill_of_materials(SUBJECT, INSTALLED, bundle)
     return body
 
 
-def test_it_is_what_cyclonedx_asks_for(bundle: Bundle) -> None:
+def test_the_bill_of_materials_is_valid_cyclonedx(bundle: Bundle) -> None:
     check = JsonStrictValidator(SchemaVersion.V1_6)
     assert check.validate_str(json.dumps(written(bundle))) is None
     assert check.validate_str(json.dumps({**written(bundle), "version": 0})) is not None, "or the check checks nothing"
 
 
-def test_every_file_of_the_bundle_is_named_with_its_digest(bundle: Bundle) -> None:
+def test_bundle_files_are_listed_with_digests(bundle: Bundle) -> None:
     files = {
         component["name"]: component["hashes"][0]["content"]
         for component in written(bundle)["components"]
@@ -126,7 +133,7 @@ def test_every_file_of_the_bundle_is_named_with_its_digest(bundle: Bundle) -> No
     assert files == {f"bundle/{name}": entry.sha256 for name, entry in bundle.manifest.files.items()}
 
 
-def test_packages_are_named_as_others_name_them() -> None:
+def test_packages_have_their_package_urls() -> None:
     assert [package_url(package) for package in INSTALLED] == [
         "pkg:apk/alpine/musl@1.2.5-r0?arch=x86_64",
         "pkg:deb/debian/libstdc%2B%2B6@12.2.0-14%2Bdeb12u1?arch=amd64",
@@ -134,18 +141,18 @@ def test_packages_are_named_as_others_name_them() -> None:
     ]
 
 
-def test_the_same_content_gives_the_same_document_and_another_another_number(bundle: Bundle) -> None:
+def test_the_serial_number_depends_on_the_content(bundle: Bundle) -> None:
     assert written(bundle) == written(bundle)
     assert written(bundle)["serialNumber"] != written()["serialNumber"]
 
 
-def test_everything_is_what_the_image_depends_on(bundle: Bundle) -> None:
+def test_the_image_depends_on_all_components(bundle: Bundle) -> None:
     body = written(bundle)
     assert body["dependencies"] == [{"ref": "image", "dependsOn": [part["bom-ref"] for part in body["components"]]}]
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
-def test_without_an_image_the_locked_requirements_are_listed_all(accelerator: str) -> None:
+def test_without_an_image_locked_requirements_are_listed(accelerator: str) -> None:
     lines = locked_requirements(accelerator)
-    assert len(pinned(lines)) == len(lines)
-    assert all(package.version[0].isdigit() for package in pinned(lines))
+    assert len(packages_from_pins(lines)) == len(lines)
+    assert all(package.version[0].isdigit() for package in packages_from_pins(lines))

@@ -15,7 +15,7 @@ import pytest
 
 from k8s.images.modelcar import ARCHITECTURES, ModelcarBase, write_modelcar
 from k8s.images.oci_layout import INDEX, LAYER, Layout
-from k8s.images.registry import Repository, parse
+from k8s.images.registry import Repository, parse_reference
 from pipeline.contract.bundle import Bundle, open_bundle, write_manifest
 from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.files import digest_tree
@@ -35,7 +35,7 @@ def layer_of(layout: Layout, index: dict[str, Any]) -> Path:
     return layout.file(manifest["layers"][-1]["digest"])
 
 
-def test_the_bundle_lies_where_kserve_looks_and_is_whole(
+def test_a_modelcar_has_the_whole_bundle_in_models(
     made: tuple[Layout, dict[str, Any]], bundle: Bundle, tmp_path: Path
 ) -> None:
     with tarfile.open(layer_of(*made)) as tar:
@@ -43,7 +43,7 @@ def test_the_bundle_lies_where_kserve_looks_and_is_whole(
     assert open_bundle(tmp_path / "root" / "models").digest == bundle.digest
 
 
-def test_nothing_of_this_machine_or_hour_is_in_it(made: tuple[Layout, dict[str, Any]]) -> None:
+def test_a_modelcar_has_no_times_and_owners(made: tuple[Layout, dict[str, Any]]) -> None:
     with tarfile.open(layer_of(*made)) as tar:
         entries = tar.getmembers()
     assert {(entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname) for entry in entries} == {(0, 0, 0, "", "")}
@@ -52,7 +52,7 @@ def test_nothing_of_this_machine_or_hour_is_in_it(made: tuple[Layout, dict[str, 
     assert [entry.name for entry in entries] == sorted(entry.name for entry in entries)
 
 
-def test_the_same_bundle_elsewhere_gives_the_same_bytes(
+def test_the_same_bundle_gives_the_same_modelcar(
     made: tuple[Layout, dict[str, Any]], bundle: Bundle, tmp_path: Path
 ) -> None:
     copy = tmp_path / "elsewhere"
@@ -65,7 +65,7 @@ def test_the_same_bundle_elsewhere_gives_the_same_bytes(
     assert digest_tree(tmp_path / "again") == digest_tree(made[0].path)
 
 
-def test_every_blob_has_the_digest_and_size_it_is_known_by(made: tuple[Layout, dict[str, Any]]) -> None:
+def test_every_blob_has_its_digest_and_size(made: tuple[Layout, dict[str, Any]]) -> None:
     layout, index = made
     waiting, seen = list(index["manifests"]), set()
     while waiting:
@@ -81,9 +81,7 @@ def test_every_blob_has_the_digest_and_size_it_is_known_by(made: tuple[Layout, d
     assert len(list((layout.path / "blobs" / "sha256").iterdir())) == len(seen) + 1  # and the index itself
 
 
-def test_every_node_finds_its_own_architecture_and_the_bundle_is_named(
-    made: tuple[Layout, dict[str, Any]], bundle: Bundle
-) -> None:
+def test_a_modelcar_has_an_image_for_each_architecture(made: tuple[Layout, dict[str, Any]], bundle: Bundle) -> None:
     layout, index = made
     assert tuple(entry["platform"]["architecture"] for entry in index["manifests"]) == ARCHITECTURES
     named = [index, *(layout.read(entry["digest"]) for entry in index["manifests"])]
@@ -127,7 +125,7 @@ def put(registry: RegistryServer, content: bytes) -> str:
 
 
 def base_of(registry: RegistryServer, digest: str) -> ModelcarBase:
-    reference = parse(f"{registry.host}/shell@{digest}")
+    reference = parse_reference(f"{registry.host}/shell@{digest}")
     return ModelcarBase(reference, Repository(reference, None))
 
 
@@ -144,7 +142,7 @@ def test_a_base_gives_a_modelcar_its_shell(registry: RegistryServer, bundle: Bun
     assert data["mediaType"] == LAYER
 
 
-def test_a_base_of_several_architectures_is_taken_for_each(
+def test_a_base_with_several_architectures_is_used_for_each(
     registry: RegistryServer, bundle: Bundle, tmp_path: Path
 ) -> None:
     entries = [
@@ -164,12 +162,12 @@ def test_a_base_for_other_processors_is_refused(registry: RegistryServer, bundle
 
 
 def test_a_base_by_tag_is_refused() -> None:
-    reference = parse("r.example/shell:1")
+    reference = parse_reference("r.example/shell:1")
     with pytest.raises(ConfigError, match="name it by digest"):
         ModelcarBase(reference, Repository(reference, None))
 
 
-def test_files_in_folders_of_the_bundle_go_along(bundle: Bundle, tmp_path: Path) -> None:
+def test_subfolders_of_the_bundle_are_included(bundle: Bundle, tmp_path: Path) -> None:
     fed = tmp_path / "fed"
     shutil.copytree(bundle.path, fed)
     (fed / "files" / "words").mkdir(parents=True)

@@ -7,7 +7,7 @@ import pytest
 
 from k8s.images.modelcar import write_modelcar
 from k8s.images.oci_layout import Layout
-from k8s.images.registry import Reference, Repository, Talk, is_local, parse
+from k8s.images.registry import Reference, RegistryClient, Repository, is_local, parse_reference
 from k8s.images.registry_login import Login
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError, StageError
@@ -29,8 +29,8 @@ DIGEST = "sha256:" + "a" * 64
         (f"r.example/a:1@{DIGEST}", Reference("r.example", "a", "1", DIGEST)),
     ],
 )
-def test_a_name_is_read_as_container_tools_read_it(text: str, reference: Reference) -> None:
-    assert parse(text) == reference
+def test_image_names_are_parsed_like_container_tools(text: str, reference: Reference) -> None:
+    assert parse_reference(text) == reference
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def test_a_name_is_read_as_container_tools_read_it(text: str, reference: Referen
         "a\n",
     ],
 )
-def test_what_is_no_name_is_refused(text: str) -> None:
+def test_an_invalid_name_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a container image name"):
-        parse(text)
+        parse_reference(text)
 
 
-def test_docker_hub_answers_under_another_name() -> None:
-    assert parse("ann/model").address == "registry-1.docker.io"
-    assert parse("r.example/model").address == "r.example"
+def test_docker_hub_has_another_address() -> None:
+    assert parse_reference("ann/model").address == "registry-1.docker.io"
+    assert parse_reference("r.example/model").address == "r.example"
 
 
 def test_a_name_by_digest_has_no_tag() -> None:
-    assert parse("r.example:5000/a:1").at(DIGEST) == f"r.example:5000/a@{DIGEST}"
+    assert parse_reference("r.example:5000/a:1").at(DIGEST) == f"r.example:5000/a@{DIGEST}"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_name_by_digest_has_no_tag() -> None:
         ("r.example", False), ("localhost.example:5000", False), ("10.0.0.1:5000", False), ("[::2]:5000", False),
     ],
 )  # fmt: skip
-def test_only_this_machine_is_spoken_to_without_tls(host: str, local: bool) -> None:
+def test_plain_http_is_only_for_registries_on_this_machine(host: str, local: bool) -> None:
     assert is_local(host) is local
 
 
@@ -92,13 +92,11 @@ def image(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> tuple[Lay
 
 
 def repository(registry: RegistryServer, login: Login | None = None) -> Repository:
-    reference = parse(f"{registry.host}/twice:1")
-    return Repository(reference, login, Talk(reference, login, pause=lambda _: None))
+    reference = parse_reference(f"{registry.host}/twice:1")
+    return Repository(reference, login, RegistryClient(reference, login, pause=lambda _: None))
 
 
-def test_an_image_arrives_whole_and_under_the_digest_it_had(
-    registry: RegistryServer, image: tuple[Layout, str]
-) -> None:
+def test_a_pushed_image_keeps_its_digest(registry: RegistryServer, image: tuple[Layout, str]) -> None:
     layout, digest = image
     assert repository(registry).push(layout, digest, "1") == digest
     sent = registry.manifests | registry.blobs
@@ -109,7 +107,7 @@ def test_an_image_arrives_whole_and_under_the_digest_it_had(
     assert repository(registry).digest_of("2") is None
 
 
-def test_what_is_there_already_is_not_sent_again(registry: RegistryServer, image: tuple[Layout, str]) -> None:
+def test_existing_blobs_are_not_sent_again(registry: RegistryServer, image: tuple[Layout, str]) -> None:
     layout, digest = image
     repository(registry).push(layout, digest, "1")
     first = len(registry.methods("uploads"))
@@ -119,7 +117,7 @@ def test_what_is_there_already_is_not_sent_again(registry: RegistryServer, image
 
 
 @pytest.mark.parametrize(("auth", "login"), [("basic", ANN), ("bearer", ANN), ("bearer", Login("", "", "an-identity"))])
-def test_who_logged_in_may_push(auth: str, login: Login, registry: RegistryServer, image: tuple[Layout, str]) -> None:
+def test_a_login_allows_pushing(auth: str, login: Login, registry: RegistryServer, image: tuple[Layout, str]) -> None:
     registry.auth = auth
     assert repository(registry, login).push(*image, "1") == image[1]
 
@@ -132,7 +130,7 @@ def test_who_logged_in_may_push(auth: str, login: Login, registry: RegistryServe
         ("bearer", Login("ann", "wrong"), "DENIED wrong password"),
     ],
 )
-def test_who_may_not_is_told_how_to_log_in(
+def test_a_refused_login_names_the_command_to_log_in(
     auth: str, login: Login | None, said: str, registry: RegistryServer, image: tuple[Layout, str]
 ) -> None:
     registry.auth = auth
@@ -141,27 +139,25 @@ def test_who_may_not_is_told_how_to_log_in(
     assert registry.blobs == {}
 
 
-def test_a_login_is_not_sent_in_the_clear_to_another_machine(
-    registry: RegistryServer, image: tuple[Layout, str]
-) -> None:
+def test_credentials_are_not_sent_over_plain_http(registry: RegistryServer, image: tuple[Layout, str]) -> None:
     registry.auth, registry.realm = "bearer", "http://tokens.example/token"
     with pytest.raises(StageError, match=r"in the clear, to http://tokens\.example"):
         repository(registry, ANN).push(*image, "1")
 
 
-def test_a_busy_registry_is_asked_again(registry: RegistryServer, image: tuple[Layout, str]) -> None:
+def test_a_busy_registry_is_retried(registry: RegistryServer, image: tuple[Layout, str]) -> None:
     registry.busy = [429, 503]
     assert repository(registry).push(*image, "1") == image[1]
 
 
-def test_one_that_stays_busy_is_given_up(registry: RegistryServer, image: tuple[Layout, str]) -> None:
+def test_retries_end_when_a_registry_stays_busy(registry: RegistryServer, image: tuple[Layout, str]) -> None:
     registry.busy = [503] * 100
     with pytest.raises(StageError, match="503: Service Unavailable"):
         repository(registry).push(*image, "1")
     assert len(registry.requests) < 20
 
 
-def test_a_registry_that_is_down_is_named(registry: RegistryServer, image: tuple[Layout, str]) -> None:
+def test_an_unreachable_registry_is_named(registry: RegistryServer, image: tuple[Layout, str]) -> None:
     asking = repository(registry)
     host = registry.host
     registry.stop()
@@ -172,7 +168,7 @@ def test_a_registry_that_is_down_is_named(registry: RegistryServer, image: tuple
         registry.start()  # for the fixture to stop
 
 
-def test_a_registry_that_gives_another_digest_is_not_believed(
+def test_a_registry_that_reports_another_digest_is_an_error(
     registry: RegistryServer, image: tuple[Layout, str]
 ) -> None:
     registry.lie = "sha256:" + "0" * 64
@@ -180,7 +176,7 @@ def test_a_registry_that_gives_another_digest_is_not_believed(
         repository(registry).push(*image, "1")
 
 
-def test_a_blob_comes_back_and_a_changed_one_is_refused(
+def test_a_fetched_blob_must_have_its_digest(
     registry: RegistryServer, image: tuple[Layout, str], tmp_path: Path
 ) -> None:
     layout, digest = image
@@ -195,7 +191,7 @@ def test_a_blob_comes_back_and_a_changed_one_is_refused(
     assert not (tmp_path / "again").exists()
 
 
-def test_the_storage_a_registry_sends_us_to_does_not_learn_our_password(
+def test_credentials_are_not_sent_after_a_redirect(
     registry: RegistryServer, image: tuple[Layout, str], tmp_path: Path
 ) -> None:
     registry.auth = "basic"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from k8s.images.registry_login import Login, login_of
+from k8s.images.registry_login import Login, find_login
 from pipeline.contract.errors import ConfigError
 
 HELPER = """#!/bin/sh
@@ -32,20 +32,20 @@ def write(home: Path, **body: Any) -> dict[str, str]:
     return {"HOME": str(home)}
 
 
-def test_what_docker_login_left_is_found(home: Path) -> None:
+def test_the_login_of_docker_is_found(home: Path) -> None:
     env = write(home, auths={"r.example": {"auth": encoded("ann:se:cret")}})
-    assert login_of("r.example", env) == Login("ann", "se:cret")
-    assert login_of("other.example", env) is None
+    assert find_login("r.example", env) == Login("ann", "se:cret")
+    assert find_login("other.example", env) is None
 
 
-def test_docker_hub_is_kept_under_its_old_address(home: Path) -> None:
+def test_docker_hub_is_stored_under_its_old_address(home: Path) -> None:
     env = write(home, auths={"https://index.docker.io/v1/": {"auth": encoded("ann:x")}})
-    assert login_of("docker.io", env) == Login("ann", "x")
+    assert find_login("docker.io", env) == Login("ann", "x")
 
 
-def test_an_identity_token_is_for_the_oauth_road(home: Path) -> None:
+def test_an_identity_token_is_used_for_oauth(home: Path) -> None:
     env = write(home, auths={"r.example": {"auth": encoded("00000000:"), "identitytoken": "long"}})
-    login = login_of("r.example", env)
+    login = find_login("r.example", env)
     assert login is not None
     assert login.token == "long"
 
@@ -54,23 +54,23 @@ def test_a_file_named_by_the_environment_comes_first(home: Path, tmp_path: Path)
     named = tmp_path / "auth.json"
     named.write_text(json.dumps({"auths": {"r.example": {"username": "bob", "password": "y"}}}))
     env = {**write(home, auths={"r.example": {"auth": encoded("ann:x")}}), "REGISTRY_AUTH_FILE": str(named)}
-    assert login_of("r.example", env) == Login("bob", "y")
+    assert find_login("r.example", env) == Login("bob", "y")
 
 
 @pytest.mark.parametrize("body", [{"credHelpers": {"r.example": "tests"}}, {"credsStore": "tests"}])
-def test_a_helper_that_keeps_passwords_is_asked(body: dict[str, Any], home: Path) -> None:
+def test_a_credential_helper_is_used(body: dict[str, Any], home: Path) -> None:
     program = home / "docker-credential-tests"
     program.write_text(HELPER)
     program.chmod(0o755)
     env = {**write(home, **body), "PATH": f"{home}:/usr/bin:/bin"}
-    assert login_of("r.example", env) == Login("kept", "safe")
-    assert login_of("other.example", env) is None
+    assert find_login("r.example", env) == Login("kept", "safe")
+    assert find_login("other.example", env) is None
 
 
-def test_a_helper_that_is_not_there_is_named(home: Path) -> None:
+def test_a_missing_credential_helper_is_an_error(home: Path) -> None:
     env = {**write(home, credsStore="gone"), "PATH": str(home)}
     with pytest.raises(ConfigError, match="docker-credential-gone"):
-        login_of("r.example", env)
+        find_login("r.example", env)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_a_helper_that_is_not_there_is_named(home: Path) -> None:
         (json.dumps({"auths": {"r.example": {"auth": encoded("ann")}}}), "no password"),
     ],
 )
-def test_a_damaged_file_is_no_missing_login(text: str, said: str, home: Path) -> None:
+def test_a_damaged_login_file_is_an_error(text: str, said: str, home: Path) -> None:
     env = write(home)
     (home / ".docker" / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
-        login_of("r.example", env)
+        find_login("r.example", env)
 
 
 def test_a_login_shows_no_password() -> None:

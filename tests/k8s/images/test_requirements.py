@@ -5,12 +5,12 @@ from importlib.metadata import version
 import pytest
 from packaging.requirements import Requirement
 
-from k8s.images.requirements import applies, locked, locked_requirements
+from k8s.images.requirements import applies_to_image, lock_requirements, locked_requirements
 from pipeline.contract.errors import StageError
 
 
-def test_the_closure_follows_extras_and_leaves_out_those_not_asked_for() -> None:
-    plain, standard = locked(["uvicorn"]), locked(["uvicorn[standard]"])
+def test_the_closure_follows_only_requested_extras() -> None:
+    plain, standard = lock_requirements(["uvicorn"]), lock_requirements(["uvicorn[standard]"])
     assert f"uvicorn=={version('uvicorn')}" in plain
     assert "httptools" not in " ".join(plain)
     assert set(plain) < set(standard)
@@ -26,18 +26,18 @@ def test_the_closure_follows_extras_and_leaves_out_those_not_asked_for() -> None
         ("a; extra == 'more'", False),
     ],
 )
-def test_markers_speak_of_the_image_not_of_this_machine(text: str, counts: bool) -> None:
-    assert applies(Requirement(text), "") is counts
+def test_markers_are_evaluated_for_the_image(text: str, counts: bool) -> None:
+    assert applies_to_image(Requirement(text), "") is counts
 
 
 def test_a_missing_distribution_is_named() -> None:
     with pytest.raises(StageError, match="not-installed-anywhere, which is not installed"):
-        locked(["not-installed-anywhere"])
+        lock_requirements(["not-installed-anywhere"])
 
 
-def test_an_installed_version_that_does_not_fit_is_named() -> None:
+def test_an_unsuitable_installed_version_is_named() -> None:
     with pytest.raises(StageError, match="the image needs numpy<1"):
-        locked(["numpy<1"])
+        lock_requirements(["numpy<1"])
 
 
 def names_of(accelerator: str, extra: str) -> dict[str, str]:
@@ -50,20 +50,20 @@ def test_an_image_for_cpu_has_the_runtime_without_cuda() -> None:
     assert not [name for name in names if "gpu" in name or "nvidia" in name]
 
 
-def test_an_image_for_gpus_asks_for_cuda_with_the_runtime() -> None:
+def test_an_image_for_gpus_has_the_runtime_with_cuda() -> None:
     names = names_of("gpu", "serve")
     assert "onnxruntime-gpu[cuda,cudnn]" in names
     assert "onnxruntime" not in names
 
 
-def test_the_training_image_has_what_the_extra_names_by_other_extras_and_not_ourselves() -> None:
+def test_extras_that_name_other_extras_are_expanded() -> None:
     names = names_of("cpu", "train")
     assert {"torch", "onnx", "kserve", "onnxruntime", "safetensors"} <= set(names)
     assert "pipe-road" not in names
     assert "+" not in names["torch"]
 
 
-def test_a_build_for_cpu_that_pip_would_take_for_the_newer_is_ruled_out_for_gpus() -> None:
+def test_torch_for_cpu_is_excluded_on_gpus() -> None:
     public = names_of("cpu", "train")["torch"]
     requirement = Requirement(f"torch=={names_of('gpu', 'train')['torch']}")
     assert requirement.specifier.contains(public)

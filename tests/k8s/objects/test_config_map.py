@@ -17,7 +17,7 @@ from ..schemas import validate
 
 
 def data(configure: Configure, bundle: Bundle, **deploy: Any) -> dict[str, str]:
-    found = serving.objects(configure(deploy), bundle, "twice:1")
+    found = serving.serving_objects(configure(deploy), bundle, "twice:1")
     values: dict[str, str] = next(item["data"] for item in found if item["kind"] == "ConfigMap")
     return values
 
@@ -27,7 +27,7 @@ def with_threads(bundle: Bundle, threads: int) -> Bundle:
     return replace(bundle, signature=bundle.signature.model_copy(update={"runtime": runtime}))
 
 
-def test_what_a_bundle_says_is_left_to_it_until_somebody_says_otherwise(configure: Configure, bundle: Bundle) -> None:
+def test_options_are_the_bundles_unless_configured(configure: Configure, bundle: Bundle) -> None:
     plain = data(configure, bundle)
     assert {name for name, text in plain.items() if not text} == {
         "BATCH_DELAY_MS", "BATCH_ROWS", "DEADLINE_SECONDS", "MAX_BATCH_SIZE", "MAX_BODY_BYTES", "MAX_WAITING",
@@ -38,9 +38,7 @@ def test_what_a_bundle_says_is_left_to_it_until_somebody_says_otherwise(configur
 
 
 @pytest.mark.parametrize(("cpu", "threads"), [("500m", "1"), ("1500m", "2"), (4, "4")])
-def test_a_pod_takes_threads_for_its_share_of_the_node(
-    cpu: Any, threads: str, configure: Configure, bundle: Bundle
-) -> None:
+def test_threads_follow_the_cpu_request(cpu: Any, threads: str, configure: Configure, bundle: Bundle) -> None:
     open_ = with_threads(bundle, 0)
     assert data(configure, open_, cpu=cpu)["THREADS"] == threads
     assert data(configure, with_threads(bundle, 3), cpu=cpu)["THREADS"] == "", "the bundle has a number of its own"
@@ -57,25 +55,21 @@ def test_a_pod_takes_threads_for_its_share_of_the_node(
         ("THREADS", "-1"),
     ],
 )
-def test_an_option_that_would_end_the_pod_is_refused(
-    name: str, text: str, configure: Configure, bundle: Bundle
-) -> None:
+def test_an_invalid_option_is_refused(name: str, text: str, configure: Configure, bundle: Bundle) -> None:
     with pytest.raises(ConfigError, match=f"deploy.environment.{name}: '{text}' is not"):
         data(configure, bundle, environment={name: text})
 
 
-@pytest.mark.parametrize("mode", ["deployment", "inferenceservice"])
-def test_the_keys_that_sign_bundles_reach_the_pods(
-    mode: str, configure: Configure, bundle: Bundle, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("target", ["kubernetes", "kserve"])
+def test_signature_keys_reach_the_pods(target: str, configure: Configure, bundle: Bundle, tmp_path: Path) -> None:
     new_key(tmp_path / "key")
     entry = Access(require_signature=str(tmp_path / "key.pub"))
-    found = serving.objects(configure({"mode": mode}), bundle, "twice:1", entry)
+    found = serving.serving_objects(configure({"target": target}), bundle, "twice:1", entry)
     for item in found:
         validate(item)
     settings = next(item for item in found if item["kind"] == "ConfigMap")
     owner = next(item for item in found if item["kind"] in ("Deployment", "InferenceService"))["spec"]
-    pod = owner["template"]["spec"] if mode == "deployment" else owner["predictor"]
+    pod = owner["template"]["spec"] if target == "kubernetes" else owner["predictor"]
     volume = next(one for one in pod["volumes"] if one["name"] == "signature-keys")["configMap"]
     (item,) = volume["items"]
     container = pod["containers"][0]
@@ -85,10 +79,13 @@ def test_the_keys_that_sign_bundles_reach_the_pods(
     assert f"--require-signature={mount['mountPath']}/{item['path']}" in container["args"]
     (tmp_path / "keys").write_text(settings["data"][item["key"]])
     assert Trust(tmp_path / "keys").keys() == Trust(tmp_path / "key.pub").keys()
-    (secret_words, secrets) = (network.command(configure(), entry), network.secrets(configure(), entry))
+    (secret_words, secrets) = (
+        network.create_secret_command(configure(), entry),
+        network.access_secrets(configure(), entry),
+    )
     assert (secret_words, secrets) == ("", []), "they are public"
 
 
-def test_which_keys_are_trusted_is_for_the_serve_section_alone(configure: Configure, bundle: Bundle) -> None:
+def test_signature_keys_cannot_come_from_the_environment_setting(configure: Configure, bundle: Bundle) -> None:
     with pytest.raises(ConfigError, match="SIGNATURE_KEYS: is set from the serve section"):
         data(configure, bundle, environment={"SIGNATURE_KEYS": "mine"})

@@ -9,23 +9,29 @@ import pytest
 from k8s.objects import serving
 from k8s.objects.manifests import BUNDLE_ANNOTATION
 from pipeline.contract.bundle import Bundle
+from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
+from pipeline.contract.settings.cluster import Rollout
 
 from ..conftest import Configure
 from ..schemas import validate
 
 IMAGE = "registry.example/serve@sha256:" + "1" * 64
-MODE = {"mode": "inferenceservice"}
+MODE = {"target": "kserve"}
 
 
-def service(configure: Configure, bundle: Bundle, **deploy: Any) -> dict[str, Any]:
-    made = serving.objects(configure({**MODE, **deploy}), bundle, IMAGE)
+def _with_canary(config: Config, percent: float) -> Config:
+    return config.model_copy(update={"rollout": Rollout(canary_percent=percent)})
+
+
+def service(configure: Configure, bundle: Bundle, canary_percent: float = 0, **deploy: Any) -> dict[str, Any]:
+    made = serving.serving_objects(_with_canary(configure({**MODE, **deploy}), canary_percent), bundle, IMAGE)
     return next(item for item in made if item["kind"] == "InferenceService")
 
 
-def test_a_stored_bundle_needs_no_image_of_its_own(configure: Configure, bundle: Bundle) -> None:
+def test_a_stored_bundle_is_served_by_the_runtime_image(configure: Configure, bundle: Bundle) -> None:
     config = configure({**MODE, "storage_uri": "s3://bundles/twice", "storage_secret": "store", "gpus": 1})
-    parts = {item["kind"]: item for item in serving.objects(config, bundle, IMAGE)}
+    parts = {item["kind"]: item for item in serving.serving_objects(config, bundle, IMAGE)}
     runtime, predictor = parts["ServingRuntime"]["spec"], parts["InferenceService"]["spec"]["predictor"]
     assert "containers" not in predictor
     assert predictor["model"]["storageUri"] == "s3://bundles/twice"
@@ -38,13 +44,13 @@ def test_a_stored_bundle_needs_no_image_of_its_own(configure: Configure, bundle:
 
 
 @pytest.mark.parametrize("uri", ["ftp://a/b", "pvc:/a", "twice", "s3://"])
-def test_a_place_that_kserve_does_not_know_is_refused(uri: str, configure: Configure) -> None:
+def test_an_unknown_storage_scheme_is_refused(uri: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match=r"deploy\.storage_uri"):
         configure({**MODE, "storage_uri": uri})
 
 
-def test_knative_scales_by_requests_and_gets_nothing_that_it_refuses(configure: Configure, bundle: Bundle) -> None:
-    made = service(configure, bundle, kserve_mode="Knative", in_flight=3)
+def test_knative_scales_by_requests_and_gets_no_unsupported_fields(configure: Configure, bundle: Bundle) -> None:
+    made = service(configure, bundle, target="kserve-knative", target_concurrency=3)
     predictor = made["spec"]["predictor"]
     assert (predictor["scaleMetric"], predictor["scaleTarget"]) == ("concurrency", 3)
     (container,) = predictor["containers"]
@@ -53,15 +59,15 @@ def test_knative_scales_by_requests_and_gets_nothing_that_it_refuses(configure: 
     assert not {"terminationGracePeriodSeconds", "topologySpreadConstraints", "securityContext"} & set(predictor)
 
 
-def test_a_knative_canary_gets_its_share_of_the_newest_revision(configure: Configure, bundle: Bundle) -> None:
-    made = service(configure, bundle, kserve_mode="Knative", canary_percent=10, render=True)
+def test_a_knative_canary_sets_its_traffic_percentage(configure: Configure, bundle: Bundle) -> None:
+    made = service(configure, bundle, target="kserve-knative", canary_percent=10, render=True)
     validate(made)
-    whole = service(configure, bundle, kserve_mode="Knative", render=True)
+    whole = service(configure, bundle, target="kserve-knative", render=True)
     assert made["spec"]["predictor"] == {**whole["spec"]["predictor"], "canaryTrafficPercent": 10}
 
 
-def test_a_standard_canary_stands_beside_the_stable_version(configure: Configure, bundle: Bundle) -> None:
-    uris = {"storage_uri": "pvc://bundles/new", "stable_uri": "pvc://bundles/old"}
+def test_a_standard_canary_is_a_second_predictor(configure: Configure, bundle: Bundle) -> None:
+    uris = {"storage_uri": "pvc://bundles/new", "stable_storage_uri": "pvc://bundles/old"}
     made = service(configure, bundle, **uris, canary_percent=10, render=True)
     validate(made)
     stable, (entry,) = made["spec"]["predictor"], made["spec"]["canary"]
@@ -78,36 +84,35 @@ def test_a_standard_canary_stands_beside_the_stable_version(configure: Configure
 @pytest.mark.parametrize(
     ("deploy", "said"),
     [
-        ({"render": False, "kserve_mode": "Knative"}, "render the manifests"),
-        ({"mode": "deployment"}, "set deploy.mode=inferenceservice"),
-        ({}, "set deploy.storage_uri and deploy.stable_uri"),
-        ({"storage_uri": "pvc://a/b"}, "set deploy.storage_uri and deploy.stable_uri"),
-        ({"storage_uri": "pvc://a/b", "stable_uri": "pvc://a/b"}, "set deploy.storage_uri and deploy.stable_uri"),
+        ({"render": False}, "render the manifests"),
+        ({}, "set deploy.storage_uri and deploy.stable_storage_uri"),
+        ({"storage_uri": "pvc://a/b"}, "set deploy.storage_uri and deploy.stable_storage_uri"),
+        (
+            {"storage_uri": "pvc://a/b", "stable_storage_uri": "pvc://a/b"},
+            "set deploy.storage_uri and deploy.stable_storage_uri",
+        ),
     ],
 )
-def test_a_canary_that_kserve_cannot_have_is_refused(
+def test_a_canary_without_two_storage_uris_is_refused(
     deploy: dict[str, Any], said: str, configure: Configure, bundle: Bundle
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        serving.objects(configure({**MODE, "render": True, "canary_percent": 10, **deploy}), bundle, IMAGE)
+        service(configure, bundle, **{"render": True, "canary_percent": 10, **deploy})
 
 
-@pytest.mark.parametrize("percent", [-1, 100, 101])
-def test_a_share_is_a_share(percent: int, configure: Configure) -> None:
-    with pytest.raises(ConfigError, match=r"deploy\.canary_percent"):
-        configure({**MODE, "canary_percent": percent})
+def test_kserve_takes_whole_percentages_only(configure: Configure, bundle: Bundle) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.canary_percent=2\.5: KServe takes whole numbers"):
+        service(configure, bundle, canary_percent=2.5, target="kserve-knative")
 
 
-def test_a_host_name_that_kserve_could_not_make_is_refused(configure: Configure, bundle: Bundle) -> None:
+def test_a_host_name_that_is_too_long_is_refused(configure: Configure, bundle: Bundle) -> None:
     service(configure, bundle, namespace="a" * 47)
-    with pytest.raises(ConfigError, match=r"twice-predictor-a+' .*at most 63 letters \(this one 64\)"):
+    with pytest.raises(ConfigError, match=r"twice-predictor-a+' .*has 64 characters, but at most 63"):
         service(configure, bundle, namespace="a" * 48)
-    serving.objects(configure({"namespace": "a" * 48}), bundle, IMAGE)
+    serving.serving_objects(configure({"namespace": "a" * 48}), bundle, IMAGE)
 
 
-def test_a_bundle_on_the_volume_of_the_runs_is_found_by_the_name_of_its_run(
-    configure: Configure, bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_storage_uri_gets_the_name_of_the_run(configure: Configure, bundle: Bundle, tmp_path: Path) -> None:
     kept = replace(bundle, path=tmp_path / "wf-abcde" / "export" / "bundle")
     made = service(configure, kept, storage_uri="pvc://twice-runs/{run}/export/bundle")
     assert made["spec"]["predictor"]["model"]["storageUri"] == "pvc://twice-runs/wf-abcde/export/bundle"

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from k8s.cluster.rollout_status import Ending, ending, hopeless, progress
-from k8s.objects.jobs import Work, work
+from k8s.cluster.rollout_status import JobResult, job_progress, job_result, unrecoverable_problems
+from k8s.objects.jobs import StepJob, step_job
 from pipeline.contract.config import override_config
 from pipeline.contract.errors import ConfigError
 
-from ..admission import breaks_a_rule
+from ..admission import validation_causes
 from ..conftest import Configure
 from ..schemas import validate
 
@@ -17,50 +17,54 @@ IMAGE = f"registry.test/twice@sha256:{'0' * 64}"
 ARGV = ("python", "-m", "pipeline.evaluate", "runs/run-1")
 
 
-def worked(configure: Configure, step: str, *words: str, argv: tuple[str, ...] = ARGV) -> Work:
+def worked(configure: Configure, step: str, *words: str, argv: tuple[str, ...] = ARGV) -> StepJob:
     config = override_config(configure(train={"image": IMAGE}), words)
-    return work(config, step, "run-1", "k" * 64, argv, {"TOKENIZERS_PARALLELISM": "false"})
+    return step_job(config, step, "run-1", "k" * 64, argv, {"TOKENIZERS_PARALLELISM": "false"})
 
 
-def pod_of(found: Work) -> dict[str, Any]:
+def pod_of(found: StepJob) -> dict[str, Any]:
     spec: dict[str, Any] = found.job["spec"]["template"]["spec"]
     return spec
 
 
 @pytest.mark.parametrize("step", ["prepare", "train", "evaluate", "export", "package", "deploy"])
-def test_every_step_becomes_objects_that_a_cluster_takes(step: str, configure: Configure) -> None:
+def test_the_objects_of_every_step_are_valid(step: str, configure: Configure) -> None:
     for item in worked(configure, step).objects:
         validate(item)
-        assert breaks_a_rule(item) == []
+        assert validation_causes(item) == []
         assert item["metadata"]["labels"]["pipe-road/step"] == step
     assert worked(configure, step).job["spec"]["template"]["metadata"]["labels"]["pipe-road/run"] == "run-1"
 
 
-def test_a_job_is_named_after_its_run_and_what_it_computes(configure: Configure) -> None:
+def test_a_job_is_named_after_run_and_key(configure: Configure) -> None:
     config = configure(train={"image": IMAGE})
     names = {
-        work(config, "prepare", run, key, ARGV, {}).job["metadata"]["name"] for run in ("a", "b") for key in ("c", "d")
+        step_job(config, "prepare", run, key, ARGV, {}).job["metadata"]["name"]
+        for run in ("a", "b")
+        for key in ("c", "d")
     }
     assert len(names) == 4
     assert all(name.startswith("twice-prepare-") and len(name) <= 63 for name in names)
 
 
-def test_only_the_step_that_talks_to_the_cluster_gets_a_token(configure: Configure) -> None:
+def test_only_the_deploy_step_gets_a_service_account_token(configure: Configure) -> None:
     deploy, evaluate = (pod_of(worked(configure, step)) for step in ("deploy", "evaluate"))
     assert (deploy["serviceAccountName"], deploy["automountServiceAccountToken"]) == ("pipe", True)
     assert evaluate["automountServiceAccountToken"] is False
     assert "serviceAccountName" not in evaluate
 
 
-def test_the_words_of_the_configuration_are_what_the_pod_asks_for(configure: Configure) -> None:
-    words = ("cluster.cpu='3'", "cluster.memory=5Gi", "train.device=cuda", "jobs.project=/src", "cluster.queue=q")
-    found = worked(configure, "evaluate", *words, "cluster.deadline_seconds=60", "cluster.node_selector={pool: gpus}")
+def test_cluster_settings_are_the_pods_requests(configure: Configure) -> None:
+    words = ("cluster.cpu='3'", "cluster.memory=5Gi", "train.device=cuda", "cluster.queue=q")
+    found = worked(
+        configure, "evaluate", *words, "cluster.active_deadline_seconds=60", "cluster.node_selector={pool: gpus}"
+    )
     (container,) = pod_of(found)["containers"]
     assert container["resources"]["requests"] == {"cpu": "3", "memory": "5Gi"}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     assert pod_of(found)["nodeSelector"] == {"pool": "gpus"}
-    assert container["workingDir"] == "/src"
-    assert "runs" in {place["name"] for place in container["volumeMounts"] if place["mountPath"] == "/src/runs"}
+    assert container["workingDir"] == "/project"
+    assert "runs" in {place["name"] for place in container["volumeMounts"] if place["mountPath"] == "/project/runs"}
     assert found.job["spec"]["activeDeadlineSeconds"] == 60
     assert {"name": "TOKENIZERS_PARALLELISM", "value": "false"} in container["env"]
     assert "JOB_COMPLETION_INDEX" not in {item["name"] for item in container["env"]}
@@ -68,14 +72,14 @@ def test_the_words_of_the_configuration_are_what_the_pod_asks_for(configure: Con
     assert "nvidia.com/gpu" not in export["resources"].get("limits", {})
 
 
-def test_a_run_beside_the_project_is_mounted_where_its_argument_says(configure: Configure) -> None:
+def test_a_run_outside_the_project_is_mounted_at_its_path(configure: Configure) -> None:
     found = worked(configure, "export", argv=("python", "-m", "export", "/elsewhere/runs/run-1"))
     assert {"name": "runs", "mountPath": "/elsewhere/runs"} in pod_of(found)["containers"][0]["volumeMounts"]
 
 
-def test_without_an_image_that_stays_the_same_nothing_is_made(configure: Configure) -> None:
+def test_a_step_needs_an_image_by_digest(configure: Configure) -> None:
     with pytest.raises(ConfigError, match=r"train\.image is empty"):
-        work(configure(), "prepare", "run", "key", ARGV, {})
+        step_job(configure(), "prepare", "run", "key", ARGV, {})
     with pytest.raises(ConfigError, match="latest"):
         worked(configure, "prepare", "train.image=twice:latest")
 
@@ -90,23 +94,23 @@ def pod(name: str, phase: str, code: int = 0, reason: str = "Error") -> dict[str
     return {"metadata": {"name": name}, "status": {"phase": phase, "containerStatuses": [ended] if ended else []}}
 
 
-def test_a_job_ends_with_the_pod_that_failed_by_itself() -> None:
-    assert ending(job(), []) is None
-    assert ending(job(Complete="True"), []) == Ending(0)
-    found = ending(job(Failed="True"), [pod("a", "Failed", 143), pod("b", "Failed", 3), pod("c", "Succeeded")])
+def test_the_result_is_that_of_the_pod_that_failed_first() -> None:
+    assert job_result(job(), []) is None
+    assert job_result(job(Complete="True"), []) == JobResult(0)
+    found = job_result(job(Failed="True"), [pod("a", "Failed", 143), pod("b", "Failed", 3), pod("c", "Succeeded")])
     assert found is not None
     assert found.status == 3
     assert found.reason.startswith("the container ended with Error, exit code 3; ")
-    assert ending(job(Failed="True"), []) == Ending(1, "R: m")
+    assert job_result(job(Failed="True"), []) == JobResult(1, "R: m")
 
 
-def test_what_will_never_start_is_told_from_what_waits() -> None:
+def test_unrecoverable_problems_differ_from_waiting() -> None:
     waiting: dict[str, Any] = {"metadata": {"name": "a"}, "status": {"phase": "Pending"}}
     waiting["status"]["containerStatuses"] = [{"state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}]
-    assert hopeless([waiting]) == "a: ErrImagePull: no"
+    assert unrecoverable_problems([waiting]) == "a: ErrImagePull: no"
     unscheduled = {"type": "PodScheduled", "status": "False", "message": "0/1 nodes"}
     pending = {"metadata": {"name": "b"}, "status": {"phase": "Pending", "conditions": [unscheduled]}}
-    assert hopeless([pending]) == ""
-    assert progress(job(), [pending, pod("c", "Running")], 2) == "1 of 2 pods run; b: Pending: 0/1 nodes"
+    assert unrecoverable_problems([pending]) == ""
+    assert job_progress(job(), [pending, pod("c", "Running")], 2) == "1 of 2 pods run; b: Pending: 0/1 nodes"
     suspended = {"kind": "Job", "spec": {"suspend": True}}
-    assert progress(suspended, [], 1, ["Kueue: no room"]) == "the Job waits in its queue; Kueue: no room"
+    assert job_progress(suspended, [], 1, ["Kueue: no room"]) == "the Job waits in its queue; Kueue: no room"

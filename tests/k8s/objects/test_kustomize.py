@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 import k8s
-from k8s.objects.kustomize import build, merged, operated
+from k8s.objects.kustomize import apply_json_patch, apply_merge_patch, build
 
-ROOT = Path(k8s.__file__).parent
+ROOT = Path(k8s.__file__).parent / "manifests"
 FOLDERS = sorted(
     path.parent.relative_to(ROOT) for path in ROOT.rglob("kustomization.yaml") if "components" not in path.parts
 )
@@ -31,7 +31,7 @@ def write(folder: Path, **files: Any) -> Path:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed: nothing to compare with")
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
-def test_our_folders_are_built_as_kubectl_builds_them(folder: Path) -> None:
+def test_our_folders_build_as_with_kubectl(folder: Path) -> None:
     done = subprocess.run(["kubectl", "kustomize", str(ROOT / folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     theirs = {(item["kind"], item["metadata"]["name"]): item for item in yaml.safe_load_all(done.stdout)}
@@ -39,15 +39,15 @@ def test_our_folders_are_built_as_kubectl_builds_them(folder: Path) -> None:
 
 
 def test_a_merge_adds_changes_and_removes() -> None:
-    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4, "c": None, "e": 5}}) == {
+    assert apply_merge_patch({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4, "c": None, "e": 5}}) == {
         "a": {"b": 4, "e": 5},
         "d": 3,
     }
 
 
-def test_a_merge_of_lists_is_refused_for_its_result_depends_on_the_schema() -> None:
+def test_merging_lists_is_refused() -> None:
     with pytest.raises(ValueError, match="tolerations: a list in a merge patch"):
-        merged({}, {"spec": {"tolerations": []}})
+        apply_merge_patch({}, {"spec": {"tolerations": []}})
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,19 @@ def test_a_merge_of_lists_is_refused_for_its_result_depends_on_the_schema() -> N
         ({"op": "remove", "path": "/b~1c"}, {"a": [1, 2]}),
     ],
 )
-def test_a_json_patch_does_what_rfc_6902_says(operation: dict[str, Any], result: dict[str, Any]) -> None:
+def test_json_patches_follow_rfc_6902(operation: dict[str, Any], result: dict[str, Any]) -> None:
     given: dict[str, Any] = {"a": [1, 2], "b/c": {}}
-    assert operated(given, [operation]) == result
+    assert apply_json_patch(given, [operation]) == result
     assert given == {"a": [1, 2], "b/c": {}}
 
 
 @pytest.mark.parametrize("kind", ["replace", "remove"])
-def test_a_json_patch_of_what_is_not_there_is_an_error(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"{kind} /spec/x: there is none"):
-        operated({"spec": {}}, [{"op": kind, "path": "/spec/x", "value": 1}])
+def test_a_json_patch_of_a_missing_path_is_an_error(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"{kind} /spec/x: the path does not exist"):
+        apply_json_patch({"spec": {}}, [{"op": kind, "path": "/spec/x", "value": 1}])
 
 
-def test_images_are_named_wherever_containers_stand(tmp_path: Path) -> None:
+def test_images_are_replaced_in_all_containers(tmp_path: Path) -> None:
     images = [
         {"name": "model", "newTag": "2"},
         {"name": "r:5000/model", "newName": "elsewhere/model", "digest": "sha256:1"},
@@ -84,7 +84,7 @@ def test_images_are_named_wherever_containers_stand(tmp_path: Path) -> None:
     assert item["spec"]["initContainers"][0]["image"] == "elsewhere/model@sha256:1"
 
 
-def test_components_are_laid_on_before_the_folders_own_patches(tmp_path: Path) -> None:
+def test_components_apply_before_the_folders_own_patches(tmp_path: Path) -> None:
     def patch(value: str) -> list[dict[str, str]]:
         operation = [{"op": "add", "path": "/metadata/labels", "value": {"from": value}}]
         return [{"target": {"kind": "Pod"}, "patch": yaml.safe_dump(operation)}]  # type: ignore[dict-item]
@@ -97,13 +97,13 @@ def test_components_are_laid_on_before_the_folders_own_patches(tmp_path: Path) -
     assert build(tmp_path / "base", [tmp_path / "part"])[0]["metadata"]["labels"] == {"from": "part"}
 
 
-def test_a_word_that_is_not_built_here_is_an_error_not_an_omission(tmp_path: Path) -> None:
+def test_an_unsupported_field_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, kustomization={"resources": [], "namePrefix": "x-"})
-    with pytest.raises(ValueError, match="namePrefix: not among the words"):
+    with pytest.raises(ValueError, match="namePrefix: not supported here"):
         build(tmp_path)
 
 
-def test_a_patch_that_hits_nothing_is_an_error(tmp_path: Path) -> None:
+def test_a_patch_without_a_target_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, kustomization={"patches": [{"target": {"kind": "Job"}, "patch": "[]"}]})
     with pytest.raises(ValueError, match="no object for a patch"):
         build(tmp_path)

@@ -33,11 +33,9 @@ def _pod(objects: list[dict[str, Any]]) -> dict[str, Any]:
     return pod
 
 
-def test_the_service_finds_the_secret_where_it_is_told_to_look(
-    configure: Configure, bundle: Bundle, entry: Access
-) -> None:
-    objects = serving.objects(configure(), bundle, "twice:1", entry)
-    (secret,) = network.secrets(configure(), entry)
+def test_the_service_finds_the_mounted_secret(configure: Configure, bundle: Bundle, entry: Access) -> None:
+    objects = serving.serving_objects(configure(), bundle, "twice:1", entry)
+    (secret,) = network.access_secrets(configure(), entry)
     for item in (*objects, secret):
         validate(item)
     pod = _pod(objects)
@@ -54,7 +52,7 @@ def test_the_service_finds_the_secret_where_it_is_told_to_look(
 
 def test_probes_follow_to_https(configure: Configure, bundle: Bundle, entry: Access) -> None:
     def schemes(given: Access) -> set[str | None]:
-        container = _pod(serving.objects(configure(), bundle, "twice:1", given))["containers"][0]
+        container = _pod(serving.serving_objects(configure(), bundle, "twice:1", given))["containers"][0]
         return {
             container[probe]["httpGet"].get("scheme") for probe in ("startupProbe", "readinessProbe", "livenessProbe")
         }
@@ -64,29 +62,29 @@ def test_probes_follow_to_https(configure: Configure, bundle: Bundle, entry: Acc
 
 
 def test_the_secret_holds_hashes_of_the_keys(configure: Configure, entry: Access) -> None:
-    (secret,) = network.secrets(configure(), entry)
+    (secret,) = network.access_secrets(configure(), entry)
     data = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}
     assert data["api-keys"] == f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}\n"
     assert data["tls.key"] == PRIVATE
 
 
 def test_without_keys_and_tls_there_is_no_secret(configure: Configure, bundle: Bundle) -> None:
-    assert network.secrets(configure(), Access()) == []
-    assert network.command(configure(), Access()) == ""
-    pod = _pod(serving.objects(configure(), bundle, "twice:1"))
+    assert network.access_secrets(configure(), Access()) == []
+    assert network.create_secret_command(configure(), Access()) == ""
+    pod = _pod(serving.serving_objects(configure(), bundle, "twice:1"))
     assert not [word for word in pod["containers"][0]["args"] if word.startswith(("--api", "--tls"))]
     assert [volume["name"] for volume in pod["volumes"]] == ["tmp"]
 
 
-def test_behind_kserve_tls_is_the_gateways(configure: Configure, bundle: Bundle, entry: Access) -> None:
-    config = configure({"mode": "inferenceservice"})
+def test_tls_with_kserve_is_refused(configure: Configure, bundle: Bundle, entry: Access) -> None:
+    config = configure({"target": "kserve"})
     with pytest.raises(ConfigError, match="KServe's gateway ends TLS"):
-        serving.objects(config, bundle, "twice:1", entry)
-    for item in serving.objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys)):
+        serving.serving_objects(config, bundle, "twice:1", entry)
+    for item in serving.serving_objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys)):
         validate(item)
 
 
-def test_a_deployment_applies_the_secret_first_and_asks_with_a_key(
+def test_a_deployment_applies_the_secret_first_and_sends_a_key(
     api: ApiServer, model: Any, configure: Configure, bundle: Bundle, entry: Access, tmp_path: Path
 ) -> None:
     api.service, api.unready_polls = model, 0
@@ -97,7 +95,7 @@ def test_a_deployment_applies_the_secret_first_and_asks_with_a_key(
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_what_is_secret_is_in_no_file_that_is_rendered(
+def test_no_rendered_file_contains_a_secret(
     configure: Configure, bundle: Bundle, entry: Access, tmp_path: Path
 ) -> None:
     said: list[str] = []
@@ -110,22 +108,19 @@ def test_what_is_secret_is_in_no_file_that_is_rendered(
     assert any(wanted in line and f"--from-file=tls.key={entry.tls_key}" in line for line in said)
 
 
-def test_what_a_deployment_says_of_the_service_reaches_its_command_line(
-    configure: Configure, bundle: Bundle, entry: Access
-) -> None:
+def test_serve_settings_reach_the_command_line(configure: Configure, bundle: Bundle, entry: Access) -> None:
     config = configure(serve={"page": False, "log_requests": 0.01})
-    objects = serving.objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys))
+    objects = serving.serving_objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys))
     container, settings = _pod(objects)["containers"][0], next(item for item in objects if item["kind"] == "ConfigMap")
     assert container["args"][-3:] == ["--no-page", "--api-keys", "/access/api-keys"]
     assert settings["data"]["LOG_REQUESTS"] == "0.01"
     check(objects)  # the service takes this command line
 
 
-@pytest.mark.parametrize("word", ["canary", "shadow"])
-def test_what_a_cluster_cannot_do_is_refused(configure: Configure, bundle: Bundle, word: str) -> None:
-    config = configure(serve={word: "10%"})
-    with pytest.raises(ConfigError, match=rf"serve\.{word}: is for the local service"):
-        serving.objects(config, bundle, "twice:1")
+def test_a_shadow_on_a_cluster_is_refused(configure: Configure, bundle: Bundle) -> None:
+    config = configure(serve={"shadow": "run"})
+    with pytest.raises(ConfigError, match=r"serve\.shadow: is for the local service"):
+        serving.serving_objects(config, bundle, "twice:1")
 
 
 DNS = 53
@@ -133,7 +128,7 @@ DNS = 53
 
 def made(config: Any, bundle: Bundle, kind: str) -> dict[str, Any]:
     spec: dict[str, Any] = next(
-        item["spec"] for item in serving.objects(config, bundle, "twice:1") if item["kind"] == kind
+        item["spec"] for item in serving.serving_objects(config, bundle, "twice:1") if item["kind"] == kind
     )
     return spec
 
@@ -143,7 +138,7 @@ def ways_out(deploy: dict[str, Any], configure: Configure, bundle: Bundle) -> li
     return [rule for rule in rules if {port["port"] for port in rule["ports"]} != {DNS}]
 
 
-def test_nothing_but_the_dns_is_reached_unless_it_is_named(configure: Configure, bundle: Bundle) -> None:
+def test_egress_allows_only_dns_and_configured_destinations(configure: Configure, bundle: Bundle) -> None:
     assert ways_out({}, configure, bundle) == []
     tcp = {"protocol": "TCP"}
     assert ways_out({"egress": ["443", "10.0.0.0/8:4318"]}, configure, bundle) == [
@@ -156,19 +151,19 @@ def test_nothing_but_the_dns_is_reached_unless_it_is_named(configure: Configure,
     ("uri", "open_"),
     [("s3://a/b", True), ("https://a/b", True), ("pvc://a/b", False), ("oci://a/b@sha256:" + "1" * 64, False)],
 )
-def test_a_download_is_let_out_once(uri: str, open_: bool, configure: Configure, bundle: Bundle) -> None:
-    deploy = {"mode": "inferenceservice", "storage_uri": uri}
+def test_a_download_needs_one_egress_rule(uri: str, open_: bool, configure: Configure, bundle: Bundle) -> None:
+    deploy = {"target": "kserve", "storage_uri": uri}
     assert len(ways_out(deploy, configure, bundle)) == open_
     assert len(ways_out({**deploy, "egress": ["443"]}, configure, bundle)) == 1
 
 
 @pytest.mark.parametrize("text", ["", "anywhere", "10.0.0.0:443", "443/tcp", "10.0.0.0/8"])
-def test_what_names_no_port_is_refused(text: str, configure: Configure) -> None:
+def test_an_egress_without_a_port_is_refused(text: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match=r"deploy\.egress"):
         configure({"egress": [text]})
 
 
-def test_clients_are_the_namespaces_that_are_named(configure: Configure, bundle: Bundle) -> None:
+def test_only_configured_namespaces_may_call(configure: Configure, bundle: Bundle) -> None:
     assert "from" not in made(configure(), bundle, "NetworkPolicy")["ingress"][0]
     (rule,) = made(configure({"clients": ["shop", "office"]}), bundle, "NetworkPolicy")["ingress"]
     (names,) = rule["from"][0]["namespaceSelector"]["matchExpressions"]
@@ -181,63 +176,60 @@ def test_clients_are_the_namespaces_that_are_named(configure: Configure, bundle:
 def test_a_route_binds_to_the_gateway(
     gateway: str, parent: dict[str, str], configure: Configure, bundle: Bundle
 ) -> None:
-    route = made(configure({"expose": "gateway", "gateway": gateway}), bundle, "HTTPRoute")
+    route = made(configure({"gateway": gateway}), bundle, "HTTPRoute")
     assert route["parentRefs"] == [parent]
     assert "hostnames" not in route
-    named = made(configure({"expose": "gateway", "gateway": gateway, "hostname": "a.example"}), bundle, "HTTPRoute")
+    named = made(configure({"gateway": gateway, "hostname": "a.example"}), bundle, "HTTPRoute")
     assert named["hostnames"] == ["a.example"]
 
 
-def test_models_are_asked_from_outside_and_metrics_are_not(configure: Configure, bundle: Bundle) -> None:
-    route = made(configure({"expose": "gateway", "gateway": "edge"}), bundle, "HTTPRoute")
+def test_metrics_are_not_exposed(configure: Configure, bundle: Bundle) -> None:
+    route = made(configure({"gateway": "edge"}), bundle, "HTTPRoute")
     matches = [match["path"]["value"] for rule in route["rules"] for match in rule["matches"]]
-    ingress = made(configure({"expose": "ingress"}), bundle, "Ingress")
+    ingress = made(configure({"ingress_class": "default"}), bundle, "Ingress")
     paths = [path["path"] for path in ingress["rules"][0]["http"]["paths"]]
     assert matches == paths == ["/v1", "/v2"]
 
 
-def test_an_ingress_names_its_class_only_where_one_is_given(configure: Configure, bundle: Bundle) -> None:
-    assert "ingressClassName" not in made(configure({"expose": "ingress"}), bundle, "Ingress")
-    given = made(configure({"expose": "ingress", "ingress_class": "nginx"}), bundle, "Ingress")
+def test_an_ingress_of_the_default_class_names_none(configure: Configure, bundle: Bundle) -> None:
+    assert "ingressClassName" not in made(configure({"ingress_class": "default"}), bundle, "Ingress")
+    given = made(configure({"ingress_class": "nginx"}), bundle, "Ingress")
     assert given["ingressClassName"] == "nginx"
 
 
-def test_without_a_word_there_is_no_way_in_from_outside(configure: Configure, bundle: Bundle) -> None:
-    kinds = {item["kind"] for item in serving.objects(configure(), bundle, "twice:1")}
+def test_by_default_nothing_is_exposed(configure: Configure, bundle: Bundle) -> None:
+    kinds = {item["kind"] for item in serving.serving_objects(configure(), bundle, "twice:1")}
     assert not kinds & {"HTTPRoute", "Ingress", "ServiceMonitor"}
 
 
-@pytest.mark.parametrize("deploy", [{}, {"mode": "inferenceservice"}])
-def test_the_dns_is_reached_where_a_node_has_a_cache_of_it(
-    deploy: dict[str, Any], configure: Configure, bundle: Bundle
-) -> None:
+@pytest.mark.parametrize("deploy", [{}, {"target": "kserve"}])
+def test_a_dns_cache_on_the_node_is_reachable(deploy: dict[str, Any], configure: Configure, bundle: Bundle) -> None:
     (rule,) = made(configure(deploy), bundle, "NetworkPolicy")["egress"]
     assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in rule["to"]
 
 
-def test_from_outside_as_much_is_let_in_and_waited_for_as_the_service_takes(
-    configure: Configure, bundle: Bundle
-) -> None:
-    words = {"expose": "ingress", "answer_seconds": 300, "ingress_annotations": {"a.example/b": "c"}}
-    found = serving.objects(configure(words), bundle, "twice:1")
+def test_proxies_take_the_sizes_and_durations_of_the_service(configure: Configure, bundle: Bundle) -> None:
+    words = {"ingress_class": "default", "ingress_annotations": {"a.example/b": "c"}}
+    serve = {"deadline_seconds": 299.5}
+    found = serving.serving_objects(configure(words, serve=serve), bundle, "twice:1")
     notes = next(item["metadata"]["annotations"] for item in found if item["kind"] == "Ingress")
     prefix = "nginx.ingress.kubernetes.io/proxy"
     assert notes[f"{prefix}-body-size"] == str(bundle.signature.limits.max_body_bytes)
     assert notes[f"{prefix}-read-timeout"] == notes[f"{prefix}-send-timeout"] == "300"
     assert notes["a.example/b"] == "c"
-    route = made(configure({**words, "expose": "gateway", "gateway": "edge"}), bundle, "HTTPRoute")
+    route = made(configure({"gateway": "edge"}, serve=serve), bundle, "HTTPRoute")
     assert [rule["timeouts"] for rule in route["rules"]] == [{"request": "300s"}]
 
 
-def test_an_ingress_ends_tls_with_the_secret_that_is_named(configure: Configure, bundle: Bundle) -> None:
-    words = {"expose": "ingress", "hostname": "a.example", "ingress_secret": "cert"}
+def test_an_ingress_terminates_tls_with_the_configured_secret(configure: Configure, bundle: Bundle) -> None:
+    words = {"ingress_class": "default", "hostname": "a.example", "ingress_tls_secret": "cert"}
     assert made(configure(words), bundle, "Ingress")["tls"] == [{"hosts": ["a.example"], "secretName": "cert"}]
 
 
-def test_who_asks_pods_that_encrypt_and_want_a_key_is_told(configure: Configure, bundle: Bundle) -> None:
+def test_prometheus_uses_tls_and_a_key_where_pods_require_them(configure: Configure, bundle: Bundle) -> None:
     access = Access(api_keys="/keys", tls_certificate="/crt", tls_key="/key")
-    config = configure({"service_monitor": True, "monitor_secret": "prometheus-key"})
-    parts = {item["kind"]: item for item in serving.objects(config, bundle, "twice:1", access)}
+    config = configure({"service_monitor_labels": {"release": "p"}, "service_monitor_secret": "prometheus-key"})
+    parts = {item["kind"]: item for item in serving.serving_objects(config, bundle, "twice:1", access)}
     for item in parts.values():
         validate(item)
     assert {port["appProtocol"] for port in parts["Service"]["spec"]["ports"]} == {"https"}
@@ -249,13 +241,13 @@ def test_who_asks_pods_that_encrypt_and_want_a_key_is_told(configure: Configure,
 @pytest.mark.parametrize(
     ("deploy", "access", "said"),
     [
-        ({"service_monitor": True}, {"api_keys": "/keys"}, "deploy.monitor_secret"),
-        ({"expose": "ingress"}, {"tls_certificate": "/crt", "tls_key": "/key"}, "deploy.ingress_secret"),
-        ({"expose": "gateway", "gateway": "edge"}, {"tls_certificate": "/crt", "tls_key": "/key"}, "TLS ends before"),
+        ({"service_monitor_labels": {"release": "p"}}, {"api_keys": "/keys"}, "deploy.service_monitor_secret"),
+        ({"ingress_class": "default"}, {"tls_certificate": "/crt", "tls_key": "/key"}, "deploy.ingress_tls_secret"),
+        ({"gateway": "edge"}, {"tls_certificate": "/crt", "tls_key": "/key"}, "TLS ends before"),
     ],
 )
-def test_what_nobody_could_ask_is_refused(
+def test_settings_without_a_way_to_call_the_service_are_refused(
     deploy: dict[str, Any], access: dict[str, str], said: str, configure: Configure, bundle: Bundle
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        serving.objects(configure(deploy), bundle, "twice:1", Access(**access))
+        serving.serving_objects(configure(deploy), bundle, "twice:1", Access(**access))

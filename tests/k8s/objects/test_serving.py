@@ -17,37 +17,37 @@ from ..schemas import validate
 IMAGE = "registry.example:5000/twice:1"
 DEPLOYS: tuple[dict[str, Any], ...] = (
     {},
-    {"replicas": 1, "max_replicas": 1},
-    {"replicas": 3, "max_replicas": 9, "cpu": "2", "memory": "8Gi", "gpus": 2, "namespace": "models"},
-    {"spot": True, "sidecar": False, "node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"]},
-    {"gpus": 1, "spot": True, "sidecar": False, "clients": ["shop"], "egress": ["10.0.0.0/8:4318", "443"]},
+    {"min_replicas": 1, "max_replicas": 1},
+    {"min_replicas": 3, "max_replicas": 9, "cpu": "2", "memory": "8Gi", "gpus": 2, "namespace": "models"},
+    {"spot": True, "node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"]},
+    {"gpus": 1, "spot": True, "clients": ["shop"], "egress": ["10.0.0.0/8:4318", "443"]},
     {"environment": {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://10.1.2.3:4318"}},
 )
 PLAIN: tuple[dict[str, Any], ...] = (
-    {"expose": "ingress"},
-    {"expose": "ingress", "hostname": "twice.example", "ingress_class": "nginx"},
-    {"expose": "gateway", "gateway": "edge"},
-    {"expose": "gateway", "gateway": "infra/edge", "hostname": "twice.example", "spot": True},
-    {"metrics_adapter": "prometheus", "in_flight": 4, "service_monitor": True, "monitor_labels": {"release": "p"}},
+    {"ingress_class": "default"},
+    {"hostname": "twice.example", "ingress_class": "nginx"},
+    {"gateway": "edge"},
+    {"gateway": "infra/edge", "hostname": "twice.example", "spot": True},
+    {"target_concurrency": 4, "service_monitor_labels": {"release": "p"}},
 )
 KSERVE: tuple[dict[str, Any], ...] = (
-    {"kserve_mode": "Knative"},
-    {"kserve_mode": "Knative", "gpus": 1, "spot": True, "sidecar": False},
+    {"target": "kserve-knative"},
+    {"target": "kserve-knative", "gpus": 1, "spot": True},
     {"storage_uri": "pvc://bundles/twice"},
     {"storage_uri": "s3://bundles/twice", "storage_secret": "store", "gpus": 1},
-    {"storage_uri": "oci://registry.example/twice@sha256:" + "0" * 64, "kserve_mode": "Knative"},
+    {"storage_uri": "oci://registry.example/twice@sha256:" + "0" * 64, "target": "kserve-knative"},
 )
 ALL = [
-    *({**deploy, "mode": mode} for mode in ("deployment", "inferenceservice") for deploy in DEPLOYS),
+    *({**deploy, "target": target} for target in ("kubernetes", "kserve") for deploy in DEPLOYS),
     *PLAIN,
-    *({**deploy, "mode": "inferenceservice"} for deploy in KSERVE),
+    *({"target": "kserve", **deploy} for deploy in KSERVE),
 ]
 IN_FLIGHT = "pipe_requests_in_flight"
-MODES = ("deployment", "inferenceservice")
+TARGETS = ("kubernetes", "kserve")
 
 
 def objects(config: Any, bundle: Bundle) -> dict[str, dict[str, Any]]:
-    return {item["kind"]: item for item in serving.objects(config, bundle, IMAGE)}
+    return {item["kind"]: item for item in serving.serving_objects(config, bundle, IMAGE)}
 
 
 def pod_of(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, str], dict[str, Any]]:
@@ -60,10 +60,10 @@ def pod_of(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, str], dict[str, 
 
 
 @pytest.mark.parametrize("deploy", ALL, ids=lambda deploy: "-".join(deploy) or "default")
-def test_whatever_is_configured_the_api_accepts_it_and_its_parts_agree(
+def test_objects_of_any_configuration_are_valid_and_agree(
     deploy: dict[str, Any], configure: Configure, bundle: Bundle
 ) -> None:
-    made = serving.objects(configure(deploy), bundle, IMAGE)
+    made = serving.serving_objects(configure(deploy), bundle, IMAGE)
     for item in made:
         validate(item)
     check(made)
@@ -71,16 +71,16 @@ def test_whatever_is_configured_the_api_accepts_it_and_its_parts_agree(
     assert namespaces == {deploy.get("namespace", "default")}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_probes_ask_the_protocols_health_endpoints(mode: str, configure: Configure, bundle: Bundle) -> None:
-    container = pod_of(objects(configure({"mode": mode}), bundle))[1]["containers"][0]
+@pytest.mark.parametrize("target", TARGETS)
+def test_probes_use_the_health_endpoints_of_v2(target: str, configure: Configure, bundle: Bundle) -> None:
+    container = pod_of(objects(configure({"target": target}), bundle))[1]["containers"][0]
     for probe, path in (("startup", "ready"), ("readiness", "ready"), ("liveness", "live")):
         assert container[f"{probe}Probe"]["httpGet"] == {"path": f"/v2/health/{path}", "port": "http"}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_pods_meet_the_restricted_security_standard(mode: str, configure: Configure, bundle: Bundle) -> None:
-    spec = pod_of(objects(configure({"mode": mode}), bundle))[1]
+@pytest.mark.parametrize("target", TARGETS)
+def test_pods_meet_the_restricted_security_standard(target: str, configure: Configure, bundle: Bundle) -> None:
+    spec = pod_of(objects(configure({"target": target}), bundle))[1]
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] == 10001
@@ -94,17 +94,17 @@ def test_pods_meet_the_restricted_security_standard(mode: str, configure: Config
     assert "emptyDir" in spec["volumes"][0]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_bundle_is_named_on_the_objects_and_on_the_pods(mode: str, configure: Configure, bundle: Bundle) -> None:
-    parts = objects(configure({"mode": mode}), bundle)
-    owner = parts["Deployment"]["spec"]["template"]["metadata"] if mode == "deployment" else pod_of(parts)[1]
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_bundle_is_named_on_the_objects_and_on_the_pods(target: str, configure: Configure, bundle: Bundle) -> None:
+    parts = objects(configure({"target": target}), bundle)
+    owner = parts["Deployment"]["spec"]["template"]["metadata"] if target == "kubernetes" else pod_of(parts)[1]
     assert owner["annotations"][BUNDLE_ANNOTATION] == bundle.digest
     assert all(item["metadata"]["annotations"][BUNDLE_ANNOTATION] == bundle.digest for item in parts.values())
     assert all(item["metadata"]["labels"]["app.kubernetes.io/version"] == bundle.digest[:12] for item in parts.values())
 
 
 def test_the_autoscaler_owns_the_replicas_of_the_deployment_it_targets(configure: Configure, bundle: Bundle) -> None:
-    parts = objects(configure({"replicas": 3, "max_replicas": 5}), bundle)
+    parts = objects(configure({"min_replicas": 3, "max_replicas": 5}), bundle)
     scaler, deployment = parts["HorizontalPodAutoscaler"]["spec"], parts["Deployment"]
     assert "replicas" not in deployment["spec"]
     assert (scaler["minReplicas"], scaler["maxReplicas"]) == (3, 5)
@@ -116,30 +116,28 @@ def test_the_autoscaler_owns_the_replicas_of_the_deployment_it_targets(configure
 
 
 def test_kserve_gets_the_same_replica_bounds(configure: Configure, bundle: Bundle) -> None:
-    parts = objects(configure({"mode": "inferenceservice", "replicas": 3, "max_replicas": 5}), bundle)
+    parts = objects(configure({"target": "kserve", "min_replicas": 3, "max_replicas": 5}), bundle)
     predictor = parts["InferenceService"]["spec"]["predictor"]
     assert (predictor["minReplicas"], predictor["maxReplicas"]) == (3, 5)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_one_pod_at_a_time_may_be_evicted_even_when_it_is_the_only_one(
-    replicas: int, configure: Configure, bundle: Bundle
-) -> None:
-    budget = objects(configure({"replicas": replicas}), bundle)["PodDisruptionBudget"]["spec"]
+def test_a_single_pod_may_be_evicted(replicas: int, configure: Configure, bundle: Bundle) -> None:
+    budget = objects(configure({"min_replicas": replicas}), bundle)["PodDisruptionBudget"]["spec"]
     assert budget["maxUnavailable"] == 1
     assert "minAvailable" not in budget
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_resources_come_from_the_configuration(mode: str, configure: Configure, bundle: Bundle) -> None:
-    deploy = {"mode": mode, "cpu": "2", "memory": "3Gi", "gpus": 1}
+@pytest.mark.parametrize("target", TARGETS)
+def test_resources_come_from_the_configuration(target: str, configure: Configure, bundle: Bundle) -> None:
+    deploy = {"target": target, "cpu": "2", "memory": "3Gi", "gpus": 1}
     spec = pod_of(objects(configure(deploy), bundle))[1]
     assert spec["containers"][0]["resources"] == {
         "requests": {"cpu": "2", "memory": "3Gi"},
         "limits": {"memory": "3Gi", "nvidia.com/gpu": "1"},
     }
     assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    assert "tolerations" not in pod_of(objects(configure({"mode": mode}), bundle))[1]
+    assert "tolerations" not in pod_of(objects(configure({"target": target}), bundle))[1]
 
 
 def test_pods_may_reach_nothing_but_the_dns(configure: Configure, bundle: Bundle) -> None:
@@ -149,59 +147,57 @@ def test_pods_may_reach_nothing_but_the_dns(configure: Configure, bundle: Bundle
 
 
 @pytest.mark.parametrize("image", ["twice", "twice:latest", "registry.example:5000/twice", "twice:", "two words:1", ""])
-def test_an_image_that_may_change_is_refused(image: str, configure: Configure, bundle: Bundle) -> None:
+def test_an_image_without_a_fixed_tag_is_refused(image: str, configure: Configure, bundle: Bundle) -> None:
     with pytest.raises(ConfigError, match="image"):
-        serving.objects(configure(), bundle, image)
+        serving.serving_objects(configure(), bundle, image)
 
 
 @pytest.mark.parametrize("tag", ["", ":latest", ":1"])
-def test_a_bundle_in_an_image_that_may_change_is_refused(tag: str, configure: Configure, bundle: Bundle) -> None:
+def test_a_bundle_image_by_movable_tag_is_refused(tag: str, configure: Configure, bundle: Bundle) -> None:
     pinned = "oci://r.example/a@sha256:" + "a" * 64
     for storage, stable in ((f"oci://r.example/a{tag}", pinned), (pinned, f"oci://r.example/a{tag}")):
-        deploy = {"mode": "inferenceservice", "storage_uri": storage, "stable_uri": stable}
+        deploy = {"target": "kserve", "storage_uri": storage, "stable_storage_uri": stable}
         with pytest.raises(ConfigError, match="another image"):
-            serving.objects(configure(deploy), bundle, IMAGE)
+            serving.serving_objects(configure(deploy), bundle, IMAGE)
 
 
 @pytest.mark.parametrize(
     "image", ["twice:1", "r.example/a/twice@sha256:" + "a" * 64, "r:5000/twice:latest@sha256:" + "0" * 64]
 )
-def test_an_image_that_stays_is_taken(image: str, configure: Configure, bundle: Bundle) -> None:
-    parts = {item["kind"]: item for item in serving.objects(configure(), bundle, image)}
+def test_an_image_by_fixed_tag_or_digest_is_accepted(image: str, configure: Configure, bundle: Bundle) -> None:
+    parts = {item["kind"]: item for item in serving.serving_objects(configure(), bundle, image)}
     assert pod_of(parts)[1]["containers"][0]["image"] == image
 
 
 @pytest.mark.parametrize(
     ("deploy", "key"),
     [
-        ({"replicas": 7, "max_replicas": 6}, "max_replicas"),
+        ({"min_replicas": 7, "max_replicas": 6}, "max_replicas"),
         ({"memory": "lots"}, "deploy.memory"),
         ({"cpu": "-1"}, "deploy.cpu"),
         ({"namespace": "My_Models"}, "deploy.namespace"),
         ({"storage_uri": "pvc://a/b"}, "deploy.storage_uri: only KServe"),
-        ({"expose": "gateway"}, "needs deploy.gateway"),
-        ({"mode": "inferenceservice", "expose": "ingress"}, "deploy.expose=ingress: KServe makes"),
-        ({"mode": "inferenceservice", "metrics_adapter": "prometheus"}, "deploy.metrics_adapter"),
-        ({"mode": "inferenceservice", "service_monitor": True}, "deploy.service_monitor"),
+        ({"gateway": "edge", "ingress_class": "nginx"}, "are both set"),
+        ({"target": "kserve", "ingress_class": "default"}, "deploy.ingress_class=default: KServe makes"),
+        ({"target": "kserve", "target_concurrency": 4}, "deploy.target_concurrency"),
+        ({"target": "kserve", "service_monitor_labels": {"release": "p"}}, "deploy.service_monitor_labels"),
         ({"environment": {"LOG_FORMAT": "text"}}, "deploy.environment.LOG_FORMAT: is set"),
     ],
 )
-def test_settings_a_cluster_would_refuse_are_named_before(
+def test_settings_that_a_cluster_would_refuse_are_refused(
     deploy: dict[str, Any], key: str, configure: Configure, bundle: Bundle
 ) -> None:
     with pytest.raises(ConfigError, match=key):
-        serving.objects(configure(deploy), bundle, IMAGE)
+        serving.serving_objects(configure(deploy), bundle, IMAGE)
 
 
-def test_the_autoscaler_looks_at_requests_in_flight_where_an_adapter_is_named(
-    configure: Configure, bundle: Bundle
-) -> None:
+def test_the_autoscaler_uses_requests_in_flight_with_a_target(configure: Configure, bundle: Bundle) -> None:
     def metrics(deploy: dict[str, Any]) -> list[Any]:
         found: list[Any] = objects(configure(deploy), bundle)["HorizontalPodAutoscaler"]["spec"]["metrics"]
         return found
 
     assert [metric["type"] for metric in metrics({})] == ["Resource"]
-    _, pods = metrics({"metrics_adapter": "prometheus", "in_flight": 4})
+    _, pods = metrics({"target_concurrency": 4})
     assert pods["pods"] == {
         "metric": {"name": IN_FLIGHT},
         "target": {"type": "AverageValue", "averageValue": "4"},
@@ -218,9 +214,3 @@ def test_a_change_of_the_config_map_rolls_out(configure: Configure, bundle: Bund
         return str(template["metadata"]["annotations"]["pipe-road/options"])
 
     assert note() == note() != note(log_requests=0.5)
-
-
-@pytest.mark.parametrize("name", ["RawDeployment", "Serverless"])
-def test_a_deprecated_mode_is_answered_with_its_new_name(name: str, configure: Configure) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is the deprecated name of (Standard|Knative)"):
-        configure({"kserve_mode": name})

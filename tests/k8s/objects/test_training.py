@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from k8s.objects import training
-from k8s.objects.training import layers, place, toleration
+from k8s.objects.training import TTL_SECONDS_AFTER_FINISHED, node_components, parse_toleration, set_node_placement
 from pipeline.contract.config import parse_config
 from pipeline.contract.errors import ConfigError, DataError, ResourceError, StageError
-from pipeline.contract.processes import LEFT
-from pipeline.contract.settings.cluster import Placed
+from pipeline.contract.processes import TERMINATED
+from pipeline.contract.settings.cluster import NodePlacement
 from pipeline.training.node import _GRACE_SECONDS, PASSING_EXIT_CODE
 
 from ..conftest import Configure
@@ -32,44 +32,44 @@ from ..schemas import validate
         ),
     ],
 )
-def test_a_toleration_is_written_as_kubectl_taint_writes_one(text: str, made: dict[str, str]) -> None:
-    assert toleration(text) == made
+def test_tolerations_have_the_form_of_kubectl_taint(text: str, made: dict[str, str]) -> None:
+    assert parse_toleration(text) == made
 
 
 @pytest.mark.parametrize("text", ["", "a=b:Never", "=a", "a b", "a:NoSchedule:NoExecute"])
-def test_what_is_no_toleration_is_refused(text: str, configure: Configure) -> None:
+def test_an_invalid_toleration_is_refused(text: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match=r"deploy\.tolerations"):
         configure({"tolerations": [text]})
 
 
-def test_words_are_added_to_what_the_components_say() -> None:
+def test_node_settings_are_added_to_the_components() -> None:
     pod: dict[str, Any] = {"nodeSelector": {"a": "1"}, "tolerations": [{"key": "spot", "operator": "Exists"}]}
     container: dict[str, Any] = {"resources": {}}
-    place(pod, container, 2, Placed(node_selector={"b": "2"}, tolerations=("pool",)))
+    set_node_placement(pod, container, 2, NodePlacement(node_selector={"b": "2"}, tolerations=("pool",)), "")
     assert pod["nodeSelector"] == {"a": "1", "b": "2"}
     assert [item["key"] for item in pod["tolerations"]] == ["spot", "pool"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
 
 
-def test_what_stays_empty_is_not_written() -> None:
+def test_empty_node_settings_are_not_written() -> None:
     pod: dict[str, Any] = {"nodeSelector": {}, "tolerations": []}
-    place(pod, {"resources": {}}, 0, Placed())
+    set_node_placement(pod, {"resources": {}}, 0, NodePlacement(), "")
     assert pod == {}
 
 
 @pytest.mark.parametrize(
     ("gpus", "spot", "chosen"), [(0, False, ["cpu"]), (1, False, ["gpu"]), (0, True, ["cpu", "spot"])]
 )
-def test_components_follow_from_the_words(gpus: int, spot: bool, chosen: list[str]) -> None:
-    assert layers(gpus, Placed(spot=spot)) == chosen
+def test_components_follow_from_the_settings(gpus: int, spot: bool, chosen: list[str]) -> None:
+    assert node_components(gpus, NodePlacement(spot=spot)) == chosen
 
 
-def test_a_private_registry_is_opened_by_the_secret_that_is_named() -> None:
+def test_a_pull_secret_reaches_all_pods() -> None:
     pod: dict[str, Any] = {}
-    place(pod, {"resources": {}}, 0, Placed(pull_secret="registry"))
+    set_node_placement(pod, {"resources": {}}, 0, NodePlacement(), "registry")
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
     pod = {}
-    place(pod, {"resources": {}}, 0, Placed())
+    set_node_placement(pod, {"resources": {}}, 0, NodePlacement(), "")
     assert pod == {}
 
 
@@ -83,7 +83,7 @@ TRAINS: tuple[dict[str, Any], ...] = (
 
 
 def objects(config: Any) -> dict[str, dict[str, Any]]:
-    return {item["kind"]: item for item in training.objects(config, "trainer:1", "/runs/first")}
+    return {item["kind"]: item for item in training.training_objects(config, "trainer:1", "/runs/first")}
 
 
 def trainer(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def trainer(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("workload", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("train", TRAINS)
-def test_every_object_is_what_the_api_accepts(train: dict[str, Any], workload: str, configure: Configure) -> None:
+def test_every_object_is_valid(train: dict[str, Any], workload: str, configure: Configure) -> None:
     parts = objects(configure(train=train, cluster={"workload": workload, "spot": True, "queue": "team"}))
     for item in parts.values():
         validate(item)
@@ -104,17 +104,15 @@ def test_every_object_is_what_the_api_accepts(train: dict[str, Any], workload: s
     ("workload", "kinds"),
     [("job", {"Service", "Job"}), ("jobset", {"JobSet"}), ("trainjob", {"TrainingRuntime", "TrainJob"})],
 )
-def test_each_workload_brings_what_it_needs_and_asks_the_queue_once(
-    workload: str, kinds: set[str], configure: Configure
-) -> None:
-    parts = objects(configure(cluster={"workload": workload, "queue": "team", "claim": "shared"}))
+def test_each_workload_names_the_queue_once(workload: str, kinds: set[str], configure: Configure) -> None:
+    parts = objects(configure(cluster={"workload": workload, "queue": "team", "volume_claim": "shared"}))
     assert set(parts) == kinds
     queued = {kind for kind, item in parts.items() if training.QUEUE_LABEL in item["metadata"]["labels"]}
     assert queued == {{"job": "Job", "jobset": "JobSet", "trainjob": "TrainJob"}[workload]}
 
 
 @pytest.mark.parametrize("workload", ["jobset", "trainjob"])
-def test_nodes_of_a_set_meet_at_the_name_that_jobset_gives_its_first_pod(workload: str, configure: Configure) -> None:
+def test_nodes_of_a_jobset_meet_at_its_first_pod(workload: str, configure: Configure) -> None:
     parts = objects(configure(train={"nodes": 3}, cluster={"workload": workload}))
     if workload == "jobset":
         name, spec = parts["JobSet"]["metadata"]["name"], parts["JobSet"]["spec"]
@@ -131,7 +129,7 @@ def test_nodes_of_a_set_meet_at_the_name_that_jobset_gives_its_first_pod(workloa
     assert spec["network"]["enableDNSHostnames"] is True
 
 
-def test_kubeflow_trainer_finds_its_container_and_so_does_the_failure_policy(configure: Configure) -> None:
+def test_kubeflow_trainer_and_the_failure_policy_find_the_container(configure: Configure) -> None:
     runtime = objects(configure(cluster={"workload": "trainjob"}))["TrainingRuntime"]["spec"]["template"]["spec"]
     (job,) = runtime["replicatedJobs"]
     assert job["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
@@ -140,30 +138,30 @@ def test_kubeflow_trainer_finds_its_container_and_so_does_the_failure_policy(con
     assert spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["containerName"] == "node"
 
 
-def test_words_of_the_cluster_reach_the_pods(configure: Configure) -> None:
+def test_cluster_settings_reach_the_pods(configure: Configure) -> None:
     cluster = {
-        "cpu": "7", "memory": "9Gi", "shared_memory": "3Gi", "secret": "store", "deadline_seconds": 60,
-        "keep_seconds": 5, "claim_size": "1Ti", "claim_class": "fast", "claim_access": "ReadWriteOnce",
+        "cpu": "7", "memory": "9Gi", "env_secret": "store", "active_deadline_seconds": 60,
+        "volume_size": "1Ti", "storage_class": "fast", "access_mode": "ReadWriteOnce",
     }  # fmt: skip
     parts = objects(configure(cluster=cluster))
     spec, pod = parts["Job"]["spec"], parts["Job"]["spec"]["template"]["spec"]
-    assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (60, 5)
+    assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (60, TTL_SECONDS_AFTER_FINISHED)
     assert trainer(parts)["resources"]["requests"] == {"cpu": "7", "memory": "9Gi"}
     assert trainer(parts)["envFrom"] == [{"secretRef": {"name": "store"}}]
-    assert {"medium": "Memory", "sizeLimit": "3Gi"} in [volume.get("emptyDir") for volume in pod["volumes"]]
+    assert {"medium": "Memory", "sizeLimit": "9Gi"} in [volume.get("emptyDir") for volume in pod["volumes"]]
     claim = parts["PersistentVolumeClaim"]["spec"]
     assert (claim["accessModes"], claim["storageClassName"]) == (["ReadWriteOnce"], "fast")
     assert claim["resources"]["requests"]["storage"] == "1Ti"
 
 
-def test_a_claim_that_is_there_is_used_and_not_made(configure: Configure) -> None:
-    parts = objects(configure(cluster={"claim": "shared"}))
+def test_an_existing_claim_is_used(configure: Configure) -> None:
+    parts = objects(configure(cluster={"volume_claim": "shared"}))
     assert "PersistentVolumeClaim" not in parts
     volumes = parts["Job"]["spec"]["template"]["spec"]["volumes"]
     assert {"name": "runs", "persistentVolumeClaim": {"claimName": "shared"}} in volumes
 
 
-def test_a_pod_that_is_asked_to_go_has_time_for_a_checkpoint(configure: Configure) -> None:
+def test_a_terminated_pod_has_time_for_a_checkpoint(configure: Configure) -> None:
     """Longer than a node waits for its processes; on spot nodes, what their notice leaves."""
     grace = [
         objects(configure(cluster={"spot": spot}))["Job"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
@@ -174,12 +172,12 @@ def test_a_pod_that_is_asked_to_go_has_time_for_a_checkpoint(configure: Configur
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_the_job_has_one_indexed_pod_a_node(nodes: int, configure: Configure) -> None:
+def test_the_job_has_one_indexed_pod_per_node(nodes: int, configure: Configure) -> None:
     spec = objects(configure(train={"nodes": nodes}))["Job"]["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", nodes, nodes)
 
 
-def test_a_job_whose_machines_come_and_go_has_as_many_pods_as_there_may_be(configure: Configure) -> None:
+def test_an_elastic_job_has_the_maximum_number_of_pods(configure: Configure) -> None:
     parts = objects(configure(train={"nodes": "2:4", "rendezvous": "elsewhere:1"}))
     spec = parts["Job"]["spec"]
     assert (spec["completions"], spec["parallelism"]) == (4, 4)
@@ -193,10 +191,10 @@ def test_an_error_ends_the_job_and_a_lost_pod_is_replaced(configure: Configure) 
     assert fails["action"] == "FailJob"
     ours = {StageError.exit_code, ConfigError.exit_code, DataError.exit_code, ResourceError.exit_code}
     assert set(fails["onExitCodes"]["values"]) == ours
-    assert not ours & {PASSING_EXIT_CODE, LEFT, 128 + signal.SIGKILL}
+    assert not ours & {PASSING_EXIT_CODE, TERMINATED, 128 + signal.SIGKILL}
 
 
-def test_every_pod_runs_the_same_node_and_meets_at_the_first_one(configure: Configure) -> None:
+def test_every_pod_runs_the_same_command_and_meets_at_pod_0(configure: Configure) -> None:
     parts = objects(configure(train={"nodes": 3, "processes": 4}))
     job, service = parts["Job"]["metadata"]["name"], parts["Service"]["metadata"]["name"]
     assert trainer(parts)["command"] + trainer(parts)["args"] == [
@@ -210,7 +208,7 @@ def test_every_pod_runs_the_same_node_and_meets_at_the_first_one(configure: Conf
     ]
 
 
-def test_the_name_of_the_first_pod_resolves_before_torchrun_asks(configure: Configure) -> None:
+def test_an_init_container_waits_for_the_name_of_pod_0(configure: Configure) -> None:
     parts = objects(configure(train={"nodes": 3}))
     pod, service = parts["Job"]["spec"]["template"], parts["Service"]["spec"]
     host = f"{parts['Job']['metadata']['name']}-0.{parts['Service']['metadata']['name']}"
@@ -236,7 +234,7 @@ def test_the_environment_keeps_a_users_train_py_from_shadowing_ours(configure: C
     assert "JOB_COMPLETION_INDEX" in env
 
 
-def test_gpus_are_asked_for_one_a_process(configure: Configure) -> None:
+def test_one_gpu_is_requested_per_process(configure: Configure) -> None:
     parts = objects(configure(train={"device": "cuda", "processes": 8}))
     assert trainer(parts)["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert "limits" not in trainer(objects(configure()))["resources"]
@@ -251,28 +249,28 @@ def test_pods_meet_the_restricted_security_standard(configure: Configure) -> Non
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
 
 
-def test_each_run_has_a_job_of_its_own_whose_pods_fit_a_host_name(configure: Configure) -> None:
+def test_each_run_has_its_own_job_with_valid_pod_names(configure: Configure) -> None:
     config = configure().model_copy(update={"name": "a" * 40})
     first, second = (training.job_name(config, run) for run in ("/runs/first", "/runs/second"))
     assert first != second
     assert len(f"{first}-9999") <= 63
 
 
-def test_a_relative_run_directory_is_seen_from_the_root(configure: Configure) -> None:
-    parts = {item["kind"]: item for item in training.objects(configure(), "trainer:1", "runs/train")}
+def test_a_relative_run_directory_becomes_absolute(configure: Configure) -> None:
+    parts = {item["kind"]: item for item in training.training_objects(configure(), "trainer:1", "runs/train")}
     assert trainer(parts)["args"][0] == "/runs/train"
 
 
 @pytest.mark.parametrize("run_dir", ["", "/", "/first", "/runs/../../etc"])
-def test_a_run_directory_no_volume_can_hold_is_refused(run_dir: str, configure: Configure) -> None:
+def test_a_run_directory_outside_the_volume_is_refused(run_dir: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match="run directory"):
-        training.objects(configure(), "trainer:1", run_dir)
+        training.training_objects(configure(), "trainer:1", run_dir)
 
 
 @pytest.mark.parametrize("workload", ["job", "jobset", "trainjob"])
-def test_training_alone_tells_its_pods_where_to_meet_by_the_run_it_makes(workload: str, configure: Configure) -> None:
+def test_standalone_training_puts_the_rendezvous_into_its_run(workload: str, configure: Configure) -> None:
     config = configure(train={"nodes": 3, "processes": 2}, cluster={"workload": workload})
-    made = training.objects(config, "trainer:1", "/runs/first", alone=True)
+    made = training.training_objects(config, "trainer:1", "/runs/first", standalone=True)
     check(made)
     for item in made:
         validate(item)
@@ -288,13 +286,13 @@ def test_training_alone_tells_its_pods_where_to_meet_by_the_run_it_makes(workloa
     asked = next((item["spec"]["trainer"] for item in made if item["kind"] == "TrainJob"), container)
     assert (asked["command"], asked["args"]) == (container["command"], container["args"])
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
-    found = parse_config(json.loads(str(env[training.CONFIG])), "the manifest")
+    found = parse_config(json.loads(str(env[training.CONFIG_VARIABLE])), "the manifest")
     host = {"job": "{0}-0.{0}", "jobset": "{0}-node-0-0.{0}", "trainjob": "{0}-node-0-0.{0}"}[workload]
     assert found.train.rendezvous == f"{host.format(made[-1]['metadata']['name'])}:{training.RENDEZVOUS_PORT}"
-    assert (found.train.nodes, found.train.processes, found.jobs.executor) == (3, 2, "local")
+    assert (found.train.nodes, found.train.processes, found.cluster.executor) == (3, 2, "local")
 
 
-def test_other_training_is_another_run_and_the_same_is_not(configure: Configure) -> None:
+def test_run_names_depend_on_what_is_trained(configure: Configure) -> None:
     first = training.run_name(configure(), "trainer:1")
     assert first == training.run_name(configure(), "trainer:1")
     assert (

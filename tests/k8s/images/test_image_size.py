@@ -25,7 +25,7 @@ print(sys.modules["kserve"].__file__)
 
 
 @pytest.mark.long
-def test_the_image_for_cpu_stays_below_its_limit_and_starts(bundle: Bundle, tmp_path: Path) -> None:
+def test_the_serving_image_for_cpu_is_small_and_starts(bundle: Bundle, tmp_path: Path) -> None:
     context = tmp_path / "context"
     write_context(bundle, Recipe("python:3.11-slim", "cpu"), context)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -34,7 +34,7 @@ _VERBS = {"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DE
 
 
 @dataclass(frozen=True)
-class Requested:
+class ApiRequest:
     method: str
     target: str  # path and query
     path: str
@@ -76,11 +76,11 @@ class Requested:
         )
 
 
-def parse(method: str, target: str, path: str, query: dict[str, str]) -> Requested:
+def parse_request(method: str, target: str, path: str, query: dict[str, str]) -> ApiRequest:
     found = _PATH.match(path)
     if found is None:
-        return Requested(method, target, path, query)
+        return ApiRequest(method, target, path, query)
     parts = {name: value or "" for name, value in found.groupdict().items()}
     sub = parts.pop("sub")
     own = path if sub != "log" else path.removesuffix("/log")  # a pod's log stands with the pod
-    return Requested(method, target, own, query, subresource=sub, **parts)
+    return ApiRequest(method, target, own, query, subresource=sub, **parts)

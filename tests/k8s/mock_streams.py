@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+from .api_requests import ApiRequest
+from .mock_pods import MockPod
 from .object_store import Store, selected
-from .played import Played
-from .requested import Requested
 
 
-def events(store: Store, asked: Requested, since: int, closing: threading.Event) -> Iterator[bytes]:
+def watch_events(store: Store, asked: ApiRequest, since: int, closing: threading.Event) -> Iterator[bytes]:
     """Until its time is over, or its history expires."""
     deadline = time.monotonic() + float(asked.query.get("timeoutSeconds", 60))
     while not closing.is_set():
@@ -33,7 +33,7 @@ def events(store: Store, asked: Requested, since: int, closing: threading.Event)
             return
 
 
-def log(store: Store, pod: Played, query: Mapping[str, str], closing: threading.Event) -> Iterator[bytes]:
+def log_lines(store: Store, pod: MockPod, query: Mapping[str, str], closing: threading.Event) -> Iterator[bytes]:
     lines = pod.lines(query.get("sinceTime", ""))
     if "tailLines" in query:
         lines = lines[-int(query["tailLines"]) :]
@@ -52,14 +52,14 @@ def log(store: Store, pod: Played, query: Mapping[str, str], closing: threading.
             return
 
 
-def cut(stream: Iterator[bytes], after: int) -> Iterator[bytes]:
+def cut_stream(stream: Iterator[bytes], after: int) -> Iterator[bytes]:
     """As a load balancer does that ends long connections."""
     for _ in range(after):
         yield next(stream, b"")
     raise ConnectionAbortedError
 
 
-def torn(stream: Iterator[bytes]) -> Iterator[bytes]:
+def torn_stream(stream: Iterator[bytes]) -> Iterator[bytes]:
     """As a proxy does that ends an answer in its middle and says that this was all."""
     first = next(stream)
     yield first[: len(first) // 2]

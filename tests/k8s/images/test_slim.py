@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.sources import HOUSE
+from pipeline.contract.sources import SOURCE_ROOT
 
-SCRIPT = HOUSE / "k8s" / "images" / "slim.py"
+SCRIPT = SOURCE_ROOT / "k8s" / "images" / "slim.py"
 FILES = (
     "numpy/__init__.py",
     "numpy/tests/test_it.py",
@@ -33,7 +33,7 @@ def packages(tmp_path: Path) -> Path:
     return place
 
 
-def test_what_no_service_imports_goes_and_the_rest_is_compiled(packages: Path, tmp_path: Path) -> None:
+def test_unneeded_folders_are_removed_and_the_rest_compiled(packages: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     left = {path.relative_to(packages).as_posix() for path in packages.rglob("*.py")}
@@ -47,7 +47,7 @@ def test_what_no_service_imports_goes_and_the_rest_is_compiled(packages: Path, t
     assert Path(importlib.util.cache_from_source(str(packages / "numpy" / "__init__.py"))).is_file()
 
 
-def test_what_is_compiled_is_taken_whatever_the_date_of_its_source(packages: Path, tmp_path: Path) -> None:
+def test_compiled_files_are_used_whatever_the_source_date(packages: Path, tmp_path: Path) -> None:
     runpy.run_path(str(SCRIPT))["main"]([str(tmp_path)])
     (packages / "numpy" / "__init__.py").write_text("x = 2\n")
     program = "import numpy; print(numpy.x)"

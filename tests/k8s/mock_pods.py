@@ -12,11 +12,11 @@ from typing import Any
 
 from .object_store import Object, Store
 
-MAKERS = ("Deployment", "Job", "JobSet", "TrainJob")  # of pods
+POD_OWNERS = ("Deployment", "Job", "JobSet", "TrainJob")  # of pods
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 
-class Played:
+class MockPod:
     """One pod: a test's function gets it, writes its log, changes its state and returns its exit status."""
 
     def __init__(self, store: Store, path: str, job: str, index: int) -> None:
@@ -24,7 +24,7 @@ class Played:
         self.gone = threading.Event()
         self._lines: list[tuple[str, str]] = []
         self.ended = False
-        self.plays = False  # as long as its process runs
+        self.runs = False  # as long as its process runs
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Played:
         return {"name": container["name"], "image": container["image"], "ready": True}
 
 
-Play = Callable[[Played], int]
+PodProgram = Callable[[MockPod], int]
 
 
 class Nodes:
@@ -77,24 +77,24 @@ class Nodes:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.play: Play = lambda pod: 0
+        self.program: PodProgram = lambda pod: 0
         self.replicas = 0  # of a Deployment that names none; 0: Deployments stay without pods
         self.makes_pods = True
         self.keeps_ended = True  # else what has ended is taken away at once
-        self.pods: dict[str, Played] = {}
+        self.pods: dict[str, MockPod] = {}
         self._threads: list[threading.Thread] = []
 
-    def see(self, path: str, item: Object) -> None:
+    def on_apply(self, path: str, item: Object) -> None:
         """A Job was applied: as many pods as it asks for are made, once; those of a Deployment follow its number."""
         if item["kind"] == "Deployment" and self.replicas:
             self._scale(path, item)
         own = [pod for pod in self.pods.values() if pod.job == path and not pod.gone.is_set()]
-        if item["kind"] not in MAKERS[1:] or own or item["spec"].get("suspend") or not self.makes_pods:
+        if item["kind"] not in POD_OWNERS[1:] or own or item["spec"].get("suspend") or not self.makes_pods:
             return
         for index in range(self._spec(path)[1].get("completions") or 1):
             self.start(path, index)
 
-    def start(self, path: str, index: int, name: str = "") -> Played:
+    def start(self, path: str, index: int, name: str = "") -> MockPod:
         made, spec = self._spec(path)
         template = copy.deepcopy(spec["template"])
         where = self._pod(f"{path.rpartition('/')[0]}/{made}", index) + name
@@ -105,13 +105,13 @@ class Nodes:
         uid = self.store.objects[path]["metadata"]["uid"]
         own = {"apiVersion": "batch/v1", "kind": "Job", "name": made, "controller": True}
         metadata["ownerReferences"] = [{**own, "uid": uid if path.endswith(made) else str(uuid.uuid4())}]
-        pod = Played(self.store, where, path, index)
+        pod = MockPod(self.store, where, path, index)
         self.pods[where] = pod
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
         self.store.create(where, {**body, "status": {"phase": "Pending"}})
         thread = threading.Thread(target=self._live, args=(pod, path))
         self._threads.append(thread)
-        pod.plays = True
+        pod.runs = True
         thread.start()
         return pod
 
@@ -128,21 +128,21 @@ class Nodes:
         return f"{name}-{inner['name']}-0", inner["template"]["spec"]
 
     def _scale(self, path: str, item: Object) -> None:
-        self.forget(path)
+        self.on_delete(path)
         ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
         labels = item["spec"]["template"]["metadata"]["labels"]
         for index in range(item["spec"].get("replicas", self.replicas)):
             where = self._pod(path, index)
             body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": where.rsplit("/", 1)[1], "labels": labels}}
             self.store.create(where, {**body, "spec": {}, "status": ready})
-            self.pods[where] = Played(self.store, where, path, index)
+            self.pods[where] = MockPod(self.store, where, path, index)
 
-    def forget(self, path: str) -> None:
+    def on_delete(self, path: str) -> None:
         """A Job or a Deployment is deleted: its pods are asked to end, and are gone when they have."""
         for where, pod in list(self.pods.items()):
             if pod.job == path and not pod.gone.is_set():
-                if pod.plays:
-                    self.store.change(where, _is_going)
+                if pod.runs:
+                    self.store.change(where, _mark_deleted)
                     pod.gone.set()
                 else:
                     self.lose(where)
@@ -163,9 +163,9 @@ class Nodes:
             thread.join(30)
             assert not thread.is_alive(), "a pod of this test does not end when it is told to"
 
-    def _live(self, pod: Played, job: str) -> None:
+    def _live(self, pod: MockPod, job: str) -> None:
         pod.run()
-        code = self.play(pod)
+        code = self.program(pod)
         if pod.gone.is_set():
             pod.close()
             return self._reap(pod)
@@ -175,12 +175,12 @@ class Nodes:
             self._count(job)
         pod.close()
         with self.store.changed:
-            pod.plays = False
+            pod.runs = False
         if pod.gone.is_set():
             self._reap(pod)
         return None
 
-    def _reap(self, pod: Played) -> None:
+    def _reap(self, pod: MockPod) -> None:
         with self.store.changed:
             if self.pods.get(pod.path) is pod:
                 self.lose(pod.path)
@@ -211,5 +211,5 @@ class Nodes:
         return f"/api/v1/namespaces/{namespace}/pods/{job.rsplit('/', 1)[1]}-{index}"
 
 
-def _is_going(item: Object) -> None:
+def _mark_deleted(item: Object) -> None:
     item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:30Z"
