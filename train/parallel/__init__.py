@@ -1,4 +1,4 @@
-"""How one model lives on several processes, chosen by the words of the train section."""
+"""Strategies of distributed training, and the choice between them by the train section of the settings."""
 
 from __future__ import annotations
 
@@ -7,47 +7,48 @@ from torch import nn
 from pipeline.contract.data import Samples
 from pipeline.contract.settings.stages import Train
 from train.parallel.base import Objective, Strategy
-from train.parallel.compression import CompressedDataParallel
-from train.parallel.ddp import DataParallel
-from train.parallel.deterministic import DeterministicDataParallel
-from train.parallel.fsdp import FullyShardedDataParallel
-from train.parallel.horovod import Horovod
-from train.parallel.local_sgd import LocalSGD
-from train.parallel.parameter_server import ParameterServer
-from train.parallel.pipeline_parallel import PipelineParallel
-from train.pretrained.fill import Filling
-from train.process_group import Group
+from train.parallel.compression import CompressedDDPStrategy
+from train.parallel.ddp import DDPStrategy
+from train.parallel.deterministic import DeterministicStrategy
+from train.parallel.fsdp import FSDPStrategy
+from train.parallel.horovod import HorovodStrategy
+from train.parallel.local_sgd import LocalSGDStrategy
+from train.parallel.parameter_server import ParameterServerStrategy
+from train.parallel.pipeline_parallel import PipelineStrategy
+from train.pretrained.materialize import Materializer
+from train.process_group import ProcessGroup
 
 
 def make_strategy(
     model: nn.Module,
     objective: Objective,
-    group: Group,
+    group: ProcessGroup,
     config: Train,
     samples: Samples | None = None,
-    filling: Filling | None = None,
+    materializer: Materializer | None = None,
 ) -> Strategy:
-    """`samples` are for those that must try a pass of the model before they can cut it.
+    """Return the strategy that the settings ask for.
 
-    `filling` is for a model that has no weights yet. Who holds all of them reads all: a broadcast would spare the
-    files, which on one machine are read once anyway, and cost a second copy of what is sent.
+    `samples` are for strategies that try a pass of the model before they split it. `materializer` reads the weights of
+    a model that has none yet. A process that needs all weights reads all of them: a broadcast would save reading, but
+    needs memory for a second copy, and on one machine the files are read from disk only once anyway.
     """
-    if group.size > 1 and (config.parallel == "fsdp" or config.tensor > 1 or config.expert > 1):
-        return FullyShardedDataParallel(model, objective, group, config, samples, filling)
-    if group.size > 1 and config.pipeline > 1:
-        return PipelineParallel(model, objective, group, config, samples, filling)
-    if filling:
-        filling.fill(model, group.device)
-    if config.elastic == "exact":
-        return DeterministicDataParallel(model, objective, group, config)
+    if group.size > 1 and (config.strategy == "fsdp" or config.tensor_parallel > 1 or config.expert_parallel > 1):
+        return FSDPStrategy(model, objective, group, config, samples, materializer)
+    if group.size > 1 and config.pipeline_parallel > 1:
+        return PipelineStrategy(model, objective, group, config, samples, materializer)
+    if materializer:
+        materializer.materialize(model, group.device)
+    if config.elastic_shards > 0:
+        return DeterministicStrategy(model, objective, group, config)
     if group.size == 1:
         return Strategy(model, objective, group, config)
-    if config.backend == "horovod":
-        return Horovod(model, objective, group, config)
-    if config.sync == "parameter_server":
-        return ParameterServer(model, objective, group, config)
-    if config.sync in ("local_sgd", "diloco"):
-        return LocalSGD(model, objective, group, config)
-    if config.compress != "none":
-        return CompressedDataParallel(model, objective, group, config)
-    return DataParallel(model, objective, group, config)
+    if config.strategy == "horovod":
+        return HorovodStrategy(model, objective, group, config)
+    if config.strategy == "parameter_server":
+        return ParameterServerStrategy(model, objective, group, config)
+    if config.strategy in ("local_sgd", "diloco"):
+        return LocalSGDStrategy(model, objective, group, config)
+    if config.compress_kind != "none":
+        return CompressedDDPStrategy(model, objective, group, config)
+    return DDPStrategy(model, objective, group, config)

@@ -1,8 +1,7 @@
-"""One process trains the whole model; every other strategy overrides what differs.
+"""The base of all strategies: one process trains the whole model; the others override what differs.
 
-What the exchange costs this process: bytes, and the time it had nothing else to do.
-
-What a step minimises: the task's loss on the model's declared inputs, in the wanted precision.
+A strategy decides which tensors each process has, and how gradients and weights are exchanged. Beside it stand the
+objective (the task's loss in the configured precision) and the measurement of what the exchange costs.
 """
 
 from __future__ import annotations
@@ -21,170 +20,173 @@ from pipeline.contract.data import forward
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
 from train.optim import Precision
-from train.process_group import Group
+from train.process_group import ProcessGroup
 from train.profiling import phase
-from train.state import Progress, State, above, optimizer_tensors, room_for_optimizer
+from train.state import Progress, State, add_prefix, allocate_optimizer_state, optimizer_tensors
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Outputs
-    from train.checkpoint.load import Saved
+    from train.checkpoint.load import SavedCheckpoint
 
 
-_CLIP_EPSILON = 1e-6  # what torch adds to the norm: below the limit it would multiply by one
+_CLIP_EPSILON = 1e-6  # torch adds it to the norm, so that below the limit it would multiply by one
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """One micro-batch of this process's slice of a global batch."""
 
     batch: Mapping[str, Tensor]
     count: int  # samples in it
-    share: float  # their share of the global batch
-    last: bool  # no further micro-batch follows in this step
-    slice: int = 0  # number of the slice of the batch that it is from
+    fraction: float  # its part of the samples of the global batch
+    last: bool  # the last one of this step
+    slice: int = 0  # number of the slice of the batch it belongs to
 
 
 class Strategy:
-    """The contract of a strategy: what each process holds, and how gradients and weights meet."""
+    """What the trainer calls; a subclass decides how gradients and weights are exchanged."""
 
     lockstep = True  # every process sees the same gradient norm at every step
-    together = False  # a forward pass of one process needs those of the others
-    counting = True  # the pass under way is of samples that no other process tells of
+    collective_forward = False  # a forward pass of one process needs those of the others
+    counts_samples = True  # no other process counts the samples of the current pass
 
-    def __init__(self, model: nn.Module, objective: Objective, group: Group, config: Train) -> None:
-        self.model = placed(model, group.device)  # its parameters are what the optimizer updates
+    def __init__(self, model: nn.Module, objective: Objective, group: ProcessGroup, config: Train) -> None:
+        self.model = move_to_device(model, group.device)  # the optimizer updates its parameters
         self.objective, self.group, self.config = objective, group, config
         self.traffic = Traffic()
         self.stopwatch = Stopwatch(group.device, self.traffic)
-        self.module = self.wrap()  # what forward() is called on
+        self.module = self.wrap_model()  # its forward() is called in training
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         self._own_prefix = f"own.{group.rank.rank}."
-        self._parameters = list(self.model.parameters())  # walking through the modules at every step takes its time
+        self._parameters = list(self.model.parameters())  # collecting them at every step would take time
 
-    def wrap(self) -> nn.Module:
+    def wrap_model(self) -> nn.Module:
         return torch.compile(self.model) if self.config.compile else self.model  # type: ignore[return-value]
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer the trainer goes on with, for those whose exchange is a part of it."""
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer that the trainer uses; Horovod's exchange is part of it."""
         return optimizer
 
-    def warm_up(self, parts: Callable[[], Iterable[Part]]) -> None:
-        """Before any weights are restored: whatever must have happened once before the first step counts."""
+    def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> None:
+        """Do what must happen once before the first step; called before any weights are restored."""
 
     def slices(self, count: int) -> dict[int, range]:
-        """What this process works through of a batch or split of `count` samples; random draws are by its number."""
+        """Return this process's slices of a batch or split of `count` samples, by slice number.
+
+        Random numbers depend on the slice number and not on the process.
+        """
         return {self.group.data_rank: self.group.slice_of(count)}
 
-    def backward(self, parts: Iterable[Part]) -> Tensor:
-        """Leave the gradient of the global batch's mean loss; return the sum of the losses of this slice."""
+    def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        """Leave the gradient of the global batch's mean loss; return the sum of the losses over this slice."""
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self.stopwatch.start()
-        for part in parts:
-            with self.exchange(part.last):
-                loss = self.objective.loss(self.module, part.batch)
-                if part.last and self.group.size > 1:
-                    self.stopwatch.watch(loss)
-                weight = part.share * self.group.data_size  # processes are averaged
+        for micro_batch in micro_batches:
+            with self.gradient_sync(micro_batch.last):
+                loss = self.objective.loss(self.module, micro_batch.batch)
+                if micro_batch.last and self.group.size > 1:
+                    self.stopwatch.expect_last_backward(loss)
+                weight = micro_batch.fraction * self.group.data_size  # gradients of processes are averaged
                 self.objective.backward(loss if weight == 1 else loss * weight)
-            total += loss.detach() * part.count
+            total += loss.detach() * micro_batch.count
         self.stopwatch.stop()
         return total
 
-    def exchange(self, last: bool) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002
-        """Around the passes of one micro-batch: gradients meet with the last one."""
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:  # noqa: ARG002
+        """Return a context for the passes of one micro-batch; gradients are exchanged in the last one only."""
         return contextlib.nullcontext()
 
     def clip(self, limit: float) -> Tensor:
-        """Scale the gradient down to `limit` and return the norm it had."""
+        """Scale the gradient down to the norm `limit` and return the norm it had."""
         norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if limit and not (norm.device.type == "cpu" and norm.item() + _CLIP_EPSILON <= limit):  # a GPU must not wait
             nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
         return norm
 
-    def updated(self, step: int) -> None:
-        """The optimizer has made global step `step`."""
+    def after_update(self, step: int) -> None:
+        """Exchange weights if it is time to; called when the optimizer has made global step `step`."""
 
-    def meeting_after(self, step: int) -> int:
-        """The next step that no process has made before all others had a part in it."""
+    def next_sync_step(self, step: int) -> int:
+        """Return the first step after `step` that no process finishes before all have reached it."""
         return step + 1
 
-    def settle(self) -> None:
-        """Give every process the weights that are judged and saved."""
+    def sync_weights(self) -> None:
+        """Give every process the weights that are validated and saved."""
         self.group.sync_buffers(self.model)
 
     def predict(self, batch: Mapping[str, Tensor]) -> Outputs | None:
-        """Answers for validation; None where another process answers for this one."""
+        """Return outputs for validation; None where another process returns them for this one."""
         return self.objective.outputs(self.model, batch)
 
     def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State:
-        """What a checkpoint holds, of which each process gives what it has."""
+        """Return what this process contributes to a checkpoint."""
         weights = self.weights()
-        if self.group.data_rank:  # running statistics are those of the first copy
+        if self.group.data_rank:  # running statistics are saved from the first copy of the model
             weights = {name: tensor for name, tensor in weights.items() if name not in self._buffers}
         tensors = {
-            **above("weights.", weights),
-            **above("optimizer.", self.moments(optimizer)),
-            **above(self._own_prefix, self.own_state()),
+            **add_prefix("weights.", weights),
+            **add_prefix("optimizer.", self.optimizer_state(optimizer)),
+            **add_prefix(self._own_prefix, self.process_state()),
         }
         return State(progress, tensors, self.objective.precision.state())
 
-    def restore(self, optimizer: torch.optim.Optimizer, saved: Saved) -> None:
-        own = self.own_room(saved)
-        saved.load({**self.shared_room(optimizer, saved), **above(self._own_prefix, own)})
+    def restore(self, optimizer: torch.optim.Optimizer, saved: SavedCheckpoint) -> None:
+        own = self.own_targets(saved)
+        saved.load({**self.shared_targets(optimizer, saved), **add_prefix(self._own_prefix, own)})
         if saved.scaler:
             self.objective.precision.restore(saved.scaler)
-        self.restore_own(own)
+        self.restore_process_state(own)
 
-    def shared_room(self, optimizer: torch.optim.Optimizer, saved: Saved) -> dict[str, Tensor]:
-        """Where weights and optimizer state are to be filled in, by their names in the checkpoint."""
-        weights = self.weights()  # first: with it FSDP puts back the pieces of what a forward pass has left whole
-        moments = room_for_optimizer(self.model, optimizer, saved.shapes("optimizer."))
-        return {**above("weights.", weights), **above("optimizer.", moments)}
+    def shared_targets(self, optimizer: torch.optim.Optimizer, saved: SavedCheckpoint) -> dict[str, Tensor]:
+        """Return the tensors to load weights and optimizer state into, by their names in the checkpoint."""
+        weights = self.weights()  # first: with it FSDP reshards what a forward pass has left whole
+        optimizer_state = allocate_optimizer_state(self.model, optimizer, saved.shapes("optimizer."))
+        return {**add_prefix("weights.", weights), **add_prefix("optimizer.", optimizer_state)}
 
     def weights(self) -> dict[str, Tensor]:
-        """By name, those of the model's tensors that this process has."""
+        """Return the model's tensors that this process has, by name."""
         return dict(self.model.state_dict())
 
-    def moments(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The optimizer's state, by the names of the parameters it is of."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return the optimizer's state by the names of its parameters."""
         return optimizer_tensors(self.model, optimizer)
 
-    def own_state(self) -> Mapping[str, Tensor]:
-        """What only this process knows and a resumed run needs, such as the remainders of compression."""
+    def process_state(self) -> Mapping[str, Tensor]:
+        """Return state that only this process has and a resumed run needs, such as the remainders of compression."""
         return {}
 
-    def restore_own(self, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors` is empty when the run resumes with another number of processes."""
+    def restore_process_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore it; `tensors` is empty when the run resumes with another number of processes."""
 
-    def own_room(self, saved: Saved) -> dict[str, Tensor]:
-        """Tensors for what this process told of itself; none when the run resumes with another number of processes."""
+    def own_targets(self, saved: SavedCheckpoint) -> dict[str, Tensor]:
+        """Return tensors to load `process_state` into; none when the run resumes with another number of processes."""
         stored = saved.shapes(self._own_prefix) if saved.world_size == self.group.size else {}
         return {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in stored.items()}
 
 
-def placed(model: nn.Module, device: torch.device) -> nn.Module:
-    """On the device; what has no memory yet will get it there."""
+def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model whose parameters may still be on the meta device; these are materialized later."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device)
-    found: nn.Module = model._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
-    return found
+    moved: nn.Module = model._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+    return moved
 
 
 @dataclass
 class Traffic:
-    """Running totals. Seconds stay zero where a strategy does not measure them."""
+    """Running totals of what the exchange costs; seconds stay zero where a strategy does not measure them."""
 
     sent_bytes: int = 0
-    own_seconds: float = 0.0  # forward and backward passes, without waiting for other processes
-    exposed_seconds: float = 0.0  # waited for the exchange, with nothing else to do
+    compute_seconds: float = 0.0  # forward and backward passes, without waiting for other processes
+    exposed_seconds: float = 0.0  # waiting for the exchange, with nothing else to do
 
 
 class Stopwatch:
-    """Divides the passes of a step into own work and waiting.
+    """Divides the passes of a step into computing and waiting.
 
-    Gradients meet inside backward(), so the moment between the two is asked of autograd: its callbacks run in order,
-    ours is queued before the one in which DistributedDataParallel waits. A moment is a time on CPU and an event on a
-    GPU, whose distances are known only later: nothing here makes a GPU wait but `collect`.
+    Gradients are exchanged inside backward(), so autograd reports the moment between the two: its callbacks run in
+    order, and ours is queued before the one in which DistributedDataParallel waits. On a CPU a moment is a time, on a
+    GPU it is an event, so that only `collect` makes the GPU wait.
     """
 
     def __init__(self, device: torch.device, traffic: Traffic) -> None:
@@ -200,8 +202,8 @@ class Stopwatch:
     def start(self) -> None:
         self._began, self._computed, self._passing = self._now(), None, True
 
-    def watch(self, loss: Tensor) -> None:
-        """No backward pass of this step follows that of `loss`."""
+    def expect_last_backward(self, loss: Tensor) -> None:
+        """Note the end of the backward pass of `loss`, the last one of this step."""
         register: Any = loss.register_hook  # published without types
         register(lambda _: Variable._execution_engine.queue_callback(self._all_computed))
 
@@ -213,22 +215,22 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around an exchange that this process sits through, in the midst of the passes or after them."""
+        """Measure an exchange that blocks this process, between the passes or after them."""
         began, passing = self._now(), self._passing
         with phase("exchange"):
             yield
         self._waits.append((began, self._now(), passing))
 
     def collect(self) -> None:
-        """Bring the totals up to date."""
+        """Add what was measured to the totals."""
         if self._on_gpu and (self._laps or self._waits):
             torch.cuda.synchronize()
         for began, computed, ended in self._laps:
-            self._traffic.own_seconds += self._seconds(began, computed)
+            self._traffic.compute_seconds += self._seconds(began, computed)
             self._traffic.exposed_seconds += self._seconds(computed, ended)
         for began, ended, passing in self._waits:
             self._traffic.exposed_seconds += self._seconds(began, ended)
-            self._traffic.own_seconds -= self._seconds(began, ended) if passing else 0.0
+            self._traffic.compute_seconds -= self._seconds(began, ended) if passing else 0.0
         self._laps.clear()
         self._waits.clear()
 
@@ -250,6 +252,8 @@ def _event() -> Any:
 
 @dataclass(frozen=True)
 class Objective:
+    """The task's loss on the model's declared inputs, in the configured precision."""
+
     task: Task
     precision: Precision
 
@@ -258,7 +262,7 @@ class Objective:
             return forward(module, self.task, batch)
 
     def loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean over the samples of the batch."""
+        """Return the mean over the samples of the batch."""
         with phase("forward"), self.precision.autocast():
             return self.task.loss(forward(module, self.task, batch), batch)
 

@@ -1,7 +1,11 @@
-"""What gradients are packed into for the exchange, and the remainders that packing leaves for the next step.
+"""Gradient compression for DistributedDataParallel over slow links: fp16, bf16, PowerSGD and top-k.
 
-Data parallel over slow links: gradients are packed before they are exchanged.
+A compressor averages one bucket of gradients at a time, as a communication hook of DistributedDataParallel. PowerSGD
+and top-k are lossy: what one step does not send is added to the gradient of the next one (error feedback). bf16 is
+torch's own hook. torch's hooks for fp16 and PowerSGD are not used: its fp16 overflows and loses small gradients, and
+its PowerSGD deadlocks on gloo when there are several buckets.
 """
+# No `from __future__ import annotations`: DistributedDataParallel compares the annotations of a hook as objects.
 
 import abc
 import contextlib
@@ -12,280 +16,276 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.futures import Future
 
 from pipeline.contract.settings.stages import Train
-from train.parallel.base import Part, Stopwatch, Traffic
-from train.parallel.ddp import DataParallel
+from train.parallel.base import MicroBatch, Stopwatch, Traffic
+from train.parallel.ddp import DDPStrategy
 
 
-def make_packing(config: Train, traffic: Traffic, stopwatch: Stopwatch, device: torch.device) -> "Packing":
-    if config.compress == "topk":
-        return TopK(traffic, stopwatch, device, config.compress_share)
-    if config.compress == "powersgd":
-        return LowRank(traffic, stopwatch, device, config.compress_rank)
-    return Float16(traffic, stopwatch, device) if config.compress == "fp16" else BFloat16(traffic, stopwatch, device)
+class CompressedDDPStrategy(DDPStrategy):
+    def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> None:
+        """Register the hook once the buckets have their final order: remainders are kept by bucket."""
+        self._compressor = make_compressor(self.config, self.traffic, self.stopwatch, self.group.device)
+        super().warm_up(micro_batches)
+        self.ddp.register_comm_hook(self._compressor, compression_hook)
+
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
+        if not last:
+            return self.ddp.no_sync()
+        self._compressor.rescale(self.objective.precision.scaler.get_scale())
+        return contextlib.nullcontext()
+
+    def process_state(self) -> Mapping[str, Tensor]:
+        return self._compressor.state()
+
+    def restore_process_state(self, tensors: Mapping[str, Tensor]) -> None:
+        self._compressor.restore(tensors)
 
 
-class Packing(abc.ABC):
-    """How the processes average one bucket of gradients; one object serves all buckets."""
+class Compressor(abc.ABC):
+    """Averages one bucket of gradients over all processes; one object serves all buckets."""
 
     def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device) -> None:
         self._traffic, self._stopwatch, self._device = traffic, stopwatch, device
         self._world_size = dist.get_world_size()
 
     @abc.abstractmethod
-    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+    def average(self, bucket: GradBucket) -> Future[Tensor]:
         """Put the average over all processes into the bucket's buffer."""
 
-    def rescale(self, scale: float) -> None:  # noqa: B027  only feedback depends on it
-        """The losses of this step are multiplied by `scale`, and so are their gradients."""
+    def rescale(self, scale: float) -> None:  # noqa: B027  only error feedback depends on it
+        """Note that the losses of this step, and so their gradients, are multiplied by `scale`."""
 
     def state(self) -> dict[str, Tensor]:
         return {}
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027  only feedback has a state
-        """`tensors` is what `state` gave, or empty: then packing starts afresh."""
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027  only error feedback has a state
+        """Take back what `state` returned; without tensors compression starts afresh."""
 
-    def _send(self, tensor: Tensor) -> Tensor:
-        self._traffic.sent_bytes += tensor.numel() * tensor.element_size()
+    def _counted(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, after adding its bytes to the traffic."""
+        self._traffic.sent_bytes += tensor.nbytes
         return tensor
 
 
-def pack(packing: Packing, bucket: GradBucket) -> Future[Tensor]:
-    """The hook itself: it must be a plain function, with an argument of this name."""
-    return packing.exchange(bucket)
+def make_compressor(config: Train, traffic: Traffic, stopwatch: Stopwatch, device: torch.device) -> Compressor:
+    if config.compress_kind == "topk":
+        return TopKCompressor(traffic, stopwatch, device, config.topk_fraction)
+    if config.compress_kind == "powersgd":
+        return PowerSGDCompressor(traffic, stopwatch, device, config.powersgd_rank)
+    if config.compress_kind == "fp16":
+        return Float16Compressor(traffic, stopwatch, device)
+    return BFloat16Compressor(traffic, stopwatch, device)
 
 
-class BFloat16(Packing):
-    """Half the bytes; the range of fp32, so nothing can overflow that did not before."""
-
-    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
-        buffer = bucket.buffer()
-        packed = self._send((buffer / self._world_size).bfloat16())
-
-        def unpack(done: Future[list[Tensor]]) -> Tensor:
-            buffer.copy_(done.value()[0])
-            return buffer
-
-        return _future(dist.all_reduce(packed, async_op=True)).then(unpack)
+def compression_hook(compressor: Compressor, bucket: GradBucket) -> Future[Tensor]:
+    """Run the compressor; DistributedDataParallel wants a plain function with an argument named `bucket`."""
+    return compressor.average(bucket)
 
 
-class Float16(Packing):
-    """Half the bytes, and three bits more of each number than bf16.
+class BFloat16Compressor(Compressor):
+    """Half the bytes and the range of fp32, so nothing overflows that did not before."""
 
-    Every bucket is first scaled by a power of two, so that its largest number lies just below 2¹⁵. All processes
-    learn that number beforehand, by a collective of four bytes. Packing as it comes and repeating in fp32 what
-    overflowed would spare it, but gradients below 6e-8 would vanish unseen, and a repetition that starts in a
-    callback can meet another bucket's exchange on another process: gloo would add up the wrong buffers.
+    def average(self, bucket: GradBucket) -> Future[Tensor]:
+        self._traffic.sent_bytes += bucket.buffer().numel() * torch.bfloat16.itemsize
+        return bf16_compress_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+
+class Float16Compressor(Compressor):
+    """Half the bytes, and three more bits of precision than bf16.
+
+    Every bucket is first scaled by a power of two, so that its largest number lies just below 2¹⁵. A collective of
+    four bytes finds that number for all processes. Casting without it and repeating in fp32 what overflowed would
+    save these bytes, but gradients below 6e-8 would vanish unnoticed, and a repetition that starts in a callback can
+    meet another bucket's all-reduce on another process: gloo would add up the wrong buffers.
     """
 
     def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device) -> None:
         super().__init__(traffic, stopwatch, device)
-        self._factors: dict[int, Tensor] = {}  # alive until the next step: on a GPU the callback runs elsewhere
+        self._factors: dict[int, Tensor] = {}  # kept until the next step: on a GPU the callback runs on another stream
 
-    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+    def average(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         largest = torch.linalg.vector_norm(buffer, math.inf).float().nan_to_num(nan=math.inf)
         with self._stopwatch.waiting():
-            dist.all_reduce(self._send(largest), dist.ReduceOp.MAX)
+            dist.all_reduce(self._counted(largest), dist.ReduceOp.MAX)
         factor = self._factors[bucket.index()] = power_of_two_below(largest)
-        packed = self._send((buffer * (factor / self._world_size)).half())
+        compressed = self._counted((buffer * (factor / self._world_size)).half())
 
-        def unpack(done: Future[list[Tensor]]) -> Tensor:
+        def decompress(done: Future[list[Tensor]]) -> Tensor:
             buffer.copy_(done.value()[0])
             return buffer.div_(factor)
 
-        return _future(dist.all_reduce(packed, async_op=True)).then(unpack)
+        work = dist.all_reduce(compressed, async_op=True)
+        assert work is not None  # it is asynchronous
+        future: Future[list[Tensor]] = work.get_future()
+        return future.then(decompress)
 
 
-def power_of_two_below(largest: Tensor, top: int = 15) -> Tensor:
-    """What brings `largest` just below 2^top; 1 where it is not finite: everybody shall see that it is not."""
+def power_of_two_below(largest: Tensor, exponent_limit: int = 15) -> Tensor:
+    """Return the factor that brings `largest` just below 2^limit; 1 if it is not finite, so that all see that."""
     _, exponent = torch.frexp(largest.clamp(min=2.0**-100))
-    return torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), top - exponent), 1.0)
+    return torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent_limit - exponent), 1.0)
 
 
-class Feedback(Packing):
-    """Lossy packing: what was not sent is added to the gradient of the next step (error feedback).
+class ErrorFeedbackCompressor(Compressor):
+    """Lossy compression with error feedback: the remainder of one step is added to the gradient of the next.
 
-    The rounds of one bucket are done before the hook returns. Rounds that start in callbacks are mixed up with
-    those of other buckets on gloo, and abort the process.
+    All rounds of one bucket are done before the hook returns. Rounds that start in callbacks get mixed up with those
+    of other buckets on gloo, and abort the process.
     """
 
     def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device) -> None:
         super().__init__(traffic, stopwatch, device)
-        self._left: dict[int, Tensor] = {}  # by bucket
-        self._scale = 1.0  # what the remainders are multiplied by, as the gradients of their step were
+        self._remainders: dict[int, Tensor] = {}  # by bucket
+        self._scale = 1.0  # the loss scale of the remainders
 
-    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+    def average(self, bucket: GradBucket) -> Future[Tensor]:
         buffer, index = bucket.buffer(), bucket.index()
-        before = self._left.get(index)
+        before = self._remainders.get(index)
         if before is None:
             before = torch.zeros_like(buffer)
         buffer.add_(before)
-        left = self._approximate(bucket)
+        remainder = self._approximate(bucket)
         finite = buffer.sum().isfinite()  # of the average, so all processes find the same
-        # After an overflow (fp16) no step is made, so it leaves the remainders as they were.
-        self._left[index] = torch.where(finite, left, before)
-        self._learn(index, finite)
+        # After an overflow (fp16) the optimizer makes no step, so the remainders stay as they were.
+        self._remainders[index] = torch.where(finite, remainder, before)
+        self._keep_for_next_step(index, finite)
         done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
         done.set_result(buffer)
         return done
 
     @abc.abstractmethod
     def _approximate(self, bucket: GradBucket) -> Tensor:
-        """Put the average of what can be sent into the bucket's buffer; return what this process could not send."""
+        """Put the average of what was sent into the bucket's buffer; return what this process did not send."""
 
-    def _learn(self, index: int, finite: Tensor) -> None:
-        """Take what the exchange of this bucket found over to the next step, unless it is not finite."""
+    def _keep_for_next_step(self, index: int, finite: Tensor) -> None:
+        """Keep what the next step needs from this bucket's exchange, unless the average is not finite."""
 
     def rescale(self, scale: float) -> None:
-        for left in self._left.values():
-            left.mul_(scale / self._scale)
+        for remainder in self._remainders.values():
+            remainder.mul_(scale / self._scale)
         self._scale = scale
 
     def state(self) -> dict[str, Tensor]:
-        return {**_named("left", self._left), "scale": torch.tensor(self._scale, dtype=torch.float64)}
+        return {**_add_prefix("left", self._remainders), "scale": torch.tensor(self._scale, dtype=torch.float64)}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        self._left = _of_buckets("left", tensors, self._device)
+        self._remainders = _by_bucket("left", tensors, self._device)
         self._scale = float(tensors.get("scale", 1.0))
 
 
-class TopK(Feedback):
-    """The largest entries of each bucket, as positions and values."""
+class TopKCompressor(ErrorFeedbackCompressor):
+    """The largest entries of each bucket, sent as positions and values."""
 
-    def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device, share: float) -> None:
+    def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device, fraction: float) -> None:
         super().__init__(traffic, stopwatch, device)
-        self._share = share
+        self._fraction = fraction
 
     def _approximate(self, bucket: GradBucket) -> Tensor:
         buffer = bucket.buffer()
-        count = math.ceil(self._share * buffer.numel())
-        chosen = torch.topk(buffer.abs(), count, sorted=False).indices  # what is not a number counts as largest
+        count = math.ceil(self._fraction * buffer.numel())
+        chosen = torch.topk(buffer.abs(), count, sorted=False).indices  # NaN counts as largest
         values = buffer[chosen].float()
-        left = buffer.clone()
-        left[chosen] -= values.to(buffer.dtype)
+        remainder = buffer.clone()
+        remainder[chosen] -= values.to(buffer.dtype)
         positions = chosen.to(torch.int32 if buffer.numel() < 1 << 31 else torch.int64)
-        packed = self._send(torch.cat([positions.view(torch.int32), values.view(torch.int32)]))  # one message
-        received = [torch.empty_like(packed) for _ in range(self._world_size)]
+        message = self._counted(torch.cat([positions.view(torch.int32), values.view(torch.int32)]))
+        received = [torch.empty_like(message) for _ in range(self._world_size)]
         with self._stopwatch.waiting():
-            dist.all_gather(received, packed)
+            dist.all_gather(received, message)
         buffer.zero_()
-        for part in received:  # by rank, so that everybody's sums have the same bits
-            where, what = part[:-count].view(positions.dtype), part[-count:].view(torch.float32)
+        for other in received:  # by rank, so that the sums have the same bits on all processes
+            where, what = other[:-count].view(positions.dtype), other[-count:].view(torch.float32)
             buffer.index_add_(0, where, what.to(buffer.dtype) / self._world_size)
-        return left
+        return remainder
 
 
-class LowRank(Feedback):
-    """PowerSGD: each matrix of gradients as the product of two thin ones, found by one power iteration a step.
+class PowerSGDCompressor(ErrorFeedbackCompressor):
+    """PowerSGD: each gradient matrix as the product of two thin ones, found by one power iteration per step.
 
-    The library's own needs one bucket and three rounds; here the first round carries small gradients as well.
+    torch's hook needs a single bucket and three rounds; here the first round carries the small gradients as well.
     """
 
     def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device, rank: int) -> None:
         super().__init__(traffic, stopwatch, device)
         self._rank = rank
-        self._bases: dict[int, Tensor] = {}  # by bucket: the right sides of all its matrices, one after another
-        self._found: dict[int, Tensor] = {}
+        self._bases: dict[int, Tensor] = {}  # by bucket: the right factors of all its matrices, one after another
+        self._next_bases: dict[int, Tensor] = {}
 
     def _approximate(self, bucket: GradBucket) -> Tensor:
         buffer = bucket.buffer()
-        whole = buffer.clone()
-        matrices = [gradient.flatten(1) for gradient in bucket.gradients() if shrinks(gradient, self._rank)]
-        others = [gradient for gradient in bucket.gradients() if not shrinks(gradient, self._rank)]
-        bases = self._bases_of(bucket.index(), matrices)
-        left = [matrix.float() @ orthogonal(base) for matrix, base in zip(matrices, bases, strict=True)]
-        met = self._average([*left, *others])
-        left = [orthogonal(side) for side in met[: len(left)]]
-        right = [matrix.float().T @ side for matrix, side in zip(matrices, left, strict=True)]
+        original = buffer.clone()
+        matrices = [gradient.flatten(1) for gradient in bucket.gradients() if is_worth_factoring(gradient, self._rank)]
+        others = [gradient for gradient in bucket.gradients() if not is_worth_factoring(gradient, self._rank)]
+        bases = self._split_bases(bucket.index(), matrices)
+        left = [matrix.float() @ orthonormalize(base) for matrix, base in zip(matrices, bases, strict=True)]
+        averages = self._average_together([*left, *others])
+        left = [orthonormalize(factor) for factor in averages[: len(left)]]
+        right = [matrix.float().T @ factor for matrix, factor in zip(matrices, left, strict=True)]
         _multiply(left, right, matrices)
-        rest = whole.sub_(buffer)  # the small gradients are sent as they are
-        right = self._average(right)
+        remainder = original.sub_(buffer)  # zero for the small gradients, which are sent whole
+        right = self._average_together(right)
         _multiply(left, right, matrices)
-        for gradient, average in zip(others, met[len(left) :], strict=True):
+        for gradient, average in zip(others, averages[len(left) :], strict=True):
             gradient.copy_(average)
-        self._found[bucket.index()] = torch.cat([side.flatten() for side in right]) if right else buffer.new_empty(0)
-        return rest
+        flat = torch.cat([factor.flatten() for factor in right]) if right else buffer.new_empty(0)
+        self._next_bases[bucket.index()] = flat
+        return remainder
 
-    def _learn(self, index: int, finite: Tensor) -> None:
-        self._bases[index] = torch.where(finite, self._found.pop(index), self._bases[index])
+    def _keep_for_next_step(self, index: int, finite: Tensor) -> None:
+        self._bases[index] = torch.where(finite, self._next_bases.pop(index), self._bases[index])
 
     def state(self) -> dict[str, Tensor]:
-        return {**super().state(), **_named("bases", self._bases)}
+        return {**super().state(), **_add_prefix("bases", self._bases)}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         super().restore(tensors)
-        self._bases = _of_buckets("bases", tensors, self._device)
+        self._bases = _by_bucket("bases", tensors, self._device)
 
-    def _bases_of(self, index: int, matrices: Sequence[Tensor]) -> list[Tensor]:
+    def _split_bases(self, index: int, matrices: Sequence[Tensor]) -> list[Tensor]:
         sizes = [matrix.shape[1] * min(*matrix.shape, self._rank) for matrix in matrices]
         if index not in self._bases:
-            same = torch.Generator().manual_seed(index)  # on every process
-            self._bases[index] = torch.randn(sum(sizes), generator=same).to(self._device)
-        parts = torch.split(self._bases[index], sizes)
-        return [part.view(matrix.shape[1], -1) for part, matrix in zip(parts, matrices, strict=True)]
+            generator = torch.Generator().manual_seed(index)  # the same numbers on every process
+            self._bases[index] = torch.randn(sum(sizes), generator=generator).to(self._device)
+        bases = torch.split(self._bases[index], sizes)
+        return [base.view(matrix.shape[1], -1) for base, matrix in zip(bases, matrices, strict=True)]
 
-    def _average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As one message."""
+    def _average_together(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Average the tensors over the processes in one message."""
         if not tensors:
             return []
         flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(self._world_size)
         with self._stopwatch.waiting():
-            dist.all_reduce(self._send(flat))
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+            dist.all_reduce(self._counted(flat))
+        averages = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return [average.view_as(tensor) for average, tensor in zip(averages, tensors, strict=True)]
 
 
-def shrinks(gradient: Tensor, rank: int) -> bool:
-    """Whether two thin matrices are less than half of this one."""
+def is_worth_factoring(gradient: Tensor, rank: int) -> bool:
+    """Return whether two thin factors have less than half the numbers of the matrix."""
     if gradient.ndim < 2:
         return False
     rows, columns = gradient.flatten(1).shape
     return 2 * min(rows, columns, rank) * (rows + columns) < rows * columns
 
 
-def orthogonal(columns: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.qr(columns).Q
-    return found
+def orthonormalize(columns: Tensor) -> Tensor:
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
 
 
-def _multiply(left: Sequence[Tensor], right: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    for one, other, matrix in zip(left, right, into, strict=True):
-        matrix.copy_(one @ other.T)
+def _multiply(left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    for left_factor, right_factor, matrix in zip(left, right, out, strict=True):
+        matrix.copy_(left_factor @ right_factor.T)
 
 
-def _named(what: str, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    return {f"{what}.{index}": tensor for index, tensor in tensors.items()}
+def _add_prefix(prefix: str, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{index}": tensor for index, tensor in tensors.items()}
 
 
-def _of_buckets(what: str, tensors: Mapping[str, Tensor], device: torch.device) -> dict[int, Tensor]:
-    held = {name.removeprefix(f"{what}."): tensor for name, tensor in tensors.items() if name.startswith(f"{what}.")}
-    return {int(index): tensor.to(device) for index, tensor in held.items()}
-
-
-def _future(work: dist.Work | None) -> Future[list[Tensor]]:
-    assert work is not None  # it is asynchronous
-    future: Future[list[Tensor]] = work.get_future()
-    return future
-
-
-class CompressedDataParallel(DataParallel):
-    def warm_up(self, parts: Callable[[], Iterable[Part]]) -> None:
-        """Packing begins when the buckets have their lasting order: remainders are kept by bucket."""
-        self._packing = make_packing(self.config, self.traffic, self.stopwatch, self.group.device)
-        super().warm_up(parts)
-        self.ddp.register_comm_hook(self._packing, pack)
-
-    def exchange(self, last: bool) -> contextlib.AbstractContextManager[object]:
-        if not last:
-            return self.ddp.no_sync()
-        self._packing.rescale(self.objective.precision.scaler.get_scale())
-        return contextlib.nullcontext()
-
-    def own_state(self) -> Mapping[str, Tensor]:
-        return self._packing.state()
-
-    def restore_own(self, tensors: Mapping[str, Tensor]) -> None:
-        self._packing.restore(tensors)
+def _by_bucket(prefix: str, tensors: Mapping[str, Tensor], device: torch.device) -> dict[int, Tensor]:
+    start = f"{prefix}."
+    return {int(name.removeprefix(start)): t.to(device) for name, t in tensors.items() if name.startswith(start)}

@@ -1,8 +1,8 @@
-"""`elastic: exact`: the same bits with any number of processes, since neither cuts nor sums depend on it.
+"""Deterministic data parallelism (`elastic_shards`): the same bits with any number of processes.
 
-Adding rows of numbers from all processes in the order of a tree, so that their number changes no bit.
-
-A fixed binary tree over numbered shards: the order in which their gradients are added, whoever computes them.
+Neither how a batch is split nor the order in which gradients are added depends on the number of processes: a batch is
+split into numbered shards, and their gradients are added along a fixed binary tree over the shards, whichever
+processes compute them.
 """
 
 from __future__ import annotations
@@ -20,225 +20,230 @@ from torch import Tensor, nn
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
-from train.parallel.base import Objective, Part, Strategy
-from train.parallel.ddp import Rewinding, only_statistics
-from train.process_group import Group
+from train.parallel.base import MicroBatch, Objective, Strategy
+from train.parallel.ddp import BufferSnapshot, has_only_running_statistics
+from train.process_group import ProcessGroup
 
-Gradient = list[Tensor | None]  # of each trained parameter; None: no pass came by it
+Gradient = list[Tensor | None]  # of each trained parameter; None: no pass used it
+
+
+class DeterministicStrategy(Strategy):
+    """A batch is split into `elastic_shards` shards, and each process computes some consecutive ones in turn.
+
+    The random numbers of a pass, its micro-batches and the buffers it starts from depend on its shard alone. The
+    buffers after shard 0 are kept, as those of rank 0 are in DDP.
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective, group: ProcessGroup, config: Train) -> None:
+        self._shard_count = config.elastic_shards
+        if group.size > self._shard_count:
+            raise ConfigError(
+                f"train.elastic_shards={self._shard_count}: {group.size} processes leave some without work; "
+                f"set train.elastic_shards={group.size}, which gives other bits, or use fewer processes"
+            )
+        super().__init__(model, objective, group, config)
+
+    def wrap_model(self) -> nn.Module:
+        if self.group.size > 1:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                dist.broadcast(tensor.detach(), 0)
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._dtype = functools.reduce(torch.promote_types, [p.dtype for p in self._trained], torch.float32)
+        width = sum(parameter.numel() for parameter in self._trained) + len(self._trained) + self._shard_count
+        self._reduction = DeterministicAllReduce(self.group, self._shard_count, width, self._dtype)
+        self._rows = [self._view(row) for row in self._reduction.rows]
+        self._total = self._view(self._reduction.total)
+        self._sync_buffers = not has_only_running_statistics(self.model)  # training passes read them
+        self._buffers_before = BufferSnapshot(self.model)
+        self._buffers_after_shard_0 = BufferSnapshot(self.model)
+        return super().wrap_model()
+
+    def slices(self, count: int) -> dict[int, range]:
+        own = self.group.slice_of(self._shard_count)
+        return {shard: Rank(shard, world_size=self._shard_count).slice_of(count) for shard in own}
+
+    def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        shard_sums = self._compute_shards(micro_batches)
+
+        def next_shard(node: range) -> PartialSum | None:
+            return next(shard_sums) if len(node) == 1 else None
+
+        self._buffers_before.take()
+        sums = [tree_sum(node, next_shard, add) for node in self._reduction.own_nodes]
+        if self.group.rank.first:
+            self._buffers_after_shard_0.restore()
+        if self._sync_buffers:
+            self.group.sync_buffers(self.model)
+        own = torch.stack([loss for partial in sums for loss in partial.losses])
+        losses = own if self.group.size == 1 else self._reduce(sums)
+        if self.group.size == 1:
+            self._set_gradients(sums[0].gradient)
+        return self._reported_loss(own.double().sum(), losses.double().sum())
+
+    def _compute_shards(self, micro_batches: Iterable[MicroBatch]) -> Iterator[PartialSum]:
+        """Yield the sum of each shard; the next one is computed only when it is needed."""
+        for shard, shard_batches in itertools.groupby(micro_batches, key=lambda micro_batch: micro_batch.slice):
+            self._buffers_before.restore()
+            total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+            for micro_batch in shard_batches:
+                loss = self.objective.loss(self.module, micro_batch.batch)
+                self.objective.backward(loss if micro_batch.fraction == 1 else loss * micro_batch.fraction)
+                total += loss.detach() * micro_batch.count
+            if shard == 0:
+                self._buffers_after_shard_0.take()
+            yield PartialSum(self._take_gradients(), [total.to(self._dtype)])
+
+    def _take_gradients(self) -> Gradient:
+        """Return the gradients of the last passes and clear those of the parameters."""
+        gradient = [None if p.grad is None else p.grad.to(self._dtype) for p in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None
+        return gradient
+
+    def _reduce(self, sums: list[PartialSum]) -> Tensor:
+        """Turn the sums over this process's shards into the gradient of the batch; return the losses of all shards."""
+        self.traffic.sent_bytes += self._reduction.sent_bytes
+        for row, node, partial in zip(self._rows, self._reduction.own_nodes, sums, strict=True):
+            row.fill(partial, node)
+        with self.stopwatch.waiting():
+            self._reduction.all_reduce()
+        missing_here = [i for i, gradient in enumerate(sums[0].gradient) if gradient is None]
+        missing = {i for i in missing_here if self._total.is_present[i] == 0}  # waits for a GPU only if any is
+        self._set_gradients([None if i in missing else g for i, g in enumerate(self._total.gradient)])
+        return self._total.losses
+
+    def _view(self, row: Tensor) -> FlatSum:
+        """Return views of a row; each gradient has the memory layout of its parameter."""
+        sizes = [parameter.numel() for parameter in self._trained]
+        numbers = sum(sizes)
+        pairs = zip(self._trained, torch.split(row[:numbers], sizes), strict=True)
+        gradient = [values.as_strided(parameter.size(), parameter.stride()) for parameter, values in pairs]
+        is_present, losses = torch.split(row[numbers:], [len(sizes), len(row) - numbers - len(sizes)])
+        return FlatSum(gradient, is_present, losses[: self._shard_count])
+
+    def _set_gradients(self, gradients: Gradient) -> None:
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+    def _reported_loss(self, own: Tensor, total: Tensor) -> Tensor:
+        """Return the loss that this process reports; the trainer adds up those of all processes.
+
+        The first process reports the loss of all, so that it is added up in one order. A loss that is not finite is
+        reported by the process that has it.
+        """
+        if self.group.rank.first:
+            return torch.where(total.isfinite(), total, own)
+        return torch.where(own.isfinite(), torch.zeros_like(own), own)
 
 
 @dataclass
-class Passed:
-    """The sum over some consecutive shards."""
+class PartialSum:
+    """Gradients and losses, summed over some consecutive shards."""
 
     gradient: Gradient
     losses: list[Tensor]  # of each shard, summed over its samples
 
 
 @dataclass(frozen=True)
-class Row:
-    """The same as a row of numbers that travels: views of its parts."""
+class FlatSum:
+    """A partial sum as one row of numbers, ready to be sent: views of the row."""
 
     gradient: list[Tensor]
-    there: Tensor  # for each parameter whether there is one: 0 or more
+    is_present: Tensor  # for each parameter: 0 if no shard has a gradient
     losses: Tensor  # of all shards
 
-    def fill(self, one: Passed, node: range) -> None:
-        self.there.fill_(1)
-        for i, found in enumerate(one.gradient):
-            if found is None:
+    def fill(self, partial: PartialSum, node: range) -> None:
+        self.is_present.fill_(1)
+        for i, gradient in enumerate(partial.gradient):
+            if gradient is None:
                 self.gradient[i].zero_()
-                self.there[i] = 0
-        pairs = [(to, found) for to, found in zip(self.gradient, one.gradient, strict=True) if found is not None]
+                self.is_present[i] = 0
+        pairs = [(out, g) for out, g in zip(self.gradient, partial.gradient, strict=True) if g is not None]
         if pairs:
-            torch._foreach_copy_([to for to, _ in pairs], [found for _, found in pairs])
+            torch._foreach_copy_([out for out, _ in pairs], [gradient for _, gradient in pairs])
         self.losses.zero_()
-        self.losses[node.start : node.stop] = torch.stack(one.losses)
+        self.losses[node.start : node.stop] = torch.stack(partial.losses)
 
 
-class DeterministicDataParallel(Strategy):
-    """A batch is cut into `elastic_shards` shards, and each process takes a row of them, one after the other.
-
-    The random numbers of a pass, its micro-batches and the buffers it starts from are those of its shard. Gradients are
-    added along a binary tree over the shards. Shard 0's buffers are the ones that stay, as those of rank 0 do in DDP.
-    """
-
-    def __init__(self, model: nn.Module, objective: Objective, group: Group, config: Train) -> None:
-        self._count = config.elastic_shards
-        if group.size > self._count:
-            raise ConfigError(
-                f"train.elastic=exact: {group.size} processes for {self._count} shards leave some without work; "
-                f"set train.elastic_shards={group.size}, which gives other bits, or use fewer processes"
-            )
-        super().__init__(model, objective, group, config)
-
-    def wrap(self) -> nn.Module:
-        if self.group.size > 1:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                dist.broadcast(tensor.detach(), 0)
-        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._kind = functools.reduce(torch.promote_types, [p.dtype for p in self._trained], torch.float32)
-        width = sum(parameter.numel() for parameter in self._trained) + len(self._trained) + self._count
-        self._summing = Summing(self.group, self._count, width, self._kind)
-        self._rows = [self._cut(row) for row in self._summing.rows]
-        self._total = self._cut(self._summing.total)
-        self._equal_buffers = not only_statistics(self.model)  # of all processes, in every pass
-        self._found, self._kept = Rewinding(self.model), Rewinding(self.model)
-        return super().wrap()
-
-    def slices(self, count: int) -> dict[int, range]:
-        mine = self.group.slice_of(self._count)
-        return {shard: Rank(shard, world_size=self._count).slice_of(count) for shard in mine}
-
-    def backward(self, parts: Iterable[Part]) -> Tensor:
-        passes = self._passes(parts)
-
-        def known(node: range) -> Passed | None:
-            return next(passes) if len(node) == 1 else None
-
-        self._found.note()
-        sums = [fold(node, known, add) for node in self._summing.mine]
-        if self.group.rank.first:
-            self._kept.rewind()
-        if self._equal_buffers:
-            self.group.sync_buffers(self.model)
-        own = torch.stack([loss for one in sums for loss in one.losses])
-        losses = own if self.group.size == 1 else self._exchange(sums)
-        if self.group.size == 1:
-            self._hand_out(sums[0].gradient)
-        return self._told(own.double().sum(), losses.double().sum())
-
-    def _passes(self, parts: Iterable[Part]) -> Iterator[Passed]:
-        """Shard by shard; a further one is begun when it is asked for."""
-        for shard, its_parts in itertools.groupby(parts, key=lambda part: part.slice):
-            self._found.rewind()
-            loss = torch.zeros((), dtype=torch.float64, device=self.group.device)
-            for part in its_parts:
-                found = self.objective.loss(self.module, part.batch)
-                self.objective.backward(found if part.share == 1 else found * part.share)
-                loss += found.detach() * part.count
-            if shard == 0:
-                self._kept.note()
-            yield Passed(self._take(), [loss.to(self._kind)])
-
-    def _take(self) -> Gradient:
-        """What the passes left; the parameters are ready for the next ones."""
-        found = [None if p.grad is None else p.grad.to(self._kind) for p in self._trained]
-        for parameter in self._trained:
-            parameter.grad = None
-        return found
-
-    def _exchange(self, sums: list[Passed]) -> Tensor:
-        """From the gradients of this process's shards to that of the batch; returns the losses of all shards."""
-        self.traffic.sent_bytes += self._summing.sent_bytes
-        for row, node, one in zip(self._rows, self._summing.mine, sums, strict=True):
-            row.fill(one, node)
-        with self.stopwatch.waiting():
-            self._summing.exchange()
-        missing = [i for i, found in enumerate(sums[0].gradient) if found is None]
-        lacking = {i for i in missing if self._total.there[i] == 0}  # only then is a GPU waited for
-        self._hand_out([None if i in lacking else found for i, found in enumerate(self._total.gradient)])
-        return self._total.losses
-
-    def _cut(self, row: Tensor) -> Row:
-        """Each gradient is laid out as its parameter is."""
-        sizes = [parameter.numel() for parameter in self._trained]
-        numbers = sum(sizes)
-        pairs = zip(self._trained, torch.split(row[:numbers], sizes), strict=True)
-        gradient = [part.as_strided(parameter.size(), parameter.stride()) for parameter, part in pairs]
-        there, losses = torch.split(row[numbers:], [len(sizes), len(row) - numbers - len(sizes)])
-        return Row(gradient, there, losses[: self._count])
-
-    def _hand_out(self, gradient: Gradient) -> None:
-        for parameter, found in zip(self._trained, gradient, strict=True):
-            parameter.grad = None if found is None else found.to(parameter.dtype)
-
-    def _told(self, own: Tensor, total: Tensor) -> Tensor:
-        """The first process tells the loss of all, so that it is added up in one order; a loss that is not finite is
-        told by the process that has it."""
-        if self.group.rank.first:
-            return torch.where(total.isfinite(), total, own)
-        return torch.where(own.isfinite(), torch.zeros_like(own), own)
-
-
-def add(left: Passed, right: Passed) -> Passed:
-    """In place: what is added is not needed again."""
+def add(left: PartialSum, right: PartialSum) -> PartialSum:
+    """Add two sums in place: neither is needed again."""
     pairs = [(a, b) for a, b in zip(left.gradient, right.gradient, strict=True) if a is not None and b is not None]
     if pairs:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     both = zip(left.gradient, right.gradient, strict=True)
-    return Passed([_either(a, b) for a, b in both], left.losses + right.losses)
+    return PartialSum([_first_present(a, b) for a, b in both], left.losses + right.losses)
 
 
-def _either(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Where one is missing it counts as zeros, as in a row: a negative zero becomes a positive one."""
+def _first_present(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Return the sum where one may be missing; it counts as zeros, so a negative zero becomes a positive one."""
     if left is None and right is not None:
         return right.add_(0.0)
     return left.add_(0.0) if left is not None and right is None else left
 
 
-# torch 2.13 has a new name for it, and warns of the old one.
-_gather: Callable[[Tensor, Tensor], object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# torch 2.13 renamed this function, and warns about the old name.
+_all_gather: Callable[[Tensor, Tensor], object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class Summing:
-    """Each process hands in a row for every part of the tree it holds, and gets the sum over the whole tree.
+class DeterministicAllReduce:
+    """An all-reduce whose order of additions is a fixed binary tree over shards.
 
-    Everybody adds up its own share of the columns and tells it to all: the bytes of a ring's all-reduce, but the order
-    of additions is the tree's and not the ring's.
+    A process contributes one row for every tree node that it has computed as a whole. Each process adds up a slice of
+    the columns and sends it to all: the same bytes as a ring all-reduce.
     """
 
-    def __init__(self, group: Group, shards: int, width: int, kind: torch.dtype) -> None:
-        self._tree = range(shards)
-        held = [Rank(rank, world_size=group.size).slice_of(shards) for rank in range(group.size)]
-        self._parts = [roots(self._tree, mine) for mine in held]  # by rank
-        self.mine = self._parts[group.rank.rank]
-        self._share, self._size = -(-width // group.size), group.size
-        padded, device = self._share * group.size, group.device
-        self.rows = torch.zeros(len(self.mine), padded, dtype=kind, device=device)  # to be filled, one for each part
-        self._received = torch.zeros(sum(map(len, self._parts)), self._share, dtype=kind, device=device)
-        self.total = torch.zeros(padded, dtype=kind, device=device)
+    def __init__(self, group: ProcessGroup, shards: int, width: int, dtype: torch.dtype) -> None:
+        self._root = range(shards)
+        shards_by_rank = [Rank(rank, world_size=group.size).slice_of(shards) for rank in range(group.size)]
+        self._nodes_by_rank = [covering_nodes(self._root, own) for own in shards_by_rank]
+        self.own_nodes = self._nodes_by_rank[group.rank.rank]
+        self._columns, self._size = -(-width // group.size), group.size
+        padded, device = self._columns * group.size, group.device
+        self.rows = torch.zeros(len(self.own_nodes), padded, dtype=dtype, device=device)  # to be filled, one per node
+        self._received = torch.zeros(sum(map(len, self._nodes_by_rank)), self._columns, dtype=dtype, device=device)
+        self.total = torch.zeros(padded, dtype=dtype, device=device)
 
     @property
     def sent_bytes(self) -> int:
-        """What this process hands over at each exchange."""
-        return (self.rows.numel() + self._share) * self.rows.element_size()
+        """Return the bytes that this process sends in each all-reduce."""
+        return (self.rows.numel() + self._columns) * self.rows.element_size()
 
-    def exchange(self) -> None:
-        """From `rows` to `total`."""
-        count = len(self.mine)
-        columns = self.rows.view(count, self._size, self._share).transpose(0, 1).contiguous()
+    def all_reduce(self) -> None:
+        """Add up the `rows` of all processes into `total`."""
+        count = len(self.own_nodes)
+        by_process = self.rows.view(count, self._size, self._columns).transpose(0, 1).contiguous()
         dist.all_to_all_single(
             self._received.view(-1),
-            columns.view(-1),
-            output_split_sizes=[len(parts) * self._share for parts in self._parts],
-            input_split_sizes=[count * self._share] * self._size,
+            by_process.view(-1),
+            output_split_sizes=[len(nodes) * self._columns for nodes in self._nodes_by_rank],
+            input_split_sizes=[count * self._columns] * self._size,
         )
-        known = dict(zip((part for parts in self._parts for part in parts), self._received, strict=True))
-        summed = fold(self._tree, known.get, Tensor.add_)
-        _gather(self.total, summed)
+        received = dict(zip((node for nodes in self._nodes_by_rank for node in nodes), self._received, strict=True))
+        _all_gather(self.total, tree_sum(self._root, received.get, Tensor.add_))
 
 
 Summand = TypeVar("Summand")
 
 
-def roots(node: range, held: range) -> list[range]:
-    """The largest parts of the tree below `node` of which every shard is held, in the order of shards."""
-    if held.start <= node.start and node.stop <= held.stop:
+def covering_nodes(node: range, shards: range) -> list[range]:
+    """Return the largest tree nodes below `node` that lie wholly within `shards`, in order."""
+    if shards.start <= node.start and node.stop <= shards.stop:
         return [node]
-    if node.stop <= held.start or held.stop <= node.start:
+    if node.stop <= shards.start or shards.stop <= node.start:
         return []
-    return [root for half in halves(node) for root in roots(half, held)]
+    return [covering for half in halves(node) for covering in covering_nodes(half, shards)]
 
 
-def fold(node: range, known: Callable[[range], Summand | None], add: Callable[[Summand, Summand], Summand]) -> Summand:
-    """The sum of a node: known as a whole, or that of its halves. Asks from left to right, one path at a time."""
-    found = known(node)
-    if found is not None:
-        return found
+def tree_sum(
+    node: range, lookup: Callable[[range], Summand | None], add: Callable[[Summand, Summand], Summand]
+) -> Summand:
+    """Return the sum of a node: from `lookup`, or else of its halves. Nodes are looked up from left to right."""
+    value = lookup(node)
+    if value is not None:
+        return value
     left, right = halves(node)
-    first = fold(left, known, add)
-    return add(first, fold(right, known, add))
+    first = tree_sum(left, lookup, add)
+    return add(first, tree_sum(right, lookup, add))
 
 
 def halves(node: range) -> tuple[range, range]:

@@ -1,17 +1,8 @@
-"""Expert parallel: each process holds some experts of every layer, and tokens travel to their experts and back.
+"""Expert parallelism: each process has some experts of every layer, and tokens travel to their experts and back.
 
-The processes of `expert` have different tokens, those of `tensor` the same. So a token goes over the axis `expert` to
-the owners of its experts, but only from the one of its `tensor` processes that is in the owner's place there: nothing
-is sent or computed twice, and the sum over `tensor` puts a token's answers together.
-
-Exchanges in the midst of a model, with the exchange its gradients need on the way back.
-
-A linear layer with thin products beside it (LoRA, as peft puts them there), cut as the layer itself is.
-
-The answer is that of the layer plus, for each adapter, `lora_B(lora_A(x))`. Where the layer is cut by outputs, so is
-lora_B, and every process has lora_A; where it is cut by inputs, so is lora_A, and every process has lora_B.
-
-Multi-head latent attention in parts: each process computes its heads from latents that all have.
+The processes of the mesh axis `expert` have different tokens, those of `tensor` the same. So a token is sent over
+`expert` to the owners of its experts, but only by the one of its `tensor` processes whose place matches the owner's:
+nothing is sent or computed twice, and a sum over `tensor` combines a token's outputs.
 """
 
 from __future__ import annotations
@@ -25,159 +16,159 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from pipeline.contract.errors import ConfigError
 
-_eager: Callable[..., Any] = torch.compiler.disable  # published without types; numbers of tokens differ at each step
+_eager: Callable[..., Any] = torch.compiler.disable  # it has no types; token counts differ at each step
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of forward(), as transformers name them
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that hold all experts of a layer as rows of its parameters, and are told which tokens go where."""
-    return {name: module for name, module in model.named_modules() if _holds_experts(module)}
+    """Return the modules that have all experts of a layer as rows of their parameters and take the routing as input."""
+    return {name: module for name, module in model.named_modules() if _has_experts(module)}
 
 
 def check_experts(layers: dict[str, nn.Module], expert: int, tensor: int) -> None:
-    """Before anything is cut."""
+    """Refuse numbers of experts that the processes cannot share."""
     if expert > 1 and not layers:
         raise ConfigError(
-            f"train.expert={expert}: the model has no layer of experts as transformers' models of a mixture have; "
-            "use train.expert=1"
+            f"train.expert_parallel={expert}: the model has no layer of experts like those of transformers' mixture "
+            "models; use train.expert_parallel=1"
         )
     for name, module in layers.items():
-        count = number_of_experts(module)
+        count = expert_count(module)
         if count % (expert * tensor):
-            words = " x ".join(
-                f"train.{word}={size}" for word, size in (("expert", expert), ("tensor", tensor)) if size > 1
-            )
+            sizes = (("expert_parallel", expert), ("tensor_parallel", tensor))
+            settings = " x ".join(f"train.{name}={size}" for name, size in sizes if size > 1)
             raise ConfigError(
-                f"{words}: {expert * tensor} processes cannot share the {count} experts of {name}; "
+                f"{settings}: {expert * tensor} processes cannot share the {count} experts of {name}; "
                 f"use numbers whose product divides {count}"
             )
 
 
-def cut_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """In place. Its parameters are cut over both axes of `mesh`, `expert` and `tensor`."""
+def shard_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the module's parameters in place over both axes of `mesh`, `expert` and `tensor`."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        cut = distribute_tensor(parameter.data, mesh, [Shard(0), Shard(0)], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        sharded = distribute_tensor(parameter.data, mesh, [Shard(0), Shard(0)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     module.forward = _eager(_Dispatch(module, mesh))
 
 
-def number_of_experts(module: nn.Module) -> int:
+def expert_count(module: nn.Module) -> int:
     return int(module.num_experts)  # type: ignore[arg-type]
 
 
 class _Dispatch:
-    """Stands for the module's forward(): the same answer for this process's tokens, worked out by all."""
+    """Replaces the module's forward(): the same outputs for this process's tokens, computed by all processes."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self._module, self._kind = module, type(module)  # fully_shard gives it another class
+        self._module, self._type = module, type(module)  # fully_shard changes the class
         self._groups = mesh.get_group("expert"), mesh.get_group("tensor")
         self._expert, self._tensor = mesh.size(0), mesh.size(1)
-        self._place = mesh.get_local_rank("tensor")
-        self._each = number_of_experts(module) // (self._expert * self._tensor)  # experts of one process
+        self._tensor_rank = mesh.get_local_rank("tensor")
+        self._experts_here = expert_count(module) // (self._expert * self._tensor)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        among_experts, alike = self._groups
+        expert_group, tensor_group = self._groups
         if self._tensor > 1:
-            hidden_states = meet_backward(hidden_states, alike)
-            top_k_weights = meet_backward(top_k_weights, alike)
-        sent, order = self._mine(top_k_index)
-        taken = torch.empty_like(sent)
-        dist.all_to_all_single(taken, sent, group=among_experts)  # of each giver, how many for each expert here
-        give, take = sent.sum(1).tolist(), taken.sum(1).tolist()
+            hidden_states = all_reduce_backward(hidden_states, tensor_group)
+            top_k_weights = all_reduce_backward(top_k_weights, tensor_group)
+        sent_counts, order = self._select(top_k_index)
+        received_counts = torch.empty_like(sent_counts)  # by sender and expert of this process
+        dist.all_to_all_single(received_counts, sent_counts, group=expert_group)
+        send, receive = sent_counts.sum(1).tolist(), received_counts.sum(1).tolist()
         tokens = hidden_states[order // top_k_index.shape[1]]
-        answers = hand_round(
-            self._work(hand_round(tokens, give, take, among_experts), taken), take, give, among_experts
-        )
-        weighted = answers * top_k_weights.reshape(-1, 1)[order]
+        received = all_to_all_rows(tokens, send, receive, expert_group)
+        outputs = all_to_all_rows(self._run_experts(received, received_counts), receive, send, expert_group)
+        weighted = outputs * top_k_weights.reshape(-1, 1)[order]
         rows = weighted.new_zeros(top_k_index.numel(), hidden_states.shape[1]).index_copy(0, order, weighted)
-        found = rows.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
-        return add_up(found, alike) if self._tensor > 1 else found
+        combined = rows.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+        return all_reduce_forward(combined, tensor_group) if self._tensor > 1 else combined
 
-    def _mine(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the choices that this process sends: their number by taker and its expert, and their places in order."""
+    def _select(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which choices this process sends: counts by receiver and its expert, and positions in that order."""
         flat = chosen.reshape(-1)
         order = torch.argsort(flat, stable=True)
-        order = order[flat[order] // self._each % self._tensor == self._place]
-        every = torch.arange(self._each * self._expert * self._tensor, device=flat.device)
-        counts = (flat[:, None] == every).sum(0).view(self._expert, self._tensor, self._each)
-        return counts[:, self._place].contiguous(), order
+        order = order[flat[order] // self._experts_here % self._tensor == self._tensor_rank]
+        every = torch.arange(self._experts_here * self._expert * self._tensor, device=flat.device)
+        counts = (flat[:, None] == every).sum(0).view(self._expert, self._tensor, self._experts_here)
+        return counts[:, self._tensor_rank].contiguous(), order
 
-    def _work(self, tokens: Tensor, taken: Tensor) -> Tensor:
-        """What the experts here answer to the tokens that came, in the same order."""
-        weights = {name: self._held(parameter) for name, parameter in self._module.named_parameters(recurse=False)}
-        if not len(tokens):  # the others wait for this process's gradients all the same
+    def _run_experts(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Return the outputs of this process's experts for the received tokens, in the same order."""
+        weights = {name: self._local_rows(p) for name, p in self._module.named_parameters(recurse=False)}
+        if not len(tokens):  # the others still wait for this process's gradients
             return tokens + sum(weight.sum() for weight in weights.values()) * 0
-        part = object.__new__(self._kind)
+        local = object.__new__(self._type)  # the module with the experts of this process alone
         own = {name: value for name, value in self._module.__dict__.items() if name not in ("forward", "_parameters")}
-        part.__dict__ = {**own, "_parameters": {}, **weights, "num_experts": self._each}
-        experts = torch.arange(self._each, device=tokens.device).repeat(self._expert)
-        chosen = experts.repeat_interleave(taken.flatten())
-        once = tokens.new_ones(len(tokens), 1)
-        found: Tensor = self._kind.forward(part, tokens, chosen[:, None], once)
-        return found
+        local.__dict__ = {**own, "_parameters": {}, **weights, "num_experts": self._experts_here}
+        experts = torch.arange(self._experts_here, device=tokens.device).repeat(self._expert)
+        chosen = experts.repeat_interleave(counts.flatten())
+        unweighted = tokens.new_ones(len(tokens), 1)
+        result: Tensor = self._type.forward(local, tokens, chosen[:, None], unweighted)
+        return result
 
-    def _held(self, parameter: nn.Parameter) -> Tensor:
-        """Gradients are averaged over copies of the model, and those of all `expert` processes are in this one."""
-        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return divide_backward(held, self._expert)
+    def _local_rows(self, parameter: nn.Parameter) -> Tensor:
+        """Return the rows of this process.
+
+        Their gradient is divided, since it already has the tokens of all `expert` processes, and is averaged later.
+        """
+        rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return divide_gradient(rows, self._expert)
 
 
-def _holds_experts(module: nn.Module) -> bool:
+def _has_experts(module: nn.Module) -> bool:
     count = getattr(module, "num_experts", None)
     parameters = list(module.parameters(recurse=False))
     if not isinstance(count, int) or not parameters or any(p.ndim < 2 or len(p) != count for p in parameters):
         return False
-    if any(isinstance(parameter, DTensor) for parameter in parameters):  # by the task
+    if any(isinstance(parameter, DTensor) for parameter in parameters):  # split by the task
         return False
     return tuple(inspect.signature(type(module).forward).parameters)[1:] == _ARGUMENTS
 
 
-def hand_round(rows: Tensor, send: Sequence[int], take: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows in the order of their takers, `send[i]` of them for process i; returned in the order of their givers."""
-    found: Tensor = _HandRound.apply(rows, list(send), list(take), group)  # type: ignore[no-untyped-call]
-    return found
+def all_to_all_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Send `send[i]` rows to process i and receive `receive[i]` rows from it, in the order of the processes."""
+    result: Tensor = _AllToAllRows.apply(rows, list(send), list(receive), group)  # type: ignore[no-untyped-call]
+    return result
 
 
-def meet_backward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same tensor, of which each process uses a part: its gradient is the sum over all parts."""
-    found: Tensor = _MeetBackward.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+def all_reduce_backward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensor, of which each process uses a part: its gradient is the sum over the processes."""
+    result: Tensor = _AllReduceBackward.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
 
 
-def add_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the processes, which all go on with in the same way: each part's gradient is that of the sum."""
-    found: Tensor = _AddUp.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+def all_reduce_forward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the processes; all use it in the same way, so a summand has the gradient of the sum."""
+    result: Tensor = _AllReduceForward.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
 
 
-def divide_backward(tensor: Tensor, divisor: int) -> Tensor:
-    """The same tensor, with an nth of its gradient."""
-    found: Tensor = _DivideBackward.apply(tensor, divisor)  # type: ignore[no-untyped-call]
-    return found
+def divide_gradient(tensor: Tensor, divisor: int) -> Tensor:
+    """Return the tensor; its gradient is divided by `divisor`."""
+    result: Tensor = _DivideGradient.apply(tensor, divisor)  # type: ignore[no-untyped-call]
+    return result
 
 
-class _HandRound(torch.autograd.Function):
+class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], take: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way_back = take, send, group
-        return _exchange(rows, send, take, group)
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.reverse = receive, send, group
+        return _exchange(rows, send, receive, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _exchange(gradients[0], *ctx.way_back), None, None, None
+        return _exchange(gradients[0], *ctx.reverse), None, None, None
 
 
-def _exchange(rows: Tensor, send: list[int], take: list[int], group: dist.ProcessGroup) -> Tensor:
-    found = rows.new_empty((sum(take), *rows.shape[1:]))
-    dist.all_to_all_single(found, rows.contiguous(), take, send, group=group)
-    return found
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
+    return received
 
 
-class _MeetBackward(torch.autograd.Function):
+class _AllReduceBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -185,26 +176,26 @@ class _MeetBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _summed(gradients[0], ctx.group), None
+        return _all_reduce(gradients[0], ctx.group), None
 
 
-class _AddUp(torch.autograd.Function):
+class _AllReduceForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
-        return _summed(tensor, group)
+        return _all_reduce(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ARG004
         return gradients[0], None
 
 
-def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-class _DivideBackward(torch.autograd.Function):
+class _DivideGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, divisor: int) -> Tensor:
         ctx.divisor = divisor
@@ -213,58 +204,3 @@ class _DivideBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0] / ctx.divisor, None
-
-
-_THIN = ("lora_A", "lora_B")
-
-
-def linear_in(module: nn.Module) -> nn.Linear | None:
-    """The layer itself; nothing where the module is none, or is adapted in a way that cannot be cut so."""
-    if isinstance(module, nn.Linear):
-        return module
-    base = module._modules.get("base_layer")
-    return base if isinstance(base, nn.Linear) and _known(module) else None
-
-
-def styles(name: str, module: nn.Module, *, by_outputs: bool) -> dict[str, ParallelStyle]:
-    """How each part of the layer `name` is cut."""
-    style, thin = (ColwiseParallel, "lora_B") if by_outputs else (RowwiseParallel, "lora_A")
-    if isinstance(module, nn.Linear):
-        return {name: style()}
-    adapters = module.get_submodule(thin)
-    return {f"{name}.base_layer": style(), **{f"{name}.{thin}.{one}": style() for one, _ in adapters.named_children()}}
-
-
-def _known(module: nn.Module) -> bool:
-    """Nothing but thin matrices without a bias: other adapters (DoRA's magnitudes) look at the whole layer."""
-    beside = {name: child for name, child in module.named_children() if name != "base_layer"}
-    others = [child for name, child in beside.items() if name not in _THIN]
-    if not set(_THIN) <= beside.keys() or any(True for child in others for _ in child.parameters()):
-        return False
-    matrices = [child for name in _THIN for child in beside[name].children()]
-    return bool(matrices) and all(isinstance(one, nn.Linear) and one.bias is None for one in matrices)
-
-
-_LATENT = "kv_a_proj_with_mqa"  # makes the compressed latent of keys and values, and the keys' rotary part
-
-
-def cut_by_outputs(module: nn.Module) -> tuple[str, ...]:
-    """The layers that make heads out of latents; nothing where the module is no such attention."""
-    names = {name for name, child in module.named_children() if child is not None}
-    if not {_LATENT, "kv_b_proj", "o_proj"} <= names or not isinstance(getattr(module, "kv_lora_rank", None), int):
-        return ()
-    return ("q_b_proj" if "q_b_proj" in names else "q_proj", "kv_b_proj")
-
-
-def join_rotary(module: nn.Module, mesh: DeviceMesh) -> None:
-    """The keys' rotary part goes to all heads past every layer that is cut: its gradient is the sum over all parts.
-
-    That of the latent itself is summed where it enters kv_b_proj.
-    """
-    rank, group = int(module.kv_lora_rank), mesh.get_group()  # type: ignore[arg-type]
-
-    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        latent, rotary = output[..., :rank], output[..., rank:]
-        return torch.cat([latent, meet_backward(rotary, group)], dim=-1)
-
-    module.get_submodule(_LATENT).register_forward_hook(hook)

@@ -1,4 +1,4 @@
-"""Gradients of which each process holds a piece: their norm over all processes, and their mean over copies."""
+"""Sharded gradients: their norm over all processes, and their average over copies of the model."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The piece in this process's memory, as a plain tensor that shares it."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the shard in this process's memory as a plain tensor that shares it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The local pieces of all gradients there are."""
-    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the local shards of all gradients that exist."""
+    return [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 @torch.no_grad()
-def clip(parameters: list[nn.Parameter], limit: float, counts: Callable[[nn.Parameter], bool]) -> Tensor:
-    """Scale the gradients down to `limit` and return the norm they had, the same bits on every process.
+def clip_gradients(parameters: list[nn.Parameter], limit: float, is_counted: Callable[[nn.Parameter], bool]) -> Tensor:
+    """Scale the gradients down to the norm `limit` and return the norm they had, the same bits on every process.
 
-    Several processes may hold the same piece: `counts` says whether this one's is the one that is counted.
+    If several processes have the same shard, `is_counted` must be true on one of them only.
     """
-    mine = gradients(parameter for parameter in parameters if counts(parameter))
-    device = local(parameters[0]).device
-    norms = torch._foreach_norm(mine) if mine else (torch.zeros((), device=device),)
+    counted = local_gradients(parameter for parameter in parameters if is_counted(parameter))
+    device = local_shard(parameters[0]).device
+    norms = torch._foreach_norm(counted) if counted else (torch.zeros((), device=device),)
     square = torch.stack([norm.float() for norm in norms]).square().sum()
     dist.all_reduce(square)
     norm = square.sqrt()
-    if limit and (held := gradients(parameters)):
-        torch._foreach_mul_(held, (limit / (norm + 1e-6)).clamp(max=1.0))
+    if limit and (shards := local_gradients(parameters)):
+        torch._foreach_mul_(shards, (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-def average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, copies: int) -> int:
-    """One exchange for all gradients together; returns the bytes this process handed over."""
-    held = gradients(parameters)
-    flat = torch.cat([gradient.flatten() for gradient in held])
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, copies: int) -> int:
+    """Average all gradients over the copies of the model in one exchange; return the bytes this process sent."""
+    shards = local_gradients(parameters)
+    flat = torch.cat([shard.flatten() for shard in shards])
     dist.all_reduce(flat, group=group)
     flat /= copies
-    pieces = torch.split(flat, [gradient.numel() for gradient in held])
-    torch._foreach_copy_(held, [piece.view_as(gradient) for piece, gradient in zip(pieces, held, strict=True)])
-    return flat.numel() * flat.element_size()
+    averages = torch.split(flat, [shard.numel() for shard in shards])
+    torch._foreach_copy_(shards, [average.view_as(shard) for average, shard in zip(averages, shards, strict=True)])
+    return flat.nbytes

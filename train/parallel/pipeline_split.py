@@ -1,19 +1,12 @@
-"""Cutting a model into consecutive stages, and running one of them by the model's own forward().
+"""Splitting a model into consecutive stages, and running one stage by the model's own forward().
 
-No graph is traced, so that a model may do in forward() what it likes. On each stage the whole forward() runs, but
-units of earlier stages answer with NaNs, the first unit of the stage is handed what came over the wire, and the call
-of the first unit of the next stage ends the pass. Nothing of what earlier units answer may matter then: should it,
-the outputs are NaN, and the check after the cut refuses the model.
+No graph is traced, so forward() may do whatever it likes. On each stage the whole forward() runs, but units of earlier
+stages return NaNs, the first unit of the stage gets the tensors that were received, and the call of the next stage's
+first unit ends the pass. Nothing that earlier units return may matter then: if it does, the outputs are NaN, and the
+check after the split refuses the model.
 
-What a pass of the whole model shows about its units: their order, what they are called with and what they answer.
-
-A model as the row of its outermost repeated blocks and of what stands beside them.
-
-Weights for a look at what a model does before it is cut: one block's at a time, as they will not be kept.
-
-A weight that several stages use, as an embedding that is the head too: each has its own, kept equal by their sum.
-
-The stage of the weight's first name tells its gradient and moments; the others have the same, by what is added up.
+A dry run of the whole model shows the order of its units (repeated blocks, and the modules beside them), the
+arguments they are called with and what they return.
 """
 
 from __future__ import annotations
@@ -31,226 +24,105 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline.contract.errors import ConfigError
-from train.pretrained.fill import Filling
+from train.pretrained.materialize import Materializer
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
-class Reached(BaseException):
-    """The next stage begins here. No error, and nothing a model's `except Exception` may hold up."""
-
-    def __init__(self, carried: tuple[Tensor, ...]) -> None:
-        self.carried = carried
-
-
-class Cut:
-    """Which stage holds what."""
-
-    def __init__(self, model: nn.Module, row: Sequence[Unit], seen: Rehearsal, begins: Sequence[str]) -> None:
-        self.begins = list(begins)  # the first units of the second and later stages
-        self.stages = len(begins) + 1
-        self.units = self._of_units(seen.order)
-        below = {name: unit.name for unit in row for name in _names(unit)}
-        self.tensors = {  # by name in the state dict; what was never called goes with the first stage
-            name: self.units.get(below[name], 0) if name in below else self._of_direct(tensor, seen)
-            for name, tensor in model.state_dict(keep_vars=True).items()
-        }
-        self.ties = find_ties(model, self.tensors)
-
-    def _of_units(self, order: list[str]) -> dict[str, int]:
-        stage = 0
-        found: dict[str, int] = {}
-        for name in order:
-            if name in self.begins:
-                if name in found:
-                    raise ConfigError(cannot(f"{name}, at which a stage begins, is called more than once"))
-                stage += 1
-            if found.setdefault(name, stage) != stage:
-                raise ConfigError(cannot(f"{name} is called in two stages"))
-        return found
-
-    def _of_direct(self, tensor: Tensor, seen: Rehearsal) -> int:
-        """A parameter beside the units: it belongs where it is first used; constants are everywhere."""
-        if tensor.requires_grad:
-            for stage, name in enumerate(self.begins):
-                carried = sum(part.sum() for part in seen.calls[name].carried)
-                assert isinstance(carried, Tensor)
-                if torch.autograd.grad(carried, tensor, retain_graph=True, allow_unused=True)[0] is not None:
-                    return stage
-            return self.stages - 1
-        return 0
+class Unit(NamedTuple):
+    name: str  # as in named_modules()
+    module: nn.Module
+    repeated: bool  # a member of a ModuleList or a Sequential
 
 
-class Stage:
-    """One stage of a model that is cut in place: weights of other stages take no memory."""
-
-    def __init__(self, model: nn.Module, cut: Cut, seen: Rehearsal, index: int, device: torch.device) -> None:
-        self._model, self.index, self.last = model, index, index == cut.stages - 1
-        self._received: tuple[Tensor, ...] = ()
-        self._count, self._device = 0, device
-        self.takes = seen.carried[cut.begins[index - 1]] if index else []
-        self.gives = [] if self.last else seen.carried[cut.begins[index]]
-        self._leave_out(cut, seen)
-        if index:
-            name = cut.begins[index - 1]
-            model.get_submodule(name).register_forward_pre_hook(
-                _taking(self, seen.calls[name].places), with_kwargs=True
-            )
-        if not self.last:
-            name = cut.begins[index]
-            model.get_submodule(name).register_forward_pre_hook(_giving(seen.calls[name].places), with_kwargs=True)
-
-    def run(self, received: tuple[Tensor, ...], count: int, work: Callable[[], Any]) -> Any:
-        """What `work`, which calls the model on `count` samples, returns; on other stages what the next one gets."""
-        self._received, self._count = received, count
-        try:
-            return work()
-        except Reached as reached:
-            return reached.carried
-        finally:
-            self._received = ()
-
-    @property
-    def received(self) -> tuple[Tensor, ...]:
-        return self._received
-
-    def absent(self, answer: Answer) -> Callable[..., Any]:
-        def forward(*_: Any, **__: Any) -> Any:
-            return answer.of(lambda shape: _nothing(shape.at(self._count), shape.dtype, self._device))
-
-        return forward
-
-    def _leave_out(self, cut: Cut, seen: Rehearsal) -> None:
-        self.left_out = set()  # parameters of other stages
-        for name, stage in cut.units.items():
-            unit = self._model.get_submodule(name)
-            if stage < self.index and holds_parameters(unit):
-                unit.forward = self.absent(seen.answers[name])
-        for name, parameter in list(self._model.named_parameters(remove_duplicate=False)):
-            if parameter.requires_grad and cut.tensors[name] != self.index:
-                self.left_out.add(name)
-                path, _, own = name.rpartition(".")
-                empty = nn.Parameter(_nothing(parameter.shape, parameter.dtype, self._device), requires_grad=False)
-                setattr(self._model.get_submodule(path), own, empty)
+def units(model: nn.Module, requested: Collection[str] = (), prefix: str = "") -> Iterator[Unit]:
+    """Yield the outermost repeated blocks and the modules beside them; modules named in `requested` are units, too."""
+    in_container = isinstance(model, _CONTAINERS)
+    for child_name, child in model.named_children():
+        name = f"{prefix}{child_name}"
+        above_requested = any(other.startswith(f"{name}.") for other in requested)
+        if name not in requested and (above_requested or _has_container(child, in_container)):
+            yield from units(child, requested, f"{name}.")
+        else:
+            yield Unit(name, child, in_container)
 
 
-def choose_begins(sizes: Sequence[int], may_begin: Sequence[bool], stages: int) -> list[int]:
-    """Places in the row of units at which the later stages begin, so that all hold about as many parameters."""
-    before = [0, *itertools.accumulate(sizes)]
-    allowed = [place for place, may in enumerate(may_begin) if may and before[place] > 0]
-    chosen: list[int] = []
-    for stage in range(1, stages):
-        left = stages - 1 - stage  # that many must stay for the later stages
-        free = allowed[bisect.bisect_right(allowed, chosen[-1]) if chosen else 0 : len(allowed) - left]
-        if not free:
-            raise ConfigError(cannot(f"it has {len(allowed) + 1} repeated blocks with parameters, too few"))
-        goal = before[-1] * stage / stages
-        chosen.append(min(free, key=lambda place: abs(before[place] - goal)))
-    return chosen
+def _has_container(module: nn.Module, in_container: bool) -> bool:
+    """Inside a repeated block no further containers are searched for: the block is the unit."""
+    if isinstance(module, _CONTAINERS):
+        return True
+    return not in_container and any(isinstance(below, _CONTAINERS) for below in module.modules())
 
 
-def check_begins(model: nn.Module, names: Sequence[str], stages: int) -> None:
-    """What a task names as beginnings of stages; nothing leaves the choice to us."""
-    known = {name for name, _ in model.named_modules()}
-    if names and (len(set(names)) != stages - 1 or not known.issuperset(names)):
-        raise ConfigError(
-            f"parallelize() names {', '.join(names)} as beginnings of stages; "
-            f"train.pipeline={stages} needs the names of {stages - 1} modules of the model"
-        )
-
-
-def _taking(stage: Stage, places: tuple[int, ...]) -> Callable[..., Any]:
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        leaves, tree = tree_flatten((args, kwargs))
-        for place, tensor in zip(places, stage.received, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, tree)
-
-    return hook
-
-
-def _giving(places: tuple[int, ...]) -> Callable[..., Any]:
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-        leaves = tree_flatten((args, kwargs))[0]
-        raise Reached(tuple(leaves[place] for place in places))
-
-    return hook
-
-
-def _nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Not a number, as often as wanted, in the memory of one."""
-    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(*shape)
-
-
-def _names(unit: Unit) -> list[str]:
-    return [f"{unit.name}.{name}" for name in unit.module.state_dict(keep_vars=True)]
-
-
-def cannot(why: str) -> str:
-    return f"train.pipeline: the model cannot be cut into stages: {why}; mend that, or use parallel=fsdp"
+def has_trained_parameters(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 Run = Callable[[int], Any]  # a forward pass of so many samples
-FEW = (2, 3)  # passes of two sizes tell which axes grow with the samples, and how fast
+SAMPLE_COUNTS = (2, 3)  # passes of two sizes show which axes grow with the number of samples, and how fast
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of a tensor, for any number of samples."""
+class ScalingShape:
+    """The shape of a tensor for any number of samples."""
 
-    few: tuple[int, ...]
-    more: tuple[int, ...]
+    two: tuple[int, ...]  # for two samples
+    three: tuple[int, ...]  # for three
     dtype: torch.dtype
 
     def at(self, count: int) -> tuple[int, ...]:
-        return tuple(two + (three - two) * (count - FEW[0]) for two, three in zip(self.few, self.more, strict=True))
+        two, three = self.two, self.three
+        return tuple(a + (b - a) * (count - SAMPLE_COUNTS[0]) for a, b in zip(two, three, strict=True))
 
     def numel(self, count: int) -> int:
         return torch.Size(self.at(count)).numel()
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a unit returns, without its values."""
+class OutputTemplate:
+    """The structure that a unit returns, with shapes in place of tensors."""
 
     leaves: tuple[Any, ...]
-    tree: TreeSpec
+    spec: TreeSpec
 
-    def of(self, value: Callable[[Shape], Tensor]) -> Any:
-        return tree_unflatten([value(leaf) if isinstance(leaf, Shape) else leaf for leaf in self.leaves], self.tree)
+    def fill(self, value: Callable[[ScalingShape], Tensor]) -> Any:
+        leaves = [value(leaf) if isinstance(leaf, ScalingShape) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
 
 
 @dataclass
 class Call:
-    """How a unit was called: the arguments that carry a gradient are those made by trained units before it."""
+    """How a unit was called; arguments that require a gradient were computed by trained units before it."""
 
-    places: tuple[int, ...]  # among the flattened arguments
-    carried: list[Tensor]
-    answer: Any = None
+    positions: tuple[int, ...]  # of these arguments among the flattened ones
+    activations: list[Tensor]  # the arguments
+    output: Any = None
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     order: list[str]  # units as they were called, some perhaps more than once
-    calls: dict[str, Call]  # the first one of each
-    carried: dict[str, list[Shape]]
-    answers: dict[str, Answer]
+    calls: dict[str, Call]  # the first one of each unit
+    activations: dict[str, list[ScalingShape]]
+    templates: dict[str, OutputTemplate]
     outputs: Any  # of the whole model
 
 
-def rehearse(row: Sequence[Unit], run: Run) -> Rehearsal:
-    (order, few, outputs), (_, more, _) = (_listen(row, run, count) for count in FEW)
-    carried = {
+def dry_run(row: Sequence[Unit], run: Run) -> DryRun:
+    """Run the whole model on two and on three samples, and record the calls of its units."""
+    (order, calls, outputs), (_, larger, _) = (_record_calls(row, run, count) for count in SAMPLE_COUNTS)
+    activations = {
         name: [
-            Shape(tuple(two.shape), tuple(three.shape), two.dtype)
-            for two, three in zip(call.carried, more[name].carried, strict=True)
+            ScalingShape(tuple(two.shape), tuple(three.shape), two.dtype)
+            for two, three in zip(call.activations, larger[name].activations, strict=True)
         ]
-        for name, call in few.items()
+        for name, call in calls.items()
     }
-    answers = {name: _answer(call.answer, more[name].answer) for name, call in few.items()}
-    return Rehearsal(order, few, carried, answers, outputs)
+    templates = {name: _template(call.output, larger[name].output) for name, call in calls.items()}
+    return DryRun(order, calls, activations, templates, outputs)
 
 
-def _listen(row: Sequence[Unit], run: Run, count: int) -> tuple[list[str], dict[str, Call], Any]:
+def _record_calls(row: Sequence[Unit], run: Run, count: int) -> tuple[list[str], dict[str, Call], Any]:
     order: list[str] = []
     calls: dict[str, Call] = {}
     handles = []
@@ -259,11 +131,11 @@ def _listen(row: Sequence[Unit], run: Run, count: int) -> tuple[list[str], dict[
         def before(_: Any, args: Any, kwargs: Any, name: str = unit.name) -> None:
             order.append(name)
             leaves = tree_flatten((args, kwargs))[0]
-            places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad)
-            calls.setdefault(name, Call(places, [leaves[i] for i in places]))
+            positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad)
+            calls.setdefault(name, Call(positions, [leaves[i] for i in positions]))
 
         def after(_: Any, __: Any, output: Any, name: str = unit.name) -> None:
-            calls[name].answer = calls[name].answer or tree_flatten(output)
+            calls[name].output = calls[name].output or tree_flatten(output)
 
         handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(unit.module.register_forward_hook(after))
@@ -273,85 +145,224 @@ def _listen(row: Sequence[Unit], run: Run, count: int) -> tuple[list[str], dict[
     return order, calls, outputs
 
 
-def _answer(few: tuple[list[Any], TreeSpec], more: tuple[list[Any], TreeSpec]) -> Answer:
+def _template(two: tuple[list[Any], TreeSpec], three: tuple[list[Any], TreeSpec]) -> OutputTemplate:
     leaves = tuple(
-        Shape(tuple(two.shape), tuple(three.shape), two.dtype) if isinstance(two, Tensor) else two
-        for two, three in zip(few[0], more[0], strict=True)
+        ScalingShape(tuple(a.shape), tuple(b.shape), a.dtype) if isinstance(a, Tensor) else a
+        for a, b in zip(two[0], three[0], strict=True)
     )
-    return Answer(leaves, few[1])
+    return OutputTemplate(leaves, two[1])
 
 
-_ROWS = (nn.ModuleList, nn.Sequential)
+def choose_stage_starts(sizes: Sequence[int], may_start: Sequence[bool], stages: int) -> list[int]:
+    """Return the indices of the units at which the later stages start, so that all have about as many parameters."""
+    before = [0, *itertools.accumulate(sizes)]
+    allowed = [index for index, may in enumerate(may_start) if may and before[index] > 0]
+    chosen: list[int] = []
+    for stage in range(1, stages):
+        later_stages = stages - 1 - stage  # so many candidates must be left for them
+        first = bisect.bisect_right(allowed, chosen[-1]) if chosen else 0
+        candidates = allowed[first : len(allowed) - later_stages]
+        if not candidates:
+            raise ConfigError(split_problem(f"it has {len(allowed) + 1} repeated blocks with parameters, too few"))
+        goal = before[-1] * stage / stages
+        chosen.append(min(candidates, key=lambda index: abs(before[index] - goal)))
+    return chosen
 
 
-class Unit(NamedTuple):
-    name: str  # as in named_modules()
-    module: nn.Module
-    repeated: bool  # a member of a ModuleList or a Sequential
+def check_stage_starts(model: nn.Module, names: Sequence[str], stages: int) -> None:
+    """Refuse starts of stages that a task cannot name; no names leave the choice to us."""
+    modules = {name for name, _ in model.named_modules()}
+    if names and (len(set(names)) != stages - 1 or not modules.issuperset(names)):
+        raise ConfigError(
+            f"parallelize() names {', '.join(names)} as the first modules of stages; "
+            f"train.pipeline_parallel={stages} needs the names of {stages - 1} modules of the model"
+        )
 
 
-def units(model: nn.Module, wanted: Collection[str] = (), prefix: str = "") -> Iterator[Unit]:
-    """What lies inside a repeated block is not looked at: the block is the unit. `wanted` are units in any case."""
-    inside_row = isinstance(model, _ROWS)
-    for child_name, child in model.named_children():
-        name = f"{prefix}{child_name}"
-        above_wanted = any(other.startswith(f"{name}.") for other in wanted)
-        if name not in wanted and (above_wanted or _holds_row(child, inside_row)):
-            yield from units(child, wanted, f"{name}.")
-        else:
-            yield Unit(name, child, inside_row)
+def split_problem(reason: str) -> str:
+    return (
+        f"train.pipeline_parallel: the model cannot be split into stages: {reason}; "
+        "to fix it: change the model, or use train.strategy=fsdp"
+    )
 
 
-def _holds_row(module: nn.Module, inside_row: bool) -> bool:
-    return isinstance(module, _ROWS) or (not inside_row and any(isinstance(below, _ROWS) for below in module.modules()))
+class StagePlan:
+    """The assignment of units and tensors to stages."""
+
+    def __init__(self, model: nn.Module, row: Sequence[Unit], recorded: DryRun, starts: Sequence[str]) -> None:
+        self.starts = list(starts)  # the first units of the second and later stages
+        self.stages = len(starts) + 1
+        self.stage_by_unit = self._assign_units(recorded.order)
+        unit_by_tensor = {name: unit.name for unit in row for name in _tensor_names(unit)}
+        self.stage_by_tensor = {  # by name in the state dict; what was never called belongs to the first stage
+            name: self.stage_by_unit.get(unit_by_tensor[name], 0)
+            if name in unit_by_tensor
+            else self._stage_of_direct(tensor, recorded)
+            for name, tensor in model.state_dict(keep_vars=True).items()
+        }
+        self.ties = find_ties(model, self.stage_by_tensor)
+
+    def _assign_units(self, order: list[str]) -> dict[str, int]:
+        stage = 0
+        assigned: dict[str, int] = {}
+        for name in order:
+            if name in self.starts:
+                if name in assigned:
+                    raise ConfigError(split_problem(f"{name}, at which a stage starts, is called more than once"))
+                stage += 1
+            if assigned.setdefault(name, stage) != stage:
+                raise ConfigError(split_problem(f"{name} is called in two stages"))
+        return assigned
+
+    def _stage_of_direct(self, tensor: Tensor, recorded: DryRun) -> int:
+        """Return the stage that first uses a tensor outside all units; constants are on all stages."""
+        if tensor.requires_grad:
+            for stage, name in enumerate(self.starts):
+                total = sum(activation.sum() for activation in recorded.calls[name].activations)
+                assert isinstance(total, Tensor)
+                if torch.autograd.grad(total, tensor, retain_graph=True, allow_unused=True)[0] is not None:
+                    return stage
+            return self.stages - 1
+        return 0
 
 
-def holds_parameters(module: nn.Module) -> bool:
-    """Such that are trained."""
-    return any(parameter.requires_grad for parameter in module.parameters())
+class StageEnd(BaseException):
+    """Ends the pass of a stage. It is no Exception, so that a model's `except Exception` cannot stop it."""
+
+    def __init__(self, activations: tuple[Tensor, ...]) -> None:
+        self.activations = activations
+
+
+class Stage:
+    """One stage of a model that is split in place: weights of other stages take no memory."""
+
+    def __init__(self, model: nn.Module, plan: StagePlan, recorded: DryRun, index: int, device: torch.device) -> None:
+        self._model, self.index, self.is_last = model, index, index == plan.stages - 1
+        self._received: tuple[Tensor, ...] = ()
+        self._count, self._device = 0, device
+        self.input_shapes = recorded.activations[plan.starts[index - 1]] if index else []
+        self.output_shapes = [] if self.is_last else recorded.activations[plan.starts[index]]
+        self._drop_other_stages(plan, recorded)
+        if index:
+            name = plan.starts[index - 1]
+            hook = _replace_arguments(self, recorded.calls[name].positions)
+            model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+        if not self.is_last:
+            name = plan.starts[index]
+            hook = _end_stage(recorded.calls[name].positions)
+            model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def run(self, received: tuple[Tensor, ...], count: int, work: Callable[[], Any]) -> Any:
+        """Return what `work`, which calls the model on `count` samples, returns; or the tensors for the next stage."""
+        self._received, self._count = received, count
+        try:
+            return work()
+        except StageEnd as end:
+            return end.activations
+        finally:
+            self._received = ()
+
+    @property
+    def received(self) -> tuple[Tensor, ...]:
+        return self._received
+
+    def dummy_forward(self, template: OutputTemplate) -> Callable[..., Any]:
+        """Return a forward() that computes nothing and returns NaNs."""
+
+        def forward(*_: Any, **__: Any) -> Any:
+            return template.fill(lambda shape: _nans(shape.at(self._count), shape.dtype, self._device))
+
+        return forward
+
+    def _drop_other_stages(self, plan: StagePlan, recorded: DryRun) -> None:
+        self.dropped = set()  # names of parameters of other stages
+        for name, stage in plan.stage_by_unit.items():
+            unit = self._model.get_submodule(name)
+            if stage < self.index and has_trained_parameters(unit):
+                unit.forward = self.dummy_forward(recorded.templates[name])
+        for name, parameter in list(self._model.named_parameters(remove_duplicate=False)):
+            if parameter.requires_grad and plan.stage_by_tensor[name] != self.index:
+                self.dropped.add(name)
+                path, _, own_name = name.rpartition(".")
+                empty = nn.Parameter(_nans(parameter.shape, parameter.dtype, self._device), requires_grad=False)
+                setattr(self._model.get_submodule(path), own_name, empty)
+
+
+def _replace_arguments(stage: Stage, positions: tuple[int, ...]) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        for position, tensor in zip(positions, stage.received, strict=True):
+            leaves[position] = tensor
+        return tree_unflatten(leaves, spec)
+
+    return hook
+
+
+def _end_stage(positions: tuple[int, ...]) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = tree_flatten((args, kwargs))[0]
+        raise StageEnd(tuple(leaves[position] for position in positions))
+
+    return hook
+
+
+def _nans(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of NaNs that takes the memory of one number."""
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(*shape)
+
+
+def _tensor_names(unit: Unit) -> list[str]:
+    return [f"{unit.name}.{name}" for name in unit.module.state_dict(keep_vars=True)]
 
 
 CPU = torch.device("cpu")
 
 
-class Lent:
-    """Of a model that has its weights, nothing is to be lent."""
+class TemporaryWeights:
+    """Weights of a pretrained model for passes before it is split: one block's at a time, as they are not kept.
 
-    def __init__(self, filling: Filling | None = None, device: torch.device = CPU) -> None:
-        self._filling, self._device = filling, device
+    A model that has its weights already needs nothing.
+    """
 
-    def module(self, module: nn.Module, name: str) -> contextlib.AbstractContextManager[None]:
-        """All of it, for as long as the context is open."""
-        if self._filling is None:
+    def __init__(self, materializer: Materializer | None = None, device: torch.device = CPU) -> None:
+        self._materializer, self._device = materializer, device
+
+    def of_module(self, module: nn.Module, name: str) -> contextlib.AbstractContextManager[None]:
+        """Materialize the whole module within the context."""
+        if self._materializer is None:
             return contextlib.nullcontext()
-        return self._filling.lend(module, self._device, f"{name}." if name else "")
+        return self._materializer.materialize_temporarily(module, self._device, f"{name}." if name else "")
 
     @contextlib.contextmanager
-    def passing(self, model: nn.Module) -> Iterator[None]:
-        """For passes of the whole model: a repeated block while it works, what stands beside them all the time."""
-        if self._filling is None:
+    def during_forward(self, model: nn.Module) -> Iterator[None]:
+        """Materialize each repeated block during its forward pass, and all other modules within the context."""
+        if self._materializer is None:
             yield
             return
         blocks = {unit.name: unit.module for unit in units(model) if unit.repeated}
-        handles = [handle for name, block in blocks.items() for handle in self._hooks(block, name)]
-        inside = {id(below) for block in blocks.values() for below in block.modules()}
+        handles = [handle for name, block in blocks.items() for handle in self._add_hooks(block, name)]
+        in_blocks = {id(below) for block in blocks.values() for below in block.modules()}
         try:
-            with self._filling.lend(model, self._device, skip=inside), self._filling.remembering(self._device):
+            with (
+                self._materializer.materialize_temporarily(model, self._device, skip=in_blocks),
+                self._materializer.reread_for_backward(self._device),
+            ):
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _hooks(self, block: nn.Module, name: str) -> Iterator[Any]:
-        held: list[contextlib.ExitStack] = []
+    def _add_hooks(self, block: nn.Module, name: str) -> Iterator[Any]:
+        contexts: list[contextlib.ExitStack] = []
 
         def before(*_: Any) -> None:
-            stack = contextlib.ExitStack()
-            stack.enter_context(self.module(block, name))
-            held.append(stack)
+            context = contextlib.ExitStack()
+            context.enter_context(self.of_module(block, name))
+            contexts.append(context)
 
         def after(*_: Any) -> None:
-            held.pop().close()
+            contexts.pop().close()
 
         yield block.register_forward_pre_hook(before, prepend=True)
         yield block.register_forward_hook(after, always_call=True)
@@ -362,83 +373,89 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Tie:
-    """By stage, the name it has there; the first one is the keeper's, and the weight's in the whole model."""
+    """A weight used by several stages: its name on each of them, the owner's first."""
 
     names: Mapping[int, str]
 
     @property
-    def keeper(self) -> int:
+    def owner(self) -> int:
         return next(iter(self.names))
 
     @property
     def name(self) -> str:
-        return self.names[self.keeper]
+        """Return its name in the whole model."""
+        return self.names[self.owner]
 
 
-def find_ties(model: nn.Module, stages: Mapping[str, int]) -> list[Tie]:
-    """`stages` says where each name is used. What is frozen stays equal by itself."""
-    found: dict[nn.Parameter, dict[int, str]] = {}
+def find_ties(model: nn.Module, stage_by_tensor: Mapping[str, int]) -> list[Tie]:
+    """Return the trained weights that several stages use; frozen ones stay equal by themselves."""
+    names: dict[nn.Parameter, dict[int, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
-            found.setdefault(parameter, {}).setdefault(stages[name], name)
-    return [Tie(names) for names in found.values() if len(names) > 1]
+            names.setdefault(parameter, {}).setdefault(stage_by_tensor[name], name)
+    return [Tie(by_stage) for by_stage in names.values() if len(by_stage) > 1]
 
 
-class Tied:
-    """Those of one stage, after it was cut."""
+class TiedWeights:
+    """The tied weights of one stage, such as an embedding that is the output layer, too.
+
+    Every stage has its own copy, and copies stay equal because they get the sum of all gradients. The owner's gradient
+    and optimizer state are counted and saved.
+    """
 
     def __init__(self, ties: Sequence[Tie], stage: int, model: nn.Module) -> None:
         self._stage, self._model = stage, model
         self._ties = [tie for tie in ties if stage in tie.names]
-        self._kept_elsewhere = {tie.names[stage]: tie.name for tie in self._ties if tie.keeper != stage}
+        self._owned_elsewhere = {tie.names[stage]: tie.name for tie in self._ties if tie.owner != stage}
 
     @torch.no_grad()
-    def add_up(self, rank: int) -> int:
-        """Stages are neighbouring ranks; returns the bytes this process handed over."""
+    def sum_gradients(self, rank: int) -> int:
+        """Add up the gradients of all copies; return the bytes this process sent. Stages are neighbouring ranks."""
         sent = 0
         for tie in self._ties:
             parameter = self._model.get_parameter(tie.names[self._stage])
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            others = [rank - self._stage + stage for stage in tie.names if stage != tie.keeper]
-            if self._stage == tie.keeper:
-                sent += _gather(gradient, others)
+            others = [rank - self._stage + stage for stage in tie.names if stage != tie.owner]
+            if self._stage == tie.owner:
+                sent += _sum_and_return(gradient, others)
             else:
-                keeper = rank - self._stage + tie.keeper
-                dist.send(gradient.contiguous(), keeper)
-                dist.recv(gradient, keeper)
+                owner = rank - self._stage + tie.owner
+                dist.send(gradient.contiguous(), owner)
+                dist.recv(gradient, owner)
                 sent += gradient.nbytes
             parameter.grad = gradient
         return sent
 
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether its gradient is told here, and not by the keeper."""
-        return all(self._model.get_parameter(name) is not parameter for name in self._kept_elsewhere)
+    def is_owned(self, parameter: nn.Parameter) -> bool:
+        """Return whether this stage, and no other one, counts the gradient of the parameter."""
+        return all(self._model.get_parameter(name) is not parameter for name in self._owned_elsewhere)
 
-    def of_whole(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
-        """What belongs to parameters, `NAME.WHAT`, by their names in the whole model."""
-        return {_renamed(key, self._kept_elsewhere): value for key, value in tensors.items()}
+    def to_model_names(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
+        """Rename entries `NAME.WHAT` from the parameter's name on this stage to that in the whole model."""
+        return {_rename(key, self._owned_elsewhere): value for key, value in tensors.items()}
 
-    def of_stage(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
-        """The other way round."""
-        back = {name: own for own, name in self._kept_elsewhere.items()}
-        return {_renamed(key, back): value for key, value in tensors.items()}
+    def to_stage_names(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
+        """Rename entries `NAME.WHAT` from the parameter's name in the whole model to that on this stage."""
+        back = {name: own for own, name in self._owned_elsewhere.items()}
+        return {_rename(key, back): value for key, value in tensors.items()}
 
-    def without(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Only what the keeper does not tell, of names in the whole model."""
-        kept = set(self._kept_elsewhere.values())
-        return {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] not in kept}
+    def only_owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Leave out what another stage saves; names are those of the whole model."""
+        elsewhere = set(self._owned_elsewhere.values())
+        return {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] not in elsewhere}
 
 
-def _gather(gradient: Tensor, others: Sequence[int]) -> int:
-    """In the order of the stages, so that the sum has the same bits on all."""
+def _sum_and_return(gradient: Tensor, others: Sequence[int]) -> int:
+    """Add up in the order of the stages and send the sum back, so that it has the same bits on all."""
+    received = torch.empty_like(gradient)
     for other in others:
-        dist.recv(found := torch.empty_like(gradient), other)
-        gradient += found
+        dist.recv(received, other)
+        gradient += received
     for other in others:
         dist.send(gradient.contiguous(), other)
     return gradient.nbytes * len(others)
 
 
-def _renamed(key: str, names: Mapping[str, str]) -> str:
+def _rename(key: str, names: Mapping[str, str]) -> str:
     name, dot, what = key.rpartition(".")
     return names.get(name, name) + dot + what

@@ -1,9 +1,9 @@
-"""How each layer is cut over the processes of a tensor group: by the task's `parallelize`, or by a plan found here.
+"""Tensor parallelism: each layer is split over the processes of a tensor group.
 
-The plan is found by the names transformers give their layers, and names prove nothing. So each kind of module that
-is cut is run once, whole and cut, on what it really receives, and all its gradients must agree.
-
-Pairs of linear layers that can be cut together: the outputs of the first are the inputs of the second.
+The task's `parallelize` splits the model, or a plan found here does: pairs of linear layers of which the outputs of the
+first are the inputs of the second. Pairs are found by the names that transformers give their layers. Names prove
+nothing, so each kind of split module is run once whole and once split, on inputs of a real pass, and all its gradients
+must agree.
 """
 
 from __future__ import annotations
@@ -17,90 +17,79 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_leaves
 
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.task import HasParallelize, Task
-from train.parallel.experts import (
-    check_experts,
-    cut_by_outputs,
-    cut_experts,
-    find_experts,
-    join_rotary,
-    linear_in,
-    styles,
-)
-from train.parallel.pipeline_split import Lent
+from train.parallel.experts import all_reduce_backward, check_experts, find_experts, shard_experts
+from train.parallel.pipeline_split import TemporaryWeights
 
 Run = Callable[[], Any]  # a forward pass of the whole model on a few samples
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def cut_layers(model: nn.Module, task: Task, mesh: DeviceMesh, run: Run, lent: Lent | None = None) -> None:
-    """In place; afterwards the model answers as before, every process holding its part of the layers."""
-    lent = lent or Lent()
+def split_layers(
+    model: nn.Module, task: Task, mesh: DeviceMesh, run: Run, weights: TemporaryWeights | None = None
+) -> None:
+    """Split the model in place; its outputs stay the same, and every process has its part of the layers."""
+    weights = weights or TemporaryWeights()
     model.eval()
     if isinstance(task, HasParallelize):
         with torch.no_grad():
-            with lent.passing(model):
-                before = _tensors(run())
+            with weights.during_forward(model):
+                before = _float_tensors(run())
             task.parallelize(model, mesh)
-            with lent.passing(model):
-                after = _tensors(run())
+            with weights.during_forward(model):
+                after = _float_tensors(run())
             if not _agree(after, before):
                 raise ConfigError("parallelize(): the model's outputs differ from those of the whole model")
     else:
-        _cut_by_names(model, mesh, run, lent)
+        _split_by_names(model, mesh, run, weights)
     model.train()
 
 
-def _cut_by_names(model: nn.Module, mesh: DeviceMesh, run: Run, lent: Lent) -> None:
+def _split_by_names(model: nn.Module, mesh: DeviceMesh, run: Run, weights: TemporaryWeights) -> None:
     pairs = find_pairs(model, mesh.size())
-    with lent.passing(model):
-        received = dict(_received(model, [pair.owner for pair in pairs], run))
+    with weights.during_forward(model):
+        received = dict(_record_arguments(model, [pair.owner for pair in pairs], run))
     whole = {name: copy.deepcopy(model.get_submodule(name)) for name in received}
     for pair in pairs:
-        share_heads(model, pair, mesh.size())
-    ways = [(name, True) for pair in pairs for name in pair.columns] + [(pair.row, False) for pair in pairs]
-    parallelize_module(
-        model,
-        mesh,
-        {
-            part: style
-            for name, by_outputs in ways
-            for part, style in styles(name, model.get_submodule(name), by_outputs=by_outputs).items()
-        },
-    )
+        split_head_counts(model, pair, mesh.size())
+    layers = [(name, True) for pair in pairs for name in pair.columns] + [(pair.row, False) for pair in pairs]
+    styles: dict[str, ParallelStyle] = {}
+    for name, by_outputs in layers:
+        styles |= parallel_styles(name, model.get_submodule(name), by_outputs=by_outputs)
+    parallelize_module(model, mesh, styles)
     for owner in {pair.owner: model.get_submodule(pair.owner) for pair in pairs}.values():
-        if cut_by_outputs(owner):
-            join_rotary(owner, mesh)
+        if latent_column_layers(owner):
+            sum_rotary_gradient(owner, mesh)
     for name, arguments in received.items():
-        cut = model.get_submodule(name)
-        with lent.module(cut, name), lent.module(whole[name], name):
-            _compare(name, cut, whole[name], arguments)
+        split = model.get_submodule(name)
+        with weights.of_module(split, name), weights.of_module(whole[name], name):
+            _compare(name, split, whole[name], arguments)
 
 
-def cut_mixtures(model: nn.Module, mesh: DeviceMesh, run: Run, lent: Lent) -> list[nn.Module]:
-    """The experts of all layers, over both axes of `mesh`, `expert` and `tensor`; proven as other layers are."""
+def split_experts(model: nn.Module, mesh: DeviceMesh, run: Run, weights: TemporaryWeights) -> list[nn.Module]:
+    """Split the experts of all layers over both axes of `mesh`, `expert` and `tensor`, checked like other layers."""
     layers = find_experts(model)
     check_experts(layers, mesh.size(0), mesh.size(1))
     model.eval()
-    with lent.passing(model):
-        received = dict(_received(model, list(layers), run))
+    with weights.during_forward(model):
+        received = dict(_record_arguments(model, list(layers), run))
     whole = {name: copy.deepcopy(model.get_submodule(name)) for name in received}
     for module in layers.values():
-        cut_experts(module, mesh)
+        shard_experts(module, mesh)
     for name, arguments in received.items():
-        cut = model.get_submodule(name)
-        with lent.module(cut, name), lent.module(whole[name], name):
-            _compare(name, cut, whole[name], arguments, "expert" if mesh.size(0) > 1 else "tensor")
+        split = model.get_submodule(name)
+        with weights.of_module(split, name), weights.of_module(whole[name], name):
+            _compare(name, split, whole[name], arguments, "expert_parallel" if mesh.size(0) > 1 else "tensor_parallel")
     model.train()
     return list(layers.values())
 
 
-def _received(model: nn.Module, owners: Sequence[str], run: Run) -> Iterator[tuple[str, Arguments]]:
-    """What the first module of each kind is called with; a kind is a class with parameters of the same shapes."""
+def _record_arguments(model: nn.Module, owners: Sequence[str], run: Run) -> Iterator[tuple[str, Arguments]]:
+    """Yield the arguments of the first module of each kind: a class with parameters of the same shapes."""
     calls: dict[str, Arguments] = {}
     handles = []
     for name in dict.fromkeys(owners):
@@ -113,79 +102,76 @@ def _received(model: nn.Module, owners: Sequence[str], run: Run) -> Iterator[tup
         run()
     for handle in handles:
         handle.remove()
-    known = set()
+    kinds = set()
     for owner in owners:
-        kind = _kind(model.get_submodule(owner))
-        if owner in calls and kind not in known:
-            known.add(kind)
+        kind = _module_kind(model.get_submodule(owner))
+        if owner in calls and kind not in kinds:
+            kinds.add(kind)
             yield owner, calls[owner]
-    if missed := [owner for owner in owners if _kind(model.get_submodule(owner)) not in known]:
-        raise ConfigError(_cannot(missed[0], "the model does not call it, so the cut cannot be checked"))
+    if missed := [owner for owner in owners if _module_kind(model.get_submodule(owner)) not in kinds]:
+        raise ConfigError(_split_problem(missed[0], "the model does not call it, so the split cannot be checked"))
 
 
-def _kind(module: nn.Module) -> tuple[Any, ...]:
+def _module_kind(module: nn.Module) -> tuple[Any, ...]:
     return (type(module), *((name, parameter.shape) for name, parameter in module.named_parameters()))
 
 
-def _compare(name: str, cut: nn.Module, whole: nn.Module, arguments: Arguments, word: str = "tensor") -> None:
-    """The same gradient for every parameter: then the outputs are the same, and what stands between the cut layers."""
+def _compare(
+    name: str, split: nn.Module, whole: nn.Module, arguments: Arguments, setting: str = "tensor_parallel"
+) -> None:
+    """Check that all gradients agree; then the outputs agree, and so does all between the split layers."""
     expected = _gradients(whole, arguments)
     try:
-        found = _gradients(cut, arguments)
+        actual = _gradients(split, arguments)
     except (RuntimeError, ValueError, AssertionError) as error:
         text = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            _cannot(name, f"it does not run with a part of its heads or channels ({text})", word)
-        ) from error
+        reason = f"it does not run with a part of its heads or channels ({text})"
+        raise ConfigError(_split_problem(name, reason, setting)) from error
     largest = max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
     for parameter, gradient in expected.items():
-        if not _agree([found[parameter]], [gradient], noise=1e-5 * largest):
-            raise ConfigError(
-                _cannot(name, f"the gradient of its {parameter} is another one than that of the whole module", word)
-            )
+        if not _agree([actual[parameter]], [gradient], noise=1e-5 * largest):
+            reason = f"the gradient of its {parameter} differs from that of the whole module"
+            raise ConfigError(_split_problem(name, reason, setting))
 
 
 def _gradients(module: nn.Module, arguments: Arguments) -> Mapping[str, Tensor]:
     args, kwargs = copy.deepcopy(arguments)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    answers = _tensors(module(*args, **kwargs))
+    results = _float_tensors(module(*args, **kwargs))
     if not parameters:  # frozen
-        return {f"output {i}": answer.detach() for i, answer in enumerate(answers)}
-    outputs = [tensor for tensor in answers if tensor.requires_grad]
-    ends = [torch.arange(float(tensor.numel()), device=tensor.device).sin().view_as(tensor) for tensor in outputs]
-    found = torch.autograd.grad(
-        outputs,
-        list(parameters.values()),
-        [end.to(out) for end, out in zip(ends, outputs, strict=True)],
-        allow_unused=True,
-    )
+        return {f"output {i}": result.detach() for i, result in enumerate(results)}
+    outputs = [tensor for tensor in results if tensor.requires_grad]
+    weights = [torch.arange(float(t.numel()), device=t.device).sin().view_as(t).to(t) for t in outputs]
+    gradients = torch.autograd.grad(outputs, list(parameters.values()), weights, allow_unused=True)
     return {
-        name: torch.zeros_like(parameter) if gradient is None else _full(gradient)
-        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
+        name: torch.zeros_like(parameter) if gradient is None else _full_tensor(gradient)
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
     }
 
 
-def _agree(found: list[Tensor], expected: list[Tensor], noise: float = 0.0) -> bool:
-    """A wrong cut is wrong by as much as the values themselves; what is allowed here is rounding."""
-    pairs = zip(found, expected, strict=True)
-    return all(bool((_full(a) - b).abs().max() <= 0.01 * b.abs().max() + noise) for a, b in pairs)
+def _agree(actual: list[Tensor], expected: list[Tensor], noise: float = 0.0) -> bool:
+    """Compare up to rounding: a wrong split is off by as much as the values themselves."""
+    pairs = zip(actual, expected, strict=True)
+    return all(bool((_full_tensor(a) - b).abs().max() <= 0.01 * b.abs().max() + noise) for a, b in pairs)
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _float_tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _cannot(name: str, why: str, word: str = "tensor") -> str:
-    instead = "write parallelize(model, mesh) in the task" if word == "tensor" else "use train.expert=1"
-    return f"train.{word}: {name or 'the model'} cannot be cut: {why}; {instead}"
+def _split_problem(name: str, reason: str, setting: str = "tensor_parallel") -> str:
+    instead = (
+        "use train.expert_parallel=1" if setting == "expert_parallel" else "write parallelize(model, mesh) in the task"
+    )
+    return f"train.{setting}: {name or 'the model'} cannot be split: {reason}; {instead}"
 
 
-# Names as models in use have them, below the module that owns both: layers cut by output, then the one cut by input.
-# Those with more layers stand first: w1 and w3 belong to one pair where both are there.
+# Names of layers below the module that owns them: those split by outputs, then the one split by inputs. Entries with
+# more layers come first: w1 and w3 belong to one pair where both exist.
 _ATTENTION = (
     (("q_proj", "k_proj", "v_proj"), ("o_proj", "out_proj", "c_proj", "proj", "dense")),
     (("query", "key", "value"), ("dense", "out", "out_proj", "proj", "output")),
@@ -211,12 +197,12 @@ _MLP = (
     (("c_fc",), ("c_proj",)),
     (("intermediate.dense",), ("output.dense",)),
 )
-_FUSED = {"c_attn", "qkv", "qkv_proj", "to_qkv", "Wqkv", "wqkv", "query_key_value", "in_proj", "gate_up_proj"}
-_HEADS = {
+_FUSED_LAYERS = {"c_attn", "qkv", "qkv_proj", "to_qkv", "Wqkv", "wqkv", "query_key_value", "in_proj", "gate_up_proj"}
+_HEAD_ATTRIBUTES = {
     *("heads", "n_heads", "num_heads", "n_head", "nhead", "num_attention_heads", "n_local_heads"),
     *("kv_heads", "n_kv_heads", "num_kv_heads", "n_kv_head", "num_key_value_heads", "n_local_kv_heads"),
 }
-_BETWEEN = (
+_ELEMENTWISE = (
     *(nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Mish, nn.Hardswish),
     *(nn.Dropout, nn.Identity),
 )
@@ -224,111 +210,173 @@ _BETWEEN = (
 
 class Pair(NamedTuple):
     owner: str  # the module that calls them
-    columns: tuple[str, ...]  # cut by outputs
-    row: str  # cut by inputs
+    columns: tuple[str, ...]  # split by outputs
+    row: str  # split by inputs
     attention: bool
 
 
 def find_pairs(model: nn.Module, size: int) -> list[Pair]:
-    """All there are, none of whose layers is in two; what looks like one and cannot be cut is refused by name."""
+    """Return all pairs, no layer in two of them; refuse what looks like a pair and cannot be split."""
     _refuse_fused(model)
     pairs: list[Pair] = []
-    taken: set[str] = set()
-    for pair in _candidates(model):
+    used: set[str] = set()
+    for pair in _candidate_pairs(model):
         layers = {*pair.columns, pair.row}
-        if not layers & taken:
-            _check(model, pair, size)
-            taken |= layers
+        if not layers & used:
+            _check_pair(model, pair, size)
+            used |= layers
             pairs.append(pair)
     if not pairs:
         raise ConfigError(
-            f"train.tensor={size}: the model has no pair of linear layers with names of a transformer, and no row of "
-            "Linear, activation, Linear; write parallelize(model, mesh) in the task"
+            f"train.tensor_parallel={size}: the model has no pair of linear layers with names of a transformer, and no "
+            "sequence of Linear, activation, Linear; write parallelize(model, mesh) in the task"
         )
     return pairs
 
 
-def share_heads(model: nn.Module, pair: Pair, size: int) -> None:
-    """A process computes its part of the heads: where their number is written down, it is that of the part."""
+def split_head_counts(model: nn.Module, pair: Pair, size: int) -> None:
+    """Set the attributes that count heads to this process's part of them."""
     if pair.attention:
         holder = model.get_submodule(pair.columns[0].rpartition(".")[0])
-        for name, count in _heads(holder).items():
+        for name, count in _head_counts(holder).items():
             setattr(holder, name, count // size)
 
 
-def _candidates(model: nn.Module) -> Iterator[Pair]:
+def _candidate_pairs(model: nn.Module) -> Iterator[Pair]:
     for owner, module in model.named_modules():
-        if latent := _latent(module):
-            columns = tuple(_below(owner, name) for name in latent)
-            yield Pair(owner, columns, _below(owner, "o_proj"), attention=True)
+        if latent := _latent_layers(module):
+            columns = tuple(_join(owner, name) for name in latent)
+            yield Pair(owner, columns, _join(owner, "o_proj"), attention=True)
         for families, attention in ((_ATTENTION, True), (_MLP, False)):
             for columns, rows in families:
                 for row in rows:
-                    if _fits(module, columns, row):
-                        yield Pair(owner, tuple(_below(owner, name) for name in columns), _below(owner, row), attention)
+                    if _is_pair(module, columns, row):
+                        yield Pair(owner, tuple(_join(owner, name) for name in columns), _join(owner, row), attention)
         if isinstance(module, nn.Sequential):
-            yield from _neighbours(owner, module)
+            yield from _sequential_pairs(owner, module)
 
 
-def _latent(module: nn.Module) -> tuple[str, ...]:
-    names = cut_by_outputs(module)
-    return names if all(_layer(module, name) is not None for name in (*names, "o_proj")) else ()
+def _latent_layers(module: nn.Module) -> tuple[str, ...]:
+    names = latent_column_layers(module)
+    return names if all(_find_linear(module, name) is not None for name in (*names, "o_proj")) else ()
 
 
-def _fits(module: nn.Module, columns: tuple[str, ...], row: str) -> bool:
-    layers = [_layer(module, name) for name in (*columns, row)]
-    found = [layer for layer in layers if layer is not None]
-    return len(found) == len(layers) and found[0].out_features == found[-1].in_features
+def _is_pair(module: nn.Module, columns: tuple[str, ...], row: str) -> bool:
+    layers = [_find_linear(module, name) for name in (*columns, row)]
+    linear = [layer for layer in layers if layer is not None]
+    return len(linear) == len(layers) and linear[0].out_features == linear[-1].in_features
 
 
-def _layer(module: nn.Module, path: str) -> nn.Linear | None:
+def _find_linear(module: nn.Module, path: str) -> nn.Linear | None:
     for name in path.split("."):
         child = module._modules.get(name)
         if child is None:
             return None
         module = child
-    return linear_in(module)
+    return base_linear(module)
 
 
-def _neighbours(owner: str, row: nn.Sequential) -> Iterator[Pair]:
-    """Linear, something that works on each number by itself, Linear."""
+def _sequential_pairs(owner: str, row: nn.Sequential) -> Iterator[Pair]:
+    """Yield pairs Linear, element-wise modules, Linear."""
     modules = list(row.named_children())
     linear = [place for place, (_, module) in enumerate(modules) if isinstance(module, nn.Linear)]
     for start, stop in itertools.pairwise(linear):
-        if all(isinstance(module, _BETWEEN) for _, module in modules[start + 1 : stop]):
-            first, second = (_below(owner, modules[place][0]) for place in (start, stop))
+        if all(isinstance(module, _ELEMENTWISE) for _, module in modules[start + 1 : stop]):
+            first, second = (_join(owner, modules[place][0]) for place in (start, stop))
             yield Pair(owner, (first,), second, attention=False)
 
 
-def _check(model: nn.Module, pair: Pair, size: int) -> None:
+def _check_pair(model: nn.Module, pair: Pair, size: int) -> None:
     holder = pair.columns[0].rpartition(".")[0]
-    for name, count in _heads(model.get_submodule(holder)).items():
+    for name, count in _head_counts(model.get_submodule(holder)).items():
         if pair.attention and count % size:
             _refuse(holder, f"{size} processes cannot share its {count} heads ({name})")
     width = getattr(model.get_submodule(holder), "head_dim", None) if pair.attention else None
     for name in pair.columns:
-        layer = _layer(model, name)
+        layer = _find_linear(model, name)
         if layer and isinstance(width, int) and layer.out_features // width % size:
             _refuse(name, f"{size} processes cannot share its {layer.out_features // width} heads")
         if layer and layer.out_features % size:
             _refuse(name, f"{size} processes cannot share its {layer.out_features} outputs")
 
 
-def _heads(holder: nn.Module) -> dict[str, int]:
-    return {name: value for name, value in vars(holder).items() if name in _HEADS and isinstance(value, int)}
+def _head_counts(holder: nn.Module) -> dict[str, int]:
+    return {name: value for name, value in vars(holder).items() if name in _HEAD_ATTRIBUTES and isinstance(value, int)}
 
 
 def _refuse_fused(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             _refuse(name, "nn.MultiheadAttention has queries, keys and values in one matrix")
-        if name.rpartition(".")[2] in _FUSED and any(True for _ in module.parameters()):
+        if name.rpartition(".")[2] in _FUSED_LAYERS and any(True for _ in module.parameters()):
             _refuse(name, "it has several matrices in one")
 
 
-def _refuse(name: str, why: str) -> None:
-    raise ConfigError(f"train.tensor: {name} cannot be cut: {why}; write parallelize(model, mesh) in the task")
+def _refuse(name: str, reason: str) -> None:
+    raise ConfigError(_split_problem(name, reason))
 
 
-def _below(owner: str, name: str) -> str:
+def _join(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
+
+
+_LORA_MATRICES = ("lora_A", "lora_B")
+
+
+def base_linear(module: nn.Module) -> nn.Linear | None:
+    """Return the linear layer in a module, itself or inside a LoRA adapter; None if it cannot be split."""
+    if isinstance(module, nn.Linear):
+        return module
+    base = module._modules.get("base_layer")
+    return base if isinstance(base, nn.Linear) and _is_plain_lora(module) else None
+
+
+def parallel_styles(name: str, module: nn.Module, *, by_outputs: bool) -> dict[str, ParallelStyle]:
+    """Return torch's style for each part of the layer `name`.
+
+    With LoRA the output is that of the layer plus `lora_B(lora_A(x))` for each adapter. Where a layer is split by
+    outputs, so is lora_B, and every process has lora_A; where it is split by inputs, so is lora_A.
+    """
+    style, lora_matrix = (ColwiseParallel, "lora_B") if by_outputs else (RowwiseParallel, "lora_A")
+    if isinstance(module, nn.Linear):
+        return {name: style()}
+    adapters = module.get_submodule(lora_matrix)
+    return {
+        f"{name}.base_layer": style(),
+        **{f"{name}.{lora_matrix}.{adapter}": style() for adapter, _ in adapters.named_children()},
+    }
+
+
+def _is_plain_lora(module: nn.Module) -> bool:
+    """Return whether a module is a LoRA adapter without biases; others (DoRA's magnitudes) need the whole layer."""
+    added = {name: child for name, child in module.named_children() if name != "base_layer"}
+    others = [child for name, child in added.items() if name not in _LORA_MATRICES]
+    if not set(_LORA_MATRICES) <= added.keys() or any(True for child in others for _ in child.parameters()):
+        return False
+    matrices = [child for name in _LORA_MATRICES for child in added[name].children()]
+    return bool(matrices) and all(isinstance(matrix, nn.Linear) and matrix.bias is None for matrix in matrices)
+
+
+_LATENT = "kv_a_proj_with_mqa"  # computes the latent of keys and values, and the keys' rotary part
+
+
+def latent_column_layers(module: nn.Module) -> tuple[str, ...]:
+    """Return the layers that compute heads from latents; none if the module is no multi-head latent attention."""
+    names = {name for name, child in module.named_children() if child is not None}
+    if not {_LATENT, "kv_b_proj", "o_proj"} <= names or not isinstance(getattr(module, "kv_lora_rank", None), int):
+        return ()
+    return ("q_b_proj" if "q_b_proj" in names else "q_proj", "kv_b_proj")
+
+
+def sum_rotary_gradient(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Add up the gradient of the keys' rotary part, which all heads use without passing through a split layer.
+
+    The gradient of the latent itself is added up where it enters kv_b_proj.
+    """
+    rank, group = int(module.kv_lora_rank), mesh.get_group()  # type: ignore[arg-type]
+
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        latent, rotary = output[..., :rank], output[..., rank:]
+        return torch.cat([latent, all_reduce_backward(rotary, group)], dim=-1)
+
+    module.get_submodule(_LATENT).register_forward_hook(hook)
