@@ -1,4 +1,4 @@
-"""Which samples form each global batch: a pure function of (seed, epoch, step), never of the world size."""
+"""The order of samples: which ones form each global batch, as a pure function of (seed, epoch, step)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class Order:
-    """Every epoch is one permutation, cut into batches that differ in size by one at most: no ragged tail."""
+class BatchOrder:
+    """Every epoch is one permutation, cut into batches whose sizes differ by one at most.
+
+    It does not depend on the number of processes.
+    """
 
     samples: int
     batch_size: int
@@ -31,7 +34,7 @@ class Order:
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> Indices:
-        """Sample indices of one global step, counted from 0 over all epochs."""
+        """Return the sample indices of one global step, counted from 0 over all epochs."""
         start, stop = self._bounds(step)
         return _permutation(self.samples, self.seed, self.epoch_of(step))[start:stop]
 

@@ -1,101 +1,189 @@
-"""The trap that `pipe chaos` sets in a training process: at the place that is due it ends itself by kill -9.
+"""Chaos hooks: the points at which `pipe chaos` kills a training process, and the log it shares with the processes.
 
-The places where `pipe chaos` kills a training process; outside of it, passing one costs a look at a global.
+Outside of `pipe chaos` no hook is installed, and passing a point costs one look at a global. This module imports no
+torch, so that the command line can read schedules and logs.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pipeline.contract.attempts import ChaosEvent, Kill, Record, now
-from train.process_group import Group
+from pipeline.contract.files import write_json
+from pipeline.contract.settings.section import Frozen
 
-_HOLD_SECONDS = 60.0  # for a kill from outside; then whoever should have made it is gone
+if TYPE_CHECKING:
+    from train.process_group import ProcessGroup
+
+CHAOS_VARIABLE = "PIPE_CHAOS"  # names the folder of the chaos log
+
+HookPoint = Literal["step", "ledger", "write", "rename", "renamed"]  # places in the code of a training process
+KillPoint = Literal["start", "moment", HookPoint]  # `start` and `moment` are anywhere: `pipe chaos` kills from outside
+
+_HOLD_SECONDS = 60.0  # how long a process waits for a kill from outside; after that, `pipe chaos` must be gone
 _POLL_SECONDS = 0.002
 
 
-class Trap:
-    """Knows one kill, the first that was not made when this process was born: each costs a process its life."""
+class Kill(Frozen):
+    """One planned kill -9. It is due once the kills before it have happened and training has reached `step` since."""
 
-    def __init__(self, folder: Path, group: Group, die: Callable[[], None] | None = None) -> None:
-        self._record, self._watch = Record(folder), group.watch
+    place: KillPoint
+    step: int  # steps that are done by then, at least
+    who: Literal["worker", "launcher", "pipe"] = "worker"
+    rank: int = 0  # of the worker
+    share: float = 0.0  # of the time there is for it, when it comes from outside
+    hold: int = 0  # before a kill from outside, training stops after this step
+
+
+class ChaosEvent(Frozen):
+    """A line of the log."""
+
+    event: Literal["born", "step", "ready", "kill"]
+    time: float
+    number: int = -1  # of a kill
+    rank: int = -1
+    pid: int = 0
+    parent: int = 0
+    born: float = 0.0  # start time of the process that wrote the line
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class ChaosLog:
+    """A folder: `schedule.json`, `events.jsonl`, and one empty file for each kill that has happened."""
+
+    folder: Path
+
+    def write_schedule(self, kills: Iterable[Kill]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "schedule.json", [kill.model_dump() for kill in kills])
+
+    def read_schedule(self) -> tuple[Kill, ...]:
+        return tuple(Kill.model_validate(body) for body in json.loads((self.folder / "schedule.json").read_text()))
+
+    def next_kill(self) -> int:
+        """Return the number of the first kill that no process has claimed."""
+        number = 0
+        while self.is_claimed(number):
+            number += 1
+        return number
+
+    def is_claimed(self, number: int) -> bool:
+        return self._claim_file(number).exists()
+
+    def claim(self, number: int) -> bool:
+        """Return whether this caller may carry out the kill: exactly one of several callers may."""
+        try:
+            self._claim_file(number).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def append(self, event: ChaosEvent) -> None:
+        """Write and sync one line at once: the writer may be killed a moment later."""
+        handle = os.open(self._events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(handle, event.model_dump_json().encode() + b"\n")
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def events(self) -> list[ChaosEvent]:
+        if not self._events.exists():
+            return []
+        return [ChaosEvent.model_validate_json(line) for line in self._events.read_text().splitlines()]
+
+    def size(self) -> int:
+        return self._events.stat().st_size if self._events.exists() else 0
+
+    @property
+    def _events(self) -> Path:
+        return self.folder / "events.jsonl"
+
+    def _claim_file(self, number: int) -> Path:
+        return self.folder / f"kill-{number}"
+
+
+_hook: Callable[[HookPoint], None] | None = None
+
+
+def run_chaos_hook(point: HookPoint) -> None:
+    """Mark that this process has reached `point`; an installed hook may kill it here."""
+    if _hook is not None:
+        _hook(point)
+
+
+def install_chaos_hook(hook: Callable[[HookPoint], None] | None) -> None:
+    global _hook
+    _hook = hook
+
+
+class ChaosHook:
+    """Kills this process at the first kill of the schedule that had not happened when the process started."""
+
+    def __init__(self, folder: Path, group: ProcessGroup, kill: Callable[[], None] | None = None) -> None:
+        self._log, self._heartbeat = ChaosLog(folder), group.heartbeat
         self._rank, self._size = group.rank.rank, group.size
-        self._die = die or _kill_this_process
-        self._born = now()
-        self._steps = 0  # done when this process last stood at a step's end
-        self._visits = 0  # of the place that is due, since its step
+        self._kill = kill or _kill_this_process
+        self._born = time.time()  # one clock for all processes of a machine
+        self._steps = 0  # done when this process last reached the end of a step
+        self._visits = 0  # of the point that is due, since its step
         self._lock = threading.Lock()  # checkpoints are written by a thread
-        self._number = self._record.next()
-        kills = self._record.kills()
+        self._number = self._log.next_kill()
+        kills = self._log.read_schedule()
         self._due: Kill | None = kills[self._number] if self._number < len(kills) else None
-        self._tell("born")
+        self._record("born")
 
-    def __call__(self, place: Place) -> None:
+    def __call__(self, point: HookPoint) -> None:
         with self._lock:
-            if place == "step":
-                self._count()
-            fires = self._due is not None and self._steps > 0 and self._is_due(place, self._due)
-            if fires and self._record.claim(self._number):
-                self._tell("kill")
-                self._die()
-        if place == "step" and self._due is not None:
-            self._wait_for_outside(self._due)
+            if point == "step":
+                self._count_step()
+            fires = self._due is not None and self._steps > 0 and self._is_due(point, self._due)
+            if fires and self._log.claim(self._number):
+                self._record("kill")
+                self._kill()
+        if point == "step" and self._due is not None:
+            self._wait_for_kill_from_outside(self._due)
 
-    def _count(self) -> None:
+    def _count_step(self) -> None:
         first = self._steps == 0
-        self._steps = self._watch.position[0] + 1
+        self._steps = self._heartbeat.position[0] + 1
         if first:
-            self._tell("step")
+            self._record("step")
 
-    def _is_due(self, place: Place, due: Kill) -> bool:
-        if place != due.place or self._steps < due.step:
+    def _is_due(self, point: HookPoint, due: Kill) -> bool:
+        if point != due.place or self._steps < due.step:
             return False
         self._visits += 1
         if due.rank % self._size == self._rank:
             return True
-        # Not every process comes to every place of a checkpoint: the chosen one is given one more.
-        return place != "step" and self._visits > 1
+        # Not every process reaches every point of a checkpoint: any may take the kill at its second visit.
+        return point != "step" and self._visits > 1
 
-    def _wait_for_outside(self, due: Kill) -> None:
-        """Say that a kill from outside may come, and do not run away from it."""
+    def _wait_for_kill_from_outside(self, due: Kill) -> None:
+        """Report that the kill may come, and do not train past `due.hold` before it has."""
         if due.place not in ("start", "moment") or self._rank != 0 or self._steps < due.step:
             return
         if self._visits == 0:
             self._visits = 1
-            self._tell("ready")
+            self._record("ready")
         until = time.monotonic() + _HOLD_SECONDS
-        while self._steps >= due.hold and not self._record.claimed(self._number) and time.monotonic() < until:
+        while self._steps >= due.hold and not self._log.is_claimed(self._number) and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
 
-    def _tell(self, event: str) -> None:
-        body = {"event": event, "time": now(), "number": self._number, "rank": self._rank, "pid": os.getpid()}
+    def _record(self, event: str) -> None:
+        body = {"event": event, "time": time.time(), "number": self._number, "rank": self._rank, "pid": os.getpid()}
         body |= {"parent": os.getppid(), "born": self._born, "step": self._steps}
-        self._record.tell(ChaosEvent.model_validate(body))
+        self._log.append(ChaosEvent.model_validate(body))
 
 
 def _kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    threading.Event().wait()  # nothing must happen in the moment that the kernel takes
-
-
-Place = Literal["step", "ledger", "write", "rename", "renamed"]
-
-_armed: Callable[[Place], None] | None = None
-
-
-def reached(place: Place) -> None:
-    """This process is about to go on from `place`, or never will."""
-    if _armed is not None:
-        _armed(place)
-
-
-def arm(trap: Callable[[Place], None] | None) -> None:
-    """`trap` is called at every place from here on."""
-    global _armed
-    _armed = trap
+    threading.Event().wait()  # nothing may run until the kernel has acted

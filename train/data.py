@@ -1,6 +1,6 @@
-"""Batches on the training device, and how long they let it wait.
+"""Load training batches: from columns in memory, in this process, or ahead of time in worker processes.
 
-Processes that load batches ahead of the training process, in its order; they end when it does, however it ends.
+Workers load in the order of training and end when the training process does, however it ends.
 """
 
 from __future__ import annotations
@@ -23,155 +23,157 @@ from pipeline.contract.data import Samples
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 from pipeline.contract.run import describe
 from train.batch_order import Indices
-from train.optim import drawing
-from train.process_group import Group
+from train.optim import sample_rng
+from train.process_group import ProcessGroup
 
-_AHEAD = 2  # batches each worker has ready or under way
+_PREFETCH = 2  # batches each worker has ready or under way
 
 Batch = dict[str, Tensor]
 
 
-class Workers:
-    def __init__(self, load: Callable[[Any], Batch], jobs: Iterable[Any], count: int, pinned: bool) -> None:
-        leash = _Leash()
+class LoaderWorkers:
+    """Processes that load batches ahead of the training process."""
+
+    def __init__(self, load: Callable[[Any], Batch], requests: Iterable[Any], count: int, pinned: bool) -> None:
+        parent_watch = _ParentWatch()
         loader = DataLoader(
-            cast("Dataset[Any]", _Loading(load)),
-            sampler=cast("Sampler[Any]", jobs),
+            cast("Dataset[Any]", _LoaderDataset(load)),
+            sampler=cast("Sampler[Any]", requests),
             batch_size=None,
             num_workers=count,
-            prefetch_factor=_AHEAD,
-            collate_fn=_as_it_is,
+            prefetch_factor=_PREFETCH,
+            collate_fn=_identity,
             pin_memory=pinned,
-            worker_init_fn=leash.follow,
+            worker_init_fn=parent_watch.start,
             multiprocessing_context="fork",  # a data set need not be picklable
             generator=torch.Generator(),  # the loader's own seed must not draw from the model's generator
         )
-        self._leash = leash
+        self._parent_watch = parent_watch
         self._batches: Iterator[Any] = iter(loader)
 
-    def next(self, job: Any) -> Batch:
-        """The batch of `job`, which must be the next one in order."""
+    def next(self, request: Any) -> Batch:
+        """The batch of `request`, which must be the next one in order."""
         try:
-            place, found = next(self._batches)
+            position, batch = next(self._batches)
         except (RuntimeError, ConnectionError, EOFError) as error:  # the pipe may break before the death is noticed
             raise ResourceError(
-                f"a process that loads batches was killed ({error}); lower train.workers or free memory, "
+                f"a process that loads batches was killed ({error}); to fix it, lower train.workers or free memory, "
                 "then `pipe run --resume`"
             ) from error
-        if isinstance(found, Failure):
-            sys.stderr.write(found.trace)
-            raise found.error
-        assert place == _place(job), f"batch {place} came for {_place(job)}"
-        return cast("Batch", found)
+        if isinstance(batch, WorkerFailure):
+            sys.stderr.write(batch.trace)
+            raise batch.error
+        assert position == _position(request), f"batch {position} came for {_position(request)}"
+        return cast("Batch", batch)
 
     def stop(self) -> None:
         self._batches = iter(())  # the loader's iterator ends its workers when it is freed
-        self._leash.cut()
+        self._parent_watch.stop()
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What a worker raised, on its way to the training process."""
+class WorkerFailure:
+    """An exception of a worker, as it is sent to the training process."""
 
     error: PipelineError
     trace: str
 
 
-class _Loading:
-    """The loader's view of a data set: a job in, its place and batch out."""
+class _LoaderDataset:
+    """A dataset for torch's DataLoader: takes a request, returns its position and batch."""
 
     def __init__(self, load: Callable[[Any], Batch]) -> None:
         self._load = load
 
-    def __getitem__(self, job: Any) -> tuple[tuple[int, int, int], Batch | Failure]:
-        place = _place(job)
+    def __getitem__(self, request: Any) -> tuple[tuple[int, int, int], Batch | WorkerFailure]:
+        position = _position(request)
         try:
-            return place, self._load(job)
+            return position, self._load(request)
         except PipelineError as error:
-            return place, Failure(error, "")
+            return position, WorkerFailure(error, "")
         except Exception as error:
-            return place, Failure(StageError(describe(error, Path.cwd())), traceback.format_exc())
+            return position, WorkerFailure(StageError(describe(error, Path.cwd())), traceback.format_exc())
 
 
-class _Leash:
-    """A pipe whose writing end the training process alone holds: its death closes it, by whatever signal."""
+class _ParentWatch:
+    """A pipe whose writing end only the training process holds: its death, by any signal, closes it."""
 
     def __init__(self) -> None:
         self._reading, self._writing = os.pipe()
 
-    def follow(self, _worker: int) -> None:
+    def start(self, _worker: int) -> None:
         """In a worker, which was forked with both ends."""
         os.close(self._writing)
-        threading.Thread(target=self._wait, name="leash", daemon=True).start()
+        threading.Thread(target=self._wait, name="parent-watch", daemon=True).start()
 
-    def cut(self) -> None:
+    def stop(self) -> None:
         os.close(self._writing)
         os.close(self._reading)
 
     def _wait(self) -> None:
         os.read(self._reading, 1)
-        os._exit(0)  # cut by a training process that goes on: any other status would be told there as a failure
+        os._exit(0)  # status 0: the training process may have stopped the watch, and would report another as a failure
 
 
-def _place(job: Any) -> tuple[int, int, int]:
-    return job.step, job.slice, job.part
+def _position(request: Any) -> tuple[int, int, int]:
+    return request.step, request.slice, request.part
 
 
-def _as_it_is(found: Any) -> Any:
-    return found
+def _identity(batch: Any) -> Any:
+    return batch
 
 
-_GPU_SHARE = 0.2  # of the GPU's free memory that columns may take
+_GPU_MEMORY_SHARE = 0.2  # of the free GPU memory, for columns
 
 
 @dataclass(frozen=True)
-class Job:
-    """One micro-batch of this process."""
+class LoadRequest:
+    """Asks for one micro-batch of this process."""
 
     step: int
     part: int
     indices: Indices
-    slice: int = 0  # number of the slice of the batch that it is from
+    slice: int = 0  # number of the slice of the batch
 
 
-class Feed:
-    """A batch is a pure function of its job, wherever it is loaded: from columns, here, or in a worker."""
+class BatchLoader:
+    """Returns batches on the training device; a batch is a pure function of its request, wherever it is loaded."""
 
-    def __init__(self, samples: Samples, group: Group, seed: int, workers: int) -> None:
+    def __init__(self, samples: Samples, group: ProcessGroup, seed: int, workers: int) -> None:
         self._samples, self._device = samples, group.device
         self._seed = seed
-        self._columns = None if samples.columns is None else _near(samples.columns, group.device)
+        self._columns = None if samples.columns is None else _move_if_small(samples.columns, group.device)
         self._count = 0 if samples.columns is not None else workers
-        self._workers: Workers | None = None
+        self._workers: LoaderWorkers | None = None
         self.waited_seconds = 0.0
 
-    def start(self, jobs: Iterable[Job]) -> None:
-        """From here on exactly these are fetched; workers may run ahead."""
+    def start(self, requests: Iterable[LoadRequest]) -> None:
+        """Announce the requests that will be fetched, in order; workers may run ahead."""
         self.stop()
         if self._count:
-            self._workers = Workers(self._load, jobs, self._count, pinned=self._device.type == "cuda")
+            self._workers = LoaderWorkers(self._load, requests, self._count, pinned=self._device.type == "cuda")
 
     def stop(self) -> None:
         if self._workers is not None:
             self._workers.stop()
         self._workers = None
 
-    def fetch(self, job: Job) -> dict[str, Tensor]:
+    def fetch(self, request: LoadRequest) -> dict[str, Tensor]:
         started = time.perf_counter()
-        batch = self._fetch(job)
+        batch = self._fetch(request)
         self.waited_seconds += time.perf_counter() - started
         return batch
 
-    def _fetch(self, job: Job) -> dict[str, Tensor]:
+    def _fetch(self, request: LoadRequest) -> dict[str, Tensor]:
         if self._columns is not None:
-            return self._pick(self._columns, job.indices)
+            return self._pick(self._columns, request.indices)
         if self._workers is not None:
-            return self._moved(self._workers.next(job), pinned=True)
-        return self._moved(self._load(job), pinned=False)
+            return self._to_device(self._workers.next(request), pinned=True)
+        return self._to_device(self._load(request), pinned=False)
 
-    def _load(self, job: Job) -> dict[str, Tensor]:
-        with drawing(self._seed, job.step, job.part, job.slice):
-            return self._samples.batch(job.indices)
+    def _load(self, request: LoadRequest) -> dict[str, Tensor]:
+        with sample_rng(self._seed, request.step, request.part, request.slice):
+            return self._samples.batch(request.indices)
 
     def _pick(self, columns: Mapping[str, Tensor], indices: Indices) -> dict[str, Tensor]:
         index = torch.from_numpy(indices)
@@ -179,24 +181,24 @@ class Feed:
         if where.type == "cuda":
             index = index.pin_memory().to(where, non_blocking=True)
         batch = {name: column.index_select(0, index) for name, column in columns.items()}
-        return batch if where == self._device else self._moved(batch, pinned=False)
+        return batch if where == self._device else self._to_device(batch, pinned=False)
 
-    def _moved(self, batch: dict[str, Tensor], pinned: bool) -> dict[str, Tensor]:
-        """A GPU takes pinned memory while the host goes on."""
+    def _to_device(self, batch: dict[str, Tensor], pinned: bool) -> dict[str, Tensor]:
+        """Copy to a GPU from pinned memory, asynchronously."""
         if self._device.type != "cuda":
             return batch
         ready = batch if pinned else {name: column.pin_memory() for name, column in batch.items()}
         return {name: column.to(self._device, non_blocking=True) for name, column in ready.items()}
 
 
-def _near(columns: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
-    """On the GPU when they take a small part of it, else where they are."""
+def _move_if_small(columns: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
+    """Move columns to the GPU when they take a small part of its memory."""
     if device.type != "cuda":
         return columns
     size = sum(column.numel() * column.element_size() for column in columns.values())
     free, _ = torch.cuda.mem_get_info(device)
-    return {name: column.to(device) for name, column in columns.items()} if fits(size, free) else columns
+    return {name: column.to(device) for name, column in columns.items()} if fits_on_gpu(size, free) else columns
 
 
-def fits(size: int, free: int) -> bool:
-    return size <= _GPU_SHARE * free
+def fits_on_gpu(size: int, free: int) -> bool:
+    return size <= _GPU_MEMORY_SHARE * free

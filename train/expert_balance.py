@@ -1,7 +1,7 @@
-"""How a mixture of experts shares out its tokens: counted over all processes, told, and evened out by a bias.
+"""Load balance of a mixture of experts: count the tokens of each expert and even them out by a bias.
 
-Nothing is dropped on the way: every token reaches all experts its router chose. `dropped_tokens` proves it by counting
-what was chosen against what an expert exists for.
+Loads are counted over all processes and logged. No token is dropped: each reaches all experts that its router chose,
+and `dropped_tokens`, the difference between choices and counted loads, shows that.
 """
 
 from __future__ import annotations
@@ -16,71 +16,72 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.parallel.base import Strategy
-from train.process_group import Group
+from train.process_group import ProcessGroup
 
-_TOLD = 1024  # loads of single experts are told up to so many: more make lines of the journal too long
-_SUMS = 3  # numbers beside the loads: entropy, tokens, choices
+_MAX_LOGGED_EXPERTS = 1024  # with more, loads of single experts would make log lines too long
+_SUMS = 3  # numbers after the loads: entropy, tokens, choices
+EXPERT_BIAS_UPDATE_SPEED = 0.001  # how far a step moves the bias of DeepSeek-V3's routers towards idle experts
 
 
 @dataclass(frozen=True)
 class Router:
     module: nn.Module
-    counts: Tensor  # of each expert, then the sums; a part of the row that all processes add up
+    counts: Tensor  # of each expert, then the sums; a slice of the tensor that all processes add up
 
     @property
     def bias(self) -> Tensor | None:
-        """DeepSeek-V3's, which no gradient moves."""
-        found = getattr(self.module, "e_score_correction_bias", None)
-        return found if isinstance(found, Tensor) else None
+        """The bias of DeepSeek-V3's routers, which no gradient changes."""
+        bias = getattr(self.module, "e_score_correction_bias", None)
+        return bias if isinstance(bias, Tensor) else None
 
     @property
     def trained(self) -> bool:
         return any(parameter.requires_grad for parameter in self.module.parameters())
 
 
-class Routing:
-    """Of a model without routers it costs nothing."""
+class ExpertBalance:
+    """Counts the choices of all routers of a model; `routers` is empty where it has none."""
 
-    def __init__(self, strategy: Strategy, group: Group, rate: float) -> None:
-        self._strategy, self._group, self._rate = strategy, group, rate
+    def __init__(self, strategy: Strategy, group: ProcessGroup) -> None:
+        self._strategy, self._group = strategy, group
         modules = [module for module in strategy.module.modules() if is_router(module)]
-        sizes = [_experts(module) + _SUMS for module in modules]
+        sizes = [_expert_count(module) + _SUMS for module in modules]
         self._step = torch.zeros(sum(sizes), dtype=torch.float64, device=group.device)
-        self._window = torch.zeros_like(self._step)  # since the last line of the journal
+        self._window = torch.zeros_like(self._step)  # since the last line of the log
         pairs = zip(modules, torch.split(self._step, sizes), strict=True)
-        self._routers = [Router(module, counts) for module, counts in pairs]
+        self.routers = [Router(module, counts) for module, counts in pairs]
         self._sizes = sizes
-        for router in self._routers:
-            router.module.register_forward_hook(_counting(router, strategy))
+        for router in self.routers:
+            router.module.register_forward_hook(_counting_hook(router, strategy))
 
     def reset(self) -> None:
-        """Passes so far counted for nothing."""
+        """Forget all passes so far."""
         self._step.zero_()
         self._window.zero_()
 
     @torch.no_grad()
-    def stepped(self) -> None:
-        """After each step of the optimizer. Where processes step by themselves, each goes by the load it has seen."""
-        if not self._routers:
+    def after_update(self) -> None:
+        """Adjust the biases after an optimizer step; without lockstep, each process uses its own counts."""
+        if not self.routers:
             return
         if self._strategy.lockstep:
             self._add_up(self._step)
-        for router in self._routers:
-            if self._rate and router.bias is not None and router.trained:
+        for router in self.routers:
+            if router.bias is not None and router.trained:
                 load = router.counts[:-_SUMS]
-                router.bias.add_(torch.sign(load.mean() - load), alpha=self._rate)
+                router.bias.add_(torch.sign(load.mean() - load), alpha=EXPERT_BIAS_UPDATE_SPEED)
         self._window += self._step
         self._step.zero_()
 
-    def told(self) -> dict[str, Any]:
-        """For a line of the journal; all take part."""
-        if not self._routers:
+    def metrics(self) -> dict[str, Any]:
+        """Return the values for a log line; all processes take part."""
+        if not self.routers:
             return {}
         if not self._strategy.lockstep:
             self._add_up(self._window)
         layers = [counts.tolist() for counts in torch.split(self._window, self._sizes)]
         self._window.zero_()
-        return summary(layers)
+        return load_summary(layers)
 
     def _add_up(self, row: Tensor) -> None:
         if self._group.size > 1:
@@ -88,20 +89,20 @@ class Routing:
 
 
 def is_router(module: nn.Module) -> bool:
-    """As transformers have them: a weight with a row for each expert, and the number it chooses for a token."""
+    """Recognise a router of transformers: a weight with a row per expert, and the number of experts per token."""
     count, weight = getattr(module, "num_experts", None), getattr(module, "weight", None)
-    known = isinstance(count, int) and isinstance(getattr(module, "top_k", None), int)
-    return known and isinstance(weight, Tensor) and weight.ndim == 2 and "Router" in type(module).__name__
+    has_sizes = isinstance(count, int) and isinstance(getattr(module, "top_k", None), int)
+    return has_sizes and isinstance(weight, Tensor) and weight.ndim == 2 and "Router" in type(module).__name__
 
 
-def summary(layers: list[list[float]]) -> dict[str, Any]:
-    """Of each layer: its experts' loads, the entropy summed over tokens, the tokens, and the choices made for them."""
+def load_summary(layers: list[list[float]]) -> dict[str, Any]:
+    """Summarise layers: each has its experts' loads, the entropy summed over tokens, the tokens and their choices."""
     used = [i for i, layer in enumerate(layers) if layer[-2]]
     if not used:
         return {}
     loads, sums = [layers[i][:-_SUMS] for i in used], [layers[i][-_SUMS:] for i in used]
     peaks = {f"layer_{i}": max(load) * len(load) / max(sum(load), 1) for i, load in zip(used, loads, strict=True)}
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "experts": {
             "load_max_over_mean": sum(peaks.values()) / len(peaks),
             "router_entropy": sum(entropy / tokens for entropy, tokens, _ in sums) / len(sums),
@@ -109,21 +110,21 @@ def summary(layers: list[list[float]]) -> dict[str, Any]:
         },
         "expert_load_max_over_mean": peaks,
     }
-    if sum(map(len, loads)) <= _TOLD:
-        found["expert_loads"] = [[int(count) for count in load] for load in loads]
-    return found
+    if sum(map(len, loads)) <= _MAX_LOGGED_EXPERTS:
+        values["expert_loads"] = [[int(count) for count in load] for load in loads]
+    return values
 
 
-def _counting(router: Router, strategy: Strategy) -> Callable[..., None]:
-    experts = torch.arange(_experts(router.module), device=router.counts.device)
+def _counting_hook(router: Router, strategy: Strategy) -> Callable[..., None]:
+    experts = torch.arange(_expert_count(router.module), device=router.counts.device)
     spread = math.log(max(len(experts), 2))
 
     def hook(module: nn.Module, _: Any, output: Any) -> None:
-        if not (module.training and strategy.counting) or _in_backward():
+        if not (module.training and strategy.counts_samples) or _is_backward():
             return
         logits, _, chosen = (part.detach() for part in output)
         with torch.no_grad():
-            scores = logits.float().softmax(-1) if router.bias is None else _shares(logits.float().sigmoid())
+            scores = logits.float().softmax(-1) if router.bias is None else _normalize(logits.float().sigmoid())
             router.counts[:-_SUMS] += (chosen.reshape(-1, 1) == experts).sum(0)
             router.counts[-3] += torch.special.entr(scores).sum(dtype=torch.float64) / spread
             router.counts[-2] += len(logits)
@@ -132,14 +133,14 @@ def _counting(router: Router, strategy: Strategy) -> Callable[..., None]:
     return hook
 
 
-def _shares(scores: Tensor) -> Tensor:
+def _normalize(scores: Tensor) -> Tensor:
     return scores / scores.sum(-1, keepdim=True)
 
 
-def _in_backward() -> bool:
-    """A layer that is worked out again there, to save memory, was counted before."""
+def _is_backward() -> bool:
+    """Return whether activation checkpointing recomputes a layer that was counted before."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _experts(module: nn.Module) -> int:
+def _expert_count(module: nn.Module) -> int:
     return int(module.num_experts)  # type: ignore[arg-type]

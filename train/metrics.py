@@ -1,9 +1,4 @@
-"""What training tells while it runs: `metrics.jsonl`, TensorBoard, and a line per epoch on standard output.
-
-What a line of the journal says of the steps since the line before.
-
-What happened since the last line of the journal, kept without making a GPU wait for it.
-"""
+"""Training metrics: totals of the steps since the last log line, `metrics.jsonl` and TensorBoard."""
 
 from __future__ import annotations
 
@@ -24,57 +19,57 @@ from torch import Tensor
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from pipeline.contract.files import unwritable, write_atomic
-from train.data import Feed
+from train.data import BatchLoader
 from train.optim import Precision
 from train.parallel.base import Strategy
-from train.process_group import Group
+from train.process_group import ProcessGroup
 
-_NO_CURVE = {"total_steps", "batch_size", "expert_loads"}  # the same in every line, or too many
+_NOT_PLOTTED = {"total_steps", "batch_size", "expert_loads"}  # the same in every line, or too many
 
 
-class Journal:
-    """Written by the first process alone."""
+class MetricsLog:
+    """`metrics.jsonl` and TensorBoard; only the first process writes them."""
 
     def __init__(self, directory: Path, resumed_step: int) -> None:
         path, board = directory / "metrics.jsonl", directory / "tensorboard"
-        with _writing(path):
-            _forget_after(path, resumed_step)
-        with _writing(board):
+        with _report_unwritable(path):
+            _drop_lines_after(path, resumed_step)
+        with _report_unwritable(board):
             self._board = SummaryWriter(str(board), purge_step=resumed_step + 1)
-        with _writing(path):
+        with _report_unwritable(path):
             self._file = path.open("a")
 
     def record(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """One line: `step` steps are complete. Nested values become grouped TensorBoard scalars."""
         self._file.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
         self._file.flush()
-        self._draw(step, {name: value for name, value in values.items() if name not in _NO_CURVE})
+        self._plot(step, {name: value for name, value in values.items() if name not in _NOT_PLOTTED})
 
     def close(self) -> None:
         self._file.close()
         self._board.close()
 
-    def _draw(self, step: int, values: Mapping[str, Any]) -> None:
-        """All curves in one event: TensorBoard's checksums are plain Python and take their time from the next steps."""
+    def _plot(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write all curves as one event: TensorBoard's checksums are plain Python and slow."""
         points = []
         for name, value in values.items():
             group = value if isinstance(value, Mapping) else {"": value}
             tags = {f"{name if inner else 'train'}/{inner or name}": number for inner, number in group.items()}
             points += [Summary.Value(tag=tag, simple_value=number) for tag, number in tags.items()]
-        writer: Any = self._board.file_writer  # published as None, which it is before and after
+        writer: Any = self._board.file_writer  # its type stub says None
         writer.add_summary(Summary(value=points), step)
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _report_unwritable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise unwritable(path, error) from error
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop lines of steps that will be done again, so that each step has one line whatever was killed."""
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Drop the lines of steps that will be repeated, so that each step has one line."""
     if not path.exists():
         return
     kept = []
@@ -83,15 +78,15 @@ def _forget_after(path: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
         except ValueError:
-            break  # the half line a kill left behind
+            break  # half a line, left by a killed process
     write_atomic(path, "".join(kept))
 
 
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
 
 
 @dataclass(frozen=True)
-class Reading:
+class Totals:
     """This process's running totals at one moment."""
 
     waited_seconds: float
@@ -100,78 +95,80 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Measured:
-    broken: bool  # a loss of some process was not finite
+class Measurement:
+    is_nonfinite: bool  # a loss of some process was not finite
     values: dict[str, Any]
 
 
-class Meter:
-    def __init__(self, strategy: Strategy, feed: Feed, precision: Precision, group: Group) -> None:
-        self._strategy, self._feed, self._precision, self._group = strategy, feed, precision, group
+class StepMeter:
+    """Measures the values of a log line: loss, speed, waiting, memory."""
+
+    def __init__(self, strategy: Strategy, loader: BatchLoader, precision: Precision, group: ProcessGroup) -> None:
+        self._strategy, self._loader, self._precision, self._group = strategy, loader, precision, group
         self._before = self._read()
 
     def restart(self) -> None:
-        """What happened so far belongs to no line."""
+        """Start a new window here."""
         self._before = self._read()
 
-    def measure(self, window: Window) -> Measured:
-        """All take part: the loss is of the global batches, shares of time are means over the processes."""
+    def measure(self, window: StepWindow) -> Measurement:
+        """Return the values since the last restart; all take part. Shares of time are means over the processes."""
         seconds = max(time.perf_counter() - window.started, 1e-9)
         before, now = self._before, self._read()
         exposed = (now.exposed_seconds - before.exposed_seconds) / seconds
-        memory = [0.0] * self._group.size  # a place for each process, so that a sum tells the largest
+        memory = [0.0] * self._group.size  # one entry per process, so that a sum collects all
         memory[self._group.rank.rank] = memory_mb(self._group.device)
-        broken = window.broken()[0] is not None
-        total = self._group.total([broken, window.loss(), exposed, *memory])
-        found = {
+        is_nonfinite = window.first_nonfinite()[0] is not None
+        total = self._group.total([is_nonfinite, window.loss(), exposed, *memory])
+        values = {
             "loss": total[1] / window.samples,
             "grad_norm": float(window.norms[-1]),
             "samples_per_second": window.samples / seconds,
             "step_seconds": seconds / window.steps,
             "data_wait_share": (now.waited_seconds - before.waited_seconds) / seconds,
             "sent_bytes_per_step": (now.sent_bytes - before.sent_bytes) / window.steps,
-            "communication_share": total[2] / self._group.size if self._sees_waiting() else None,
+            "communication_share": total[2] / self._group.size if self._measures_waiting() else None,
             "memory_mb": max(total[3:]),
             "gpu_utilization": gpu_utilization(self._group.device),
-            **self._precision.told(),
+            **self._precision.metrics(),
         }
-        return Measured(bool(total[0]), {name: value for name, value in found.items() if _worth_telling(value)})
+        return Measurement(bool(total[0]), {name: value for name, value in values.items() if _is_finite(value)})
 
-    def _sees_waiting(self) -> bool:
-        """Processes that cut a model between them wait in the midst of its passes too: a timeline tells."""
-        apart = self._group.model_size == 1 and not self._strategy.together
+    def _measures_waiting(self) -> bool:
+        """Tensor and pipeline parallel processes also wait within a pass, which only a timeline shows."""
+        apart = self._group.model_size == 1 and not self._strategy.collective_forward
         return apart and self._strategy.traffic.exposed_seconds > 0
 
-    def _read(self) -> Reading:
+    def _read(self) -> Totals:
         self._strategy.stopwatch.collect()
         traffic = self._strategy.traffic
-        return Reading(self._feed.waited_seconds, traffic.sent_bytes, traffic.exposed_seconds)
+        return Totals(self._loader.waited_seconds, traffic.sent_bytes, traffic.exposed_seconds)
 
 
 def memory_mb(device: torch.device) -> float:
-    """The most this process has held at once: on the GPU where it has one, else altogether."""
+    """Return the peak memory of this process: on its GPU if it has one, else its resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / 2**20
 
 
 def gpu_utilization(device: torch.device) -> float | None:
-    """Share of the last second in which the GPU computed, or nothing where its driver's library is not installed."""
+    """Return the share of the last second in which the GPU was busy; None where NVML cannot tell."""
     if device.type != "cuda":
         return None
     try:
         return torch.cuda.utilization(device) / 100
-    except Exception:  # NVML refuses on parts of a GPU and without rights, by errors of its own: no reason to stop
+    except Exception:  # NVML fails on MIG slices and without rights, with errors of its own
         return None
 
 
-def _worth_telling(value: float | None) -> bool:
+def _is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
 @dataclass
-class Window:
-    """Sums of one process; tensors are looked at together, when somebody needs their values."""
+class StepWindow:
+    """Losses and gradient norms since the last log line, kept as tensors so that no GPU is waited for."""
 
     started: float = field(default_factory=time.perf_counter)
     losses: list[Tensor] = field(default_factory=list)  # sum over this process's slice, one a step
@@ -187,24 +184,25 @@ class Window:
         self.norms.append(norm)
         self.samples += samples
 
-    def broken(self, first: int = 0) -> tuple[int | None, int | None]:
-        """The first step from `first` on whose loss, and whose gradient, was not finite here."""
-        return self._first_broken(self.losses, first), self._first_broken(self.norms, first)
-
-    def _first_broken(self, tensors: list[Tensor], first: int) -> int | None:
-        values = _values(tensors[first:])
-        return next((first + i for i, value in enumerate(values) if not math.isfinite(value)), None)
+    def first_nonfinite(self, first: int = 0) -> tuple[int | None, int | None]:
+        """Return the first steps, from `first` on, whose loss and whose gradient were not finite here."""
+        return _first_nonfinite(self.losses, first), _first_nonfinite(self.norms, first)
 
     def overflows(self, first: int = 0) -> int:
-        """Steps from `first` on whose gradient was not finite."""
+        """Count the steps from `first` on whose gradient was not finite."""
         return sum(not math.isfinite(norm) for norm in _values(self.norms[first:]))
 
     def loss(self) -> float:
         return float(torch.stack(self.losses).double().sum())
 
 
+def _first_nonfinite(tensors: list[Tensor], first: int) -> int | None:
+    values = _values(tensors[first:])
+    return next((first + i for i, value in enumerate(values) if not math.isfinite(value)), None)
+
+
 def _values(tensors: list[Tensor]) -> list[float]:
-    """Of a GPU all at once: it is waited for each time."""
+    """Read all values at once on a GPU: every read waits for it."""
     if len(tensors) > 1 and tensors[0].device.type == "cuda":
         values: list[float] = torch.stack(tensors).tolist()
         return values

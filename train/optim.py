@@ -1,12 +1,7 @@
-"""The optimizer by its word in the configuration; one fused kernel for all parameters.
+"""The optimizer and what belongs to its step: learning rate, mixed precision, random seeds, malloc settings.
 
-The learning rate as a pure function of the step.
-
-Mixed precision: which type the forward pass runs in, and gradient scaling where fp16 needs it.
-
-Randomness as a function of (seed, step, rank), so that nothing about it needs saving.
-
-Memory that a training step frees and the next one asks for again, in the C library and in Python.
+The learning rate is a pure function of the step, and random numbers are one of (seed, step, rank): neither has to be
+saved in a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import hashlib
 import math
 import random
 import sys
@@ -24,16 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.files import digest_parts
 from pipeline.contract.settings.stages import Train
 
 
 def make_optimizer(model: nn.Module, kind: str, weight_decay: float) -> torch.optim.Optimizer:
-    """Biases and norms, the parameters of one axis, are not decayed."""
+    """Create the optimizer; parameters with one axis, biases and norms, get no weight decay."""
     rows: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            mesh = getattr(parameter, "device_mesh", None)  # a kernel takes what is cut the same way, or not at all
+            mesh = getattr(parameter, "device_mesh", None)  # fused kernels cannot mix sharded and whole parameters
             rows.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     groups = [
         {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
@@ -41,23 +36,27 @@ def make_optimizer(model: nn.Module, kind: str, weight_decay: float) -> torch.op
     ]
     plain = all(type(parameter) is nn.Parameter for parameters in rows.values() for parameter in parameters)
     if kind == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=0.9, fused=plain)  # torch has no fused one for what is cut
+        return torch.optim.SGD(
+            groups, lr=0.0, momentum=0.9, fused=plain
+        )  # torch has no fused SGD for sharded parameters
     one_kind = len({(p.dtype, p.device) for parameters in rows.values() for p in parameters}) == 1
-    return (LeanAdamW if plain and one_kind else torch.optim.AdamW)(groups, lr=0.0, fused=True)
+    return (FusedAdamW if plain and one_kind else torch.optim.AdamW)(groups, lr=0.0, fused=True)
 
 
-class LeanAdamW(torch.optim.AdamW):
-    """AdamW for parameters of one type on one device: the same kernel, without sorting them at every step."""
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW for parameters of one type on one device: torch's kernel without grouping them again at every step."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        assert closure is None, "gradients are there already"
+        assert closure is None, "gradients are computed already"
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if trained:
-                self._update(group, trained, [self.state[parameter] or self._begin(parameter) for parameter in trained])
+                self._update(
+                    group, trained, [self.state[parameter] or self._initial_state(parameter) for parameter in trained]
+                )
 
-    def _begin(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
         state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         self.state[parameter] = state
@@ -65,7 +64,7 @@ class LeanAdamW(torch.optim.AdamW):
 
     def _update(self, group: dict[str, Any], trained: list[Tensor], state: list[dict[str, Tensor]]) -> None:
         steps = [entry["step"] for entry in state]
-        overflow = getattr(self, "found_inf", None)  # left by a GradScaler: then nothing is changed
+        overflow = getattr(self, "found_inf", None)  # set by a GradScaler: after an overflow nothing is changed
         torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
             trained,
@@ -89,27 +88,29 @@ class LeanAdamW(torch.optim.AdamW):
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: float, kind: Literal["cosine", "constant"]) -> float:
-    """Linear from zero over the first `warmup` share of all steps, then constant or a half cosine towards zero."""
-    rising = round(total * warmup)
-    if step < rising:
-        return peak * (step + 1) / rising
+    """Rise linearly over the first `warmup` share of all steps, then stay constant or follow a cosine to zero."""
+    warmup_steps = round(total * warmup)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
     if kind == "constant":
         return peak
-    return peak * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising))) / 2
+    return peak * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total - warmup_steps))) / 2
 
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
+    """The type of the forward pass, and gradient scaling for fp16."""
+
     def __init__(self, kind: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
         self.kind = kind
-        self.type = _TYPES.get(kind)  # none: the weights' own
+        self.type = _TYPES.get(kind)  # None: that of the weights
         self._device = device.type
         self._autocasts = self.type is not None
-        # A scaler that is not enabled hands everything through, so there is one path for all types.
+        # A disabled scaler does nothing, so there is one code path for all types.
         self.scaler = torch.amp.GradScaler(self._device, enabled=kind == "fp16")
-        self.overflows = 0  # steps that were skipped because a gradient did not fit
+        self.overflows = 0  # steps skipped because a gradient overflowed
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if not self._autocasts:
@@ -117,7 +118,7 @@ class Precision:
         return torch.autocast(self._device, dtype=self.type)
 
     def cast_by_model(self) -> torch.dtype | None:
-        """The model casts its weights and inputs to this type by itself; autocast stays out of its way."""
+        """Switch autocast off for a model that casts weights and inputs itself, and return the type to cast to."""
         self._autocasts = False
         return self.type
 
@@ -129,19 +130,19 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Apply the gradients, or, in fp16 after an overflow, skip them and lower the scale."""
+        """Apply the gradients; after an overflow in fp16, skip them and lower the scale."""
         self.scaler.step(optimizer)
         self.scaler.update()
 
     def state(self) -> dict[str, Any]:
-        """Empty where nothing is scaled."""
+        """Return the scaler's state; empty without fp16."""
         return {**self.scaler.state_dict(), "overflows": self.overflows} if self.scaler.is_enabled() else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.scaler.load_state_dict({name: value for name, value in state.items() if name != "overflows"})
         self.overflows = state["overflows"]
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """For the journal and the summary; fp16 alone scales its gradients."""
         return {"loss_scale": self.scaler.get_scale(), "overflow_steps": self.overflows} if self.kind == "fp16" else {}
 
@@ -150,35 +151,37 @@ class Precision:
         return self.scaler.is_enabled()
 
 
-def be_deterministic(config: Train) -> None:
-    """Ask torch for the same bits at every run, where the configuration wants that."""
-    if config.elastic == "exact":
-        torch.set_num_threads(1)  # kernels add up in another order with another number of threads
+def set_determinism(config: Train) -> None:
+    """Ask torch for identical bits at every run, where the settings require that."""
+    if config.elastic_shards > 0:
+        torch.set_num_threads(1)  # the order of sums depends on the number of threads
     if config.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # Filling fresh memory with NaN finds kernels that read what nobody wrote; it costs a pass over each tensor.
+        # Filling new memory with NaN finds kernels that read uninitialized memory, but costs a pass over each tensor.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Reset every generator a task may draw from before a step; step -1 is the making of the model."""
-    value = _value(seed, step, rank)
+    """Seed every generator that a task may use, before a step; step -1 creates the model."""
+    value = _seed_value(seed, step, rank)
     _seed_python(value)
     if step < 0:
-        torch.manual_seed(value)  # of every kind of device, also of one that is not in use yet
+        torch.manual_seed(value)  # all devices, also those not in use yet
         return
-    torch.default_generator.manual_seed(value)  # manual_seed() notes a stack trace each time where CUDA sleeps
+    torch.default_generator.manual_seed(
+        value
+    )  # torch.manual_seed() records a stack trace while CUDA is not initialized
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(value)
 
 
 @contextlib.contextmanager
-def drawing(seed: int, step: int, part: int, rank: int) -> Iterator[None]:
-    """Samples are loaded with generators of their own: in a worker or here, they draw the same numbers."""
+def sample_rng(seed: int, step: int, part: int, rank: int) -> Iterator[None]:
+    """Load samples with their own random numbers, the same in a worker and here; restore the generators after."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    value = _value(seed, step, rank, "data", part)
+    value = _seed_value(seed, step, rank, "data", part)
     _seed_python(value)
-    torch.default_generator.manual_seed(value)  # not those of GPUs: no sample is drawn there
+    torch.default_generator.manual_seed(value)  # no GPU generator: samples are loaded on the CPU
     try:
         yield
     finally:
@@ -187,8 +190,10 @@ def drawing(seed: int, step: int, part: int, rank: int) -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-def _value(*place: object) -> int:
-    return int(digest_parts([str(part) for part in place])[:8], 16)
+def _seed_value(*place: object) -> int:
+    parts = (str(part).encode() for part in place)
+    digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts))  # the same everywhere
+    return int(digest.hexdigest()[:8], 16)
 
 
 def _seed_python(value: int) -> None:
@@ -199,12 +204,12 @@ def _seed_python(value: int) -> None:
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 
 
-def keep_freed_memory() -> bool:
-    """Reuse freed memory instead of giving it back to the system at every step; whether the C library can do that.
+def tune_malloc() -> bool:
+    """Make malloc keep freed memory instead of returning it at every step; return whether the C library supports it.
 
-    Activations and gradients are freed and allocated once a step. Depending on what else lies in the heap, glibc gives
-    them back, and the kernel hands out zeroed pages for the next step, a fault for each: measured as up to a quarter of
-    a small net's step.
+    Activations and gradients are freed and allocated once a step. glibc may return them to the kernel, which then
+    provides zeroed pages for the next step with a page fault for each: measured as up to a quarter of a small model's
+    step.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -212,7 +217,7 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, 1 << 30) and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1))
 
 
-def forget_what_lasts() -> None:
-    """Leave model, optimizer and modules out of the search for garbage: it would walk over them all again and again."""
+def freeze_garbage_collector() -> None:
+    """Exclude all objects that exist now, such as model and modules, from garbage collection: it scans them again."""
     gc.collect()
     gc.freeze()

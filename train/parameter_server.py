@@ -1,10 +1,8 @@
-"""The weights live in the first process; every process computes on a copy of its own.
+"""Training with a parameter server: the weights live in the first process, which applies gradients as they come.
 
-Training with a parameter server: every process computes whole global batches, nobody waits for the slowest.
-
-The parameter server: hands out the steps of an epoch, and applies each gradient as it comes unless it is too old.
-
-The wire between the parameter server and one worker: a gloo group of these two processes.
+Every process computes whole global batches on its own copy of the weights, and none waits for the slowest. The server
+hands out the steps of an epoch and applies each gradient unless it is too old. It talks to each worker over a gloo
+group of these two processes.
 """
 
 from __future__ import annotations
@@ -25,118 +23,123 @@ from torch import Tensor
 
 from pipeline.contract.errors import DataError, LostContact
 from train.checkpoint.store import CheckpointStore
-from train.data import Job
-from train.elastic.preemption import listening
+from train.data import LoadRequest
+from train.elastic.preemption import preemption_handler
 from train.ledger import Ledger
-from train.metrics import Journal, memory_mb
+from train.metrics import MetricsLog, memory_mb
 from train.optim import learning_rate, seed_step
 from train.parallel.base import Traffic
-from train.parallel.local_sgd import flat
-from train.parallel.parameter_server import ParameterServer
-from train.process_group import Group, lost_contact
-from train.profiling import Tracer
+from train.parallel.local_sgd import flatten
+from train.parallel.parameter_server import ParameterServerStrategy
+from train.process_group import ProcessGroup, is_lost_contact
+from train.profiling import StepTracer
 from train.state import Progress
-from train.trainer import Trainer, not_finite
+from train.trainer import Trainer, not_finite_message
 
 
-class Asynchronous(Trainer):
-    """The unit of work is one global step, computed by one process and applied by the first one as it comes.
+class ParameterServerTrainer(Trainer):
+    """A trainer whose unit of work is one global step, computed by one process and applied by the server.
 
-    All meet at the end of each epoch, for validation and a checkpoint. Within an epoch none is made: which steps
-    are under way, and from which weights, would be part of it.
+    All processes meet at the end of each epoch, for validation and a checkpoint. There is none within an epoch: it
+    would have to contain which steps are in progress, and from which weights.
     """
+
+    MAX_STALENESS = 8  # updates that a gradient may lag behind before it is computed again
 
     def fit(
         self,
         progress: Progress,
         store: CheckpointStore,
-        journal: Journal | None,
-        tracer: Tracer | None = None,
+        log: MetricsLog | None,
+        tracer: StepTracer | None = None,
         ledger: Ledger | None = None,
     ) -> Progress:
-        assert tracer is None, "a timeline is of steps that all make together: the configuration refuses it here"
-        assert isinstance(self.strategy, ParameterServer)
-        self._served = self.strategy
-        self._journal, self._ledger = journal, ledger
-        self._served.module.train()
-        parameters = [parameter for parameter in self._served.model.parameters() if parameter.requires_grad]
+        assert tracer is None, (
+            "a timeline shows steps that all processes make together: the configuration rejects it here"
+        )
+        assert isinstance(self.strategy, ParameterServerStrategy)
+        self._weights_server = self.strategy
+        self._metrics_log, self._ledger = log, ledger
+        self._weights_server.module.train()
+        parameters = [parameter for parameter in self._weights_server.model.parameters() if parameter.requires_grad]
         numbers = sum(parameter.numel() for parameter in parameters)
-        links = make_links(self._group, self.config.timeout_seconds, numbers, self._served.traffic)
-        server = Server(parameters, self._optimizer, self._rate, self.config.staleness, self._updated)
-        with store, listening(self._group, self._served.meeting_after, progress.step) as leaving:
-            while progress.step < self.total_steps and not self._out_of_patience(progress):
+        links = open_links(self._group, self.config.timeout_seconds, numbers, self._weights_server.traffic)
+        server = Server(parameters, self._optimizer, self._learning_rate, self.MAX_STALENESS, self._after_update)
+        with store, preemption_handler(self._group, self._weights_server.next_sync_step, progress.step) as preemption:
+            while progress.step < self.total_steps and not self._is_stale(progress):
                 steps = range(progress.step, progress.step + self.order.steps_per_epoch)
-                with self._desk(server, links, steps) as desk:
-                    self._work(desk)
-                progress = self._end_epoch(replace(progress, step=steps.stop), journal)
+                with self._open_epoch(server, links, steps) as source:
+                    self._compute_steps(source)
+                progress = self._end_epoch(replace(progress, step=steps.stop), log)
                 self._save(progress, store)
-                if leaving.due_here(progress.step) and progress.step < self.total_steps:
+                if preemption.due_at_barrier(progress.step) and progress.step < self.total_steps:
                     store.wait()
-                    raise leaving.farewell(progress.step)
+                    raise preemption.eviction_error(progress.step)
         return progress
 
     @contextlib.contextmanager
-    def _desk(self, server: Server, links: list[Link], steps: range) -> Iterator[Desk]:
-        """Open for one epoch; on the first process it closes when all workers are through."""
+    def _open_epoch(self, server: Server, links: list[WorkerLink], steps: range) -> Iterator[StepSource]:
+        """Hand out the steps of one epoch; on the first process it closes when all workers have finished."""
         if not self._group.rank.first:
             yield links[0]
             return
-        self._sent_before, self._line_began = self._served.traffic.sent_bytes, time.perf_counter()
+        self._sent_before, self._line_started = self._weights_server.traffic.sent_bytes, time.perf_counter()
         server.open(steps)
         threads = [threading.Thread(target=link.serve, args=(server,), daemon=True) for link in links]
         for thread in threads:
             thread.start()
-        yield Here(server)
+        yield LocalLink(server)
         for thread in threads:
-            thread.join()  # ends by itself: whatever it waits for is given up after timeout_seconds
+            thread.join()  # ends by itself: every wait in it has a timeout
         server.check()
 
-    def _work(self, desk: Desk) -> None:
-        work = desk.trade(None)
+    def _compute_steps(self, source: StepSource) -> None:
+        work = source.exchange(None)
         while work is not None:
-            result = self._result(work)
-            self.watch.at(work.step, "exchange of weights")
-            work = desk.trade(result)
-            if self._ledger and work is not None and work.step == result.step:  # too old: it was not applied
-                self._ledger.refused(result.step)
+            result = self._compute(work)
+            self.heartbeat.at(work.step, "exchange of weights")
+            work = source.exchange(result)
+            if self._ledger and work is not None and work.step == result.step:  # too old, so it was not applied
+                self._ledger.discard(result.step)
 
-    def _result(self, work: Work) -> Result:
-        self.watch.at(work.step, "data")
+    def _compute(self, work: Work) -> Result:
+        self.heartbeat.at(work.step, "data")
         indices = self.order.batch(work.step)
-        batch = self._feed.fetch(Job(work.step, 0, indices))
+        batch = self._loader.fetch(LoadRequest(work.step, 0, indices))
         if self._ledger:
-            self._ledger.fed(work.step, indices)
-        self.watch.at(work.step, "forward and backward")
+            self._ledger.record(work.step, indices)
+        self.heartbeat.at(work.step, "forward and backward")
         seed_step(self.config.seed, work.step, 0)
-        loss, norm, row = self._served.gradient(work.weights, batch)
-        self.routing.stepped()
-        found = Result(work.step, work.version, len(indices), float(loss), float(norm), row)
-        for what, value in (("loss", found.loss), ("gradient", found.norm)):
+        loss, norm, row = self._weights_server.gradient(work.weights, batch)
+        if self.expert_balance.routers:
+            self.expert_balance.after_update()
+        result = Result(work.step, work.version, len(indices), float(loss), float(norm), row)
+        for what, value in (("loss", result.loss), ("gradient", result.norm)):
             if not math.isfinite(value):
-                raise DataError(not_finite(what, work.step, [self._group.rank.rank]))
-        return found
+                raise DataError(not_finite_message(what, work.step, [self._group.rank.rank]))
+        return result
 
-    def _rate(self, updates: int) -> float:
-        return learning_rate(updates, self.total_steps, self.config.lr, self.config.warmup, self.config.schedule)
+    def _learning_rate(self, updates: int) -> float:
+        return learning_rate(updates, self.total_steps, self.config.lr, self.config.warmup_ratio, self.config.schedule)
 
-    def _updated(self, updates: int, tally: Tally) -> bool:
-        """Whether a line of the journal is due. Called by any thread of the server, by one at a time."""
+    def _after_update(self, updates: int, tally: Tally) -> bool:
+        """Log if a line is due, and return whether it was. Any thread of the server calls this, one at a time."""
         if self.attempt:
-            self.attempt.stepped(updates)
+            self.attempt.step_done(updates)
         if updates % self.config.log_every and updates % self.order.steps_per_epoch:
             return False
-        if self._journal:
-            self._journal.record(updates, self.order.epoch_of(updates - 1), self._line(updates, tally))
+        if self._metrics_log:
+            self._metrics_log.record(updates, self.order.epoch_of(updates - 1), self._log_values(updates, tally))
         return True
 
-    def _line(self, updates: int, tally: Tally) -> dict[str, Any]:
-        now, sent, count = time.perf_counter(), self._served.traffic.sent_bytes, len(tally.staleness)
-        seconds, sent_bytes = max(now - self._line_began, 1e-9), sent - self._sent_before
-        self._line_began, self._sent_before = now, sent
+    def _log_values(self, updates: int, tally: Tally) -> dict[str, Any]:
+        now, sent, count = time.perf_counter(), self._weights_server.traffic.sent_bytes, len(tally.staleness)
+        seconds, sent_bytes = max(now - self._line_started, 1e-9), sent - self._sent_before
+        self._line_started, self._sent_before = now, sent
         return {
             "total_steps": self.total_steps,
             "batch_size": self.order.batch_size,
-            "lr": self._rate(updates - 1),
+            "lr": self._learning_rate(updates - 1),
             "loss": tally.loss / tally.samples,
             "grad_norm": tally.norm,
             "samples_per_second": tally.samples / seconds,
@@ -144,7 +147,7 @@ class Asynchronous(Trainer):
             "sent_bytes_per_step": sent_bytes / count,  # by the server
             "memory_mb": memory_mb(self._group.device),  # of the first process
             "staleness": {"mean": sum(tally.staleness) / count, "max": max(tally.staleness)},
-            **self.pauses.told(),
+            **self.pauses.metrics(),
             "redone": tally.redone,
             "steps_by_rank": {str(rank): steps for rank, steps in sorted(tally.steps_by_rank.items())},
         }
@@ -152,16 +155,16 @@ class Asynchronous(Trainer):
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker computes next."""
+    """The step a worker computes next."""
 
     step: int
-    version: int  # updates that made these weights
+    version: int  # of the weights: the number of updates applied
     weights: Tensor
 
 
 @dataclass(frozen=True)
 class Result:
-    """What it found."""
+    """The gradient of one step."""
 
     step: int
     version: int
@@ -173,21 +176,21 @@ class Result:
 
 @dataclass
 class Tally:
-    """What happened since the last line of the journal."""
+    """Totals since the last log line."""
 
     loss: float = 0.0  # sum over samples
     samples: int = 0
     norm: float = 0.0  # of the last gradient
-    staleness: list[int] = field(default_factory=list)  # updates between the weights of a gradient and its own
+    staleness: list[int] = field(default_factory=list)  # updates between reading the weights and applying the gradient
     redone: int = 0  # gradients that were too old
     steps_by_rank: Counter[int] = field(default_factory=Counter)
 
 
 class Server:
-    """Used by a thread for each worker, one at a time.
+    """Hands out steps and applies gradients; the threads of the workers use it one at a time.
 
-    Every step of an epoch is handed out once, and once more to the same worker, with fresh weights, whenever its
-    gradient comes back more than `staleness` updates old. So every step is applied exactly once.
+    Every step of an epoch is handed out once, and again to the same worker, with fresh weights, whenever its gradient
+    comes back more than `staleness` updates old. So every step is applied exactly once.
     """
 
     def __init__(
@@ -196,11 +199,11 @@ class Server:
         optimizer: torch.optim.Optimizer,
         rate: Callable[[int], float],
         staleness: int,
-        updated: Callable[[int, Tally], bool],
+        after_update: Callable[[int, Tally], bool],
     ) -> None:
-        """`updated` is told of every update; when it returns true the tally starts anew."""
-        self._parameters, self._optimizer, self._rate = parameters, optimizer, rate
-        self._staleness, self._updated = staleness, updated
+        """`after_update` is called after every update; when it returns true the tally restarts."""
+        self._parameters, self._optimizer, self._learning_rate = parameters, optimizer, rate
+        self._staleness, self._after_update = staleness, after_update
         self._lock = threading.Lock()
         self._steps: Iterator[int] = iter(())
         self._failure: Exception | None = None
@@ -208,24 +211,24 @@ class Server:
         self.updates = 0
 
     def open(self, steps: range) -> None:
-        """The steps of an epoch; all before them are applied."""
+        """Start an epoch with these steps; all before them are applied."""
         self._steps, self.updates = iter(steps), steps.start
 
-    def trade(self, rank: int, result: Result | None) -> Work | None:
-        """A result for the next step; nothing when all steps of the epoch are handed out."""
+    def exchange(self, rank: int, result: Result | None) -> Work | None:
+        """Take a result and return the next step; None when all steps of the epoch are handed out."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             if result is not None and self.updates - result.version > self._staleness:
                 self._tally.redone += 1
-                return Work(result.step, self.updates, flat(self._parameters).cpu())
+                return Work(result.step, self.updates, flatten(self._parameters).cpu())
             if result is not None:
                 self._apply(rank, result)
             step = next(self._steps, None)
-            return None if step is None else Work(step, self.updates, flat(self._parameters).cpu())
+            return None if step is None else Work(step, self.updates, flatten(self._parameters).cpu())
 
     def fail(self, error: Exception) -> None:
-        """No further trade succeeds; the first error is the one that is told."""
+        """Make every further exchange raise; the first error is the one reported."""
         with self._lock:
             self._failure = self._failure or error
 
@@ -235,7 +238,7 @@ class Server:
 
     def _apply(self, rank: int, result: Result) -> None:
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate(self.updates)
+            group["lr"] = self._learning_rate(self.updates)
         sizes = [parameter.numel() for parameter in self._parameters]
         for parameter, part in zip(self._parameters, torch.split(result.gradient, sizes), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter)
@@ -248,37 +251,37 @@ class Server:
         tally.staleness.append(self.updates - result.version)
         tally.steps_by_rank[rank] += 1
         self.updates += 1
-        if self._updated(self.updates, tally):
+        if self._after_update(self.updates, tally):
             self._tally = Tally()
 
 
-_HEAD = 6  # numbers ahead of a row: whether one follows, and all of `Work` or `Result` but its tensor
+_HEADER_SIZE = 6  # numbers before a tensor: whether one follows, and all fields of `Work` or `Result` but the tensor
 
 
-class Desk(Protocol):
-    """Where a worker trades a result for its next step."""
+class StepSource(Protocol):
+    """Takes a result and returns the next step."""
 
-    def trade(self, result: Result | None) -> Work | None: ...
+    def exchange(self, result: Result | None) -> Work | None: ...
 
 
-class Here:
-    """The desk of the first process, in which the server lives."""
+class LocalLink:
+    """The link of the first process, which holds the server."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
 
-    def trade(self, result: Result | None) -> Work | None:
-        return self._server.trade(0, result)
+    def exchange(self, result: Result | None) -> Work | None:
+        return self._server.exchange(0, result)
 
 
-class Link:
-    """One end of a wire; the other end is `peer`. Each wire has a group of its own: threads must not share one."""
+class WorkerLink:
+    """One end of the connection with `peer`. Each link has a gloo group of its own: threads must not share one."""
 
-    def __init__(self, wire: dist.ProcessGroup, peer: int, numbers: int, traffic: Traffic) -> None:
-        self._wire, self._peer, self._numbers, self._traffic = wire, peer, numbers, traffic
+    def __init__(self, channel: dist.ProcessGroup, peer: int, numbers: int, traffic: Traffic) -> None:
+        self._channel, self._peer, self._numbers, self._traffic = channel, peer, numbers, traffic
 
-    def trade(self, result: Result | None) -> Work | None:
-        """The worker's end."""
+    def exchange(self, result: Result | None) -> Work | None:
+        """Exchange as the worker."""
         if result is None:
             self._send([], None)
         else:
@@ -287,55 +290,53 @@ class Link:
         return None if weights is None else Work(int(head[0]), int(head[1]), weights)
 
     def serve(self, server: Server) -> None:
-        """The server's end, for one epoch; runs in a thread of its own."""
+        """Serve the worker for one epoch; runs in a thread of its own."""
         try:
             while True:
                 head, gradient = self._receive()
-                work = server.trade(self._peer, None if gradient is None else _result(head, gradient))
+                work = server.exchange(self._peer, None if gradient is None else _result(head, gradient))
                 if work is None:
                     self._send([], None)
                     return
                 self._send([work.step, work.version], work.weights)
         except Exception as error:
-            server.fail(self._lost(error) if lost_contact(error) else error)
+            server.fail(self._lost_contact(error) if is_lost_contact(error) else error)
 
     def _send(self, head: list[float], row: Tensor | None) -> None:
         filled = [float(row is not None), *head]
-        self._hand_over(torch.tensor(filled + [0.0] * (_HEAD - len(filled)), dtype=torch.float64))
+        self._send_tensor(torch.tensor(filled + [0.0] * (_HEADER_SIZE - len(filled)), dtype=torch.float64))
         if row is not None:
-            self._hand_over(row.cpu())
+            self._send_tensor(row.cpu())
 
     def _receive(self) -> tuple[list[float], Tensor | None]:
-        head = torch.empty(_HEAD, dtype=torch.float64)
-        dist.recv(head, self._peer, self._wire)
+        head = torch.empty(_HEADER_SIZE, dtype=torch.float64)
+        dist.recv(head, self._peer, self._channel)
         follows, *numbers = head.tolist()
         if not follows:
             return numbers, None
         row = torch.empty(self._numbers)
-        dist.recv(row, self._peer, self._wire)
+        dist.recv(row, self._peer, self._channel)
         return numbers, row
 
-    def _hand_over(self, tensor: Tensor) -> None:
-        dist.send(tensor, self._peer, self._wire)
+    def _send_tensor(self, tensor: Tensor) -> None:
+        dist.send(tensor, self._peer, self._channel)
         self._traffic.sent_bytes += tensor.numel() * tensor.element_size()
 
-    def _lost(self, error: Exception) -> LostContact:
-        found = LostContact(
-            f"rank {self._peer} ended, or sent no gradient within train.timeout_seconds; the log tells which"
-        )
-        found.__cause__ = error
-        return found
+    def _lost_contact(self, error: Exception) -> LostContact:
+        lost = LostContact(f"rank {self._peer} ended, or sent no gradient within train.timeout_seconds; see the log")
+        lost.__cause__ = error
+        return lost
 
 
-def make_links(group: Group, seconds: int, numbers: int, traffic: Traffic) -> list[Link]:
-    """The ends this process holds: the server's for every worker, or a worker's; all take part."""
-    found = []
+def open_links(group: ProcessGroup, seconds: int, numbers: int, traffic: Traffic) -> list[WorkerLink]:
+    """Return this process's links: the server has one for every worker, a worker has one; all take part."""
+    links = []
     for rank in range(1, group.size):
-        wire = dist.new_group([0, rank], timeout=timedelta(seconds=seconds), backend="gloo")
+        channel = dist.new_group([0, rank], timeout=timedelta(seconds=seconds), backend="gloo")
         if group.rank.rank in (0, rank):
-            assert isinstance(wire, dist.ProcessGroup)
-            found.append(Link(wire, rank if group.rank.first else 0, numbers, traffic))
-    return found
+            assert isinstance(channel, dist.ProcessGroup)
+            links.append(WorkerLink(channel, rank if group.rank.first else 0, numbers, traffic))
+    return links
 
 
 def _result(head: list[float], gradient: Tensor) -> Result:

@@ -1,8 +1,6 @@
-"""The processes that train together: device, collectives, and the model they share.
+"""The processes that train together: how they meet, their device and collectives, and each one's heartbeat.
 
-Where processes meet when no launcher tells: the first one opens a store and publishes its address.
-
-Where this process stands in the step, for whoever asks why the others wait.
+Where no launcher says where to meet, the first process opens a store and publishes its address in the run directory.
 """
 
 from __future__ import annotations
@@ -29,106 +27,117 @@ from pipeline.contract.files import write_json
 from pipeline.contract.processes import Rank, split_address
 from pipeline.contract.settings.stages import Train
 
-_LOOK_SECONDS = 0.1
-_KNOCK_SECONDS = 5
-_HERE = "127.0.0.1"
-_MARK = "mark"  # the key of what tells this store from any other
+_POLL_SECONDS = 0.1
+_CONNECT_TIMEOUT_SECONDS = 5
+_LOCALHOST = "127.0.0.1"
+_STORE_ID = "mark"  # key of an id that is unique to this store
 
 
-def meet(rank: Rank, address: str, directory: Path, timeout_seconds: int) -> Store | None:
-    """The store all meet in; None where the environment names it, as under torchrun."""
+def open_store(rank: Rank, address: str, directory: Path, timeout_seconds: int) -> Store | None:
+    """Open the store in which all meet; None where the environment names it, as under torchrun."""
     timeout = timedelta(seconds=timeout_seconds)
     if rank.master:
         return None
     if address:
         host, port = split_address(address)
         return TCPStore(host, port, rank.world_size, rank.first, timeout)
-    place = place_of(rank, directory)
-    return _open(rank, place, timeout) if rank.first else _find(rank, place, timeout)
+    file = rendezvous_file(rank, directory)
+    return _serve_store(rank, file, timeout) if rank.first else _wait_for_store(rank, file, timeout)
 
 
-def place_of(rank: Rank, directory: Path) -> Path:
-    """The file with the address, of this launch alone where the launcher gives it a name."""
+def rendezvous_file(rank: Rank, directory: Path) -> Path:
+    """Return the file with the address; it belongs to one launch where the launcher has an id for it."""
     return directory / f"meeting-{rank.job or 'unnamed'}.json"
 
 
-def _open(rank: Rank, place: Path, timeout: timedelta) -> Store:
-    """On a free port, that of this machine alone where nobody comes from another."""
+def _serve_store(rank: Rank, file: Path, timeout: timedelta) -> Store:
+    """Open a store on a free port, on localhost if all processes are on this machine."""
     listener = _listen(rank.all_local)
-    port, mark = listener.getsockname()[1], secrets.token_hex(8)
+    port, store_id = listener.getsockname()[1], secrets.token_hex(8)
     store = TCPStore(
-        _HERE, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        _LOCALHOST, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    store.set(_MARK, mark)
-    write_json(place, {"host": _HERE if rank.all_local else socket.gethostname(), "port": port, _MARK: mark})
+    store.set(_STORE_ID, store_id)
+    write_json(
+        file, {"host": _LOCALHOST if rank.all_local else socket.gethostname(), "port": port, _STORE_ID: store_id}
+    )
     return store
 
 
 def _listen(all_local: bool) -> socket.socket:
     if all_local:
-        return socket.create_server((_HERE, 0))
+        return socket.create_server((_LOCALHOST, 0))
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
 
 
-def _find(rank: Rank, place: Path, timeout: timedelta) -> Store:
+def _wait_for_store(rank: Rank, file: Path, timeout: timedelta) -> Store:
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        if (store := _knock(place)) is not None:
+        if (store := _connect_to_store(file)) is not None:
             store.set_timeout(timeout)
             return store
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     raise StageError(
         f"rank {rank.rank} on {socket.gethostname()} waited {timeout.total_seconds():.0f} s for rank 0 to publish "
-        f"where to meet ({place.name} in {place.parent}); the run directory must be shared by all machines, "
+        f"where to meet ({file.name} in {file.parent}); to fix it, share the run directory among all machines, "
         "or set train.rendezvous=host:port"
     )
 
 
-def _knock(place: Path) -> Store | None:
-    """The store behind a published address; None when there is none yet.
+def _connect_to_store(file: Path) -> Store | None:
+    """Return the store at the published address; None when there is none yet.
 
-    An address left by an earlier launch leads nowhere, or to a store that does not know the mark beside it.
+    An address left by an earlier launch leads nowhere, or to a store with another id.
     """
     try:
-        told = json.loads(place.read_text())
-        socket.create_connection((told["host"], told["port"]), _KNOCK_SECONDS).close()
-        store = TCPStore(told["host"], told["port"], timeout=timedelta(seconds=_KNOCK_SECONDS), wait_for_workers=False)
-        known = store.check([_MARK]) and store.get(_MARK).decode() == told[_MARK]
+        published = json.loads(file.read_text())
+        socket.create_connection((published["host"], published["port"]), _CONNECT_TIMEOUT_SECONDS).close()
+        store = TCPStore(
+            published["host"],
+            published["port"],
+            timeout=timedelta(seconds=_CONNECT_TIMEOUT_SECONDS),
+            wait_for_workers=False,
+        )
+        matches = store.check([_STORE_ID]) and store.get(_STORE_ID).decode() == published[_STORE_ID]
     except (OSError, DistError):
         return None
-    return store if known else None
+    return store if matches else None
 
 
-# In the order of a step: who waits for another is further than that one.
+# In the order of a step: a process waits only for processes that are not as far.
 Phase = Literal["start", "data", "forward and backward", "update", "exchange of weights", "validation", "checkpoint"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
-class Watch:
+class Heartbeat:
+    """Where this process is in its step; the watchdog reads it from another thread."""
+
     def __init__(self) -> None:
         self.position: tuple[int, Phase] = (0, "start")
 
     def at(self, step: int, phase: Phase) -> None:
-        """A plain assignment: cheap enough for every phase of every step."""
+        """Enter a phase; a plain assignment, cheap enough for every phase of every step."""
         self.position = (step, phase)
 
-    def again(self) -> None:
-        """The phase goes on, and something in it was done: a new tuple, which is what the watchman looks for."""
+    def beat(self) -> None:
+        """Report progress within a phase: the watchdog looks for a new tuple."""
         step, phase = self.position
         self.position = (step, phase)
 
 
-_MARGIN_SECONDS = 60  # a collective waits longer than the watchman, who knows for whom
+_MARGIN_SECONDS = 60  # collectives wait longer than the watchdog, whose report is better
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroup:
+    """The training processes as this one sees them; collectives work for a single process too."""
+
     rank: Rank
     device: torch.device
-    model_size: int = 1  # processes that hold one copy of the model together (tensor or pipeline parallel)
-    watch: Watch = field(default_factory=Watch, compare=False)
+    model_size: int = 1  # processes per copy of the model (tensor or pipeline parallel)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
 
     @property
     def size(self) -> int:
@@ -136,7 +145,7 @@ class Group:
 
     @property
     def data_size(self) -> int:
-        """Copies of the model that share out each batch."""
+        """Number of copies of the model; each batch is divided among them."""
         return self.size // self.model_size
 
     @property
@@ -144,20 +153,20 @@ class Group:
         return self.rank.rank // self.model_size
 
     def slice_of(self, count: int) -> range:
-        """Equal shares of a batch or a split, by copies of the model."""
-        return Rank(self.data_rank, world_size=self.data_size).slice_of(count)
+        """Return this copy's slice of a batch or split; sizes differ by one at most."""
+        return range(count * self.data_rank // self.data_size, count * (self.data_rank + 1) // self.data_size)
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over all processes, in double precision."""
+        """Sum element-wise over all processes, in double precision."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
-        found: list[float] = tensor.tolist()
-        return found
+        totals: list[float] = tensor.tolist()
+        return totals
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank, known to everybody."""
+        """Return the values of all processes, by rank, on every process."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -165,7 +174,7 @@ class Group:
         return values
 
     def collect(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank, known to the first process alone."""
+        """Return the values of all processes, by rank, on the first process only."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank.first else None
@@ -173,45 +182,45 @@ class Group:
         return values or []
 
     def share(self, value: Any) -> Any:
-        """The first process's value."""
+        """Return the first process's value."""
         return self.gather(value)[0]
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """Everybody takes the first process's running statistics: those are the ones that get saved."""
+        """Copy the first process's running statistics to all: they are the ones saved."""
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
 
 
 @contextlib.contextmanager
-def join(config: Train, rank: Rank, directory: Path) -> Iterator[Group]:
-    """Meet the other processes, in the run directory where no launcher says where; one alone needs no meeting."""
+def join_process_group(config: Train, rank: Rank, directory: Path) -> Iterator[ProcessGroup]:
+    """Join the other processes; they meet in the run directory where no launcher says where."""
     device = choose_device(config.device, rank)
-    model_size = config.tensor * config.pipeline
+    model_size = config.tensor_parallel * config.pipeline_parallel
     if rank.world_size % model_size:
-        word = "tensor" if config.tensor > 1 else "pipeline"
+        name = "tensor_parallel" if config.tensor_parallel > 1 else "pipeline_parallel"
         raise ConfigError(
-            f"train.{word}={model_size}: {rank.world_size} processes cannot be shared out; "
-            f"make train.processes a multiple of {model_size}"
+            f"train.{name}={model_size}: {rank.world_size} processes cannot be divided evenly; "
+            f"to fix it, make train.processes a multiple of {model_size}"
         )
-    if config.expert > 1 and rank.world_size // model_size % config.expert:
+    if config.expert_parallel > 1 and rank.world_size // model_size % config.expert_parallel:
         raise ConfigError(
-            f"train.expert={config.expert}: {rank.world_size // model_size} copies cannot share the experts; "
-            f"make train.processes a multiple of {config.expert * model_size}"
+            f"train.expert_parallel={config.expert_parallel}: the experts cannot be divided among "
+            f"{rank.world_size // model_size} copies of the model; to fix it, make train.processes a multiple of "
+            f"{config.expert_parallel * model_size}"
         )
     if rank.world_size == 1:
-        yield Group(rank, device)
+        yield ProcessGroup(rank, device)
         return
     _connect(config, rank, device, directory)
     try:
-        yield Group(rank, device, model_size)
-        dist.barrier()  # nobody leaves while another still reads from it
+        yield ProcessGroup(rank, device, model_size)
+        dist.barrier()  # stay while another process may still read from this one
     except Exception as error:
-        if not lost_contact(error):
+        if not is_lost_contact(error):
             raise
         raise LostContact(
-            f"rank {rank.rank} lost contact with another process, which was killed, failed or hangs; "
-            "the log tells which"
+            f"rank {rank.rank} lost contact with another process, which was killed, failed or hangs; see the log"
         ) from error
     dist.destroy_process_group()
 
@@ -221,43 +230,43 @@ def _connect(config: Train, rank: Rank, device: torch.device, directory: Path) -
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=meet(rank, config.rendezvous, directory, seconds),
+            store=open_store(rank, config.rendezvous, directory, seconds),
             rank=rank.rank,
             world_size=rank.world_size,
             timeout=timedelta(seconds=seconds + _MARGIN_SECONDS),
-            # Bound to a device, NCCL wants everybody at the making of every further group; the parameter server's
-            # links are groups of two.
-            device_id=device if device.type == "cuda" and config.sync != "parameter_server" else None,
+            # Bound to a device, NCCL needs all processes to create any further group; the parameter server has
+            # groups of two.
+            device_id=device if device.type == "cuda" and config.strategy != "parameter_server" else None,
         )
     except dist.DistBackendError as error:
         first_line = str(error).strip().partition("\n")[0]
         raise LostContact(f"rank {rank.rank} on {socket.gethostname()}: NCCL did not start: {first_line}") from error
     except dist.DistError as error:
         raise LostContact(
-            f"rank {rank.rank} on {socket.gethostname()}: not all {rank.world_size} processes came to the meeting "
-            f"within {seconds} s; the log tells which failed, or raise train.timeout_seconds"
+            f"rank {rank.rank} on {socket.gethostname()}: not all {rank.world_size} processes joined "
+            f"within {seconds} s; see the log for the one that failed, or raise train.timeout_seconds"
         ) from error
     if rank.first:
-        place_of(rank, directory).unlink(missing_ok=True)  # all have met
+        rendezvous_file(rank, directory).unlink(missing_ok=True)  # all have met
 
 
-def lost_contact(error: Exception) -> bool:
-    """Whether another process ended or hangs, as the collectives' backends tell it."""
+def is_lost_contact(error: Exception) -> bool:
+    """Return whether a collective failed because another process ended or hangs."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
-def choose_device(wanted: str, rank: Rank) -> torch.device:
-    """`auto` takes a GPU where torch sees one; asking for `cuda` never falls back silently."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train.device=cuda, but torch sees no CUDA device; `pipe doctor` says why")
-    if wanted == "cpu" or not torch.cuda.is_available():
+def choose_device(setting: str, rank: Rank) -> torch.device:
+    """Return the device: `auto` takes a GPU where torch sees one, `cuda` never falls back silently."""
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device=cuda, but torch sees no CUDA device; to see why, run `pipe doctor`")
+    if setting == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count > 1 and rank.local_rank >= count:
         raise ConfigError(
             f"train.processes: process {rank.local_rank + 1} of this machine finds only {count} GPUs; "
-            "lower it, or set train.device=cpu"
+            "to fix it, lower it, or set train.device=cpu"
         )
-    device = torch.device("cuda", 0 if count == 1 else rank.local_rank)  # a launcher may show each process its own
+    device = torch.device("cuda", 0 if count == 1 else rank.local_rank)  # some launchers show each process only its own
     torch.cuda.set_device(device)
     return device

@@ -1,8 +1,7 @@
-"""`trace: true`: a few steps of all processes as one file for Perfetto or chrome://tracing.
+"""Profile training (`trace: true`): a few steps of all processes as one file for Perfetto or chrome://tracing.
 
-What the timelines of several processes say together: one file, and how much of the exchange was not hidden.
-
-Names for stretches of a step, shown in a timeline; next to free while none is recorded.
+The timelines of the processes are merged into one file, which also gives the share of communication that computation
+did not hide. `phase` names stretches of a step in the timeline.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from pipeline.contract.files import write_atomic, write_json
-from train.process_group import Group
+from train.process_group import ProcessGroup
 
 TRACE_FILE = "trace.json.gz"
-SHARES = "communication.json"
-_MEETINGS = 5  # clocks are compared so often
+SHARES_FILE = "communication.json"
+_CLOCK_SAMPLES = 5
 
 
-class Tracer:
-    """The profiler warms up one step before the first that is recorded."""
+class StepTracer:
+    """Records some steps; the profiler warms up for one step before."""
 
-    def __init__(self, steps: range, group: Group, directory: Path) -> None:
+    def __init__(self, steps: range, group: ProcessGroup, directory: Path) -> None:
         self._steps, self._group, self._directory = steps, group, directory
         self._profiler: profile | None = None
 
     def before(self, step: int) -> None:
-        """Global step `step` comes next; all processes call this for the same steps."""
+        """Prepare for global step `step`; all processes call this for the same steps."""
         if self._steps and step == self._steps.start - 1:
             self._profiler = _profiler(self._group.device, len(self._steps))
             self._profiler.start()
@@ -49,7 +48,7 @@ class Tracer:
                 self._finish(self._profiler)
 
     def end(self, step: int) -> None:
-        """Training is over after `step` steps."""
+        """Finish when training has ended after `step` steps."""
         self.before(step)
         if self._profiler is not None:
             self._profiler.stop()
@@ -59,34 +58,39 @@ class Tracer:
     def _finish(self, profiler: profile) -> None:
         self._profiler = None
         profiler.stop()
-        body = gzip.compress(json.dumps(_exported(profiler)).encode(), compresslevel=1)
-        found = self._group.collect((socket.gethostname(), self._meet(), body))
+        body = gzip.compress(json.dumps(_export(profiler)).encode(), compresslevel=1)
+        parts = self._group.collect((socket.gethostname(), self._sample_clocks(), body))
         if self._group.rank.first:
-            self._write([_timeline(*parts) for parts in found])
+            self._write([_timeline(*part) for part in parts])
 
     def _write(self, timelines: list[Timeline]) -> None:
-        events = merge(timelines, self._steps.start - 1)  # the profiler counts the step it warmed up in
+        events = merge_timelines(timelines, self._steps.start - 1)  # the profiler also counts its warm-up step
         text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
         write_atomic(self._directory / TRACE_FILE, gzip.compress(text.encode(), mtime=0))
-        found = {name: asdict(of) for name, of in shares(events).items()}
-        write_json(self._directory / SHARES, {"first_step": self._steps.start, "steps": len(self._steps), **found})
+        by_rank = {name: asdict(shares) for name, shares in communication_shares(events).items()}
+        write_json(
+            self._directory / SHARES_FILE, {"first_step": self._steps.start, "steps": len(self._steps), **by_rank}
+        )
         print(
             f"timeline of steps {self._steps.start} to {self._steps.stop - 1}: train/{TRACE_FILE} of the run",
             flush=True,
         )
 
-    def _meet(self) -> tuple[int, ...]:
-        """The time at which all leave a meeting, by this process's clock."""
+    def _sample_clocks(self) -> tuple[int, ...]:
+        """Return the times, by this process's clock, at which a collective ends on all processes."""
         moments = []
-        for _ in range(_MEETINGS):
+        for _ in range(_CLOCK_SAMPLES):
             self._group.total([0.0])
             moments.append(time.time_ns())
         return tuple(moments)
 
 
+FIRST_TRACED_STEP, TRACED_STEPS = 3, 5
+
+
 def traced_steps(first: int, count: int, start: int, total: int) -> range:
-    """Counted from where this process starts; earlier where training ends before."""
-    count = min(count, max(0, total - start - 1))  # a step to warm up in comes first
+    """Return the steps to trace, counted from where this process starts; earlier if training ends before."""
+    count = min(count, max(0, total - start - 1))  # one step is for the warm-up
     begin = max(start + 1, min(start + first, total - count))
     return range(begin, begin + count)
 
@@ -96,7 +100,7 @@ def _profiler(device: torch.device, steps: int) -> profile:
     return profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=steps, repeat=1), acc_events=True)
 
 
-def _exported(profiler: profile) -> dict[str, Any]:
+def _export(profiler: profile) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -105,8 +109,8 @@ def _exported(profiler: profile) -> dict[str, Any]:
 
 
 def _timeline(host: str, moments_ns: tuple[int, ...], body: bytes) -> Timeline:
-    found = json.loads(gzip.decompress(body))
-    return Timeline(host, moments_ns, found["base_ns"], found["events"])
+    trace = json.loads(gzip.decompress(body))
+    return Timeline(host, moments_ns, trace["base_ns"], trace["events"])
 
 
 Event: TypeAlias = dict[str, Any]
@@ -119,29 +123,29 @@ _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 @dataclass(frozen=True)
 class Timeline:
-    """Of one process, as its profiler wrote it."""
+    """The events of one process, as its profiler wrote them."""
 
     host: str
-    moments_ns: tuple[int, ...]  # its clock, each time all processes met
-    base_ns: int  # what the events' times count from
+    moments_ns: tuple[int, ...]  # its clock at the end of each common collective
+    base_ns: int  # origin of the events' times
     events: Sequence[Event]
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Parts of the traced steps' time."""
+class CommunicationShares:
+    """Shares of the traced steps' time."""
 
-    communication: float  # an exchange was under way
+    communication: float  # some communication was in progress
     exposed: float  # and this process computed nothing meanwhile
 
 
-def merge(timelines: Sequence[Timeline], first_step: int) -> list[Event]:
-    """One lane for each process; all times in microseconds of the first process's clock, from the first event on."""
-    shifts = clock_shifts_ns(timelines)
+def merge_timelines(timelines: Sequence[Timeline], first_step: int) -> list[Event]:
+    """Merge into one lane per process; times are microseconds of the first process's clock, from the first event."""
+    shifts = clock_offsets_ns(timelines)
     merged: list[Event] = []
     for rank, (timeline, shift) in enumerate(zip(timelines, shifts, strict=True)):
         later = (timeline.base_ns - timelines[0].base_ns + shift) / 1e3
-        merged += [_placed(event, rank, later, first_step) for event in timeline.events if _belongs(event)]
+        merged += [_place_in_lane(event, rank, later, first_step) for event in timeline.events if _is_relevant(event)]
     origin = min((event["ts"] for event in merged if event["ph"] != "M"), default=0.0)
     for event in merged:
         event["ts"] = round(max(0.0, event["ts"] - origin), 3)
@@ -149,8 +153,8 @@ def merge(timelines: Sequence[Timeline], first_step: int) -> list[Event]:
     return [entry for lane in names for entry in lane] + merged
 
 
-def clock_shifts_ns(timelines: Sequence[Timeline]) -> list[int]:
-    """What to add to each process's clock; processes of one machine read the same one."""
+def clock_offsets_ns(timelines: Sequence[Timeline]) -> list[int]:
+    """Return what to add to each process's clock; processes of one machine share a clock."""
     first = timelines[0]
     return [
         0
@@ -160,22 +164,22 @@ def clock_shifts_ns(timelines: Sequence[Timeline]) -> list[int]:
     ]
 
 
-def shares(events: Iterable[Event]) -> dict[str, Shares]:
-    """Of a merged timeline, by lane. Where a process used a GPU, its kernels are what counts."""
+def communication_shares(events: Iterable[Event]) -> dict[str, CommunicationShares]:
+    """Return the shares of a merged timeline by lane; where a process used a GPU, its kernels count."""
     by_rank: dict[int, list[Event]] = {}
     for event in events:
         if event["ph"] == "X":
             by_rank.setdefault(event["pid"], []).append(event)
-    return {f"rank {rank}": _shares_of(by_rank[rank]) for rank in sorted(by_rank)}
+    return {f"rank {rank}": _lane_shares(by_rank[rank]) for rank in sorted(by_rank)}
 
 
-def uncovered(spans: Iterable[Span], cover: Iterable[Span]) -> float:
-    """Length of the union of `spans` outside the union of `cover`."""
-    return length([*spans, *(cover := list(cover))]) - length(cover)
+def uncovered_length(spans: Iterable[Span], cover: Iterable[Span]) -> float:
+    """Return the length of the union of `spans` outside the union of `cover`."""
+    return union_length([*spans, *(cover := list(cover))]) - union_length(cover)
 
 
-def length(spans: Iterable[Span]) -> float:
-    """Of the union."""
+def union_length(spans: Iterable[Span]) -> float:
+    """Return the length of the union of `spans`."""
     total, reached = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, reached))
@@ -183,7 +187,7 @@ def length(spans: Iterable[Span]) -> float:
     return total
 
 
-def _shares_of(events: Sequence[Event]) -> Shares:
+def _lane_shares(events: Sequence[Event]) -> CommunicationShares:
     on_gpu = any(event.get("cat") == "kernel" for event in events)
     exchange, compute, steps = list[Span](), list[Span](), list[Span]()
     for event in events:
@@ -196,24 +200,24 @@ def _shares_of(events: Sequence[Event]) -> Shares:
             exchange.append(span)
         elif not on_gpu and event["name"].startswith("aten::"):
             compute.append(span)
-    whole = length(steps)
+    whole = union_length(steps)
     if not whole:
-        return Shares(0.0, 0.0)
+        return CommunicationShares(0.0, 0.0)
     begin, end = min(start for start, _ in steps), max(stop for _, stop in steps)
     within = [(max(start, begin), min(stop, end)) for start, stop in exchange if start < end and stop > begin]
-    return Shares(length(within) / whole, uncovered(within, compute) / whole)
+    return CommunicationShares(union_length(within) / whole, uncovered_length(within, compute) / whole)
 
 
-def _belongs(event: Mapping[str, Any]) -> bool:
-    """The profiler's remarks about itself are left out."""
+def _is_relevant(event: Mapping[str, Any]) -> bool:
+    """Leave out the profiler's events about itself."""
     if event["ph"] == "M":
         return event["name"] in ("thread_name", "thread_sort_index") and isinstance(event.get("pid"), int)
     return isinstance(event.get("pid"), int)
 
 
-def _placed(event: Event, rank: int, later: float, first_step: int) -> Event:
+def _place_in_lane(event: Event, rank: int, later: float, first_step: int) -> Event:
     placed = {**event, "pid": rank, "ts": event["ts"] + later}
-    if "id" in event:  # arrows from cause to effect must not cross lanes
+    if "id" in event:  # arrows must not cross lanes
         placed["id"] = f"{rank}.{event['id']}"
     if found := _STEP.fullmatch(event["name"]):
         placed["name"] = f"step {first_step + int(found[1])}"
@@ -228,10 +232,11 @@ def _lane(rank: int, name: str) -> list[Event]:
     ]
 
 
-_IDLE = contextlib.nullcontext()
+_NO_PROFILER = contextlib.nullcontext()
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[object]:
+    """Name a stretch of a step in the timeline; almost free while none is recorded."""
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(name)
-    return _IDLE
+    return _NO_PROFILER

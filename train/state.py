@@ -1,4 +1,4 @@
-"""What training has come to: its progress, and everything a checkpoint holds, by names that fit a file."""
+"""The state of training: its progress, and everything a checkpoint contains, under names that fit a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[torch.Size, torch.dtype]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come, and how good it was."""
+    """How many steps are done, and the best validation so far."""
 
     step: int = 0
     best_step: int = 0
@@ -26,10 +26,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that is not a pure function of (seed, step): of the tensors, those that this process holds.
+    """Everything that is not a pure function of (seed, step); of the tensors, those that this process has.
 
-    `weights.NAME` and `optimizer.NAME.WHAT` are the model's, alike on any number of processes; `own.RANK.NAME` is what
-    only that process knows. They are the tensors that are trained, not copies.
+    `weights.NAME` and `optimizer.NAME.KEY` belong to the model and do not depend on the number of processes;
+    `own.RANK.NAME` exists on one process only. They are the tensors in use, not copies.
     """
 
     progress: Progress
@@ -37,42 +37,42 @@ class State:
     scaler: Mapping[str, Any] = field(default_factory=dict)
 
 
-def above(prefix: str, tensors: Mapping[str, Value]) -> dict[str, Value]:
+def add_prefix(prefix: str, tensors: Mapping[str, Value]) -> dict[str, Value]:
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def below(prefix: str, tensors: Mapping[str, Value]) -> dict[str, Value]:
+def strip_prefix(prefix: str, tensors: Mapping[str, Value]) -> dict[str, Value]:
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """By the names of the parameters, `NAME.WHAT`; a parameter that never had a gradient has none."""
+    """Return the optimizer's state as `NAME.KEY`; a parameter that never had a gradient has none."""
     return {
-        f"{name}.{what}": tensor
+        f"{name}.{key}": tensor
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
-        for what, tensor in optimizer.state[parameter].items()
+        for key, tensor in optimizer.state[parameter].items()
     }
 
 
-def room_for_optimizer(
+def allocate_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """Tensors for what is stored of this process's parameters; they are the optimizer's state from here on."""
-    wanted: dict[str, dict[str, Shape]] = {}
+    """Replace the optimizer's state by empty tensors for what is stored of this process's parameters."""
+    shapes: dict[str, dict[str, Shape]] = {}
     for key, shape in stored.items():
-        name, _, what = key.rpartition(".")
-        wanted.setdefault(name, {})[what] = shape
+        name, _, state_key = key.rpartition(".")
+        shapes.setdefault(name, {})[state_key] = shape
     optimizer.state.clear()
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if entries := wanted.get(names[parameter]):
-            optimizer.state[parameter] = {what: _like(parameter, *shape) for what, shape in entries.items()}
+        if entries := shapes.get(names[parameter]):
+            optimizer.state[parameter] = {key: _like(parameter, *shape) for key, shape in entries.items()}
     return optimizer_tensors(model, optimizer)
 
 
 def _like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A moment is cut as its parameter is, a count of steps is not."""
+    """Create an empty tensor; a moment is sharded like its parameter, a step count is not."""
     if size == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return torch.zeros(size, dtype=dtype, device=parameter.device)

@@ -1,10 +1,7 @@
-"""The training loop: one optimizer step is one global batch, each process working on its slice.
+"""The training loop: one optimizer step is one global batch, each process computes its slice of it.
 
-What `compile: true` needs: a compiler, and kernels that take batches of any size where sizes differ.
-
-How long training stood still for its checkpoints; they are written while it goes on.
-
-How a global batch is cut into slices: equal ones, or as large as each process is fast.
+The file reads in the order of training: set up, the loop, one step, then what happens between steps (checks, metrics,
+validation, checkpoints), then the balance of slices between fast and slow processes.
 """
 
 from __future__ import annotations
@@ -26,28 +23,28 @@ from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
-from train.batch_order import Order
-from train.chaos_hooks import reached
-from train.data import Feed, Job
-from train.elastic.preemption import listening
-from train.expert_balance import Routing
-from train.metrics import Meter, Window
+from train.batch_order import BatchOrder
+from train.chaos_hooks import run_chaos_hook
+from train.data import BatchLoader, LoadRequest
+from train.elastic.preemption import preemption_handler
+from train.expert_balance import ExpertBalance
+from train.metrics import StepMeter, StepWindow
 from train.optim import Precision, learning_rate, make_optimizer, seed_step
 from train.parallel import make_strategy
-from train.parallel.base import Objective, Part, Strategy
-from train.pretrained.load import Beginning
-from train.process_group import Group
-from train.profiling import Tracer, phase
+from train.parallel.base import MicroBatch, Objective, Strategy
+from train.pretrained.load import PretrainedModel
+from train.process_group import ProcessGroup
+from train.profiling import StepTracer, phase
 from train.state import Progress
 from train.validation import check_texts, validate
 
 if TYPE_CHECKING:
-    from train.checkpoint.in_memory import Mirrors
-    from train.checkpoint.load import Saved
+    from train.checkpoint.in_memory import MemorySnapshots
+    from train.checkpoint.load import SavedCheckpoint
     from train.checkpoint.store import CheckpointStore
-    from train.elastic.attempts import Attempt
+    from train.elastic.attempts import AttemptReporter
     from train.ledger import Ledger
-    from train.metrics import Journal
+    from train.metrics import MetricsLog
 
 
 class Trainer:
@@ -55,224 +52,236 @@ class Trainer:
         self,
         task: Task,
         config: Config,
-        group: Group,
+        group: ProcessGroup,
         train: Samples,
         validation: Samples,
         batch_size: int,
-        begin: Callable[[], Beginning] | None = None,
+        create_model: Callable[[], PretrainedModel] | None = None,
     ) -> None:
         self._task, self._group, self.config, self._validation = task, group, config.train, validation
-        self.order = Order(len(train), batch_size, self.config.seed)
+        self.order = BatchOrder(len(train), batch_size, self.config.seed)
         self.total_steps = self.config.epochs * self.order.steps_per_epoch
         slices = _slices(self.config, group, self.order)
         if self.config.compile:
             check_compiler(group.device)
-        differ = self.config.balance == "auto" or sizes_differ(self.order, slices * self.config.accumulate)
-        self._any_size = self.config.compile and differ
+        sizes_differ = self.config.balance == "auto" or batch_sizes_differ(self.order, slices * self.config.accumulate)
+        self._any_size = self.config.compile and sizes_differ
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
         self._precision = Precision(self.config.precision, group.device)
-        model, filling = begin() if begin else (task.model(), None)
+        model, materializer = create_model() if create_model else (task.model(), None)
         check_texts(task, model, (train, validation))
-        self.strategy = make_strategy(model, Objective(task, self._precision), group, self.config, train, filling)
+        self.strategy = make_strategy(model, Objective(task, self._precision), group, self.config, train, materializer)
         optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
-        self._optimizer = self.strategy.adopt(optimizer)
-        self.routing = Routing(self.strategy, group, self.config.expert_balance)
+        self._optimizer = self.strategy.wrap_optimizer(optimizer)
+        self.expert_balance = ExpertBalance(self.strategy, group)
         self._trained = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._feed = Feed(train, group, self.config.seed, self.config.workers)
-        self._balance = Balance(self.config.balance, group, self.strategy)
-        self._meter = Meter(self.strategy, self._feed, self._precision, group)
-        self._window = Window()
-        self._reviewed = 0  # steps of the window that were looked at
-        self.pauses = Pauses()
-        self.watch = group.watch
-        self._ledger: Ledger | None = None  # steps that count for nothing are in none
-        self.attempt: Attempt | None = None
-        self.mirrors: Mirrors | None = None  # where snapshots are made
-        self.strategy.warm_up(lambda: self._parts(0))
-        self.routing.reset()
+        self._loader = BatchLoader(train, group, self.config.seed, self.config.workers)
+        self._balance = BatchBalance(self.config.balance, group, self.strategy)
+        self._meter = StepMeter(self.strategy, self._loader, self._precision, group)
+        self._window = StepWindow()
+        self._checked_steps = 0  # steps of the window whose loss and gradient were checked
+        self.pauses = CheckpointPauses()
+        self.heartbeat = group.heartbeat
+        self._ledger: Ledger | None = None  # None: these steps do not count
+        self.attempt: AttemptReporter | None = None
+        self.snapshots: MemorySnapshots | None = None  # for snapshots in memory
+        self.strategy.warm_up(lambda: self._micro_batches(0))
+        self.expert_balance.reset()
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, saved: SavedCheckpoint) -> None:
         self.strategy.restore(self._optimizer, saved)
 
     def fit(
         self,
         progress: Progress,
         store: CheckpointStore,
-        journal: Journal | None,
-        tracer: Tracer | None = None,
+        log: MetricsLog | None,
+        tracer: StepTracer | None = None,
         ledger: Ledger | None = None,
     ) -> Progress:
-        """Train from `progress` to the end; only the first process has a journal."""
+        """Train from `progress` to the end and return the final progress; only the first process has a log."""
         self._ledger = ledger
         self.strategy.module.train()
-        self._feed.start(job for step in range(progress.step, self.total_steps) for job in self._jobs(step))
+        self._loader.start(
+            request for step in range(progress.step, self.total_steps) for request in self._requests(step)
+        )
         self._open_window()
         try:
-            with store, listening(self._group, self.strategy.meeting_after, progress.step) as self._leaving:
-                return self._walk(progress, store, journal, tracer)
+            with (
+                store,
+                preemption_handler(self._group, self.strategy.next_sync_step, progress.step) as self._preemption,
+            ):
+                return self._run(progress, store, log, tracer)
         finally:
-            self._feed.stop()  # at once: left to the garbage collector, workers are waited for
+            self._loader.stop()  # at once: the garbage collector would wait for the workers
 
-    def _walk(
-        self, progress: Progress, store: CheckpointStore, journal: Journal | None, tracer: Tracer | None
+    def _run(
+        self, progress: Progress, store: CheckpointStore, log: MetricsLog | None, tracer: StepTracer | None
     ) -> Progress:
-        while progress.step < self.total_steps and not self._out_of_patience(progress):
+        first_step = progress.step + 1
+        while progress.step < self.total_steps and not self._is_stale(progress):
             if tracer:
                 tracer.before(progress.step)
             self._step(progress.step)
             progress = replace(progress, step=progress.step + 1)
-            if self.attempt:
-                self.attempt.stepped(progress.step)
-            reached("step")
+            if self.attempt and progress.step == first_step:
+                self.attempt.step_done(progress.step)
+            run_chaos_hook("step")
             ends_epoch = progress.step % self.order.steps_per_epoch == 0
             if ends_epoch or progress.step % self.config.log_every == 0:
-                self._log(progress.step, journal)
+                self._log(progress.step, log)
             if ends_epoch:
-                progress = self._end_epoch(progress, journal)
-            leaves = self._leaving.due(progress.step) and progress.step < self.total_steps
-            if leaves or ends_epoch or _every(self.config.checkpoint_every, progress.step):
+                progress = self._end_epoch(progress, log)
+            evicted = self._preemption.is_due(progress.step) and progress.step < self.total_steps
+            if evicted or ends_epoch or _every(self.config.checkpoint_every, progress.step):
                 self._save(progress, store)
-            elif self.mirrors and _every(self.config.snapshot_every, progress.step):
-                self._mirror(progress, self.mirrors)
-            if leaves:
+            elif self.snapshots and _every(self.config.snapshot_every, progress.step):
+                self._save_snapshot(progress, self.snapshots)
+            if evicted:
                 store.wait()
-                raise self._leaving.farewell(progress.step)
+                raise self._preemption.eviction_error(progress.step)
         if tracer:
             tracer.end(progress.step)
         return progress
 
     def _step(self, step: int) -> None:
-        """One global batch: forward and backward over this process's slice, exchange, update."""
-        loss = self.strategy.backward(self._parts(step))
-        self.watch.at(step, "update")
+        """Run one global batch: forward and backward over this process's slice, exchange, update."""
+        loss = self.strategy.backward(self._micro_batches(step))
+        self.heartbeat.at(step, "update")
         with phase("update"):
             self._update(step, loss)
         self._balance.observe(self.order.size(step))
 
     def _update(self, step: int, loss: Tensor) -> None:
-        lr = learning_rate(step, self.total_steps, self.config.lr, self.config.warmup, self.config.schedule)
+        lr = learning_rate(step, self.total_steps, self.config.lr, self.config.warmup_ratio, self.config.schedule)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._precision.unscale(self._optimizer)
         norm = self.strategy.clip(self.config.clip_norm)
         self._window.add(loss, norm, self.order.size(step))
-        if self._group.device.type == "cpu":  # a GPU would have to be waited for: it is looked at with the next line
-            self._review(step + 1)
+        if self._group.device.type == "cpu":  # on a GPU this would wait: it is checked with the next log line
+            self._check_finite(step + 1)
         self._precision.step(self._optimizer)
         for parameter in self._trained:
             parameter.grad = None
-        self.routing.stepped()
-        self.strategy.updated(step)
+        if self.expert_balance.routers:
+            self.expert_balance.after_update()
+        self.strategy.after_update(step)
 
-    def _parts(self, step: int) -> Iterator[Part]:
-        """The micro-batches of this process's slices, fetched one by one; each slice has random numbers of its own."""
-        jobs = self._jobs(step)
-        for i, job in enumerate(jobs):
-            self.watch.at(step, "data")
+    def _micro_batches(self, step: int) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of this process's slices; each slice has its own random numbers."""
+        requests = self._requests(step)
+        for i, request in enumerate(requests):
+            self.heartbeat.at(step, "data")
             with phase("data"):
-                batch = self._feed.fetch(job)
+                batch = self._loader.fetch(request)
             if self._any_size:
-                take_any_size(batch)
-            self.watch.at(step, "forward and backward")
+                mark_batch_dynamic(batch)
+            self.heartbeat.at(step, "forward and backward")
             if self._ledger:
-                self._ledger.fed(step, job.indices)
-            if job.part == 0:
-                seed_step(self.config.seed, step, job.slice)
-            count = len(job.indices)
-            yield Part(batch, count, count / self.order.size(step), last=i == len(jobs) - 1, slice=job.slice)
+                self._ledger.record(step, request.indices)
+            if request.part == 0:
+                seed_step(self.config.seed, step, request.slice)
+            count = len(request.indices)
+            yield MicroBatch(
+                batch, count, count / self.order.size(step), last=i == len(requests) - 1, slice=request.slice
+            )
 
-    def _jobs(self, step: int) -> list[Job]:
+    def _requests(self, step: int) -> list[LoadRequest]:
         indices = self.order.batch(step)
-        found = []
-        for number, mine in self._balance.slices(len(indices)).items():
-            count = min(self.config.accumulate, len(mine))
-            cuts = [mine.start + len(mine) * i // count for i in range(count + 1)]
-            found += [Job(step, i, indices[cuts[i] : cuts[i + 1]], number) for i in range(count)]
-        return found
+        requests = []
+        for number, positions in self._balance.slices(len(indices)).items():
+            count = min(self.config.accumulate, len(positions))
+            cuts = [positions.start + len(positions) * i // count for i in range(count + 1)]
+            requests += [LoadRequest(step, i, indices[cuts[i] : cuts[i + 1]], number) for i in range(count)]
+        return requests
 
-    def _review(self, step: int) -> None:
-        """Stop when a loss or a gradient of the steps since the last look was not finite; `step` steps are done."""
-        window, first = self._window, self._reviewed
-        loss, norm = window.broken(first)
-        self._reviewed = window.steps
+    def _check_finite(self, step: int) -> None:
+        """Raise when a loss or gradient since the last check was not finite; `step` steps are done."""
+        window, first = self._window, self._checked_steps
+        loss, norm = window.first_nonfinite(first)
+        self._checked_steps = window.steps
         if not self.strategy.lockstep:
-            found: list[int | None] = [None] * self._group.size
-            found[self._group.rank.rank] = loss if loss is not None else norm
-            self._refuse("loss" if loss is not None else "gradient", found, step - window.steps)
-        elif norm is not None:  # the gradient is everybody's: all come here together
-            self._refuse("loss", self._group.gather(loss), step - window.steps)
+            steps: list[int | None] = [None] * self._group.size
+            steps[self._group.rank.rank] = loss if loss is not None else norm
+            self._raise_not_finite("loss" if loss is not None else "gradient", steps, step - window.steps)
+        elif norm is not None:  # all processes have the same gradient, so all get here
+            self._raise_not_finite("loss", self._group.gather(loss), step - window.steps)
             if not self._precision.forgives_overflow:
-                self._refuse("gradient", [norm] * self._group.size, step - window.steps)
+                self._raise_not_finite("gradient", [norm] * self._group.size, step - window.steps)
             self._precision.overflows += window.overflows(first)
 
-    def _refuse(self, what: str, found: list[int | None], window_start: int) -> None:
-        known = [place for place in found if place is not None]
-        if known:
-            ranks = [rank for rank, place in enumerate(found) if place == min(known)]
-            raise DataError(not_finite(what, window_start + min(known), ranks))
+    def _raise_not_finite(self, what: str, by_rank: list[int | None], window_start: int) -> None:
+        """`by_rank` is each process's first bad step, counted from the start of the window."""
+        bad_steps = [step for step in by_rank if step is not None]
+        if bad_steps:
+            ranks = [rank for rank, step in enumerate(by_rank) if step == min(bad_steps)]
+            raise DataError(not_finite_message(what, window_start + min(bad_steps), ranks))
 
-    def _log(self, step: int, journal: Journal | None) -> None:
-        self.watch.at(step - 1, "update")
-        self._review(step)
-        measured, routed = self._meter.measure(self._window), self.routing.told()
-        if measured.broken:  # a loss can be infinite while its gradient is not
-            self._refuse("loss", self._group.gather(self._window.broken()[0]), step - self._window.steps)
-        if journal:
-            plan = {"total_steps": self.total_steps, "batch_size": self.order.batch_size}
+    def _log(self, step: int, log: MetricsLog | None) -> None:
+        self.heartbeat.at(step - 1, "update")
+        self._check_finite(step)
+        measured, expert_metrics = self._meter.measure(self._window), self.expert_balance.metrics()
+        if measured.is_nonfinite:  # a loss can be infinite while its gradient is not
+            self._raise_not_finite(
+                "loss", self._group.gather(self._window.first_nonfinite()[0]), step - self._window.steps
+            )
+        if log:
             values = {
-                **plan,
+                "total_steps": self.total_steps,
+                "batch_size": self.order.batch_size,
                 "lr": self._optimizer.param_groups[0]["lr"],
                 **measured.values,
-                **self._balance.told(),
-                **routed,
-                **self.pauses.told(),
+                **self._balance.metrics(),
+                **expert_metrics,
+                **self.pauses.metrics(),
             }
-            journal.record(step, self.order.epoch_of(step - 1), values)
+            log.record(step, self.order.epoch_of(step - 1), values)
         self._open_window()
 
     def _open_window(self) -> None:
-        self._window = Window()
+        self._window = StepWindow()
         self._meter.restart()
-        self._reviewed = 0
+        self._checked_steps = 0
 
-    def _end_epoch(self, progress: Progress, journal: Journal | None) -> Progress:
-        self.watch.at(progress.step - 1, "validation")
+    def _end_epoch(self, progress: Progress, log: MetricsLog | None) -> Progress:
+        self.heartbeat.at(progress.step - 1, "validation")
         epoch = self.order.epoch_of(progress.step - 1)
-        found = validate(self._task, self.strategy, self._validation, self._group, self.order.batch_size)
-        if journal:
-            journal.record(progress.step, epoch, {"validation": found})
-            numbers = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        means = validate(self._task, self.strategy, self._validation, self._group, self.order.batch_size)
+        if log:
+            log.record(progress.step, epoch, {"validation": means})
+            numbers = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
             print(f"epoch {epoch + 1}/{self.config.epochs}: validation {numbers}", flush=True)
         self._window.started = time.perf_counter()
-        return judge_epoch(progress, found)
+        return update_best(progress, means)
 
     def _save(self, progress: Progress, store: CheckpointStore) -> None:
-        self.watch.at(progress.step - 1, "checkpoint")
-        self._review(progress.step)
+        self.heartbeat.at(progress.step - 1, "checkpoint")
+        self._check_finite(progress.step)
         with self.pauses.measured():
-            store.wait()  # with the last checkpoint the ledger writes its lines
+            store.wait()  # the last checkpoint writes the ledger's lines
             commit = self._ledger.collect(progress.step) if self._ledger else None
-            kept = partial(self.attempt.kept, progress.step) if self.attempt else None
-            store.save(self.strategy.state(self._optimizer, progress), commit, kept)
+            written = partial(self.attempt.checkpoint_written, progress.step) if self.attempt else None
+            store.save(self.strategy.state(self._optimizer, progress), commit, written)
 
-    def _mirror(self, progress: Progress, mirrors: Mirrors) -> None:
-        self.watch.at(progress.step - 1, "checkpoint")
-        self._review(progress.step)
-        mirrors.wait()  # as the store is, for the ledger
+    def _save_snapshot(self, progress: Progress, snapshots: MemorySnapshots) -> None:
+        self.heartbeat.at(progress.step - 1, "checkpoint")
+        self._check_finite(progress.step)
+        snapshots.wait()  # so does the last snapshot
         commit = self._ledger.collect(progress.step) if self._ledger else None
-        mirrors.save(self.strategy.state(self._optimizer, progress), commit)
+        snapshots.save(self.strategy.state(self._optimizer, progress), commit)
 
-    def _out_of_patience(self, progress: Progress) -> bool:
-        return 0 < self.config.patience <= progress.stale_epochs
+    def _is_stale(self, progress: Progress) -> bool:
+        return 0 < self.config.early_stopping_patience <= progress.stale_epochs
 
 
-def _slices(config: Train, group: Group, order: Order) -> int:
-    """Of each batch; none may be empty."""
-    exact = config.elastic == "exact"
+def _slices(config: Train, group: ProcessGroup, order: BatchOrder) -> int:
+    """Return the number of slices of each batch; none may be empty."""
+    exact = config.elastic_shards > 0
     slices = config.elastic_shards if exact else group.data_size
     if order.smallest_batch < slices:
         what = "shards" if exact else "processes"
-        raise ConfigError(f"train.batch_size={order.batch_size} leaves some of {slices} {what} without work")
+        raise ConfigError(f"train.batch_size={order.batch_size} evicted some of {slices} {what} without work")
     return slices
 
 
@@ -280,8 +289,8 @@ def _every(steps: int, step: int) -> bool:
     return steps > 0 and step % steps == 0
 
 
-def judge_epoch(progress: Progress, validation: dict[str, float]) -> Progress:
-    """Is this the best epoch so far, or one more without a gain?"""
+def update_best(progress: Progress, validation: dict[str, float]) -> Progress:
+    """Record the best epoch so far, or one more without improvement."""
     if progress.best_loss is not None and validation["loss"] >= progress.best_loss:
         return replace(progress, stale_epochs=progress.stale_epochs + 1)
     return replace(
@@ -293,47 +302,47 @@ def judge_epoch(progress: Progress, validation: dict[str, float]) -> Progress:
     )
 
 
-def not_finite(what: str, step: int, ranks: list[int]) -> str:
+def not_finite_message(what: str, step: int, ranks: list[int]) -> str:
     places = "rank " + ", ".join(map(str, ranks))
     return (
-        f"the {what} is not finite at step {step} on {places}; checkpoints made so far are kept. "
-        "Lower train.lr, set train.clip_norm, or look at the data of that step"
+        f"the {what} is not finite at step {step} on {places}; checkpoints made so far are kept; "
+        "to fix it, lower train.lr, set train.clip_norm, or check the data of that step"
     )
 
 
 def check_compiler(device: torch.device) -> None:
-    """Told before anything is trained: torch would find out in the midst of the first step."""
-    from torch._inductor import config  # as slow to load as compilation is to start
+    """Raise ConfigError without a compiler, before training: torch would fail in the middle of the first step."""
+    from torch._inductor import config  # slow to import
 
     names = ["gcc", "clang", "cc"] if device.type == "cuda" else [name for name in config.cpp.cxx if name]
     if not any(shutil.which(name) for name in names):
         raise ConfigError(
             f"train.compile=true: no compiler ({' or '.join(names)}) on {device.type}; "
-            "install one (Debian: apt-get install g++), or set train.compile=false"
+            "to fix it, install one (Debian: apt-get install g++), or set train.compile=false"
         )
 
 
-def sizes_differ(order: Order, cuts: int) -> bool:
-    """Whether micro-batches differ in size, every batch being cut into `cuts` of them."""
+def batch_sizes_differ(order: BatchOrder, cuts: int) -> bool:
+    """Return whether micro-batches differ in size when every batch is cut into `cuts` of them."""
     return order.samples % (order.steps_per_epoch * cuts) != 0
 
 
-def take_any_size(batch: Mapping[str, Tensor]) -> None:
-    """One graph for all sizes from the first step on.
+def mark_batch_dynamic(batch: Mapping[str, Tensor]) -> None:
+    """Compile one graph for all batch sizes from the first step on.
 
-    Left alone, torch compiles the first size, then a graph for all others; which of the two a step runs depends on
+    By default, torch compiles the first size, then a graph for all others; which of the two a step runs depends on
     the sizes before it, so that a resumed run could end with other bits.
     """
     for column in batch.values():
         torch._dynamo.maybe_mark_dynamic(column, 0)
 
 
-class Pauses:
-    """Of this process."""
+class CheckpointPauses:
+    """How long training paused for checkpoints; they are written while it continues."""
 
     def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0  # since the start
-        self._line: list[float] = []  # since the last line of the journal
+        self.count, self.seconds = 0, 0.0  # since this process started
+        self._line: list[float] = []  # since the last log line
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
@@ -343,20 +352,23 @@ class Pauses:
         self.count, self.seconds = self.count + 1, self.seconds + pause
         self._line.append(pause)
 
-    def told(self) -> dict[str, float]:
-        """For the journal: the mean since its last line; nothing when there was none."""
+    def metrics(self) -> dict[str, float]:
+        """Return the mean since the last log line; empty without a pause."""
         line, self._line = self._line, []
         return {"checkpoint_seconds": sum(line) / len(line)} if line else {}
 
 
-_EVERY = 10  # steps between two looks at the speeds
-_MEMORY = 0.5  # how much of the earlier estimate stays
+_REBALANCE_STEPS = 10  # between two measurements of the speeds
+_SMOOTHING = 0.5  # weight of the earlier estimate
 
 
-class Balance:
-    """Gradients are weighted by slice size, so they are exact however the batch is cut."""
+class BatchBalance:
+    """Slices of a global batch: equal ones, or in proportion to the speed of each process.
 
-    def __init__(self, kind: Literal["equal", "auto"], group: Group, strategy: Strategy) -> None:
+    Gradients are weighted by slice size, so they are exact however the batch is cut.
+    """
+
+    def __init__(self, kind: Literal["equal", "auto"], group: ProcessGroup, strategy: Strategy) -> None:
         self._group, self._auto = group, kind == "auto" and group.data_size > 1
         self._strategy = strategy
         self.speeds = [1.0] * group.data_size  # samples per second, on any common scale
@@ -364,44 +376,46 @@ class Balance:
         self._seconds_before = 0.0
 
     def slice_of(self, count: int) -> range:
-        """This process's share of a global batch of `count` samples."""
-        return cut(count, self.speeds)[self._group.data_rank] if self._auto else self._group.slice_of(count)
+        """Return this process's slice of a global batch of `count` samples."""
+        return split_by_speed(count, self.speeds)[self._group.data_rank] if self._auto else self._group.slice_of(count)
 
     def slices(self, count: int) -> dict[int, range]:
-        """The same by its number; a process may have several, each worked through by itself."""
+        """Return this process's slices by number; some strategies compute several, one after the other."""
         return {self._group.data_rank: self.slice_of(count)} if self._auto else self._strategy.slices(count)
 
     def observe(self, count: int) -> None:
-        """A step with a global batch of `count` samples is done; every few steps all tell how fast they were."""
+        """Record a step with a global batch of `count` samples; every few steps the processes exchange their speeds."""
         if not self._auto:
             return
         if self._steps == 0:
-            self._own_seconds()  # whatever warming up and the first step took
+            self._own_seconds()  # leave out the warm-up and the first step
         else:
             self._samples += len(self.slice_of(count))
-        if self._steps and self._steps % _EVERY == 0:
-            found = self._group.gather(self._samples / max(self._own_seconds(), 1e-9))
-            old = self.speeds if self._steps > _EVERY else found
-            self.speeds = [_MEMORY * before + (1 - _MEMORY) * now for before, now in zip(old, found, strict=True)]
+        if self._steps and self._steps % _REBALANCE_STEPS == 0:
+            speeds = self._group.gather(self._samples / max(self._own_seconds(), 1e-9))
+            old = self.speeds if self._steps > _REBALANCE_STEPS else speeds
+            self.speeds = [
+                _SMOOTHING * before + (1 - _SMOOTHING) * now for before, now in zip(old, speeds, strict=True)
+            ]
             self._samples = 0
         self._steps += 1
 
-    def told(self) -> dict[str, dict[str, float]]:
-        """For the journal: each process's share of the batch; nothing where they are equal by definition."""
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return each process's share of the batch; empty where shares are equal by definition."""
         if not self._auto:
             return {}
         return {"batch_share": {f"rank {rank}": speed / sum(self.speeds) for rank, speed in enumerate(self.speeds)}}
 
     def _own_seconds(self) -> float:
-        """What this process worked since the last look, without waiting for the others."""
+        """Return the seconds of own work since the last call, without waiting for others."""
         self._strategy.stopwatch.collect()
-        now, before = self._strategy.traffic.own_seconds, self._seconds_before
+        now, before = self._strategy.traffic.compute_seconds, self._seconds_before
         self._seconds_before = now
         return now - before
 
 
-def cut(count: int, speeds: Sequence[float]) -> list[range]:
-    """Consecutive slices in proportion to the speeds; none is empty while there is a sample for each."""
+def split_by_speed(count: int, speeds: Sequence[float]) -> list[range]:
+    """Cut consecutive slices in proportion to the speeds; none is empty while there is a sample for each."""
     total, least = sum(speeds), 1 if count >= len(speeds) else 0
     spare = count - least * len(speeds)
     bounds, passed = [0], 0.0

@@ -1,8 +1,8 @@
-"""Exact validation: every sample of the split counted once, whatever the number of processes.
+"""Validation after each epoch, exact for any number of processes, and checks of the task before training.
 
-What a model of transformers can take of a task's texts: ids that its embedding has, at positions that it knows.
-
-Beyond its positions a model answers all the same, and badly; beyond its embedding it fails in the middle of a kernel.
+Each sample counts once. Before training, the metrics that the gate needs must exist, and texts must fit a model of
+transformers: ids within its embedding (beyond it a kernel fails), positions that it has (beyond them it answers
+badly).
 """
 
 from __future__ import annotations
@@ -21,86 +21,93 @@ from pipeline.contract.files import TOKENIZER_FILE, tokenizer_ids
 from pipeline.contract.task import Task
 from train.optim import Precision
 from train.parallel.base import Strategy
-from train.pretrained.matching import core_of
-from train.process_group import Group
+from train.pretrained.matching import transformers_model
+from train.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Outputs
 
 
 @torch.no_grad()
-def validate(task: Task, strategy: Strategy, samples: Samples, group: Group, batch_size: int) -> dict[str, float]:
-    """Mean loss and metrics over the whole split, equal on every process."""
-    strategy.settle()
+def validate(
+    task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, batch_size: int
+) -> dict[str, float]:
+    """Return the mean loss and metrics over the whole split, equal on every process."""
+    strategy.sync_weights()
     strategy.model.eval()
-    found = {
-        number: _work_through(task, strategy, samples, group, batch_size, mine)
-        for number, mine in strategy.slices(len(samples)).items()
+    sums = {
+        number: _slice_sums(task, strategy, samples, group, batch_size, indices)
+        for number, indices in strategy.slices(len(samples)).items()
     }
     strategy.model.train()
-    means = {name: total / len(samples) for name, total in _add_up(found, group).items()}
+    means = {name: total / len(samples) for name, total in _add_slices(sums, group).items()}
     if not math.isfinite(means["loss"]):
         raise DataError(f"the validation loss is {means['loss']}; lower train.lr or look for bad samples")
-    if group.rank.first and (odd := [name for name, mean in means.items() if not math.isfinite(mean)]):
-        print(f"warning: {', '.join(odd)} is not finite on the validation split; the gate will refuse that", flush=True)
+    if group.rank.first and (nonfinite := [name for name, mean in means.items() if not math.isfinite(mean)]):
+        print(
+            f"warning: {', '.join(nonfinite)} is not finite on the validation split; the gate will reject that",
+            flush=True,
+        )
     return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
 
-def _work_through(
-    task: Task, strategy: Strategy, samples: Samples, group: Group, batch_size: int, mine: range
+def _slice_sums(
+    task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, batch_size: int, indices: range
 ) -> dict[str, float]:
-    """Sums over a slice of the split; none where another process answers for it."""
+    """Return the sums over a slice of the split; empty where another process computes them."""
     sums: dict[str, float] = {}
-    for chosen in rounds(mine, -(-len(samples) // group.data_size), batch_size):
-        if not chosen and not strategy.together:
+    for chosen in validation_batches(indices, -(-len(samples) // group.data_size), batch_size):
+        if not chosen and not strategy.collective_forward:
             continue
-        group.watch.again()
+        group.heartbeat.beat()
         batch = {name: column.to(group.device) for name, column in samples.batch(chosen or range(1)).items()}
         outputs = strategy.predict(batch)
         if chosen and outputs is not None:
-            for name, value in _sums(task, strategy.objective.precision, outputs, batch, len(chosen)).items():
+            for name, value in _batch_sums(task, strategy.objective.precision, outputs, batch, len(chosen)).items():
                 sums[name] = sums.get(name, 0.0) + value
     return sums
 
 
-def rounds(mine: range, most: int, size: int) -> Iterator[range]:
-    """Batches of this process's share; as many on every process, the last ones empty where a share is smaller."""
-    for start in range(0, most, size):
-        yield mine[start : start + size]
+def validation_batches(indices: range, largest: int, size: int) -> Iterator[range]:
+    """Yield batches of a slice; as many on every process, the last ones empty where a slice is smaller."""
+    for start in range(0, largest, size):
+        yield indices[start : start + size]
 
 
-def _sums(task: Task, precision: Precision, outputs: Outputs, batch: Batch, count: int) -> dict[str, float]:
+def _batch_sums(task: Task, precision: Precision, outputs: Outputs, batch: Batch, count: int) -> dict[str, float]:
     with precision.autocast():
         sums = {"loss": float(task.loss(outputs, batch)) * count}
     for name, values in task.metrics(outputs, batch).items():
         if values.shape != (count,):
-            raise DataError(f"metrics(): {name} must have one value per sample, found shape {tuple(values.shape)}")
+            raise DataError(f"metrics(): {name} must have one value per sample, but has shape {tuple(values.shape)}")
         sums[name] = float(values.double().sum())
     return sums
 
 
-def _add_up(found: dict[int, dict[str, float]], group: Group) -> dict[str, float]:
-    """Over all slices, in their order: with other processes that hold the same slices the bits are the same."""
-    slices = [(number, sums) for one in group.gather(found) for number, sums in one.items() if sums]
+def _add_slices(sums: dict[int, dict[str, float]], group: ProcessGroup) -> dict[str, float]:
+    """Add up all slices in their order, so that the bits do not depend on which process has which slice."""
+    slices = [item for by_number in group.gather(sums) for item in by_number.items() if item[1]]
     totals: dict[str, float] = {}
-    for _, sums in sorted(slices, key=lambda slice_: slice_[0]):
-        for name, value in sums.items():
+    for _, slice_sums in sorted(slices, key=lambda item: item[0]):
+        for name, value in slice_sums.items():
             totals[name] = totals.get(name, 0.0) + value
     return totals
 
 
 @torch.no_grad()
-def check_metrics(task: Task, strategy: Strategy, samples: Samples, group: Group, wanted: Iterable[str]) -> None:
-    """The gate's metrics exist: learned from two samples now, not from a verdict after hours of training."""
+def check_metrics(
+    task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, required: Iterable[str]
+) -> None:
+    """Check with two samples that the gate's metrics exist, before hours of training."""
     batch = {name: column.to(group.device) for name, column in samples.batch([0, len(samples) - 1]).items()}
     strategy.model.eval()
     outputs = strategy.predict(batch)
     strategy.model.train()
-    known = task.metrics(outputs, batch) if outputs is not None else None
-    if known is not None and (unknown := sorted(set(wanted) - set(known))):
+    metrics = task.metrics(outputs, batch) if outputs is not None else None
+    if metrics is not None and (unknown := sorted(set(required) - set(metrics))):
         raise ConfigError(
-            f"the gate wants the metric {unknown[0]}, the task has {', '.join(known)}; "
-            "set evaluate.metric and evaluate.require to names from metrics()"
+            f"the gate needs the metric {unknown[0]}, but metrics() returns {', '.join(metrics)}; "
+            "to fix it, set evaluate.metric and evaluate.require to names from metrics()"
         )
 
 
@@ -108,29 +115,29 @@ IDS, POSITIONS = "input_ids", "position_ids"  # columns, as transformers name th
 
 
 def check_texts(task: Task, model: nn.Module, splits: Iterable[Samples]) -> None:
-    """All of a split where it is in memory, else its first sample. Other models are left alone."""
-    core: Any = (found := core_of(model)) and found[1]
+    """Check that texts fit a model of transformers: a whole split in memory, else its first sample."""
+    core: Any = (found := transformers_model(model)) and found[1]
     if core is None or IDS not in task.inputs:
         return
-    rows, most = _rows(core), getattr(core.config, "max_position_embeddings", None)
+    rows, max_positions = _rows(core), getattr(core.config, "max_position_embeddings", None)
     for samples in splits:
         columns = samples.columns or samples.batch([0])
         ids = columns[IDS]
         if (lowest := int(ids.min())) < 0 or (highest := int(ids.max())) >= rows:
             raise DataError(
-                f"data({samples.split!r}): column `{IDS}` holds the id {lowest if lowest < 0 else highest}, but the "
+                f"data({samples.split!r}): column `{IDS}` has the id {lowest if lowest < 0 else highest}, but the "
                 f"model's embedding has {rows} rows (vocab_size of its config.json): the tokenizer is another model's"
             )
-        if isinstance(most, int) and (last := _last_position(task, columns)) >= most:
+        if isinstance(max_positions, int) and (last := _last_position(task, columns)) >= max_positions:
             raise DataError(
-                f"data({samples.split!r}): a text has {last + 1} positions, but the model knows {most} "
-                "(max_position_embeddings of its config.json); cut texts to that length"
+                f"data({samples.split!r}): a text has {last + 1} positions, but the model has {max_positions} "
+                "(max_position_embeddings of its config.json); to fix it, cut texts to that length"
             )
 
 
 def check_tokenizer(folder: Path, model: nn.Module) -> None:
-    """Of a folder with a tokenizer.json, as pretrained models bring it."""
-    core: Any = (found := core_of(model)) and found[1]
+    """Check that the tokenizer.json in a folder fits the model; pretrained models come with one."""
+    core: Any = (found := transformers_model(model)) and found[1]
     path = folder / TOKENIZER_FILE
     if core is None or not path.is_file():
         return

@@ -1,8 +1,7 @@
-"""Ends training when a process hangs: a thread in each tells where it stands and, when nobody moves, who is to blame.
+"""The watchdog ends training when a process hangs: a thread in each process reports where it is and reads the others.
 
-Positions are files of the run directory: they outlive whoever hangs, which a store in one of the processes does not.
-
-`logs/stalls/N.txt` of a run: what every process was at when all stood still.
+Positions are files of the run directory: they outlive a process that hangs, which a store inside one of the processes
+would not. The report is `logs/stalls/N.txt` of the run.
 """
 
 from __future__ import annotations
@@ -21,194 +20,202 @@ from pathlib import Path
 from pipeline.contract.errors import Stalled, write_error
 from pipeline.contract.run import Run
 from train.hang_report import (
-    Doing,
-    Report,
-    Standstill,
-    Tripwire,
+    Activity,
+    Hang,
+    ProcessReport,
+    StackDump,
     culprits,
-    cut_off,
-    keeps_state,
+    describe_hang,
+    is_checkpointing,
+    is_network_cut,
     kernel_state,
+    kill_process,
     locate,
     process_start,
-    put_down,
-    sentence,
-    stacks,
-    unfinished,
+    thread_stacks,
+    unfinished_collectives,
     why_silent,
 )
-from train.process_group import Group, Watch
+from train.process_group import Heartbeat, ProcessGroup
 
 _ROUNDS = 20  # within the timeout
-_LONGEST_ROUND_SECONDS = 5.0
-_SILENT_ROUNDS = 5  # without a word from a process that is still there
-_SUSPECT = 1 - _SILENT_ROUNDS / _ROUNDS  # part of the timeout after which standing still is looked into
+_MAX_ROUND_SECONDS = 5.0
+_SILENT_ROUNDS = 5  # without a report from a process
+_SUSPECT = 1 - _SILENT_ROUNDS / _ROUNDS  # share of the timeout after which a lack of progress is investigated
 
 
 @contextlib.contextmanager
-def watched(group: Group, run: Run, root: Path, timeout_seconds: int) -> Iterator[None]:
-    """Within, a standstill of all processes is told and ended; a process alone waits for nobody."""
+def run_watchdog(group: ProcessGroup, run: Run, root: Path, timeout_seconds: int) -> Iterator[None]:
+    """Report and end a hang of all processes within; a single process has none to wait for."""
     if group.size == 1:
         yield
         return
     directory = run.path / "logs" / "positions"
     directory.mkdir(parents=True, exist_ok=True)
-    watchman = Watchman(group, directory, root, timeout_seconds)
-    stalls = Stalls(run.path / "logs" / "stalls")
-    thread = threading.Thread(target=watchman.serve, args=(run, stalls), name="watchman", daemon=True)
-    watchman.publish()
+    watchdog = Watchdog(group, directory, root, timeout_seconds)
+    reports = HangReports(run.path / "logs" / "stalls")
+    thread = threading.Thread(target=watchdog.serve, args=(run, reports), name="watchdog", daemon=True)
+    watchdog.publish()
     thread.start()
     yield
-    watchman.done.set()
+    watchdog.done.set()
     thread.join()
-    watchman.forget()
+    watchdog.remove_files()
 
 
-class Watchman:
-    def __init__(self, group: Group, directory: Path, root: Path, timeout_seconds: float) -> None:
-        self._watch: Watch = group.watch
+class Watchdog:
+    """Publishes where this process is, and reads where the others are."""
+
+    def __init__(self, group: ProcessGroup, directory: Path, root: Path, timeout_seconds: float) -> None:
+        self._heartbeat: Heartbeat = group.heartbeat
         self._size, self._directory, self._root, self._timeout = group.size, directory, root, timeout_seconds
         self._main = threading.main_thread().ident
-        self._seen: tuple[object, Doing] = (None, Doing.OUR_CODE)
+        self._seen: tuple[object, Activity] = (None, Activity.PIPE_CODE)
         self._since = time.monotonic()
-        self._own = _unheard(group.rank.rank, socket.gethostname(), os.getpid(), process_start())
-        self._known: dict[int, Report] = {}
-        self._quiet: dict[int, int] = {}  # rounds without news, by rank
-        self._tripwire = Tripwire(self._frozen(self._own.rank), _SUSPECT * timeout_seconds)
+        self._own = _no_report(group.rank.rank, socket.gethostname(), os.getpid(), process_start())
+        self._reports: dict[int, ProcessReport] = {}
+        self._silent_rounds: dict[int, int] = {}  # rounds without a new report, by rank
+        self._stack_dump = StackDump(self._stack_file(self._own.rank), _SUSPECT * timeout_seconds)
         self.done = threading.Event()
 
-    def serve(self, run: Run, stalls: Stalls) -> None:
-        pause = min(self._timeout / _ROUNDS, _LONGEST_ROUND_SECONDS)
+    def serve(self, run: Run, hang_reports: HangReports) -> None:
+        pause = min(self._timeout / _ROUNDS, _MAX_ROUND_SECONDS)
         while not self.done.wait(pause):
-            self._tripwire.rearm()
-            if found := self.look():
-                self._end(found, run, stalls)
+            self._stack_dump.rearm()
+            if hang := self.check():
+                self._end(hang, run, hang_reports)
 
-    def look(self) -> Standstill | None:
-        """Tell the others where this process stands; what there is to say when it waits in vain."""
+    def check(self) -> Hang | None:
+        """Publish where this process is; return the hang when it waits for too long."""
         self.publish()
         if not self._suspicious:
-            self._quiet.clear()
+            self._silent_rounds.clear()
             return None
-        reports = [self._hear(rank) for rank in range(self._size)]
+        reports = [self._read_report(rank) for rank in range(self._size)]
         if self._own.still_seconds < self._timeout:
             return None
-        quiet = [one for one in reports if self._quiet.get(one.rank, 0) >= _SILENT_ROUNDS]
-        silent = {one.rank: why_silent(one.pid, one.started) if self._is_here(one) else "" for one in quiet}
-        found = culprits(reports, silent, self._timeout)
-        if not found and (silent or not cut_off(reports, self._timeout)):
+        quiet = [report for report in reports if self._silent_rounds.get(report.rank, 0) >= _SILENT_ROUNDS]
+        silent = {
+            report.rank: why_silent(report.pid, report.started) if self._is_here(report) else "" for report in quiet
+        }
+        waited_for = culprits(reports, silent, self._timeout)
+        if not waited_for and (silent or not is_network_cut(reports, self._timeout)):
             return None
-        return Standstill(reports, found, silent)
+        return Hang(reports, waited_for, silent)
 
     def publish(self) -> None:
-        position, now = self._watch.position, time.monotonic()
-        doing, place = self._locate(saves=position[1] == "checkpoint")
-        if self._seen[0] is not position or self._seen[1] != doing:
-            self._seen, self._since = (position, doing), now
+        position, now = self._heartbeat.position, time.monotonic()
+        activity, place = self._locate(saves=position[1] == "checkpoint")
+        if self._seen[0] is not position or self._seen[1] != activity:
+            self._seen, self._since = (position, activity), now
         step, phase = position
         self._own = replace(
             self._own,
             beat=self._own.beat + 1,
             step=step,
             phase=phase,
-            doing=doing,
+            activity=activity,
             place=place,
             still_seconds=now - self._since,
         )
-        detail = (unfinished(), stacks()) if self._suspicious else ("", "")
+        detail = (unfinished_collectives(), thread_stacks()) if self._suspicious else ("", "")
         self._own = replace(self._own, exchanges=detail[0], stacks=detail[1])
         path = self.path(self._own.rank)
-        with contextlib.suppress(OSError):  # a full disk is told by those who must write; this is only a position
+        with contextlib.suppress(OSError):  # a full disk is reported by other writers; this is only a position
             path.with_suffix(".new").write_text(json.dumps(asdict(self._own)))
             path.with_suffix(".new").replace(path)
 
     def path(self, rank: int) -> Path:
         return self._directory / f"{rank}.json"
 
-    def forget(self) -> None:
-        """Training has ended well."""
-        self._tripwire.remove()
+    def remove_files(self) -> None:
+        self._stack_dump.remove()
         self.path(self._own.rank).unlink()
 
-    def _locate(self, saves: bool) -> tuple[Doing, str]:
-        """What the main thread is at, or the thread it may wait for when a checkpoint is due."""
+    def _locate(self, saves: bool) -> tuple[Activity, str]:
+        """Return what the main thread is doing, or, at a checkpoint, the thread that it may wait for."""
         frames = sys._current_frames()
-        found = locate(frames.get(self._main or 0), self._root)
-        if saves and found[0] is Doing.OUR_CODE:
-            working = (frame for number, frame in frames.items() if number != self._main and keeps_state(frame))
-            found = next((locate(frame, self._root) for frame in working), found)
-        return found
+        activity = locate(frames.get(self._main or 0), self._root)
+        if saves and activity[0] is Activity.PIPE_CODE:
+            working = (frame for number, frame in frames.items() if number != self._main and is_checkpointing(frame))
+            activity = next((locate(frame, self._root) for frame in working), activity)
+        return activity
 
     @property
     def _suspicious(self) -> bool:
         return self._own.still_seconds >= _SUSPECT * self._timeout
 
-    def _hear(self, rank: int) -> Report:
-        """What a process told last; how often it told the same is counted."""
+    def _read_report(self, rank: int) -> ProcessReport:
+        """Return a process's last report, and count the rounds without a new one."""
         if rank == self._own.rank:
             return self._own
-        before = self._known.get(rank)
+        before = self._reports.get(rank)
         try:
             body = json.loads(self.path(rank).read_text())
-            told = Report(**{**body, "doing": Doing(body["doing"])})
+            report = ProcessReport(**{**body, "activity": Activity(body["activity"])})
         except (OSError, ValueError):
-            told = before or _unheard(rank, "an unknown host", 0, 0.0)
-        self._quiet[rank] = self._quiet.get(rank, 0) + 1 if before is not None and before.beat == told.beat else 0
-        self._known[rank] = told
-        return told
+            report = before or _no_report(rank, "an unknown host", 0, 0.0)
+        self._silent_rounds[rank] = (
+            self._silent_rounds.get(rank, 0) + 1 if before is not None and before.beat == report.beat else 0
+        )
+        self._reports[rank] = report
+        return report
 
-    def _end(self, found: Standstill, run: Run, stalls: Stalls) -> None:
-        """Of this process, whose main thread may never come back, and of those here that cannot end themselves."""
+    def _end(self, hang: Hang, run: Run, hang_reports: HangReports) -> None:
+        """Write the report, kill the silent processes of this machine, and exit: the main thread may be blocked."""
         try:
-            path = stalls.write(found, self._more).relative_to(run.path)
-            error = Stalled(f"{sentence(found)}; what each process was at is in {path} of the run")
+            path = hang_reports.write(hang, self._describe_locally).relative_to(run.path)
+            error = Stalled(f"{describe_hang(hang)}; what each process was doing is in {path} of the run")
             print(f"error: {error}", file=sys.stderr, flush=True)
             write_error(error, run.partial("train"))
-            for one in found.culprits:
-                if one.rank in found.silent and self._is_here(one):
-                    put_down(one.pid, one.started)
+            for report in hang.culprits:
+                if report.rank in hang.silent and self._is_here(report):
+                    kill_process(report.pid, report.started)
         finally:
             os._exit(Stalled.exit_code)
 
-    def _more(self, one: Report) -> str:
-        """What this machine knows of a process: its kernel's view, and the stacks of a blocked interpreter."""
-        found = [f"kernel: {kernel_state(one.pid)}"] if self._is_here(one) else []
+    def _describe_locally(self, report: ProcessReport) -> str:
+        """Return what this machine knows of a process: the kernel's view, and the stacks of a blocked interpreter."""
+        facts = [f"kernel: {kernel_state(report.pid)}"] if self._is_here(report) else []
         with contextlib.suppress(OSError):
-            found.append(self._frozen(one.rank).read_text())
-        return "\n".join(text for text in found if text)
+            facts.append(self._stack_file(report.rank).read_text())
+        return "\n".join(fact for fact in facts if fact)
 
-    def _is_here(self, one: Report) -> bool:
-        return one.host == self._own.host
+    def _is_here(self, report: ProcessReport) -> bool:
+        return report.host == self._own.host
 
-    def _frozen(self, rank: int) -> Path:
+    def _stack_file(self, rank: int) -> Path:
         return self._directory / f"{rank}.frozen"
 
 
-def _unheard(rank: int, host: str, pid: int, started: float) -> Report:
-    return Report(rank, host, pid, started, 0, 0, "start", Doing.OUR_CODE, "", 0.0)
+def _no_report(rank: int, host: str, pid: int, started: float) -> ProcessReport:
+    return ProcessReport(rank, host, pid, started, 0, 0, "start", Activity.PIPE_CODE, "", 0.0)
 
 
-class Stalls:
-    """The reports of a run, numbered from 1; all processes of one launch write their only one under one number."""
+class HangReports:
+    """The hang reports of a run, numbered from 1; all processes of one launch write theirs under one number."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / f"{1 + len(list(directory.glob('*.txt')))}.txt"
 
-    def write(self, found: Standstill, more: Callable[[Report], str]) -> Path:
-        """`more` is what this process can find out about another. The first one's report is kept: all saw the same."""
-        text = "\n".join([sentence(found) + "\n", *(_section(one, found, more(one)) for one in found.reports)])
-        aside = self._path.with_name(f".{self._path.stem}-{socket.gethostname()}-{os.getpid()}")
-        aside.write_text(text)
+    def write(self, hang: Hang, describe_locally: Callable[[ProcessReport], str]) -> Path:
+        """Write the report unless another process has: all of them see the same hang."""
+        sections = [_section(report, hang, describe_locally(report)) for report in hang.reports]
+        text = "\n".join([describe_hang(hang) + "\n", *sections])
+        temporary = self._path.with_name(f".{self._path.stem}-{socket.gethostname()}-{os.getpid()}")
+        temporary.write_text(text)
         with contextlib.suppress(FileExistsError):  # link() never replaces
-            os.link(aside, self._path)
-        aside.unlink()
+            os.link(temporary, self._path)
+        temporary.unlink()
         return self._path
 
 
-def _section(one: Report, found: Standstill, more: str) -> str:
-    mark = "  <- waited for" if one in found.culprits else ""
-    head = f"== rank {one.rank} on {one.host} (process {one.pid}), still for {one.still_seconds:.1f} s{mark}"
-    facts = [f"at step {one.step}, {one.phase}", one.place and f"place: {one.place}"]
-    facts += [one.exchanges and f"unfinished: {one.exchanges}", more, one.stacks]
+def _section(report: ProcessReport, hang: Hang, local_facts: str) -> str:
+    mark = "  <- waited for" if report in hang.culprits else ""
+    head = (
+        f"== rank {report.rank} on {report.host} (process {report.pid}), still for {report.still_seconds:.1f} s{mark}"
+    )
+    facts = [f"at step {report.step}, {report.phase}", report.place and f"place: {report.place}"]
+    facts += [report.exchanges and f"unfinished: {report.exchanges}", local_facts, report.stacks]
     return "\n".join([head, *(fact for fact in facts if fact)]) + "\n"

@@ -1,15 +1,16 @@
-"""One machine of training: `python -m pipeline.training.node RUN` starts its processes, and again when some are lost.
+"""One machine of a training job: `python -m pipeline.training.node RUN` starts its processes and watches them.
 
-The argv of the train step, here and in a pod. With `--join` another machine runs the road and says where to meet.
-
-What a node tells of training: each new attempt in a line, and the log where nobody else shows it.
+This is the command of the train step, here and in a pod. With `--join`, another machine leads: it runs the pipeline
+and publishes where the machines meet. When processes end too early, `restart_after` decides whether they start again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -18,47 +19,95 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.contract.attempts import (
-    ATTEMPTS_FILE,
-    Stop,
-    decide,
-    newest,
-    read_events,
-    read_story,
-    tell,
-    tell_end,
-    told,
-)
+import psutil
+
 from pipeline.contract.config import override_config
 from pipeline.contract.errors import LostContact, PipelineError, StageError, clear_error, read_error, write_error
-from pipeline.contract.processes import LEFT, AgentStatus, asked_to_go, ending, watch_parent
+from pipeline.contract.files import write_json
+from pipeline.contract.processes import AgentStatus, describe_exit, split_address, was_terminated, watch_parent
+from pipeline.contract.restarts import (
+    ATTEMPTS_FILE,
+    GiveUp,
+    ProcessEnd,
+    describe_restart,
+    newest_attempt,
+    read_attempts,
+    read_events,
+    record_end,
+    record_event,
+    restart_after,
+)
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Train
-from pipeline.plan import AGAIN, processes_per_node
+from pipeline.plan import RESTARTED_FLAG, processes_per_node
 from pipeline.processes import (
-    MEMORY,
+    MEMORY_HINT,
     LocalLauncher,
+    child_process,
     count_gpus,
-    killed_process,
-    leashed,
+    find_killed_process,
     prepare_log,
-    said_since,
+    read_log_end,
     step_environment,
 )
-from pipeline.training.launchers import Meeting, launched, launcher_environment
-from pipeline.training.rendezvous import Presence, answers, interface, own_address, publish, published, withdraw
+from pipeline.training.launchers import Rendezvous, launch_command, launcher_environment
 
-_PAUSE_SECONDS = 0.5  # before a launcher is started anew
-_LOOK_SECONDS = 0.2
-_STORE_SECONDS = 60
-_GRACE_SECONDS = 40.0  # a checkpoint is made first; less than whoever ends this process gives it
-PASSING_EXIT_CODE = 75  # what a batch system may try again
+PASSING_EXIT_CODE = 75  # a batch system may try again
 POD_NUMBER = "JOB_COMPLETION_INDEX"  # of an Indexed Job; the first pod leads
+_RESTART_PAUSE_SECONDS = 0.5
+_POLL_SECONDS = 0.2
+_STORE_START_SECONDS = 60
+_GRACE_SECONDS = 40.0  # training writes a checkpoint first; less than those who end this process wait for it
+_CONNECT_TIMEOUT_SECONDS = 3
+_PRESENCE_SECONDS = 2.0  # between two signs of life of a machine
+_ABSENT_AFTER_SECONDS = 15.0  # a shared folder may show signs of life late
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="pipeline.training.node", description="one machine of a training job")
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--root", type=Path, default=Path(), help="project folder with task.py (default: here)")
+    parser.add_argument("--join", action="store_true", help="take part in training that another machine leads")
+    parser.add_argument(RESTARTED_FLAG, action="store_true", help="the node before this one was killed")
+    for name in ("processes", "nodes", "rendezvous"):
+        parser.add_argument(f"--{name}", help=f"override train.{name} of the run")
+    options = parser.parse_args(argv)
+    watch_parent()
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    run, joined = Run(options.run.resolve()), options.join or os.environ.get(POD_NUMBER, "0") != "0"
+    values = {name: getattr(options, name) for name in ("processes", "nodes", "rendezvous")}
+    overrides = [f"train.{name}={value}" for name, value in values.items() if value is not None]
+    restarted = getattr(options, RESTARTED_FLAG.removeprefix("--"))
+    return run_node(run, options.root.resolve(), joined, override_config(run.config, overrides).train, restarted)
+
+
+def _exit_on_signal(signal_number: int, _frame: object) -> None:
+    sys.exit(128 + signal_number)
+
+
+def run_node(run: Run, root: Path, joined: bool, train: Train, restarted: bool = False) -> int:
+    """Train until training is complete or cannot continue, and return the exit status."""
+    env = {**step_environment(processes_per_node(train, count_gpus(os.environ)), os.cpu_count() or 1), **os.environ}
+    run.partial("train").mkdir(parents=True, exist_ok=True)
+    node = TrainingNode(run, root, env, joined, train)
+    if not joined and not restarted:  # a person started or resumed training
+        clear_error(run.partial("train"))
+        record_event(run.path, event="launch", attempt=newest_attempt(read_events(run.path)))
+    try:
+        node.train_to_end()
+    except PipelineError as error:
+        if not joined:
+            write_error(error, run.partial("train"))
+        print(f"error: {error}", file=sys.stderr)
+        return PASSING_EXIT_CODE if error.passing else error.exit_code
+    finally:
+        node.presence.remove()
+    return 0
 
 
 @dataclass
-class Machine:
-    """This one: its processes, its log, and what is told of the run."""
+class TrainingNode:
+    """This machine: its training processes, its log, and what it prints."""
 
     run: Run
     root: Path
@@ -68,226 +117,245 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.host = socket.gethostname()
-        own = self.joined or POD_NUMBER in self.env  # whoever follows the pods of a Job keeps the log of them all
-        self.log = self.run.log(f"train-{self.host}" if own else "train")
+        own_log = self.joined or POD_NUMBER in self.env  # `pipe` itself collects the logs of all pods of a Job
+        self.log = self.run.log(f"train-{self.host}" if own_log else "train")
         self.per_node = processes_per_node(self.train, count_gpus(self.env))
-        self.presence = Presence(self.run)
-        self.news = News(self.run, self.log, self.train.restarts)
+        self.presence = NodePresence(self.run)
+        self.output = NodeOutput(self.run, self.log, self.train.restarts)
 
-    def launch(self, meeting: Meeting | None = None) -> int:
-        """Start the processes and wait for their end."""
-        own = own_address(meeting.address) if meeting else ""
-        python = ("python", "-m", "train", str(self.run.path))
-        argv = launched(self.train, self.per_node, python, meeting, own)
-        env = {**launcher_environment(self.train, os.geteuid()), **self.env}
-        if own and (name := interface(own)):
-            env.setdefault("GLOO_SOCKET_IFNAME", name)
-        began = prepare_log(self.log)
-        status = LocalLauncher(self.root, self._tick, _GRACE_SECONDS).launch(argv, self.log, env)
-        self.news.tell()
-        self._tell_end(status, said_since(self.log, began))
-        return status
-
-    def consider(self) -> None:
-        """Processes have ended too early: begin again, or raise what ends training."""
-        self._stop_on_error()
-        decision = decide(read_story(self.run.path), self.train.restarts)
-        if isinstance(decision, Stop):
-            raise StageError(sentence(decision, self.train.restarts))
-        time.sleep(_PAUSE_SECONDS)
+    def train_to_end(self) -> None:
+        """Start the training processes, and again as long as `restart_after` decides so."""
+        leads_many = not self.joined and self.train.launcher == "torchrun" and self.train.most_nodes > 1
+        rendezvous, attempts = None, 0
+        with contextlib.ExitStack() as store:
+            while True:
+                if leads_many and rendezvous is None:
+                    rendezvous = store.enter_context(self.run_store())
+                elif self.joined and (rendezvous := self.wait_for_rendezvous(took_part=attempts > 0)) is None:
+                    return
+                status, log = self._run_launcher(rendezvous)
+                attempts += 1
+                if status == AgentStatus.DONE or (rendezvous and status == AgentStatus.CLOSED):
+                    return
+                if rendezvous and status == AgentStatus.TOO_FEW:
+                    raise self._too_few_machines()
+                end = self._find_end(status, log)
+                if rendezvous and status == AgentStatus.NO_STORE:
+                    store.close()
+                    rendezvous = None
+                    if self.joined and end is not None:  # the leading machine decides, and opens a new store
+                        record_end(self.run.path, end)
+                        continue
+                self._pause_or_give_up(end)
 
     @contextlib.contextmanager
-    def store(self) -> Iterator[Meeting]:
-        """Where machines meet, kept by this one."""
+    def run_store(self) -> Iterator[Rendezvous]:
+        """Run the store at which the machines meet, on this machine."""
         address = self.train.rendezvous
-        withdraw(self.run)  # left by a lost machine: nobody must come to the new store under the old name
+        withdraw_rendezvous(self.run)  # a lost machine may have left it: the new store must not answer to the old id
         argv = ("python", "-m", "train.elastic.store", str(self.run.path), address)
-        with self.log.open("ab") as output, leashed(argv, self.root, self.env, output) as process:
-            deadline = time.monotonic() + _STORE_SECONDS
-            while not answers(address) and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS)
+        with self.log.open("ab") as output, child_process(argv, self.root, self.env, output) as process:
+            deadline = time.monotonic() + _STORE_START_SECONDS
+            while not is_listening(address) and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
             if process.poll() is not None:
-                self._stop_on_error()
-                raise StageError(f"train.rendezvous={address}: {ending('the store there', process.returncode)}")
+                self._raise_permanent_error()
+                raise StageError(f"train.rendezvous={address}: {describe_exit('the store there', process.returncode)}")
             try:
-                yield publish(self.run, address)
+                yield publish_rendezvous(self.run, address)
             finally:
-                withdraw(self.run)
+                withdraw_rendezvous(self.run)
 
-    def wait_for_meeting(self, took_part: bool) -> Meeting | None:
-        """Where the others are, once somebody answers there; nowhere when they are through.
+    def wait_for_rendezvous(self, took_part: bool) -> Rendezvous | None:
+        """Wait until the published store answers; None when training is complete.
 
-        Before the first meeting, an error is one of an earlier launch.
+        Until this machine has taken part, a recorded error is that of an earlier launch.
         """
-        deadline, waits = time.monotonic() + self.train.timeout_seconds, False
+        timeout, waits = self.train.timeout_seconds, False
+        outputs = (self.run.partial("train"), self.run.output("train"))
+        deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            meeting = published(self.run)
-            if meeting is not None and answers(meeting.address) and meeting == published(self.run):
-                return meeting
-            if any(
-                (place / "summary.json").exists() for place in (self.run.partial("train"), self.run.output("train"))
-            ):
+            rendezvous = read_rendezvous(self.run)
+            if rendezvous is not None and is_listening(rendezvous.address) and rendezvous == read_rendezvous(self.run):
+                return rendezvous
+            if any((folder / "summary.json").exists() for folder in outputs):
                 return None
             if not waits:
                 waits = True
-                self.news.say(self._lonely(f"waiting {self.train.timeout_seconds} s for it"))
-            self.presence.beat()
+                self.output.say(self._no_leader(f"waiting {timeout} s for it"))
+            self.presence.renew()
             if took_part:
-                self._stop_on_error()
-            time.sleep(_LOOK_SECONDS)
-        raise LostContact(self._lonely(f"waited {self.train.timeout_seconds} s for it"))
+                self._raise_permanent_error()
+            time.sleep(_POLL_SECONDS)
+        raise LostContact(self._no_leader(f"waited {timeout} s for it"))
 
-    def too_few(self) -> StageError:
-        count, fewest = self.presence.count(), self.train.fewest_nodes
-        return StageError(
-            f"train.nodes={self.train.nodes}: {count} of {fewest} machines came within {self.train.timeout_seconds} s; "
-            f"on each other machine, in this folder: pipe join {self.run.id}"
-        )
-
-    def _lonely(self, waiting: str) -> str:
-        return (
-            f"nobody runs training of {self.run.id} at this moment; {waiting}; to bring it back, on any machine that "
-            f"has this folder: pipe run --resume {self.run.id}"
-        )
+    def _run_launcher(self, rendezvous: Rendezvous | None) -> tuple[int, str]:
+        """Run the training processes to their end; return the launcher's exit status and the log of this launch."""
+        own = own_address(rendezvous.address) if rendezvous else ""
+        python = ("python", "-m", "train", str(self.run.path))
+        argv = launch_command(self.train, self.per_node, python, rendezvous, own)
+        env = {**launcher_environment(self.train, os.geteuid()), **self.env}
+        if own and (name := network_interface(own)):
+            env.setdefault("GLOO_SOCKET_IFNAME", name)
+        offset = prepare_log(self.log)
+        status = LocalLauncher(self.root, self._tick, _GRACE_SECONDS).launch(argv, self.log, env)
+        self.output.update()
+        return status, read_log_end(self.log, offset)
 
     def _tick(self) -> None:
-        self.presence.beat()
-        self.news.tell()
-        self._stop_on_error()
+        self.presence.renew()
+        self.output.update()
+        self._raise_permanent_error()
 
-    def _stop_on_error(self) -> None:
+    def _find_end(self, status: int, log: str) -> ProcessEnd | None:
+        """Return how the launcher ended; None where the elastic agent has recorded that itself."""
+        uses_agent = self.train.launcher == "torchrun" and self.train.strategy != "horovod"
+        if uses_agent and status == AgentStatus.FAILED:
+            return None
+        error = read_error(self.run.partial("train"))
+        killed = None if uses_agent else find_killed_process(log)
+        if killed is not None:
+            return ProcessEnd(self.host, killed.summary)
+        if uses_agent and status == AgentStatus.NO_STORE:
+            return ProcessEnd(self.host, "the store where machines meet was lost", echo=True)
+        if error is not None:
+            return ProcessEnd(self.host, str(error), error.echo, error.passing)
+        reason = describe_exit(f"the launcher on {self.host}", status)
+        return ProcessEnd(self.host, reason, passing=status < 0 or was_terminated(status))
+
+    def _pause_or_give_up(self, end: ProcessEnd | None) -> None:
+        decision = restart_after(self.run.path, end, self.train.restarts)
+        self._raise_permanent_error()
+        if isinstance(decision, GiveUp):
+            raise StageError(describe_give_up(decision, self.train.restarts))
+        time.sleep(_RESTART_PAUSE_SECONDS)
+
+    def _raise_permanent_error(self) -> None:
         error = read_error(self.run.partial("train"))
         if error is not None and not error.passing:
             raise error
 
-    def _tell_end(self, status: int, said: str) -> None:
-        """Where the launcher has not told of it itself."""
-        if status in (AgentStatus.DONE, AgentStatus.TOO_FEW, AgentStatus.CLOSED):
-            return
-        agent = self.train.launcher == "torchrun" and self.train.backend == "torch"
-        if agent and status == AgentStatus.FAILED:
-            return
-        error = read_error(self.run.partial("train"))
-        killed = None if agent else killed_process(said)
-        if killed is not None:
-            tell_end(self.run.path, host=self.host, reason=killed.briefly)
-        elif agent and status == AgentStatus.NO_STORE:
-            tell_end(self.run.path, host=self.host, reason="the store where machines meet was lost", echo=True)
-        elif error is not None:
-            tell_end(self.run.path, host=self.host, reason=str(error), echo=error.echo, passing=error.passing)
-        else:
-            reason = ending(f"what starts the processes on {self.host}", status)
-            tell_end(self.run.path, host=self.host, reason=reason, passing=status < 0 or asked_to_go(status))
+    def _too_few_machines(self) -> StageError:
+        count, needed = self.presence.count(), self.train.fewest_nodes
+        return StageError(
+            f"train.nodes={self.train.nodes}: {count} of {needed} machines came within {self.train.timeout_seconds} s; "
+            f"to fix it, on each other machine, in this folder: pipe join {self.run.id}"
+        )
+
+    def _no_leader(self, waiting: str) -> str:
+        return (
+            f"no machine leads training of {self.run.id} at the moment; {waiting}; to bring it back, on any machine "
+            f"that has this folder: pipe run --resume {self.run.id}"
+        )
 
 
-def sentence(stop: Stop, allowed: int) -> str:
-    """What ends training after all."""
-    mend = MEMORY if stop.cause.endswith("(SIGKILL)") else ""
-    if stop.times == 0 or allowed == 0:
-        return f"{stop.cause}{mend}"
-    place = f"the checkpoint of step {stop.step}" if stop.step else "the beginning"
+def describe_give_up(decision: GiveUp, allowed: int) -> str:
+    advice = MEMORY_HINT if decision.cause.endswith("(SIGKILL)") else ""
+    if decision.times == 0 or allowed == 0:
+        return f"{decision.cause}{advice}"
+    place = f"the checkpoint of step {decision.step}" if decision.step else "the beginning"
     return (
-        f"training was lost {stop.times} times in a row from {place} (train.restarts={allowed}), at last because "
-        f"{stop.cause}{mend}"
+        f"training was lost {decision.times} times in a row from {place} (train.restarts={allowed}), at last because "
+        f"{decision.cause}{advice}"
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="pipeline.training.node", description="one machine of training")
-    parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--root", type=Path, default=Path(), help="project folder with task.py (default: here)")
-    parser.add_argument("--join", action="store_true", help="take part in what another machine runs")
-    parser.add_argument(AGAIN, action="store_true", help="whoever led it here was killed")
-    for word in ("processes", "nodes", "rendezvous"):
-        parser.add_argument(f"--{word}", help=f"in place of the run's own train.{word}")
-    options = parser.parse_args(argv)
-    watch_parent()
-    signal.signal(signal.SIGTERM, _leave)
-    run, joined = Run(options.run.resolve()), options.join or os.environ.get(POD_NUMBER, "0") != "0"
-    given = {word: getattr(options, word) for word in ("processes", "nodes", "rendezvous")}
-    words = [f"train.{word}={value}" for word, value in given.items() if value is not None]
-    return serve(run, options.root.resolve(), joined, override_config(run.config, words).train, options.again)
+def publish_rendezvous(run: Run, address: str) -> Rendezvous:
+    """Publish a store under a new id; machines that wait for an earlier one come to this one."""
+    rendezvous = Rendezvous(address, secrets.token_hex(8))
+    write_json(_rendezvous_file(run), {"address": rendezvous.address, "id": rendezvous.id})
+    return rendezvous
 
 
-def serve(run: Run, root: Path, joined: bool, train: Train, again: bool = False) -> int:
-    """Until training is through, or cannot go on: the exit status."""
-    env = {**step_environment(processes_per_node(train, count_gpus(os.environ)), os.cpu_count() or 1), **os.environ}
-    run.partial("train").mkdir(parents=True, exist_ok=True)
-    machine = Machine(run, root, env, joined, train)
+def read_rendezvous(run: Run) -> Rendezvous | None:
     try:
-        _join(machine) if joined else _lead(machine, again)
-    except PipelineError as error:
-        if not joined:
-            write_error(error, run.partial("train"))
-        print(f"error: {error}", file=sys.stderr)
-        return PASSING_EXIT_CODE if error.passing else error.exit_code
-    finally:
-        machine.presence.leave()
-    return 0
+        body = json.loads(_rendezvous_file(run).read_text())
+    except (OSError, ValueError):
+        return None
+    return Rendezvous(body["address"], body["id"])
 
 
-def _lead(machine: Machine, again: bool) -> None:
-    """Training begins, or goes on: by somebody's command, or because a node was killed."""
-    if not again:
-        clear_error(machine.run.partial("train"))
-        tell(machine.run.path, event="launch", attempt=newest(read_events(machine.run.path)))
-    if machine.train.launcher != "torchrun" or machine.train.most_nodes == 1:
-        while machine.launch() != AgentStatus.DONE:
-            machine.consider()
-        return
-    while not _lead_many(machine):
-        machine.consider()
+def withdraw_rendezvous(run: Run) -> None:
+    _rendezvous_file(run).unlink(missing_ok=True)
 
 
-def _lead_many(machine: Machine) -> bool:
-    """With others, for as long as the store lives; whether training is through."""
-    with machine.store() as meeting:
-        status = machine.launch(meeting)
-        while status < 0 or status in (AgentStatus.FAILED, LEFT):
-            machine.consider()
-            status = machine.launch(meeting)
-    if status == AgentStatus.TOO_FEW:
-        raise machine.too_few()
-    return status in (AgentStatus.DONE, AgentStatus.CLOSED)
+def _rendezvous_file(run: Run) -> Path:
+    return run.path / "rendezvous.json"
 
 
-def _join(machine: Machine) -> None:
-    """Take part until training is through, wherever those who lead it come back."""
-    took_part = False
-    while (meeting := machine.wait_for_meeting(took_part)) is not None:
-        status = machine.launch(meeting)
-        took_part = True
-        if status in (AgentStatus.DONE, AgentStatus.CLOSED):
-            return
-        if status == AgentStatus.TOO_FEW:
-            raise machine.too_few()
-        if status != AgentStatus.NO_STORE:
-            machine.consider()
+def is_listening(address: str) -> bool:
+    try:
+        socket.create_connection(split_address(address), _CONNECT_TIMEOUT_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
-def _leave(signal_number: int, _frame: object) -> None:
-    sys.exit(128 + signal_number)
+def own_address(address: str) -> str:
+    """Return the address of this machine on the route to `address`: its host name may resolve to another one."""
+    family, kind, _, _, target = socket.getaddrinfo(*split_address(address), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as datagram:  # nothing is sent
+        datagram.connect(target)
+        return str(datagram.getsockname()[0])
 
 
-class News:
+def network_interface(address: str) -> str:
+    """Return the name of the network interface with this address; empty when there is none."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces for entry in entries if entry.address == address), "")
+
+
+class NodePresence:
+    """This machine's sign of life: a file in the run directory."""
+
+    def __init__(self, run: Run) -> None:
+        self._path = run.path / "logs" / "nodes" / f"{socket.gethostname()}-{os.getpid()}"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._renewed = 0.0
+
+    def renew(self) -> None:
+        if time.monotonic() - self._renewed > _PRESENCE_SECONDS:
+            self._renewed = time.monotonic()
+            self._path.touch()
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def count(self) -> int:
+        """Count the machines that are present, by the clock of the file system, the only one they share."""
+        self._path.touch()
+        now = self._path.stat().st_mtime
+        return sum(now - _modified(path) < _ABSENT_AFTER_SECONDS for path in self._path.parent.iterdir())
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # that machine has just left
+        return 0.0
+
+
+class NodeOutput:
+    """Prints each new attempt as a line, and the log where `pipe` does not already show it."""
+
     def __init__(self, run: Run, log: Path, restarts: int) -> None:
         self._run, self._log, self._restarts = run, log, restarts
         self._record = run.path / ATTEMPTS_FILE
-        self._seen = self._size()
-        self._known = len(read_story(run.path).attempts)
+        self._record_size = self._size()
+        self._attempts = len(read_attempts(run.path).attempts)
         self._shown = log.stat().st_size if log.exists() else 0
 
-    def tell(self) -> None:
-        """What is new since the last call."""
+    def update(self) -> None:
+        """Print what is new since the last call."""
         self._show_log()
-        if self._size() == self._seen:
+        if self._size() == self._record_size:
             return
-        self._seen = self._size()
-        story = read_story(self._run.path)
-        if len(story.attempts) > self._known:
-            self._known = len(story.attempts)
-            if sentence := told(story, self._restarts):
-                self.say(sentence)
+        self._record_size = self._size()
+        log = read_attempts(self._run.path)
+        if len(log.attempts) > self._attempts:
+            self._attempts = len(log.attempts)
+            if text := describe_restart(log, self._restarts):
+                self.say(text)
 
     def say(self, text: str) -> None:
         print(text, flush=True)

@@ -1,38 +1,37 @@
-"""What the first training process tells of its attempt: from where it goes on, its first step, its first checkpoint."""
+"""Report the current attempt: the first training process records its start, first step and first checkpoint."""
 
 from __future__ import annotations
 
 import socket
 
-from pipeline.contract.attempts import read_events, tell
 from pipeline.contract.errors import clear_passing
+from pipeline.contract.restarts import read_events, record_event
 from pipeline.contract.run import Run
-from train.process_group import Group
+from train.process_group import ProcessGroup
 
 
-class Attempt:
-    """Its number is the same on every process, and in no other attempt of the run."""
+class AttemptReporter:
+    """The current attempt; its number is the same on every process and unique in the run."""
 
-    def __init__(self, run: Run, number: int, tells: bool) -> None:
+    def __init__(self, run: Run, number: int, reports: bool) -> None:
         self.number = number
         self._run = run
-        self._stepped = self._kept = not tells
+        self._has_step = self._has_checkpoint = not reports
 
-    def stepped(self, step: int) -> None:
-        """Global step `step` is done."""
-        if not self._stepped:
-            self._stepped = True
-            tell(self._run.path, event="step", attempt=self.number, step=step)
+    def step_done(self, step: int) -> None:
+        if not self._has_step:
+            self._has_step = True
+            record_event(self._run.path, event="step", attempt=self.number, step=step)
 
-    def kept(self, step: int) -> None:
-        """A checkpoint of it is made, so that another attempt would not begin where this one did."""
-        if not self._kept:
-            self._kept = True
-            tell(self._run.path, event="checkpoint", attempt=self.number, step=step)
+    def checkpoint_written(self, step: int) -> None:
+        """Record the first checkpoint: another attempt would start from it, not from where this one did."""
+        if not self._has_checkpoint:
+            self._has_checkpoint = True
+            record_event(self._run.path, event="checkpoint", attempt=self.number, step=step)
 
 
-def begin(run: Run, group: Group, step: int) -> Attempt:
-    """All are there, and go on from the checkpoint of `step`."""
+def begin_attempt(run: Run, group: ProcessGroup, step: int) -> AttemptReporter:
+    """Number and record an attempt that continues from the checkpoint of `step`; all processes take part."""
     hosts = group.gather(socket.gethostname())
     number = 0
     if group.rank.first:
@@ -40,5 +39,5 @@ def begin(run: Run, group: Group, step: int) -> Attempt:
         clear_passing(run.partial("train"))
     number = group.share(number)
     if group.rank.first:
-        tell(run.path, event="start", attempt=number, processes=group.size, hosts=hosts, step=step)
-    return Attempt(run, number, group.rank.first)
+        record_event(run.path, event="start", attempt=number, processes=group.size, hosts=hosts, step=step)
+    return AttemptReporter(run, number, group.rank.first)

@@ -1,8 +1,9 @@
-"""Told to end by SIGTERM: all processes make a checkpoint of the same step, then training is left.
+"""Preemption: on SIGTERM, all processes write a checkpoint of the same step and training ends.
 
-A thread hears of it, in whichever process the signal came, and answers with the step its process has come to. When all
-have answered, the first one that was told names a step none has made, before it takes part in it; so whoever has made
-that step finds its number. Until somebody is told, a step costs one look at a variable.
+A thread in whichever process got the signal announces it; a thread in every process answers with the step its process
+has reached. When all have answered, the first process that got the signal names a step that none has completed, before
+it takes part in that step itself; so every process learns the number in time. Without a signal, a step costs one look
+at a variable.
 """
 
 from __future__ import annotations
@@ -23,127 +24,129 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from pipeline.contract.errors import Evicted
 from pipeline.contract.processes import TERMINATED
-from train.process_group import Group
+from train.process_group import ProcessGroup
 
-_LOOK_SECONDS = 0.25
-_ANSWER_SECONDS = 3.0  # within which every living process hears of it, whatever its main thread is at
-_STILL_SECONDS = 3.0  # without a move, or two steps where they are longer
-_ONE_SIGNAL_SECONDS = 0.5  # what is sent to a launcher may reach its processes twice
+_POLL_SECONDS = 0.25
+_ANSWER_SECONDS = 3.0  # every living process answers within them, whatever its main thread is doing
+_HANG_SECONDS = 3.0  # without progress, or two steps where they are longer
+_SAME_SIGNAL_SECONDS = 0.5  # a signal to a launcher may reach its processes twice
 
 
 class Preemption:
-    """`due` is asked by the main thread after every step; all else happens in a thread of its own."""
+    """The main thread calls `is_due` after every step; everything else runs in a thread of its own."""
 
-    def __init__(self, group: Group, meeting_after: Callable[[int], int], step: int) -> None:
-        self._group, self._meeting_after = group, meeting_after
+    def __init__(self, group: ProcessGroup, next_sync_step: Callable[[int], int], step: int) -> None:
+        self._group, self._next_sync_step = group, next_sync_step
         self._store = _open_store(group)
-        self._passed = step  # after this step the main thread was here last
-        self._passed_time, self._step_seconds = time.monotonic(), 0.0
-        self._asked = self._leads = self._told = False
-        self._at: int | None = None
-        self._told_time = 0.0
-        self._still: tuple[object, float] = (None, 0.0)
+        self._last_step = step  # the last one the main thread has completed
+        self._last_step_time, self._step_seconds = time.monotonic(), 0.0
+        self._announced = self._leads = self._signalled = False
+        self._final_step: int | None = None
+        self._signal_time = 0.0
+        self._last_progress: tuple[object, float] = (None, 0.0)
 
-    def due(self, step: int) -> bool:
-        """Whether all leave now that `step` steps are done."""
-        self._note(step)  # before the look: who is asked later than that must not answer with an older step
-        if not self._asked:
+    def is_due(self, step: int) -> bool:
+        """Return whether training ends here, after `step` steps."""
+        self._note_step(step)  # before the check: a later announcement must not be answered with an older step
+        if not self._announced:
             return False
         if self._group.device.type == "cuda":
-            torch.cuda.synchronize()  # a step is made when its exchange is over, not when it is on its way
-        if self._at is None:
-            self._at = self._decide(step) if self._leads else self._find()
-        assert self._at is None or step <= self._at, f"step {step}: all were to leave after {self._at}"
-        return self._at == step
+            torch.cuda.synchronize()  # a step counts when its exchange is complete, not when it is launched
+        if self._final_step is None:
+            self._final_step = self._choose_step(step) if self._leads else self._read_step()
+        assert self._final_step is None or step <= self._final_step, (
+            f"step {step}: all were to end after {self._final_step}"
+        )
+        return self._final_step == step
 
-    def due_here(self, step: int) -> bool:
-        """The same where all meet, which they seldom do: all take part in the look."""
-        self._note(step)
-        return any(self._group.gather(self._told))
+    def due_at_barrier(self, step: int) -> bool:
+        """Return the same for strategies that meet rarely; all processes take part."""
+        self._note_step(step)
+        return any(self._group.gather(self._signalled))
 
-    def farewell(self, step: int) -> Evicted:
-        """All take part: nobody leaves before the checkpoint of the others is whole."""
-        told = [str(rank) for rank, found in enumerate(self._group.gather(self._told)) if found]
+    def eviction_error(self, step: int) -> Evicted:
+        """Return the error that ends training; all take part, so that every checkpoint is complete by then."""
+        signalled = [str(rank) for rank, flag in enumerate(self._group.gather(self._signalled)) if flag]
         return Evicted(
-            f"told to end by SIGTERM (rank {', '.join(told)}); nothing is lost, there is a checkpoint of step {step}: "
-            "`pipe run --resume` goes on"
+            f"ended by SIGTERM (rank {', '.join(signalled)}); nothing is lost, there is a checkpoint of step {step}; "
+            "to continue: pipe run --resume"
         )
 
     def serve(self, signals: int, done: threading.Event) -> None:
-        """`signals` is where the numbers of signals can be read."""
+        """Run in a thread; `signals` is a pipe from which signal numbers can be read."""
         try:
             while not done.is_set():
-                ready, _, _ = select.select([signals], [], [], _LOOK_SECONDS)
+                ready, _, _ = select.select([signals], [], [], _POLL_SECONDS)
                 if ready and signal.SIGTERM in os.read(signals, 512):
-                    self._be_told()
-                self._hear()
-                if self._told and not done.is_set():
-                    self._give_up_in_vain()
-        except RuntimeError as error:  # the store is gone with its process: the next exchange tells of that
-            if self._told and not done.is_set():
+                    self._announce()
+                self._answer()
+                if self._signalled and not done.is_set():
+                    self._end_if_others_hang()
+        except RuntimeError as error:  # the store died with its process: the next exchange fails too
+            if self._signalled and not done.is_set():
                 _end(f"the others cannot be reached ({error})")
 
-    def _note(self, step: int) -> None:
+    def _note_step(self, step: int) -> None:
         now = time.monotonic()
-        self._step_seconds, self._passed_time = now - self._passed_time, now
-        self._passed = step
+        self._step_seconds, self._last_step_time = now - self._last_step_time, now
+        self._last_step = step
 
-    def _be_told(self) -> None:
+    def _announce(self) -> None:
         now = time.monotonic()
-        if self._told and now - self._told_time > _ONE_SIGNAL_SECONDS:
-            _end("told twice")
-        if not self._told:
+        if self._signalled and now - self._signal_time > _SAME_SIGNAL_SECONDS:
+            _end("second SIGTERM")
+        if not self._signalled:
             rank = str(self._group.rank.rank)
-            self._told, self._told_time = True, now
-            self._leads = self._store.compare_set("told", "", rank).decode() == rank
+            self._signalled, self._signal_time = True, now
+            self._leads = self._store.compare_set("signal", "", rank).decode() == rank
 
-    def _hear(self) -> None:
-        if not self._asked and (self._told or self._store.check(["told"])):
-            self._asked = True
-            self._store.set(f"passed-{self._group.rank.rank}", str(self._passed))
+    def _answer(self) -> None:
+        if not self._announced and (self._signalled or self._store.check(["signal"])):
+            self._announced = True
+            self._store.set(f"step-{self._group.rank.rank}", str(self._last_step))
             self._store.add("answers", 1)
 
-    def _decide(self, step: int) -> int | None:
-        """A step that nobody has made yet, once all look out for it."""
+    def _choose_step(self, step: int) -> int | None:
+        """Return a step that no process has completed, once all have answered."""
         if not self._all_answered():
             return None
-        passed = [int(self._store.get(f"passed-{rank}")) for rank in range(self._group.size)]
-        found = self._meeting_after(max(step, *passed))
-        self._store.set("step", str(found))
-        return found
+        steps = [int(self._store.get(f"step-{rank}")) for rank in range(self._group.size)]
+        final = self._next_sync_step(max(step, *steps))
+        self._store.set("step", str(final))
+        return final
 
-    def _find(self) -> int | None:
+    def _read_step(self) -> int | None:
         return int(self._store.get("step")) if self._store.check(["step"]) else None
 
     def _all_answered(self) -> bool:
         return self._store.add("answers", 0) == self._group.size
 
-    def _give_up_in_vain(self) -> None:
-        """A process that is dead or hangs is waited for by nobody who was told to end."""
+    def _end_if_others_hang(self) -> None:
+        """End this process at once where another one is dead or hangs."""
         now = time.monotonic()
-        if now - self._told_time > _ANSWER_SECONDS and not self._all_answered():
+        if now - self._signal_time > _ANSWER_SECONDS and not self._all_answered():
             _end("not all other processes answer")
-        position = self._group.watch.position
-        if position is not self._still[0]:
-            self._still = (position, now)
-        saves = position[1] == "checkpoint"  # however long that takes; who told sets the limit
-        if not saves and now - self._still[1] > max(_STILL_SECONDS, 2 * self._step_seconds):
-            _end(f"nothing moves since step {position[0]}, {position[1]}")
+        position = self._group.heartbeat.position
+        if position is not self._last_progress[0]:
+            self._last_progress = (position, now)
+        saves = position[1] == "checkpoint"  # however long that takes: the sender of the signal sets the limit
+        if not saves and now - self._last_progress[1] > max(_HANG_SECONDS, 2 * self._step_seconds):
+            _end(f"no progress since step {position[0]}, {position[1]}")
 
 
 @contextlib.contextmanager
-def listening(group: Group, meeting_after: Callable[[int], int], step: int) -> Iterator[Preemption]:
-    """Within, SIGTERM is heard. `meeting_after(step)` is the next step that nobody makes without all others."""
-    leaving, done = Preemption(group, meeting_after, step), threading.Event()
+def preemption_handler(group: ProcessGroup, next_sync_step: Callable[[int], int], step: int) -> Iterator[Preemption]:
+    """Handle SIGTERM within; `next_sync_step(step)` is the next step at which all processes synchronize."""
+    preemption, done = Preemption(group, next_sync_step, step), threading.Event()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    thread = threading.Thread(target=leaving.serve, args=(reading, done), name="leaving", daemon=True)
-    # A handler in Python would wait for the main thread, which may hang; the pipe is written to at once.
+    thread = threading.Thread(target=preemption.serve, args=(reading, done), name="preemption", daemon=True)
+    # A Python handler would wait for the main thread, which may hang; the wake-up pipe is written to at once.
     pipe_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     before: Any = signal.signal(signal.SIGTERM, lambda *_: None)
     thread.start()
     try:
-        yield leaving
+        yield preemption
     finally:
         signal.signal(signal.SIGTERM, before)
         signal.set_wakeup_fd(pipe_before)
@@ -154,14 +157,14 @@ def listening(group: Group, meeting_after: Callable[[int], int], step: int) -> I
         os.close(writing)
 
 
-def _open_store(group: Group) -> Store:
-    """The one the processes met in, by a connection of its own: another thread may wait on theirs."""
+def _open_store(group: ProcessGroup) -> Store:
+    """Return the store of the process group, over a connection of its own: another thread may block the first."""
     if group.size == 1:
         return HashStore()
-    met: Any = dist.distributed_c10d._get_default_store()  # published without its methods
-    return PrefixStore("leaving", met.clone())
+    store: Any = dist.distributed_c10d._get_default_store()  # its methods have no type stubs
+    return PrefixStore("preemption", store.clone())
 
 
 def _end(why: str) -> None:
-    print(f"told to end by SIGTERM: ends at once, {why}", file=sys.stderr, flush=True)
+    print(f"SIGTERM: ending at once, {why}", file=sys.stderr, flush=True)
     os._exit(TERMINATED)

@@ -1,4 +1,4 @@
-"""The store where machines meet, in a process of its own: whatever else dies there, the others still meet."""
+"""The rendezvous store, in a process of its own: machines can still meet there when other processes die."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pipeline.contract.processes import split_address, watch_parent
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="train.elastic.store", description="where the machines of a run meet")
+    parser = argparse.ArgumentParser(
+        prog="train.elastic.store", description="run the store where the machines of a run meet"
+    )
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("address", help="host:port of this machine")
     options = parser.parse_args(argv)
@@ -24,20 +26,20 @@ def main(argv: Sequence[str]) -> int:
     try:
         listener = listen(*split_address(options.address))
     except OSError as error:
-        told = ResourceError(
+        failure = ResourceError(
             f"train.rendezvous={options.address}: cannot listen there: {os.strerror(error.errno or 0).lower()}; "
-            "name a free port of the machine that runs `pipe run`"
+            "to fix it, name a free port of the machine that runs `pipe run`"
         )
-        write_error(told, options.run / "train.partial")
-        print(f"error: {told}", file=sys.stderr)
-        return told.exit_code
+        write_error(failure, options.run / "train.partial")
+        print(f"error: {failure}", file=sys.stderr)
+        return failure.exit_code
     serve(listener)
     return 0
 
 
 def serve(listener: socket.socket) -> None:
-    """Until the leash is let go, or somebody ends this process."""
-    from torch._C._distributed_c10d import TCPStore  # slow to load: a port that is taken is told before
+    """Serve until the parent dies or this process is terminated."""
+    from torch._C._distributed_c10d import TCPStore  # slow to load: a port that is taken is failure before
 
     host, port = listener.getsockname()[:2]
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -47,7 +49,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """At that very address; at all of this machine where its name belongs to a gateway before it."""
+    """Listen at that address; on all interfaces where it belongs to a gateway in front of this machine."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
         return socket.create_server(address[:2], family=family)

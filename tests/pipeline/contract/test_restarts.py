@@ -1,100 +1,203 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from pipeline.contract.attempts import Again, Event, Stop, Story, decide, story, told, used
+from pipeline.contract.restarts import (
+    ATTEMPTS_FILE,
+    AttemptLog,
+    Event,
+    GiveUp,
+    ProcessEnd,
+    Restart,
+    attempts_from,
+    decide,
+    describe_restart,
+    read_attempts,
+    read_events,
+    record_end,
+    record_event,
+    restart_after,
+    restarts_without_progress,
+)
 
-from .test_attempts import LAUNCH, event, start
+
+def event(kind: str, attempt: int, time: float = 0.0, **more: object) -> Event:
+    return Event.model_validate({"event": kind, "attempt": attempt, "time": time, **more})
+
+
+LAUNCH = event("launch", 0)
+
+
+def start(number: int, time: float, step: int = 0, hosts: tuple[str, ...] = ("a", "a")) -> Event:
+    return event("start", number, time, step=step, hosts=hosts, processes=len(hosts))
 
 
 def end(number: int, reason: str = "rank 1 on a was killed (SIGKILL)", **more: object) -> Event:
     return event("end", number, 0.0, **{"host": "a", "reason": reason, **more})
 
 
-def lost(*steps: int, kept: Sequence[int] = ()) -> Story:
+def lost(*steps: int, kept: Sequence[int] = ()) -> AttemptLog:
     """Attempts that began from these steps and were lost, each once; those of `kept` made a checkpoint."""
     lines = [LAUNCH]
     for number, step in enumerate(steps, 1):
         lines += [start(number, 0.0, step), *[event("checkpoint", number)] * (number in kept), end(number)]
-    return story(lines)
+    return attempts_from(lines)
 
 
-def test_training_that_lost_a_process_begins_again() -> None:
-    assert decide(lost(0), allowed=3) == Again("rank 1 on a was killed (SIGKILL)")
+def test_recorded_events_are_read_again(tmp_path: Path) -> None:
+    record_event(tmp_path, event="launch", attempt=0)
+    record_event(tmp_path, event="start", attempt=1, hosts=["a", "b"], processes=2, step=50)
+    record_end(tmp_path, ProcessEnd("a", "rank 1 was killed"))
+    launch, begun, end = read_events(tmp_path)
+    assert (launch.event, begun.hosts, begun.step) == ("launch", ("a", "b"), 50)
+    assert (end.attempt, end.reason, end.passing) == (1, "rank 1 was killed", True)
+
+
+def test_half_a_line_of_a_lost_machine_is_skipped(tmp_path: Path) -> None:
+    record_event(tmp_path, event="launch", attempt=0)
+    with (tmp_path / ATTEMPTS_FILE).open("a") as file:
+        file.write('{"event": "sta\n')
+    record_event(tmp_path, event="start", attempt=1, hosts=["a"], processes=1)
+    assert [found.event for found in read_events(tmp_path)] == ["launch", "start"]
+    assert len(read_attempts(tmp_path).attempts) == 1
+
+
+def test_a_run_that_was_never_trained_has_no_attempts(tmp_path: Path) -> None:
+    assert read_attempts(tmp_path).attempts == ()
+
+
+def test_attempt_is_built_from_its_lines() -> None:
+    lines = [LAUNCH, start(1, 1.0), event("step", 1, 2.0, step=1), event("step", 1, 3.0), event("checkpoint", 1, 4.0)]
+    (found,) = attempts_from(lines).attempts
+    assert (found.number, found.step, found.started, found.first_step_time, found.has_checkpoint) == (
+        1,
+        0,
+        1.0,
+        2.0,
+        True,
+    )
+    assert found.after == "launch"
+
+
+def test_reason_of_an_attempt_follows_from_earlier_events() -> None:
+    lines = [LAUNCH, start(1, 1.0), event("end", 1, 2.0, host="a"), start(2, 3.0), start(3, 4.0), LAUNCH, start(4, 5.0)]
+    assert [found.after for found in attempts_from(lines).attempts] == ["launch", "loss", "change", "launch"]
+
+
+def test_launches_by_a_person_are_not_restarts() -> None:
+    lines = [LAUNCH, start(1, 1.0), event("end", 1, 2.0, host="a"), start(2, 3.0), LAUNCH, start(3, 9.0)]
+    assert attempts_from(lines).restarts == 1
+
+
+def test_lost_seconds_exclude_the_wait_for_a_person() -> None:
+    first = [LAUNCH, start(1, 1.0), event("step", 1, 2.0), event("end", 1, 10.0, host="a")]
+    second = [start(2, 13.0), event("step", 2, 14.5), event("end", 2, 20.0, host="a")]
+    third = [LAUNCH, start(3, 1000.0), event("step", 3, 1001.0)]
+    assert attempts_from([*first, *second, *third]).seconds_lost == pytest.approx(4.5)
+
+
+def test_attempts_without_a_step_count_as_lost_time() -> None:
+    first = [LAUNCH, start(1, 1.0), event("step", 1, 2.0), event("end", 1, 10.0, host="a")]
+    second = [start(2, 13.0), event("end", 2, 14.0, host="a")]
+    assert attempts_from([*first, *second, start(3, 17.0), event("step", 3, 18.0)]).seconds_lost == pytest.approx(8.0)
+    assert attempts_from([*first, *second, LAUNCH, start(3, 1000.0), event("step", 3, 1001.0)]).seconds_lost == 0
+
+
+def test_ends_before_the_first_attempt_are_separate() -> None:
+    early = [LAUNCH, event("end", 0, 1.0, host="a", reason="no torch")]
+    found = attempts_from(early)
+    assert (found.attempts, [end.reason for end in found.ends]) == ((), ["no torch"])
+    assert attempts_from([*early, start(1, 2.0)]).ends == ()
+
+
+def test_training_restarts_after_a_lost_process() -> None:
+    assert decide(lost(0), allowed=3) == Restart("rank 1 on a was killed (SIGKILL)")
 
 
 @pytest.mark.parametrize(("times", "stops"), [(1, False), (3, False), (4, True)])
-def test_it_does_so_as_often_in_a_row_as_it_may(times: int, stops: bool) -> None:
-    assert isinstance(decide(lost(*[50] * times), allowed=3), Stop) is stops
+def test_training_gives_up_after_the_allowed_restarts(times: int, stops: bool) -> None:
+    assert isinstance(decide(lost(*[50] * times), allowed=3), GiveUp) is stops
 
 
-def test_a_checkpoint_made_since_begins_the_count_anew() -> None:
-    assert used(lost(0, 0, 0, 0, kept=[4])) == 0
-    assert used(lost(0, 0, 0, 50)) == 1
-    assert isinstance(decide(lost(0, 0, 0, 0, 50, 50), allowed=3), Again)
+def test_a_new_checkpoint_resets_the_count() -> None:
+    assert restarts_without_progress(lost(0, 0, 0, 0, kept=[4])) == 0
+    assert restarts_without_progress(lost(0, 0, 0, 50)) == 1
+    assert isinstance(decide(lost(0, 0, 0, 0, 50, 50), allowed=3), Restart)
 
 
-def test_a_checkpoint_that_never_gets_its_name_does_not_count_for_ever() -> None:
-    """Told right before the rename, in which the process is killed each time."""
-    assert isinstance(decide(lost(0, 0, 0, 0, kept=[1, 2, 3, 4]), allowed=3), Stop)
+def test_checkpoints_that_are_never_renamed_do_not_reset_the_count() -> None:
+    """The checkpoint is recorded just before its rename, and the process dies in between each time."""
+    assert isinstance(decide(lost(0, 0, 0, 0, kept=[1, 2, 3, 4]), allowed=3), GiveUp)
 
 
-def test_it_may_be_told_never_to() -> None:
-    assert decide(lost(0), allowed=0) == Stop("rank 1 on a was killed (SIGKILL)", 1, 0)
+def test_zero_allowed_restarts_means_never() -> None:
+    assert decide(lost(0), allowed=0) == GiveUp("rank 1 on a was killed (SIGKILL)", 1, 0)
 
 
-def test_what_would_happen_again_ends_training_whatever_the_count() -> None:
+def test_permanent_errors_end_training_at_once() -> None:
     lines = [LAUNCH, start(1, 0.0), end(1), end(1, "the loss is not finite", passing=False)]
-    assert decide(story(lines), allowed=3) == Stop("the loss is not finite", 0, 0)
+    assert decide(attempts_from(lines), allowed=3) == GiveUp("the loss is not finite", 0, 0)
 
 
-def test_the_cause_is_told_before_what_followed_from_it() -> None:
+def test_the_cause_is_reported_before_its_consequences() -> None:
     lines = [LAUNCH, start(1, 0.0), end(1, "rank 0 lost contact", echo=True, host="b"), end(1)]
-    assert decide(story(lines), allowed=1) == Again("rank 1 on a was killed (SIGKILL)")
+    assert decide(attempts_from(lines), allowed=1) == Restart("rank 1 on a was killed (SIGKILL)")
 
 
-def test_processes_that_end_before_an_attempt_begins_are_counted_too() -> None:
+def test_ends_before_an_attempt_count_as_failures() -> None:
     early = [LAUNCH, end(0), end(0), end(0)]
-    assert isinstance(decide(story(early), allowed=3), Again)
-    assert decide(story([*early, end(0)]), allowed=3) == Stop("rank 1 on a was killed (SIGKILL)", 4, 0)
+    assert isinstance(decide(attempts_from(early), allowed=3), Restart)
+    assert decide(attempts_from([*early, end(0)]), allowed=3) == GiveUp("rank 1 on a was killed (SIGKILL)", 4, 0)
     after = [LAUNCH, start(1, 0.0, 50), end(1), end(1), end(1), end(1)]
-    assert isinstance(decide(story(after), allowed=3), Stop)
+    assert isinstance(decide(attempts_from(after), allowed=3), GiveUp)
 
 
-def test_one_loss_that_two_machines_tell_of_is_one() -> None:
+def test_a_loss_reported_by_two_machines_counts_once() -> None:
     lines = [LAUNCH, start(1, 0.0, 50), end(1), end(1, host="b", echo=True)]
-    assert used(story(lines)) == 0
+    assert restarts_without_progress(attempts_from(lines)) == 0
 
 
-def test_a_launch_by_somebody_begins_the_count_anew() -> None:
+def test_a_launch_by_a_person_resets_the_count() -> None:
     four = [LAUNCH, *[line for n in range(1, 5) for line in (start(n, 0.0), end(n))]]
-    assert isinstance(decide(story([*four, LAUNCH, start(5, 0.0), end(5)]), allowed=3), Again)
+    assert isinstance(decide(attempts_from([*four, LAUNCH, start(5, 0.0), end(5)]), allowed=3), Restart)
 
 
-def test_machines_that_come_cost_no_restart() -> None:
+def test_joining_machines_cost_no_restart() -> None:
     lines = [LAUNCH, start(1, 0.0), start(2, 0.0, hosts=("a", "b")), start(3, 0.0), end(3)]
-    assert used(story(lines)) == 0
+    assert restarts_without_progress(attempts_from(lines)) == 0
 
 
-def test_a_person_is_told_why_from_where_and_how_often() -> None:
+def test_restart_message_has_cause_place_and_count() -> None:
     lines = [LAUNCH, start(1, 0.0), end(1), start(2, 0.0, 50)]
-    assert told(story(lines), 3) == (
+    assert describe_restart(attempts_from(lines), 3) == (
         "rank 1 on a was killed (SIGKILL); starting again from the checkpoint of step 50 (1 of 3 without a new one)"
     )
-    assert told(story(lines[:2]), 3) == "", "somebody began it, and knows"
-    assert "starting again from the beginning (1 of 3" in told(story([*lines[:3], start(2, 0.0)]), 3)
+    assert describe_restart(attempts_from(lines[:2]), 3) == "", "a person started it"
+    assert "starting again from the beginning (1 of 3" in describe_restart(
+        attempts_from([*lines[:3], start(2, 0.0)]), 3
+    )
 
 
-def test_a_person_is_told_who_is_gone_and_who_has_come() -> None:
+def test_restart_message_names_machines_that_left_or_joined() -> None:
     both, one = ("a", "b"), ("a",)
     lost_b = [LAUNCH, start(1, 0.0, hosts=both), end(1, "rank 0 lost contact", echo=True), start(2, 0.0, 50, one)]
-    assert told(story(lost_b), 3) == (
+    assert describe_restart(attempts_from(lost_b), 3) == (
         "rank 0 lost contact; b is gone, training goes on with 1 machine; "
         "starting again from the checkpoint of step 50 (1 of 3 without a new one)"
     )
     back = [*lost_b, start(3, 0.0, 60, both)]
-    assert told(story(back), 3) == (
+    assert describe_restart(attempts_from(back), 3) == (
         "b has joined, training goes on with 2 machines; starting again from the checkpoint of step 60"
     )
+
+
+def test_restart_after_records_the_end_it_decides_on(tmp_path: Path) -> None:
+    for event_name in ("launch", "start"):
+        record_event(tmp_path, event=event_name, attempt=int(event_name == "start"))
+    killed = ProcessEnd("a", "rank 1 on a was killed (SIGKILL)")
+    assert restart_after(tmp_path, killed, allowed=1) == Restart(killed.reason)
+    assert restart_after(tmp_path, None, allowed=1) == Restart(killed.reason), "already recorded"
+    assert restart_after(tmp_path, killed, allowed=1) == GiveUp(killed.reason, 2, 0)

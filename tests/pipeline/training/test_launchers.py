@@ -8,13 +8,13 @@ from pipeline.contract.errors import ConfigError
 from pipeline.contract.processes import PARENT_WATCH_VARIABLE
 from pipeline.contract.settings.stages import Train
 from pipeline.processes import step_environment
-from pipeline.training.launchers import PASSED_ON, check_launcher, launched, launcher_environment
+from pipeline.training.launchers import PASSED_ON, check_launcher, launch_command, launcher_environment
 
 PYTHON = ("python", "-m", "train", "runs/one")
 
 
 def test_mpirun_starts_all_processes_and_hands_the_environment_on() -> None:
-    argv = launched(Train(launcher="mpirun"), 3, PYTHON)
+    argv = launch_command(Train(launcher="mpirun"), 3, PYTHON)
     assert argv[:6] == ("mpirun", "-np", "3", "--oversubscribe", "--bind-to", "none")
     assert argv[-4:] == PYTHON
     assert argv[6:-4] == tuple(word for name in PASSED_ON for word in ("-x", name))
@@ -25,31 +25,31 @@ def test_what_mpirun_hands_on_is_what_a_step_is_given() -> None:
 
 
 def test_mpirun_spreads_over_machines_as_many_on_each() -> None:
-    argv = launched(Train(launcher="mpirun", nodes=2), 4, PYTHON)
+    argv = launch_command(Train(launcher="mpirun", nodes=2), 4, PYTHON)
     assert argv[:3] == ("mpirun", "-np", "8")
     assert "--map-by ppr:4:node" in " ".join(argv)
 
 
 def test_srun_starts_as_many_tasks_on_each_machine_and_ends_them_together() -> None:
-    assert launched(Train(launcher="srun", nodes=2), 4, PYTHON) == (
+    assert launch_command(Train(launcher="srun", nodes=2), 4, PYTHON) == (
         "srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1", *PYTHON,
     )  # fmt: skip
 
 
 def test_horovodrun_starts_its_processes_here_and_writes_its_own_timeline_with_ours() -> None:
-    argv = launched(Train(backend="horovod"), 2, PYTHON)
+    argv = launch_command(Train(strategy="horovod"), 2, PYTHON)
     assert argv == ("python", "-m", "horovod.runner.launch", "--gloo", "-np", "2", *PYTHON)
-    traced = launched(Train(backend="horovod", trace=True), 2, PYTHON)
+    traced = launch_command(Train(strategy="horovod", trace=True), 2, PYTHON)
     assert "--timeline-filename runs/one/train.partial/horovod.json python" in " ".join(traced)
 
 
 def test_horovod_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.training.launchers.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"train\.backend=horovod, but the library is not installed"):
-        check_launcher(Train(backend="horovod"))
+    with pytest.raises(ConfigError, match=r"train\.strategy=horovod, but the library is not installed"):
+        check_launcher(Train(strategy="horovod"))
 
 
-def test_root_is_let_through_to_open_mpi_and_nobody_else_is_meddled_with() -> None:
+def test_root_is_let_through_to_open_mpi_and_no_one_else_is_meddled_with() -> None:
     train = Train(launcher="mpirun")
     assert set(launcher_environment(train, user=0).values()) == {"1"}
     assert launcher_environment(train, user=1000) == {}
@@ -57,7 +57,7 @@ def test_root_is_let_through_to_open_mpi_and_nobody_else_is_meddled_with() -> No
 
 
 @pytest.mark.parametrize("name", ["mpirun", "srun"])
-def test_a_launcher_that_is_not_installed_is_told_with_its_mend(
+def test_a_launcher_that_is_not_installed_is_reported_with_its_fix(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = Train.model_validate({"launcher": name})

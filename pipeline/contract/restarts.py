@@ -1,0 +1,252 @@
+"""Restarts of training: the record of its attempts, and the one decision whether it starts again.
+
+Four kinds of process start one another: `pipe` starts the node, the node a launcher, and the launcher (torch's elastic
+agent) the training processes. Each of them only watches the process below it. When that process ends too early, the
+watcher calls `restart_after`, which records the end in `logs/attempts.jsonl` of the run and decides; the watcher then
+starts the process again or passes the exit status on. Nothing else decides about restarts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from pipeline.contract.settings.section import Frozen
+
+ATTEMPTS_FILE = "logs/attempts.jsonl"
+
+
+class Event(Frozen):
+    """One line of the record.
+
+    `launch`: a person started or resumed training. `start`: all processes are up and continue from `step`.
+    `step`: the attempt's first step is done. `checkpoint`: its first checkpoint is written.
+    `end`: processes of `host` ended too early.
+    """
+
+    event: Literal["launch", "start", "step", "checkpoint", "end"]
+    attempt: int
+    time: float
+    processes: int = 0
+    hosts: tuple[str, ...] = ()  # of each rank
+    step: int = 0
+    reason: str = ""
+    host: str = ""
+    echo: bool = False  # they ended because others did
+    passing: bool = True  # another attempt may well succeed
+
+
+@dataclass(frozen=True)
+class Attempt:
+    number: int
+    step: int  # of the checkpoint it started from; 0: from the beginning
+    started: float
+    hosts: tuple[str, ...]
+    after: Literal["launch", "loss", "change"]  # a person, a failed attempt, machines that joined or left
+    first_step_time: float | None = None
+    has_checkpoint: bool = False  # it wrote one
+    ends: tuple[Event, ...] = ()  # in the order they were recorded
+
+
+@dataclass(frozen=True)
+class AttemptLog:
+    """All attempts, and the ends of processes since the last launch that came before an attempt had started."""
+
+    attempts: tuple[Attempt, ...] = ()
+    early_ends: tuple[Event, ...] = ()
+    launched: bool = True  # no attempt has started since
+
+    @property
+    def restarts(self) -> int:
+        """How often training started again by itself."""
+        return sum(attempt.after != "launch" for attempt in self.attempts)
+
+    @property
+    def seconds_lost(self) -> float:
+        """Seconds from the end of an attempt to the next completed step, where training continued by itself."""
+        total, since = 0.0, None
+        for earlier, later in zip(self.attempts, self.attempts[1:], strict=False):
+            if since is None and later.after == "loss":
+                since = earlier.ends[0].time
+            if since is not None and later.first_step_time is not None and later.after != "launch":
+                total += max(0.0, later.first_step_time - since)
+            if later.first_step_time is not None or later.after == "launch":
+                since = None
+        return total
+
+    @property
+    def ends(self) -> tuple[Event, ...]:
+        """Ends of processes in the current attempt."""
+        return self.early_ends if self.launched else self.attempts[-1].ends
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """How processes of `host` ended too early."""
+
+    host: str
+    reason: str
+    echo: bool = False
+    passing: bool = True
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Training starts again from the newest checkpoint."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Training stays down: it would end in the same way, or has failed too often."""
+
+    cause: str
+    times: int  # failures without a new checkpoint since; 0: the cause is reason enough
+    step: int  # of the checkpoint it started from
+
+
+def restart_after(run: Path, end: ProcessEnd | None, allowed: int) -> Restart | GiveUp:
+    """Record how processes ended, and decide whether training starts again.
+
+    `end` is None where the process below has recorded it already. Training may fail `allowed` times in a row without
+    a new checkpoint (`train.restarts`).
+    """
+    if end is not None:
+        record_end(run, end)
+    return decide(read_attempts(run), allowed)
+
+
+def decide(log: AttemptLog, allowed: int) -> Restart | GiveUp:
+    cause = first_cause(log.ends)
+    if any(not end.passing for end in log.ends):
+        return GiveUp(cause, 0, 0)
+    made = restarts_without_progress(log)
+    if made < allowed:
+        return Restart(cause)
+    return GiveUp(cause, made + 1, 0 if log.launched else log.attempts[-1].step)
+
+
+def restarts_without_progress(log: AttemptLog) -> int:
+    """Count the restarts since the last new checkpoint."""
+    ended = max(Counter(end.host for end in log.ends).values(), default=0)
+    if log.launched:
+        return max(0, ended - 1)
+    row = _attempts_from_same_checkpoint(log.attempts)
+    again = sum(attempt.after == "loss" for attempt in row)
+    # A checkpoint is recorded just before its final rename. Attempts that always die between the two make none.
+    has_new = row[-1].has_checkpoint and not any(attempt.has_checkpoint for attempt in row[:-1])
+    return (0 if has_new else again) + max(0, ended - 1)
+
+
+def first_cause(ends: Sequence[Event]) -> str:
+    """Return why an attempt ended: a permanent error first, then an independent end, then a consequence of one."""
+    ranked = sorted(ends, key=lambda end: (end.passing, end.echo))  # stable: the first one recorded comes first
+    return ranked[0].reason if ranked else "a machine was lost"
+
+
+def describe_restart(log: AttemptLog, allowed: int) -> str:
+    """Describe for a person why the current attempt started by itself; empty when a person started it."""
+    attempt = log.attempts[-1]
+    place = f"from the checkpoint of step {attempt.step}" if attempt.step else "from the beginning"
+    machines = len(set(attempt.hosts))
+    if len(log.attempts) < 2 or attempt.after == "launch":
+        return ""
+    before = log.attempts[-2]
+    gone, joined = (sorted(set(a.hosts) - set(b.hosts)) for a, b in ((before, attempt), (attempt, before)))
+    change = "".join([f"; {name} is gone" for name in gone] + [f"; {name} has joined" for name in joined])
+    if change:
+        change += f", training goes on with {machines} machine{'s' if machines > 1 else ''}"
+    if attempt.after == "change":
+        return f"{change.removeprefix('; ') or 'machines have joined or left'}; starting again {place}"
+    count = sum(attempt.after == "loss" for attempt in _attempts_from_same_checkpoint(log.attempts))
+    cause = first_cause(before.ends).partition(". ")[0]  # the advice after it is for when training stays down
+    return f"{cause}{change}; starting again {place} ({count} of {allowed} without a new one)"
+
+
+def _attempts_from_same_checkpoint(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Return the last attempts that started from the same checkpoint, since the last launch."""
+    row: list[Attempt] = []
+    for attempt in reversed(attempts):
+        if attempt.step != attempts[-1].step:
+            break
+        row.insert(0, attempt)
+        if attempt.after == "launch":
+            break
+    return row
+
+
+def record_event(run: Path, **values: Any) -> None:
+    """Append one line with a single write, so that lines of several writers do not mix."""
+    line = Event(time=time.time(), **values).model_dump(exclude_defaults=True)
+    path = run / ATTEMPTS_FILE
+    path.parent.mkdir(exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, json.dumps(line).encode() + b"\n")
+    finally:
+        os.close(handle)
+
+
+def record_end(run: Path, end: ProcessEnd) -> None:
+    """Add an end to the current attempt."""
+    record_event(run, event="end", attempt=newest_attempt(read_events(run)), **asdict(end))
+
+
+def read_events(run: Path) -> list[Event]:
+    """Read the complete lines; a lost machine may have left half of one."""
+    path = run / ATTEMPTS_FILE
+    events = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            events.append(Event.model_validate_json(line))
+        except ValidationError:
+            continue
+    return events
+
+
+def read_attempts(run: Path) -> AttemptLog:
+    return attempts_from(read_events(run))
+
+
+def newest_attempt(events: Iterable[Event]) -> int:
+    """Return the number of the current attempt; 0 before the first."""
+    return max((event.attempt for event in events), default=0)
+
+
+def attempts_from(events: Iterable[Event]) -> AttemptLog:
+    log = AttemptLog()
+    for event in events:
+        log = _add_event(log, event)
+    return log
+
+
+def _add_event(log: AttemptLog, event: Event) -> AttemptLog:
+    if event.event == "launch":
+        return AttemptLog(log.attempts)
+    if event.event == "start":
+        after: Literal["launch", "loss", "change"] = (
+            "launch" if log.launched else "loss" if log.attempts[-1].ends else "change"
+        )
+        attempt = Attempt(event.attempt, event.step, event.time, event.hosts, after)
+        return AttemptLog((*log.attempts, attempt), launched=False)
+    if log.launched:
+        return replace(log, early_ends=(*log.early_ends, event)) if event.event == "end" else log
+    *earlier, last = log.attempts
+    return replace(log, attempts=(*earlier, _update_attempt(last, event)))
+
+
+def _update_attempt(attempt: Attempt, event: Event) -> Attempt:
+    if event.event == "step":
+        return replace(attempt, first_step_time=attempt.first_step_time or event.time)
+    if event.event == "checkpoint":
+        return replace(attempt, has_checkpoint=True)
+    return replace(attempt, ends=(*attempt.ends, event))
