@@ -1,12 +1,8 @@
-"""The bundle: a self-contained model directory whose manifest names every byte and every ancestor.
+"""Bundles: self-contained model directories, verified against a manifest with the digest of every file and ancestor.
 
-`provenance.json`: an in-toto statement of where a bundle came from, in the words of SLSA; the same for the same.
-
-Other names of a bundle's files: those in the runs it is reused by are ours, any other can change what is served.
-
-Which files an ONNX file keeps its tensors in, read off its bytes: the service has no library that could tell.
-
-A person's word against a failed verdict: who, when, why, and which verdict exactly; it travels in the bundle.
+`provenance.json` is an in-toto statement of the bundle's origin in the terms of SLSA. A bundle must not have hard
+links from outside the runs, nor weights outside its directory: the locations of external data are parsed from the
+bytes of the ONNX file, because the service has no library for it.
 """
 
 from __future__ import annotations
@@ -46,12 +42,12 @@ def statement(
     packages: Mapping[str, str],
     builder: Mapping[str, str],
 ) -> dict[str, Any]:
-    """No clock and no name of a machine or a run: who makes the same bundle again gets the same statement.
+    """Return the statement, without times and names of machines or runs, so that equal bundles have equal statements.
 
-    `parameters` is the configuration, `packages` what worked on the model, `builder` our own versions.
+    `parameters` is the configuration, `packages` the versions that affect the model, `builder` our own versions.
     """
-    ancestors = manifest.ancestors.model_dump(exclude={"onnx"})  # that one is a subject
-    came_from = [{"name": name, "digest": {"sha256": digest}} for name, digest in ancestors.items()]
+    ancestors = manifest.ancestors.model_dump(exclude={"onnx"})  # it is a subject
+    sources = [{"name": name, "digest": {"sha256": digest}} for name, digest in ancestors.items()]
     tools = [{"name": name, "uri": f"pkg:pypi/{name}@{version}"} for name, version in sorted(packages.items())]
     return {
         "_type": STATEMENT,
@@ -62,7 +58,7 @@ def statement(
                 "buildType": f"{_BUILDER}#export",
                 "externalParameters": {"config": dict(parameters)},
                 "internalParameters": {},
-                "resolvedDependencies": [*came_from, *tools],
+                "resolvedDependencies": [*sources, *tools],
             },
             "runDetails": {"builder": {"id": f"{_BUILDER}#pipe", "version": dict(builder)}},
         },
@@ -70,7 +66,7 @@ def statement(
 
 
 def check_provenance(directory: Path, manifest: Manifest, raw: bytes) -> None:
-    """A statement that is there is about this very bundle."""
+    """Check that the statement, if there is one, is about this bundle."""
     path = directory / PROVENANCE
     if not path.is_file():
         return
@@ -79,7 +75,7 @@ def check_provenance(directory: Path, manifest: Manifest, raw: bytes) -> None:
     except ValueError as error:
         raise BundleError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(found, dict) or (found.get("_type"), found.get("predicateType")) != (STATEMENT, PREDICATE):
-        raise BundleError(f"{path}: is no in-toto statement of SLSA provenance; export again")
+        raise BundleError(f"{path}: is not an in-toto statement of SLSA provenance; export again")
     if found.get("subject") != _subjects(manifest, raw):
         raise BundleError(f"{path}: is about another bundle; export again")
 
@@ -89,20 +85,20 @@ def _subjects(manifest: Manifest, raw: bytes) -> list[dict[str, Any]]:
     return [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(digests.items())]
 
 
-def check_own(path: Path, found: os.stat_result) -> None:
-    """A file with more names than its run and those that share it is refused, unless nothing can be written there."""
+def check_hard_links(path: Path, found: os.stat_result) -> None:
+    """Reject a file with hard links outside the runs that reuse it, unless the file system is read-only."""
     if found.st_nlink == 1 or os.statvfs(path).f_flag & os.ST_RDONLY:
         return
     strange = found.st_nlink - sum(1 for _ in _shared(path, found))
     if strange > 0:
         raise BundleError(
-            f"{path}: has {strange} more name{'s' * (strange > 1)} elsewhere (a hard link), and whoever writes there "
-            "changes what is served; copy the bundle with `cp -r` and take the copy"
+            f"{path}: has {strange} hard link{'s' * (strange > 1)} elsewhere, by which it can be changed; copy the "
+            "bundle with `cp -r` and use the copy"
         )
 
 
 def _shared(path: Path, found: os.stat_result) -> Iterator[Path]:
-    """Itself, and the same place in the other runs of its folder: what `pipe` reuses, it links."""
+    """Yield the file and its hard links in other runs of the folder: `pipe` links what it reuses."""
     absolute = path.absolute()
     run = next((parent for parent in absolute.parents if (parent / "run.json").is_file()), None)
     if run is None:
@@ -121,7 +117,7 @@ def _shared(path: Path, found: os.stat_result) -> Iterator[Path]:
                 yield place
 
 
-# ONNX's messages on the way to a tensor: field number → what stands there.
+# ONNX's protobuf messages that lead to a tensor: field number → message type.
 MESSAGES: dict[str, dict[int, str]] = {
     "ModelProto": {7: "GraphProto", 20: "TrainingInfoProto", 25: "FunctionProto"},
     "TrainingInfoProto": {1: "GraphProto", 2: "GraphProto"},
@@ -144,30 +140,30 @@ Span: TypeAlias = tuple[int, int]
 
 
 def external_locations(path: Path) -> set[str]:
-    """As they are written there, whatever they lead to."""
+    """Return the locations of external data in an ONNX file, as written there."""
     if not path.stat().st_size:
         return set()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-        if raw.find(_LOCATION) < 0:  # the word stands before each
+        if raw.find(_LOCATION) < 0:  # the key of every location
             return set()
         try:
             return set(_locations(raw))
         except (IndexError, UnicodeDecodeError) as error:
-            raise BundleError(f"{path}: is not an ONNX file that can be read") from error
+            raise BundleError(f"{path}: is not a readable ONNX file") from error
 
 
-def check_inside(path: Path) -> None:
-    """Weights kept outside the file are plain files beside it, named without any path."""
+def check_external_data_files(path: Path) -> None:
+    """Check that external data is in regular files next to the ONNX file."""
     for location in sorted(external_locations(path)):
         target = path.parent / location
         if not location or Path(location).name != location or target.is_symlink() or not target.is_file():
             raise BundleError(
-                f"{path}: keeps weights in {location!r}, which is no plain file beside it; a bundle holds all it needs"
+                f"{path}: keeps weights in {location!r}, which is not a regular file next to it"
             )
 
 
 def _locations(raw: mmap.mmap) -> Iterator[str]:
-    """Without recursion: a file made in bad faith nests as deep as it likes."""
+    """Search without recursion: a malicious file can be nested at any depth."""
     waiting: list[tuple[str, Span]] = [("ModelProto", (0, len(raw)))]
     while waiting:
         kind, span = waiting.pop()
@@ -181,7 +177,7 @@ def _locations(raw: mmap.mmap) -> Iterator[str]:
 
 
 def _fields(raw: mmap.mmap, span: Span) -> Iterator[tuple[int, Span]]:
-    """Number and content of each field that has a length; the others are passed over."""
+    """Yield number and span of each length-delimited field; skip the others."""
     at, end = span
     while at < end:
         tag, at = _varint(raw, at)
@@ -216,7 +212,7 @@ def _varint(raw: mmap.mmap, at: int) -> tuple[int, int]:
 
 
 SCHEMA = 1
-# Beside what the manifest names: itself, a signature over it, and the statement of where the bundle came from.
+# Files that the manifest does not name: itself, its signature, and the provenance.
 BESIDE = ("manifest.json", "manifest.sig.json", "provenance.json")
 REQUIRED = ("model.onnx", "signature.json", "golden.npz", "golden.json", "card.md")
 
@@ -227,14 +223,14 @@ class FileEntry(Frozen):
 
 
 class Ancestors(Frozen):
-    """Digests of what the model came from; each link was checked when the next was made."""
+    """Digests of what the model was made from; each was checked when the next was made."""
 
     code: str
     data: str
     checkpoint: str
     verdict: str
     onnx: str
-    override: str = ""  # of override.json, where a person let a failed verdict pass
+    override: str = ""  # of override.json, if a person has overridden a failed verdict
 
 
 class Manifest(Frozen):
@@ -250,7 +246,7 @@ class Bundle:
     """A verified bundle."""
 
     path: Path
-    digest: str  # SHA-256 of manifest.json, and so of everything
+    digest: str  # SHA-256 of manifest.json, and so of all files
     manifest: Manifest
     signature: Signature
     override: Override | None = None
@@ -277,7 +273,7 @@ class Bundle:
 
 
 def write_manifest(directory: Path, name: str, verdict: str, ancestors: Ancestors) -> str:
-    """Seal a directory: name every file in it. Returns the bundle digest."""
+    """Write the manifest of all files in a directory; return the bundle digest."""
     files = {
         path.relative_to(directory).as_posix(): FileEntry(sha256=digest_file(path), bytes=path.stat().st_size)
         for path in sorted(directory.rglob("*"))
@@ -289,9 +285,9 @@ def write_manifest(directory: Path, name: str, verdict: str, ancestors: Ancestor
 
 
 def open_bundle(directory: Path, trust: Trust | None = None) -> Bundle:
-    """Verify every byte against the manifest; anything missing, changed, added or linked is refused.
+    """Open a bundle after verifying every file; missing, changed, added or linked files are errors.
 
-    With `trust` its signature comes first: nothing of an unsigned bundle is looked at.
+    With `trust`, the signature is checked first.
     """
     path = directory / "manifest.json"
     if not path.is_file():
@@ -310,12 +306,11 @@ def open_bundle(directory: Path, trust: Trust | None = None) -> Bundle:
     for name, entry in manifest.files.items():
         if (found := digest_file(directory / name)) != entry.sha256:
             raise BundleError(
-                f"{directory / name}: content changed since export "
-                f"(manifest says {entry.sha256[:12]}, found {found[:12]})"
+                f"{directory / name}: content changed since export (expected {entry.sha256[:12]}, found {found[:12]})"
             )
     if manifest.files["model.onnx"].sha256 != manifest.ancestors.onnx:
         raise BundleError(f"{path}: the lineage names another model.onnx than the file list")
-    check_inside(directory / "model.onnx")
+    check_external_data_files(directory / "model.onnx")
     check_provenance(directory, manifest, raw)
     signature = _read_signature(directory)
     if signature.codec and "codec.py" not in manifest.files:
@@ -324,29 +319,29 @@ def open_bundle(directory: Path, trust: Trust | None = None) -> Bundle:
 
 
 def _override(directory: Path, manifest: Manifest) -> Override | None:
-    """A failed verdict goes nowhere without the word that let it pass, and that is about this very verdict."""
+    """Return the override, which a failed verdict needs, after checking that it is about this verdict."""
     found, ancestors = read_override(directory), manifest.ancestors
     if found is None and manifest.verdict != OVERRIDDEN and not ancestors.override:
         return None
     named = manifest.files.get(OVERRIDE_FILE)
     if found is None or manifest.verdict != OVERRIDDEN or named is None or named.sha256 != ancestors.override:
-        raise BundleError(f"{directory}: verdict {manifest.verdict!r} and {OVERRIDE_FILE} do not belong together")
+        raise BundleError(f"{directory}: verdict {manifest.verdict!r} and {OVERRIDE_FILE} do not match")
     if found.verdict != ancestors.verdict:
         raise BundleError(f"{directory / OVERRIDE_FILE}: about another verdict than the one in the lineage")
     return found
 
 
 def _check_names(directory: Path, manifest: Manifest) -> None:
-    """The files on disk are exactly those named, plain files all."""
+    """Check that the directory has exactly the named files, and only regular files."""
     for path in directory.rglob("*"):
         found_there = path.lstat()
         mode = found_there.st_mode
         if stat.S_ISLNK(mode):
-            raise BundleError(f"{path}: a symbolic link; a bundle holds plain files only")
+            raise BundleError(f"{path}: a symbolic link; a bundle has regular files only")
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise BundleError(f"{path}: not a plain file")
+            raise BundleError(f"{path}: not a regular file")
         if stat.S_ISREG(mode):
-            check_own(path, found_there)
+            check_hard_links(path, found_there)
     found = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     found -= set(BESIDE)
     named = set(manifest.files)

@@ -1,4 +1,4 @@
-"""What a user writes in `codec.py`: one file, numpy and what it declares, carried inside the bundle."""
+"""The codec protocol that a user implements in `codec.py`, one file that travels in the bundle, and its loading."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.signature import drawing_of
+from pipeline.contract.signature import codec_drawing
 from pipeline.contract.task import load_class
 
 Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
 
 
-FILES = "files"  # folder in the bundle of what the codec shares with the model
+FILES = "files"  # folder of the shared files in the bundle
 
 
 class Codec(Protocol):
-    """Between what a client sends and what the model eats; training uses the same code.
+    """Conversion between a client's JSON and the model's arrays; training uses the same code.
 
-    A class may also have `page = pipeline.Drawing(...)`: then people draw instances on the
-    service's page. With `files = ("tokenizer.json",)` it is built with the folder that holds these, which its task's
-    `make_files` wrote; they travel in the bundle. With `requires = ("tokenizers",)` it may import these packages.
+    A class may also have `page = pipeline.Drawing(...)`: then instances can be drawn on the service's page. With
+    `files = ("tokenizer.json",)` it is created with the folder of these files, which its task's `make_files` wrote;
+    they travel in the bundle. With `requires = ("tokenizers",)` it may import these packages besides numpy.
     """
 
     def decode(self, instances: Any) -> Arrays:
-        """Instances → one array for each model input; raise `InvalidPayload` to refuse them."""
+        """Convert instances to one array per model input; raise `InvalidPayload` to reject them."""
 
     def encode(self, outputs: Arrays) -> Sequence[Any]:
-        """Arrays by output name → one JSON value for each instance."""
+        """Convert arrays by output name to one JSON value per instance."""
 
 
 def load_codec(reference: str, root: Path, alias: str = "", files: Path | None = None) -> Codec:
-    """Import and build it; `files` is the folder of what it shares with the model."""
+    """Import and create the codec; `files` is the folder of its shared files."""
     return build_codec(codec_class(reference, root, alias), reference, files)
 
 
@@ -43,12 +43,12 @@ def codec_class(reference: str, root: Path, alias: str = "") -> Any:
     for method in ("decode(instances)", "encode(outputs)"):
         if not callable(getattr(kind, method.partition("(")[0], None)):
             raise ConfigError(f"{reference}: has no method {method}; every codec needs it")
-    drawing_of(kind, reference)
+    codec_drawing(kind, reference)
     return kind
 
 
 def build_codec(kind: Any, reference: str, files: Path | None) -> Codec:
-    """A codec with files is given their folder."""
+    """Create the codec, with the folder of its shared files if it has any."""
     names = shared_files(kind, reference)
     if not names:
         plain: Codec = kind()
@@ -62,7 +62,7 @@ def build_codec(kind: Any, reference: str, files: Path | None) -> Codec:
 
 
 def shared_files(kind: Any, reference: str) -> tuple[str, ...]:
-    """Names below the folder; nothing that could lead out of it."""
+    """Return the names of its shared files; a path out of the folder is an error."""
     names = _words(kind, reference, "files", '("tokenizer.json",)')
     for name in names:
         path = PurePosixPath(name)
@@ -72,7 +72,7 @@ def shared_files(kind: Any, reference: str) -> tuple[str, ...]:
 
 
 def required(kind: Any, reference: str) -> tuple[str, ...]:
-    """Packages a codec imports beside numpy."""
+    """Return the packages that a codec imports besides numpy."""
     return _words(kind, reference, "requires", '("tokenizers",)')
 
 

@@ -1,10 +1,8 @@
-"""A uniform view of a split: any set of sample indices as one batch of tensors.
+"""Batches of a split, digests of its samples, and sequence packing.
 
-Digests of data: of a whole split, and of each sample's model inputs.
-
-Texts of unequal length in rows of equal length, several to a row, so that little of what is computed is padding.
-
-Rows that hold several texts, for the causal language models of transformers as they stand: no text sees another.
+`Samples` gives any set of sample indices as one batch of tensors. Packing puts several texts into rows of equal length,
+so that little of the computation is padding; `mask_between_texts` keeps the attention of a transformers model within
+each text.
 """
 
 from __future__ import annotations
@@ -55,14 +53,14 @@ class Samples:
 
     @property
     def columns(self) -> Mapping[str, Tensor] | None:
-        """The whole split at once, where it is in memory."""
+        """The whole split, if it is in memory."""
         return self._columns
 
     def __len__(self) -> int:
         return self._count
 
     def first(self, count: int) -> Samples:
-        """Only the first so many; 0: all."""
+        """Return the first `count` samples; 0: all."""
         if not 0 < count < len(self):
             return self
         if self._columns is not None:
@@ -70,7 +68,7 @@ class Samples:
         return Samples(self.split, Subset(self._items, range(count)))
 
     def batch(self, indices: Sequence[int] | np.ndarray[Any, Any]) -> dict[str, Tensor]:
-        """The samples at these indices, in this order; columns are indexed at once, items collated."""
+        """Return the samples at these indices, in this order, as one batch."""
         if self._columns is not None:
             index = torch.as_tensor(indices)
             return {name: column[index] for name, column in self._columns.items()}
@@ -83,7 +81,7 @@ class Samples:
         return batch
 
     def batches(self, indices: range, size: int) -> Iterator[dict[str, Tensor]]:
-        """Consecutive samples in batches of `size`, the last one smaller."""
+        """Yield consecutive samples in batches of `size`; the last one may be smaller."""
         for start in range(indices.start, indices.stop, size):
             yield self.batch(range(start, min(start + size, indices.stop)))
 
@@ -93,7 +91,7 @@ def open_split(task: Task, split: str) -> Samples:
 
 
 def check_columns(task: Task, samples: Samples) -> None:
-    """The model's declared inputs are columns of the data."""
+    """Check that the declared inputs are columns of the data."""
     found = samples.batch([0])
     if missing := [name for name in task.inputs if name not in found]:
         raise DataError(
@@ -103,12 +101,12 @@ def check_columns(task: Task, samples: Samples) -> None:
 
 
 def forward(model: Any, task: Task, batch: Mapping[str, Tensor]) -> Outputs:
-    """Call the model on its declared inputs; see `named`."""
-    return bare(task, named(task, model(*[batch[name] for name in task.inputs])))
+    """Call the model on its declared inputs and return the outputs as loss() and metrics() receive them."""
+    return as_task_outputs(task, name_outputs(task, model(*[batch[name] for name in task.inputs])))
 
 
-def named(task: Task, returned: Any) -> dict[str, Tensor]:
-    """What a model returned, as a mapping by the declared output names."""
+def name_outputs(task: Task, returned: Any) -> dict[str, Tensor]:
+    """Return a model's outputs as a mapping by the declared names."""
     names = list(task.outputs)
     if isinstance(returned, Tensor):
         returned = (returned,)
@@ -121,8 +119,8 @@ def named(task: Task, returned: Any) -> dict[str, Tensor]:
     return dict(zip(names, tensors, strict=True))
 
 
-def bare(task: Task, outputs: Mapping[str, Tensor]) -> Outputs:
-    """What loss() and metrics() receive: the tensor itself when the task declares a single output."""
+def as_task_outputs(task: Task, outputs: Mapping[str, Tensor]) -> Outputs:
+    """Return what loss() and metrics() receive: the tensor itself if the task declares a single output."""
     return outputs[task.outputs[0]] if len(task.outputs) == 1 else outputs
 
 
@@ -141,7 +139,7 @@ def _as_column(split: str, name: str, value: Any) -> Tensor:
     try:
         column = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"data({split!r}): column `{name}` is no array of numbers: {error}") from error
+        raise DataError(f"data({split!r}): column `{name}` is not an array of numbers: {error}") from error
     if column.ndim == 0:
         raise DataError(f"data({split!r}): column `{name}` is a single number, not one value per sample")
     return column
@@ -153,7 +151,7 @@ Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Fingerprint:
-    """Digest of every column of every sample in order, whatever batches they come in: the identity of a split."""
+    """The digest of a split: of every column of every sample in order, independent of the batch size."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -175,7 +173,7 @@ def fingerprint(samples: Samples) -> str:
 
 
 def sample_digests(samples: Samples, columns: Sequence[str]) -> list[str]:
-    """One digest per sample over the named columns; equal digests are exact duplicates."""
+    """Return one digest per sample over the named columns; equal digests are exact duplicates."""
     found = []
     for batch in samples.batches(range(len(samples)), _BATCH):
         found += [digest_bytes(row) for row in _rows(batch, sorted(columns), prefixed=True)]
@@ -183,13 +181,13 @@ def sample_digests(samples: Samples, columns: Sequence[str]) -> list[str]:
 
 
 def batch_digests(batch: Mapping[str, Tensor], columns: Sequence[str]) -> np.ndarray[Any, np.dtype[np.bytes_]]:
-    """The same, half of each: sixteen bytes a sample, so that those of millions fit in memory."""
+    """Return the first 16 bytes of each sample's digest, so that those of millions fit in memory."""
     rows = _rows(batch, sorted(columns), prefixed=True)
     return np.frombuffer(b"".join(hashlib.sha256(row).digest()[:16] for row in rows), dtype="S16")
 
 
 def _rows(batch: Mapping[str, Tensor], names: Sequence[str], prefixed: bool) -> Iterator[bytes]:
-    """What is hashed of each sample, built for a whole batch at once: a call of torch for every value takes minutes."""
+    """Yield the bytes to hash of each sample, built for a whole batch at once: a torch call per value takes minutes."""
     parts = [part for name in names for part in _encode(name, batch[name], prefixed)]
     count = len(batch[names[0]])
     joined = np.concatenate([np.broadcast_to(part, (count, part.shape[-1])) for part in parts], axis=1)
@@ -213,7 +211,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class PackedRows:
-    """`segments` numbers the texts of a row from 1 on; 0 is padding, on the left. Positions begin anew in each text."""
+    """Packed texts: `segments` numbers those of a row from 1, 0 is padding on the left; positions restart in each."""
 
     ids: Integers
     segments: Integers
@@ -221,36 +219,36 @@ class PackedRows:
 
     @property
     def padding(self) -> float:
-        """Share of places that hold no token."""
+        """The fraction of positions that are padding."""
         return float((self.segments == 0).mean())
 
 
 def cut_texts(texts: Sequence[Sequence[int]], length: int) -> list[Sequence[int]]:
-    """Texts longer than a row become several; of two tokens at least, or there is nothing to predict."""
+    """Split texts that are longer than a row; drop parts of a single token, which have nothing to predict."""
     pieces = [text[start : start + length] for text in texts for start in range(0, len(text), length)]
     return [piece for piece in pieces if len(piece) > 1]
 
 
 def pack_texts(texts: Sequence[Sequence[int]], length: int, pad: int) -> PackedRows:
-    """First fit in the order given: each text goes into the first row with room for it."""
+    """Pack texts into rows by first fit: each text goes into the first row with enough room."""
     rows: list[list[Sequence[int]]] = []
     room: list[int] = []
-    first = [0] * (length + 1)  # of rows with this much room or more, none comes before
+    first = [0] * (length + 1)  # lower bound of the first row with this much room
     for text in texts:
-        needed = min(len(text), length)  # who is longer is refused where rows are filled
+        needed = min(len(text), length)  # a longer text is rejected by _fill
         place = next((i for i in range(first[needed], len(rows)) if room[i] >= needed), len(rows))
         if place == len(rows):
             rows.append([])
             room.append(length)
         rows[place].append(text)
         room[place] -= needed
-        for more in range(needed, length + 1):  # who needs as much or more finds nothing before this place either
+        for more in range(needed, length + 1):  # no earlier row has that much room
             first[more] = max(first[more], place)
     return _fill(rows, length, pad)
 
 
 def one_text_per_row(texts: Sequence[Sequence[int]], length: int, pad: int) -> PackedRows:
-    """Without packing, as requests arrive: what is judged should look like what is served."""
+    """Put each text into a row without packing, as requests arrive; for evaluation."""
     return _fill([[text] for text in texts], length, pad)
 
 
@@ -270,40 +268,39 @@ def _fill(rows: Sequence[Sequence[Sequence[int]]], length: int, pad: int) -> Pac
     return PackedRows(ids, segments, positions)
 
 
-# Those whose masks transformers build from positions, for any number of rows; flash attention does so for one row.
-_KNOWN = ("sdpa", "eager", "flex_attention")
+# Attention for which transformers builds masks from positions in every row; flash attention does so for one row.
+_SUPPORTED_ATTENTION = ("sdpa", "eager", "flex_attention")
 
 
 def mask_between_texts(model: nn.Module) -> nn.Module:
-    """From now on a token sees those before it of its own text: a text begins where `position_ids` begin anew.
+    """Limit the attention of a transformers model to each token's text: a text begins where `position_ids` restart.
 
-    The mask of a batch is not looked at: padding on the left, each place of it at position 0, is seen by no text. A
-    pass that goes on with a cache is left as it is. The model itself, its class and the names of its weights stay
-    those of transformers.
+    The attention mask of a batch is ignored: padding on the left, at position 0, is not visible to any text. Passes
+    that continue with a cache are unchanged. The model's class and the names of its weights stay the same.
     """
     names = list(inspect.signature(model.forward).parameters)
-    model.register_forward_pre_hook(functools.partial(_keep_apart, names), with_kwargs=True)
+    model.register_forward_pre_hook(functools.partial(_separate_texts, names), with_kwargs=True)
     return model
 
 
-def _keep_apart(
+def _separate_texts(
     names: Sequence[str], model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     words = dict(zip(names, given, strict=False)) | named
     mask = words.get("attention_mask")
     if words.get("past_key_values") is None and (mask is None or mask.ndim == 2):
         _check(model, words)
-        # With a mask, or with a cache to fill, transformers take a row for one text whatever its positions say.
+        # With a mask or a cache, transformers treats a row as one text, whatever its positions are.
         words |= {"attention_mask": None, "use_cache": False}
     return (), words
 
 
 def _check(model: nn.Module, words: dict[str, Any]) -> None:
     kind = getattr(model.config, "_attn_implementation", None)
-    if kind not in _KNOWN:
+    if kind not in _SUPPORTED_ATTENTION:
         raise ConfigError(
             f"attention by {kind!r} does not keep the texts of a row apart; "
-            f"build the model with attn_implementation={_KNOWN[0]!r}"
+            f"build the model with attn_implementation={_SUPPORTED_ATTENTION[0]!r}"
         )
     if words.get("position_ids") is None:
-        raise DataError("the model is given no position_ids, which tell where each text of a row begins; name them")
+        raise DataError("the model gets no position_ids, which mark where each text of a row begins; pass them")

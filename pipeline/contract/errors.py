@@ -1,4 +1,4 @@
-"""The errors a user can mend, and how one travels from a step's process to the command line."""
+"""Errors that a user can fix, and the files by which a step's process reports one to the command line."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Literal
 
 
 class PipelineError(Exception):
-    """A mistake the reader can mend: its message says what, where and how. Printed as one line."""
+    """An error that the reader can fix: one sentence with what, where and how to fix it."""
 
     exit_code = 2
-    ending: Literal["failed", "rejected", "interrupted"] = "failed"  # of the step, in its record
-    complete = False  # True: the step's output is whole and is kept, though the road stops
-    echo = False  # True: it follows from a failure elsewhere
-    passing = False  # True: trying again may well succeed, as after a lost machine
+    ending: Literal["failed", "rejected", "interrupted"] = "failed"  # status in the step's record
+    complete = False  # True: the step's output is complete and is kept, although the pipeline stops
+    echo = False  # True: it is a consequence of a failure in another process
+    passing = False  # True: a restart may succeed, as after a lost machine
 
 
 class ConfigError(PipelineError):
-    """`pipe.yaml`, an override, or the task and codec it names are wrong."""
+    """An error in `pipe.yaml`, an override, or the task and codec they name."""
 
 
 class DataError(PipelineError):
-    """The data, or what the model makes of it, cannot be trained or judged on."""
+    """Data, or outputs of the model, that cannot be trained on or evaluated."""
 
 
 class ResourceError(PipelineError):
-    """The machine lacks something: disk, a free port, the lock of the runs directory."""
+    """A resource that the machine lacks: disk space, a free port, the lock of the runs directory."""
 
 
 class BundleError(PipelineError):
@@ -37,30 +37,30 @@ class BundleError(PipelineError):
 
 
 class InvalidPayload(PipelineError):
-    """A prediction request that cannot be understood; codecs raise it, the service answers 400."""
+    """A prediction request that is not valid; codecs raise it, and the service answers 400."""
 
 
 class StageError(PipelineError):
-    """A step failed for a reason that is not the user's input."""
+    """A failure of a step that is not caused by the user's input."""
 
     exit_code = 1
 
 
 class LostContact(StageError):
-    """Another process failed, was killed or hangs: its own error, where it left one, is the one to show."""
+    """The loss of another process; the error of that process, if it wrote one, is reported instead."""
 
     echo = True
     passing = True
 
 
 class Stalled(StageError):
-    """All wait for a process that does not move."""
+    """A hang: all processes wait for one that makes no progress."""
 
     passing = True
 
 
 class GateError(PipelineError):
-    """The candidate was judged and rejected."""
+    """A rejection by the quality gate."""
 
     exit_code = 3
     ending = "rejected"
@@ -68,28 +68,28 @@ class GateError(PipelineError):
 
 
 class ClusterError(StageError):
-    """No cluster took the manifests; they are rendered and can be applied by hand."""
+    """A failed connection to the cluster; the manifests are written and can be applied by hand."""
 
     complete = True
 
 
 class ConflictError(ConfigError):
-    """Settings that are fine one by one and do not go together."""
+    """Settings that are valid one by one but cannot be combined."""
 
 
 class Pruned(PipelineError):
-    """A trial of `pipe tune` that was ended early: others did better."""
+    """A trial of `pipe tune` that was stopped early because others were better."""
 
 
 class Interrupted(PipelineError):
-    """Ctrl-C, or the terminal went away."""
+    """Ctrl-C, or a closed terminal."""
 
     exit_code = 130
     ending = "interrupted"
 
 
 class Evicted(Interrupted):
-    """SIGTERM: training has made a checkpoint and left."""
+    """SIGTERM, after which training saved a checkpoint and exited."""
 
     passing = True
 
@@ -105,9 +105,9 @@ _FILE, _PASSING_FILE, _ECHO_FILE = "error.json", "error-passing.json", "error-ec
 
 
 def write_error(error: PipelineError, directory: Path) -> None:
-    """Leave the error where the runner finds it; of several ranks that fail, the first one with a cause is kept.
+    """Write the error to a file that the runner reads; if several ranks fail, the first error is kept.
 
-    A passing one has a file of its own: training may go on, and a later one that ends it must not find its place taken.
+    Errors after which training may restart have a separate file, so that a later, final error can still be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     body = json.dumps({"kind": type(error).__name__, "message": str(error)})
@@ -119,7 +119,7 @@ def write_error(error: PipelineError, directory: Path) -> None:
 
 
 def read_error(directory: Path) -> PipelineError | None:
-    """The error a step left behind, if it left one; an echo only where nobody left the cause."""
+    """Return the error that a step wrote, if any; an error that is a consequence of another one comes last."""
     for path in (directory / _FILE, directory / _PASSING_FILE, directory / _ECHO_FILE):
         if path.exists():
             body = json.loads(path.read_text())
@@ -133,6 +133,6 @@ def clear_error(directory: Path) -> None:
 
 
 def clear_passing(directory: Path) -> None:
-    """Training goes on: what made it begin again is no longer why it ends."""
+    """Remove the errors that led to a restart, when training continues."""
     for name in (_PASSING_FILE, _ECHO_FILE):
         (directory / name).unlink(missing_ok=True)

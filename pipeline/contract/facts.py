@@ -1,4 +1,4 @@
-"""What a run left on disk, as far as it came: the one reader behind the report and the model card.
+"""Read the result files of a run, complete or not, for the report and the model card.
 
 Every file and every key is optional: a run of an older version has fewer. A damaged file is named, not read.
 """
@@ -22,12 +22,14 @@ Body = dict[str, Any]
 
 VARIANTS, FORMATS = "variants.json", "formats.json"  # of the export step
 WORST = "worst.json"  # of the evaluate step
-CHAMPION = "champion.json"  # of the evaluate step, where the baseline was one: who named it, and where its bundle was
+CHAMPION = (
+    "champion.json"  # of the evaluate step, if the baseline was a champion: who promoted it, and where its bundle was
+)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """An empty mapping or list stands for a file the run has not reached."""
+    """The results of a run; an empty mapping or list means that the file does not exist yet."""
 
     file: RunFile
     summary: Body = field(default_factory=dict)  # train/summary.json
@@ -55,7 +57,7 @@ class Facts:
 
     @property
     def classes(self) -> list[str]:
-        """In the task's order: the files are sorted by name, and "10" would stand before "2"."""
+        """Return the classes in the task's order; per_class is sorted by name, with "10" before "2"."""
         return [str(name) for name in self.metrics.get("classes") or self.metrics.get("per_class") or ()]
 
     @property
@@ -64,14 +66,14 @@ class Facts:
 
     @property
     def standing(self) -> str:
-        """The verdict as it counts: a failed one that a person has overridden, this very one, is not just failed."""
+        """Return the verdict, or `overridden` if a person has overridden exactly this one."""
         found = str(self.verdict.get("verdict", ""))
         about = self.override.get("verdict")
         return OVERRIDDEN if found == "fail" and about and about == self.digests.get("verdict.json") else found
 
     @property
     def excuse(self) -> str:
-        """Why a failing candidate passed all the same, where one did."""
+        """Return why a rejected candidate passed, if it did."""
         if self.standing == OVERRIDDEN:
             by, at, why = (str(self.override.get(key) or "?") for key in ("by", "at", "reason"))
             return f"overridden by {by}, {at}: {why}"
@@ -84,7 +86,7 @@ class Facts:
 
     @property
     def checks(self) -> list[Body]:
-        """Of the data, made before training."""
+        """Return the checks of the data before training."""
         return mappings(self.checked.get("checks") or self.data.get("checks"))
 
     @property
@@ -98,7 +100,7 @@ class Facts:
         return {name: split for name, split in found.items() if isinstance(split, dict)} if found else {}
 
     def curve(self, name: str) -> list[tuple[float, float]]:
-        """One number of the journal by optimizer step, where it was told."""
+        """Return one value of metrics.jsonl by optimizer step, where it was logged."""
         return [(line["step"], line[name]) for line in self.steps if is_number(line.get(name))]
 
     def step(self, name: str) -> StepRecord | None:
@@ -110,7 +112,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def mappings(value: object) -> list[Body]:
-    """Those of a list that are mappings; of anything else none."""
+    """Return the mappings of a list; none of anything else."""
     return [one for one in value if isinstance(one, dict)] if isinstance(value, Sequence) else []
 
 
@@ -159,13 +161,13 @@ class _Reader:
         return tuple(mappings(self._load(self._find(step, name), f"{step}/{name}", list)))
 
     def beside(self, name: str) -> Body:
-        """Of the run as a whole."""
+        """Read a file of the run itself, not of a step."""
         path = self._run.path / name
         found = self._load(path if path.is_file() else None, name, dict)
         return found if isinstance(found, dict) else {}
 
     def lines(self, step: str, name: str) -> list[Body]:
-        """A line that is not whole is the one a killed process was writing, or one glued to it on resume."""
+        """Skip incomplete lines, which a killed process leaves."""
         path = self._find(step, name)
         found = []
         for line in path.read_text(errors="replace").splitlines() if path else ():
@@ -182,7 +184,7 @@ class _Reader:
         return path.relative_to(self._run.path).as_posix() if path else ""
 
     def digests(self, *places: tuple[str, str]) -> dict[str, str]:
-        """By the file's own name."""
+        """Return the digests by file name."""
         found = [self._find(step, name) for step, name in places]
         return {path.name: digest_file(path) for path in found if path is not None}
 
@@ -199,7 +201,7 @@ class _Reader:
         return body
 
     def _find(self, step: str, name: str) -> Path | None:
-        """Complete if there, else what an unfinished step has written so far."""
+        """Prefer the complete output, else what an unfinished step has written so far."""
         assert step in STEPS
         places = (self._run.output(step) / name, self._run.partial(step) / name)
         return next((path for path in places if path.is_file()), None)

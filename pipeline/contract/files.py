@@ -1,9 +1,4 @@
-"""Writing files so that a reader, or a crash, never meets half of one.
-
-SHA-256 of files, directory trees and named parts: every link of the chain is one of these.
-
-A tokenizer.json of the `tokenizers` package: which ids it can give.
-"""
+"""Write files atomically and compute SHA-256 digests of files, directories and named parts."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from pipeline.contract.errors import ConfigError, ResourceError
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write aside, fsync, rename: the name holds the old content or the new, nothing between."""
+    """Write to a temporary file, fsync and rename: a reader sees the old content or the new, never a part."""
     body = data.encode() if isinstance(data, str) else data
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -38,15 +33,15 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Deterministic JSON, so that equal content has an equal digest; NaN is refused."""
+    """Write deterministic JSON, so that equal content has an equal digest; NaN is an error."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def unwritable(path: Path, error: OSError) -> ResourceError:
-    """What is in the way of a file, in one line: another file in a directory's place, rights, a full disk."""
+    """Return an error that says why a file cannot be written: a file in place of a folder, permissions, a full disk."""
     place = f"{error.filename}: " if error.filename not in (None, str(path)) else ""
     reason = os.strerror(error.errno or 0).lower()
-    return ResourceError(f"cannot write {path}: {place}{reason}; mend that, then `pipe run --resume`")
+    return ResourceError(f"cannot write {path}: {place}{reason}; to fix it: correct that, then `pipe run --resume`")
 
 
 def sync_directory(directory: Path) -> None:
@@ -88,7 +83,7 @@ def digest_file(path: Path) -> str:
 
 
 def digest_parts(parts: Iterable[bytes | str]) -> str:
-    """Digest of a sequence; each part is length-prefixed, so ("ab", "c") and ("a", "bc") differ."""
+    """Return the digest of a sequence; each part is length-prefixed, so ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -98,12 +93,12 @@ def digest_parts(parts: Iterable[bytes | str]) -> str:
 
 
 def digest_mapping(parts: Mapping[str, str]) -> str:
-    """Digest of named parts, whatever their order."""
+    """Return the digest of named parts, independent of their order."""
     return digest_parts(item for name in sorted(parts) for item in (name, parts[name]))
 
 
 def digest_tree(directory: Path) -> dict[str, str]:
-    """Relative path → digest of every regular file below a directory, sorted."""
+    """Return the digest of every regular file below a directory by relative path, sorted."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
     return {path.relative_to(directory).as_posix(): digest_file(path) for path in files}
 
@@ -112,7 +107,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def tokenizer_ids(path: Path) -> list[int]:
-    """Of tokens and of the special ones beside them."""
+    """Return all ids of a tokenizer.json of the `tokenizers` package, special tokens included."""
     try:
         body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         words = body["model"]["vocab"]

@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Golden:
-    """Tensors by name for the raw protocol; instances and predictions for the codec's (both may be empty lists)."""
+    """Arrays by name for the raw protocol; instances and predictions for the codec (both may be empty)."""
 
     inputs: Mapping[str, Array]
     outputs: Mapping[str, Array]
@@ -30,7 +30,7 @@ class Golden:
     predictions: list[Any]
     rtol: float
     atol: float
-    # Of a language model: ids of a prompt and of its greedy answer, up to the first token that is nearly a tie.
+    # Language models: ids of prompts and greedy answers, up to the first token that is nearly a tie.
     generated: list[dict[str, list[int]]] = field(default_factory=list)
 
     def write(self, directory: Path) -> None:
@@ -58,7 +58,7 @@ class Golden:
 
 
 def _plain(array: Array) -> Array:
-    """Texts are objects to ONNX Runtime, and objects would be pickled."""
+    """Convert texts, which are objects in ONNX Runtime: objects would be pickled."""
     return array.astype(np.str_) if array.dtype == np.object_ else array
 
 
@@ -67,7 +67,7 @@ def _texts(array: Array) -> Array:
 
 
 def difference(expected: Any, found: Any, rtol: float, atol: float, place: str = "") -> str | None:
-    """Where two JSON values part: numbers within tolerance, everything else exactly. None when they agree."""
+    """Return where two JSON values differ: numbers by tolerance, everything else exactly. None if they are equal."""
     if isinstance(expected, float | int) and not isinstance(expected, bool):
         if isinstance(found, bool) or not isinstance(found, float | int):
             return f"{place or 'answer'}: expected the number {expected}, found {found!r}"
@@ -89,7 +89,7 @@ def difference(expected: Any, found: Any, rtol: float, atol: float, place: str =
 class GoldenRequest:
     path: str
     body: dict[str, Any]
-    problem: Callable[[Any], str | None]  # what is wrong with an answer, if anything
+    problem: Callable[[Any], str | None]  # returns what is wrong with an answer, if anything
 
 
 def golden_requests(golden: Golden, name: str, inputs: Sequence[TensorSpec]) -> Iterator[GoldenRequest]:
@@ -134,7 +134,7 @@ Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 @dataclass
 class Answer:
-    """What was generated for one prompt, and how far each token was ahead of the runner-up."""
+    """The tokens generated for one prompt, and the lead of each token's logit over the second best."""
 
     tokens: list[int] = field(default_factory=list)
     leads: list[float] = field(default_factory=list)
@@ -143,7 +143,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A graph that can be run, and what its tensors are."""
+    """A decoder graph that can be run, with its tensors."""
 
     run: Run
     generation: Generation
@@ -151,7 +151,7 @@ class Decoder:
 
 
 def greedy(decoder: Decoder, prompts: Sequence[Sequence[int]], most: int, chunk: int = 0) -> list[Answer]:
-    """All prompts in one batch, padded on the left; `chunk`: positions read at once before the first answer."""
+    """Decode all prompts greedily in one batch, padded on the left; `chunk`: positions per step of the prefill."""
     ids, mask = padded(prompts)
     past = empty_past(decoder, len(prompts))
     answers = [Answer() for _ in prompts]
@@ -169,7 +169,7 @@ def greedy(decoder: Decoder, prompts: Sequence[Sequence[int]], most: int, chunk:
 
 
 def padded(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-    """Ids and mask, the end of every prompt at the right."""
+    """Return ids and mask of the prompts, padded on the left."""
     longest = max(len(prompt) for prompt in prompts)
     ids, mask = (np.zeros((len(prompts), longest), np.int64) for _ in range(2))
     for row, prompt in enumerate(prompts):
@@ -179,7 +179,7 @@ def padded(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
 
 
 def empty_past(decoder: Decoder, rows: int) -> dict[str, Array]:
-    """Caches that hold no position yet."""
+    """Return empty caches."""
     specs = [decoder.specs[cache.input] for cache in decoder.generation.caches]
     return {
         spec.name: np.zeros([rows, *(0 if isinstance(axis, str) else axis for axis in spec.shape[1:])], kind)
@@ -189,20 +189,20 @@ def empty_past(decoder: Decoder, rows: int) -> dict[str, Array]:
 
 
 def inputs_of(generation: Generation, ids: Array, mask: Array, past: Mapping[str, Array]) -> dict[str, Array]:
-    """Of the graph, for ids behind a past; padded places take position 0, which nobody looks at."""
+    """Return the graph's inputs for ids after a past; padding has position 0, which is masked."""
     positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, mask.shape[1] - ids.shape[1] :]
     return {generation.ids: ids, generation.mask: mask, generation.positions: positions, **past}
 
 
 def _read(decoder: Decoder, ids: Array, mask: Array, past: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
-    """Logits of the last position, and the past with these positions in it."""
+    """Return the logits of the last position and the caches including the new positions."""
     generation = decoder.generation
     found = decoder.run(inputs_of(generation, ids, mask, past))
     return found[generation.logits][:, -1], {cache.input: found[cache.output] for cache in generation.caches}
 
 
 def _choose(answers: Sequence[Answer], logits: Array, generation: Generation) -> Array:
-    """The likeliest token of each row; a row that ended stays as it is."""
+    """Append the likeliest token to each answer that has not ended."""
     best: Array = logits.argmax(axis=-1)
     top = np.sort(np.partition(logits, -2, axis=-1)[:, -2:], axis=-1) if logits.shape[-1] > 1 else None
     for row, answer in enumerate(answers):

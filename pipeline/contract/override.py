@@ -1,4 +1,4 @@
-"""A person's word against a failed verdict: who, when, why, and which verdict exactly; it travels in the bundle."""
+"""Overrides of a failed verdict: who, when, why, and exactly which verdict. Run and bundle contain them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Override(Frozen):
 
 
 def read_override(directory: Path) -> Override | None:
-    """What lies in the directory of a run or a bundle, whichever verdict it is about."""
+    """Return the override in the directory of a run or a bundle, whichever verdict it is about."""
     path = directory / OVERRIDE_FILE
     try:
         return Override.model_validate_json(path.read_text())
@@ -40,5 +40,5 @@ def write_override(directory: Path, override: Override) -> None:
 
 
 def passed_gate(verdict: str) -> bool:
-    """Whether a model with this verdict may go on; `forced` is how older versions wrote `overridden`."""
+    """Return whether a model with this verdict may be deployed; older versions wrote `forced` for `overridden`."""
     return verdict in ("pass", "no-baseline", OVERRIDDEN) or verdict.startswith("forced")

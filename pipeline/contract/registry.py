@@ -1,7 +1,7 @@
 """The model registry: an append-only history of changes, from which names such as `champion` follow.
 
-A registry is a folder or an fsspec URL; a file in it is created once and never changed. The bundle of an entry is in its
-run, or in the registry's own copy.
+A registry is a folder or an fsspec URL; a file in it is created once and never changed. The bundle of an entry is in
+its run, or in the registry's own copy.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pipeline.contract.files import digest_bytes, sync_directory
 from pipeline.contract.settings.section import Frozen
 
 CHAMPION = "champion"
-PREVIOUS = "previous"  # follows from the history; nobody gives it
+PREVIOUS = "previous"  # follows from the history and cannot be set
 
 _CHANGE = re.compile(r"\d{6,}\.json")
 
 
 class Entry(Frozen):
     bundle: str  # bundle digest
-    checkpoint: str  # digest of model.safetensors, to tell a model from itself
+    checkpoint: str  # digest of model.safetensors, to recognise the candidate itself
     path: str  # bundle directory, relative to the runs directory it was promoted from
 
     @property
@@ -53,12 +53,12 @@ class Change(Frozen):
     entry: Entry
     reason: str
     by: str = ""
-    before: str = ""  # SHA-256 of the change before, so that none can be altered or taken out unseen
-    token: str = ""  # tells what two write in the same second
+    before: str = ""  # SHA-256 of the previous change, so that changes cannot be altered or removed unnoticed
+    token: str = ""  # distinguishes changes of the same second
 
 
 class _LegacyRegistry(Frozen):
-    """`runs/registry.json` of earlier versions; its history goes on in the folder beside it."""
+    """`runs/registry.json` of earlier versions; its history continues in the folder next to it."""
 
     names: Mapping[str, Entry] = {}
     history: tuple[Change, ...] = ()
@@ -79,17 +79,17 @@ class Registry:
         return found
 
     def champion_for(self, checkpoint: str | None) -> Entry | None:
-        """Who a candidate must beat: the newest champion, in order of history, that is not the candidate itself."""
+        """Return the newest champion that is not the candidate itself."""
         past = (change.entry for change in reversed(self.history) if change.name == CHAMPION)
         return next((entry for entry in past if entry.checkpoint != checkpoint), None)
 
     def before(self, name: str) -> Entry | None:
-        """What a name meant before what it means now."""
+        """Return the previous entry of a name."""
         past = [change.entry for change in reversed(self.history) if change.name == name]
         return next((entry for entry in past if entry.bundle != past[0].bundle), None)
 
     def promoted(self, entry: Entry) -> Change:
-        """How a champion became one, at last."""
+        """Return the latest change that made this entry the champion."""
         return next(change for change in reversed(self.history) if (change.name, change.entry) == (CHAMPION, entry))
 
     def last(self, name: str) -> Change | None:
@@ -97,30 +97,30 @@ class Registry:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A change that somebody decided on, having read the history."""
+class ProposedChange:
+    """A change that was decided on after reading the history."""
 
     name: str
     entry: Entry
     reason: str
 
 
-def read_registry(runs: Path, word: str) -> Registry:
-    """`word` is `registry` of the configuration."""
-    return Registry(_history(_Location.of(runs, word))[0])
+def read_registry(runs: Path, url: str) -> Registry:
+    """Read the history; `url` is the setting `registry`."""
+    return Registry(_history(_Location.of(runs, url))[0])
 
 
-def change_registry(runs: Path, word: str, decide: Callable[[Registry], Wanted | None]) -> Registry:
-    """Let `decide` add a change to the history it is shown; None adds none.
+def change_registry(runs: Path, url: str, decide: Callable[[Registry], ProposedChange | None]) -> Registry:
+    """Append the change that `decide` returns for the current history; None appends none.
 
-    The change gets the number after the last one it saw. Where another writer was faster that number is taken, and
-    `decide` is asked again with the longer history: no change is lost, and none rests on a state that was over.
+    The change gets the next number. If another writer was faster and has taken that number, `decide` is called again
+    with the longer history, so no change is lost or based on an outdated state.
     """
-    place, seen = _Location.of(runs, word), -1
+    place, seen = _Location.of(runs, url), -1
     while True:
         history, digest = _history(place)
         if len(history) <= seen:
-            raise PipelineError(f"{place.store.where}: a change that is there is not listed; try again later")
+            raise PipelineError(f"{place.store.where}: an existing change is not listed; try again later")
         seen = len(history)
         wanted = decide(Registry(history))
         if wanted is None:
@@ -135,13 +135,13 @@ def change_registry(runs: Path, word: str, decide: Callable[[Registry], Wanted |
 class _Location:
     store: RegistryStore
     old: _LegacyRegistry
-    root: str  # what the first change names as the one before it
+    root: str  # digest that the first change refers to
 
     @classmethod
-    def of(cls, runs: Path, word: str) -> _Location:
+    def of(cls, runs: Path, url: str) -> _Location:
         path = runs / "registry.json"
-        if word or not path.exists():
-            return cls(open_store(word, runs), _LegacyRegistry(), "")
+        if url or not path.exists():
+            return cls(open_store(url, runs), _LegacyRegistry(), "")
         raw = path.read_bytes()
         try:
             old = _LegacyRegistry.model_validate_json(raw)
@@ -149,11 +149,11 @@ class _Location:
             raise PipelineError(f"{path}: damaged ({error.errors()[0]['msg']}); restore it or move it away") from error
         if old.names != Registry(old.history).names:
             raise PipelineError(f"{path}: damaged (its names do not follow from its history); restore it or move it away")  # fmt: skip  # noqa: E501
-        return cls(open_store(word, runs), old, digest_bytes(raw))
+        return cls(open_store(url, runs), old, digest_bytes(raw))
 
 
 def _history(place: _Location) -> tuple[tuple[Change, ...], str]:
-    """All changes, each held against the one before it; and the digest of the last one."""
+    """Return all changes, after checking that each refers to the previous one, and the digest of the last one."""
     store, found, digest = place.store, [*place.old.history], place.root
     names = sorted((name for name in store.names() if _CHANGE.fullmatch(name)), key=lambda name: int(name[:-5]))
     for number, name in enumerate(names, start=1):
@@ -176,7 +176,7 @@ def _history(place: _Location) -> tuple[tuple[Change, ...], str]:
     return tuple(found), digest
 
 
-def _new_change(wanted: Wanted, digest: str) -> Change:
+def _new_change(wanted: ProposedChange, digest: str) -> Change:
     return Change(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         name=wanted.name,
@@ -192,21 +192,21 @@ def _current_user() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
-        user = "somebody"
+        user = "unknown"
     return f"{user}@{socket.gethostname()}"
 
 
 _HOW_TO_FIX = "restore it, or name another champion with `pipe promote`"
-_FETCHED = ".champions"  # below the runs: bundles that came from a registry elsewhere
+_FETCHED = ".champions"  # below the runs: bundles downloaded from a registry
 _MANIFEST = "manifest.json"
 
 
-def champion_bundle(entry: Entry, runs: Path, word: str) -> Bundle:
-    """Verified, and the very one that the registry means."""
+def champion_bundle(entry: Entry, runs: Path, url: str) -> Bundle:
+    """Return the verified bundle of an entry."""
     who = f"champion {entry.bundle[:12]}"
     path = runs / entry.path
     if not (path / _MANIFEST).is_file():
-        path = _fetch(entry, runs, open_store(word, runs), who)
+        path = _fetch(entry, runs, open_store(url, runs), who)
     try:
         bundle = open_bundle(path)
     except (BundleError, OSError) as error:
@@ -216,10 +216,10 @@ def champion_bundle(entry: Entry, runs: Path, word: str) -> Bundle:
     return bundle
 
 
-def publish(bundle: Bundle, runs: Path, word: str) -> None:
-    """Give a registry that others share a copy, the manifest last; one beside the runs has the run itself."""
-    store = open_store(word, runs)
-    if not word or store.has(_at(bundle.digest, _MANIFEST)):
+def publish(bundle: Bundle, runs: Path, url: str) -> None:
+    """Upload a copy to a shared registry, the manifest last; a registry next to the runs needs none."""
+    store = open_store(url, runs)
+    if not url or store.has(_at(bundle.digest, _MANIFEST)):
         return
     beside = [name for name in BESIDE if name != _MANIFEST and (bundle.path / name).is_file()]
     for name in (*bundle.manifest.files, *beside, _MANIFEST):
@@ -227,14 +227,14 @@ def publish(bundle: Bundle, runs: Path, word: str) -> None:
 
 
 def forget_fetched(runs: Path, needed: set[str]) -> None:
-    """Copies of bundles that no name means any more; they can be fetched again."""
+    """Delete downloaded bundles that no name refers to; they can be downloaded again."""
     for path in (runs / _FETCHED).glob("*"):
         if path.name not in needed:
             shutil.rmtree(path)
 
 
 def _fetch(entry: Entry, runs: Path, store: RegistryStore, who: str) -> Path:
-    """Several processes may come for it at once; the first to be done is the one whose copy stays."""
+    """Download a bundle; if several processes do so at once, the first complete copy is kept."""
     target = runs / _FETCHED / entry.bundle
     if target.is_dir():
         return target
@@ -250,7 +250,7 @@ def _fetch(entry: Entry, runs: Path, store: RegistryStore, who: str) -> Path:
             store.download(_at(entry.bundle, name), aside / name)
         _rename_once(aside, target)
     except FileNotFoundError as error:
-        raise BundleError(f"{who}: the copy in the registry {store.where} is not whole; {_HOW_TO_FIX}") from error
+        raise BundleError(f"{who}: the copy in the registry {store.where} is not complete; {_HOW_TO_FIX}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
@@ -265,7 +265,7 @@ def _rename_once(aside: Path, target: Path) -> None:
 
 
 def _names(entry: Entry, store: RegistryStore, who: str) -> list[str]:
-    """What the manifest names, none of it outside the bundle."""
+    """Return the files that the manifest names, after checking that they are inside the bundle."""
     (raw,) = store.read([_at(entry.bundle, _MANIFEST)])
     if digest_bytes(raw) != entry.bundle:
         raise BundleError(f"{who}: the copy in the registry {store.where} was altered; {_HOW_TO_FIX}")
@@ -283,44 +283,44 @@ def _at(digest: str, name: str) -> str:
     return f"bundles/{digest}/{name}"
 
 
-# Filesystems that make an object in one request which the store itself refuses where the name is taken.
+# File systems that create an object in one request, which the store rejects if the name is taken.
 _EXCLUSIVE = ("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 _FOLDERS = ("file://", "local://")
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-_TAKEN = (409, 412)  # how a store answers over HTTP that the name is taken, where its library does not translate it
-_TEST_OBJECT = "exclusive"  # an object made twice, to see the second one refused
+_TAKEN = (409, 412)  # HTTP status of a taken name, if the library does not translate it
+_TEST_OBJECT = "exclusive"  # an object created twice, to check that the store rejects the second one
 
 
 class RegistryStore(Protocol):
-    where: str  # as a person names it
+    where: str  # for messages
 
     def names(self) -> list[str]:
-        """Of what stands there directly."""
+        """Return the names of its direct members."""
 
     def read(self, names: Sequence[str]) -> list[bytes]: ...
 
     def has(self, name: str) -> bool: ...
 
     def create(self, name: str, data: bytes) -> bool:
-        """Whole or not at all, and False where it is there already, however many try at once."""
+        """Create it completely or not at all; return False if it exists, even if several processes try at once."""
 
     def upload(self, source: Path, name: str) -> None: ...
 
     def download(self, name: str, target: Path) -> None: ...
 
 
-def open_store(word: str, runs: Path) -> RegistryStore:
-    """By the word of the configuration; empty: beside the runs. A relative folder begins where they stand."""
-    if not word:
+def open_store(url: str, runs: Path) -> RegistryStore:
+    """Open the store of the setting `registry`; empty: next to the runs. Paths are relative to the project."""
+    if not url:
         return FolderStore(runs / "registry")
-    folder = next((word.removeprefix(start) for start in _FOLDERS if word.startswith(start)), word)
+    folder = next((url.removeprefix(start) for start in _FOLDERS if url.startswith(start)), url)
     if "://" in folder or "::" in folder:
-        return ObjectStore(word)
+        return ObjectStore(url)
     return FolderStore(Path(os.path.normpath((runs.parent / Path(folder).expanduser()).absolute())))
 
 
 class FolderStore:
-    """A name is given to a file that is complete and on the disk: by a hard link, which never replaces."""
+    """A folder; a complete file gets its name by a hard link, which never replaces another file."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.where = path, str(path)
@@ -328,9 +328,9 @@ class FolderStore:
     def names(self) -> list[str]:
         try:
             return [path.name for path in self.path.iterdir()]
-        except FileNotFoundError:  # nobody has written yet
+        except FileNotFoundError:  # nothing has been written yet
             return []
-        except OSError as error:  # taken for empty, it would hide the champion from the gate
+        except OSError as error:  # an empty result would hide the champion from the gate
             raise _unreadable(self.where, error) from error
 
     def read(self, names: Sequence[str]) -> list[bytes]:
@@ -392,7 +392,7 @@ def _link(aside: Path, path: Path) -> bool:
 
 
 def _rename_exclusively(aside: Path, path: Path) -> bool:
-    """Where a file system has no hard links: one writer at a time, by a lock that ends with its process."""
+    """Rename under a lock, for file systems without hard links."""
     with (path.parent / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
@@ -403,23 +403,27 @@ def _rename_exclusively(aside: Path, path: Path) -> bool:
 
 def _unwritable(where: str, error: OSError) -> ResourceError:
     reason = os.strerror(error.errno).lower() if error.errno else str(error)
-    return ResourceError(f"cannot write the registry {where}: {reason}; mend that, and give the command again")
+    return ResourceError(
+        f"cannot write the registry {where}: {reason}; to fix it: correct that and run the command again"
+    )
 
 
 def _unreadable(where: str, error: OSError) -> ResourceError:
     reason = os.strerror(error.errno).lower() if error.errno else str(error)
-    return ResourceError(f"cannot read {where} of the registry: {reason}; mend that, and give the command again")
+    return ResourceError(
+        f"cannot read {where} of the registry: {reason}; to fix it: correct that and run the command again"
+    )
 
 
 class ObjectStore:
-    """Behind an fsspec URL, where each object comes into being in one request."""
+    """An fsspec URL, where each object is created in one request."""
 
     def __init__(self, url: str) -> None:
         self.where = url.rstrip("/")
         try:
-            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # at first use: few give a URL
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # imported only for URLs
 
-            # What it remembers of a folder is what was there before another process wrote.
+            # A cached listing would miss what other processes write.
             self._files, self._path = url_to_fs(self.where, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise ConfigError(f"registry={url}: {error}; or name a folder") from error
@@ -434,7 +438,7 @@ class ObjectStore:
         return [path.rstrip("/").rpartition("/")[2] for path in found]
 
     def read(self, names: Sequence[str]) -> list[bytes]:
-        """All at once: a request after the other would take its time."""
+        """Read all objects concurrently, because sequential requests are slow."""
         if not names:
             return []
         self._files.invalidate_cache()
@@ -451,7 +455,7 @@ class ObjectStore:
         self._check_exclusive_create()
         if self._create(name, data):
             return True
-        # A request whose answer was lost is sent again by the library, and meets its own object.
+        # If a response was lost, the library repeats the request and finds its own object.
         return self.read([name]) == [data]
 
     def upload(self, source: Path, name: str) -> None:
@@ -471,17 +475,17 @@ class ObjectStore:
         except Exception as error:  # each library has its own
             why = f"{type(error).__name__}: {error}"
             raise ResourceError(
-                f"the registry {self.where} cannot be reached: {why}; mend that, and try again"
+                f"the registry {self.where} cannot be reached: {why}; to fix it: correct that and try again"
             ) from error
 
     def _check_exclusive_create(self) -> None:
-        """A filesystem known for it, and this very store: some that speak S3 pass over the condition."""
+        """Check the file system and this store itself: some S3-compatible stores ignore the condition."""
         kinds = self._files.protocol
         known = set(_EXCLUSIVE) & {kinds} if isinstance(kinds, str) else set(_EXCLUSIVE) & set(kinds)
         if not known or (self._create(_TEST_OBJECT, b"") and self._create(_TEST_OBJECT, b"")):
             raise ConfigError(
-                f"registry={self.where}: it can be read, but two that write at once could undo each other there, as "
-                "nothing makes an object only where none is; use a folder, or a bucket of s3://, gs:// or az://"
+                f"registry={self.where}: it can be read, but concurrent writers could overwrite each other, because "
+                "it cannot create an object only if it does not exist; use a folder, or a bucket of s3://, gs:// or az://"
             )
 
     def _create(self, name: str, data: bytes) -> bool:
@@ -492,7 +496,9 @@ class ObjectStore:
         except Exception as error:  # each library has its own
             if getattr(error, "code", None) in _TAKEN:
                 return False
-            raise ResourceError(f"cannot write the registry {self.where}: {error}; mend that, and try again") from error
+            raise ResourceError(
+                f"cannot write the registry {self.where}: {error}; to fix it: correct that and try again"
+            ) from error
         return True
 
     def _at(self, name: str) -> str:

@@ -1,9 +1,4 @@
-"""One run directory: all its paths, its configuration and the record of each step.
-
-The runs of a project, newest first; any layer may look for one.
-
-The frame of every step's process: arguments in, a fresh partial directory, one clear error out.
-"""
+"""Run directories: their paths, configuration and step records, and the main function of every step's process."""
 
 from __future__ import annotations
 
@@ -24,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pipeline.contract.config import Config, parse_recorded
 from pipeline.contract.errors import PipelineError, ResourceError, StageError, write_error
+from pipeline.contract.extras import missing_extra
 from pipeline.contract.override import Override, read_override
 from pipeline.contract.processes import Rank, watch_parent
 from pipeline.contract.settings.section import Frozen
@@ -38,7 +34,7 @@ _TIMED = re.compile(r"\d{8}-\d{6}-")
 
 
 def all_runs(runs: Path) -> list[Run]:
-    """Newest first. Directory names start with the second they were made in; what is of one second is asked."""
+    """Return the runs, newest first. Names begin with the second of creation; within a second, run.json decides."""
     if not runs.is_dir():
         return []
     found = [Run(path) for path in runs.iterdir() if (path / "run.json").is_file()]
@@ -48,12 +44,12 @@ def all_runs(runs: Path) -> list[Run]:
 
 
 def _second(run: Run) -> str:
-    """Its name begins with it; a run that a workflow has named tells it itself."""
+    """Return the second of creation, from the name, or from run.json if a workflow chose the name."""
     return run.id[:_SECOND] if _TIMED.match(run.id) else f"{created(run):%Y%m%d-%H%M%S}"
 
 
 def created(run: Run) -> datetime:
-    """To the microsecond; a run of an older version knows the second."""
+    """Return the time of creation, to the microsecond, or to the second for runs of older versions."""
     return datetime.fromisoformat(run.read().created)
 
 
@@ -61,10 +57,10 @@ STEPS = ("prepare", "train", "evaluate", "export", "package", "deploy")
 
 
 class StepRecord(Frozen):
-    """What is known of one step of one run."""
+    """The record of one step of one run."""
 
     step: str
-    # `overridden`: rejected, and let pass by a person
+    # `overridden`: rejected by the gate, and accepted by a person
     status: Literal["running", "done", "failed", "rejected", "overridden", "interrupted", "pruned"]
     key: str
     parts: Mapping[str, str]  # the named parts the key is made of
@@ -91,7 +87,7 @@ class RunFile(Frozen):
     parent: str = ""
     wanted: tuple[str, ...]
     config: Mapping[str, object]
-    continued: tuple[str, ...] = ()  # key=value: where and how carefully it went on, in place of what stands in config
+    continued: tuple[str, ...] = ()  # key=value overrides of resumes, on top of `config`
     environment: Mapping[str, str]
     study: str = ""  # of `pipe tune`, which made this run as one of its trials
     trial: int | None = None
@@ -107,11 +103,11 @@ class Run:
         return self.path.name
 
     def output(self, step: str) -> Path:
-        """Where a step's complete output stands."""
+        """Return the directory of a step's complete output."""
         return self.path / step
 
     def partial(self, step: str) -> Path:
-        """Where a step writes until it is complete."""
+        """Return the directory that a step writes to until it is complete."""
         return self.path / f"{step}.partial"
 
     def log(self, step: str) -> Path:
@@ -122,7 +118,7 @@ class Run:
         return self.output("export") / "bundle"
 
     def bundle(self, trust: Trust | None = None) -> Bundle:
-        from pipeline.contract.bundle import open_bundle  # brings numpy, which most commands do without
+        from pipeline.contract.bundle import open_bundle  # slow to load
 
         return open_bundle(self.bundle_path, trust)
 
@@ -141,28 +137,28 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """As it runs: a resume may have changed where."""
+        """The configuration with the overrides of resumes."""
         body = self.read()
         return parse_recorded(body.config, str(self.path / "run.json"), body.continued)
 
     @cached_property
     def planned(self) -> Config:
-        """As it was begun, which is what its results are known by."""
+        """The configuration at the start of the run, which identifies its results."""
         return parse_recorded(self.read().config, source=str(self.path / "run.json"))
 
     def verdict(self) -> dict[str, object]:
-        """The verdict of a complete evaluation."""
+        """Return the verdict of a complete evaluation."""
         body: dict[str, object] = json.loads((self.output("evaluate") / "verdict.json").read_text())
         return body
 
     def override(self, verdict_digest: str) -> Override | None:
-        """A person's word on this very verdict; one on another counts for nothing."""
+        """Return the override of exactly this verdict; an override of another verdict does not count."""
         found = read_override(self.path)
         return found if found is not None and found.verdict == verdict_digest else None
 
 
 def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) -> int:
-    """Call `work(run, root)`, where root is the project; a PipelineError is left for the runner and printed."""
+    """Call `work(run, root)`, where root is the project; write an error to a file for the runner, and print it."""
     parser = argparse.ArgumentParser(prog=name, description=f"the {name} step of one run")
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--root", type=Path, default=Path(), help="project folder with task.py (default: here)")
@@ -178,14 +174,14 @@ def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) 
         return error.exit_code
     except Exception as error:
         traceback.print_exc()
-        told = _unexpected(error, root)
-        write_error(told, run.partial(name))
-        return told.exit_code
+        unexpected = _unexpected_error(error, root)
+        write_error(unexpected, run.partial(name))
+        return unexpected.exit_code
     return 0
 
 
-def _unexpected(error: Exception, root: Path) -> PipelineError:
-    """What the terminal says of a bug; the traceback is in the log."""
+def _unexpected_error(error: Exception, root: Path) -> PipelineError:
+    """Return the error to print for an unexpected exception; its traceback is in the log."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return ResourceError(f"disk full on {socket.gethostname()}; free some space, then `pipe run --resume`")
     if (missing := missing_extra(error)) is not None:
@@ -195,7 +191,7 @@ def _unexpected(error: Exception, root: Path) -> PipelineError:
 
 
 def describe(error: Exception, root: Path) -> str:
-    """A bug in one line, with the line of the user's own code it came from."""
+    """Describe an exception in one line, with the line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(root)]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""

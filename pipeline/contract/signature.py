@@ -1,17 +1,14 @@
-"""What a model eats and answers: names, types, shapes and limits, in the words of the Open Inference Protocol.
+"""The signature of a bundle: inputs, outputs, limits and runtime, in the terms of the Open Inference Protocol.
 
-What a bundle says of its service: how much it takes, and how it runs the model.
-
-A language model in a bundle: which tensors of its graph are ids, mask, positions, logits and cache.
-
-What a codec may say of the service's page: how a person makes an instance there.
+A language model's signature names the tensors of its graph: ids, mask, positions, logits and cache. `Drawing` describes
+instances that people draw on the service's page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,13 +20,13 @@ class Limits(Frozen):
     max_batch_size: int
     max_body_bytes: int
     max_waiting: int = 1024
-    deadline_seconds: float = 0.0  # of requests that name none; 0: none
-    max_cache_bytes: int = 256 << 20  # of a language model, for the keys and values of all texts being written
-    axes: Mapping[str, int] = {}  # how long a named axis may be, as the task says it
+    deadline_seconds: float = 0.0  # of requests that set none; 0: no deadline
+    max_cache_bytes: int = 256 << 20  # of a language model, for the key-value caches of all running generations
+    axes: Mapping[str, int] = {}  # maximum size of each named axis, from the task
 
 
 class Runtime(Frozen):
-    """How the service should run the model unless told otherwise at its start."""
+    """How the service runs the model, unless its options say otherwise."""
 
     provider: Literal["auto", "cpu", "cuda"]
     threads: int
@@ -37,31 +34,35 @@ class Runtime(Frozen):
     batch_delay_ms: float = 0.0
 
 
-# Words of the serve section that travel in the bundle.
-SEALED = tuple(name for name in (*Limits.model_fields, *Runtime.model_fields) if name not in ("axes", "batch_delay_ms"))
+# Settings of the serve section that travel in the bundle.
+BUNDLED_SETTINGS = tuple(
+    name for name in (*Limits.model_fields, *Runtime.model_fields) if name not in ("axes", "batch_delay_ms")
+)
 
 
 class Cache(Frozen):
-    """One tensor that one layer keeps of every position it has seen."""
+    """One cache tensor of a layer: its keys or values of all previous positions."""
 
     input: str  # of the graph, as `past.0.key`: [batch, heads, past, width]; past may be 0
-    output: str  # of the graph, as `present.0.key`: the input, and the new positions behind it
+    output: str  # of the graph, as `present.0.key`: the input followed by the new positions
 
 
 class Prompting(Frozen):
-    """What a task says of its language model; all else is read off the model."""
+    """What a task declares about its language model; everything else follows from the model."""
 
     template: str = ""
     begin: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
-    prompts: tuple[tuple[int, ...], ...] = ()  # ids that greedy answers are compared for; none: of the test split
-    positions_limit: int = Field(0, ge=0)  # 0: as many as the model's own configuration says
+    prompts: tuple[
+        tuple[int, ...], ...
+    ] = ()  # ids of prompts whose greedy answers are verified; none: from the test split
+    positions_limit: int = Field(0, ge=0)  # 0: the maximum of the model's configuration
 
 
 class Generation(Frozen):
-    """One graph for a prompt (no past) and for every further token (sequence of 1, or of more).
+    """The decoder's graph, which takes a prompt without past, and then one or more tokens at a time.
 
-    Rows of different lengths share a batch by padding on the left; a padded place has mask 0.
+    Rows of different lengths share a batch by padding on the left; padding has mask 0.
     """
 
     ids: str = "input_ids"  # INT64 [batch, sequence]
@@ -70,15 +71,15 @@ class Generation(Frozen):
     logits: str = "logits"  # FP32 [batch, sequence, vocabulary]
     caches: tuple[Cache, ...] = Field(min_length=1)
     tokenizer: str = "files/tokenizer.json"
-    template: str = ""  # Jinja; empty: the model answers prompts, and no chat
-    begin: tuple[int, ...] = ()  # ids put before a prompt
+    template: str = ""  # Jinja; empty: the model completes prompts, without chat
+    begin: tuple[int, ...] = ()  # ids before a prompt
     end: tuple[int, ...] = ()  # ids that end an answer
-    positions_limit: int = Field(ge=1)  # most positions of a prompt and its answer together
+    positions_limit: int = Field(ge=1)  # maximum positions of a prompt and its answer together
 
-    def absent(self, inputs: Collection[str], outputs: Collection[str]) -> Iterator[str]:
-        """Tensors it speaks of that a graph of these inputs and outputs does not have."""
-        wanted = (self.ids, self.mask, self.positions, *(cache.input for cache in self.caches))
-        yield from (name for name in wanted if name not in inputs)
+    def missing_tensors(self, inputs: Collection[str], outputs: Collection[str]) -> Iterator[str]:
+        """Yield the tensors it names that a graph with these inputs and outputs does not have."""
+        needed = (self.ids, self.mask, self.positions, *(cache.input for cache in self.caches))
+        yield from (name for name in needed if name not in inputs)
         yield from (name for name in (self.logits, *(cache.output for cache in self.caches)) if name not in outputs)
 
 
@@ -114,7 +115,7 @@ class TensorSpec(Frozen):
 
     @property
     def protocol_shape(self) -> list[int]:
-        """As the protocol's metadata says it: -1 for a dynamic axis."""
+        """Return the shape as in the protocol's metadata, with -1 for dynamic axes."""
         return [axis if isinstance(axis, int) else -1 for axis in self.shape]
 
 
@@ -122,27 +123,27 @@ class Signature(Frozen):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     codec: str  # class name in the bundle's codec.py
-    requires: tuple[str, ...] = ()  # name==version of the packages the codec needs beside numpy
+    requires: tuple[str, ...] = ()  # name==version of the packages the codec needs besides numpy
     limits: Limits
     runtime: Runtime
-    generation: Generation | None = None  # what makes it a language model
-    variant: str = "fp32"  # what the file was made of: the same tensors go in and come out of all of them
+    generation: Generation | None = None  # present for language models
+    variant: str = "fp32"  # of the ONNX file; all variants have the same inputs and outputs
 
     @model_validator(mode="after")
-    def _speaks_of_its_own_tensors(self) -> Signature:
+    def _tensors_exist(self) -> Signature:
         names = ({spec.name for spec in self.inputs}, {spec.name for spec in self.outputs})
-        if self.generation and (absent := list(self.generation.absent(*names))):
-            raise ValueError(f"generation names tensors that the graph does not have: {', '.join(absent)}")
+        if self.generation and (missing := list(self.generation.missing_tensors(*names))):
+            raise ValueError(f"generation names tensors that the graph does not have: {', '.join(missing)}")
         return self
 
     @cached_property
     def input_specs(self) -> dict[str, TensorSpec]:
-        """By name: asked for at every request."""
+        """The inputs by name, cached because every request needs them."""
         return {spec.name: spec for spec in self.inputs}
 
     @cached_property
-    def fitting(self) -> set[tuple[tuple[int, ...], ...]]:
-        """Shapes of all inputs together that were found to fit, kept by who serves: few, and asked again and again."""
+    def validated_shapes(self) -> set[tuple[tuple[int, ...], ...]]:
+        """Input shapes that the service has validated before."""
         return set()
 
     @cached_property
@@ -150,10 +151,10 @@ class Signature(Frozen):
         return tuple(spec.name for spec in self.outputs)
 
     @property
-    def why_alone(self) -> str:
-        """Why several requests cannot be one batch; empty where every input and output has the same first axis."""
+    def unbatched_reason(self) -> str:
+        """Return why requests cannot share a batch; empty if all inputs and outputs share their first axis."""
         if self.variant == "int8-dynamic":
-            return "int8-dynamic rounds by the range of the whole batch: one client's values would coarsen another's"
+            return "int8-dynamic rounds by the range of the whole batch: one client would reduce another's precision"
         first = {spec.shape[:1] for spec in (*self.inputs, *self.outputs)}
         shared = len(first) == 1 and first != {()} and all(isinstance(axis, str) for shape in first for axis in shape)
         return "" if self.inputs and shared else "its inputs and outputs do not share a first axis"
@@ -163,17 +164,17 @@ Side = Annotated[int, Field(ge=1, le=128)]
 
 
 class Drawing(Frozen):
-    """An instance is `height` lists of `width` grey values, from 0 for paper to `top` for ink: people draw it."""
+    """An instance that people draw: `height` lists of `width` grey values, from 0 for paper to `top` for ink."""
 
     width: Side
     height: Side
     top: float = Field(gt=0, allow_inf_nan=False)
-    fit: bool = False  # move and enlarge what is drawn until it fills the picture, as the model's samples do
+    fit: bool = False  # move and scale the drawing until it fills the picture, as in the training data
     pen: float = Field(1.5, gt=0, le=16, allow_inf_nan=False)  # width of a stroke, in pixels of the picture
 
 
-def drawing_of(codec: object, reference: str) -> Drawing | None:
-    """The codec's `page`, where it has one."""
+def codec_drawing(codec: object, reference: str) -> Drawing | None:
+    """Return the codec's `page`, if it has one."""
     page = getattr(codec, "page", None)
     if page is None or isinstance(page, Drawing):
         return page

@@ -1,4 +1,4 @@
-"""Signatures over bundles: ed25519 keys, and a DSSE envelope beside the manifest that covers it and the provenance."""
+"""Signatures of bundles: ed25519 keys, and a DSSE envelope next to the manifest, over manifest and provenance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 SIGNATURE = "manifest.sig.json"
-COVERED = ("manifest.json", "provenance.json")  # the manifest names all else
+COVERED = ("manifest.json", "provenance.json")  # the manifest has the digests of all other files
 
 _KIND = "application/vnd.pipe-road.bundle+json"
 _PEM = re.compile(r"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
@@ -37,32 +37,31 @@ class Signed(Frozen):
 
 
 class Envelope(Frozen):
-    """As DSSE writes it: what is signed stands inside, in base64."""
+    """A DSSE envelope; the payload that is signed is inside, in base64."""
 
     payload: str
-    payloadType: str  # noqa: N815 - the standard's own word
+    payloadType: str  # noqa: N815 - the name in the standard
     signatures: tuple[Signed, ...]
 
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose signature a bundle must bear: any of the public keys in a file, which is read each time."""
+    """The public keys in a file, one of which must have signed a bundle; the file is read each time."""
 
     path: Path
 
     def check(self, directory: Path, manifest: bytes) -> str:
-        """The key that signed this very manifest; whatever else is raised."""
+        """Return the id of the key that signed this manifest; raise an error if none did."""
         keys = {fingerprint(key): key for key in self.keys()}
         envelope = read_envelope(directory)
         if envelope is None:
             raise BundleError(
-                f"{directory}: is not signed, and only what a key of {self.path} has signed is taken; "
-                "`pipe sign` signs a bundle"
+                f"{directory}: is not signed by a key of {self.path}, which is required; `pipe sign` signs a bundle"
             )
         check_cover(directory, manifest)
         known = [one for one in envelope.signatures if one.keyid in keys]
         if not known:
-            others = ", ".join(one.keyid for one in envelope.signatures) or "nobody"
+            others = ", ".join(one.keyid for one in envelope.signatures) or "no key"
             raise BundleError(f"{directory}: is signed by {others}, not by a key of {self.path}")
         for one in known:
             _verify(keys[one.keyid], one, envelope, directory)
@@ -74,30 +73,30 @@ class Trust:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self.path}: cannot be read as a file of public keys: {error}") from error
         if "PRIVATE KEY" in text:
-            raise ConfigError(f"{self.path}: is a private key, which belongs to nobody but its owner; give the .pub")
+            raise ConfigError(f"{self.path}: is a private key, which must stay secret; give the .pub file")
         blocks = [*_PEM.findall(text), *_SSH.findall(text)]
         if not blocks:
-            raise ConfigError(f"{self.path}: holds no public key; `pipe sign --new-key FILE` makes a pair")
+            raise ConfigError(f"{self.path}: has no public key; `pipe sign --new-key FILE` makes a pair")
         return [_public(block, self.path) for block in blocks]
 
     def lines(self) -> str:
-        """The keys alone, one a line."""
+        """Return the keys, one per line."""
         return "".join(f"{_line(key)}\n" for key in self.keys())
 
 
 def check_cover(directory: Path, manifest: bytes) -> None:
-    """A signature that is there is over this manifest and this provenance, whosever it is."""
+    """Check that a signature, if there is one, is over this manifest and this provenance."""
     envelope = read_envelope(directory)
     if envelope is None:
         return
-    if envelope.payloadType != _KIND or (said := _payload(envelope)) is None:
-        raise BundleError(f"{directory / SIGNATURE}: is a signature over something else than a bundle")
-    if said.get("manifest.json") != digest_bytes(manifest):
-        raise BundleError(f"{directory}: was changed and sealed again after it was signed; only `pipe sign` mends that")
+    if envelope.payloadType != _KIND or (signed := _payload(envelope)) is None:
+        raise BundleError(f"{directory / SIGNATURE}: is not a signature of a bundle")
+    if signed.get("manifest.json") != digest_bytes(manifest):
+        raise BundleError(f"{directory}: was changed after it was signed; sign it again with `pipe sign`")
     for name in COVERED[1:]:
         found = digest_file(directory / name) if (directory / name).is_file() else ""
-        if said.get(name, "") != found:
-            raise BundleError(f"{directory / name}: is not what was signed with the bundle; restore it, or sign again")
+        if signed.get(name, "") != found:
+            raise BundleError(f"{directory / name}: was changed after the bundle was signed; restore it, or sign again")
 
 
 def read_envelope(directory: Path) -> Envelope | None:
@@ -111,9 +110,9 @@ def read_envelope(directory: Path) -> Envelope | None:
 
 
 def sign(directory: Path, key: Ed25519PrivateKey) -> str:
-    """Of a bundle that was opened. Returns who signed; one key signs the same bundle with the same bytes."""
-    said = {name: digest_file(directory / name) for name in COVERED if (directory / name).is_file()}
-    payload = json.dumps(said, sort_keys=True, separators=(",", ":")).encode()
+    """Sign a verified bundle and return the id of the key; the same key and bundle give the same bytes."""
+    digests = {name: digest_file(directory / name) for name in COVERED if (directory / name).is_file()}
+    payload = json.dumps(digests, sort_keys=True, separators=(",", ":")).encode()
     signed = Signed(keyid=fingerprint(key.public_key()), sig=_base64(key.sign(_authenticated(payload))))
     envelope = Envelope(payload=_base64(payload), payloadType=_KIND, signatures=(signed,))
     write_json(directory / SIGNATURE, envelope.model_dump())
@@ -121,11 +120,11 @@ def sign(directory: Path, key: Ed25519PrivateKey) -> str:
 
 
 def new_key(path: Path) -> str:
-    """A private key that only its owner reads, and FILE.pub for everybody; neither replaces what is there."""
+    """Create a private key, readable by its owner only, and FILE.pub; existing files are never replaced."""
     serialization, ed25519 = _library()
     public = path.with_name(f"{path.name}.pub")
     if taken := [str(one) for one in (path, public) if one.exists()]:
-        raise ConfigError(f"{taken[0]}: is there already; a key is never overwritten, name another file")
+        raise ConfigError(f"{taken[0]}: already exists; a key is never overwritten, name another file")
     key = ed25519.Ed25519PrivateKey.generate()
     body = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -138,7 +137,7 @@ def new_key(path: Path) -> str:
 
 
 def private_key(path: Path, passphrase: str = "") -> Ed25519PrivateKey:
-    """In PEM or as OpenSSH writes it."""
+    """Read a private key in PEM or OpenSSH format."""
     serialization, ed25519 = _library()
     try:
         raw = path.read_bytes()
@@ -146,15 +145,17 @@ def private_key(path: Path, passphrase: str = "") -> Ed25519PrivateKey:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     if b"PRIVATE KEY" not in raw:
-        raise ConfigError(f"{path}: holds no private key, which is what signs; `pipe sign --new-key FILE` makes a pair")
+        raise ConfigError(f"{path}: has no private key, which signing needs; `pipe sign --new-key FILE` makes a pair")
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"{path}: others can read this private key; `chmod 600 {path}`, and make a new one")
     load = serialization.load_ssh_private_key if b"OPENSSH" in raw else serialization.load_pem_private_key
     try:
         key = load(raw, passphrase.encode() or None)
-    except Exception as error:  # of several kinds: no key, a passphrase that is missing or wrong, an old cipher
+    except (
+        Exception
+    ) as error:  # the library raises several kinds: not a key, a missing or wrong passphrase, an old cipher
         raise ConfigError(
-            f"{path}: is no private key that can be read ({error}); a passphrase is taken from PIPE_KEY_PASSPHRASE"
+            f"{path}: the private key cannot be read ({error}); set PIPE_KEY_PASSPHRASE if it has a passphrase"
         ) from error
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise ConfigError(f"{path}: bundles are signed with ed25519 keys; `pipe sign --new-key FILE` makes one")
@@ -163,7 +164,7 @@ def private_key(path: Path, passphrase: str = "") -> Ed25519PrivateKey:
 
 
 def fingerprint(key: Ed25519PublicKey) -> str:
-    """As `ssh-keygen -l` shows it."""
+    """Return the fingerprint as `ssh-keygen -l` prints it."""
     blob = base64.b64decode(_line(key).split()[1])
     return "SHA256:" + _base64(sha256(blob).digest()).rstrip("=")
 
@@ -179,10 +180,10 @@ def _public(block: str, path: Path) -> Ed25519PublicKey:
     load = serialization.load_ssh_public_key if block.startswith(("ssh-", "ecdsa-")) else serialization.load_pem_public_key  # fmt: skip  # noqa: E501
     try:
         key = load(block.encode())
-    except Exception as error:  # of several kinds, all of them saying that this is no key
+    except Exception as error:  # the library raises several kinds
         raise ConfigError(f"{path}: a public key in it cannot be read: {error}") from error
     if not isinstance(key, ed25519.Ed25519PublicKey):
-        raise ConfigError(f"{path}: holds a key that is not ed25519; take it out")
+        raise ConfigError(f"{path}: has a key that is not ed25519; remove it")
     found: Ed25519PublicKey = key
     return found
 
@@ -194,7 +195,7 @@ def _verify(key: Ed25519PublicKey, signed: Signed, envelope: Envelope, directory
         payload = base64.b64decode(envelope.payload, validate=True)
         key.verify(base64.b64decode(signed.sig, validate=True), _authenticated(payload))
     except (InvalidSignature, ValueError) as error:
-        raise BundleError(f"{directory / SIGNATURE}: was not made by the key {signed.keyid} it names") from error
+        raise BundleError(f"{directory / SIGNATURE}: was not made by the key {signed.keyid}") from error
 
 
 def _payload(envelope: Envelope) -> dict[str, Any] | None:
@@ -206,7 +207,7 @@ def _payload(envelope: Envelope) -> dict[str, Any] | None:
 
 
 def _authenticated(payload: bytes) -> bytes:
-    """DSSE's encoding: a signature over one kind of document is none over another."""
+    """Return the bytes that are signed: DSSE's encoding includes the document type."""
     parts: Iterable[bytes] = (b"DSSEv1", b"%d" % len(_KIND), _KIND.encode(), b"%d" % len(payload), payload)
     return b" ".join(parts)
 

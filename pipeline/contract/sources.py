@@ -1,4 +1,4 @@
-"""Which source files a step's result depends on: the transitive closure of local imports."""
+"""Find the source files that a step's result depends on: the transitive closure of local imports."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import digest_file, digest_mapping
 
-HOUSE = Path(__file__).resolve().parents[2]  # the folder our packages stand in
+SOURCE_ROOT = Path(__file__).resolve().parents[2]  # the folder that contains our packages
 PACKAGES = ("pipeline", "train", "export", "serve", "k8s")
 
 
-def house_sources(package: str) -> dict[str, str]:
-    """Digests of the files of ours that a package reaches by imports, by path."""
-    start = HOUSE / Path(*package.split("."))
+def package_sources(package: str) -> dict[str, str]:
+    """Return the digests of our own files that a package or module imports, by path."""
+    start = SOURCE_ROOT / Path(*package.split("."))
     entry = sorted(start.glob("*.py")) if start.is_dir() else [start.with_suffix(".py")]
-    return _digests(HOUSE, _closure(entry, HOUSE, [HOUSE], only=PACKAGES))
+    return _digests(SOURCE_ROOT, _import_closure(entry, SOURCE_ROOT, [SOURCE_ROOT], only=PACKAGES))
 
 
 def project_sources(root: Path, *references: str) -> dict[str, str]:
-    """Digests of the user's files that a task or codec reaches by imports, by path below the project."""
+    """Return the digests of the user's files that task and codec import, by path below the project."""
     entry = []
     for reference in references:
         file, _, name = reference.partition(":")
@@ -39,21 +39,21 @@ def project_sources(root: Path, *references: str) -> dict[str, str]:
     base = root.resolve()
     # The folders that pipeline.contract.task puts on the path, in its order.
     folders = list(dict.fromkeys([base, *(path.parent for path in entry)]))
-    return _digests(base, _closure(entry, base, folders, only=None))
+    return _digests(base, _import_closure(entry, base, folders, only=None))
 
 
-def outside_imports(root: Path, *references: str) -> set[str]:
-    """Top-level modules the user's files import that are neither theirs nor ours nor Python's own."""
+def third_party_imports(root: Path, *references: str) -> set[str]:
+    """Return the top-level modules that the user's files import, without local, our own and standard modules."""
     base = root.resolve()
     files = [base / name for name in project_sources(root, *references)]
     folders = {base, *(path.parent for path in files)}
     known = {*sys.stdlib_module_names, *PACKAGES}
     found = {module.partition(".")[0] for path in files for module in _imported(path, base)} - known
-    return {name for name in found if not any(list(_walk(folder, [name])) for folder in folders)}
+    return {name for name in found if not any(list(_existing_files(folder, [name])) for folder in folders)}
 
 
 def code_digest(root: Path, *references: str) -> str:
-    """One digest of the user's code: the first link of the chain."""
+    """Return one digest of the user's code."""
     return digest_mapping(project_sources(root, *references))
 
 
@@ -61,7 +61,7 @@ def _digests(base: Path, paths: set[Path]) -> dict[str, str]:
     return {path.relative_to(base).as_posix(): digest_file(path) for path in sorted(paths)}
 
 
-def _closure(entry: list[Path], base: Path, folders: list[Path], only: tuple[str, ...] | None) -> set[Path]:
+def _import_closure(entry: list[Path], base: Path, folders: list[Path], only: tuple[str, ...] | None) -> set[Path]:
     found: set[Path] = set()
     modules: set[str] = set()
     waiting = list(entry)
@@ -82,9 +82,9 @@ def _imported(path: Path, base: Path) -> tuple[str, ...]:
     return _imports_in(path.read_bytes(), path.name, path.parent.relative_to(base).parts)
 
 
-@functools.cache  # by content: a plan and its run ask for every file a dozen times
+@functools.cache  # by content: a plan and its run need every file a dozen times
 def _imports_in(source: bytes, file: str, package: tuple[str, ...]) -> tuple[str, ...]:
-    """Every module name a source imports, anywhere in it; `from a import b` may mean the module a.b."""
+    """Return every module that a source imports; `from a import b` may mean the module a.b."""
     found: list[str] = []
     for node in _statements(_parse(source, file)):
         if isinstance(node, ast.Import):
@@ -98,7 +98,7 @@ def _imports_in(source: bytes, file: str, package: tuple[str, ...]) -> tuple[str
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """All of them, however deep; not the expressions, which are nine of ten nodes and import nothing."""
+    """Yield all statements at any depth; expressions, nine of ten nodes, contain no import."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for below in getattr(node, name, ()):
             if isinstance(below, ast.stmt):
@@ -107,23 +107,23 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _files_of(module: str, folders: list[Path], importer: Path) -> Iterator[Path]:
-    """Files that importing a dotted name runs, in the first folder that has it: every __init__ and the module."""
+    """Yield the files that importing a dotted name executes: every __init__ and the module, in the first folder."""
     parts = module.split(".")
     for place in folders:
-        files = _ours(module) if place == HOUSE else list(_walk(place, parts))
+        files = _package_files(module) if place == SOURCE_ROOT else list(_existing_files(place, parts))
         if files:
-            if place != HOUSE:
+            if place != SOURCE_ROOT:
                 _refuse_shadowed(parts[0], files[0], importer)
             yield from files
             return
 
 
-@functools.cache  # which files there are does not change under a command of ours, only what is in them
-def _ours(module: str) -> list[Path]:
-    return list(_walk(HOUSE, module.split(".")))
+@functools.cache  # the set of our own files does not change while a command runs
+def _package_files(module: str) -> list[Path]:
+    return list(_existing_files(SOURCE_ROOT, module.split(".")))
 
 
-def _walk(place: Path, parts: list[str]) -> Iterator[Path]:
+def _existing_files(place: Path, parts: list[str]) -> Iterator[Path]:
     for depth in range(1, len(parts) + 1):
         path = place.joinpath(*parts[:depth])
         for file in (path / "__init__.py", path.with_suffix(".py")):
@@ -132,7 +132,7 @@ def _walk(place: Path, parts: list[str]) -> Iterator[Path]:
 
 
 def _refuse_shadowed(name: str, file: Path, importer: Path) -> None:
-    """A local module that Python would not import, because an installed one has its name, is a trap."""
+    """Reject a local module that Python would not import, because an installed one has the same name."""
     taken = name in sys.stdlib_module_names or name in PACKAGES
     if not taken and (origin := _installed(name)):
         taken = Path(origin).resolve() != file.resolve()  # a module may be linked into several projects
@@ -143,7 +143,7 @@ def _refuse_shadowed(name: str, file: Path, importer: Path) -> None:
 
 
 def _installed(name: str) -> str | None:
-    """The file an import would run; of modules loaded already, only those that belong to Python's installation."""
+    """Return the file that an import would execute; ignore loaded modules outside Python's installation."""
     loaded = sys.modules.get(name)
     if loaded is None:
         spec = importlib.util.find_spec(name)

@@ -1,10 +1,7 @@
-"""What a user writes in `task.py`, and how it is loaded. Needs torch only where a task does.
+"""The task protocol that a user implements in `task.py`, and loading of such classes.
 
-Files that model, data and codec share, as a tokenizer: made once in prepare, named in data.json, checked by all.
-
-The module a run trains, judges and exports: the task's own, or the one it makes of pretrained files.
-
-Importing the user's `file.py:Class` without letting it shadow, or be shadowed by, anything.
+A task may share files, such as a tokenizer, with its codec: prepare creates them once and records their digests in
+data.json, and every later step checks them. This module needs torch only if the task does.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ SPLITS = ("train", "validation", "test")
 
 
 class Task(Protocol):
-    """A model, its data, and what "good" means. Every tensor's first axis counts samples."""
+    """A model, its data, loss and metrics. The first axis of every tensor is the batch."""
 
     inputs: Sequence[str]  # batch columns handed to the model, in the order of forward()'s arguments
     outputs: Sequence[str]  # names of what the model returns
@@ -48,138 +45,138 @@ class Task(Protocol):
     def model(self) -> nn.Module: ...
 
     def data(self, split: str) -> Split:
-        """`train`, `validation` or `test`: columns of equal length, or a map-style data set of mappings."""
+        """Return a split (`train`, `validation`, `test`): columns of equal length, or a map-style data set."""
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Mean over the samples of the batch."""
+        """Return the mean over the samples of the batch."""
 
     def metrics(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
-        """One value per sample for each metric, higher is better; their mean is the metric."""
+        """Return one value per sample for each metric, higher is better; their mean is the metric."""
 
 
 @runtime_checkable
 class HasBaseline(Protocol):
     def baseline(self) -> Predictor:
-        """What the model must not be worse than, already fitted on the training split."""
+        """Return a predictor that the model is compared with, fitted on the training split."""
 
 
 @runtime_checkable
 class HasExample(Protocol):
     def example(self) -> Sequence[Any]:
-        """A few instances as a client would send them; they become golden requests."""
+        """Return a few instances as a client would send them; they become golden requests."""
 
 
 @runtime_checkable
 class HasText(Protocol):
     def text(self, batch: Batch) -> Sequence[str]:
-        """Each sample as a person would read it; the report shows those the model does worst on."""
+        """Return each sample as readable text; the report shows the worst samples."""
 
 
 @runtime_checkable
 class HasFiles(Protocol):
-    """Model, data and codec need the same files, as a tokenizer; they lie in the run, in `prepare/files/`."""
+    """A task whose model, data and codec share files, such as a tokenizer; they are in `prepare/files/` of the run."""
 
     def make_files(self, folder: Path) -> None:
-        """Called once, in prepare: write them. Those of a pretrained model that are no weights are there already."""
+        """Write the files; called once, in prepare. A pretrained model's other files exist there already."""
 
     def use_files(self, folder: Path) -> None:
-        """Called in every step right after the task is built; in prepare after they were made."""
+        """Load the files; called in every step right after the task is created, in prepare after `make_files`."""
 
 
 @runtime_checkable
 class HasPretrained(Protocol):
     def adapt(self, folder: Path) -> nn.Module:
-        """The module that `model.pretrained` begins: by the folder's config.json, with head and frozen parts as wanted.
+        """Build the module by the folder's config.json, with the head and the frozen parts of this task.
 
-        It reads no weights: those of the folder are filled in by their names. It is called several times, and must
-        build the same each time.
+        The weights of the folder are loaded by name afterwards. It is called several times and must build the same
+        module each time.
         """
 
 
 @runtime_checkable
 class HasAxes(Protocol):
-    """Axes beside the batch that differ from request to request, as the length of a text."""
+    """A task with dynamic axes besides the batch, such as the length of a text."""
 
-    # Input → names of its axes, the batch first: `{"input_ids": ("batch", "sequence")}`. One name is one size.
+    # Input → names of its axes, the batch first: `{"input_ids": ("batch", "sequence")}`. Equal names are equal sizes.
     axes: Mapping[str, Sequence[str]]
-    longest: Mapping[str, int]  # how long each of them may be: `{"sequence": 512}`
+    longest: Mapping[str, int]  # the maximum size of each: `{"sequence": 512}`
 
 
 @runtime_checkable
 class Generates(Protocol):
-    """A language model: its bundle holds a decoder with a cache, and the service answers prompts."""
+    """A language model: its bundle contains a decoder with a cache, and the service completes prompts."""
 
     def language_model(self, model: nn.Module) -> nn.Module:
-        """The causal model of `transformers` in what `model()` gave: itself, or a part of it."""
+        """Return the causal model of `transformers` in the result of `model()`: itself, or a part of it."""
 
     def prompting(self) -> Prompting:
-        """Ids that begin and end a text, and the chat template where there is one."""
+        """Return the ids that begin and end a text, and the chat template, if any."""
 
 
 @runtime_checkable
 class HasParallelize(Protocol):
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Sequence[str] | None:
-        """How the model is cut over the processes of `mesh`, whose one axis is called `tensor` or `pipeline`.
+        """Split the model over the processes of `mesh`, whose only axis is called `tensor` or `pipeline`.
 
-        For `tensor`, cut layers in place with torch's `parallelize_module`. For `pipeline`, change nothing and
+        For `tensor`, split layers in place with torch's `parallelize_module`. For `pipeline`, change nothing and
         return the names of the modules at which the second and later stages begin.
         """
 
 
 @runtime_checkable
 class Classifier(Protocol):
-    """Adds class balance, per-class metrics, the confusion matrix and the count of flipped answers."""
+    """A classifier: adds class balance, per-class metrics, the confusion matrix and changed predictions."""
 
     classes: Sequence[str]
 
     def predicted(self, outputs: Outputs) -> Tensor:
-        """Class index per sample."""
+        """Return the predicted class index per sample."""
 
     def actual(self, batch: Batch) -> Tensor:
-        """True class index per sample."""
+        """Return the true class index per sample."""
 
 
 @runtime_checkable
 class Regressor(Protocol):
-    """A task without `classes` that has these two adds mae, rmse, r2 and spearman."""
+    """A regressor, which has no `classes`: adds mae, rmse, r2 and spearman."""
 
     def predicted(self, outputs: Outputs) -> Tensor:
-        """A number per sample."""
+        """Return the predicted number per sample."""
 
     def actual(self, batch: Batch) -> Tensor:
-        """The true number per sample."""
+        """Return the true number per sample."""
 
 
 @runtime_checkable
 class Ranker(Protocol):
-    """A sample is one item of a query's list; adds ndcg, mrr and auc, each a mean over queries."""
+    """A ranker, whose samples are items of a query's list: adds ndcg, mrr and auc, each a mean over queries."""
 
     def predicted(self, outputs: Outputs) -> Tensor:
-        """A score per sample, the greater the further up in its list."""
+        """Return a score per sample; higher scores come first in the list."""
 
     def actual(self, batch: Batch) -> Tensor:
-        """How relevant each sample is: 0 is not at all."""
+        """Return the relevance of each sample; 0 is irrelevant."""
 
     def queries(self, batch: Batch) -> Tensor:
-        """The whole number of the query each sample belongs to."""
+        """Return the integer id of each sample's query."""
 
 
 @runtime_checkable
 class HasProbabilities(Protocol):
-    """Adds the calibration of a classifier, its Brier score and its auc."""
+    """A classifier with probabilities: adds its calibration, Brier score and auc."""
 
     def probabilities(self, outputs: Outputs) -> Tensor:
-        """[samples, classes]: rows between 0 and 1 that add up to 1."""
+        """Return [samples, classes]: values between 0 and 1 that add up to 1 per row."""
 
 
 @runtime_checkable
 class HasSlices(Protocol):
     def slices(self, batch: Batch) -> Mapping[str, Sequence[str]]:
-        """Groups that must not get worse unseen: a label per sample under each name; "" for a sample in none."""
+        """Return groups that are evaluated separately: per name a label for each sample, "" for none."""
 
 
 def load_task(reference: str, root: Path) -> Task:
-    """Import and build the task, and say which required part is missing."""
+    """Import and create the task; an error names a missing method or attribute."""
     kind = load_class(reference, root)
     try:
         task: Task = kind()
@@ -199,7 +196,7 @@ def load_task(reference: str, root: Path) -> Task:
 
 
 def _are_names(value: object) -> bool:
-    """At least one, each a word of its own."""
+    """Return whether it is a non-empty list of distinct texts."""
     if not isinstance(value, list | tuple) or not value:
         return False
     return all(isinstance(name, str) and name for name in value) and len(set(value)) == len(value)
@@ -217,8 +214,8 @@ FOLDER = "files"  # of the prepare step's output
 KEY = "files"  # in data.json, whose own digest is part of every later step's key and of the bundle's lineage
 
 
-def make_companions(task: Task, folder: Path) -> None:
-    """In prepare: what the task makes joins what lies there already, and the task goes on with it."""
+def make_shared_files(task: Task, folder: Path) -> None:
+    """Let the task create its shared files, in prepare, and load them."""
     if isinstance(task, HasFiles):
         folder.mkdir(parents=True, exist_ok=True)
         task.make_files(folder)
@@ -226,59 +223,61 @@ def make_companions(task: Task, folder: Path) -> None:
         task.use_files(folder)
 
 
-def companions_in(folder: Path) -> dict[str, str]:
-    """What data.json is to say of them: digest by path below the folder."""
+def shared_file_digests(folder: Path) -> dict[str, str]:
+    """Return the digests of the shared files by path below the folder, as recorded in data.json."""
     return digest_tree(folder) if folder.is_dir() else {}
 
 
 def open_task(run: Run, root: Path) -> Task:
-    """The task as every step after prepare works with it."""
+    """Load the task with its shared files, in every step after prepare."""
     task = load_task(run.config.task, root)
     if isinstance(task, HasFiles):
-        task.use_files(companions_of(run))
+        task.use_files(shared_files_folder(run))
     return task
 
 
-def companions_of(run: Run) -> Path:
-    """The folder, every file of it as prepare left it."""
+def shared_files_folder(run: Run) -> Path:
+    """Return the folder of the shared files, after checking that no file has changed since prepare."""
     folder, report = run.output("prepare") / FOLDER, run.output("prepare") / "data.json"
     if not report.is_file():
-        raise DataError(f"{report}: not there, so nothing says which files the task shares; run the prepare step first")
+        raise DataError(f"{report}: missing, so the files that the task shares are unknown; run the prepare step first")
     recorded: Mapping[str, Any] = json.loads(report.read_text()).get(KEY, {})
-    found = companions_in(folder)
+    found = shared_file_digests(folder)
     if changed := sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)):
-        raise DataError(f"{folder / changed[0]}: not as prepare left it; `pipe run all` makes it again")
+        raise DataError(f"{folder / changed[0]}: changed since prepare; `pipe run all` creates it again")
     return folder
 
 
 def _check_plain(folder: Path) -> None:
-    """A link's target would be neither digested nor there in a pod."""
+    """Reject links: their targets have no digest, and are missing in a pod."""
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise DataError(f"make_files() left {path.relative_to(folder)}, which is no plain file; write a copy of it")
+            raise DataError(
+                f"make_files() left {path.relative_to(folder)}, which is not a plain file; write a copy of it"
+            )
 
 
 def build_model(task: Task, run: Run) -> nn.Module:
-    """Its weights are still to be filled in; in every step it is built of the files that prepare has kept."""
+    """Build the model without its trained weights, from the files that prepare kept."""
     if not run.config.model.pretrained:
         return task.model()
-    return adapting(task, run.config.task).adapt(companions_of(run))
+    return require_adapt(task, run.config.task).adapt(shared_files_folder(run))
 
 
-def adapting(task: Task, reference: str) -> HasPretrained:
+def require_adapt(task: Task, reference: str) -> HasPretrained:
     if not isinstance(task, HasPretrained):
         raise ConfigError(
-            f"{reference}: has no method adapt(folder), which builds the model that model.pretrained begins; "
+            f"{reference}: has no method adapt(folder), which builds the model for model.pretrained; "
             "write it, or leave model.pretrained out"
         )
     return task
 
 
 def load_class(reference: str, root: Path, alias: str = "") -> Any:
-    """The class a reference names; files beside it are importable, after everything installed.
+    """Import the class of a reference; files in its folder can be imported, after all installed modules.
 
-    An alias names the module where one process loads several files of one name: by their content.
+    An alias is the module's name, for a process that loads several files of the same name.
     """
     file, _, name = reference.partition(":")
     path = (root / file).resolve()
@@ -293,13 +292,13 @@ def load_class(reference: str, root: Path, alias: str = "") -> Any:
 def _load(path: Path, root: Path) -> Any:
     for folder in (str(root), str(path.parent)):
         if folder not in sys.path:
-            sys.path.append(folder)  # last: a user's train.py must not shadow ours
+            sys.path.append(folder)  # last, so that a user's train.py does not shadow ours
     name = path.stem
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    if loaded is not None or _taken(name, path):
-        name = f"_{name}_{digest_bytes(str(path).encode())[:12]}"  # the plain name belongs to somebody else
+    if loaded is not None or _is_name_taken(name, path):
+        name = f"_{name}_{digest_bytes(str(path).encode())[:12]}"  # another module has the plain name
         if name in sys.modules:
             return sys.modules[name]
     return _execute(path, name)
@@ -312,14 +311,14 @@ def _execute(path: Path, name: str) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script without a main guard must not end the step as if it were done
+    except (Exception, SystemExit) as error:  # a script without a main guard must not end the step
         del sys.modules[name]
         text = " ".join(str(error).split())
         raise ConfigError(f"{path.name}: import failed: {type(error).__name__}: {text}") from error
     return module
 
 
-def _taken(name: str, path: Path) -> bool:
-    """Whether `import name` means something else than this file, though nobody imported it yet."""
+def _is_name_taken(name: str, path: Path) -> bool:
+    """Return whether `import name` would import another file than this one."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin != str(path)

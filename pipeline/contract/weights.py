@@ -1,4 +1,4 @@
-"""The trained weights as a file: safetensors, so that loading one can never run code."""
+"""Save and load trained weights as safetensors, which cannot run code when it is loaded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipeline.contract.errors import StageError
 
 
 def save_weights(state: Mapping[str, Tensor], path: Path, step: int | None = None) -> None:
-    """Tied weights are written once for each name: safetensors refuses shared memory. `step` is told in the header."""
+    """Write tied weights once per name, because safetensors rejects shared memory; `step` is stored in the header."""
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
     save_file(tensors, path, None if step is None else {"step": str(step)})
 
 
 def load_weights(model: nn.Module, path: Path, device: torch.device | str = "cpu") -> nn.Module:
-    """Fill a model, strictly, and put it in evaluation mode."""
+    """Load all weights into a model and set evaluation mode."""
     try:
         model.load_state_dict(load_file(path, device=str(device)))
     except (SafetensorError, RuntimeError, OSError) as error:

@@ -1,7 +1,4 @@
-"""How a service is entered, by people and by bundles: the files of keys that a deployment names, and our own way in.
-
-The golden requests as HTTP, for whoever asks a running service.
-"""
+"""Access to a service: API keys, TLS and signature keys from files, and connections of our own to it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ KEY_VARIABLE = "PIPE_API_KEY"
 
 
 class Access(Frozen):
-    """Absolute paths; an empty one is not set."""
+    """Paths of the key files, absolute; empty if not set."""
 
     api_keys: str = ""
     tls_certificate: str = ""
@@ -28,26 +25,26 @@ class Access(Frozen):
     require_signature: str = ""  # of public keys
 
     @classmethod
-    def of(cls, serve: Serve, root: Path) -> Access:
-        """As the configuration says; its paths begin at the project's root."""
-        named = {name: getattr(serve, name) for name in cls.model_fields}
+    def from_settings(cls, serve: Serve, root: Path) -> Access:
+        """Return the paths of the configuration, which are relative to the project, and check that they exist."""
+        values = {name: getattr(serve, name) for name in cls.model_fields}
         if bool(serve.tls_certificate) != bool(serve.tls_key):
             raise ConfigError("serve.tls_certificate and serve.tls_key go together; give both or neither")
-        found = {name: str((root / value).absolute()) for name, value in named.items() if value}
-        for name, path in found.items():
+        paths = {name: str((root / value).absolute()) for name, value in values.items() if value}
+        for name, path in paths.items():
             if not Path(path).is_file():
                 raise ConfigError(f"serve.{name}: {path}: no such file")
-        return cls(**found)
+        return cls(**paths)
 
     @property
     def options(self) -> list[str]:
-        """For `python -m serve`."""
+        """Return the options of `python -m serve`."""
         given = ((f"--{name.replace('_', '-')}", getattr(self, name)) for name in type(self).model_fields)
         return [word for option, path in given if path for word in (option, path)]
 
     @property
     def trust(self) -> Trust | None:
-        """Whose signature a bundle must bear."""
+        """Return the keys one of which must have signed a bundle."""
         return Trust(Path(self.require_signature)) if self.require_signature else None
 
     @property
@@ -61,26 +58,24 @@ class Access(Frozen):
     def connection(self, host: str, port: int, timeout_seconds: float) -> http.client.HTTPConnection:
         if not self.tls_certificate:
             return http.client.HTTPConnection(host, port, timeout=timeout_seconds)
-        # The service is told by its very certificate, not by a name: it answers on this machine.
+        # The certificate itself identifies the service, not a host name: it runs on this machine.
         context = ssl.create_default_context(cafile=self.tls_certificate)
         context.check_hostname = False
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         return http.client.HTTPSConnection(host, port, timeout=timeout_seconds, context=context)
 
     def headers(self) -> dict[str, str]:
-        """That open the door to us."""
+        """Return the headers that authenticate our own requests."""
         return {"x-api-key": self._own_key()} if self.api_keys else {}
 
     def _own_key(self) -> str:
         clear = (line for line in self._lines() if not line.startswith("sha256:"))
         if not (key := os.environ.get(KEY_VARIABLE) or next(clear, "")):
-            raise ConfigError(
-                f"serve.api_keys: {self.api_keys} holds hashes alone; set {KEY_VARIABLE} to one of the keys"
-            )
+            raise ConfigError(f"serve.api_keys: {self.api_keys} has only hashes; set {KEY_VARIABLE} to one of the keys")
         return key
 
     def hashed_keys(self) -> str:
-        """The file with no key in clear."""
+        """Return the file with every key replaced by its hash."""
         return "".join(f"{_hashed(line)}\n" for line in self._lines())
 
     def _lines(self) -> list[str]:
@@ -88,7 +83,7 @@ class Access(Frozen):
         return [line for line in lines if line and not line.startswith("#")]
 
 
-ANYBODY = Access()  # no key is asked for, and nothing is encrypted
+OPEN_ACCESS = Access()  # no API key, no TLS
 
 
 def _hashed(line: str) -> str:

@@ -26,7 +26,7 @@ from pipeline.contract.settings.section import (
 )
 
 
-class Placed(Section):
+class NodePlacement(Section):
     """Which nodes a pod may run on."""
 
     node_selector: dict[LabelKey, Label] = Field(
@@ -36,7 +36,7 @@ class Placed(Section):
     spot: bool = Field(False, description="prefer spot nodes")
 
 
-class Cluster(Placed):
+class Cluster(NodePlacement):
     """The steps as pods on a Kubernetes cluster. Nothing here changes a result."""
 
     executor: Literal["local", "kubernetes"] = Field(
@@ -69,7 +69,7 @@ class Cluster(Placed):
     )
 
 
-class ServingPods(Placed):
+class ServingPods(NodePlacement):
     """The pods of the service on a cluster, and how clients reach them."""
 
     image_pull_secret: Name = Field(

@@ -1,11 +1,4 @@
-"""What every section of `pipe.yaml` is made of.
-
-The base of every record that is read from or written to a file.
-
-Words in the form that the Kubernetes API takes: what it would refuse, or warn of, is said before it is asked.
-
-A share of the requests, as people write it: `10%` or `0.1`.
-"""
+"""Base classes of sections and records, and types that check what the Kubernetes API would reject."""
 
 from __future__ import annotations
 
@@ -31,15 +24,15 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python, and so pydantic, takes true for 1: `epochs: yes` would train one epoch."""
+    def _reject_bool_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject booleans for numbers: pydantic accepts true as 1, and `epochs: yes` would train one epoch."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise PydanticCustomError("truth", "input should not be true or false")
         return value
 
 
 class Frozen(BaseModel):
-    """Cannot be changed, and refuses fields it does not know."""
+    """An immutable record that rejects unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -51,37 +44,37 @@ _KEY = rf"({_DNS}/)?[A-Za-z0-9]([\w.-]{{0,61}}[A-Za-z0-9])?"
 
 
 def _text(value: Any) -> Any:
-    """YAML reads `cpu: 2` and `pool: true` as a number and a truth; Kubernetes wants their text."""
+    """Convert to text: YAML reads `cpu: 2` and `pool: true` as number and boolean, Kubernetes needs strings."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else value
 
 
-def _wrong(text: str, form: str) -> PydanticCustomError:
+def _invalid(text: str, form: str) -> PydanticCustomError:
     return PydanticCustomError("form", "write it as {form} (found {text})", {"form": form, "text": repr(text)})
 
 
-def _of(pattern: str, form: str, limit: int = 253, *, unset: bool = False) -> Callable[[str], str]:
-    """With `unset`, nothing may stand there."""
+def _matches(pattern: str, form: str, limit: int = 253, *, unset: bool = False) -> Callable[[str], str]:
+    """Return a validator for the pattern; with `unset`, an empty text is valid."""
     compiled = re.compile(pattern, re.ASCII)
 
     def check(text: str) -> str:
         if not (unset and not text) and (len(text) > limit or not compiled.fullmatch(text)):
-            raise _wrong(text, form)
+            raise _invalid(text, form)
         return text
 
     return check
 
 
 def _whole_bytes(text: str) -> str:
-    """The API server warns of a part of a byte: what ends in `m` is a thousandth of one."""
+    """Require whole bytes: the API server warns of fractions, such as those with the suffix `m`."""
     found = _BYTES.fullmatch(text)
     if text and (found is None or Decimal(found[1]) * _SCALE[found[2] or ""] % 1):
-        raise _wrong(text, "whole bytes, as in 512Mi or 2Gi")
+        raise _invalid(text, "whole bytes, as in 512Mi or 2Gi")
     return text
 
 
-def _way_out(text: str) -> str:
+def _check_egress(text: str) -> str:
     network, _, port = text.rpartition(":")
     try:
         ipaddress.ip_network(network or "0.0.0.0/0")
@@ -89,56 +82,63 @@ def _way_out(text: str) -> str:
     except ValueError:
         fits = False
     if not fits:
-        raise _wrong(text, "a port, or a network and a port, as in 443 or 10.0.0.0/8:4318 (no bits behind the prefix)")
+        raise _invalid(
+            text, "a port, or a network and a port, as in 443 or 10.0.0.0/8:4318 (no bits behind the prefix)"
+        )
     return text
 
 
-def _given(text: str) -> str:
+def _check_set(text: str) -> str:
     if not text:
-        raise _wrong(text, "a quantity, as in 500m or 512Mi")
+        raise _invalid(text, "a quantity, as in 500m or 512Mi")
     return text
 
 
 _CPU = (r"\d+(\.\d{1,3})?|\d+m", "CPUs or thousandths of one, as in 2 or 500m")
 _TAINT = rf"{_KEY}(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?"
 
-_Words = BeforeValidator(_text)
-Text = Annotated[str, _Words]
-Cpu = Annotated[str, _Words, AfterValidator(_of(*_CPU, unset=True))]
-CpuRequest = Annotated[str, _Words, AfterValidator(_of(*_CPU))]
-Bytes = Annotated[str, _Words, AfterValidator(_whole_bytes)]
-BytesRequest = Annotated[Bytes, AfterValidator(_given)]
+_AsText = BeforeValidator(_text)
+Text = Annotated[str, _AsText]
+Cpu = Annotated[str, _AsText, AfterValidator(_matches(*_CPU, unset=True))]
+CpuRequest = Annotated[str, _AsText, AfterValidator(_matches(*_CPU))]
+Bytes = Annotated[str, _AsText, AfterValidator(_whole_bytes)]
+BytesRequest = Annotated[Bytes, AfterValidator(_check_set)]
 Label = Annotated[
     str,
-    _Words,
-    AfterValidator(_of(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?", "a label: letters, digits, - _ and .", 63, unset=True)),
+    _AsText,
+    AfterValidator(
+        _matches(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?", "a label: letters, digits, - _ and .", 63, unset=True)
+    ),
 ]
-LabelKey = Annotated[str, AfterValidator(_of(_KEY, "a label's name, as in pool or nvidia.com/gpu.present"))]
-Name = Annotated[str, AfterValidator(_of(_DNS, "an object's name: small letters, digits, - and .", unset=True))]
+LabelKey = Annotated[str, AfterValidator(_matches(_KEY, "a label's name, as in pool or nvidia.com/gpu.present"))]
+Name = Annotated[str, AfterValidator(_matches(_DNS, "an object's name: small letters, digits, - and .", unset=True))]
 Namespace = Annotated[
-    str, AfterValidator(_of(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "a namespace's name: small letters, digits and -", 63))
+    str,
+    AfterValidator(_matches(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "a namespace's name: small letters, digits and -", 63)),
 ]
 Host = Annotated[
-    str, AfterValidator(_of(rf"(\*\.)?{_DNS}", "a host name, as in digits.example or *.example", unset=True))
+    str, AfterValidator(_matches(rf"(\*\.)?{_DNS}", "a host name, as in digits.example or *.example", unset=True))
 ]
-Gateway = Annotated[str, AfterValidator(_of(rf"([a-z0-9-]+/)?{_DNS}", "NAME or NAMESPACE/NAME", 317, unset=True))]
+Gateway = Annotated[str, AfterValidator(_matches(rf"([a-z0-9-]+/)?{_DNS}", "NAME or NAMESPACE/NAME", 317, unset=True))]
 Storage = Annotated[
     str,
     AfterValidator(
-        _of(r"(pvc|s3|gs|oci|https)://\S+", "pvc://CLAIM/PATH, or s3://, gs://, oci:// or https://…", 4096, unset=True)
+        _matches(
+            r"(pvc|s3|gs|oci|https)://\S+", "pvc://CLAIM/PATH, or s3://, gs://, oci:// or https://…", 4096, unset=True
+        )
     ),
 ]
 Toleration = Annotated[
-    str, AfterValidator(_of(_TAINT, "a taint, as in pool=gpus:NoSchedule (or PreferNoSchedule, NoExecute)", 400))
+    str, AfterValidator(_matches(_TAINT, "a taint, as in pool=gpus:NoSchedule (or PreferNoSchedule, NoExecute)", 400))
 ]
-Egress = Annotated[str, _Words, AfterValidator(_way_out)]
-Variable = Annotated[str, AfterValidator(_of(r"[A-Za-z_]\w*", "a variable's name: letters, digits and _"))]
+Egress = Annotated[str, _AsText, AfterValidator(_check_egress)]
+Variable = Annotated[str, AfterValidator(_matches(r"[A-Za-z_]\w*", "a variable's name: letters, digits and _"))]
 
 
-def share_of(text: str) -> float:
-    """From 0 to 1."""
+def parse_share(text: str) -> float:
+    """Parse a fraction written as `10%` or `0.1`; return it from 0 to 1."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*(%?)", text.strip())
     share = float(found[1]) / (100 if found[2] else 1) if found else 2.0
     if share > 1:
-        raise ValueError(f"{text!r} is no share; write it as in 10% or 0.1, at most 100%")
+        raise ValueError(f"{text!r} is not a fraction; write it as 10% or 0.1, at most 100%")
     return share

@@ -394,7 +394,7 @@ class Serve(Section):
     tls_key: str = Field("", description="PEM file of the certificate's private key")
 
 
-def watching(serve: Serve) -> list[str]:
+def service_view_options(serve: Serve) -> list[str]:
     """Return the options of `python -m serve` for its page and its request log."""
     options = [] if serve.page else ["--no-page"]
     return [*options, *(["--log-requests", f"{serve.log_requests:g}"] if serve.log_requests else [])]

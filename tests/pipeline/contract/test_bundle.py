@@ -99,7 +99,7 @@ def test_a_linked_directory_is_refused(bundle: Path) -> None:
 
 def test_what_is_neither_file_nor_directory_is_refused(bundle: Path) -> None:
     os.mkfifo(bundle / "pipe")
-    assert "not a plain file" in refusal(bundle)
+    assert "not a regular file" in refusal(bundle)
 
 
 @pytest.mark.parametrize("name", ["../outside", "weights/../../outside", "/etc/hostname", "./codec.py", "weights"])
@@ -129,7 +129,7 @@ def test_an_edited_lineage_is_another_bundle(bundle: Path) -> None:
     assert open_bundle(bundle).digest != before
 
 
-def test_a_bundle_of_another_schema_says_what_to_do(bundle: Path) -> None:
+def test_a_bundle_of_another_schema_states_what_to_do(bundle: Path) -> None:
     edit(bundle, {"schema_version": 2})
     assert "schema 2, this version reads 1; export again" in refusal(bundle)
 
@@ -166,7 +166,7 @@ def test_a_file_that_has_another_name_elsewhere_is_refused(bundle: Path) -> None
     os.link(bundle / "codec.py", bundle.parent / "codec.py")
     os.link(bundle / "codec.py", bundle.parent / "again.py")
     said = refusal(bundle)
-    assert "codec.py: has 2 more names elsewhere (a hard link)" in said
+    assert "codec.py: has 2 hard links elsewhere" in said
     assert "`cp -r`" in said
 
 
@@ -181,7 +181,7 @@ def test_what_later_runs_reuse_has_names_in_them_and_nowhere_else(bundle: Path) 
         (runs / name / "run.json").write_text("{}")
         assert open_bundle(runs / name / step / "bundle").digest == open_bundle(own).digest
     os.link(own / "card.md", bundle.parent / "card.md")
-    assert "card.md: has 1 more name elsewhere" in refusal(own)
+    assert "card.md: has 1 hard link elsewhere" in refusal(own)
 
 
 def model(bundle: Path, location: str) -> None:
@@ -197,7 +197,7 @@ def model(bundle: Path, location: str) -> None:
 def test_weights_that_a_sealed_model_keeps_elsewhere_are_refused(bundle: Path, location: str) -> None:
     (bundle.parent / "outside").write_bytes(b"0" * 16)
     model(bundle, location)
-    assert f"keeps weights in {location!r}, which is no plain file beside it" in refusal(bundle)
+    assert f"keeps weights in {location!r}, which is not a regular file next to it" in refusal(bundle)
 
 
 def test_weights_beside_the_model_are_its_own(bundle: Path) -> None:
@@ -209,7 +209,7 @@ def test_weights_beside_the_model_are_its_own(bundle: Path) -> None:
 def test_a_sealed_model_that_hides_where_its_weights_are_is_refused(bundle: Path) -> None:
     (bundle / "model.onnx").write_bytes(b"\x0f location")
     seal(bundle)
-    assert "is not an ONNX file that can be read" in refusal(bundle)
+    assert "is not a readable ONNX file" in refusal(bundle)
 
 
 def test_a_provenance_is_about_the_bundle_it_lies_in(bundle: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_provenance_is_about_the_bundle_it_lies_in(bundle: Path) -> None:
     assert seal(bundle) == digest, "it is not part of what it tells of"
     for change, said in (
         ({"subject": []}, "is about another bundle"),
-        ({"_type": "x"}, "is no in-toto statement"),
+        ({"_type": "x"}, "is not an in-toto statement"),
     ):
         write_json(bundle / PROVENANCE, {**body, **change})
         assert said in refusal(bundle)
@@ -280,7 +280,7 @@ def test_tensors_are_found_wherever_they_hide(tmp_path: Path) -> None:
 @pytest.mark.parametrize("raw", [b"\x3a\x7flocation", b"\x3b location", b"\x3a" + b"\xff" * 12 + b"location", b"\x09location"[:-3] + b"location"])  # fmt: skip  # noqa: E501
 def test_what_is_no_protobuf_is_refused_and_not_passed_over(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "model.onnx").write_bytes(raw)
-    with pytest.raises(BundleError, match="is not an ONNX file that can be read"):
+    with pytest.raises(BundleError, match="is not a readable ONNX file"):
         external_locations(tmp_path / "model.onnx")
 
 

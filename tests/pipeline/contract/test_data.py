@@ -28,12 +28,12 @@ from pipeline.contract import data as module
 from pipeline.contract.data import (
     PackedRows,
     Samples,
-    bare,
+    as_task_outputs,
     check_columns,
     cut_texts,
     fingerprint,
     forward,
-    named,
+    name_outputs,
     one_text_per_row,
     pack_texts,
     sample_digests,
@@ -149,13 +149,13 @@ def test_one_declared_output_reaches_the_loss_as_a_bare_tensor() -> None:
 
 @pytest.mark.parametrize("returned", [(torch.zeros(1), torch.ones(1)), [torch.zeros(1), torch.ones(1)]])
 def test_several_outputs_take_the_declared_names_in_order(returned: Any) -> None:
-    found = named(task("a", "b"), returned)
+    found = name_outputs(task("a", "b"), returned)
     assert {name: float(tensor) for name, tensor in found.items()} == {"a": 0.0, "b": 1.0}
-    assert bare(task("a", "b"), found) is found
+    assert as_task_outputs(task("a", "b"), found) is found
 
 
 def test_a_mapping_is_read_by_name_and_in_declared_order() -> None:
-    found = named(task("a", "b"), {"b": torch.ones(1), "other": torch.ones(9), "a": torch.zeros(1)})
+    found = name_outputs(task("a", "b"), {"b": torch.ones(1), "other": torch.ones(9), "a": torch.zeros(1)})
     assert list(found) == ["a", "b"]
     assert float(found["b"]) == 1.0
 
@@ -166,7 +166,7 @@ def test_a_mapping_is_read_by_name_and_in_declared_order() -> None:
 )
 def test_an_answer_that_does_not_hold_the_declared_outputs_is_refused(returned: Any) -> None:
     with pytest.raises(DataError, match=r"named in `outputs` \(a, b\)"):
-        named(task("a", "b"), returned)
+        name_outputs(task("a", "b"), returned)
 
 
 def test_a_split_can_be_cut_to_its_first_samples_whether_in_memory_or_not() -> None:

@@ -42,7 +42,7 @@ def test_the_cause_is_kept_whether_it_comes_before_or_after_those_who_lost_conta
     assert str(read_error(tmp_path)) == "the cause"
 
 
-def test_an_echo_is_told_where_nobody_left_the_cause_and_both_are_cleared(tmp_path: Path) -> None:
+def test_an_echo_is_reported_where_no_one_left_the_cause_and_both_are_cleared(tmp_path: Path) -> None:
     write_error(LostContact("rank 0 lost contact"), tmp_path)
     assert str(read_error(tmp_path)) == "rank 0 lost contact"
     write_error(StageError("the cause"), tmp_path)
@@ -59,7 +59,7 @@ def test_an_error_may_come_before_its_directory(tmp_path: Path) -> None:
     assert str(read_error(tmp_path / "train.partial")) == "early"
 
 
-def test_a_kind_of_another_version_is_still_an_error_to_mend(tmp_path: Path) -> None:
+def test_a_kind_of_another_version_is_still_an_error_to_fix(tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text(json.dumps({"kind": "WeatherError", "message": "rain"}))
     found = read_error(tmp_path)
     assert type(found) is PipelineError

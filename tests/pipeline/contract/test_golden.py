@@ -53,7 +53,7 @@ def test_answers_within_tolerance_agree(expected: Any, found: Any) -> None:
         ([{"digit": 3}], [{"digit": 4}], "[0].digit"),
     ],
 )
-def test_answers_that_part_say_where(expected: Any, found: Any, place: str) -> None:
+def test_answers_that_part_state_where(expected: Any, found: Any, place: str) -> None:
     text = difference(expected, found, RTOL, ATOL)
     assert text is not None
     assert text.startswith(f"{place}: expected")
@@ -167,7 +167,7 @@ def test_nothing_is_computed_once_all_rows_ended() -> None:
     assert len(run.asked) == 1
 
 
-def test_how_far_a_token_is_ahead_is_told() -> None:
+def test_how_far_a_token_is_ahead_is_reported() -> None:
     answer = greedy(decoder(), [[3]], 2)[0]
     assert answer.leads == [1.0, 1.0]
     assert answer.highest == [0.0, 0.0]

@@ -32,7 +32,7 @@ def test_a_bundle_that_passed_has_none(bundle: Path) -> None:
 @pytest.mark.parametrize("verdict", ["overridden", "pass"])
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("there", [True, False])
-def test_verdict_lineage_and_file_tell_of_the_same_override(
+def test_verdict_lineage_and_file_show_of_the_same_override(
     bundle: Path, verdict: str, named: bool, there: bool
 ) -> None:
     if there:
@@ -41,7 +41,7 @@ def test_verdict_lineage_and_file_tell_of_the_same_override(
     if (verdict == "overridden", named, there) in ((True, True, True), (False, False, False)):
         assert (open_bundle(bundle).override is not None) is there
     else:
-        with pytest.raises(BundleError, match="do not belong together"):
+        with pytest.raises(BundleError, match="do not match"):
             open_bundle(bundle)
 
 

@@ -66,7 +66,7 @@ def test_two_that_fetch_at_once_leave_one_copy(
     assert [path.name for path in (runs / ".champions").iterdir()] == [entry.bundle]
 
 
-def test_one_whose_run_is_gone_and_that_nobody_copied_is_told(runs: Path, entry: Entry) -> None:
+def test_one_whose_run_is_gone_and_that_no_one_copied_is_reported(runs: Path, entry: Entry) -> None:
     shutil.rmtree(runs / "old")
     with pytest.raises(BundleError, match=r"old/export/bundle is gone, .*no copy of it; restore it, or name"):
         champion_bundle(entry, runs, "")
@@ -93,7 +93,7 @@ def test_a_copy_that_was_altered_is_refused(runs: Path, entry: Entry, tmp_path: 
         champion_bundle(entry, runs, word)
     shutil.rmtree(runs / ".champions")
     (copy / "card.md").unlink()
-    with pytest.raises(BundleError, match=r"the copy in the registry .* is not whole"):
+    with pytest.raises(BundleError, match=r"the copy in the registry .* is not complete"):
         champion_bundle(entry, runs, word)
     (copy / "manifest.json").write_text("{}")
     with pytest.raises(BundleError, match=r"the copy in the registry .* was altered"):

@@ -19,7 +19,7 @@ from pipeline.contract.registry import (
     Change,
     Entry,
     Registry,
-    Wanted,
+    ProposedChange,
     change_registry,
     read_registry,
 )
@@ -36,7 +36,7 @@ def told(*names: str, to: str = CHAMPION) -> Registry:
 
 
 def give(runs: Path, name: str, word: str = "", to: str = CHAMPION) -> Registry:
-    return change_registry(runs, word, lambda _: Wanted(to, entry(name), "deployed"))
+    return change_registry(runs, word, lambda _: ProposedChange(to, entry(name), "deployed"))
 
 
 @pytest.fixture(params=["beside", "folder", "file://", "memory://"])
@@ -101,11 +101,11 @@ def test_a_change_rests_on_the_history_as_it_was_when_it_counted(runs: Path, wor
     """Whoever comes second is asked again, with what the first one did before his eyes."""
     seen: list[int] = []
 
-    def decide(registry: Registry) -> Wanted:
+    def decide(registry: Registry) -> ProposedChange:
         if not seen:
             give(runs, "the first", word)
         seen.append(len(registry.history))
-        return Wanted(CHAMPION, entry("the second"), "x")
+        return ProposedChange(CHAMPION, entry("the second"), "x")
 
     names = change_registry(runs, word, decide).names
     assert seen == [0, 1]

@@ -112,7 +112,7 @@ def test_a_request_that_was_sent_twice_is_known_as_ones_own() -> None:
 @pytest.mark.parametrize("kind", ["lax", "plain"])
 def test_where_two_writers_could_undo_each_other_nothing_is_written(kind: str) -> None:
     shelf = ObjectStore(at(kind))
-    with pytest.raises(ConfigError, match=r"two that write at once could undo each other.*use a folder"):
+    with pytest.raises(ConfigError, match=r"concurrent writers could overwrite each other.*use a folder"):
         shelf.create("one", b"x")
     assert shelf.names() in ([], ["exclusive"])
 

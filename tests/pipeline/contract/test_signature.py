@@ -19,7 +19,7 @@ from pipeline.contract.signature import (
     Runtime,
     Signature,
     TensorSpec,
-    drawing_of,
+    codec_drawing,
 )
 
 
@@ -32,17 +32,17 @@ class Plain:
 
 
 def test_a_codec_has_a_drawing_or_none() -> None:
-    assert drawing_of(Drawn(), "codec.py:Drawn") == Drawing(width=8, height=4, top=1, fit=False)
-    assert drawing_of(Plain(), "codec.py:Plain") is None
+    assert codec_drawing(Drawn(), "codec.py:Drawn") == Drawing(width=8, height=4, top=1, fit=False)
+    assert codec_drawing(Plain(), "codec.py:Plain") is None
 
 
 @pytest.mark.parametrize("wrong", [{"width": 0}, {"height": 1000}, {"top": 0}, {"top": float("inf")}, {"pen": -1}])
-def test_a_drawing_nobody_could_draw_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_drawing_no_one_could_draw_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Drawing(**{"width": 8, "height": 8, "top": 16, **wrong})
 
 
-def test_a_page_that_is_something_else_is_told_when_the_codec_is_loaded(tmp_path: Path) -> None:
+def test_a_page_that_is_something_else_is_reported_when_the_codec_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "pagecodec.py").write_text(
         "class C:\n page = {}\n def decode(self, x): ...\n def encode(self, x): ...\n"
     )
@@ -70,11 +70,11 @@ def test_requests_are_merged_where_all_share_a_named_axis_and_rounding_does_not_
     spec = TensorSpec(name="x", datatype="FP32", shape=("batch", 2))
     limits, runtime = Limits(max_batch_size=1, max_body_bytes=1), Runtime(provider="cpu", threads=1)
     whole = Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
-    assert whole.why_alone == whole.model_copy(update={"variant": "int8-static"}).why_alone == ""
-    assert "the range of the whole batch" in whole.model_copy(update={"variant": "int8-dynamic"}).why_alone
+    assert whole.unbatched_reason == whole.model_copy(update={"variant": "int8-static"}).unbatched_reason == ""
+    assert "the range of the whole batch" in whole.model_copy(update={"variant": "int8-dynamic"}).unbatched_reason
     for shape in (("rows", 2), (4, 2), ()):
         other = spec.model_copy(update={"shape": shape})
-        assert "do not share a first axis" in whole.model_copy(update={"outputs": (other,)}).why_alone
+        assert "do not share a first axis" in whole.model_copy(update={"outputs": (other,)}).unbatched_reason
 
 
 def test_a_named_axis_is_minus_one_in_the_protocol() -> None:

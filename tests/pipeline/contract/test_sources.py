@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.sources import code_digest, house_sources, project_sources
+from pipeline.contract.sources import code_digest, package_sources, project_sources
 
 TASK = "import my_helper\nclass Net: ...\n"
 
@@ -128,7 +128,7 @@ def test_installed_modules_are_not_the_users_code(tmp_path: Path) -> None:
         ("x = '\0'\n", r"task\.py"),
     ],
 )
-def test_a_task_that_cannot_be_read_is_told_without_running_it(tmp_path: Path, source: str, message: str) -> None:
+def test_a_task_that_cannot_be_read_is_reported_without_running_it(tmp_path: Path, source: str, message: str) -> None:
     write(tmp_path, {"task.py": source})
     with pytest.raises(ConfigError, match=message):
         project_sources(tmp_path, "task.py:Net")
@@ -157,12 +157,12 @@ def test_a_class_that_is_imported_or_assigned_is_found(tmp_path: Path) -> None:
 
 
 def test_a_step_of_ours_depends_on_its_package_and_the_contracts_and_on_no_other_stage() -> None:
-    names = set(house_sources("train"))
+    names = set(package_sources("train"))
     assert {"train/__main__.py", "train/batch_order.py", "pipeline/contract/config.py", "pipeline/__init__.py"} <= names
     assert not [name for name in names if name.startswith(("evaluate/", "export/", "serve/", "k8s/"))]
 
 
 def test_a_step_of_ours_may_be_a_single_module() -> None:
-    names = set(house_sources("pipeline.steps.prepare"))
+    names = set(package_sources("pipeline.steps.prepare"))
     assert {"pipeline/steps/prepare.py", "pipeline/contract/data.py"} <= names
     assert "pipeline/runner.py" not in names

@@ -13,7 +13,7 @@ import train
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.task import Classifier, HasBaseline, HasExample, companions_in, load_class, load_task, open_task
+from pipeline.contract.task import Classifier, HasBaseline, HasExample, shared_file_digests, load_class, load_task, open_task
 
 TASK = """
 class Net:
@@ -40,7 +40,7 @@ def run(root: Path) -> Run:
     files = run.output("prepare") / "files"
     files.mkdir(parents=True)
     (files / "words.txt").write_text("one two")
-    write_json(run.output("prepare") / "data.json", {"files": companions_in(files)})
+    write_json(run.output("prepare") / "data.json", {"files": shared_file_digests(files)})
     config = {"name": "x", "task": "some_task.py:Net", "codec": "codec.py:C"}
     file = RunFile(id="one", created="2026-01-01", wanted=("train",), config=config, environment={})
     (run.path / "run.json").write_text(file.model_dump_json())
@@ -63,7 +63,7 @@ def test_a_later_step_opens_the_task_with_its_files(run: Run, root: Path) -> Non
 )
 def test_files_other_than_prepare_left_are_refused(run: Run, root: Path, harm: Callable[[Path], object]) -> None:
     harm(run.output("prepare") / "files")
-    with pytest.raises(DataError, match="not as prepare left it"):
+    with pytest.raises(DataError, match="changed since prepare"):
         open_task(run, root)
 
 
@@ -148,7 +148,7 @@ def test_a_missing_class_is_named(root: Path) -> None:
         ("import sys; sys.exit(0)", "SystemExit"),  # a script without a main guard must not end the step as done
     ],
 )
-def test_an_import_that_fails_says_why_on_one_line(root: Path, source: str, cause: str) -> None:
+def test_an_import_that_fails_states_why_on_one_line(root: Path, source: str, cause: str) -> None:
     (root / "my_task.py").write_text(source + "\n")
     with pytest.raises(ConfigError, match=r"my_task\.py: import failed: ") as caught:
         load_class("my_task.py:Net", root)
@@ -156,7 +156,7 @@ def test_an_import_that_fails_says_why_on_one_line(root: Path, source: str, caus
     assert "\n" not in str(caught.value)
 
 
-def test_an_import_that_failed_can_be_mended_and_tried_again(root: Path) -> None:
+def test_an_import_that_failed_can_be_fixed_and_tried_again(root: Path) -> None:
     path = root / "my_task.py"
     path.write_text("1 / 0\n")
     with pytest.raises(ConfigError):

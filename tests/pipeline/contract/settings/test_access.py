@@ -19,7 +19,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_paths_begin_at_the_projects_root(root: Path) -> None:
-    access = Access.of(Serve(api_keys="keys", tls_certificate="crt", tls_key=str(root / "key")), root)
+    access = Access.from_settings(Serve(api_keys="keys", tls_certificate="crt", tls_key=str(root / "key")), root)
     expected = ["--api-keys", root / "keys", "--tls-certificate", root / "crt", "--tls-key", root / "key"]
     assert access.options == list(map(str, expected))
     assert access.scheme == "https"
@@ -27,7 +27,7 @@ def test_paths_begin_at_the_projects_root(root: Path) -> None:
 
 
 def test_nothing_set_is_nothing_requested(root: Path) -> None:
-    access = Access.of(Serve(), root)
+    access = Access.from_settings(Serve(), root)
     assert (access.options, access.headers(), access.scheme) == ([], {}, "http")
 
 
@@ -41,21 +41,21 @@ def test_nothing_set_is_nothing_requested(root: Path) -> None:
 )
 def test_what_cannot_be_is_stated_before_anything_starts(root: Path, words: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        Access.of(Serve(**words), root)
+        Access.from_settings(Serve(**words), root)
 
 
 def test_our_own_commands_come_in_with_the_first_key(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    access = Access.of(Serve(api_keys="keys"), root)
+    access = Access.from_settings(Serve(api_keys="keys"), root)
     assert access.headers() == {"x-api-key": "first-key-0123456789"}
     monkeypatch.setenv("PIPE_API_KEY", "another")
     assert access.headers() == {"x-api-key": "another"}
 
 
 def test_hashes_alone_open_no_security(root: Path) -> None:
-    access = Access.of(Serve(api_keys="keys"), root)
+    access = Access.from_settings(Serve(api_keys="keys"), root)
     hashed = access.hashed_keys()
     assert hashed.splitlines()[0] == f"sha256:{hashlib.sha256(b'first-key-0123456789').hexdigest()}"
     (root / "keys").write_text(hashed)
     assert access.hashed_keys() == hashed
-    with pytest.raises(ConfigError, match="holds hashes alone; set PIPE_API_KEY"):
+    with pytest.raises(ConfigError, match="has only hashes; set PIPE_API_KEY"):
         access.headers()

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.contract.config import parse_config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings import section
-from pipeline.contract.settings.section import share_of
+from pipeline.contract.settings.section import parse_share
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_the_fix_is_reported_of_the_word_that_is_wrong() -> None:
     ("text", "share"), [("10%", 0.1), ("0.1", 0.1), (" 2.5 % ", 0.025), ("100%", 1.0), ("1", 1.0), ("0", 0.0)]
 )
 def test_a_share_is_a_part_of_one(text: str, share: float) -> None:
-    assert share_of(text) == pytest.approx(share)
+    assert parse_share(text) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("text", ["", "10", "101%", "-1%", "1e-1", "nan", "a tenth", "٣%"])
 def test_what_is_no_share_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no share; write it as in 10% or 0\.1"):
-        share_of(text)
+    with pytest.raises(ValueError, match=r"is not a fraction; write it as 10% or 0\.1"):
+        parse_share(text)
