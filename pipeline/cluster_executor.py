@@ -1,111 +1,188 @@
-"""A step as a Job: connected, started or found again, followed, and removed; Ctrl-C asks whether to cancel it."""
+"""Run steps as Kubernetes Jobs, and render training or the whole pipeline as manifests without running anything."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+from k8s import workflows
 from k8s.cluster.api import Connection, connect
-from k8s.cluster.rollout_status import Ending
-from k8s.objects.jobs import Work, work
-from k8s.objects.manifests import label
-from k8s.step_runner import Engine
-from pipeline.contract.config import Config
-from pipeline.contract.errors import PipelineError, StageError, read_error, write_error
-from pipeline.contract.run import Run, StepRecord
-from pipeline.plan import Step, argv_of, run_argument
-from pipeline.processes import Ask, Say, pod_environment
+from k8s.cluster.rollout_status import JobResult
+from k8s.objects.jobs import StepJob, step_job
+from k8s.objects.manifests import check_pinned, kubectl_name, write_documents, write_manifests
+from k8s.objects.training import run_name, training_objects, volume_claims
+from k8s.step_runner import StepRunner
+from k8s.workflows import WorkflowTask
+from pipeline.contract.config import Config, override_config
+from pipeline.contract.errors import ConfigError, PipelineError, StageError, read_error, write_error
+from pipeline.contract.run import STEPS, Run, StepRecord
+from pipeline.history import Project
+from pipeline.plan import CLUSTER_STEPS, STEP_KINDS, Step, run_argument, step_command
+from pipeline.processes import Ask, Report, pod_environment
+
+PENDING_TIMEOUT_SECONDS = 300  # for a pod whose image or volume the cluster cannot get
 
 
-class OnCluster:
-    """The cluster of `deploy.context`, in `deploy.namespace`."""
+class ClusterExecutor:
+    """Runs a step on the cluster of `deploy.context`, in `deploy.namespace`."""
 
-    def __init__(self, root: Path, say: Say, ask: Ask) -> None:
-        self._root, self._say, self._ask = root, say, ask
+    def __init__(self, root: Path, report: Report, ask: Ask) -> None:
+        self._root, self._report, self._ask = root, report, ask
         self._connection: Connection | None = None
 
-    def goes_on(self, run: Run, step: Step) -> bool:
+    def is_running(self, run: Run, step: Step) -> bool:
         if step.name not in run.read().steps:
             return False
-        return self._engine(run, step.name, step.key, _quiet).find() is not None
+        return self._step_runner(run, step.name, step.key, _no_tick).find() is not None
 
-    def exit_status(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
-        """What went wrong is left where a step's process leaves it, unless the step's own process did."""
-        engine = self._engine(run, record.step, record.key, tick)
+    def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
+        """Run or follow the Job and return its exit status; a failure leaves the error file a process would leave."""
+        runner = self._step_runner(run, record.step, record.key, tick)
+        partial = run.partial(record.step)
         try:
-            found = self._run(engine, run)
+            result = self._run_job(runner, run)
         except PipelineError as error:
-            found = Ending(error.exit_code, str(error))
-            if read_error(run.partial(record.step)) is None:
-                write_error(error, run.partial(record.step))
-        if found.status and read_error(run.partial(record.step)) is None:
-            write_error(StageError(found.reason), run.partial(record.step))
-        if not found.status and not run.partial(record.step).is_dir():
-            write_error(_unseen(run, engine.work), run.partial(record.step))
+            result = JobResult(error.exit_code, str(error))
+            if read_error(partial) is None:
+                write_error(error, partial)
+        if result.status and read_error(partial) is None:
+            write_error(StageError(result.reason), partial)
+        if not result.status and not partial.is_dir():
+            write_error(_other_volume(run, runner.step_job), partial)
             return StageError.exit_code
-        return found.status
+        return result.status
 
-    def _run(self, engine: Engine, run: Run) -> Ending:
-        connection = engine.connection
-        self._say(f"on context {connection.context}, server {connection.server}, namespace {engine.namespace}")
+    def _run_job(self, runner: StepRunner, run: Run) -> JobResult:
+        connection = runner.connection
+        self._report(f"on context {connection.context}, server {connection.server}, namespace {runner.namespace}")
         try:
-            if (job := engine.find()) is not None:
-                self._say(f"{label(job)} was started before; following it")
+            if (job := runner.find()) is not None:
+                self._report(f"{kubectl_name(job)} was started before; following it")
             else:
-                engine.start()
-            found = self._follow(engine, run)
+                runner.start()
+            result = self._follow(runner, run)
         except KeyboardInterrupt as interrupt:
-            self._interrupted(engine, run, asked=not interrupt.args)
+            self._interrupt(runner, run, by_user=not interrupt.args)  # SIGTERM's has an argument
             raise
         try:
-            engine.remove()
-        except PipelineError as error:  # the step is over, however its Job may stay
-            self._say(f"warning: {label(engine.work.job)} is left on the cluster: {error}")
-        return found
+            runner.remove()
+        except PipelineError as error:  # the step has ended, whether or not its Job can be removed
+            self._report(f"warning: {kubectl_name(runner.step_job.job)} is left on the cluster: {error}")
+        return result
 
-    def _follow(self, engine: Engine, run: Run) -> Ending:
+    def _follow(self, runner: StepRunner, run: Run) -> JobResult:
         try:
-            return engine.follow()
+            return runner.follow()
         except PipelineError:
-            self._say(f"{label(engine.work.job)} goes on without us; `pipe run --resume {run.id}` follows it again")
+            self._report(
+                f"{kubectl_name(runner.step_job.job)} keeps running; `pipe run --resume {run.id}` follows it again"
+            )
             raise
 
-    def _interrupted(self, engine: Engine, run: Run, asked: bool) -> None:
-        """SIGTERM has an argument, and nobody to answer a question."""
-        name = label(engine.work.job)
-        if asked and not self._ask(f"{name} runs on the cluster. Cancel it? [Y/n] "):
-            self._say(f"{name} goes on without us; `pipe run --resume {run.id}` follows it again")
+    def _interrupt(self, runner: StepRunner, run: Run, by_user: bool) -> None:
+        name = kubectl_name(runner.step_job.job)
+        if by_user and not self._ask(f"{name} runs on the cluster. Cancel it? [Y/n] "):
+            self._report(f"{name} keeps running; `pipe run --resume {run.id}` follows it again")
             return
-        self._say(f"cancelling {name}; its pods end first (Ctrl-C again: do not wait for them)")
-        engine.cancel()
+        self._report(f"cancelling {name} and waiting for its pods to end (Ctrl-C again: do not wait)")
+        runner.cancel()
 
-    def _engine(self, run: Run, step: str, key: str, tick: Callable[[], None]) -> Engine:
+    def _step_runner(self, run: Run, step: str, key: str, tick: Callable[[], None]) -> StepRunner:
         config = run.config
         if self._connection is None:
             self._connection = connect(config.deploy.context)
-        found = _work(config, run, self._root, step, key)
-        patience = config.jobs.timeout_seconds
-        logs, log = run.path / "logs" / step, run.log(step)
-        return Engine(self._connection, config.deploy.namespace, found, logs, log, patience, self._say, tick)
+        command = step_command(step, config, run_argument(self._root, run))
+        return StepRunner(
+            self._connection,
+            config.deploy.namespace,
+            step_job(config, step, run.id, key, command, pod_environment()),
+            run.path / "logs" / step,
+            run.log(step),
+            PENDING_TIMEOUT_SECONDS,
+            self._report,
+            tick,
+        )
 
 
-def check(config: Config) -> None:
-    """Before a run directory is made: mistakes that need no cluster to be seen."""
-    for step in config.jobs.steps:
-        work(config, step, "run", "key", argv_of(step, config, "runs/run"), {})
+def check_jobs(config: Config) -> None:
+    """Raise the mistakes that can be found without a cluster, before a run directory is made."""
+    for step in CLUSTER_STEPS:
+        step_job(config, step, "run", "key", step_command(step, config, "runs/run"), {})
 
 
-def _work(config: Config, run: Run, root: Path, step: str, key: str) -> Work:
-    argv = argv_of(step, config, run_argument(root, run))
-    return work(config, step, run.id, key, argv, pod_environment())
-
-
-def _unseen(run: Run, made: Work) -> StageError:
+def _other_volume(run: Run, job: StepJob) -> StageError:
     return StageError(
-        f"its pod ended well, but {run.path} has nothing of it: the volume claim {made.claim} must hold the folder of "
-        f"runs of this machine, {run.runs}"
+        f"its pod succeeded, but wrote nothing to {run.path}; to fix it: the volume claim {job.claim} must hold this "
+        f"machine's folder of runs, {run.runs}"
     )
 
 
-def _quiet() -> None:
-    """Nothing is shown while a Job is only looked for."""
+def _no_tick() -> None:
+    """Show nothing while looking for a Job."""
+
+
+def render_training(project: Project, config: Config, directory: str) -> list[Path]:
+    """Write the manifests that train this project on a cluster without `pipe run`."""
+    image = _training_image(config)
+    objects = training_objects(config, image, f"runs/{run_name(config, image)}", standalone=True)
+    return list(write_manifests(objects, _target(project, directory, "train")))
+
+
+def render_workflow(project: Project, config: Config, engine: str, directory: str) -> list[Path]:
+    """Write all steps as a workflow for an engine, and the claim for the volume of the runs."""
+    image, config = _training_image(config), override_config(config, _pod_overrides(config))
+    target = _target(project, directory, engine)
+    claims = volume_claims(config)
+    files = {"claim.yaml": claims} if claims else {}
+    if engine == "argo":
+        tasks = workflow_tasks(config, workflows.ARGO_RUN)
+        files["workflow.yaml"] = [workflows.argo_workflow(config, tasks, image)]
+    else:
+        tasks = workflow_tasks(config, workflows.KFP_RUN)
+        files["pipeline.yaml"] = workflows.kfp_documents(config, tasks, image)
+    return write_documents(files, target)
+
+
+def missing_image(config: Config) -> str:
+    """Return why the last step of a workflow would have nothing to deploy; empty where it has."""
+    if config.package.builder not in ("auto", "none") or (config.deploy.image and config.deploy.storage_uri):
+        return ""
+    return (
+        "pods have no container builder, so the workflow's deploy step finds no image of its bundle: set deploy.image, "
+        "deploy.target=kserve and deploy.storage_uri (docs/kubernetes.md, Argo and Kubeflow Pipelines), or "
+        "deploy the run from a machine with a builder"
+    )
+
+
+def workflow_tasks(config: Config, run: str) -> tuple[WorkflowTask, ...]:
+    """Return the steps as a graph: each after those it reads from."""
+    return tuple(
+        WorkflowTask(
+            step,
+            step_command(step, config, run),
+            tuple(name for name in STEPS if name in STEP_KINDS[step].upstream),
+        )
+        for step in STEPS
+    )
+
+
+def _pod_overrides(config: Config) -> list[str]:
+    """Return the settings of steps in pods: no local service, no Jobs of their own, no builder unless one is named."""
+    build = [] if config.package.builder not in ("auto", "none") else ["package.builder=none"]
+    target = [] if config.deploy.on_cluster else ["deploy.target=kubernetes"]
+    return [*target, "cluster.executor=local", *build]
+
+
+def _training_image(config: Config) -> str:
+    if not config.train.image:
+        raise ConfigError(
+            "train.image is empty; name the image of the training pods: `pipe package --train --push` makes one"
+        )
+    check_pinned(config.train.image, "train.image")
+    return config.train.image
+
+
+def _target(project: Project, directory: str, name: str) -> Path:
+    target = project.runs / "manifests" / name if directory == "default" else Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    return target

@@ -1,4 +1,4 @@
-"""Runs beside each other: which parts of their keys differ, and what came out."""
+"""Compare runs: the parts of their keys that differ, and their results."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipeline.contract.run import STEPS, Run, StepRecord
 
 
 def differences(first: Run, second: Run) -> list[dict[str, str]]:
-    """Named parts of the keys (settings, sources, versions, inputs) that differ, step by step."""
-    return differing(first.read().steps, second.read().steps)
+    """Return the parts of the keys (settings, sources, versions, inputs) that differ, step by step."""
+    return record_differences(first.read().steps, second.read().steps)
 
 
-def differing(a: Mapping[str, StepRecord], b: Mapping[str, StepRecord]) -> list[dict[str, str]]:
+def record_differences(a: Mapping[str, StepRecord], b: Mapping[str, StepRecord]) -> list[dict[str, str]]:
     rows = []
     for step in STEPS:
         before = a[step].parts if step in a else {}
@@ -28,8 +28,8 @@ def differing(a: Mapping[str, StepRecord], b: Mapping[str, StepRecord]) -> list[
     return rows
 
 
-def results(run: Run) -> dict[str, Any]:
-    """One row of a comparison; what a run has not reached is None."""
+def result_row(run: Run) -> dict[str, Any]:
+    """Return one row of a comparison; None for what a run does not have yet."""
     row: dict[str, Any] = {"run": run.id, "verdict": None, "bundle": None, "test": None}
     if (run.output("evaluate") / "verdict.json").exists():
         record = run.read().steps.get("evaluate")
@@ -37,32 +37,32 @@ def results(run: Run) -> dict[str, Any]:
     if (run.bundle_path / "manifest.json").exists():
         row["bundle"] = run.bundle().digest[:12]
     metrics = run.output("evaluate") / "metrics.json"
-    found: dict[str, Any] = json.loads(metrics.read_text()) if metrics.exists() else {}
-    row["test"] = str(found.get("test_fingerprint", ""))[:12] or None
-    measured: dict[str, Any] = found.get("candidate", {})
-    return row | measured | {"train_seconds": _worked(run)}
+    body: dict[str, Any] = json.loads(metrics.read_text()) if metrics.exists() else {}
+    row["test"] = str(body.get("test_fingerprint", ""))[:12] or None
+    scores: dict[str, Any] = body.get("candidate", {})
+    return row | scores | {"train_seconds": _train_seconds(run)}
 
 
-def unlike(rows: list[dict[str, Any]]) -> str:
-    """Whose numbers must not be read against each other; empty where all were judged on the same samples."""
+def describe_different_tests(rows: list[dict[str, Any]]) -> str:
+    """Return a warning where runs were evaluated on different test samples; empty where on the same."""
     tests: dict[str, list[str]] = {}
     for row in rows:
         if row["test"]:
             tests.setdefault(row["test"], []).append(row["run"])
     if len(tests) < 2:
         return ""
-    told = "; ".join(f"{test}: {', '.join(runs)}" for test, runs in tests.items())
-    return f"these runs were judged on different test data, so their numbers do not compare ({told})"
+    groups = "; ".join(f"{test}: {', '.join(runs)}" for test, runs in tests.items())
+    return f"these runs were evaluated on different test data, so their numbers cannot be compared ({groups})"
 
 
-def aligned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every row with every column, in the order they first appear."""
+def align_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give every row every column, in the order in which they first appear."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in names} for row in rows]
 
 
-def outcome_digests(run: Run) -> dict[str, str]:
-    """The digests that say whether two runs came to the same thing."""
+def result_digests(run: Run) -> dict[str, str]:
+    """Return the digests that are equal for two runs with the same result."""
     files = {"train": "model.safetensors", "evaluate": "verdict.json", "export": "bundle/model.onnx"}
     steps = run.read().steps
     return {
@@ -72,8 +72,8 @@ def outcome_digests(run: Run) -> dict[str, str]:
     }
 
 
-def _worked(run: Run) -> float | None:
-    """How long training took, in the run that did it."""
+def _train_seconds(run: Run) -> float | None:
+    """Return how long training took in the run that did it."""
     record = run.read().steps.get("train")
     if record is not None and record.reused_from:
         origin = Run(run.runs / record.reused_from)

@@ -1,4 +1,4 @@
-"""What this machine offers and lacks; each problem with its mend."""
+"""Check this machine: Python, torch, GPUs, launchers, ONNX Runtime, container builders, cluster, disk and memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any, Literal
 _TIMEOUT_SECONDS = 60
 _GIB = 1 << 30
 
-# Asked in a process of its own: torch takes seconds to load, and a broken one must not take the doctor down.
-_TORCH_QUESTIONS = """
+# Run in its own process: torch takes seconds to load, and a broken one must not end this process.
+_TORCH_PROGRAM = """
 import json, torch, torch.distributed as dist
 cuda = torch.cuda.is_available()
 print(json.dumps({
@@ -29,7 +29,7 @@ print(json.dumps({
     "gloo": dist.is_gloo_available(),
 }))
 """
-_RUNTIME_QUESTIONS = """
+_RUNTIME_PROGRAM = """
 import json, onnxruntime
 print(json.dumps({"version": onnxruntime.__version__, "providers": onnxruntime.get_available_providers()}))
 """
@@ -40,10 +40,10 @@ class Finding:
     what: str
     state: Literal["ok", "warn", "fail"]
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
-def examine(folder: Path) -> list[Finding]:
+def check_machine(folder: Path) -> list[Finding]:
     checks: list[Callable[[], list[Finding]]] = [_python, _torch, launchers, _runtime, _builders, _cluster]
     return [finding for check in checks for finding in check()] + [disk(folder), shared_memory(Path("/dev/shm"))]  # noqa: S108
 
@@ -55,13 +55,13 @@ def _python() -> list[Finding]:
 
 
 def _torch() -> list[Finding]:
-    found = _ask(_TORCH_QUESTIONS)
+    found = _run_program(_TORCH_PROGRAM)
     if found is None:
-        return [Finding("torch", "fail", "does not import", "pip install -c constraints.txt '.[train]'")]
-    return judge_torch(found, gpu_present=bool(list(Path("/dev").glob("nvidia[0-9]*"))))
+        return [Finding("torch", "fail", "does not import", "pip install 'pipe-road[train]'")]
+    return check_torch(found, gpu_present=bool(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
-def judge_torch(found: Mapping[str, Any], gpu_present: bool) -> list[Finding]:
+def check_torch(found: Mapping[str, Any], gpu_present: bool) -> list[Finding]:
     findings = [Finding("torch", "ok", found["version"])]
     if found["cuda"]:
         detail = f"{', '.join(found['gpus'])}; CUDA {found['built_for']}, cuDNN {found['cudnn']}, NCCL {found['nccl']}"
@@ -77,34 +77,34 @@ def judge_torch(found: Mapping[str, Any], gpu_present: bool) -> list[Finding]:
             )
         )
     else:
-        findings.append(Finding("gpu", "warn", "none; training runs on CPU", "nothing to do, unless you expected one"))
+        findings.append(Finding("gpu", "warn", "none; training runs on CPU", "nothing to fix, unless you expected one"))
     if not found["gloo"]:
         findings.append(Finding("gloo", "fail", "torch has no gloo backend", "install a standard build of torch"))
     return findings
 
 
 def launchers() -> list[Finding]:
-    """What can start the processes of training; torchrun comes with torch."""
+    """Find the programs that can start the processes of training; torchrun comes with torch."""
     found = ["torchrun", *(name for name in ("mpirun", "srun", "horovodrun") if shutil.which(name))]
-    detail = f"{', '.join(found)}; train.compress pays on slow links (100 Mbit/s), not within a machine"
+    detail = f"{', '.join(found)}; train.compress helps on slow networks (100 Mbit/s), not within a machine"
     return [Finding("launchers", "ok", detail)]
 
 
 def _runtime() -> list[Finding]:
-    found = _ask(_RUNTIME_QUESTIONS)
+    found = _run_program(_RUNTIME_PROGRAM)
     if found is None:
-        return [Finding("onnxruntime", "fail", "does not import", "pip install -c constraints.txt '.[serve]'")]
+        return [Finding("onnxruntime", "fail", "does not import", "pip install 'pipe-road[serve]'")]
     detail = f"{found['version']}: {', '.join(found['providers'])}"
     findings = [Finding("onnxruntime", "ok", detail)]
     try:
         findings.append(Finding("kserve", "ok", metadata.version("kserve")))
     except metadata.PackageNotFoundError:
-        findings.append(Finding("kserve", "fail", "not installed", "pip install -c constraints.txt '.[serve]'"))
+        findings.append(Finding("kserve", "fail", "not installed", "pip install 'pipe-road[serve]'"))
     return findings
 
 
 def _builders() -> list[Finding]:
-    """A builder counts when its engine answers, not when its client is installed."""
+    """Find the builders whose engine answers; an installed client is not enough."""
     present = [name for name in ("docker", "podman", "buildah") if shutil.which(name)]
     working = [name for name in present if _answers([name, "info"])]
     if working:
@@ -114,13 +114,13 @@ def _builders() -> list[Finding]:
         return [
             Finding("container builder", "warn", detail, "start the engine; until then only the build context is made")
         ]
-    mend = "install docker, podman or buildah; until then only the build context is made"
-    return [Finding("container builder", "warn", "none", mend)]
+    fix = "install docker, podman or buildah; until then only the build context is made"
+    return [Finding("container builder", "warn", "none", fix)]
 
 
 def _cluster() -> list[Finding]:
     if not shutil.which("kubectl"):
-        return [Finding("kubernetes", "warn", "no kubectl", "install kubectl to look at a cluster; deploying needs only a kubeconfig")]  # fmt: skip  # noqa: E501
+        return [Finding("kubernetes", "warn", "no kubectl", "install kubectl to inspect a cluster; deploying needs only a kubeconfig")]  # fmt: skip  # noqa: E501
     if not _answers(["kubectl", "version", "--request-timeout=5s"]):
         return [Finding("kubernetes", "warn", "no cluster answers", "check `kubectl config current-context`")]
     crds = _lines(["kubectl", "get", "crd", "-o", "name", "--request-timeout=5s"])
@@ -147,8 +147,8 @@ def shared_memory(place: Path) -> Finding:
     return Finding("shared memory", "warn", detail, "in a container, start it with a larger --shm-size")
 
 
-def _ask(program: str) -> Any:
-    """The JSON a small program prints, or None when it fails."""
+def _run_program(program: str) -> Any:
+    """Return the JSON that a small program prints, or None when it fails."""
     lines = _lines([sys.executable, "-c", program])
     try:
         return json.loads(lines[-1])

@@ -1,9 +1,4 @@
-"""Where a step runs: as a process here, or as a Job on a cluster; both end with an exit status and leave a log.
-
-The process of a step: started, started again where that may help, and what its end means.
-
-A step as a Job: connected, started or found again, followed, and removed; Ctrl-C asks whether to cancel it.
-"""
+"""Choose where a step runs, as a process on this machine or as a Job on a cluster, and find out why it failed."""
 
 from __future__ import annotations
 
@@ -15,84 +10,86 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.contract.attempts import Stop, decide, read_story, tell_end
 from pipeline.contract.config import Config
 from pipeline.contract.errors import PipelineError, ResourceError, StageError, read_error
-from pipeline.contract.processes import ending
+from pipeline.contract.extras import missing_extra_in_log
+from pipeline.contract.processes import describe_exit
+from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
 from pipeline.contract.run import Run, StepRecord
-from pipeline.plan import AGAIN, Step, processes_per_node
-from pipeline.processes import Ask, LocalLauncher, Say, count_gpus, killed_process, step_environment
+from pipeline.plan import CLUSTER_STEPS, RESTARTED_FLAG, Step, processes_per_node
+from pipeline.processes import Ask, LocalLauncher, Report, count_gpus, find_killed_process, step_environment
+
+_DISK_FULL_BYTES = 1 << 20
 
 
 class Executor(Protocol):
-    def goes_on(self, run: Run, step: Step) -> bool:
-        """Whether an earlier `pipe` started this step and it still runs, so that nothing of it may be thrown away."""
+    def is_running(self, run: Run, step: Step) -> bool:
+        """True if an earlier `pipe` started this step and it still runs: then none of its files may be removed."""
 
-    def exit_status(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
-        """Run the step to its end; what it says goes to its log, and `tick` is called meanwhile."""
+    def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
+        """Run the step to its end and return its exit status; output goes to its log, `tick` is called meanwhile."""
 
 
-class Here:
-    """Processes end with the `pipe` that started them."""
+class LocalExecutor:
+    """Runs a step as a process that ends with this one."""
 
     def __init__(self, root: Path, cores: int) -> None:
         self._root, self._cores = root, cores
 
-    def goes_on(self, run: Run, step: Step) -> bool:  # noqa: ARG002 - the protocol's signature
+    def is_running(self, run: Run, step: Step) -> bool:  # noqa: ARG002 - the protocol's signature
         return False
 
-    def exit_status(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
-        return exit_status(self._root, run, record, self._cores, tick)
+    def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
+        """Run the process; training is started again where its node was killed, as it starts its workers again."""
+        train, log = run.config.train, run.log(record.step)
+        processes = processes_per_node(train, count_gpus(os.environ)) if record.step == "train" else 1
+        environment = step_environment(processes, self._cores or os.cpu_count() or 1)
+        launcher = LocalLauncher(self._root, tick)
+        status = launcher.launch(record.argv, log, environment)
+        while record.step == "train" and status == -signal.SIGKILL:
+            host = socket.gethostname()
+            end = ProcessEnd(host, describe_exit(f"the node on {host}", status))
+            if isinstance(restart_after(run.path, end, train.restarts), GiveUp):
+                break
+            status = launcher.launch((*record.argv, RESTARTED_FLAG), log, environment)
+        return status
 
 
-def is_on_cluster(step: str, config: Config) -> bool:
-    return config.jobs.executor == "kubernetes" and step in config.jobs.steps
+def choose_executor(step: str, root: Path, config: Config, cores: int, report: Report, ask: Ask) -> Executor:
+    if not runs_on_cluster(step, config):
+        return LocalExecutor(root, cores)
+    from pipeline.cluster_executor import ClusterExecutor  # the manifests are slow to load
+
+    return ClusterExecutor(root, report, ask)
 
 
-def executor_of(step: str, root: Path, config: Config, cores: int, say: Say, ask: Ask) -> Executor:
-    if not is_on_cluster(step, config):
-        return Here(root, cores)
-    from pipeline.cluster_executor import OnCluster  # other steps do without the manifests
-
-    return OnCluster(root, say, ask)
+def runs_on_cluster(step: str, config: Config) -> bool:
+    return config.cluster.executor == "kubernetes" and step in CLUSTER_STEPS
 
 
-_NO_SPACE_BYTES = 1 << 20
+def find_failure(run: Run, step: str, status: int, log: str) -> PipelineError | None:
+    """Return the cause of a failure, or None where the step succeeded.
 
-
-def exit_status(root: Path, run: Run, record: StepRecord, cores: int, tick: Callable[[], None]) -> int:
-    """Of the step's process. The node of training begins again when somebody kills it, as those it starts do."""
-    train, log = run.config.train, run.log(record.step)
-    processes = processes_per_node(train, count_gpus(os.environ)) if record.step == "train" else 1
-    environment = step_environment(processes, cores or os.cpu_count() or 1)
-    launcher = LocalLauncher(root, tick)
-    status = launcher.launch(record.argv, log, environment)
-    while record.step == "train" and status == -signal.SIGKILL:
-        host = socket.gethostname()
-        tell_end(run.path, host=host, reason=ending(f"the node on {host}", status))
-        if isinstance(decide(read_story(run.path), train.restarts), Stop):
-            break
-        status = launcher.launch((*record.argv, AGAIN), log, environment)
-    return status
-
-
-def failure(run: Run, step: str, status: int, said: str) -> PipelineError | None:
-    """The cause first, as a process left it or as the launcher says; then what those saw who lost contact."""
+    A process that lost contact with another one (`echo`) leaves an error, too; a killed process, which leaves none,
+    is the cause then.
+    """
     if status == 0:
-        return _missing(run, step)
+        return _missing_model(run, step)
     error = read_error(run.partial(step))
-    if (error is None or error.echo) and (killed := killed_process(said)):
+    if (error is None or error.echo) and (killed := find_killed_process(log)):
         return StageError(f"{step}: {killed}")
+    if error is None:
+        error = missing_extra_in_log(log)
     if error is not None:
         return type(error)(f"{step}: {error}")
-    if shutil.disk_usage(run.path).free < _NO_SPACE_BYTES:
+    if shutil.disk_usage(run.path).free < _DISK_FULL_BYTES:
         return ResourceError(f"{step}: disk full under {run.path}; free some space, then `pipe run --resume`")
-    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    return StageError(f"{step}: its process {how} and left no reason")
+    ending = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+    return StageError(f"{step}: its process {ending} and left no reason; its output is in {run.log(step)}")
 
 
-def _missing(run: Run, step: str) -> PipelineError | None:
-    """A machine that trained along with others and keeps its own run directory has no model in it."""
+def _missing_model(run: Run, step: str) -> PipelineError | None:
+    """Return the error of a machine that trained with others but has its own run directory, with no model in it."""
     if step != "train" or (run.partial(step) / "model.safetensors").is_file():
         return None
     return StageError(

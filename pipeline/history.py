@@ -1,10 +1,6 @@
-"""The runs of a project: making one, finding earlier ones, checking and sharing their files.
+"""The project folder and its runs: create, find, record and lock them.
 
-Where a command works: the project folder with `pipe.yaml`, and the folder of its runs.
-
-Who may change a runs directory: one `pipe` at a time, or several searches; whoever comes second learns who holds it.
-
-All locks are the kernel's, held as long as the process lives, so a killed owner leaves none behind.
+All locks are the kernel's: they are released when their process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -32,9 +28,38 @@ from pipeline.contract.files import digest_file, digest_mapping, digest_tree, wr
 from pipeline.contract.run import Run, RunFile, StepRecord, all_runs
 
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic")
-
+_POLL_SECONDS = 0.2
 
 History: TypeAlias = list[tuple[Run, RunFile]]
+
+
+@dataclass(frozen=True)
+class Project:
+    root: Path  # working directory of every step
+    runs: Path
+    embedded: bool = False  # the digits example, as the folder has no pipe.yaml
+
+    def config(self, overrides: Sequence[str] = ()) -> Config:
+        return load_config(self.root / "pipe.yaml", overrides)
+
+
+def find_project(folder: Path) -> Project:
+    """Return the project in a folder; in a folder without `pipe.yaml`, the embedded example."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; `pipe init {folder}` makes a project")
+    folder = folder.resolve()
+    if (folder / "pipe.yaml").is_file():
+        return Project(folder, folder / "runs")
+    return Project(example_folder("digits"), folder / "runs", embedded=True)
+
+
+def example_folder(name: str) -> Path:
+    """Return an example that ships with `pipe`: next to the packages in a checkout, inside this one when installed."""
+    here = Path(__file__).resolve().parent
+    for folder in (here.parent / "examples" / name, here / "examples" / name):
+        if (folder / "pipe.yaml").is_file():
+            return folder
+    raise ConfigError(f"no example {name!r} in this installation")
 
 
 def now() -> str:
@@ -58,7 +83,7 @@ def begin_run(
     trial: int | None = None,
     began: datetime | None = None,
 ) -> Run:
-    """In a directory that somebody else has named, unless the time it began names it."""
+    """Create the run in a directory whose name is given, as by a workflow."""
     (run.path / "logs").mkdir(parents=True)
     body = RunFile(
         id=run.id,
@@ -66,7 +91,7 @@ def begin_run(
         parent=parent,
         wanted=wanted,
         config=config.model_dump(mode="json"),
-        environment=environment(),
+        environment=describe_environment(),
         study=study,
         trial=trial,
     )
@@ -85,35 +110,36 @@ def write_record(run: Run, record: StepRecord) -> StepRecord:
 
 
 def load_history(runs: Path) -> History:
-    """Every run with its records, newest first."""
+    """Return every run with its records, newest first."""
     return [(run, run.read()) for run in all_runs(runs)]
 
 
 def find_run(runs: Path, name: str) -> Run:
-    """`latest`, an id, or a unique beginning of one; or the path of a run directory."""
+    """Find a run by `latest`, its id, a unique beginning of it, or its path."""
     if (Path(name) / "run.json").is_file():
         return Run(Path(name).resolve())
-    found = all_runs(runs)
-    if not found:
+    existing = all_runs(runs)
+    if not existing:
         raise ConfigError(f"no runs in {runs} yet; `pipe run all` makes one")
     if name == "latest":
-        return found[0]
-    matches = [run for run in found if run.id.startswith(name)]
+        return existing[0]
+    matches = [run for run in existing if run.id.startswith(name)]
     if len(matches) != 1:
-        known = ", ".join(run.id for run in found[:3])
-        raise ConfigError(f"{'no' if not matches else 'more than one'} run {name!r} in {runs} (newest: {known})")
+        newest = ", ".join(run.id for run in existing[:3])
+        raise ConfigError(f"{'no' if not matches else 'more than one'} run {name!r} in {runs} (newest: {newest})")
     return matches[0]
 
 
 def changed_outputs(run: Run, record: StepRecord) -> list[str]:
-    """Files of a complete step that are gone, altered, or were not there when it was sealed."""
+    """Return the files of a complete step that were removed, changed or added since it was recorded."""
     directory = run.output(record.step)
-    found = digest_tree(directory) if directory.is_dir() else {}
-    return sorted(name for name in found.keys() | record.outputs.keys() if found.get(name) != record.outputs.get(name))
+    current = digest_tree(directory) if directory.is_dir() else {}
+    names = current.keys() | record.outputs.keys()
+    return sorted(name for name in names if current.get(name) != record.outputs.get(name))
 
 
-def seal(run: Run, step: str) -> tuple[Mapping[str, str], str]:
-    """Give a finished step's directory its real name, and its digests."""
+def seal_step(run: Run, step: str) -> tuple[Mapping[str, str], str]:
+    """Rename a finished step's directory to its final name and return its digests."""
     partial, output = run.partial(step), run.output(step)
     outputs = digest_tree(partial)
     if output.exists():  # an earlier attempt in a resumed run
@@ -123,7 +149,7 @@ def seal(run: Run, step: str) -> tuple[Mapping[str, str], str]:
 
 
 def link_outputs(source: Run, target: Run, record: StepRecord) -> None:
-    """Share an earlier run's files: the same bytes, no copy."""
+    """Hard-link an earlier run's files, or copy them where that is not possible."""
     partial = target.partial(record.step)
     shutil.rmtree(partial, ignore_errors=True)
     for name in record.outputs:
@@ -133,30 +159,28 @@ def link_outputs(source: Run, target: Run, record: StepRecord) -> None:
     partial.rename(target.output(record.step))
 
 
-def environment() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    return found | installed_versions(PACKAGES)
+def describe_environment() -> dict[str, str]:
+    interpreter = {"python": platform.python_version(), "platform": platform.platform()}
+    return interpreter | installed_versions(PACKAGES)
 
 
 def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
-def data_files(root: Path, patterns: tuple[str, ...], word: str = "prepare.files") -> dict[str, str]:
-    """Digests of the data files a project declares; a pattern that finds nothing is a mistake."""
-    found: dict[str, str] = {}
+def data_file_digests(root: Path, patterns: tuple[str, ...]) -> dict[str, str]:
+    """Return the digests of the data files a project declares."""
+    digests: dict[str, str] = {}
     for pattern in patterns:
         files = [path for path in sorted(root.glob(pattern)) if path.is_file()]
         if not files:
-            raise ConfigError(f"{word}: no file matches {pattern!r} in {root}")
-        found |= {path.relative_to(root).as_posix(): digest_file(path) for path in files}
-    return found
+            raise ConfigError(f"prepare.files: no file matches {pattern!r} in {root}")
+        digests |= {path.relative_to(root).as_posix(): digest_file(path) for path in files}
+    return digests
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -166,80 +190,50 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-@dataclass(frozen=True)
-class Project:
-    root: Path  # every step runs here
-    runs: Path
-    embedded: bool = False  # the digits example, because the folder has no pipe.yaml
-
-    def config(self, overrides: Sequence[str] = ()) -> Config:
-        return load_config(self.root / "pipe.yaml", overrides)
-
-
-def find_project(folder: Path) -> Project:
-    """The folder itself, or the embedded example when it has no `pipe.yaml`."""
-    folder = folder.resolve()
-    if (folder / "pipe.yaml").is_file():
-        return Project(folder, folder / "runs")
-    return Project(example("digits"), folder / "runs", embedded=True)
-
-
-def example(name: str) -> Path:
-    """An example that ships with `pipe`: beside the packages in a checkout, inside ours when installed."""
-    here = Path(__file__).resolve().parent
-    for place in (here.parent / "examples" / name, here / "examples" / name):
-        if (place / "pipe.yaml").is_file():
-            return place
-    raise ConfigError(f"no example {name!r} in this installation")
-
-
-_POLL_SECONDS = 0.2
-
-
 @contextlib.contextmanager
-def locked(runs: Path, shared: bool = False, told: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Alone, or `shared` with others that only add runs of their own, as the trials of `pipe tune` do.
+def lock_runs(runs: Path, shared: bool = False, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Lock the folder of runs for one command, or `shared` for commands that only add runs, as trials of `pipe tune`.
 
-    Who holds it is an error; or `told`, and then waited for.
+    Where it is locked: wait and report it to `on_wait`, or raise without one.
     """
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise ResourceError(f"{runs}: a file stands where the folder of runs belongs; move it away") from error
+        raise ResourceError(f"{runs}: is a file, but must be the folder of runs; move it away") from error
     path = runs / ".lock"
-    held = take(path, shared)
-    if held is None and told is None:
-        raise ResourceError(f"{runs}: {owner_of(path)} is working here; wait for it or end it")
-    if held is None and told is not None:
-        told(f"{owner_of(path)} is working here; waiting for it")
-    while held is None:
+    lock = try_lock(path, shared)
+    if lock is None and on_wait is None:
+        raise ResourceError(f"{runs}: {lock_owner(path)} is working here; wait until it ends, or end it")
+    if lock is None and on_wait is not None:
+        on_wait(f"{lock_owner(path)} is working here; waiting for it")
+    while lock is None:
         time.sleep(_POLL_SECONDS)
-        held = take(path, shared)
-    with held:
+        lock = try_lock(path, shared)
+    with lock:
         yield
 
 
 @contextlib.contextmanager
-def waited(path: Path) -> Iterator[None]:
-    """For work of a moment: whoever comes second waits."""
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Lock a file for a short time; wait for it."""
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def take(path: Path, shared: bool = False) -> Held | None:
-    """A lock that is held until it is closed or this process ends; None while somebody else has it."""
+def try_lock(path: Path, shared: bool = False) -> FileLock | None:
+    """Return a lock that lasts until it is released or this process ends; None where another process has it."""
     file = path.open("a+")
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         return None
-    return Held(file)
+    return FileLock(file)
 
 
-class Held:
-    """The owner's name stands in the file as long as it is held."""
+class FileLock:
+    """A lock on a file, which contains the owner's name meanwhile."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -248,7 +242,7 @@ class Held:
         file.write(json.dumps(owner))
         file.flush()
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -256,14 +250,13 @@ class Held:
 
     def release(self) -> None:
         if not self._file.closed:
-            self._file.truncate(0)  # of several that share it, the last to come may be the first to go
+            self._file.truncate(0)  # also where others share the lock: the last name written may be this one
             self._file.close()
 
 
-def owner_of(path: Path) -> str:
-    """Who holds a lock, as far as the file tells."""
+def lock_owner(path: Path) -> str:
     try:
         owner = json.loads(path.read_text())
-    except ValueError:  # caught between truncate and write
+    except ValueError:  # read between truncate and write
         return "another `pipe`"
     return f"`pipe {owner['command']}` (pid {owner['pid']} on {owner['host']})"

@@ -1,7 +1,4 @@
-"""Going past a failed verdict, on record: written beside the run, honoured wherever the same verdict is reached.
-
-Signing a bundle where it lies: alone in a folder, or in a run, whose record then knows the signature.
-"""
+"""Change what is recorded of a run afterwards: override its rejected verdict, or sign its bundle."""
 
 from __future__ import annotations
 
@@ -25,64 +22,34 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 
-def override(run: Run, reason: str) -> Override:
-    """The run's failed verdict does not hold it up any more; the verdict itself stays as it is."""
+def override_verdict(run: Run, reason: str) -> Override:
+    """Let a rejected run continue; its verdict stays as it is."""
     if not reason.strip():
-        raise ConfigError("--reason is empty; say why this model shall go on, it is on record for ever")
-    record = _rejected(run)
+        raise ConfigError("--reason is empty; write why this model may pass, it is recorded permanently")
+    record = _rejected_record(run)
     if changed := changed_outputs(run, record):
         raise BundleError(
-            f"run {run.id}: evaluate/{changed[0]} changed on disk since it was judged; `pipe run --resume {run.id}` "
-            "judges again"
+            f"run {run.id}: evaluate/{changed[0]} changed on disk; `pipe run --resume {run.id}` evaluates again"
         )
-    found = Override(at=now(), by=_who(), reason=" ".join(reason.split()), verdict=verdict_digest(run))
-    write_override(run.path, found)
-    write_record(run, record.model_copy(update={"status": OVERRIDDEN}))  # killed before: asked again, it is rejected
-    return found
+    override = Override(at=now(), by=_author(), reason=" ".join(reason.split()), verdict=verdict_digest(run))
+    write_override(run.path, override)
+    write_record(run, record.model_copy(update={"status": OVERRIDDEN}))  # last: killed before, it can be repeated
+    return override
 
 
-def verdict_digest(run: Run) -> str:
-    return digest_file(run.output("evaluate") / "verdict.json")
-
-
-def outputs_of(run: Run, record: StepRecord) -> dict[str, str]:
-    """Digests of a step's files, and of the word that lets them pass: later steps are made of both."""
-    given = run.path / OVERRIDE_FILE
-    with_it = record.status == OVERRIDDEN and given.is_file()
-    return {**record.outputs, **({OVERRIDE_FILE: digest_file(given)} if with_it else {})}
-
-
-def carry(source: Run, target: Run) -> None:
-    """The outputs of an overridden evaluation are shared with what they rest on."""
-    if (source.path / OVERRIDE_FILE).is_file():
-        shutil.copyfile(source.path / OVERRIDE_FILE, target.path / OVERRIDE_FILE)
-
-
-def adopt(run: Run, others: Iterable[Run]) -> Override | None:
-    """The run was rejected just now: the same verdict, byte for byte, may have been overridden before."""
-    digest = verdict_digest(run)
-    for other in (run, *others):
-        found = other.override(digest)
-        if found is not None:
-            if other.path != run.path:
-                carry(other, run)
-            return found
-    return None
-
-
-def _rejected(run: Run) -> StepRecord:
+def _rejected_record(run: Run) -> StepRecord:
     record = run.read().steps.get("evaluate")
     if record is None or not (run.output("evaluate") / "verdict.json").is_file():
-        raise ConfigError(f"run {run.id} has no verdict yet; `pipe run --resume {run.id}` goes on to one")
+        raise ConfigError(f"run {run.id} has no verdict yet; `pipe run --resume {run.id}` continues it")
     if record.status == OVERRIDDEN:
-        raise ConfigError(f"run {run.id} is {run.override(verdict_digest(run))}; a word that was given stays")
+        raise ConfigError(f"run {run.id} is {run.override(verdict_digest(run))} already; an override cannot be changed")
     verdict = run.verdict()["verdict"]
     if record.status != "rejected" or verdict != "fail":
         raise ConfigError(f"run {run.id} was not rejected, its verdict is `{verdict}`; there is nothing to override")
     return record
 
 
-def _who() -> str:
+def _author() -> str:
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
@@ -90,17 +57,46 @@ def _who() -> str:
     return f"{name}@{socket.gethostname()}"
 
 
+def verdict_digest(run: Run) -> str:
+    return digest_file(run.output("evaluate") / "verdict.json")
+
+
+def outputs_with_override(run: Run, record: StepRecord) -> dict[str, str]:
+    """Return the digests of a step's files and of the override, which later steps depend on as well."""
+    override = run.path / OVERRIDE_FILE
+    if record.status == OVERRIDDEN and override.is_file():
+        return {**record.outputs, OVERRIDE_FILE: digest_file(override)}
+    return dict(record.outputs)
+
+
+def copy_override(source: Run, target: Run) -> None:
+    if (source.path / OVERRIDE_FILE).is_file():
+        shutil.copyfile(source.path / OVERRIDE_FILE, target.path / OVERRIDE_FILE)
+
+
+def reuse_override(run: Run, others: Iterable[Run]) -> Override | None:
+    """Return the override of the same verdict, byte for byte, in this run or another one."""
+    digest = verdict_digest(run)
+    for other in (run, *others):
+        override = other.override(digest)
+        if override is not None:
+            if other.path != run.path:
+                copy_override(other, run)
+            return override
+    return None
+
+
 def sign_bundle(path: Path, key: Ed25519PrivateKey) -> tuple[Bundle, str]:
-    """Nobody signs what is damaged; a signature that was there gives way."""
+    """Check a bundle, then sign it in place of an earlier signature."""
     (path / SIGNATURE).unlink(missing_ok=True)
     return open_bundle(path), sign(path, key)
 
 
 def sign_run(run: Run, key: Ed25519PrivateKey) -> tuple[Bundle, str]:
-    """Later runs that reuse the export take the signature along, and `package` makes an image that holds it."""
+    """Sign the bundle of a run and record it, so that later runs reuse the signature and images contain it."""
     record = run.read().steps.get("export")
     if record is None or record.status != "done":
-        raise ConfigError(f"run {run.id} has no bundle; `pipe run --resume {run.id}` goes on to one")
+        raise ConfigError(f"run {run.id} has no bundle; `pipe run --resume {run.id}` continues it")
     signed = sign_bundle(run.bundle_path, key)
     name = f"bundle/{SIGNATURE}"
     outputs = {**record.outputs, name: digest_file(run.output("export") / name)}

@@ -1,7 +1,7 @@
-"""One step in a pod of a workflow: `python -m pipeline.pod STEP RUN -- ARGV…` keeps the books of what `pipe run` keeps.
+"""Run one step of a workflow in a pod, and record it as `pipe run` does: `python -m pipeline.pod STEP RUN -- ARGV…`.
 
-The first step makes the run, of the configuration in PIPE_CONFIG. Pods that only take part run ARGV and no more.
-Where no workflow has walked the steps before, `--begin` does, and makes the run of the project's own pipe.yaml.
+The first step creates the run from the configuration in PIPE_CONFIG. The other pods of a step only run ARGV.
+With `--begin`, where no workflow has run the steps before, the pod runs them too, from the project's own pipe.yaml.
 """
 
 from __future__ import annotations
@@ -16,95 +16,95 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from k8s.objects.training import CONFIG, config_text
+from k8s.objects.training import CONFIG_VARIABLE, config_text
 from pipeline.contract.config import parse_config
 from pipeline.contract.errors import ConfigError, PipelineError
 from pipeline.contract.run import STEPS, Run
 from pipeline.display import Display
-from pipeline.history import Project, begin_run, locked
-from pipeline.plan import argv_of, with_upstream
-from pipeline.runner import Order, resume_road
+from pipeline.history import Project, begin_run, lock_runs
+from pipeline.plan import step_command, with_upstream
+from pipeline.runner import RunRequest, resume_run
 from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
-    own, given = _split(argv)
-    parser = argparse.ArgumentParser(prog="pipeline.pod", description="one step of a run, in a pod")
+    own, command = _split_command(argv)
+    parser = argparse.ArgumentParser(prog="pipeline.pod", description="run one step of a run in a pod")
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("run", type=Path, help="run directory, the same for all steps")
-    parser.add_argument("--begin", action="store_true", help="walk the steps before this one as well")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="on top of pipe.yaml")
+    parser.add_argument("--begin", action="store_true", help="run the steps before this one as well")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     options = parser.parse_args(own)
     run = Run(options.run.absolute())
     if os.environ.get(POD_NUMBER, "0") != "0":
         if options.begin:
-            _wait_for_the_first(run, options.step)
-        os.execvp(given[0], given)  # the same process: signals reach it
-    signal.signal(signal.SIGTERM, _leave)
+            _wait_for_first_pod(run, options.step)
+        os.execvp(command[0], command)  # replaces this process, so that signals reach it
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        config = os.environ.get(CONFIG, "") or (_own_config(options.set) if options.begin else "")
-        walk(options.step, run, given, config, begin=options.begin)
+        config = os.environ.get(CONFIG_VARIABLE, "") or (_project_config(options.set) if options.begin else "")
+        run_in_pod(options.step, run, command, config, begin=options.begin)
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return PASSING_EXIT_CODE if error.passing else error.exit_code
     except KeyboardInterrupt:
-        print("interrupted; another pod goes on from here", file=sys.stderr)
+        print("interrupted; another pod continues from here", file=sys.stderr)
         return 128 + signal.SIGTERM
     return 0
 
 
-def walk(step: str, run: Run, argv: Sequence[str], config: str, *, begin: bool = False) -> None:
-    """The step alone: those before it are complete, or this is an error unless it is to begin with them."""
+def run_in_pod(step: str, run: Run, command: Sequence[str], config: str, *, begin: bool = False) -> None:
+    """Run one step; unless `begin` is set, those before it must be complete."""
     if not (run.path / "run.json").is_file():
-        _begin(run, config)
-    planned = argv_of(step, run.config, str(run.path))
-    if tuple(argv) != planned:
+        _create_run(run, config)
+    planned = step_command(step, run.config, str(run.path))
+    if tuple(command) != planned:
         raise ConfigError(
-            f"{step}: the workflow says `{' '.join(argv)}`, this image `{' '.join(planned)}`; render the workflow anew "
-            "with the version of `pipe` that the image holds"
+            f"{step}: the workflow runs `{' '.join(command)}`, but this image needs `{' '.join(planned)}`; to fix it: "
+            "render the workflow again with the version of `pipe` in the image"
         )
-    walked = with_upstream((step,))
-    # Of a node that died, the volume may hold the lock for a while after its pod has been replaced.
-    with locked(run.path, told=lambda text: print(text, file=sys.stderr, flush=True)):
-        order = Order(walked, reuse_only=frozenset() if begin else frozenset(walked) - {step})
-        resume_road(Project(Path.cwd(), run.path.parent), run, order, Display(live=False))
+    steps = with_upstream((step,))
+    # The volume may keep the lock of a node that died for a while after its pod was replaced.
+    with lock_runs(run.path, on_wait=lambda text: print(text, file=sys.stderr, flush=True)):
+        request = RunRequest(steps, reuse_only=frozenset() if begin else frozenset(steps) - {step})
+        resume_run(Project(Path.cwd(), run.path.parent), run, request, Display(live=False))
 
 
-def _wait_for_the_first(run: Run, step: str) -> None:
-    """Until the first pod has walked what comes before; whatever ends it ends this one, too."""
-    wanted = [run.path / "run.json", *(run.output(name) for name in with_upstream((step,)) if name != step)]
-    if not all(path.exists() for path in wanted):
-        print(f"{run.path}: waiting until the first pod has made it ready", file=sys.stderr, flush=True)
-    while not all(path.exists() for path in wanted):
-        time.sleep(_LOOK_SECONDS)
+def _wait_for_first_pod(run: Run, step: str) -> None:
+    """Wait until the first pod has run the steps before; if that fails, the Job ends this pod, too."""
+    required = [run.path / "run.json", *(run.output(name) for name in with_upstream((step,)) if name != step)]
+    if not all(path.exists() for path in required):
+        print(f"{run.path}: waiting for the first pod to run the steps before", file=sys.stderr, flush=True)
+    while not all(path.exists() for path in required):
+        time.sleep(_POLL_SECONDS)
 
 
-def _own_config(words: Sequence[str]) -> str:
-    return config_text(Project(Path.cwd(), Path.cwd() / "runs").config([*words, "jobs.executor=local"]))
+def _project_config(overrides: Sequence[str]) -> str:
+    return config_text(Project(Path.cwd(), Path.cwd() / "runs").config([*overrides, "cluster.executor=local"]))
 
 
-def _begin(run: Run, text: str) -> None:
+def _create_run(run: Run, text: str) -> None:
     if not text:
-        raise ConfigError(f"{run.path}: no run here, and {CONFIG} does not say what one would be made of")
+        raise ConfigError(f"{run.path}: no run here, and {CONFIG_VARIABLE} has no configuration to create one from")
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{CONFIG}: not JSON: {error}") from error
-    begin_run(run, parse_config(values, source=CONFIG), STEPS)
+        raise ConfigError(f"{CONFIG_VARIABLE}: not JSON: {error}") from error
+    begin_run(run, parse_config(values, source=CONFIG_VARIABLE), STEPS)
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words = list(argv)
     if "--" not in words or words[-1] == "--":
         raise SystemExit("usage: python -m pipeline.pod STEP RUN -- ARGV…")
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
+    separator = words.index("--")
+    return words[:separator], words[separator + 1 :]
 
 
-def _leave(signal_number: int, _frame: FrameType | None) -> None:
-    """As Ctrl-C: the step is ended, with a checkpoint where it trains, and the run can go on."""
+def _interrupt(signal_number: int, _frame: FrameType | None) -> None:
+    """Do as for Ctrl-C: end the step, with a checkpoint where it trains, and keep the run resumable."""
     raise KeyboardInterrupt(signal_number)
 
 

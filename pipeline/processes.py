@@ -1,7 +1,4 @@
-"""Running a step's process on this machine, on a leash, its output going straight to the log file.
-
-Which process a signal ended, as the launchers tell it in the log: such a process leaves no error of its own.
-"""
+"""Run the process of a step on this machine, and find in its log which process of training was killed."""
 
 from __future__ import annotations
 
@@ -18,28 +15,33 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from pipeline.contract.files import unwritable
-from pipeline.contract.processes import PARENT_WATCH_VARIABLE, ending
+from pipeline.contract.processes import PARENT_WATCH_VARIABLE, describe_exit
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 Ask = Callable[[str], bool]
 
 _TICK_SECONDS = 0.1
-_GRACE_SECONDS = 45.0  # training makes a checkpoint first; torchrun gives it 30 s, and ends what hangs
-_PARTING_SECONDS = 10.0
-_END_BYTES = 1 << 16
+_GRACE_SECONDS = 45.0  # training saves a checkpoint first; torchrun kills it after 30 s
+_CHILDREN_TIMEOUT_SECONDS = 10.0
+_LOG_END_BYTES = 1 << 16
+_SHELL_SIGNALS = 128  # a shell's exit status is this plus the signal's number
+MEMORY_HINT = (
+    ", by hand or by the kernel because memory ran out; "
+    "where it was memory, lower train.batch_size or raise train.accumulate"
+)
 
 
 @dataclass(frozen=True)
 class LocalLauncher:
-    """The other side of `pipeline.contract.processes`."""
+    """Runs processes that watch this one, their parent, and end with it."""
 
     root: Path
     tick: Callable[[], None]  # called ten times a second while a step runs
-    grace_seconds: float = _GRACE_SECONDS  # to end in, when it is asked to
+    grace_seconds: float = _GRACE_SECONDS  # between SIGTERM and SIGKILL
 
     def launch(self, argv: tuple[str, ...], log: Path, env: Mapping[str, str]) -> int:
-        """Run to the end and return the exit status; on Ctrl-C the step is ended first."""
-        with log.open("ab") as output, leashed(argv, self.root, env, output, self.grace_seconds) as process:
+        """Run to the end and return the exit status; on Ctrl-C, end the process first."""
+        with log.open("ab") as output, child_process(argv, self.root, env, output, self.grace_seconds) as process:
             while True:
                 try:
                     return process.wait(timeout=_TICK_SECONDS)
@@ -48,10 +50,13 @@ class LocalLauncher:
 
 
 @contextlib.contextmanager
-def leashed(
+def child_process(
     argv: tuple[str, ...], root: Path, env: Mapping[str, str], output: IO[Any], grace_seconds: float = _GRACE_SECONDS
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended with the block, and by the kernel when we are gone; so are those it started."""
+    """Start a process that ends, with its children, when the block ends or when this process dies.
+
+    Its standard input is a socket: it reads end-of-file there when this process is gone.
+    """
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
         with_this_python(argv),
@@ -60,26 +65,26 @@ def leashed(
         stdin=theirs.fileno(),
         stdout=output,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches us alone, and we decide
+        start_new_session=True,  # Ctrl-C reaches only this process, which decides
     )
     theirs.close()
     try:
         yield process
     finally:
-        _end(process, grace_seconds)
-        _part(ours)
+        _terminate(process, grace_seconds)
+        _wait_for_children(ours)
 
 
-def _part(ours: socket.socket) -> None:
-    """Whoever of its children is left reads end-of-file and goes; when the last one is gone, so do we."""
+def _wait_for_children(ours: socket.socket) -> None:
+    """Let the remaining children read end-of-file, and wait until the last of them has closed its end."""
     with ours, contextlib.suppress(OSError):
         ours.shutdown(socket.SHUT_WR)
-        ours.settimeout(_PARTING_SECONDS)
+        ours.settimeout(_CHILDREN_TIMEOUT_SECONDS)
         ours.recv(1)
 
 
-def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
-    """Who is in a hurry asks again, by Ctrl-C."""
+def _terminate(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
+    """Send SIGTERM; after the grace period, or on another Ctrl-C, kill the whole process group."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)
@@ -92,7 +97,7 @@ def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
 
 
 def prepare_log(log: Path) -> int:
-    """A log that can be written; where this attempt's words will begin."""
+    """Create the log if necessary and return its size, where the output of this attempt begins."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
@@ -101,95 +106,88 @@ def prepare_log(log: Path) -> int:
         raise unwritable(log, error) from error
 
 
-def said_since(log: Path, began: int) -> str:
-    """The end of what a step wrote."""
+def read_log_end(log: Path, start: int) -> str:
+    """Return the last part of what was written after `start`."""
     with log.open("rb") as file:
-        file.seek(max(began, log.stat().st_size - _END_BYTES))
+        file.seek(max(start, log.stat().st_size - _LOG_END_BYTES))
         return file.read().decode(errors="replace")
 
 
 def with_this_python(argv: tuple[str, ...]) -> list[str]:
-    """`python -m`, which a launcher may stand before, or be, means the interpreter that runs us."""
+    """Replace the `python` of `python -m`, wherever it is in the command, by the interpreter that runs this."""
     pairs = zip(argv, (*argv[1:], ""), strict=True)
     return [sys.executable if word == "python" and following in ("-m", "-c") else word for word, following in pairs]
 
 
 def pod_environment() -> dict[str, str]:
-    """Of a step in a pod; its threads are counted there."""
+    """Return the environment of a step in a pod, where the number of threads is determined in the pod."""
     environment = step_environment(1, 1)
     del environment["OMP_NUM_THREADS"]
     return environment
 
 
 def step_environment(processes: int, cores: int) -> dict[str, str]:
-    """What every step gets; threads are shared out so that processes do not fight for cores."""
+    """Return the environment of every step; the cores are divided among its processes."""
     return {
-        "PYTHONSAFEPATH": "1",  # a train.py in the project must not shadow ours
+        "PYTHONSAFEPATH": "1",  # a train.py in the project must not shadow the package `train`
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(max(1, cores // processes)),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # asked for by torch's deterministic algorithms
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # required by torch's deterministic algorithms
         "TOKENIZERS_PARALLELISM": "false",
     }
 
 
 def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """GPUs a step would see, without importing torch."""
+    """Count the GPUs a step would see, without importing torch."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     return len(list(devices.glob("nvidia[0-9]*")))
 
 
-_SHELL_SIGNALS = 128
-MEMORY = (  # what to say of a process that was killed
-    ", by hand or by the kernel because memory ran out; "
-    "where it was memory, lower train.batch_size or raise train.accumulate"
-)
-
-
-class Killed(NamedTuple):
+class KilledProcess(NamedTuple):
     rank: int
     host: str
     signal: int
 
     @property
-    def briefly(self) -> str:
-        return ending(f"rank {self.rank} on {self.host}", -self.signal)
+    def summary(self) -> str:
+        return describe_exit(f"rank {self.rank} on {self.host}", -self.signal)
 
     def __str__(self) -> str:
-        more = MEMORY if self.signal == signal.SIGKILL else "; its last lines are in the log"
-        return f"{self.briefly}{more}"
+        more = MEMORY_HINT if self.signal == signal.SIGKILL else "; its last lines are in the log"
+        return f"{self.summary}{more}"
 
 
-def killed_process(log: str) -> Killed | None:
-    """The first process a signal ended by itself; the launcher then ends the others, which does not count."""
-    found = [*_by_torchrun(log), *_by_mpirun(log), *_by_srun(log), *_by_horovodrun(log)]
-    # A process that aborts may do so because it lost contact with the one that was killed.
-    found.sort(key=lambda one: one.signal == signal.SIGABRT)
-    return next((one for one in found if one.signal != signal.SIGTERM), None)
+def find_killed_process(log: str) -> KilledProcess | None:
+    """Return the first process that a signal ended; SIGTERM is how the launcher then ends the others."""
+    killed = [*_by_torchrun(log), *_by_mpirun(log), *_by_srun(log), *_by_horovodrun(log)]
+    # A process may abort because it lost contact with the one that was killed.
+    killed.sort(key=lambda process: process.signal == signal.SIGABRT)
+    return next((process for process in killed if process.signal != signal.SIGTERM), None)
 
 
-def _by_torchrun(log: str) -> Iterator[Killed]:
-    """Its table of failures, the first one last."""
+def _by_torchrun(log: str) -> Iterator[KilledProcess]:
+    """Read torchrun's table of failures, which lists the first one last."""
     entries = re.findall(r"^ +host +: (\S+)\n +rank +: (\d+) .*\n +exitcode +: -(\d+) ", log, re.MULTILINE)
-    yield from (Killed(int(rank), host, int(number)) for host, rank, number in reversed(entries))
+    yield from (KilledProcess(int(rank), host, int(number)) for host, rank, number in reversed(entries))
 
 
-def _by_mpirun(log: str) -> Iterator[Killed]:
+def _by_mpirun(log: str) -> Iterator[KilledProcess]:
     for rank, host, number in re.findall(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)", log):
-        yield Killed(int(rank), host, int(number))
+        yield KilledProcess(int(rank), host, int(number))
 
 
-def _by_srun(log: str) -> Iterator[Killed]:
-    """It tells a signal by its description."""
+def _by_srun(log: str) -> Iterator[KilledProcess]:
+    """Read srun's messages, which describe the signal in words."""
     numbers = {signal.strsignal(number): number for number in signal.Signals}
-    for host, rank, told in re.findall(r"srun: error: (\S+): tasks? (\d+)\S*: ([A-Z][a-z ]+)", log):
-        if number := numbers.get(told.strip()):
-            yield Killed(int(rank), host, int(number))
+    for host, rank, description in re.findall(r"srun: error: (\S+): tasks? (\d+)\S*: ([A-Z][a-z ]+)", log):
+        if number := numbers.get(description.strip()):
+            yield KilledProcess(int(rank), host, int(number))
 
 
-def _by_horovodrun(log: str) -> Iterator[Killed]:
-    """It tells the status a shell gives for a signal, and no host: it starts processes on its own machine."""
+def _by_horovodrun(log: str) -> Iterator[KilledProcess]:
+    """Read horovodrun's messages: a shell's exit status and no host, as all processes run on its own machine."""
     for rank, status in re.findall(r"^Process (\d+) exit with status code (\d+)", log, re.MULTILINE):
         if int(status) > _SHELL_SIGNALS:
-            yield Killed(int(rank), "localhost", int(status) - _SHELL_SIGNALS)
+            yield KilledProcess(int(rank), "localhost", int(status) - _SHELL_SIGNALS)

@@ -1,7 +1,4 @@
-"""Walking the chain backwards: every digest of a run or a bundle, the ledger of samples, and the golden answers.
-
-A run's ledger against its data and settings: was every sample used exactly once in every epoch?
-"""
+"""Verify a run or a bundle: every digest of its chain, the ledger of training samples, and the golden requests."""
 
 from __future__ import annotations
 
@@ -18,22 +15,23 @@ from pipeline.contract.files import digest_file, digest_mapping
 from pipeline.contract.override import OVERRIDDEN, OVERRIDE_FILE
 from pipeline.contract.run import Run
 from pipeline.contract.signing import Trust
-from pipeline.contract.task import KEY, companions_of
+from pipeline.contract.task import KEY, shared_files_folder
 from pipeline.history import changed_outputs
-from serve.runtime.selfcheck import check
+from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
-from train.batch_order import Order
-from train.ledger import LEDGER_FILE, Proof, prove, read_lines
+from train.batch_order import BatchOrder
+from train.ledger import LEDGER_FILE, LedgerVerification, read_lines
+from train.ledger import verify_ledger as verify_lines
 
 
 def verify_bundle(path: Path, trust: Trust | None = None) -> Iterator[str]:
-    """What was found to hold, sentence by sentence; the first thing that does not is raised."""
+    """Yield one sentence for each check that passes; raise for the first that fails."""
     bundle = open_bundle(path, trust)
     if trust is not None:
         yield f"signed by {trust.check(path, (path / 'manifest.json').read_bytes())}"
     if (path / PROVENANCE).is_file():
-        yield "the provenance is about this bundle"
-    yield f"bundle {bundle.digest[:12]}: {len(bundle.manifest.files)} files are as the manifest says"
+        yield "the provenance is of this bundle"
+    yield f"bundle {bundle.digest[:12]}: {len(bundle.manifest.files)} files match the manifest"
     _check_golden(bundle)
     yield "golden requests are answered as at export"
 
@@ -51,45 +49,45 @@ def verify_run(run: Run, trust: Trust | None = None) -> Iterator[str]:
         yield f"{record.step}: {len(record.outputs)} files as recorded"
     done = {record.step for record in body.steps.values() if record.complete}
     if "evaluate" in done:
-        _link(run.verdict()["checkpoint"], run.output("train") / "model.safetensors", "the verdict")
+        _check_digest(run.verdict()["checkpoint"], run.output("train") / "model.safetensors", "the verdict")
         yield "the verdict is about this checkpoint"
         yield from _verify_override(run)
-    yield from verify_ledger(run)
+    yield from verify_run_ledger(run)
     if "export" in done:
         yield from _verify_lineage(run)
         yield from verify_bundle(run.bundle_path, trust)
     elif trust is not None:
-        raise BundleError(f"run {run.id} has no bundle, so nothing is signed; `pipe run --resume {run.id}` goes on")
+        raise BundleError(f"run {run.id} has no bundle, so nothing is signed; `pipe run --resume {run.id}` makes one")
     if "package" in done:
         image = json.loads((run.output("package") / "image.json").read_text())
         if image["bundle"] != run.bundle().digest:
-            raise BundleError("package/image.json: made of another bundle than export/bundle")
-        yield "the container holds this bundle"
+            raise BundleError("package/image.json: made from another bundle than export/bundle")
+        yield "the container image has this bundle"
 
 
 def _verify_override(run: Run) -> Iterator[str]:
-    """A failed verdict stands beside the word that let it pass, and nothing else does."""
+    """Check that an overridden verdict has its override, and that this is about the same verdict."""
     given = run.override(digest_file(run.output("evaluate") / "verdict.json"))
     if given is not None:
         yield f"the verdict was {given}"
     elif run.read().steps["evaluate"].status == OVERRIDDEN:
-        raise BundleError(f"{run.path / OVERRIDE_FILE}: gone, or about another verdict than evaluate/verdict.json")
+        raise BundleError(f"{run.path / OVERRIDE_FILE}: missing, or about another verdict than evaluate/verdict.json")
 
 
 def _verify_lineage(run: Run) -> Iterator[str]:
     ancestors = run.bundle().manifest.ancestors
-    _link(ancestors.data, run.output("prepare") / "data.json", "the bundle")
-    _link(ancestors.checkpoint, run.output("train") / "model.safetensors", "the bundle")
-    _link(ancestors.verdict, run.output("evaluate") / "verdict.json", "the bundle")
+    _check_digest(ancestors.data, run.output("prepare") / "data.json", "the bundle")
+    _check_digest(ancestors.checkpoint, run.output("train") / "model.safetensors", "the bundle")
+    _check_digest(ancestors.verdict, run.output("evaluate") / "verdict.json", "the bundle")
     if ancestors.override:
-        _link(ancestors.override, run.path / OVERRIDE_FILE, "the bundle")
-    _same_files(run)
+        _check_digest(ancestors.override, run.path / OVERRIDE_FILE, "the bundle")
+    _check_shared_files(run)
     yield "the bundle descends from this data, this checkpoint and this verdict"
 
 
-def _same_files(run: Run) -> None:
-    """What the codec shares with the model is what the model was trained with."""
-    companions_of(run)  # as prepare left them
+def _check_shared_files(run: Run) -> None:
+    """Check that the files the codec shares with the model are those of training."""
+    shared_files_folder(run)  # raises where they changed since prepare
     recorded = json.loads((run.output("prepare") / "data.json").read_text()).get(KEY, {})
     for path, entry in run.bundle().manifest.files.items():
         folder, _, name = path.partition("/")
@@ -97,93 +95,93 @@ def _same_files(run: Run) -> None:
             raise BundleError(f"the bundle has another {path} than prepare/{path} of this run")
 
 
-def _link(expected: object, path: Path, who: str) -> None:
+def _check_digest(expected: object, path: Path, owner: str) -> None:
     if digest_file(path) != expected:
-        raise BundleError(f"{who} names another {path.parent.name}/{path.name} than the one in this run")
+        raise BundleError(f"{owner} names another {path.parent.name}/{path.name} than the one in this run")
 
 
 def _check_golden(bundle: Bundle) -> None:
-    check(bundle, Session(bundle, "cpu", 0))
+    check_golden_requests(bundle, Session(bundle, "cpu", 0))
 
 
-def verify_ledger(run: Run) -> Iterator[str]:
-    """One sentence where training has begun; the first line that is not what it has to be is raised."""
-    directory = trained(run)
+def verify_run_ledger(run: Run) -> Iterator[str]:
+    """Yield a sentence where training has begun; raise for the first line of the ledger that is wrong."""
+    directory = train_folder(run)
     if directory is None:
         return
-    proof = prove_run(run)
-    if proof.fault:
-        count = f" ({proof.lost} samples lost, {proof.repeated} repeated)" if proof.lost or proof.repeated else ""
-        raise BundleError(f"{directory / LEDGER_FILE}, {proof.fault}{count}")
+    verification = ledger_verification(run)
+    if verification.fault:
+        lost, repeated = verification.lost, verification.repeated
+        count = f" ({lost} samples lost, {repeated} repeated)" if lost or repeated else ""
+        raise BundleError(f"{directory / LEDGER_FILE}, {verification.fault}{count}")
     if (directory / "summary.json").exists():
-        _check_end(directory, proof, order_of(run, directory))
-        yield f"ledger: {whole(proof)}"
-    elif proof.steps:
-        yield f"ledger: training is unfinished, proven up to {whole(proof)}"
+        _check_end(directory, verification, batch_order(run, directory))
+        yield f"ledger: {describe_ledger(verification)}"
+    elif verification.steps:
+        yield f"ledger: training is unfinished, verified up to {describe_ledger(verification)}"
 
 
-def prove_run(run: Run) -> Proof:
-    """Up to the step that training ended with, or, where it has not ended, up to the ledger's last line."""
-    directory = trained(run)
+def ledger_verification(run: Run) -> LedgerVerification:
+    """Verify the ledger up to the last step of training, or up to its last line where training has not ended."""
+    directory = train_folder(run)
     if directory is None:
         raise BundleError(f"{run.path}: has no ledger; training has not begun")
     summary = directory / "summary.json"
     lines = read_lines(directory / LEDGER_FILE, growing=not summary.exists())
     steps = json.loads(summary.read_text())["steps"] if summary.exists() else max([0, *(line.step for line in lines)])
-    return prove(lines, order_of(run, directory), steps)
+    return verify_lines(lines, batch_order(run, directory), steps)
 
 
-def trained(run: Run) -> Path | None:
-    """Where the train step left its files, or leaves them."""
+def train_folder(run: Run) -> Path | None:
+    """Return the folder of the train step, finished or not; None before training has begun."""
     if run.output("train").is_dir():
         return run.output("train")
     return run.partial("train") if (run.partial("train") / LEDGER_FILE).exists() else None
 
 
-def order_of(run: Run, directory: Path) -> Order:
-    """As the run's data and settings have it, not as the ledger says."""
+def batch_order(run: Run, directory: Path) -> BatchOrder:
+    """Return the order of samples from the run's data and settings, independent of the ledger."""
     data, train = json.loads((run.output("prepare") / "data.json").read_text()), run.config.train
     batch_size = train.batch_size
     if batch_size == "auto":
         batch_size = json.loads((directory / "batch_size.json").read_text())["batch_size"]
     samples = data["splits"]["train"]["samples"]
-    return Order(min(train.samples or samples, samples), int(batch_size), train.seed)
+    return BatchOrder(min(train.max_samples or samples, samples), int(batch_size), train.seed)
 
 
-def whole(proof: Proof) -> str:
-    """What holds, in one line."""
-    fewest, most = proof.processes
-    crews = _counted(most, "process", "es") if fewest == most else f"{fewest} to {most} processes"
-    return (
-        f"{_counted(proof.steps, 'step')}, {_counted(proof.epochs, 'epoch')}, every one of "
-        f"{_counted(proof.samples, 'sample')} exactly once in each; {_counted(proof.attempts, 'attempt')}, {crews}"
-    )
+def describe_ledger(verification: LedgerVerification) -> str:
+    """Summarize a ledger without faults in one line."""
+    minimum, maximum = verification.processes
+    processes = _count(maximum, "process", "es") if minimum == maximum else f"{minimum} to {maximum} processes"
+    steps, epochs = _count(verification.steps, "step"), _count(verification.epochs, "epoch")
+    samples, attempts = _count(verification.samples, "sample"), _count(verification.attempts, "attempt")
+    return f"{steps}, {epochs}, every one of {samples} exactly once in each; {attempts}, {processes}"
 
 
-def _check_end(directory: Path, proof: Proof, order: Order) -> None:
-    """The ledger ends where the summary says, with whole epochs, and the model is of one of its steps."""
+def _check_end(directory: Path, verification: LedgerVerification, order: BatchOrder) -> None:
+    """Check that the ledger ends with a complete epoch and that the model's step is the best of the summary."""
     summary = json.loads((directory / "summary.json").read_text())
-    if proof.steps % order.steps_per_epoch:
+    if verification.steps % order.steps_per_epoch:
         raise BundleError(
-            f"{directory / LEDGER_FILE}: ends with step {proof.steps}, "
-            f"in the midst of an epoch of {order.steps_per_epoch}"
+            f"{directory / LEDGER_FILE}: ends with step {verification.steps}, "
+            f"in the middle of an epoch of {order.steps_per_epoch}"
         )
-    made = step_of(directory / "model.safetensors")
-    if made != summary["best_step"] or not 1 <= made <= proof.steps:
+    step = read_step(directory / "model.safetensors")
+    if step != summary["best_step"] or not 1 <= step <= verification.steps:
         raise BundleError(
-            f"{directory / 'model.safetensors'}: holds the weights of step {made}, but the best of "
-            f"{proof.steps} steps was {summary['best_step']}"
+            f"{directory / 'model.safetensors'}: has the weights of step {step}, but the best of "
+            f"{verification.steps} steps was {summary['best_step']}"
         )
 
 
-def step_of(weights: Path) -> int:
-    """The step a file of weights names in its header."""
+def read_step(weights: Path) -> int:
+    """Read the training step from the header of a file of weights."""
     try:
         with safe_open(weights, "numpy") as file:
             return int((file.metadata() or {})["step"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise BundleError(f"{weights}: does not name the step of its weights ({error})") from error
+        raise BundleError(f"{weights}: has no training step in its header ({error})") from error
 
 
-def _counted(count: int, what: str, plural: str = "s") -> str:
+def _count(count: int, what: str, plural: str = "s") -> str:
     return f"{count} {what}{'' if count == 1 else plural}"

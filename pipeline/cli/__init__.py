@@ -1,4 +1,4 @@
-"""The command line: `pipe`. Commands are thin; what they do stands in the modules they call."""
+"""The command line `pipe`. Commands are thin: the work is done in the modules they call."""
 
 from __future__ import annotations
 
@@ -14,57 +14,83 @@ import typer
 from pipeline.cli import experiments, gate, inspect, project, registry, run, service
 from pipeline.cli.app import app
 from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.contract.extras import missing_extra
 from pipeline.contract.processes import watch_parent
 
 __all__ = ["app", "experiments", "gate", "inspect", "main", "project", "registry", "run", "service"]
 
-_RUN = re.compile(r"latest$|\d|[^=]*/")  # what can follow `--resume` and be a run: no step or key begins so
+_RUN = re.compile(r"latest$|\d|[^=]*/")  # a run after `--resume`; no step and no setting begins like this
+_FOLDER_OPTIONS = ("-C", "--project")
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, _leave)
-    watch_parent()  # of `pipe chaos`, which types commands
+    signal.signal(signal.SIGTERM, _interrupt)
+    watch_parent()  # `pipe chaos` runs commands of its own, which must end with it
     try:
-        sys.exit(app(with_defaults(sys.argv[1:]), prog_name="pipe", standalone_mode=False))
-    except typer.TyperException as error:  # a word that is no command, an option without its value
-        print(usage_line(error), file=sys.stderr)
+        sys.exit(app(complete_arguments(sys.argv[1:]), prog_name="pipe", standalone_mode=False))
+    except typer.TyperException as error:  # an unknown command, an option without its value
+        print(usage_error(error), file=sys.stderr)
         sys.exit(ConfigError.exit_code)
     except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _exit_with(error)
+    except ImportError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        _exit_with(missing)
     except OSError as error:
-        mends = {
+        fixes = {
             errno.ENOSPC: "disk full; free some space, then `pipe run --resume`",
             errno.EACCES: f"{error.filename}: permission denied",
             errno.EROFS: f"{error.filename}: the file system is read-only",
         }
-        if error.errno not in mends:
+        if error.errno not in fixes:
             raise
-        print(f"error: {mends[error.errno]}", file=sys.stderr)
-        sys.exit(PipelineError.exit_code)
+        _exit_with(PipelineError(fixes[error.errno]))
 
 
-def usage_line(error: typer.TyperException) -> str:
-    """One line, as every other mistake; `pipe` alone has nothing to say but its help."""
+def _exit_with(error: PipelineError) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def usage_error(error: typer.TyperException) -> str:
+    """Return one line, as for every other mistake; for `pipe` alone, its help."""
     context: typer.Context | None = getattr(error, "ctx", None)
     if context is None or error.message == context.get_help():
         return error.format_message()
     return f"error: {error.format_message().rstrip('.?')}; see `{context.command_path} --help`"
 
 
-def with_defaults(argv: Sequence[str]) -> list[str]:
-    """Fill in the value of `--resume` and `--render` when they stand alone: typer has no optional values."""
-    found = []
-    for i, word in enumerate(argv):
-        found.append(word)
-        following = argv[i + 1] if i + 1 < len(argv) else ""
+def complete_arguments(argv: Sequence[str]) -> list[str]:
+    """Move `-C DIR` to the front, and give `--resume` and `--render` their values: typer has no optional values."""
+    folder, words = _split_folder(argv)
+    complete = []
+    for i, word in enumerate(words):
+        complete.append(word)
+        following = words[i + 1] if i + 1 < len(words) else ""
         if word == "--resume" and not _RUN.match(following):
-            found.append("latest")
+            complete.append("latest")
         if word == "--render" and (not following or following.startswith("-") or "=" in following):
-            found.append("default")
-    return found
+            complete.append("default")
+    return [*folder, *complete]
 
 
-def _leave(signal_number: int, _frame: FrameType | None) -> None:
-    """As Ctrl-C: steps are ended and the run stays resumable."""
+def _split_folder(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    end = argv.index("--") if "--" in argv else len(argv)
+    folder: list[str] = []
+    rest: list[str] = []
+    i = 0
+    while i < end:
+        if argv[i] in _FOLDER_OPTIONS:
+            folder += argv[i : min(i + 2, end)]
+            i += 2
+            continue
+        (folder if argv[i].startswith("--project=") else rest).append(argv[i])
+        i += 1
+    return folder, [*rest, *argv[end:]]
+
+
+def _interrupt(signal_number: int, _frame: FrameType | None) -> None:
+    """Do as for Ctrl-C: end the steps and keep the run resumable."""
     raise KeyboardInterrupt(signal_number)

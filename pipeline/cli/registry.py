@@ -234,7 +234,7 @@ def sign(
     ] = None,
     output: OutputOption = Output.text,
 ) -> None:
-    """Sign a bundle, so that a service can reject all others; or make a key pair."""
+    """Sign a bundle, or make a key pair."""
     if (key is None) == (new is None):
         raise ConfigError("give --key FILE to sign with, or --new-key FILE to make one")
     if new is not None:

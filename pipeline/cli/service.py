@@ -1,4 +1,4 @@
-"""Commands around the running service: serve, predict, stop."""
+"""Commands for the running service: serve, predict, stop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pipeline.cli.run import newest_bundle
 from pipeline.contract.errors import ConfigError, InvalidPayload, StageError
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
-from pipeline.history import find_run, locked
-from pipeline.service.process import Live, end, forget_token, read_live, request, write_live
+from pipeline.history import find_run, lock_runs
+from pipeline.service.process import LiveService, forget_token, read_live, send_request, stop_process, write_live
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -24,23 +24,25 @@ def serve(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="[RUN|BUNDLE]", help="Run or bundle; the newest by default.")] = "",
 ) -> None:
-    """Serve a bundle in the foreground; further options go to `python -m serve`."""
-    words = list(context.args)
+    """Serve a bundle in the foreground.
+
+    Further options are those of `python -m serve`.
+    """
+    options = list(context.args)
     if target.startswith("-"):
-        words, target = [target, *words], ""
+        options, target = [target, *options], ""
     project = project_of(context)
     if target and (Path(target) / "manifest.json").is_file():
         path = Path(target)
     else:
-        run = find_run(project.runs, target) if target else newest_bundle(project)
-        path = run.bundle_path
-    if "--require-signature" not in " ".join(words) and (
-        trust := Access.of(project.config().serve, project.root).trust
+        path = (find_run(project.runs, target) if target else newest_bundle(project)).bundle_path
+    if "--require-signature" not in " ".join(options) and (
+        trust := Access.from_settings(project.config().serve, project.root).trust
     ):
-        words += ["--require-signature", str(trust.path)]
+        options += ["--require-signature", str(trust.path)]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "serve", str(path), *words], env)
+    os.execve(sys.executable, [sys.executable, "-m", "serve", str(path), *options], env)
 
 
 @app.command()
@@ -51,39 +53,22 @@ def predict(
     ] = None,
     output: OutputOption = Output.text,
 ) -> None:
-    """Ask the live service; without a file, the golden example."""
+    """Send a request to the live service, by default its example."""
     project = project_of(context)
     live = read_live(project.runs)
     if live is None or not live.alive:
         raise ConfigError("no service is live here; `pipe deploy` starts one")
     body = _read_instances(file) if file else _example(Run(project.runs / live.run))
-    answer = _ask(live, body)
-    emit(output, answer, json.dumps(answer, indent=2))
+    predictions = _predict(live, body)
+    emit(output, predictions, json.dumps(predictions, indent=2))
 
 
-@app.command()
-def stop(context: typer.Context, output: OutputOption = Output.text) -> None:
-    """End the live service; it finishes what it accepted."""
-    project = project_of(context)
-    if read_live(project.runs) is None:
-        return emit(output, {"ended": False}, "no service was running")
-    with locked(project.runs):
-        live = read_live(project.runs)
-        ended = live is not None and end(live.pid, live.process_started)
-        write_live(project.runs, None)
-        if live is not None:
-            forget_token(live)
-    text = f"ended {live.name} at {live.url} (pid {live.pid})" if live and ended else "no service was running"
-    emit(output, {"ended": ended}, text)
-    return None
-
-
-def _ask(live: Live, body: dict[str, Any]) -> Any:
+def _predict(live: LiveService, body: dict[str, Any]) -> Any:
     try:
         path = f"/v1/models/{live.name}:predict"
-        code, headers, answer = request(live.host, live.port, "POST", path, body, access=live.access)
+        code, headers, answer = send_request(live.host, live.port, "POST", path, body, access=live.access)
     except OSError as error:
-        raise StageError(f"{live.url} does not answer ({error}); see `pipe log service --run {live.run}`") from error
+        raise StageError(f"{live.url} does not answer ({error}); see `pipe logs service --run {live.run}`") from error
     if code != 200:
         message = answer.get("error", answer) if isinstance(answer, dict) else answer
         raise InvalidPayload(f"the service answered {code}: {message}")
@@ -94,7 +79,7 @@ def _ask(live: Live, body: dict[str, Any]) -> Any:
 def _example(run: Run) -> dict[str, Any]:
     golden = run.bundle().golden()
     if not golden.instances:
-        raise ConfigError("the task has no example(); give a file with the instances to ask for")
+        raise ConfigError("the task has no example(); give a file with instances")
     return {"instances": golden.instances[:1]}
 
 
@@ -104,3 +89,19 @@ def _read_instances(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
     return value if isinstance(value, dict) else {"instances": value}
+
+
+@app.command()
+def stop(context: typer.Context, output: OutputOption = Output.text) -> None:
+    """Stop the live service after the requests it has accepted."""
+    project = project_of(context)
+    if read_live(project.runs) is None:
+        return emit(output, {"ended": False}, "no service was running")
+    with lock_runs(project.runs):
+        live = read_live(project.runs)
+        stopped = live is not None and stop_process(live.pid, live.process_started)
+        write_live(project.runs, None)
+        if live is not None:
+            forget_token(live)
+    text = f"stopped {live.name} at {live.url} (pid {live.pid})" if live and stopped else "no service was running"
+    return emit(output, {"ended": stopped}, text)

@@ -1,7 +1,4 @@
-"""`runs/cluster.json`: what serves on a cluster, what served before it, and what is tried beside it.
-
-What serves on a cluster by our record, beside what the cluster itself says.
-"""
+"""The record of what serves on a cluster, `runs/cluster.json`, and its comparison with the cluster itself."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, PipelineError
 from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
@@ -16,7 +14,7 @@ from pipeline.contract.settings.section import Frozen
 from pipeline.history import Project, now
 
 if TYPE_CHECKING:
-    from k8s.cluster.drift import State
+    from k8s.cluster.drift import DeploymentState
 
 
 class Version(Frozen):
@@ -25,7 +23,7 @@ class Version(Frozen):
     image: str
 
 
-class Placed(Frozen):
+class ClusterRecord(Frozen):
     name: str
     context: str
     server: str
@@ -35,101 +33,114 @@ class Placed(Frozen):
     previous: Version | None = None
     canary: Version | None = None
     percent: float = 0.0
-    canary_in_place: bool = False  # in the very object of the stable version, as Knative has it; else beside it
+    target: str = ""  # `deploy.target` of the newest deployment; empty in older records
+    canary_in_place: bool = False  # in the object of the stable version, as with Knative; else in its own objects
 
     @property
     def versions(self) -> list[Version]:
-        """Those that serve or may serve again."""
+        """Return the versions that serve or may serve again."""
         return [version for version in (self.current, self.previous, self.canary) if version is not None]
 
-    @property
-    def place(self) -> list[str]:
-        """Words of the configuration that lead there."""
-        return ["deploy.target=kubernetes", f"deploy.context={self.context}", f"deploy.namespace={self.namespace}"]
+    def place(self, config: Config) -> list[str]:
+        """Return the overrides that deploy to the same place."""
+        target = self.target or (config.deploy.target if config.deploy.on_cluster else "kubernetes")
+        return [
+            f"deploy.target={target}",
+            f"deploy.context={self.context}",
+            f"deploy.namespace={self.namespace}",
+        ]
 
 
-def read_placed(runs: Path) -> Placed | None:
+def read_cluster_record(runs: Path) -> ClusterRecord | None:
     path = runs / "cluster.json"
     if not path.exists():
         return None
     try:
-        return Placed.model_validate_json(path.read_text())
+        return ClusterRecord.model_validate_json(path.read_text())
     except ValueError as error:
-        raise PipelineError(f"{path}: damaged; move it away, and `pipe deploy` writes it anew") from error
+        raise PipelineError(f"{path}: damaged; to fix it: move it away, `pipe deploy` writes a new one") from error
 
 
-def write_placed(runs: Path, placed: Placed) -> None:
-    write_json(runs / "cluster.json", placed.model_dump())
+def write_cluster_record(runs: Path, record: ClusterRecord) -> None:
+    write_json(runs / "cluster.json", record.model_dump())
 
 
-def record(run: Run, name: str, told: dict[str, Any]) -> Placed:
-    """After a deployment; a bundle that merely serves again, in the same image, is no new version."""
-    old = read_placed(run.runs)
-    version = Version(run=run.id, bundle=told["bundle"], image=told["image"])
-    where = {key: told[key] for key in ("context", "server", "namespace")}
-    here = old if old is not None and (old.server, old.namespace) == (told["server"], told["namespace"]) else None
-    if told.get("canary") and here is not None:
-        update = {"canary": version, "percent": told["canary"], "canary_in_place": told.get("canary_in_place", False)}
-        found = here.model_copy(update=update)
+def record_deployment(run: Run, name: str, deployed: dict[str, Any]) -> ClusterRecord:
+    """Record a deployment; the same bundle in the same image is not a new version."""
+    old = read_cluster_record(run.runs)
+    version = Version(run=run.id, bundle=deployed["bundle"], image=deployed["image"])
+    where = {key: deployed[key] for key in ("context", "server", "namespace", "target")}
+    here = old if old and (old.server, old.namespace) == (deployed["server"], deployed["namespace"]) else None
+    if deployed.get("canary") and here is not None:
+        update = {
+            "target": deployed["target"],
+            "canary": version,
+            "percent": deployed["canary"],
+            "canary_in_place": deployed.get("canary_in_place", False),
+        }
+        updated = here.model_copy(update=update)
     elif here is not None and (here.current.bundle, here.current.image) == (version.bundle, version.image):
-        found = here.model_copy(update={"current": version, "canary": None, "percent": 0.0})
+        updated = here.model_copy(update={**where, "current": version, "canary": None, "percent": 0.0})
     else:
         previous = here.current if here is not None else None
-        found = Placed(name=name, **where, current=version, since=now(), previous=previous)
-    write_placed(run.runs, found)
-    return found
+        updated = ClusterRecord(name=name, **where, current=version, since=now(), previous=previous)
+    write_cluster_record(run.runs, updated)
+    return updated
 
 
-def without_canary(runs: Path, placed: Placed) -> Placed:
-    found = placed.model_copy(update={"canary": None, "percent": 0.0})
-    write_placed(runs, found)
-    return found
+def without_canary(runs: Path, record: ClusterRecord) -> ClusterRecord:
+    updated = record.model_copy(update={"canary": None, "percent": 0.0})
+    write_cluster_record(runs, updated)
+    return updated
 
 
-def run_of(runs: Path, version: Version) -> Run:
-    found = Run(runs / version.run)
-    if not (found.bundle_path / "manifest.json").is_file():
-        raise ConfigError(f"run {version.run}, whose bundle {version.bundle[:12]} is to serve, is gone from {runs}")
-    return found
+def run_of_version(runs: Path, version: Version) -> Run:
+    run = Run(runs / version.run)
+    if not (run.bundle_path / "manifest.json").is_file():
+        raise ConfigError(f"run {version.run}, whose bundle {version.bundle[:12]} is to be served, is not in {runs}")
+    return run
 
 
 @dataclass(frozen=True)
-class Told:
-    placed: Placed
-    state: State
+class ClusterStatus:
+    record: ClusterRecord
+    state: DeploymentState
 
     def facts(self) -> dict[str, Any]:
-        return {**self.placed.model_dump(), **asdict(self.state)}
+        return {**self.record.model_dump(), **asdict(self.state)}
 
     def lines(self) -> list[str]:
-        placed, state = self.placed, self.state
-        where = f"cluster {placed.context} ({placed.server}), namespace {placed.namespace}"
-        serves = f"{placed.name} serves bundle {placed.current.bundle[:12]} of run {placed.current.run}"
-        lines = [f"{where}: {serves} since {placed.since}: {state.state}"]
-        lines += [f"trouble: {trouble}" for trouble in state.troubles]
+        record, state = self.record, self.state
+        where = f"cluster {record.context} ({record.server}), namespace {record.namespace}"
+        serves = f"{record.name} serves bundle {record.current.bundle[:12]} of run {record.current.run}"
+        lines = [f"{where}: {serves} since {record.since}: {state.state}"]
+        lines += [f"problem: {problem}" for problem in state.problems]
         lines += [f"drift (live → recorded): {drift}" for drift in state.drift]
-        if placed.canary is not None:
+        if record.canary is not None:
             lines.append(
-                f"canary: about {placed.percent:g} % of the requests to bundle {placed.canary.bundle[:12]} of run "
-                f"{placed.canary.run}; `pipe promote` or `pipe rollback` ends it"
+                f"canary: about {record.percent:g} % of the requests to bundle {record.canary.bundle[:12]} of run "
+                f"{record.canary.run}; `pipe registry promote` or `pipe registry rollback` ends it"
             )
         if any(drift.startswith("bundle ") for drift in state.drift):
-            lines.append(f"`pipe rollback` puts bundle {placed.current.bundle[:12]} of run {placed.current.run} back")
-        elif placed.previous is not None and placed.canary is None:
             lines.append(
-                f"`pipe rollback` goes back to bundle {placed.previous.bundle[:12]} of run {placed.previous.run}"
+                f"`pipe registry rollback` restores bundle {record.current.bundle[:12]} of run {record.current.run}"
+            )
+        elif record.previous is not None and record.canary is None:
+            lines.append(
+                f"`pipe registry rollback` restores bundle {record.previous.bundle[:12]} of run {record.previous.run}"
             )
         return lines
 
 
-def told_of_cluster(project: Project) -> Told | None:
-    """None where nothing was ever deployed to one."""
-    placed = read_placed(project.runs)
-    if placed is None:
+def read_cluster_status(project: Project) -> ClusterStatus | None:
+    """Return None where nothing was ever deployed to a cluster."""
+    record = read_cluster_record(project.runs)
+    if record is None:
         return None
-    from k8s.cluster.drift import look
+    from k8s.cluster.drift import inspect_deployment
 
-    version = placed.canary if placed.canary and placed.canary_in_place else placed.current
+    version = record.canary if record.canary and record.canary_in_place else record.current
     manifests = Run(project.runs / version.run).output("deploy") / "manifests"
-    tried = placed.canary is not None
-    return Told(placed, look(placed.context, placed.namespace, manifests, version.bundle, canary=tried))
+    has_canary = record.canary is not None
+    state = inspect_deployment(record.context, record.namespace, manifests, version.bundle, canary=has_canary)
+    return ClusterStatus(record, state)

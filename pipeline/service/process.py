@@ -20,7 +20,8 @@ from pydantic import AliasChoices, Field
 
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 from pipeline.contract.files import write_json
-from pipeline.contract.settings.access import ANYBODY, Access
+from pipeline.contract.processes import PARENT_WATCH_VARIABLE
+from pipeline.contract.settings.access import OPEN_ACCESS, Access
 from pipeline.contract.settings.section import Frozen
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def send_request(
     path: str,
     body: Any = None,
     timeout_seconds: float = 30,
-    access: Access = ANYBODY,
+    access: Access = OPEN_ACCESS,
 ) -> tuple[int, Mapping[str, str], Any]:
     """Send one JSON request on its own connection; return status, headers and body."""
     connection = access.connection(host, port, timeout_seconds)
@@ -177,7 +178,7 @@ def send_request(
 
 def service_environment() -> dict[str, str]:
     """Return this process's environment without the variables that concern only a command."""
-    dropped = ("PIPE_LEASH", "OMP_NUM_THREADS")
+    dropped = (PARENT_WATCH_VARIABLE, "OMP_NUM_THREADS")
     return {name: value for name, value in os.environ.items() if name not in dropped} | {"PYTHONSAFEPATH": "1"}
 
 
@@ -209,7 +210,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path, tim
     raise StageError(f"the service was not ready within {timeout_seconds} s (log: {log})")
 
 
-def check_golden(host: str, port: int, bundle: Bundle, access: Access = ANYBODY, version: str = "") -> int:
+def check_golden(host: str, port: int, bundle: Bundle, access: Access = OPEN_ACCESS, version: str = "") -> int:
     """Check that each golden request is answered over HTTP as at export and by this bundle; return their number."""
     requests = bundle.golden_requests(version)
     for golden in requests:
@@ -224,7 +225,7 @@ def check_golden(host: str, port: int, bundle: Bundle, access: Access = ANYBODY,
 
 
 def measure_latency(
-    host: str, port: int, bundle: Bundle, access: Access = ANYBODY, version: str = ""
+    host: str, port: int, bundle: Bundle, access: Access = OPEN_ACCESS, version: str = ""
 ) -> dict[str, float]:
     """Measure the milliseconds of a golden request, sent several times in a row."""
     golden = bundle.golden_requests(version)[0]

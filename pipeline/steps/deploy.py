@@ -17,6 +17,7 @@ from pipeline.contract.run import Run, run_step
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import service_view_options
 from pipeline.history import Project
+from pipeline.processes import Report
 from pipeline.runner import load_deployable
 from pipeline.service.cluster_record import record_deployment
 from pipeline.service.process import LiveService, measure_latency, read_live
@@ -110,7 +111,7 @@ def _swap(request: ServiceStart, old: LiveService) -> tuple[LiveService, int]:
         _print(f"already live at {live.url}; golden answers are equal")
     else:
         _print(
-            f"switched from bundle {old.bundle[:12]}, which stays loaded: `pipe registry rollback` switches back at once"
+            f"switched from bundle {old.bundle[:12]}, which stays loaded; `pipe registry rollback` switches back"
         )
         _print(f"live at {live.url} (gRPC {live.grpc_port}, pid {live.pid})")
     return live, golden_count
@@ -125,9 +126,7 @@ def _exit(signal_number: int, _frame: object) -> None:
     sys.exit(128 + signal_number)
 
 
-def preview(
-    project: Project, source: Run, overrides: Sequence[str], report: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def preview(project: Project, source: Run, overrides: Sequence[str], report: Report) -> list[dict[str, Any]]:
     """Return one entry for each object that would be created or changed."""
     config, _ = load_deployable(source, overrides)
     access = Access.from_settings(config.serve, project.root)
@@ -143,7 +142,7 @@ def lines(changes: Sequence[dict[str, Any]]) -> str:
 
 
 def _preview_on_cluster(
-    source: Run, config: Config, bundle: Bundle, access: Access, report: Callable[[str], None]
+    source: Run, config: Config, bundle: Bundle, access: Access, report: Report
 ) -> list[dict[str, Any]]:
     from k8s.deploy import preview as preview_on_cluster  # slow to load
 

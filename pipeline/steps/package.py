@@ -1,8 +1,6 @@
-"""The package step: the bundle as a container build context, and as images where they can be made.
+"""The package step: write a container build context for the bundle, and build and push images where possible.
 
-An image from its build context: built where a builder works, looked into, pushed; what is on record of it.
-
-The image of the training pods: made of a project as it stands, beside its runs, and used until either changes.
+The image of the training pods is built the same way from the project, and kept in `runs/images/`.
 """
 
 from __future__ import annotations
@@ -18,33 +16,36 @@ from pathlib import Path
 from typing import Any
 
 from k8s.images.build import (
+    BuildRequest,
     Recipe,
-    Work,
-    annotates,
     build,
     build_argv,
-    content_of,
     find_builder,
+    project_content,
     push,
     save,
+    supports_annotations,
     training_annotations,
     write_context,
     write_training_context,
 )
 from k8s.images.contents import Package as Installed
-from k8s.images.contents import document, pinned, read_image
+from k8s.images.contents import bill_of_materials, packages_from_pins, read_installed_packages
 from k8s.images.modelcar import ModelcarBase, bundle_annotations, write_modelcar
 from k8s.images.oci_layout import Layout
-from k8s.images.registry import Base, Repository, parse, resolve
-from k8s.images.registry_login import login_of
+from k8s.images.registry import BaseImage, Repository, parse_reference, resolve_base_image
+from k8s.images.registry_login import find_login
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, GateError, StageError
 from pipeline.contract.files import write_json
 from pipeline.contract.override import passed_gate
 from pipeline.contract.run import Run, run_step
-from pipeline.contract.settings.stages import Package
+from pipeline.contract.settings.stages import WHEELS_FOLDER, Package
 from pipeline.history import Project
+
+SBOM = "sbom.cdx.json"
+_IMAGES_FOLDER = "images"  # of the runs folder: training images
 
 
 def package(run: Run, root: Path) -> None:
@@ -55,163 +56,159 @@ def package(run: Run, root: Path) -> None:
     recipe = recipe_of(config.package, root, bundle.signature.runtime.provider == "cuda" or config.deploy.gpus > 0)
     context = write_context(bundle, recipe, partial / "context")
     print(f"build context ready: {run.output('package') / 'context'}, digest {context[:12]}")
-    needed = config.deploy.target == "kubernetes" or (config.package.push and config.package.build != "never")
-    order = Order(image, partial, run.output("package"), run.log("package"), bundle_annotations(bundle), needed)
+    needed = config.deploy.on_cluster or (config.package.push and config.package.builder != "none")
+    request = ImageRequest(
+        image, partial, run.output("package"), run.log("package"), bundle_annotations(bundle), needed
+    )
     record = {
         "image": image,
         "bundle": bundle.digest,
         "context": context,
         "base": recipe.base,
         "accelerator": recipe.accelerator,
-        **make(config, order, recipe.accelerator, bundle, os.environ),
+        **make(config, request, recipe.accelerator, bundle, os.environ),
         "modelcar": _modelcar(config, bundle, run, os.environ) if config.package.modelcar else None,
     }
     write_json(partial / "image.json", record)
 
 
 def check_verdict(bundle: Bundle) -> None:
-    """A rejected model goes no further, even when its bundle was made by hand."""
+    """Raise for a rejected model, even if its bundle was made by hand."""
     verdict = bundle.manifest.verdict
     if not passed_gate(verdict):
         raise GateError(
-            f"{bundle.path}: its verdict is {verdict!r}; only pass, no-baseline or overridden is packaged "
-            "(`pipe gate override RUN` goes past a verdict, on record)"
+            f"{bundle.path}: its verdict is {verdict!r}; only pass, no-baseline or overridden is packaged; "
+            "`pipe gate override RUN` overrides a verdict"
         )
 
 
 def image_name(config: Config, bundle: Bundle) -> str:
-    """Tagged by what is inside, so that a tag never moves."""
+    """Tag the image by the bundle's digest, so that a tag never moves."""
     return f"{base_name(config)}:{bundle.digest[:12]}"
 
 
 def _check_push(config: Config) -> None:
-    if config.package.push and config.package.build == "never" and not config.package.modelcar:
-        raise ConfigError("package.push: there is nothing to push with package.build=never; set package.modelcar=true")
+    if config.package.push and config.package.builder == "none" and not config.package.modelcar:
+        raise ConfigError(
+            "package.push: there is nothing to push with package.builder=none; set package.modelcar=scratch"
+        )
 
 
 def _modelcar(config: Config, bundle: Bundle, run: Run, env: Mapping[str, str]) -> dict[str, Any]:
-    """Needs no builder; the digest is known before any registry has seen it."""
+    """Write the bundle as a data-only image, which needs no builder, and push it if configured."""
     name = f"{base_name(config)}-modelcar:{bundle.digest[:12]}"
-    reference, base = parse(name), None
-    if config.package.modelcar_base:
-        below = parse(config.package.modelcar_base)
-        base = ModelcarBase(below, Repository(below, login_of(below.host, env)))
+    reference, base = parse_reference(name), None
+    if config.package.modelcar != "scratch":
+        below = parse_reference(config.package.modelcar)
+        base = ModelcarBase(below, Repository(below, find_login(below.host, env)))
     directory = run.partial("package") / "modelcar"
     index = write_modelcar(bundle, directory, name, base)
     record = {"image": name, "digest": index.digest, "reference": None, "uri": None}
     print(f"modelcar ready: {run.output('package') / 'modelcar'}, {index.digest}", flush=True)
     if config.package.push:
-        repository = Repository(reference, login_of(reference.host, env))
+        repository = Repository(reference, find_login(reference.host, env))
         pushed = reference.at(repository.push(Layout(directory), index.digest, reference.tag))
         record |= {"reference": pushed, "uri": f"oci://{pushed}"}
         print(f"pushed {pushed}; KServe's storageUri: {record['uri']}", flush=True)
     return record
 
 
-SBOM = "sbom.cdx.json"
-
-
 @dataclass(frozen=True)
-class Order:
-    """What is to be built, and where its files go."""
+class ImageRequest:
+    """An image to build, and where its files go."""
 
     image: str  # with its tag
-    folder: Path  # holds `context`; the bill of materials goes here
-    final: Path  # what the folder is called when all is done
-    log: Path | None  # where the builder's output is kept
-    notes: Mapping[str, str]
-    needed: bool  # the road may not go on without it
+    folder: Path  # contains `context`; the bill of materials goes here
+    final: Path  # name of the folder after the step has ended
+    log: Path | None  # has the builder's output
+    annotations: Mapping[str, str]
+    needed: bool  # without it, the step fails
 
 
 def recipe_of(package: Package, root: Path, cuda: bool) -> Recipe:
-    accelerator = package.accelerator if package.accelerator != "auto" else "gpu" if cuda else "cpu"
-    if not package.wheels:
-        return Recipe(package.base, accelerator)
-    wheels = root / package.wheels
-    if not any(wheels.glob("*.whl")):
-        raise ConfigError(f"package.wheels: no wheel in {wheels}; name a folder of .whl files in the project")
-    return Recipe(package.base, accelerator, wheels)
+    wheels = root / WHEELS_FOLDER
+    return Recipe(package.base_image, "gpu" if cuda else "cpu", wheels if any(wheels.glob("*.whl")) else None)
 
 
 def base_name(config: Config) -> str:
     name = config.package.image or config.name
     if "@" in name or ":" in name.rpartition("/")[2]:
-        raise ConfigError(f"package.image: {name!r} has a tag; give the name alone, the content's digest is the tag")
+        raise ConfigError(f"package.image: {name!r} has a tag; remove it, the digest of the content is the tag")
     if config.package.push and "/" not in name:
         raise ConfigError(f"package.push: {name!r} names no registry; set package.image, as in registry.example/{name}")
     return name
 
 
 def make(
-    config: Config, order: Order, accelerator: str, bundle: Bundle | None, env: Mapping[str, str]
+    config: Config, request: ImageRequest, accelerator: str, bundle: Bundle | None, env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Build, list, push; returns what image.json says of it."""
-    made = _build(config.package, order, env)
-    if made["image_digest"] is None:
-        lines = (order.folder / "context" / f"requirements-{accelerator}.txt").read_text().splitlines()
-        installed, source = pinned(lines), "requirements"
+    """Build the image, list its packages and push it; return the entries of image.json."""
+    built = _build(config.package, request, env)
+    if built["image_digest"] is None:
+        lines = (request.folder / "context" / f"requirements-{accelerator}.txt").read_text().splitlines()
+        installed, source = packages_from_pins(lines), "requirements"
     else:
-        installed, source = _look_inside(made["builder"], order, env), "image"
-    if config.package.push and made["image_digest"] is not None:
-        digest = push(made["builder"], order.image, order.folder / ".pushed", env)
-        made["reference"] = parse(order.image).at(digest)
-        print(f"pushed {made['reference']}", flush=True)
-    _write_sbom(order, {"source": source, **made}, installed, bundle)
-    return {**made, "sbom": SBOM}
+        installed, source = _read_packages(built["builder"], request, env), "image"
+    if config.package.push and built["image_digest"] is not None:
+        digest = push(built["builder"], request.image, request.folder / ".pushed", env)
+        built["reference"] = parse_reference(request.image).at(digest)
+        print(f"pushed {built['reference']}", flush=True)
+    _write_sbom(request, {"source": source, **built}, installed, bundle)
+    return {**built, "sbom": SBOM}
 
 
-def _build(package: Package, order: Order, env: Mapping[str, str]) -> dict[str, Any]:
-    """Raises where the road may not go on without an image."""
-    needed = order.needed or package.build == "require"
-    if package.build == "never":
-        return _without_image(None, "package.build is never", order)
+def _build(package: Package, request: ImageRequest, env: Mapping[str, str]) -> dict[str, Any]:
+    """Build the image; raise where it is needed and cannot be built."""
+    needed = request.needed or package.builder != "auto"
+    if package.builder == "none":
+        return _without_image(None, "package.builder is none", request)
     search = find_builder(package.builder, env)
     if search.builder is None:
         reason = f"no container builder works: {search.reason}"
         if needed:
-            raise StageError(f"{reason}; install one, or set package.build=auto")
-        return _without_image(None, reason, order)
+            raise StageError(f"{reason}; install one, or set package.builder=auto")
+        return _without_image(None, reason, request)
     base = _base(package, env)
-    print(f"building {order.image} with {search.builder}", flush=True)
-    built = build(search.builder, _work(order, order.folder, base), order.folder / ".image-id", env)
+    print(f"building {request.image} with {search.builder}", flush=True)
+    built = build(search.builder, _work(request, request.folder, base), request.folder / ".image-id", env)
     if built.image_digest is None:
-        where = f"; its whole output is in {order.log}" if order.log else ""
-        reason = f"{search.builder} could not build {order.image}: {built.said}{where}"
+        where = f"; its whole output is in {request.log}" if request.log else ""
+        reason = f"{search.builder} could not build {request.image}: {built.last_line}{where}"
         if needed:
-            raise StageError(f"{reason}; package.build=never goes on without an image")
+            raise StageError(f"{reason}; package.builder=none continues without an image")
         print(f"WARNING: {reason}", file=sys.stderr)
-        return _without_image(search.builder, reason, order)
-    print(f"built {order.image}, {built.image_digest}")
-    if not annotates(search.builder, env):
-        print("note: docker without buildx writes no annotations; the image's labels alone name what is in it")
+        return _without_image(search.builder, reason, request)
+    print(f"built {request.image}, {built.image_digest}")
+    if not supports_annotations(search.builder, env):
+        print("note: docker without buildx writes no annotations; only the labels of the image describe its content")
     return _facts(search.builder, built.image_digest, "") | {"base_digest": base.digest}
 
 
-def _base(package: Package, env: Mapping[str, str]) -> Base:
-    base = resolve(package.base, env)
+def _base(package: Package, env: Mapping[str, str]) -> BaseImage:
+    base = resolve_base_image(package.base_image, env)
     if base.digest is None:
         print(
-            f"WARNING: package.base={package.base} is a tag, and what it means today is not known ({base.reason}); the "
-            "builder takes what it finds under that name. Name the base by digest, as in name@sha256:…, to pin it",
+            f"WARNING: package.base_image={package.base_image} is a tag whose digest is unknown ({base.reason}); the "
+            "builder uses whatever it finds under that name. Name the base by digest, as in name@sha256:…, to pin it",
             file=sys.stderr,
             flush=True,
         )
-    elif base.name != package.base:
-        print(f"base {package.base} is {base.name}", flush=True)
+    elif base.name != package.base_image:
+        print(f"base {package.base_image} is {base.name}", flush=True)
     return base
 
 
-def _work(order: Order, folder: Path, base: Base | None = None) -> Work:
-    """The base is on record as OCI has it."""
+def _work(request: ImageRequest, folder: Path, base: BaseImage | None = None) -> BuildRequest:
+    """Return the build, annotated with the base image where its digest is known."""
     if base is None or base.digest is None:
-        return Work(order.image, folder / "context", order.notes)
-    notes = {**order.notes, "org.opencontainers.image.base.digest": base.digest}
-    return Work(order.image, folder / "context", notes, base.name)
+        return BuildRequest(request.image, folder / "context", request.annotations)
+    notes = {**request.annotations, "org.opencontainers.image.base.digest": base.digest}
+    return BuildRequest(request.image, folder / "context", notes, base.name)
 
 
-def _without_image(builder: str | None, reason: str, order: Order) -> dict[str, Any]:
+def _without_image(builder: str | None, reason: str, request: ImageRequest) -> dict[str, Any]:
     by = builder or "docker"
-    argv = build_argv(by, _work(order, order.final), {}, annotated=by != "docker")
+    argv = build_argv(by, _work(request, request.final), {}, annotated=by != "docker")
     print(f"no image was built; to build it by hand: {shlex.join(argv)}", flush=True)
     return _facts(builder, None, reason)
 
@@ -220,61 +217,60 @@ def _facts(builder: str | None, digest: str | None, reason: str) -> dict[str, An
     return {"builder": builder, "image_digest": digest, "reason": reason, "reference": None, "base_digest": None}
 
 
-def _look_inside(builder: str, order: Order, env: Mapping[str, str]) -> list[Installed]:
-    archive = order.folder / ".image.tar"
+def _read_packages(builder: str, request: ImageRequest, env: Mapping[str, str]) -> list[Installed]:
+    archive = request.folder / ".image.tar"
     try:
-        save(builder, order.image, archive, env)
-        return read_image(archive)
+        save(builder, request.image, archive, env)
+        return read_installed_packages(archive)
     finally:
         archive.unlink(missing_ok=True)
 
 
-def _write_sbom(order: Order, facts: Mapping[str, Any], installed: list[Installed], bundle: Bundle | None) -> None:
-    name, _, tag = order.image.rpartition(":")
+def _write_sbom(
+    request: ImageRequest, facts: Mapping[str, Any], installed: list[Installed], bundle: Bundle | None
+) -> None:
+    name, _, tag = request.image.rpartition(":")
     subject = {"name": name, "version": tag, "source": str(facts["source"])}
     subject |= {key: str(facts[key]) for key in ("image_digest", "reference") if facts[key]}
     subject |= {"bundle": bundle.digest} if bundle else {}
-    write_json(order.folder / SBOM, document(subject, installed, bundle))
-    print(f"{len(installed)} packages in its bill of materials: {order.final / SBOM}", flush=True)
-
-
-_FOLDER = "images"
+    write_json(request.folder / SBOM, bill_of_materials(subject, installed, bundle))
+    print(f"{len(installed)} packages in the bill of materials: {request.final / SBOM}", flush=True)
 
 
 def package_training(
-    project: Project, config: Config, env: Mapping[str, str], say: Callable[[str], None]
+    project: Project, config: Config, env: Mapping[str, str], report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Tagged by what its context holds: our source, the project's, and the versions of what both need."""
-    content = content_of(project.root, (config.task, config.codec), config.package.include)
+    """Make the image of the training pods, tagged by the digest of its context; reuse one of the same context."""
+    content = project_content(project.root, (config.task, config.codec), config.package.include)
     if content.missing:
-        say(f"note: not installed here, and so not in the image: {', '.join(content.missing)}")
+        report(f"note: not installed here and therefore not in the image: {', '.join(content.missing)}")
     recipe = recipe_of(config.package, project.root, config.train.device == "cuda")
     name = f"{base_name(config)}-train"
-    partial = project.runs / _FOLDER / "train.partial"
+    partial = project.runs / _IMAGES_FOLDER / "train.partial"
     context = write_training_context(config.name, project.root, content, recipe, partial / "context")
     final = partial.with_name(f"train-{context[:12]}")
     earlier = _earlier(final, push=config.package.push)
     if earlier is not None:
-        say(f"unchanged: {earlier['image']}")
+        report(f"unchanged: {earlier['image']}")
         shutil.rmtree(partial)
         return earlier
-    order = Order(
+    request = ImageRequest(
         f"{name}:{context[:12]}", partial, final, None, training_annotations(config.name, content), needed=True
     )
-    record = {"image": order.image, "project": content.digest, "context": context, "base": recipe.base}
-    record |= {"accelerator": recipe.accelerator, **make(config, order, recipe.accelerator, None, env)}
+    record = {"image": request.image, "project": content.digest, "context": context, "base": recipe.base}
+    record |= {"accelerator": recipe.accelerator, **make(config, request, recipe.accelerator, None, env)}
     write_json(partial / "image.json", record)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    for built in final.parent.glob("train-*/context"):  # of what was made before, its record is enough
+    for built in final.parent.glob("train-*/context"):  # of older images, only the record is kept
         if built.parent != final:
             shutil.rmtree(built)
-    say(f"train.image={record['reference'] or record['image']}")
+    report(f"train.image={record['reference'] or record['image']}")
     return record
 
 
 def _earlier(final: Path, push: bool) -> dict[str, Any] | None:
-    """What was made of the very same context, if it went as far as is asked for now."""
+    """Return the record of an image with the same context, if it was built, and pushed where `push` is set."""
     path = final / "image.json"
     if not path.is_file():
         return None

@@ -1,7 +1,4 @@
-"""The prepare step: what the data is (fingerprints, class balance), whether its splits leak, what checks say.
-
-Pretrained weights before training: their small files are kept by prepare, and all they are is recorded.
-"""
+"""The prepare step: fingerprint the data, find leaks between splits, run the data checks, record pretrained weights."""
 
 from __future__ import annotations
 
@@ -21,72 +18,85 @@ from pipeline.contract.pretrained import (
     Pretrained,
 )
 from pipeline.contract.run import Run, run_step
-from pipeline.contract.task import FOLDER, KEY, SPLITS, Task, adapting, companions_in, load_task, make_companions
+from pipeline.contract.task import (
+    FOLDER,
+    KEY,
+    SPLITS,
+    Task,
+    load_task,
+    make_shared_files,
+    require_adapt,
+    shared_file_digests,
+)
 from pipeline.data_checks.near_duplicates import Digests
-from pipeline.data_checks.run_checks import look, tell, write_look
-from pipeline.data_checks.scan import Reading
+from pipeline.data_checks.run_checks import check_data, report_results, write_checks
+from pipeline.data_checks.scan import SplitSummary
 from pipeline.steps.pretrained import PRETRAINED_KEY, copy_small_files, find_pretrained, record
 
-_LISTED = 100  # duplicates written out; all are counted
+_MAX_LISTED = 100  # duplicates in data.json; all are counted
 
 
 def prepare(run: Run, root: Path) -> None:
     config = run.config
     task = load_task(config.task, root)
     files = run.partial("prepare") / FOLDER
-    shutil.rmtree(files, ignore_errors=True)  # an interrupted attempt's
+    shutil.rmtree(files, ignore_errors=True)  # of an interrupted attempt
     pretrained = find_pretrained(config, root)
     if pretrained:
         copy_small_files(pretrained, files)
-    make_companions(task, files)
-    digest, look_at = _checked(pretrained, task, run) if pretrained else ("", None)
+    make_shared_files(task, files)
+    digest, look_at = _check_pretrained(pretrained, task, run) if pretrained else ("", None)
     begun = {PRETRAINED_KEY: digest} if pretrained else {}
     splits = {name: open_split(task, name) for name in SPLITS}
     for samples in splits.values():
         check_columns(task, samples)
     if look_at:
         look_at(splits.values())
-    found = look(run, task, splits)
-    pairs = find_duplicates({name: reading.digests for name, reading in found.readings.items()})
+    found = check_data(run, task, splits)
+    pairs = find_duplicates({name: reading.digests for name, reading in found.splits.items()})
     report: dict[str, Any] = {
-        "splits": {name: _describe(reading) for name, reading in found.readings.items()},
-        KEY: companions_in(files),
+        "splits": {name: _describe(reading) for name, reading in found.splits.items()},
+        KEY: shared_file_digests(files),
         **begun,
         "duplicate_count": len(pairs),
-        "duplicates": pairs[:_LISTED],
+        "duplicates": pairs[:_MAX_LISTED],
     }
     write_json(run.partial("prepare") / "data.json", report)
-    write_look(found, run.partial("prepare"))
+    write_checks(found, run.partial("prepare"))
     if report[KEY]:
         print(f"files that model, data and codec share: {', '.join(report[KEY])}")
     for name, facts in report["splits"].items():
         print(f"{name}: {facts['samples']} samples, fingerprint {facts['fingerprint'][:12]}")
     if pairs:
-        _judge(pairs, config.prepare.leaks, run.partial("prepare") / "data.json")
-    tell(found)
+        _report_duplicates(pairs, config.prepare.leaks, run.partial("prepare") / "data.json")
+    report_results(found)
 
 
-def _checked(found: Pretrained, task: Task, run: Run) -> tuple[str, Callable[[Iterable[Samples]], None]]:
-    """The digest of weights that fit the task's model, and what looks whether its texts do.
+def _check_pretrained(found: Pretrained, task: Task, run: Run) -> tuple[str, Callable[[Iterable[Samples]], None]]:
+    """Check that the weights fit the task's model; return their digest, and a check of the data's texts.
 
-    What does not fit is told here, before many processes begin.
+    Done here, so that a mistake is found before many processes start.
     """
-    from train.pretrained.load import fitted  # others do without transformers
+    from train.pretrained.load import match_weights  # transformers is slow to load
     from train.validation import check_texts, check_tokenizer
 
     config, directory = run.config, run.partial("prepare")
-    bare, matched = fitted(partial(adapting(task, config.task).adapt, directory / FOLDER), found, config.model.allow)
+    bare, matched = match_weights(
+        partial(require_adapt(task, config.task).adapt, directory / FOLDER), found, config.model.allow_mismatch
+    )
     check_tokenizer(directory / FOLDER, bare.model)
     digest = record(found, directory)
     if matched.left_out:
-        print(f"left out: {len(matched.left_out)} weights this kind of model has no use for, as {matched.left_out[0]}")
-    where = config.model.pretrained + (f" (run {found.folder.resolve().name})" if found.of_run else "")
+        print(
+            f"left out: {len(matched.left_out)} weights that this kind of model does not use, as {matched.left_out[0]}"
+        )
+    where = config.model.pretrained + (f" (run {found.folder.resolve().name})" if found.is_run else "")
     print(f"pretrained: {where}, {len(found.weights)} files of weights, digest {digest[:12]}")
     return digest, partial(check_texts, task, bare.model)
 
 
 def find_duplicates(digests: Mapping[str, Sequence[str] | Digests]) -> list[dict[str, Any]]:
-    """Every sample that also stands in an earlier split, as pairs of places."""
+    """Return every sample that is also in an earlier split, as a pair of places."""
     joined = np.concatenate([np.asarray(values) for values in digests.values()])
     _, first, group = np.unique(joined, return_index=True, return_inverse=True)
     starts = np.cumsum([0, *(len(values) for values in digests.values())])
@@ -102,17 +112,17 @@ def find_duplicates(digests: Mapping[str, Sequence[str] | Digests]) -> list[dict
     return [{"a": place(earliest[index]), "b": place(index)} for index in later]
 
 
-def _describe(reading: Reading) -> dict[str, Any]:
+def _describe(reading: SplitSummary) -> dict[str, Any]:
     return {"samples": reading.samples, "fingerprint": reading.fingerprint, "classes": reading.classes}
 
 
-def _judge(pairs: list[dict[str, Any]], leaks: str, listing: Path) -> None:
+def _report_duplicates(pairs: list[dict[str, Any]], leaks: str, listing: Path) -> None:
     a, b = pairs[0]["a"], pairs[0]["b"]
-    listed = "all are" if len(pairs) <= _LISTED else f"the first {_LISTED} are"
+    listed = "all are" if len(pairs) <= _MAX_LISTED else f"the first {_MAX_LISTED} are"
     text = (
-        f"{len(pairs)} samples stand in more than one split, as {b['split']}[{b['index']}] = "
+        f"{len(pairs)} samples are in more than one split, as {b['split']}[{b['index']}] = "
         f"{a['split']}[{a['index']}]; {listed} listed in {listing.parent.name}/{listing.name}. "
-        "Remove them, or set prepare.leaks=warn to accept a test that is not fair"
+        "Remove them, or set prepare.leaks=warn to accept an unfair test"
     )
     if leaks == "error":
         for pair in pairs[:20]:

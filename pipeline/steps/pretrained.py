@@ -1,4 +1,4 @@
-"""Pretrained weights before training: their small files are kept by prepare, and all they are is recorded."""
+"""Pretrained weights: find them, copy their small files, and record the digests that training must find again."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import digest_file, digest_mapping, write_atomic, write_json
 from pipeline.contract.pretrained import (
-    RECORD,
-    SINGLE,
+    PRETRAINED_RECORD,
+    WEIGHT_FILE,
     Pretrained,
     check_trained,
     commit_of,
     hub_id,
-    locate,
+    locate_pretrained,
     open_pretrained,
 )
 from pipeline.contract.run import Run
 
 PRETRAINED_KEY = "pretrained"  # in data.json
-_KNOWN = ".pretrained-digests.json"  # in the folder of runs
+_DIGEST_CACHE = ".pretrained-digests.json"  # in the folder of runs
 
 
 def copy_small_files(found: Pretrained, folder: Path) -> None:
@@ -34,61 +34,60 @@ def copy_small_files(found: Pretrained, folder: Path) -> None:
 
 
 def record(found: Pretrained, directory: Path) -> str:
-    """What training must find again; returns the digest of everything that is read."""
+    """Write the digests of all files that training reads; return the digest of them all."""
     digests = {name: digest_file(path) for name, path in found.files.items()}
-    run = Run(found.folder.resolve()) if found.of_run else None
+    run = Run(found.folder.resolve()) if found.is_run else None
     if run:
-        check_trained(run, digests[SINGLE])
+        check_trained(run, digests[WEIGHT_FILE])
     body = {
         "commit": commit_of(found.folder),
         "run": run.id if run else "",
         "digest": digest_mapping(digests),
         "files": {name: {"sha256": digests[name], "bytes": path.stat().st_size} for name, path in found.files.items()},
     }
-    write_json(directory / RECORD, body)
+    write_json(directory / PRETRAINED_RECORD, body)
     return str(body["digest"])
 
 
 def find_pretrained(config: Config, root: Path) -> Pretrained | None:
-    return open_pretrained(locate(config.model, root)) if config.model.pretrained else None
+    return open_pretrained(locate_pretrained(config.model, root)) if config.model.pretrained else None
 
 
 def pretrained_parts(config: Config, root: Path, runs: Path) -> dict[str, str]:
-    """Of prepare's key: the digests of a folder's files.
+    """Return the parts of prepare's key: the digests of a folder's files.
 
-    A hub id is its own part, with the revision: which commit a branch was, the first prepare has recorded, and every
-    later step keeps to it.
+    Nothing for a hub id: prepare records the commit of its revision, and later steps use that one.
     """
     if not config.model.pretrained or hub_id(config.model, root):
         return {}
-    return _digests(open_pretrained(locate(config.model, root)).files, runs / _KNOWN)
+    return _digests(open_pretrained(locate_pretrained(config.model, root)).files, runs / _DIGEST_CACHE)
 
 
-def _digests(files: Mapping[str, Path], known: Path) -> dict[str, str]:
-    """Weights may be hundreds of GB: a file is read again only when its size, place or times have changed."""
-    before = _read_known(known)
-    stands = {name: _stand(path) for name, path in files.items()}
+def _digests(files: Mapping[str, Path], cache: Path) -> dict[str, str]:
+    """Hash the files; weights may be large, so a file is read again only when its path, size or times have changed."""
+    before = _read_cache(cache)
+    states = {name: _file_state(path) for name, path in files.items()}
     found = {
-        name: before[stands[name]] if stands[name] in before else digest_file(path) for name, path in files.items()
+        name: before[states[name]] if states[name] in before else digest_file(path) for name, path in files.items()
     }
-    fresh = {stands[name]: digest for name, digest in found.items()}
-    if known.parent.is_dir() and not fresh.items() <= before.items():
-        write_atomic(known, json.dumps({**before, **fresh}, indent=1, sort_keys=True))
+    fresh = {states[name]: digest for name, digest in found.items()}
+    if cache.parent.is_dir() and not fresh.items() <= before.items():
+        write_atomic(cache, json.dumps({**before, **fresh}, indent=1, sort_keys=True))
     return found
 
 
-def _stand(path: Path) -> str:
-    """The time of the last change of an inode cannot be set by hand."""
+def _file_state(path: Path) -> str:
+    """Describe a file by path, inode, size and times; unlike mtime, ctime cannot be set by hand."""
     path = path.resolve()
     now = path.stat()
     return f"{path} {now.st_dev}:{now.st_ino} {now.st_size} {now.st_mtime_ns} {now.st_ctime_ns}"
 
 
-def _read_known(path: Path) -> dict[str, str]:
+def _read_cache(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
         body: Any = json.loads(path.read_text())
     except ValueError as error:
-        raise ConfigError(f"{path}: damaged ({error}); delete it, digests are then reckoned again") from error
+        raise ConfigError(f"{path}: damaged ({error}); to fix it: delete it, the digests are computed again") from error
     return dict(body)

@@ -29,7 +29,7 @@ def main() -> int:
     project = find_project(options.project)
     try:
         body = read_study(project.runs, options.study)
-        work(body, project, lambda: project.config(options.overrides), options.workers, Display(live=False).say)
+        work(body, project, lambda: project.config(options.overrides), options.workers, Display(live=False).report)
     except KeyboardInterrupt:
         return Interrupted.exit_code
     except PipelineError as error:

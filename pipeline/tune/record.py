@@ -12,9 +12,9 @@ from pipeline.contract.errors import PipelineError
 from pipeline.contract.files import digest_mapping, write_atomic
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.settings.section import Frozen
-from pipeline.data_checks.champion import PART
+from pipeline.data_checks.champion import CHAMPION_PART
 from pipeline.history import History, Project, now
-from pipeline.plan import parts_of
+from pipeline.plan import key_parts
 
 _CODE = ("task", "codec")  # searched, each choice is another file perhaps
 
@@ -48,8 +48,8 @@ def identity(config: Config, project: Project) -> dict[str, str]:
     parts: dict[str, str] = {}
     for variant in _variants(config):
         for step in ("prepare", "train"):
-            parts |= parts_of(step, variant, project, {})
-    parts = {name: value for name, value in parts.items() if name.removeprefix("config:") not in space and name != PART}
+            parts |= key_parts(step, variant, project, {})
+    parts = {name: value for name, value in parts.items() if name.removeprefix("config:") not in space and name != CHAMPION_PART}
     parts |= {f"config:tune.space.{key}": _words(axis.model_dump(exclude_defaults=True)) for key, axis in space.items()}
     return parts | {f"config:tune.{name}": str(getattr(config.tune, name)) for name in ("metric", "direction")}
 

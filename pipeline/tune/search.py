@@ -24,10 +24,10 @@ from pipeline.contract.errors import ConfigError, ConflictError, Interrupted, St
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Axis
 from pipeline.display import Display
-from pipeline.history import Project, load_history, locked, waited
-from pipeline.plan import KINDS, changes, with_upstream
-from pipeline.processes import count_gpus, leashed
-from pipeline.runner import Order, Road, run_road
+from pipeline.history import Project, exclusive_lock, load_history, lock_runs
+from pipeline.plan import STEP_KINDS, describe_changes, with_upstream
+from pipeline.processes import child_process, count_gpus
+from pipeline.runner import PipelineRun, RunRequest, run_pipeline
 from pipeline.tune.record import StudyFile, all_studies, folder_of, identity, name_of, write_study
 from pipeline.tune.study import Study
 
@@ -59,16 +59,16 @@ class Search:
         parts = identity(self.config, self.project)
         if body := next((body for body in known if body.name == name_of(parts)), None):
             return body
-        display.say(f"study {known[0].name} is from before: {changes(known[0].parts, parts)}")
+        display.report(f"study {known[0].name} is from before: {describe_changes(known[0].parts, parts)}")
         return known[0]
 
 
 def search(order: Search, display: Display) -> Study:
     """All trials, by this and any other `pipe tune` on the same runs."""
     distributions(order.config)  # a mistake is found before anything is written
-    with locked(order.project.runs, shared=True):
+    with lock_runs(order.project.runs, shared=True):
         study = order.study()
-        with waited(folder_of(order.project.runs, study.name) / "claim.lock"):
+        with exclusive_lock(folder_of(order.project.runs, study.name) / "claim.lock"):
             _announce(order, study, display)
             _prepare(order, study, display)
         if not study.finished:
@@ -84,12 +84,12 @@ def best_run(order: Search, study: Study, steps: tuple[str, ...], display: Displ
         raise StageError(f"no trial of study {study.name} was completed: {'; '.join(sorted(reasons)[:3])}")
     config = override_config(order.config, as_overrides(best.params))
     history = load_history(order.project.runs)
-    road = Road(order.project, config, Order(steps), [(run, body) for run, body in history if not body.study])
-    planned = road.preview()
+    pipeline_run = PipelineRun(order.project, config, RunRequest(steps), [(run, body) for run, body in history if not body.study])
+    planned = pipeline_run.preview()
     sources = {step.source for step in planned}
     if len(sources) == 1 and all(step.action == "reuse" for step in planned):
-        return road.record(planned[0])[0]
-    return run_road(order.project, config, road.order, display)
+        return pipeline_run.reused_record(planned[0])[0]
+    return run_pipeline(order.project, config, pipeline_run.request, display)
 
 
 def gpus_of(worker: int, workers: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -108,20 +108,20 @@ def _announce(order: Search, study: Study, display: Display) -> None:
     known = all_studies(order.project.runs)
     if study.name not in {body.name for body in known}:
         if known:
-            display.say(
-                f"a new study, because {changes(known[0].parts, parts)}; study {known[0].name} is kept as it is"
+            display.report(
+                f"a new study, because {describe_changes(known[0].parts, parts)}; study {known[0].name} is kept as it is"
             )
         write_study(folder_of(order.project.runs, study.name), order.config, parts)
     wanted = order.config.tune.trials
-    display.say(f"study {study.name}: {len(study.trials)} of {wanted} trials begun, {order.workers} worker(s) here")
+    display.report(f"study {study.name}: {len(study.trials)} of {wanted} trials begun, {order.workers} worker(s) here")
 
 
 def _prepare(order: Search, study: Study, display: Display) -> None:
     """Once for all trials, so that a task which is broken is told once."""
     steps = ("prepare",)
-    road = Road(order.project, order.config, Order(steps), load_history(order.project.runs))
-    if road.preview()[0].action == "run":
-        run_road(order.project, order.config, Order(steps, study=study.name), display)
+    pipeline_run = PipelineRun(order.project, order.config, RunRequest(steps), load_history(order.project.runs))
+    if pipeline_run.preview()[0].action == "run":
+        run_pipeline(order.project, order.config, RunRequest(steps, study=study.name), display)
 
 
 def _work(order: Search, study: Study) -> None:
@@ -152,7 +152,7 @@ def _worker(
         "--errors", str(errors), study.name, *order.overrides,
     )  # fmt: skip
     env = {"PYTHONSAFEPATH": "1", **gpus_of(number, order.workers, os.environ)}
-    return leashed(argv, order.project.root, env, sys.stderr)
+    return child_process(argv, order.project.root, env, sys.stderr)
 
 
 STEPS = with_upstream(("train",))  # what a trial walks
@@ -195,7 +195,7 @@ def _check(config: Config, key: str, value: bool | int | float | str | None) -> 
 
 def _check_reach(key: str) -> None:
     """A setting that training does not depend on would give the same value in every trial."""
-    reach = {setting for step in STEPS for setting in KINDS[step].settings}
+    reach = {setting for step in STEPS for setting in STEP_KINDS[step].settings}
     if not {key, key.partition(".")[0]} & reach:
         raise ConfigError(
             f"tune.space.{key}: training does not depend on it, so all trials would be alike; "

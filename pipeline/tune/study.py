@@ -20,9 +20,12 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
 from pipeline.contract.settings.stages import Tune
-from pipeline.history import Held, take, waited
+from pipeline.history import FileLock, try_lock, exclusive_lock
 
 State: TypeAlias = Literal["done", "pruned", "refused", "failed", "running", "unfinished"]
+STARTUP_TRIALS = 5  # that finish before the median prunes any
+WARMUP_EPOCHS = 1  # that a trial trains before it may be pruned
+_SEED = 0
 # A pruned trial is a bad one to the sampler; of a failed one it learns nothing.
 _TOLD = {"pruned": TrialState.PRUNED, "refused": TrialState.PRUNED, "failed": TrialState.FAIL}
 
@@ -43,7 +46,7 @@ class Claim:
 
     trial: optuna.Trial
     values: Mapping[str, Any]
-    held: Held
+    held: FileLock
 
     @property
     def number(self) -> int:
@@ -78,16 +81,16 @@ class Study:
 
     def claim(self) -> Claim | None:
         """A trial whose worker is gone, or else a further one; None when the others work on all that are left."""
-        with waited(self._folder / "claim.lock"):
+        with exclusive_lock(self._folder / "claim.lock"):
             trials = self.trials
             for number in [trial.number for trial in trials if not trial.state.is_finished()]:
                 if held := self._abandoned(number):
                     return self._claimed(self._reopened(number), held)
             if len(trials) >= self._tune.trials:
                 return None
-            held = take(self._lock(len(trials)))
+            held = try_lock(self._lock(len(trials)))
             assert held, "numbers are given out here alone"
-            self._study.sampler = sampler_of(self._tune.seed, len(trials))
+            self._study.sampler = sampler_of(_SEED, len(trials))
             return self._claimed(self._study.ask(), held)
 
     def tell(self, claim: Claim, ending: Ending) -> None:
@@ -120,20 +123,20 @@ class Study:
     def best(self) -> FrozenTrial | None:
         return next((trial for trial in self.best_first() if trial.state == TrialState.COMPLETE), None)
 
-    def _abandoned(self, number: int) -> Held | None:
+    def _abandoned(self, number: int) -> FileLock | None:
         """The lock of a trial that nobody works on; its worker may have told it and gone a moment ago."""
-        held = take(self._lock(number))
+        held = try_lock(self._lock(number))
         if held and self.trials[number].state.is_finished():
             held.release()
             return None
         return held
 
-    def _claimed(self, trial: optuna.Trial, held: Held) -> Claim:
+    def _claimed(self, trial: optuna.Trial, held: FileLock) -> Claim:
         return Claim(trial, {name: _suggest(trial, name, kind) for name, kind in self._space.items()}, held)
 
     def _reopened(self, number: int) -> optuna.Trial:
         """As it was left; what it lacks of its settings is drawn when it is claimed."""
-        self._study.sampler = sampler_of(self._tune.seed, number)
+        self._study.sampler = sampler_of(_SEED, number)
         study_id = self._storage.get_study_id_from_name(self.name)
         return optuna.Trial(self._study, self._storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
@@ -144,9 +147,9 @@ class Study:
 def make_pruner(tune: Tune) -> BasePruner:
     """Steps are epochs, counted from one."""
     if tune.pruner == "median":
-        return MedianPruner(n_startup_trials=tune.startup_trials, n_warmup_steps=tune.warmup_epochs)
+        return MedianPruner(n_startup_trials=STARTUP_TRIALS, n_warmup_steps=WARMUP_EPOCHS)
     if tune.pruner == "halving":
-        return SuccessiveHalvingPruner(min_resource=tune.warmup_epochs)
+        return SuccessiveHalvingPruner(min_resource=WARMUP_EPOCHS)
     return NopPruner()
 
 

@@ -23,8 +23,8 @@ from pipeline.contract.errors import ConfigError, DataError, PipelineError, Prun
 from pipeline.contract.run import Run
 from pipeline.display import Display
 from pipeline.history import Project, load_history
-from pipeline.plan import changes
-from pipeline.runner import Order, check_config, resume_road, run_road
+from pipeline.plan import describe_changes
+from pipeline.runner import RunRequest, check_config, resume_run, run_pipeline
 from pipeline.tune.record import StudyFile, folder_of, identity, name_of, outcome_of, trials_of
 from pipeline.tune.search import STEPS, as_overrides, distributions
 from pipeline.tune.study import Claim, Ending, Study
@@ -40,7 +40,7 @@ class Watch(Display):
         found = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
         self._reported = set(found)  # by whoever had the trial before
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """The run's own logs have it all."""
 
     def failed(self, error: PipelineError) -> None:
@@ -51,10 +51,10 @@ class Watch(Display):
 
     def tick(self) -> None:
         assert self._run is not None
-        if self._step == "train" and self.report(self._run.partial("train")) and self._trial.should_prune():
+        if self._step == "train" and self.report_epochs(self._run.partial("train")) and self._trial.should_prune():
             raise Pruned(f"after epoch {max(self._reported)}")
 
-    def report(self, directory: Path) -> bool:
+    def report_epochs(self, directory: Path) -> bool:
         """Whether there was anything to tell."""
         told = False
         for epoch, value in self._curve.read(directory / "metrics.jsonl"):
@@ -67,7 +67,7 @@ class Watch(Display):
         return told
 
 
-def run_trial(claim: Claim, project: Project, base: Config, order: Order) -> tuple[Ending, Run | None]:
+def run_trial(claim: Claim, project: Project, base: Config, order: RunRequest) -> tuple[Ending, Run | None]:
     """Whatever is the trial's own fault is how it ends; what is the machine's stops the search, which can go on."""
     try:
         config = override_config(base, as_overrides(claim.values), source="trial")
@@ -76,7 +76,7 @@ def run_trial(claim: Claim, project: Project, base: Config, order: Order) -> tup
         return Ending("refused", reason=str(error).removeprefix("trial: ")), None
     watch = Watch(claim.trial, base.tune.metric)
     try:
-        return _train(watch, project, config, replace(order, wanted=STEPS, trial=claim.number))
+        return _train(watch, project, config, replace(order, steps=STEPS, trial=claim.number))
     except Pruned as error:
         ending = Ending("pruned", reason=str(error))
     except ResourceError:
@@ -91,16 +91,16 @@ def run_of(project: Project, study: str, number: int) -> Run | None:
     return found[0] if found else None
 
 
-def _train(watch: Watch, project: Project, config: Config, order: Order) -> tuple[Ending, Run]:
+def _train(watch: Watch, project: Project, config: Config, order: RunRequest) -> tuple[Ending, Run]:
     """From the start, or from the checkpoint its earlier worker left."""
     assert order.trial is not None
     run = run_of(project, order.study, order.trial)
     if run is None:
-        run = run_road(project, config, order, watch)
+        run = run_pipeline(project, config, order, watch)
     elif _pruned(run):
         return Ending("pruned", reason="before its worker was gone"), run
     else:
-        resume_road(project, run, order, watch)
+        resume_run(project, run, order, watch)
     watch.report(run.output("train"))
     value = outcome_of(run, config.tune.metric)
     assert value is not None, "an epoch without it ended the trial"
@@ -149,7 +149,7 @@ def work(
     """Until every trial of the study is finished, be it by this worker or by others."""
     config = _unchanged(body, project, read_config())
     study = Study(folder_of(project.runs, body.name), config.tune, distributions(config))
-    order = Order((), study=study.name, cores=max(1, (os.cpu_count() or 1) // workers))
+    order = RunRequest((), study=study.name, cores=max(1, (os.cpu_count() or 1) // workers))
     while not study.finished:
         config = _unchanged(body, project, read_config())
         claim = study.claim()
@@ -190,7 +190,7 @@ def _unchanged(body: StudyFile, project: Project, config: Config) -> Config:
     parts = identity(config, project)
     if name_of(parts) != body.name:
         raise ConfigError(
-            f"{changes(body.parts, parts)} while the search went on; trials so far are kept with study {body.name}, "
+            f"{describe_changes(body.parts, parts)} while the search went on; trials so far are kept with study {body.name}, "
             "`pipe tune` again begins a new one"
         )
     return config

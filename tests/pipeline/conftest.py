@@ -60,7 +60,7 @@ def make_run(tmp_path: Path) -> MakeRun:
     def make(name: str = "first", verdict: str = "pass", **sections: dict[str, Any]) -> Run:
         run = Run(tmp_path / "runs" / name)
         write_bundle(run.bundle_path, verdict)
-        named = {**sections, "package": {"base": BASE, **sections.get("package", {})}}
+        named = {**sections, "package": {"base_image": BASE, **sections.get("package", {})}}
         config = {"name": "twice", "task": "task.py:T", "codec": "codec.py:C", **named}
         file = RunFile(id=name, created="2026-01-01", wanted=("package",), config=config, environment={})
         write_json(run.path / "run.json", file.model_dump())

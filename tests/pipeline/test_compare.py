@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.compare import aligned, differences, outcome_digests, results, unlike
+from pipeline.compare import align_columns, describe_different_tests, differences, result_digests, result_row
 from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, StepRecord
 from pipeline.history import write_record
@@ -20,7 +20,7 @@ def trained(run: Run, parts: Mapping[str, str], seconds: float = 2.0) -> Run:
     return run
 
 
-def test_parts_that_differ_are_told_step_by_step(new_run: NewRun) -> None:
+def test_parts_that_differ_are_reported_step_by_step(new_run: NewRun) -> None:
     first = trained(new_run(), {"config:train.lr": "0.1", "source:task.py": LONG, "version:torch": "2.13.0"})
     second = trained(new_run(), {"config:train.lr": "0.2", "source:task.py": LONG, "source:new.py": LONG})
     assert differences(first, second) == [
@@ -33,7 +33,7 @@ def test_parts_that_differ_are_told_step_by_step(new_run: NewRun) -> None:
 
 def test_a_run_that_came_not_far_has_an_empty_row(new_run: NewRun) -> None:
     run = new_run()
-    assert results(run) == {"run": run.id, "verdict": None, "bundle": None, "test": None, "train_seconds": None}
+    assert result_row(run) == {"run": run.id, "verdict": None, "bundle": None, "test": None, "train_seconds": None}
 
 
 def test_a_row_has_the_verdict_and_the_metrics(new_run: NewRun) -> None:
@@ -41,25 +41,25 @@ def test_a_row_has_the_verdict_and_the_metrics(new_run: NewRun) -> None:
     run.output("evaluate").mkdir()
     write_json(run.output("evaluate") / "verdict.json", {"verdict": "pass"})
     write_json(run.output("evaluate") / "metrics.json", {"candidate": {"accuracy": 0.98765}, "test_fingerprint": LONG})
-    assert results(run) == {
+    assert result_row(run) == {
         "run": run.id, "verdict": "pass", "bundle": None, "test": LONG[:12], "accuracy": 0.98765, "train_seconds": 2.0,
     }  # fmt: skip
 
 
-def test_runs_that_were_judged_on_different_test_data_are_told_apart() -> None:
+def test_runs_that_were_evaluated_on_different_test_data_are_reported_apart() -> None:
     rows: list[dict[str, Any]] = [
         {"run": "one", "test": "a"},
         {"run": "two", "test": None},
         {"run": "three", "test": "a"},
     ]
-    assert unlike(rows) == ""
-    assert "do not compare (a: one, three; b: four)" in unlike([*rows, {"run": "four", "test": "b"}])
+    assert describe_different_tests(rows) == ""
+    assert "do not compare (a: one, three; b: four)" in describe_different_tests([*rows, {"run": "four", "test": "b"}])
 
 
 def test_rows_get_the_same_columns_in_the_order_they_appear() -> None:
-    assert aligned([{"a": 1}, {"b": 2, "a": 3}]) == [{"a": 1, "b": None}, {"a": 3, "b": 2}]
+    assert align_columns([{"a": 1}, {"b": 2, "a": 3}]) == [{"a": 1, "b": None}, {"a": 3, "b": 2}]
 
 
-def test_the_outcome_is_told_by_the_files_that_matter(new_run: NewRun) -> None:
-    assert outcome_digests(trained(new_run(), {})) == {"train/model.safetensors": LONG}
-    assert outcome_digests(new_run()) == {}
+def test_the_outcome_is_reported_by_the_files_that_matter(new_run: NewRun) -> None:
+    assert result_digests(trained(new_run(), {})) == {"train/model.safetensors": LONG}
+    assert result_digests(new_run()) == {}

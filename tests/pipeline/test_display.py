@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.contract.errors import ConfigError, GateError, StageError
 from pipeline.contract.run import Run
-from pipeline.display import Display, Pace, clock, describe, is_end, last_metrics, tail
+from pipeline.display import Display, StepRate, begins_error, describe_metrics, format_duration, last_metrics, step_tail
 
 LINE = {"step": 20, "epoch": 1, "loss": 0.5, "samples_per_second": 12345.6}
 NOISE = "W0102 03:04:05.678 12 torch/distributed/run.py:1] one thing"
@@ -43,7 +43,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_plain_lines_bear_the_time(capsys: pytest.CaptureFixture[str]) -> None:
-    Display(live=False).say("hello")
+    Display(live=False).report("hello")
     assert re.fullmatch(r"\d\d:\d\d:\d\d hello\n", capsys.readouterr().err)
 
 
@@ -74,13 +74,13 @@ def test_the_launchers_own_words_and_tracebacks_stay_in_the_log(
     assert told(capsys) == ["train | epoch 1"]
 
 
-def test_what_torchs_profiler_says_of_itself_stays_in_the_log(
+def test_what_torchs_profiler_states_of_itself_stays_in_the_log(
     run: Run, display: Display, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.log("train").write_text(f"epoch 1\n{PROFILER}\nepoch 2\n")
     display.tick()
     assert told(capsys) == ["train | epoch 1", "train | epoch 2"]
-    assert tail(["one", PROFILER, "two"]) == ["one", "two"]
+    assert step_tail(["one", PROFILER, "two"]) == ["one", "two"]
 
 
 def test_a_failed_step_shows_its_last_lines_its_log_and_how_to_go_on(
@@ -92,11 +92,11 @@ def test_a_failed_step_shows_its_last_lines_its_log_and_how_to_go_on(
         "    epoch 1",
         "    ValueError: no",
         f"log: {run.log('train')}",
-        f"to go on after mending it: pipe run --resume {run.id}",
+        f"to continue after fixing it: pipe run --resume {run.id}",
     ]
 
 
-def test_a_users_mistake_is_told_without_its_log(
+def test_a_users_mistake_is_reported_without_its_log(
     run: Run, display: Display, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.log("train").write_text("epoch 1\n")
@@ -111,21 +111,21 @@ def test_a_rejected_candidate_has_nothing_to_resume(
     assert told(capsys) == [f"log: {run.log('train')}"]
 
 
-def test_the_tail_is_what_the_step_said_before_its_launcher_did() -> None:
-    assert tail(["one", "", "two", NOISE, "more noise"]) == ["one", "two"]
-    assert tail([f"line {i}" for i in range(100)]) == [f"line {i}" for i in range(88, 100)]
-    assert tail([NOISE]) == [NOISE], "better than nothing"
-    assert tail(["ValueError: mine", *["echo: rank 0 lost contact"] * 20]) == ["ValueError: mine"]
+def test_the_tail_is_what_the_step_stated_before_its_launcher_did() -> None:
+    assert step_tail(["one", "", "two", NOISE, "more noise"]) == ["one", "two"]
+    assert step_tail([f"line {i}" for i in range(100)]) == [f"line {i}" for i in range(88, 100)]
+    assert step_tail([NOISE]) == [NOISE], "better than nothing"
+    assert step_tail(["ValueError: mine", *["echo: rank 0 lost contact"] * 20]) == ["ValueError: mine"]
 
 
 @pytest.mark.parametrize("line", ["Traceback (most recent call last):", "[rank1]: Traceback", "error: no"])
 def test_where_a_log_turns_to_debugging_is_seen(line: str) -> None:
-    assert is_end(line)
-    assert not is_end(f"epoch 1, {line}")
+    assert begins_error(line)
+    assert not begins_error(f"epoch 1, {line}")
 
 
 def test_what_torch_logs_of_a_rank_is_no_end() -> None:
-    assert not is_end("[rank0]:W1121 08:47:29.557000 31545 torch/_logging/_internal.py:1345] [0/0] ignored")
+    assert not begins_error("[rank0]:W1121 08:47:29.557000 31545 torch/_logging/_internal.py:1345] [0/0] ignored")
 
 
 def test_the_newest_whole_training_line_is_found_behind_validation_and_half_lines(tmp_path: Path) -> None:
@@ -136,11 +136,11 @@ def test_the_newest_whole_training_line_is_found_behind_validation_and_half_line
     assert last_metrics(journal) == LINE
 
 
-def test_progress_is_told_with_what_is_left_as_far_as_that_is_known() -> None:
-    assert describe(LINE, None) == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
+def test_progress_is_reported_with_what_is_left_as_far_as_that_is_known() -> None:
+    assert describe_metrics(LINE, None) == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
     whole = {**LINE, "total_steps": 500}
-    assert describe(whole, 65.4) == "epoch 2, step 20/500, loss 0.5000, 12,346 samples/s, 1:05 left"
-    assert describe({"step": 1, "epoch": 0, "loss": 2.0}, None) == "epoch 1, step 1, loss 2.0000"
+    assert describe_metrics(whole, 65.4) == "epoch 2, step 20/500, loss 0.5000, 12,346 samples/s, 1:05 left"
+    assert describe_metrics({"step": 1, "epoch": 0, "loss": 2.0}, None) == "epoch 1, step 1, loss 2.0000"
 
 
 def test_a_terminal_gets_bars_and_the_same_words(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ def test_the_bar_of_training_fills_as_its_journal_grows(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("typed", "yes"), [("\n", True), ("y\n", True), ("n\n", False), ("No\n", False)])
-def test_a_question_is_asked_on_a_terminal(typed: str, yes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_is_requested_on_a_terminal(typed: str, yes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "r+b", buffering=0) as raw, os.fdopen(ours, "r+b", buffering=0) as terminal:
         stream = io.TextIOWrapper(raw, write_through=True)
@@ -183,35 +183,35 @@ def test_a_question_is_asked_on_a_terminal(typed: str, yes: bool, monkeypatch: p
         stream.detach()
 
 
-def test_without_a_terminal_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_nothing_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     assert Display(live=False).ask("Cancel it? ")
 
 
 def test_what_is_left_takes_as_long_as_the_steps_seen() -> None:
-    pace = Pace()
+    pace = StepRate()
     assert pace.seconds_left(100) is None
     for now, step in ((0.0, 10), (1.0, 10), (5.0, 20)):
-        pace.saw(step, now)
+        pace.add(step, now)
     assert pace.seconds_left(100) == pytest.approx(40)
     assert pace.seconds_left(20) == 0
 
 
 def test_a_resumed_run_is_not_thought_fast_for_where_it_started() -> None:
-    pace = Pace()
-    pace.saw(5000, 0.0)
+    pace = StepRate()
+    pace.add(5000, 0.0)
     assert pace.seconds_left(10_000) is None
-    pace.saw(5010, 10.0)
+    pace.add(5010, 10.0)
     assert pace.seconds_left(5110) == pytest.approx(100)
 
 
 def test_only_the_last_minutes_count() -> None:
-    pace = Pace()
+    pace = StepRate()
     for second in range(0, 1000, 10):  # a step a second, and then ten
-        pace.saw(second if second < 500 else 500 + 10 * (second - 500), float(second))
+        pace.add(second if second < 500 else 500 + 10 * (second - 500), float(second))
     assert pace.seconds_left(5400 + 1000) == pytest.approx(100, rel=0.2)
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.2, "0:00"), (7, "0:07"), (754, "12:34"), (3723, "1:02:03")])
 def test_times_are_read_as_on_a_clock(seconds: float, told: str) -> None:
-    assert clock(seconds) == told
+    assert format_duration(seconds) == told

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipeline import doctor
-from pipeline.contract.sources import HOUSE
-from pipeline.doctor import disk, judge_torch, shared_memory
+from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.doctor import check_torch, disk, shared_memory
 
 CPU_TORCH: Mapping[str, Any] = {
     "version": "2.13.0", "built_for": None, "cuda": False, "gpus": [], "cudnn": None, "nccl": None, "gloo": True,
@@ -21,7 +21,7 @@ GPU_TORCH = {**CPU_TORCH, "built_for": "13.0", "cuda": True, "gpus": ["H200"], "
 
 
 def states(found: Mapping[str, Any], gpu_present: bool) -> dict[str, str]:
-    return {finding.what: finding.state for finding in judge_torch(found, gpu_present)}
+    return {finding.what: finding.state for finding in check_torch(found, gpu_present)}
 
 
 def test_a_machine_without_a_gpu_trains_on_its_cpu() -> None:
@@ -29,14 +29,14 @@ def test_a_machine_without_a_gpu_trains_on_its_cpu() -> None:
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_failure_with_its_reason() -> None:
-    finding = judge_torch(CPU_TORCH, gpu_present=True)[1]
+    finding = check_torch(CPU_TORCH, gpu_present=True)[1]
     assert (finding.state, finding.what) == ("fail", "gpu")
     assert "torch (built without CUDA) cannot use it" in finding.detail
-    assert "built for CUDA 13.0" in judge_torch({**CPU_TORCH, "built_for": "13.0"}, gpu_present=True)[1].detail
+    assert "built for CUDA 13.0" in check_torch({**CPU_TORCH, "built_for": "13.0"}, gpu_present=True)[1].detail
 
 
-def test_a_gpu_is_told_with_its_libraries() -> None:
-    finding = judge_torch(GPU_TORCH, gpu_present=True)[1]
+def test_a_gpu_is_reported_with_its_libraries() -> None:
+    finding = check_torch(GPU_TORCH, gpu_present=True)[1]
     assert (finding.state, finding.detail) == ("ok", "H200; CUDA 13.0, cuDNN 91000, NCCL 2.29")
 
 
@@ -45,13 +45,13 @@ def test_processes_cannot_meet_on_a_cpu_without_gloo() -> None:
 
 
 @pytest.mark.parametrize(("free_gib", "state"), [(0.5, "warn"), (20, "ok")])
-def test_little_disk_space_is_a_warning_with_its_mend(
+def test_little_disk_space_is_a_warning_with_its_fix(
     free_gib: float, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = os.statvfs_result  # only `free` is read
     monkeypatch.setattr("shutil.disk_usage", lambda _: type(usage.__name__, (), {"free": int(free_gib * (1 << 30))}))
     assert disk(tmp_path).state == state
-    assert ("pipe gc" in disk(tmp_path).mend) == (state == "warn")
+    assert ("pipe gc" in disk(tmp_path).fix) == (state == "warn")
 
 
 def test_a_system_without_shared_memory_as_a_folder_is_fine(tmp_path: Path) -> None:
@@ -75,27 +75,27 @@ def test_a_missing_kubectl_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_package_that_does_not_import_is_no_answer() -> None:
-    assert doctor._ask("import no_such_module_here") is None
-    assert doctor._ask("print('noise'); print('[1, 2]')") == [1, 2]
+    assert doctor._run_program("import no_such_module_here") is None
+    assert doctor._run_program("print('noise'); print('[1, 2]')") == [1, 2]
 
 
 def test_a_command_that_is_not_there_does_not_answer() -> None:
     assert not doctor._answers(["no-such-command-here"])
 
 
-def test_this_machine_is_looked_over(tmp_path: Path) -> None:
-    """As it is typed; every problem found comes with a mend, and only a failure makes the exit status."""
+def test_doctor_reports_every_check_with_a_fix_for_each_problem(tmp_path: Path) -> None:
+    """As it is typed; every problem found comes with a fix, and only a failure makes the exit status."""
     command = [sys.executable, "-m", "pipeline", "-C", str(tmp_path), "doctor", "-o", "json"]
-    done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=100, check=False)
     findings = {finding["what"]: finding for finding in json.loads(done.stdout)}
     assert {"python", "torch", "onnxruntime", "kserve", "container builder", "kubernetes", "disk"} <= findings.keys()
     assert findings["torch"]["state"] == findings["onnxruntime"]["state"] == "ok"
-    assert [what for what, finding in findings.items() if finding["state"] != "ok" and not finding["mend"]] == []
+    assert [what for what, finding in findings.items() if finding["state"] != "ok" and not finding["fix"]] == []
     assert done.returncode == any(finding["state"] == "fail" for finding in findings.values())
 
 
-def test_launchers_are_told_when_they_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_are_reported_when_they_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.launchers()[0].detail.startswith("torchrun; train.compress pays on slow links")
+    assert doctor.launchers()[0].detail.startswith("torchrun; train.compress helps on slow networks")
     (tmp_path / "mpirun").touch(mode=0o755)
     assert doctor.launchers()[0].detail.startswith("torchrun, mpirun; ")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster_executor import OnCluster
+from pipeline.cluster_executor import ClusterExecutor
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.run import Run, StepRecord
@@ -16,7 +16,7 @@ from ..k8s.api_server import ApiServer
 from .conftest import NewRun
 
 IMAGE = f"registry.test/tiny@sha256:{'0' * 64}"
-ON_CLUSTER = ["jobs.executor=kubernetes", f"train.image={IMAGE}"]
+ON_CLUSTER = ["cluster.executor=kubernetes", f"train.image={IMAGE}"]
 
 
 def test_an_image_and_no_address_is_what_training_on_a_cluster_needs(config: Config) -> None:
@@ -41,7 +41,7 @@ def held(
 
 
 @pytest.mark.parametrize(("cancel", "left"), [(True, 0), (False, 1)])
-def test_an_interrupted_step_is_cancelled_or_left_as_the_answer_says(
+def test_an_interrupted_step_is_cancelled_or_left_as_answered(
     cancel: bool,
     left: int,
     held: tuple[Run, StepRecord],
@@ -55,7 +55,7 @@ def test_an_interrupted_step_is_cancelled_or_left_as_the_answer_says(
         api.write_kubeconfig(tmp_path / "kubeconfig")
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
         api.add({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "tiny-runs"}, "spec": {}})
-        api.nodes.play = lambda pod: 0 if pod.gone.wait(30) else 1
+        api.nodes.program = lambda pod: 0 if pod.gone.wait(30) else 1
         asked: list[str] = []
 
         def ask(question: str) -> bool:
@@ -66,12 +66,12 @@ def test_an_interrupted_step_is_cancelled_or_left_as_the_answer_says(
             raise KeyboardInterrupt
 
         said: list[str] = []
-        executor = OnCluster(project.root, said.append, ask)
+        executor = ClusterExecutor(project.root, said.append, ask)
         with pytest.raises(KeyboardInterrupt):
-            executor.exit_status(run, record, interrupt)
+            executor.run_step(run, record, interrupt)
         assert len([path for path in api.objects if "/jobs/" in path]) == left
         assert asked == [f"job/{said[1].split('job/')[1].split()[0]} runs on the cluster. Cancel it? [Y/n] "]
         step = Step("prepare", "run", "", record.key, {})
-        assert executor.goes_on(run, step) is bool(left)
+        assert executor.is_running(run, step) is bool(left)
     finally:
         api.close()

@@ -13,21 +13,21 @@ from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, PipelineError, ResourceError
 from pipeline.contract.files import digest_bytes, digest_mapping
 from pipeline.contract.run import Run, StepRecord, all_runs
-from pipeline.contract.sources import HOUSE
+from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.history import (
     begin_run,
     changed_outputs,
     create_run,
-    environment,
-    example,
+    describe_environment,
+    example_folder,
+    exclusive_lock,
     find_project,
     find_run,
     link_outputs,
     load_history,
-    locked,
-    seal,
-    take,
-    waited,
+    lock_runs,
+    seal_step,
+    try_lock,
     write_record,
 )
 
@@ -41,7 +41,7 @@ def sealed(new_run: NewRun) -> tuple[Run, StepRecord]:
     (run.partial("train") / "checkpoints").mkdir(parents=True)
     (run.partial("train") / "model.bin").write_bytes(b"weights")
     (run.partial("train") / "checkpoints" / "one").write_bytes(b"state")
-    outputs, digest = seal(run, "train")
+    outputs, digest = seal_step(run, "train")
     record = StepRecord(step="train", status="done", key="k", parts={}, outputs=outputs, digest=digest)
     return run, write_record(run, record)
 
@@ -50,8 +50,8 @@ def test_a_new_run_keeps_its_settings_and_where_it_was_made(new_run: NewRun, con
     run = new_run()
     assert run.config == config
     assert run.read().wanted == ("prepare", "train")
-    assert run.read().environment == environment()
-    assert "torch" in environment()
+    assert run.read().environment == describe_environment()
+    assert "torch" in describe_environment()
 
 
 def test_sealing_gives_the_directory_its_name_and_every_file_a_digest(sealed: tuple[Run, StepRecord]) -> None:
@@ -65,7 +65,7 @@ def test_sealing_again_replaces_the_earlier_attempt_wholly(sealed: tuple[Run, St
     run, _ = sealed
     run.partial("train").mkdir()
     (run.partial("train") / "model.bin").write_bytes(b"better")
-    outputs, _ = seal(run, "train")
+    outputs, _ = seal_step(run, "train")
     assert outputs == {"model.bin": digest_bytes(b"better")}
     assert not (run.output("train") / "checkpoints").exists()
 
@@ -123,7 +123,7 @@ def test_a_run_is_found_by_its_id_its_beginning_its_path_or_as_the_latest(tmp_pa
     assert find_run(Path("/nowhere"), str(tmp_path / "20260101-100000-aaaa")).id == "20260101-100000-aaaa"
 
 
-def test_runs_of_one_second_are_told_apart_by_a_finer_time(tmp_path: Path, config: Config) -> None:
+def test_runs_of_one_second_are_reported_apart_by_a_finer_time(tmp_path: Path, config: Config) -> None:
     made = [create_run(tmp_path, config, ("prepare",), "") for _ in range(12)]
     assert [run.id for run in all_runs(tmp_path)] == [run.id for run in reversed(made)]
     assert len({run.id[:15] for run in made}) < len(made), "several in one second"
@@ -159,8 +159,8 @@ def test_runs_that_a_workflow_has_named_stand_where_their_time_puts_them(tmp_pat
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pipeline.history import locked
-with locked(Path(sys.argv[1])):
+from pipeline.history import lock_runs
+with lock_runs(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -170,7 +170,7 @@ with locked(Path(sys.argv[1])):
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock of `tmp_path`."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    process = subprocess.Popen(command, cwd=HOUSE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=SOURCE_ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     yield process
@@ -178,27 +178,27 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_the_second_process_is_told_who_holds_it(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    with pytest.raises(ResourceError, match=rf"\(pid {holder.pid} on .*\) is working here"), locked(tmp_path):
+def test_the_second_process_is_reported_who_holds_it(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    with pytest.raises(ResourceError, match=rf"\(pid {holder.pid} on .*\) is working here"), lock_runs(tmp_path):
         pass
 
 
 def test_a_killed_owner_leaves_no_lock(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     holder.kill()
     holder.wait(timeout=10)
-    with locked(tmp_path):
+    with lock_runs(tmp_path):
         assert f'"pid": {os.getpid()}' in (tmp_path / ".lock").read_text()
 
 
 def test_it_is_free_again_afterwards_even_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), locked(tmp_path):
+    with pytest.raises(ZeroDivisionError), lock_runs(tmp_path):
         _ = 1 / 0
-    with locked(tmp_path):
+    with lock_runs(tmp_path):
         pass
 
 
 def test_the_folder_is_made_when_it_is_missing(tmp_path: Path) -> None:
-    with locked(tmp_path / "new" / "runs"):
+    with lock_runs(tmp_path / "new" / "runs"):
         assert (tmp_path / "new" / "runs").is_dir()
 
 
@@ -206,51 +206,51 @@ def test_an_owner_caught_while_it_writes_its_name_is_refused_all_the_same(
     tmp_path: Path, holder: subprocess.Popen[str]
 ) -> None:
     (tmp_path / ".lock").write_text("")
-    with pytest.raises(ResourceError, match="another `pipe` is working here"), locked(tmp_path):
+    with pytest.raises(ResourceError, match="another `pipe` is working here"), lock_runs(tmp_path):
         pass
 
 
 def test_those_who_share_it_keep_out_those_who_do_not(tmp_path: Path) -> None:
     taken = pytest.raises(ResourceError, match=rf"\(pid {os.getpid()} on .*\) is working here")
-    with locked(tmp_path, shared=True), locked(tmp_path, shared=True), taken, locked(tmp_path):
+    with lock_runs(tmp_path, shared=True), lock_runs(tmp_path, shared=True), taken, lock_runs(tmp_path):
         pass
-    with locked(tmp_path), pytest.raises(ResourceError, match="is working here"), locked(tmp_path, shared=True):
+    with lock_runs(tmp_path), pytest.raises(ResourceError, match="is working here"), lock_runs(tmp_path, shared=True):
         pass
 
 
-def test_one_who_is_told_waits_until_it_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_one_who_is_reported_waits_until_it_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     told: list[str] = []
 
     def tell(text: str) -> None:
         told.append(text)
         holder.kill()
 
-    with locked(tmp_path, told=tell):
+    with lock_runs(tmp_path, on_wait=tell):
         assert holder.wait(timeout=10) == -9
     assert len(told) == 1
     assert f"(pid {holder.pid} on " in told[0]
 
 
 def test_a_name_that_is_no_longer_true_does_not_stay(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    with lock_runs(tmp_path):
         assert (tmp_path / ".lock").read_text()
     assert (tmp_path / ".lock").read_text() == ""
 
 
 def test_a_single_lock_is_taken_or_not(tmp_path: Path) -> None:
-    held = take(tmp_path / "one")
+    held = try_lock(tmp_path / "one")
     assert held is not None
-    assert take(tmp_path / "one") is None
+    assert try_lock(tmp_path / "one") is None
     held.release()
-    again = take(tmp_path / "one")
+    again = try_lock(tmp_path / "one")
     assert again is not None
     again.release()
 
 
 def test_work_of_a_moment_is_done_one_after_another(tmp_path: Path) -> None:
-    with waited(tmp_path / "one"):
-        assert take(tmp_path / "one") is None
-    held = take(tmp_path / "one")
+    with exclusive_lock(tmp_path / "one"):
+        assert try_lock(tmp_path / "one") is None
+    held = try_lock(tmp_path / "one")
     assert held is not None
     held.release()
 
@@ -261,20 +261,20 @@ def test_a_folder_with_settings_is_its_own_project(folder: Path) -> None:
     assert project.config(["train.epochs=3"]).train.epochs == 3
 
 
-def test_an_empty_folder_walks_the_embedded_example_and_keeps_the_runs(tmp_path: Path) -> None:
+def test_an_empty_folder_runs_the_embedded_example_and_keeps_the_runs(tmp_path: Path) -> None:
     project = find_project(tmp_path)
-    assert (project.root, project.runs, project.embedded) == (example("digits"), tmp_path / "runs", True)
+    assert (project.root, project.runs, project.embedded) == (example_folder("digits"), tmp_path / "runs", True)
     assert project.config().name == "digits"
 
 
 @pytest.mark.parametrize("name", ["digits", "starter"])
 def test_an_example_names_files_that_are_there(name: str) -> None:
-    project = find_project(example(name))
+    project = find_project(example_folder(name))
     config = project.config()
     for reference in (config.task, config.codec):
         assert (project.root / reference.partition(":")[0]).is_file()
 
 
-def test_an_unknown_example_is_told() -> None:
+def test_an_unknown_example_is_reported() -> None:
     with pytest.raises(ConfigError, match="no example 'none'"):
-        example("none")
+        example_folder("none")

@@ -13,10 +13,10 @@ from pipeline.contract.files import digest_mapping, write_json
 from pipeline.contract.override import Override, read_override, write_override
 from pipeline.contract.run import Run, StepRecord
 from pipeline.display import Display
-from pipeline.history import Project, load_history, seal, write_record
-from pipeline.override import adopt, outputs_of, override, verdict_digest
-from pipeline.plan import decide, parts_of
-from pipeline.runner import Order, Road, _finish, latest_unfinished
+from pipeline.history import Project, load_history, seal_step, write_record
+from pipeline.override import outputs_with_override, override_verdict, reuse_override, verdict_digest
+from pipeline.plan import decide_step, key_parts
+from pipeline.runner import PipelineRun, RunRequest, _finish_step, latest_unfinished
 
 from .conftest import NewRun
 
@@ -27,7 +27,7 @@ FAILED = {"verdict": "fail", "summary": "accuracy 0.5", "checkpoint": "c", "samp
 def evaluated(run: Run, status: str = "rejected", verdict: str = "fail", key: str = "k") -> Run:
     run.partial("evaluate").mkdir()
     write_json(run.partial("evaluate") / "verdict.json", {**FAILED, "verdict": verdict})
-    outputs, digest = seal(run, "evaluate")
+    outputs, digest = seal_step(run, "evaluate")
     values = {"step": "evaluate", "status": status, "key": key, "parts": {}, "outputs": outputs, "digest": digest}
     write_record(run, StepRecord.model_validate(values))
     return run
@@ -41,7 +41,7 @@ def test_a_reason_lets_a_rejected_run_go_on_and_names_the_verdict_it_is_about(
     new_run: NewRun, project: Project
 ) -> None:
     run = evaluated(new_run())
-    given = override(run, "  shown on\nMonday ")
+    given = override_verdict(run, "  shown on\nMonday ")
     assert (given.reason, given.verdict) == ("shown on Monday", verdict_digest(run))
     assert "@" in given.by
     assert read_override(run.path) == given
@@ -54,28 +54,28 @@ def test_a_reason_lets_a_rejected_run_go_on_and_names_the_verdict_it_is_about(
 def test_without_a_reason_nothing_is_overridden(new_run: NewRun, reason: str) -> None:
     run = evaluated(new_run())
     with pytest.raises(ConfigError, match="--reason is empty"):
-        override(run, reason)
+        override_verdict(run, reason)
     assert read_override(run.path) is None
 
 
 def test_only_a_failed_verdict_can_be_overridden_and_only_once(new_run: NewRun) -> None:
     run = new_run()
     with pytest.raises(ConfigError, match="has no verdict yet"):
-        override(run, "why not")
+        override_verdict(run, "why not")
     evaluated(run, "done", "pass")
     with pytest.raises(ConfigError, match="was not rejected, its verdict is `pass`; there is nothing to override"):
-        override(run, "why not")
+        override_verdict(run, "why not")
     other = evaluated(new_run())
-    override(other, "first")
+    override_verdict(other, "first")
     with pytest.raises(ConfigError, match=r"overridden by .*: first; a word that was given stays"):
-        override(other, "second")
+        override_verdict(other, "second")
 
 
 def test_a_verdict_that_changed_on_disk_is_not_overridden(new_run: NewRun) -> None:
     run = evaluated(new_run())
     (run.output("evaluate") / "verdict.json").write_text(json.dumps(FAILED | {"summary": "accuracy 0.9"}))
     with pytest.raises(BundleError, match=r"evaluate/verdict\.json changed on disk since it was judged"):
-        override(run, "why not")
+        override_verdict(run, "why not")
 
 
 def test_an_override_reuses_the_evaluation_and_reruns_the_export(
@@ -83,18 +83,20 @@ def test_an_override_reuses_the_evaluation_and_reruns_the_export(
 ) -> None:
     before = {"prepare": {"data.json": "1"}, "train": {"model.safetensors": "2"}}
     run = new_run()
-    key = digest_mapping({**parts_of("evaluate", config, project, before), "schema": "1"})
+    key = digest_mapping({**key_parts("evaluate", config, project, before), "schema": "1"})
     run = evaluated(run, key=key)
 
     def step(name: str) -> tuple[str, str]:
-        road = Road(project, config, Order(("evaluate", "export")), [(run, run.read())], outputs=dict(before))
-        road.outputs["evaluate"] = outputs_of(run, record_of(run))
+        road = PipelineRun(
+            project, config, RunRequest(("evaluate", "export")), [(run, run.read())], outputs=dict(before)
+        )
+        road.outputs["evaluate"] = outputs_with_override(run, record_of(run))
         found = road.decide(name)
         return found.action, found.key
 
     assert step("evaluate")[0] == "run", "what was rejected is judged again"
     export = step("export")[1]
-    override(run, "one")
+    override_verdict(run, "one")
     assert step("evaluate") == ("reuse", key)
     assert step("export")[1] != export
     said = Override(at="later", by="ann", reason="another", verdict=verdict_digest(run))
@@ -107,21 +109,21 @@ def test_the_same_verdict_reached_again_is_let_pass_and_another_is_not(
     new_run: NewRun, project: Project, config: Config
 ) -> None:
     first, again, other = evaluated(new_run()), new_run(), new_run()
-    given = override(first, "for a reproduction")
+    given = override_verdict(first, "for a reproduction")
     history = load_history(project.runs)
-    road = Road(project, config, Order(("evaluate",)), history)
+    road = PipelineRun(project, config, RunRequest(("evaluate",)), history)
     for run, summary in ((again, FAILED["summary"]), (other, "accuracy 0.4")):
         run.partial("evaluate").mkdir()
         write_json(run.partial("evaluate") / "verdict.json", {**FAILED, "summary": summary})
     record = StepRecord(step="evaluate", status="running", key="k", parts={})
     display = Display(live=False)
     display.start(again, "evaluate", "again")
-    done = _finish(road, again, record, GateError("rejected"), display)
+    done = _finish_step(road, again, record, GateError("rejected"), display)
     assert (done.status, done.reason, read_override(again.path)) == ("overridden", "rejected", given)
     with pytest.raises(GateError):
-        _finish(road, other, record, GateError("rejected"), display)
+        _finish_step(road, other, record, GateError("rejected"), display)
     assert record_of(other).status == "rejected"
-    assert adopt(other, [first]) is None
+    assert reuse_override(other, [first]) is None
 
 
 def test_the_commands_explain_a_verdict_and_go_past_it(new_run: NewRun, folder: Path) -> None:
@@ -146,4 +148,4 @@ def test_the_commands_explain_a_verdict_and_go_past_it(new_run: NewRun, folder: 
 
 def test_decide_reuses_what_is_complete_alone() -> None:
     made = StepRecord(step="evaluate", status="overridden", key=digest_mapping({"schema": "1"}), parts={})
-    assert decide("evaluate", {}, [("one", made)], False, lambda *_: []).action == "reuse"
+    assert decide_step("evaluate", {}, [("one", made)], False, lambda *_: []).action == "reuse"

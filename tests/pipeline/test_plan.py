@@ -9,21 +9,21 @@ import pytest
 from pipeline.contract.config import Config, override_config, parse_config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import digest_mapping
-from pipeline.contract.registry import CHAMPION, Entry, Wanted, change_registry
+from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.contract.run import STEPS, StepRecord
 from pipeline.contract.settings.stages import Train
 from pipeline.history import Project
 from pipeline.plan import (
     SCHEMA,
     Step,
-    argv_of,
-    choose,
     config_parts,
-    decide,
-    explain,
+    decide_step,
+    explain_change,
     input_parts,
-    parts_of,
+    key_parts,
     processes_per_node,
+    select_steps,
+    step_command,
     with_upstream,
 )
 
@@ -31,7 +31,7 @@ Parts = dict[str, dict[str, str]]
 
 
 def all_parts(config: Config, project: Project) -> Parts:
-    return {step: parts_of(step, config, project, {"train": {"model.safetensors": "mine"}}) for step in STEPS}
+    return {step: key_parts(step, config, project, {"train": {"model.safetensors": "mine"}}) for step in STEPS}
 
 
 def changed(before: Parts, after: Parts) -> dict[str, set[str]]:
@@ -53,7 +53,7 @@ def test_a_module_the_task_imports_counts_as_its_source(
     assert found == {step: {"source:shapes.py"} for step in ("prepare", "train", "evaluate", "export")}
 
 
-def test_a_file_nobody_imports_counts_nowhere(config: Config, project: Project, folder: Path, before: Parts) -> None:
+def test_a_file_no_one_imports_counts_nowhere(config: Config, project: Project, folder: Path, before: Parts) -> None:
     (folder / "README.md").write_text("Another text.\n")
     (folder / "notes.py").write_text("x = 1\n")
     assert changed(before, all_parts(config, project)) == {}
@@ -78,18 +78,18 @@ def test_a_new_version_of_what_the_task_imports_counts_in_every_step_that_runs_i
 
 
 def test_our_own_source_counts_for_the_step_that_runs_it(before: Parts) -> None:
-    assert "house:train/trainer.py" in before["train"]
-    assert "house:train/trainer.py" not in before["evaluate"]
-    assert "house:pipeline/contract/data.py" in before["train"]
-    assert "house:serve/runtime/session.py" in before["package"], "the container carries it"
-    assert "house:k8s/images/serve.Dockerfile" in before["package"]
+    assert "pipe:train/trainer.py" in before["train"]
+    assert "pipe:train/trainer.py" not in before["evaluate"]
+    assert "pipe:pipeline/contract/data.py" in before["train"]
+    assert "pipe:serve/runtime/session.py" in before["package"], "the container carries it"
+    assert "pipe:k8s/images/serve.Dockerfile" in before["package"]
 
 
 def test_another_champion_counts_for_the_evaluation_alone(config: Config, project: Project, before: Parts) -> None:
     assert before["evaluate"]["baseline:champion"] == "the task's own"
     project.runs.mkdir()
     entry = Entry(bundle="theirs", checkpoint="other", path="old/export/bundle")
-    change_registry(project.runs, "", lambda _: Wanted(CHAMPION, entry, "deployed"))
+    change_registry(project.runs, "", lambda _: ProposedChange(CHAMPION, entry, "deployed"))
     after = all_parts(config, project)
     assert changed(before, after) == {"evaluate": {"baseline:champion"}}
     assert after["evaluate"]["baseline:champion"] == "theirs"
@@ -98,7 +98,7 @@ def test_another_champion_counts_for_the_evaluation_alone(config: Config, projec
 def test_a_candidate_is_not_its_own_champion(config: Config, project: Project, before: Parts) -> None:
     project.runs.mkdir()
     entry = Entry(bundle="its own", checkpoint="mine", path="old/export/bundle")
-    change_registry(project.runs, "", lambda _: Wanted(CHAMPION, entry, "deployed"))
+    change_registry(project.runs, "", lambda _: ProposedChange(CHAMPION, entry, "deployed"))
     assert changed(before, all_parts(config, project)) == {}
 
 
@@ -136,12 +136,12 @@ def test_another_byte_of_pretrained_weights_is_another_prepare(config: Config, p
     }
 
 
-def test_weights_that_nobody_touched_are_not_read_again(
+def test_weights_that_no_one_touched_are_not_read_again(
     config: Config, project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = weights_of(folder, config)
     project.runs.mkdir()
-    before = parts_of("prepare", begun, project, {})
+    before = key_parts("prepare", begun, project, {})
     read: list[Path] = []
 
     def digest(path: Path) -> str:
@@ -149,31 +149,33 @@ def test_weights_that_nobody_touched_are_not_read_again(
         return "read again"
 
     monkeypatch.setattr("pipeline.steps.pretrained.digest_file", digest)
-    assert parts_of("prepare", begun, project, {}) == before
+    assert key_parts("prepare", begun, project, {}) == before
     assert read == []
     (folder / "weights" / "config.json").write_text('{"model_type": "qwen2"}')
-    assert parts_of("prepare", begun, project, {})["pretrained:config.json"] == "read again"
+    assert key_parts("prepare", begun, project, {})["pretrained:config.json"] == "read again"
     assert read == [folder / "weights" / "config.json"]
 
 
 def test_what_may_differ_counts_where_weights_are_matched(config: Config, project: Project, folder: Path) -> None:
     begun = weights_of(folder, config)
-    found = changed(all_parts(begun, project), all_parts(override_config(begun, ["model.allow=[a.*]"]), project))
-    assert found == {"prepare": {"config:model.allow"}, "train": {"config:model.allow"}}
+    found = changed(
+        all_parts(begun, project), all_parts(override_config(begun, ["model.allow_mismatch=[a.*]"]), project)
+    )
+    assert found == {"prepare": {"config:model.allow_mismatch"}, "train": {"config:model.allow_mismatch"}}
     assert changed(all_parts(config, project), all_parts(config, project)) == {}
 
 
 def test_an_id_of_the_hub_counts_by_its_name_and_revision_alone(config: Config, project: Project) -> None:
     named = override_config(config, ["model.pretrained=org/tiny", "model.revision=v2"])
-    parts = parts_of("prepare", named, project, {})
+    parts = key_parts("prepare", named, project, {})
     assert parts["config:model.pretrained"] == "org/tiny"
     assert not [name for name in parts if name.startswith("pretrained:")]
 
 
 def test_a_signature_counts_for_the_image_that_holds_it(config: Config, project: Project) -> None:
     outputs = {"export": {"bundle/manifest.json": "m"}}
-    before = parts_of("package", config, project, outputs)
-    after = parts_of("package", config, project, {"export": {**outputs["export"], "bundle/manifest.sig.json": "s"}})
+    before = key_parts("package", config, project, outputs)
+    after = key_parts("package", config, project, {"export": {**outputs["export"], "bundle/manifest.sig.json": "s"}})
     assert after.keys() - before.keys() == {"input:export/bundle/manifest.sig.json"}
 
 
@@ -195,30 +197,30 @@ def done(parts: Mapping[str, str], status: str = "done", reused_from: str = "") 
 def decided(
     parts: Mapping[str, str], *past: tuple[str, StepRecord], forced: bool = False, damaged: tuple[str, ...] = ()
 ) -> Step:
-    return decide("train", parts, past, forced, lambda run, record: list(damaged))
+    return decide_step("train", parts, past, forced, lambda run, record: list(damaged))
 
 
 def test_no_name_or_all_means_every_step() -> None:
-    assert choose([], None, None) == choose(["all"], None, None) == STEPS
+    assert select_steps([], None, None) == select_steps(["all"], None, None) == STEPS
 
 
-def test_steps_come_in_the_order_of_the_road_whatever_the_order_of_words() -> None:
-    assert choose(["export", "prepare"], None, None) == ("prepare", "export")
+def test_steps_come_in_the_order_of_the_pipeline_whatever_the_order_of_words() -> None:
+    assert select_steps(["export", "prepare"], None, None) == ("prepare", "export")
 
 
-def test_from_and_until_cut_the_road() -> None:
-    assert choose([], "train", "export") == ("train", "evaluate", "export")
+def test_from_and_until_cut_the_pipeline() -> None:
+    assert select_steps([], "train", "export") == ("train", "evaluate", "export")
 
 
 @pytest.mark.parametrize("words", [(["trian"], None, None), ([], "trian", None), ([], None, "trian")])
-def test_an_unknown_step_is_told_with_the_known_ones(words: tuple[list[str], str | None, str | None]) -> None:
+def test_an_unknown_step_is_reported_with_the_known_ones(words: tuple[list[str], str | None, str | None]) -> None:
     with pytest.raises(ConfigError, match="no step 'trian'; there are prepare, train, "):
-        choose(*words)
+        select_steps(*words)
 
 
 def test_options_that_leave_nothing_are_a_mistake() -> None:
     with pytest.raises(ConfigError, match="leave no step"):
-        choose(["prepare"], "train", None)
+        select_steps(["prepare"], "train", None)
 
 
 def test_a_step_brings_along_all_it_reads_from() -> None:
@@ -275,8 +277,8 @@ def test_damaged_outputs_are_not_reused() -> None:
 
 
 def test_deploy_always_looks_at_what_is_live() -> None:
-    step = decide("deploy", PARTS, [("first", done(PARTS))], False, lambda run, record: [])
-    assert (step.action, step.reason) == ("run", "looks at what is live, always")
+    step = decide_step("deploy", PARTS, [("first", done(PARTS))], False, lambda run, record: [])
+    assert (step.action, step.reason) == ("run", "always checks what is live")
 
 
 def test_the_key_covers_every_part() -> None:
@@ -284,61 +286,65 @@ def test_the_key_covers_every_part() -> None:
     assert len({key} | {decided({**PARTS, name: "other"}).key for name in PARTS}) == 1 + len(PARTS)
 
 
-def test_a_changed_setting_is_told_with_both_values() -> None:
+def test_a_changed_setting_is_reported_with_both_values() -> None:
     past = [("first", done(PARTS))]
-    assert explain({**PARTS, "config:train.lr": "0.05"}, past) == "train.lr 0.004 → 0.05"
-    assert explain({**PARTS, "version:torch": "2.13.0"}, past) == "torch absent → 2.13.0"
+    assert explain_change({**PARTS, "config:train.lr": "0.05"}, past) == "train.lr 0.004 → 0.05"
+    assert explain_change({**PARTS, "version:torch": "2.13.0"}, past) == "torch absent → 2.13.0"
 
 
-def test_a_changed_file_is_named_and_our_own_told_from_the_users() -> None:
-    past = [("first", done({**PARTS, "house:train/batch_order.py": "c"}))]
-    assert explain({**PARTS, "source:task.py": "d", "house:train/batch_order.py": "c"}, past) == "task.py changed"
-    assert explain({**PARTS, "house:train/batch_order.py": "d"}, past) == "pipe’s own train/batch_order.py changed"
+def test_a_changed_file_is_named_and_our_own_reported_from_the_users() -> None:
+    past = [("first", done({**PARTS, "pipe:train/batch_order.py": "c"}))]
+    assert explain_change({**PARTS, "source:task.py": "d", "pipe:train/batch_order.py": "c"}, past) == "task.py changed"
+    assert (
+        explain_change({**PARTS, "pipe:train/batch_order.py": "d"}, past) == "pipe’s own train/batch_order.py changed"
+    )
 
 
-def test_another_champion_to_compare_data_with_is_told_where_nothing_else_is_news() -> None:
+def test_another_champion_to_compare_data_with_is_reported_where_nothing_else_is_news() -> None:
     past = [("first", done({**PARTS, "rival:champion": "none"}))]
-    assert explain({**PARTS, "rival:champion": "b"}, past) == "champion changed"
-    assert explain({**PARTS, "rival:champion": "b", "source:task.py": "d"}, past) == "task.py changed"
+    assert explain_change({**PARTS, "rival:champion": "b"}, past) == "champion changed"
+    assert explain_change({**PARTS, "rival:champion": "b", "source:task.py": "d"}, past) == "task.py changed"
 
 
-def test_files_that_came_and_went_are_told_so() -> None:
+def test_files_that_came_and_went_are_reported() -> None:
     past = [("first", done({**PARTS, "source:old.py": "c"}))]
-    assert explain({**PARTS, "source:new.py": "c"}, past) == "new.py is new, old.py is gone"
+    assert explain_change({**PARTS, "source:new.py": "c"}, past) == "new.py is new, old.py was removed"
 
 
 def test_what_the_user_touched_comes_first_and_its_consequences_last() -> None:
     before = {"input:prepare/data.json": "1", "version:torch": "2", "source:task.py": "3", "config:train.lr": "0.1"}
     after = dict.fromkeys(before, "9")
-    assert explain(after, [("first", done(before))]) == "train.lr 0.1 → 9, task.py changed, torch 2 → 9 and 1 more"
+    assert (
+        explain_change(after, [("first", done(before))]) == "train.lr 0.1 → 9, task.py changed, torch 2 → 9 and 1 more"
+    )
 
 
 def test_a_step_is_compared_with_its_last_completion_not_its_last_failure() -> None:
     past = [("second", done({**PARTS, "config:train.lr": "9"}, status="failed")), ("first", done(PARTS))]
-    assert explain({**PARTS, "config:train.lr": "0.05"}, past) == "train.lr 0.004 → 0.05"
+    assert explain_change({**PARTS, "config:train.lr": "0.05"}, past) == "train.lr 0.004 → 0.05"
 
 
 def test_a_step_without_a_past_never_ran() -> None:
-    assert explain(PARTS, []) == "never run"
+    assert explain_change(PARTS, []) == "never run"
 
 
 TORCHRUN = ("python", "-m", "torch.distributed.run")
 
 
 def test_a_plain_step_is_one_python_process(config: Config) -> None:
-    assert argv_of("prepare", config, "runs/one") == ("python", "-m", "pipeline.steps.prepare", "runs/one")
-    assert argv_of("evaluate", config, "runs/one") == ("python", "-m", "pipeline.evaluate", "runs/one")
+    assert step_command("prepare", config, "runs/one") == ("python", "-m", "pipeline.steps.prepare", "runs/one")
+    assert step_command("evaluate", config, "runs/one") == ("python", "-m", "pipeline.evaluate", "runs/one")
 
 
 def test_training_is_started_by_what_watches_over_it_whatever_the_launcher(config: Config) -> None:
     for words in (["train.processes=1"], ["train.launcher=mpirun"], ["train.nodes=2:3", "train.rendezvous='a:1'"]):
-        argv = argv_of("train", override_config(config, words), "runs/one")
+        argv = step_command("train", override_config(config, words), "runs/one")
         assert argv == ("python", "-m", "pipeline.training.node", "runs/one")
 
 
 def test_several_machines_that_train_evaluate_on_one(config: Config) -> None:
     many = override_config(config, ["train.nodes=3", "train.rendezvous='head:29500'", "evaluate.processes=2"])
-    argv = argv_of("evaluate", many, "runs/one")
+    argv = step_command("evaluate", many, "runs/one")
     assert argv == (
         *TORCHRUN,
         "--standalone",

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import yaml
 
-from k8s.objects.training import CONFIG
-from k8s.workflows import MOUNT
+from k8s.objects.training import CONFIG_VARIABLE
+from k8s.workflows import RUNS_FOLDER
+from pipeline.cluster_executor import render_training, render_workflow
 from pipeline.contract.config import override_config
 from pipeline.contract.errors import ConfigError, LostContact
 from pipeline.contract.run import STEPS, Run
-from pipeline.contract.sources import HOUSE
-from pipeline.history import Project, locked
-from pipeline.pod import main, walk
-from pipeline.render import render_training, render_workflow
+from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.history import Project, lock_runs
+from pipeline.pod import main, run_in_pod
 from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
 
 TINY = Path(__file__).resolve().parents[1] / "project"
@@ -42,7 +42,7 @@ def tiny(tmp_path: Path) -> Project:
 
 
 def start(project: Project, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    paths = {"PYTHONPATH": str(HOUSE), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    paths = {"PYTHONPATH": str(SOURCE_ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.run(
         words, cwd=project.root, env={**os.environ, **paths, "PYTHONSAFEPATH": "1", **env},
         capture_output=True, text=True, timeout=240, check=False,
@@ -60,7 +60,7 @@ def pod(step: str, run: Path, *argv: str) -> tuple[str, ...]:
 def test_the_first_step_makes_the_run_and_its_record(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
     argv = ("python", "-m", "pipeline.steps.prepare", str(run))
-    done = start(tiny, *pod("prepare", run, *argv), **{CONFIG: config_text(tiny)})
+    done = start(tiny, *pod("prepare", run, *argv), **{CONFIG_VARIABLE: config_text(tiny)})
     assert done.returncode == 0, done.stderr
     record = Run(run).read().steps["prepare"]
     assert (record.status, record.argv) == ("done", argv)
@@ -71,7 +71,7 @@ def test_the_first_step_makes_the_run_and_its_record(tiny: Project) -> None:
 def test_another_command_than_the_images_own_is_refused(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
     with pytest.raises(ConfigError) as caught:
-        walk("prepare", Run(run), ("python", "-m", "prepare"), config_text(tiny))
+        run_in_pod("prepare", Run(run), ("python", "-m", "prepare"), config_text(tiny))
     assert f"prepare: the workflow says `python -m prepare`, this image `{OURS} {run}`" in str(caught.value)
 
 
@@ -79,15 +79,15 @@ def test_a_step_whose_inputs_are_missing_does_not_make_them(tiny: Project, monke
     monkeypatch.chdir(tiny.root)
     run = tiny.runs / "wf-1"
     with pytest.raises(ConfigError, match="but prepare has to run: never run"):
-        walk("train", Run(run), ("python", "-m", "pipeline.training.node", str(run)), config_text(tiny))
+        run_in_pod("train", Run(run), ("python", "-m", "pipeline.training.node", str(run)), config_text(tiny))
     assert not (run / "prepare").exists()
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "does not say what"), ("{", "not JSON"), ("{}", "`name` is missing")])
-def test_a_run_that_cannot_be_made_is_told(
+def test_a_run_that_cannot_be_made_is_reported(
     text: str, said: str, tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(CONFIG, text)
+    monkeypatch.setenv(CONFIG_VARIABLE, text)
     run = tiny.runs / "wf-1"
     asked = signal.getsignal(signal.SIGTERM)
     try:
@@ -111,7 +111,7 @@ def test_a_pod_that_takes_part_runs_the_command_and_keeps_no_books(tiny: Project
 def test_a_pod_that_takes_part_waits_until_the_first_has_begun(tiny: Project) -> None:
     run = Run(tiny.runs / "alone")
     argv = (*pod("train", run.path)[:-1], "--begin", "--", "python", "-c", "print('takes part')")
-    paths = {"PYTHONPATH": str(HOUSE), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    paths = {"PYTHONPATH": str(SOURCE_ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     with subprocess.Popen(
         argv, cwd=tiny.root, env={**os.environ, **paths, POD_NUMBER: "1"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -134,8 +134,8 @@ def test_a_pod_waits_for_the_one_it_takes_the_place_of(
     monkeypatch.setattr("pipeline.pod.resume_road", lambda *_: walked.set())
     argv = ("python", "-m", "pipeline.training.node", str(run.path))
     with ThreadPoolExecutor(1) as pods:
-        with locked(run.path):
-            begun = pods.submit(walk, "train", run, argv, config_text(tiny))
+        with lock_runs(run.path):
+            begun = pods.submit(run_in_pod, "train", run, argv, config_text(tiny))
             while "is working here; waiting for it" not in capsys.readouterr().err:
                 assert not begun.done()
                 time.sleep(0.01)
@@ -165,9 +165,9 @@ def test_training_alone_makes_its_run_and_trains_with_others(tiny: Project, tmp_
     """The Job's pods on an empty volume, with no `pipe` that leads them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
-    words = ["train.image=" + IMAGE, "train.nodes=2", "train.processes=1", "jobs.executor=kubernetes"]
+    words = ["train.image=" + IMAGE, "train.nodes=2", "train.processes=1", "cluster.executor=kubernetes"]
     if standing:
-        text = (HOUSE / "k8s" / "train" / "base" / "job.yaml").read_text()
+        text = (SOURCE_ROOT / "k8s" / "train" / "base" / "job.yaml").read_text()
         text = text.replace("train.nodes=1", "train.nodes=2").replace("train.processes=2", "train.processes=1")
     else:
         files = render_training(tiny, override_config(tiny.config(), words, "test"), str(tmp_path / "out"))
@@ -186,15 +186,15 @@ def test_training_alone_makes_its_run_and_trains_with_others(tiny: Project, tmp_
 
 
 @pytest.mark.parametrize("words", [["train", "run"], ["train", "run", "--"]])
-def test_a_command_is_asked_for(words: list[str]) -> None:
+def test_a_command_is_requested(words: list[str]) -> None:
     with pytest.raises(SystemExit, match=r"usage: python -m pipeline\.pod STEP RUN -- ARGV"):
         main(words)
 
 
 @pytest.mark.long
-def test_a_rendered_workflow_walks_the_whole_road(tiny: Project, tmp_path: Path) -> None:
+def test_a_rendered_workflow_runs_the_whole_pipeline(tiny: Project, tmp_path: Path) -> None:
     """Container after container, as Argo starts them; all but the last, which needs a cluster."""
-    words = ["train.image=" + IMAGE, "package.build=never"]
+    words = ["train.image=" + IMAGE, "package.builder=none"]
     config = override_config(tiny.config(), words, "test")
     _, file = render_workflow(tiny, config, "argo", str(tmp_path / "out"))
     made = yaml.safe_load(file.read_text())
@@ -210,17 +210,17 @@ def test_a_rendered_workflow_walks_the_whole_road(tiny: Project, tmp_path: Path)
 
 def _submitted(text: str, project: Project) -> str:
     """What Argo puts in for its variables, and the volume of this machine."""
-    return text.replace("{{workflow.name}}", "road-abcde").replace(f"{MOUNT}/", f"{project.runs}/")
+    return text.replace("{{workflow.name}}", "road-abcde").replace(f"{RUNS_FOLDER}/", f"{project.runs}/")
 
 
 @pytest.mark.long
 def test_a_pod_that_is_evicted_leaves_a_run_that_another_goes_on_with(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
     slow = override_config(tiny.config(), ["train.epochs=100"], "test")  # long enough to be caught at it
-    env = {CONFIG: json.dumps(slow.model_dump(mode="json"))}
+    env = {CONFIG_VARIABLE: json.dumps(slow.model_dump(mode="json"))}
     assert start(tiny, *pod("prepare", run, *OURS.split(), str(run)), **env).returncode == 0
     argv = pod("train", run, "python", "-m", "pipeline.training.node", str(run))
-    paths = {"PYTHONPATH": str(HOUSE), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    paths = {"PYTHONPATH": str(SOURCE_ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     with subprocess.Popen(
         argv, cwd=tiny.root, env={**os.environ, **paths, "PYTHONSAFEPATH": "1", **env},
         stderr=subprocess.PIPE, text=True,

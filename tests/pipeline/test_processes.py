@@ -10,14 +10,14 @@ import psutil
 import pytest
 
 from pipeline.contract.errors import ResourceError
-from pipeline.contract.sources import HOUSE
+from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.processes import (
-    Killed,
+    KilledProcess,
     LocalLauncher,
     count_gpus,
-    killed_process,
+    find_killed_process,
     prepare_log,
-    said_since,
+    read_log_end,
     step_environment,
     with_this_python,
 )
@@ -47,40 +47,42 @@ MPIRUN = "mpirun noticed that process rank 1 with PID 0 on node node1 exited on 
 
 
 def test_torchruns_table_names_the_killed_process_and_not_those_it_ended_itself() -> None:
-    assert killed_process(TORCHRUN.format(first="-15", cause="-9")) == Killed(3, "node1", signal.SIGKILL)
+    assert find_killed_process(TORCHRUN.format(first="-15", cause="-9")) == KilledProcess(3, "node1", signal.SIGKILL)
 
 
 def test_a_process_that_failed_because_another_was_killed_is_not_the_one() -> None:
-    assert killed_process(TORCHRUN.format(first="-9", cause="1")) == Killed(0, "node0", signal.SIGKILL)
-    assert killed_process(TORCHRUN.format(first="-9", cause="-6")) == Killed(0, "node0", signal.SIGKILL)
-    assert killed_process(TORCHRUN.format(first="1", cause="-6")) == Killed(3, "node1", signal.SIGABRT)
+    assert find_killed_process(TORCHRUN.format(first="-9", cause="1")) == KilledProcess(0, "node0", signal.SIGKILL)
+    assert find_killed_process(TORCHRUN.format(first="-9", cause="-6")) == KilledProcess(0, "node0", signal.SIGKILL)
+    assert find_killed_process(TORCHRUN.format(first="1", cause="-6")) == KilledProcess(3, "node1", signal.SIGABRT)
 
 
 def test_processes_that_only_failed_were_not_killed() -> None:
-    assert killed_process(TORCHRUN.format(first="-15", cause="2")) is None
-    assert killed_process("") is None
+    assert find_killed_process(TORCHRUN.format(first="-15", cause="2")) is None
+    assert find_killed_process("") is None
 
 
 def test_mpirun_names_it_in_a_sentence() -> None:
-    assert killed_process(f"noise\n{MPIRUN}\n") == Killed(1, "node1", signal.SIGSEGV)
+    assert find_killed_process(f"noise\n{MPIRUN}\n") == KilledProcess(1, "node1", signal.SIGSEGV)
 
 
 @pytest.mark.parametrize(("told", "number"), [("Killed", 9), ("Segmentation fault (core dumped)", 11)])
 def test_srun_names_it_by_what_the_signal_means(told: str, number: int) -> None:
-    assert killed_process(f"srun: error: node7: task 5: {told}\n") == Killed(5, "node7", number)
-    assert killed_process("srun: error: node7: task 5: Exited with exit code 1\n") is None
+    assert find_killed_process(f"srun: error: node7: task 5: {told}\n") == KilledProcess(5, "node7", number)
+    assert find_killed_process("srun: error: node7: task 5: Exited with exit code 1\n") is None
 
 
 def test_horovodrun_names_it_by_a_shells_status() -> None:
     log = "Process 0 exit with status code 1.\nTerminating remaining workers.\nProcess 1 exit with status code {}.\n"
-    assert killed_process(log.format(137)) == Killed(1, "localhost", signal.SIGKILL)
-    assert killed_process(log.format(143)) is None, "it ended that one itself"
+    assert find_killed_process(log.format(137)) == KilledProcess(1, "localhost", signal.SIGKILL)
+    assert find_killed_process(log.format(143)) is None, "it ended that one itself"
 
 
-def test_a_sentence_says_who_and_how() -> None:
-    assert str(Killed(1, "node1", 9)).startswith("rank 1 on node1 was killed (SIGKILL), by hand or by the kernel")
-    assert "rank 0 on node1 was ended by SIGSEGV" in str(Killed(0, "node1", 11))
-    assert "signal 99" in str(Killed(0, "node1", 99))
+def test_a_sentence_states_who_and_how() -> None:
+    assert str(KilledProcess(1, "node1", 9)).startswith(
+        "rank 1 on node1 was killed (SIGKILL), by hand or by the kernel"
+    )
+    assert "rank 0 on node1 was ended by SIGSEGV" in str(KilledProcess(0, "node1", 11))
+    assert "signal 99" in str(KilledProcess(0, "node1", 99))
 
 
 def test_the_installed_torchrun_still_writes_such_a_table() -> None:
@@ -91,7 +93,7 @@ def test_the_installed_torchrun_still_writes_such_a_table() -> None:
     done = subprocess.run(
         [*command, sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
-    found = killed_process(done.stderr)
+    found = find_killed_process(done.stderr)
     assert found is not None
     assert (found.rank, found.signal) == (1, signal.SIGKILL)
 
@@ -161,7 +163,7 @@ def test_both_streams_go_to_the_log_after_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_step_runs_in_the_project_with_its_environment(tmp_path: Path) -> None:
-    launch("import os; print(os.getcwd(), os.environ['WORD'], os.environ['PIPE_LEASH'])", tmp_path / "log", WORD="w")
+    launch("import os; print(os.getcwd(), os.environ['WORD'], os.environ['PIPE_PARENT_WATCH'])", tmp_path / "log", WORD="w")
     assert (tmp_path / "log").read_text() == f"{tmp_path} w 1\n"
 
 
@@ -174,7 +176,7 @@ def test_ticks_come_while_a_step_runs(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_step_first(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=HOUSE, stderr=subprocess.PIPE)
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=SOURCE_ROOT, stderr=subprocess.PIPE)
     pid = waited_for(log)
     runner.send_signal(signal.SIGINT)
     _, said = runner.communicate(timeout=20)
@@ -198,7 +200,7 @@ def test_a_step_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> Non
 def test_who_interrupts_twice_is_not_made_to_wait(tmp_path: Path) -> None:
     log = tmp_path / "log"
     deaf = "import os, signal, time; signal.signal(15, lambda *_: print('told', flush=True)); " + WAITING
-    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), deaf], cwd=HOUSE, stderr=subprocess.PIPE)
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), deaf], cwd=SOURCE_ROOT, stderr=subprocess.PIPE)
     pid = pid_in(log)
     runner.send_signal(signal.SIGINT)
     while "told" not in log.read_text():
@@ -212,7 +214,7 @@ def test_who_interrupts_twice_is_not_made_to_wait(tmp_path: Path) -> None:
 
 def test_a_killed_runner_takes_its_step_along(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=HOUSE)
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=SOURCE_ROOT)
     pid = pid_in(log)
     runner.kill()
     runner.wait(timeout=10)
@@ -237,20 +239,20 @@ def test_without_a_choice_every_device_counts(tmp_path: Path) -> None:
     assert count_gpus({}, tmp_path) == 2
 
 
-def test_a_log_that_cannot_be_written_is_told_before_the_step_starts(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_reported_before_the_step_starts(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
-    with pytest.raises(ResourceError, match=r"cannot write .*logs/train\.log: .*exists; mend that"):
+    with pytest.raises(ResourceError, match=r"cannot write .*logs/train\.log: .*exists; fix that"):
         prepare_log(tmp_path / "logs" / "train.log")
 
 
-def test_what_an_attempt_said_is_told_from_what_stood_there(tmp_path: Path) -> None:
+def test_what_an_attempt_stated_is_reported_from_what_stood_there(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "train.log"
     assert prepare_log(log) == 0
     log.write_text("earlier\n")
     began = prepare_log(log)
     with log.open("a") as file:
         file.write("now\n")
-    assert said_since(log, began) == "now\n"
+    assert read_log_end(log, began) == "now\n"
 
 
 def test_the_interpreter_that_runs_us_is_used_wherever_the_launcher_names_it() -> None:

@@ -10,19 +10,19 @@ from pipeline.contract.errors import BundleError, ConfigError, StageError
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.settings.stages import Train
 from pipeline.display import Display
-from pipeline.executor import failure
-from pipeline.history import Project, create_run, load_history, seal, write_record
-from pipeline.plan import parts_of
+from pipeline.executor import find_failure
+from pipeline.history import Project, create_run, load_history, seal_step, write_record
+from pipeline.plan import key_parts
 from pipeline.runner import (
-    AGAIN,
-    WHERE,
-    Order,
-    Road,
+    REDEPLOYED,
+    RESUMABLE_SETTINGS,
+    PipelineRun,
+    RunRequest,
     check_config,
-    continue_with,
     latest_unfinished,
+    override_resumed,
     redeploy,
-    run_road,
+    run_pipeline,
 )
 
 from .conftest import NewRun
@@ -30,15 +30,15 @@ from .conftest import NewRun
 
 def test_a_run_goes_on_elsewhere_and_is_known_by_what_it_began_with(project: Project, new_run: NewRun) -> None:
     run = new_run()
-    before = parts_of("train", run.config, project, {})
-    found = continue_with(run, ["train.processes=4", "train.restarts=9"])
+    before = key_parts("train", run.config, project, {})
+    found = override_resumed(run, ["train.processes=4", "train.restarts=9"])
     assert (found.config.train.processes, found.config.train.restarts) == (4, 9)
-    assert parts_of("train", found.planned, project, {}) == before, "an unchanged rerun reuses what it computes"
+    assert key_parts("train", found.planned, project, {}) == before, "an unchanged rerun reuses what it computes"
     assert Run(run.path).config.train.processes == 4, "the training processes read it there"
 
 
 def test_the_newest_word_counts(new_run: NewRun) -> None:
-    run = continue_with(continue_with(new_run(), ["train.processes=4", "train.nodes=2"]), ["train.processes=3"])
+    run = override_resumed(override_resumed(new_run(), ["train.processes=4", "train.nodes=2"]), ["train.processes=3"])
     assert run.read().continued == ("train.nodes=2", "train.processes=3")
     assert (run.config.train.processes, run.config.train.nodes) == (3, 2)
 
@@ -46,20 +46,20 @@ def test_the_newest_word_counts(new_run: NewRun) -> None:
 @pytest.mark.parametrize("word", ["train.lr=1", "train.checkpoints=elsewhere", "deploy.port=1", "epochs=3"])
 def test_what_a_run_computes_stays(word: str, new_run: NewRun) -> None:
     run = new_run()
-    with pytest.raises(ConfigError, match=r"says what the run computes.* starts a new one"):
-        continue_with(run, ["train.processes=4", word])
+    with pytest.raises(ConfigError, match=r"changes what the run computes.* starts a new one"):
+        override_resumed(run, ["train.processes=4", word])
     assert run.read().continued == ()
 
 
 def test_a_value_that_is_none_is_not_put_on_record(new_run: NewRun) -> None:
     run = new_run()
     with pytest.raises(ConfigError, match=r"train\.processes"):
-        continue_with(run, ["train.processes=many"])
+        override_resumed(run, ["train.processes=many"])
     assert run.read().continued == ()
 
 
 def test_every_word_that_may_change_is_one_of_the_section() -> None:
-    assert set(WHERE) <= Train.model_fields.keys()
+    assert set(RESUMABLE_SETTINGS) <= Train.model_fields.keys()
 
 
 QUIET = Display(live=False)
@@ -69,7 +69,7 @@ def recorded(run: Run, step: str, status: str = "done") -> Run:
     """A step with one file of output, as if it had run."""
     run.partial(step).mkdir()
     (run.partial(step) / "file").write_text(step)
-    outputs, digest = seal(run, step)
+    outputs, digest = seal_step(run, step)
     values = {"step": step, "status": status, "key": "k", "parts": {}, "outputs": outputs, "digest": digest}
     write_record(run, StepRecord.model_validate(values))
     return run
@@ -105,35 +105,35 @@ def test_a_preview_knows_the_outputs_of_what_is_reused_and_forgets_them_after(
     project: Project, config: Config, new_run: NewRun
 ) -> None:
     run = recorded(new_run(), "prepare")
-    key = Road(project, config, Order(("prepare",)), []).decide("prepare").key
+    key = PipelineRun(project, config, RunRequest(("prepare",)), []).decide("prepare").key
     write_record(run, run.read().steps["prepare"].model_copy(update={"key": key}))
-    road = Road(project, config, Order(("prepare", "train")), load_history(project.runs))
+    road = PipelineRun(project, config, RunRequest(("prepare", "train")), load_history(project.runs))
     assert [(step.name, step.action) for step in road.preview()] == [("prepare", "reuse"), ("train", "run")]
     assert road.outputs == {}
 
 
 def test_a_step_before_the_start_must_not_run(project: Project, config: Config) -> None:
-    order = Order(("prepare", "train"), reuse_only=frozenset({"prepare"}))
+    order = RunRequest(("prepare", "train"), reuse_only=frozenset({"prepare"}))
     with pytest.raises(ConfigError, match="--from starts after prepare, but prepare has to run: never run"):
-        Road(project, config, order, []).preview()
+        PipelineRun(project, config, order, []).preview()
 
 
 def test_a_steps_own_words_become_the_error_and_its_record(project: Project, folder: Path, config: Config) -> None:
     """The task has no data(): the real prepare step says so."""
     with pytest.raises(ConfigError, match=r"^prepare: task\.py:T: has no method model\(\)"):
-        run_road(project, config, Order(("prepare",)), QUIET)
+        run_pipeline(project, config, RunRequest(("prepare",)), QUIET)
     run, body = load_history(project.runs)[0]
     assert body.steps["prepare"].status == "failed"
     assert body.steps["prepare"].reason.startswith("prepare: task.py:T")
     assert not run.output("prepare").exists()
 
 
-def test_a_process_that_leaves_no_reason_is_told_by_its_end(
+def test_a_process_that_leaves_no_reason_is_reported_by_its_end(
     project: Project, folder: Path, config: Config, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "task.py").write_text("import os\n\n\nclass T:\n    os.kill(os.getpid(), 9)\n")
     with pytest.raises(StageError, match="prepare: its process was killed by signal 9 and left no reason"):
-        run_road(project, config, Order(("prepare",)), QUIET)
+        run_pipeline(project, config, RunRequest(("prepare",)), QUIET)
     said = capfd.readouterr().err
     assert f"pipe run --resume {load_history(project.runs)[0][0].id}" in said
 
@@ -143,7 +143,7 @@ def test_the_cores_of_an_order_are_shared_out_among_its_processes(
 ) -> None:
     (folder / "task.py").write_text("import os\n\n\nclass T:\n    print('threads', os.environ['OMP_NUM_THREADS'])\n")
     with pytest.raises(ConfigError, match="has no method"):
-        run_road(project, config, Order(("prepare",), cores=3), QUIET)
+        run_pipeline(project, config, RunRequest(("prepare",), cores=3), QUIET)
     assert "threads 3\n" in load_history(project.runs)[0][0].log("prepare").read_text()
 
 
@@ -169,7 +169,7 @@ def test_only_a_whole_bundle_is_deployed_again(project: Project, config: Config)
         redeploy(project, run, [], QUIET)
     with pytest.raises(
         ConfigError,
-        match=r"train\.lr=1: a deployment changes deploy\.\*, rollout\.\* and serve\.\{.*api_keys.*\} alone",
+        match=r"train\.lr=1: a deployment changes deploy\.\*, rollout\.\* and serve\.\{.*api_keys.*\}",
     ):
         redeploy(project, run, ["train.lr=1"], QUIET)
     assert len(load_history(project.runs)) == 1
@@ -178,21 +178,21 @@ def test_only_a_whole_bundle_is_deployed_again(project: Project, config: Config)
 def test_a_train_step_that_left_no_model_on_this_machine_is_no_finished_one(new_run: NewRun) -> None:
     run = new_run()
     run.partial("train").mkdir()
-    told = failure(run, "train", 0, "")
+    told = find_failure(run, "train", 0, "")
     assert told is not None
     assert "this machine has no model" in str(told)
     (run.partial("train") / "model.safetensors").touch()
-    assert failure(run, "train", 0, "") is None
-    assert failure(run, "prepare", 0, "") is None
+    assert find_failure(run, "train", 0, "") is None
+    assert find_failure(run, "prepare", 0, "") is None
 
 
 def test_words_of_manifests_that_were_only_written_are_not_those_of_the_next_deployment(
     project: Project, config: Config
 ) -> None:
     first = recorded(create_run(project.runs, config, ("export", "package"), parent=""), "export")
-    for word in ("deploy.replicas=3", "deploy.render=true"):
+    for word in ("deploy.min_replicas=3", "deploy.render=true"):
         words = override_config(config, ["deploy.target=kubernetes", word])
         again = recorded(create_run(project.runs, words, ("export", "deploy"), parent=first.id), "export")
-        write_record(again, again.read().steps["export"].model_copy(update={"reason": AGAIN}))
-    assert newest_bundle(project).config.deploy.replicas == 3
+        write_record(again, again.read().steps["export"].model_copy(update={"reason": REDEPLOYED}))
+    assert newest_bundle(project).config.deploy.min_replicas == 3
     assert not newest_bundle(project).config.deploy.render

@@ -17,11 +17,11 @@ from pipeline.contract.override import Override, write_override
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key
-from pipeline.history import changed_outputs, link_outputs, seal, write_record, write_run
+from pipeline.history import changed_outputs, link_outputs, seal_step, write_record, write_run
 from pipeline.override import sign_run
 from pipeline.verify import verify_bundle, verify_run
-from train.batch_order import Order
-from train.ledger import Line, digest_of
+from train.batch_order import BatchOrder
+from train.ledger import LedgerLine, batch_digest
 
 from .conftest import NewRun
 
@@ -39,7 +39,7 @@ class C:
 
 
 def complete(run: Run, step: str) -> None:
-    outputs, digest = seal(run, step)
+    outputs, digest = seal_step(run, step)
     write_record(run, StepRecord(step=step, status="done", key="k", parts={}, outputs=outputs, digest=digest))
 
 
@@ -68,8 +68,8 @@ def write_bundle(directory: Path, ancestors: Ancestors) -> None:
 
 def write_training(directory: Path) -> None:
     """Of one step, with all five samples."""
-    ids = Order(samples=5, batch_size=64, seed=0).batch(0)
-    line = Line(step=1, epoch=0, samples=5, digest=digest_of(ids), processes=2, attempt=1)
+    ids = BatchOrder(samples=5, batch_size=64, seed=0).batch(0)
+    line = LedgerLine(step=1, epoch=0, samples=5, digest=batch_digest(ids), processes=2, attempt=1)
     (directory / "ledger.jsonl").write_text(f"{line.model_dump_json()}\n")
     save_file({"w": np.ones(1, np.float32)}, directory / "model.safetensors", {"step": "1"})
     write_json(directory / "summary.json", {"steps": 1, "best_step": 1})
@@ -129,7 +129,7 @@ def perturb(bundle: Path) -> None:
     write_manifest(bundle, manifest["name"], manifest["verdict"], ancestors)
 
 
-def test_a_whole_chain_is_told_link_by_link(run: Run) -> None:
+def test_a_whole_chain_is_reported_link_by_link(run: Run) -> None:
     assert list(verify_run(run)) == [
         "prepare: 1 files as recorded",
         "train: 3 files as recorded",
@@ -156,7 +156,7 @@ def test_a_bundle_with_another_shared_file_than_prepare_made_is_found_out(run: R
         list(verify_run(run))
 
 
-def test_a_step_that_is_not_done_is_told_and_not_judged(run: Run) -> None:
+def test_a_step_that_is_not_done_is_reported_and_not_evaluated(run: Run) -> None:
     record = run.read().steps["package"]
     write_record(run, record.model_copy(update={"status": "failed"}))
     assert "package: failed, nothing to verify" in list(verify_run(run))
@@ -204,7 +204,7 @@ def test_a_ledger_that_was_forged_with_its_record_is_caught(run: Run) -> None:
         list(verify_run(run))
 
 
-def test_a_container_made_of_another_bundle_is_told(run: Run) -> None:
+def test_a_container_made_of_another_bundle_is_reported(run: Run) -> None:
     write_json(run.output("package") / "image.json", {"bundle": "0" * 64})
     reseal(run, "package")
     with pytest.raises(BundleError, match="made of another bundle"):

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from pipeline.chaos.attack import Timing, as_scheduled, choose
-from pipeline.contract.attempts import ChaosEvent, Kill
+from train.chaos_hooks import ChaosEvent, Kill
 
 TIMING = Timing(start_seconds=4.0, room_seconds=0.6)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.chaos.verdict import Made, Training, Verdict, made, rows
-from pipeline.contract.attempts import ChaosEvent, Kill
+from train.chaos_hooks import ChaosEvent, Kill
 
 KILLS = (
     Kill(place="step", step=1),
@@ -46,7 +46,7 @@ def test_a_kill_is_recovered_from_by_the_first_step_of_processes_born_after_it()
     assert [one.seconds for one in made(KILLS, events, None)] == [2.5, 2.5]
 
 
-def test_a_kill_that_the_next_one_overtook_has_no_time_of_its_own() -> None:
+def test_a_kill_that_the_next_one_overtook_has_no_time_own() -> None:
     events = [killed(0, 1.0), stepped(2.0, 3.0), killed(1, 4.0), killed(2, 5.0), stepped(6.0, 7.0), killed(3, 8.0)]
     assert [one.seconds for one in made(KILLS, events, 8.5)] == [2.0, None, 2.0, 0.5]
     assert [one.place for one in made(KILLS, events, 8.5)] == [
@@ -91,7 +91,7 @@ def test_it_holds_when_nothing_was_lost_and_the_weights_are_equal() -> None:
         ({"made": ()}, "3 of the kills were not made"),
     ],
 )
-def test_whatever_does_not_hold_is_said_and_where_to_look(changes: dict[str, object], told: str) -> None:
+def test_whatever_does_not_hold_is_stated_and_where_to_look(changes: dict[str, object], told: str) -> None:
     verdict = Verdict(3, 8, 2, (replace(HELD, **changes),))  # type: ignore[arg-type]
     assert not verdict.held
     assert verdict.sentence() == f"did NOT hold: {told}"

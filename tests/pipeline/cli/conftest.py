@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.history import example
+from pipeline.history import example_folder
 
 Pipe = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -20,7 +20,7 @@ def starter(tmp_path: Path) -> Path:
     """A project as `pipe init` would write it."""
     folder = tmp_path / "starter"
     folder.mkdir()
-    for path in filter(Path.is_file, example("starter").iterdir()):
+    for path in filter(Path.is_file, example_folder("starter").iterdir()):
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
 

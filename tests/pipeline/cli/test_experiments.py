@@ -50,13 +50,13 @@ def test_a_search_of_nothing_is_a_mistake(pipe: Pipe, starter: Path) -> None:
     assert not (starter / "runs").exists()
 
 
-def test_a_mistake_in_the_space_is_told_before_anything_is_written(pipe: Pipe, starter: Path) -> None:
+def test_a_mistake_in_the_space_is_reported_before_anything_is_written(pipe: Pipe, starter: Path) -> None:
     said = pipe("tune", "tune.space={train.lrs: {choices: [1]}}", expect=2).stderr
-    assert said == "error: tune.space: unknown key `train.lrs`; did you mean `train.lr`?\n"
+    assert said == "error: tune.space: unknown setting `train.lrs`; did you mean `train.lr`?\n"
     assert not (starter / "runs").exists()
 
 
-def test_what_is_no_word_of_tune_is_told(pipe: Pipe, project: Project) -> None:
+def test_what_is_no_word_of_tune_is_reported(pipe: Pipe, project: Project) -> None:
     assert "'train': `pipe tune` takes `status` and key=value" in pipe("tune", "train", expect=2).stderr
     assert "no step 'trian'" in pipe("tune", "--until", "trian", expect=2).stderr
 

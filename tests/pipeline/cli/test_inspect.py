@@ -21,11 +21,11 @@ def run(starter: Path) -> Run:
     return run
 
 
-def test_status_of_an_empty_project_is_data_too(pipe: Pipe) -> None:
+def test_status_of_an_empty_project_is_json_too(pipe: Pipe) -> None:
     done = pipe("status", "-o", "json")
     assert json.loads(done.stdout) == {
         "runs": [],
-        "began_again": [],
+        "restarts": [],
         "overrides": [],
         "studies": [],
         "service": None,
@@ -42,18 +42,28 @@ def test_status_shows_the_steps_of_each_run(pipe: Pipe, run: Run) -> None:
     assert "no service is live" in pipe("status").stdout
 
 
-def test_a_log_is_printed_as_it_is(pipe: Pipe, run: Run) -> None:
-    assert pipe("log").stdout == "epoch 1\n"
-    assert json.loads(pipe("log", "-o", "json").stdout)["lines"] == ["epoch 1"]
-    assert f"run {run.id} has no log of 'export'; it has train" in pipe("log", "export", expect=2).stderr
+def test_logs_prints_a_log_unchanged(pipe: Pipe, run: Run) -> None:
+    assert pipe("logs").stdout == "epoch 1\n"
+    assert json.loads(pipe("logs", "-o", "json").stdout)["lines"] == ["epoch 1"]
+    assert f"run {run.id} has no log of 'export'; it has train" in pipe("logs", "export", expect=2).stderr
 
 
-def test_a_run_does_not_differ_from_itself(pipe: Pipe, run: Run) -> None:
-    assert json.loads(pipe("diff", run.id, "-o", "json").stdout) == []
+def test_compare_prints_results_in_one_table(pipe: Pipe, run: Run) -> None:
+    compared = json.loads(pipe("compare", "-o", "json").stdout)
+    assert ([row["run"] for row in compared["runs"]], compared["differences"]) == ([run.id], [])
+    assert json.loads(pipe("compare", run.id, run.id, "-o", "json").stdout)["differences"] == []
 
 
-def test_runs_are_compared_in_one_table(pipe: Pipe, run: Run) -> None:
-    assert json.loads(pipe("compare", "-o", "json").stdout)[0]["run"] == run.id
+def test_compare_of_one_run_is_with_the_latest(pipe: Pipe, run: Run, starter: Path) -> None:
+    project = find_project(starter)
+    later = create_run(project.runs, project.config(), ("prepare", "train"), parent="")
+    write_record(later, StepRecord(step="train", status="done", key="l", parts={"config:train.lr": "0.2"}))
+    compared = json.loads(pipe("compare", run.id, "-o", "json").stdout)
+    assert [row["run"] for row in compared["runs"]] == [run.id, later.id]
+    assert compared["differences"] == [
+        {"step": "train", "part": "config:train.lr", "before": "0.1", "after": "0.2"},
+    ]
+    assert "config:train.lr" in pipe("compare", run.id).stdout
 
 
 def test_a_report_can_be_written_anywhere(pipe: Pipe, run: Run, tmp_path: Path) -> None:
@@ -64,6 +74,6 @@ def test_a_report_can_be_written_anywhere(pipe: Pipe, run: Run, tmp_path: Path) 
     assert said == {"run": run.id, "report": str(run.path / "report.html")}
 
 
-def test_looking_for_a_run_that_is_not_there_is_a_mistake(pipe: Pipe) -> None:
-    for command in ("log", "report", "verify", "compare nothing"):
+def test_run_that_does_not_exist_is_an_error(pipe: Pipe) -> None:
+    for command in ("logs", "report", "verify", "compare nothing"):
         assert "no runs in" in pipe(*command.split(), expect=2).stderr

@@ -1,53 +1,58 @@
 from __future__ import annotations
 
-import resource
-import subprocess
+import re
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from pipeline.cli import with_defaults
-from pipeline.contract.sources import HOUSE
+from pipeline.cli import app, complete_arguments, main
+from pipeline.cli.app import COMMANDS
 
 from .conftest import Pipe
 
 
-def cheapest(*command: str, times: int = 3) -> float:
-    """Processor seconds of the best of several tries: what the program costs, not what else the machine does."""
-    seconds = []
-    for _ in range(times):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, *command], cwd=HOUSE, capture_output=True, check=True, timeout=60)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        if seconds[-1] < 0.3:
-            break
-    return min(seconds)
+def test_help_lists_every_command_in_order(pipe: Pipe) -> None:
+    listed = re.findall(r"^  ([a-z]+) {2,}\S", pipe("-h").stdout.partition("Commands:")[2], re.MULTILINE)
+    assert listed == COMMANDS
 
 
-def test_help_comes_in_a_moment() -> None:
-    """0.3 s, of which libraries take a quarter; where a busy machine stretches both, four times what they take."""
-    libraries = cheapest("-c", "import typer, pydantic, yaml, psutil")
-    assert cheapest("-m", "pipeline", "--help", times=5) < max(0.3, 4 * libraries)
+def test_version_is_that_of_the_distribution(pipe: Pipe) -> None:
+    assert pipe("--version").stdout == f"pipe {metadata.version('pipe-road')}\n"
 
 
-def test_the_commands_are_listed(pipe: Pipe) -> None:
-    said = pipe("--help").stdout
-    for command in (
-        "run",
-        "plan",
-        "status",
-        "log",
-        "diff",
-        "compare",
-        "report",
-        "verify",
-        "serve",
-        "predict",
-        "deploy",
-    ):
-        assert f" {command} " in said
+@pytest.mark.parametrize("words", [["run"], ["registry", "promote"], ["gate", "explain"], ["serve"]])
+def test_short_help_option_works_for_every_command(words: list[str]) -> None:
+    done = CliRunner().invoke(app, [*words, "-h"])
+    assert done.exit_code == 0
+    assert done.output.startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("bench train", "python -m benchmarks.train"),
+        ("diff a b", "pipe compare"),
+        ("log train", "pipe logs"),
+        ("promote", "pipe registry promote"),
+        ("render workflow", "pipe plan --workflow"),
+        ("rollback", "pipe registry rollback"),
+    ],
+)
+def test_replaced_command_names_the_new_one(
+    old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pipe", *old.split()])
+    monkeypatch.setattr("pipeline.cli.watch_parent", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: `pipe {old.split()[0]}` was replaced by `{new}")
+    assert error.count("\n") == 1
 
 
 def test_a_word_that_is_no_command_is_a_usage_error(pipe: Pipe) -> None:
@@ -80,10 +85,13 @@ def test_commands_that_look_leave_nothing_behind(pipe: Pipe, starter: Path) -> N
         (["run", "--render", "folder"], ["run", "--render", "folder"]),
         (["run", "--render", "train.image=x"], ["run", "--render", "default", "train.image=x"]),
         (["deploy", "--render", "-o", "json"], ["deploy", "--render", "default", "-o", "json"]),
+        (["plan", "train", "-C", "here"], ["-C", "here", "plan", "train"]),
+        (["run", "--project=here", "--resume"], ["--project=here", "run", "--resume", "latest"]),
+        (["serve", "--", "-C", "x"], ["serve", "--", "-C", "x"]),
     ],
 )
 def test_an_option_that_stands_alone_gets_its_default(typed: list[str], meant: list[str]) -> None:
-    assert with_defaults(typed) == meant
+    assert complete_arguments(typed) == meant
 
 
 def test_another_folder_can_be_worked_in(pipe: Pipe, starter: Path, tmp_path: Path) -> None:
@@ -92,7 +100,12 @@ def test_another_folder_can_be_worked_in(pipe: Pipe, starter: Path, tmp_path: Pa
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+def test_project_folder_that_does_not_exist_is_an_error(pipe: Pipe, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    assert pipe("plan", "-C", str(missing), expect=2).stderr.startswith(f"error: {missing}: no such folder")
+
+
 def test_a_file_in_the_place_of_the_runs_is_named(pipe: Pipe, starter: Path) -> None:
     (starter / "runs").touch()
     said = pipe("run", expect=2).stderr
-    assert said == f"error: {starter / 'runs'}: a file stands where the folder of runs belongs; move it away\n"
+    assert said == f"error: {starter / 'runs'}: is a file, but must be the folder of runs; move it away\n"

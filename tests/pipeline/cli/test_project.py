@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.project import model_name
-from pipeline.contract.registry import CHAMPION, Entry, Wanted, change_registry
+from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.history import create_run, find_project
 
 from .conftest import Pipe
@@ -49,7 +49,7 @@ def test_gc_keeps_the_newest_runs_and_the_champion(pipe: Pipe, starter: Path) ->
     project = find_project(starter)
     runs = [create_run(project.runs, project.config(), ("prepare",), parent="").id for _ in range(4)]
     entry = Entry(bundle="b", checkpoint="c", path=f"{runs[0]}/export/bundle")
-    change_registry(project.runs, "", lambda _: Wanted(CHAMPION, entry, "deployed"))
+    change_registry(project.runs, "", lambda _: ProposedChange(CHAMPION, entry, "deployed"))
     assert json.loads(pipe("gc", "--keep", "2", "--dry-run", "-o", "json").stdout) == {
         "removed": [runs[1]], "dry_run": True,
     }  # fmt: skip

@@ -17,19 +17,19 @@ from ..packing import write_bundle
 from .conftest import Pipe
 
 
-def test_only_a_bundle_can_be_promoted(pipe: Pipe) -> None:
-    assert "has a bundle yet" in pipe("promote", expect=2).stderr
+def test_promote_without_a_bundle_is_an_error(pipe: Pipe) -> None:
+    assert "has a bundle yet" in pipe("registry", "promote", expect=2).stderr
 
 
-def test_there_must_be_something_to_go_back_to(pipe: Pipe) -> None:
-    assert "there is no previous champion to go back to" in pipe("rollback", expect=2).stderr
+def test_rollback_without_history_is_an_error(pipe: Pipe) -> None:
+    assert "there is no previous champion to roll back to" in pipe("registry", "rollback", expect=2).stderr
 
 
-Typed = Callable[..., Any]
+RegistryCommand = Callable[..., Any]
 
 
 @pytest.fixture
-def typed(starter: Path) -> Typed:
+def registry(starter: Path) -> RegistryCommand:
     def run(*words: str) -> Any:
         done = CliRunner().invoke(app, ["-C", str(starter), "registry", *words, "-o", "json"])
         if isinstance(done.exception, PipelineError):
@@ -51,28 +51,30 @@ def runs(starter: Path) -> list[str]:
     return found
 
 
-def test_names_are_given_taken_back_and_told_with_their_history(typed: Typed, runs: list[str], starter: Path) -> None:
-    assert typed("list") == {"registry": str(starter / "runs" / "registry"), "names": []}
+def test_names_are_given_taken_back_and_reported_with_their_history(
+    registry: RegistryCommand, runs: list[str], starter: Path
+) -> None:
+    assert registry("list") == {"registry": str(starter / "runs" / "registry"), "names": []}
     for run in runs:
-        assert typed("promote", run)["run"] == run
-    typed("promote", runs[0], "--name", "staging", "--reason", "to try")
-    assert {row["name"]: row["run"] for row in typed("list")["names"]} == {
+        assert registry("promote", run)["run"] == run
+    registry("promote", runs[0], "--name", "staging", "--reason", "to try")
+    assert {row["name"]: row["run"] for row in registry("list")["names"]} == {
         "champion": runs[1], "previous": runs[0], "staging": runs[0],
     }  # fmt: skip
-    assert typed("rollback", "--reason", "it was slow")["run"] == runs[0]
-    told = typed("history", "--name", "champion")
-    assert [(row["change"], row["run"], row["reason"]) for row in told] == [
+    assert registry("rollback", "--reason", "it was slow")["run"] == runs[0]
+    changes = registry("history", "--name", "champion")
+    assert [(row["change"], row["run"], row["reason"]) for row in changes] == [
         (1, runs[0], "promoted by hand"),
         (2, runs[1], "promoted by hand"),
         (4, runs[0], "it was slow"),
     ]
     with pytest.raises(PipelineError, match="--name is empty"):
-        typed("promote", runs[0], "--name", " ")
+        registry("promote", runs[0], "--name", " ")
     with pytest.raises(PipelineError, match="no previous staging"):
-        typed("rollback", "--name", "staging")
+        registry("rollback", "--name", "staging")
 
 
-def test_a_run_without_a_bundle_has_nothing_to_name(typed: Typed, runs: list[str], starter: Path) -> None:
+def test_run_without_a_bundle_cannot_be_promoted(registry: RegistryCommand, runs: list[str], starter: Path) -> None:
     shutil.rmtree(starter / "runs" / runs[0] / "export")
     with pytest.raises(PipelineError, match="has no bundle"):
-        typed("promote", runs[0])
+        registry("promote", runs[0])

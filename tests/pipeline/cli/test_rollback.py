@@ -1,3 +1,5 @@
+"""`pipe registry rollback` where the service is on a cluster."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -5,73 +7,75 @@ from typing import Any
 
 import pytest
 
-from k8s.cluster.drift import Found
+from k8s.cluster.drift import LiveVersion
 from pipeline.cli import registry
 from pipeline.cli.app import Output
 from pipeline.contract.errors import ConfigError
 from pipeline.history import Project
-from pipeline.service.cluster_record import Placed, record
+from pipeline.service.cluster_record import record_deployment
 
 from ..conftest import NewRun
 
 
 @pytest.fixture
-def put(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The bundles that are deployed again, in their order."""
-    found: list[str] = []
+def deployed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The bundles that a rollback deploys again, in their order."""
+    bundles: list[str] = []
     monkeypatch.setattr(
-        registry, "_put", lambda project, placed, version, context, output: found.append(version.bundle)
+        registry, "_deploy_version", lambda project, record, version, context, output: bundles.append(version.bundle)
     )
-    return found
+    return bundles
 
 
 @pytest.fixture
-def back(project: Project, new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Go back after these deployments, where this bundle is what the cluster has."""
+def roll_back(project: Project, new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Roll back after these deployments, while the cluster has the bundle `live`."""
 
-    def go(live: str, *deployed: dict[str, Any], canary: bool = False) -> Placed:
-        place = {"context": "small", "server": "http://here", "namespace": "models", "image": "tiny"}
-        for told in deployed:
-            placed = record(new_run(), "tiny", {**place, **told})
-        monkeypatch.setattr("k8s.cluster.drift.found", lambda *_: Found(live, canary))
-        registry._back(project, placed, None, Output.text)
-        return placed
+    def call(live: str, *deployments: dict[str, Any], canary: bool = False) -> None:
+        place = {
+            "context": "small", "server": "http://here", "namespace": "models", "target": "kubernetes", "image": "tiny",
+        }  # fmt: skip
+        for deployment in deployments:
+            record = record_deployment(new_run(), "tiny", {**place, **deployment})
+        monkeypatch.setattr("k8s.cluster.drift.read_live_version", lambda *_: LiveVersion(live, canary))
+        registry._roll_back_cluster(project, record, None, Output.text)
 
-    return go
+    return call
 
 
 A, B, C = ({"bundle": letter * 64} for letter in "abc")
 
 
-def test_what_is_recorded_as_serving_gives_way_to_what_served_before(back: Any, put: list[str]) -> None:
-    back("b" * 64, A, B)
-    assert put == ["a" * 64]
+def test_recorded_version_is_replaced_by_the_one_before(roll_back: Any, deployed: list[str]) -> None:
+    roll_back("b" * 64, A, B)
+    assert deployed == ["a" * 64]
 
 
-def test_a_deployment_that_broke_off_is_put_back_to_what_proved_itself(back: Any, put: list[str]) -> None:
-    back("c" * 64, A, B)
-    assert put == ["b" * 64]
+def test_interrupted_deployment_is_replaced_by_the_recorded_version(roll_back: Any, deployed: list[str]) -> None:
+    roll_back("c" * 64, A, B)
+    assert deployed == ["b" * 64]
 
 
-def test_a_canary_in_the_object_itself_gives_way_to_the_stable_version(back: Any, put: list[str]) -> None:
-    back("c" * 64, A, B, {**C, "canary": 10.0, "canary_in_place": True})
-    assert put == ["b" * 64]
+def test_canary_in_the_object_is_replaced_by_the_stable_version(roll_back: Any, deployed: list[str]) -> None:
+    roll_back("c" * 64, A, B, {**C, "canary": 10.0, "canary_in_place": True})
+    assert deployed == ["b" * 64]
 
 
-def test_a_canary_that_a_killed_deployment_left_is_ended(
-    back: Any, put: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_canary_left_by_a_killed_deployment_is_ended(
+    roll_back: Any, deployed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(registry, "run_of", lambda runs, version: SimpleNamespace(config=None))
-    monkeypatch.setattr("pipeline.contract.config.override_config", lambda config, words: words)
-    monkeypatch.setattr("k8s.deploy.end_canary", lambda config, say: ended.extend(config))
-    back("b" * 64, A, B, canary=True)
-    assert put == []
+    config = SimpleNamespace(deploy=SimpleNamespace(on_cluster=True, target="kubernetes"))
+    monkeypatch.setattr(registry, "run_of_version", lambda runs, version: SimpleNamespace(config=config))
+    monkeypatch.setattr("pipeline.contract.config.override_config", lambda config, overrides: overrides)
+    monkeypatch.setattr("k8s.deploy.end_canary", lambda config, report: ended.extend(config))
+    roll_back("b" * 64, A, B, canary=True)
+    assert deployed == []
     assert "deploy.namespace=models" in ended
-    assert "the canary that was left behind has ended; bundle bbbbbbbbbbbb gets all" in capsys.readouterr().out
+    assert "the unrecorded canary has ended; bundle bbbbbbbbbbbb gets all" in capsys.readouterr().out
 
 
-def test_without_anything_before_there_is_no_way_back(back: Any, put: list[str]) -> None:
-    with pytest.raises(ConfigError, match="there is no way back"):
-        back("a" * 64, A)
-    assert put == []
+def test_rollback_without_a_previous_version_is_an_error(roll_back: Any, deployed: list[str]) -> None:
+    with pytest.raises(ConfigError, match="nothing to roll back to"):
+        roll_back("a" * 64, A)
+    assert deployed == []

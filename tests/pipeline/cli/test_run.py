@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli import app
+from pipeline.contract.errors import ConfigError
 
 from .conftest import Pipe
 
@@ -23,39 +28,39 @@ def complaint(pipe: Pipe, *words: str) -> str:
 
 @pytest.mark.parametrize("command", ["run", "plan"])
 def test_an_unknown_key_is_answered_with_the_nearest_one(pipe: Pipe, command: str) -> None:
-    assert "unknown key `train.epoch`; did you mean `train.epochs`?" in complaint(pipe, command, "train.epoch=3")
+    assert "unknown setting `train.epoch`; did you mean `train.epochs`?" in complaint(pipe, command, "train.epoch=3")
 
 
-def test_an_unknown_section_in_the_file_is_told(pipe: Pipe, starter: Path) -> None:
+def test_an_unknown_section_in_the_file_is_reported(pipe: Pipe, starter: Path) -> None:
     (starter / "pipe.yaml").write_text(PROJECT + "trian: {epochs: 1}\n")
-    assert "unknown key `trian`; did you mean `train`?" in complaint(pipe, "run")
+    assert "unknown setting `trian`; did you mean `train`?" in complaint(pipe, "run")
 
 
-def test_a_wrong_type_is_told_with_what_was_found(pipe: Pipe) -> None:
-    assert "`train.epochs`" in (said := complaint(pipe, "run", "train.epochs=many"))
-    assert "(found 'many')" in said
+def test_a_wrong_type_is_reported_with_what_was_found(pipe: Pipe) -> None:
+    assert "`train.epochs`" in (line := complaint(pipe, "run", "train.epochs=many"))
+    assert "(found 'many')" in line
 
 
-def test_yaml_that_does_not_parse_is_told(pipe: Pipe, starter: Path) -> None:
+def test_yaml_that_does_not_parse_is_reported(pipe: Pipe, starter: Path) -> None:
     (starter / "pipe.yaml").write_text("name: [")
     assert "pipe.yaml: not valid YAML" in complaint(pipe, "run")
 
 
-def test_a_missing_task_file_is_told(pipe: Pipe, starter: Path) -> None:
+def test_a_missing_task_file_is_reported(pipe: Pipe, starter: Path) -> None:
     (starter / "task.py").unlink()
     assert "task.py:Task: no file task.py in" in complaint(pipe, "run")
 
 
-def test_a_missing_class_is_told(pipe: Pipe) -> None:
+def test_a_missing_class_is_reported(pipe: Pipe) -> None:
     assert "task.py has no class Other" in complaint(pipe, "run", "task=task.py:Other")
 
 
-def test_a_syntax_error_is_told_with_its_line(pipe: Pipe, starter: Path) -> None:
+def test_a_syntax_error_is_reported_with_its_line(pipe: Pipe, starter: Path) -> None:
     (starter / "task.py").write_text("import torch\n\nclass Task\n")
     assert "task.py, line 3: expected ':'" in complaint(pipe, "run")
 
 
-def test_a_local_module_that_an_installed_one_hides_is_told(pipe: Pipe, starter: Path) -> None:
+def test_a_local_module_that_an_installed_one_hides_is_reported(pipe: Pipe, starter: Path) -> None:
     (starter / "train.py").write_text("x = 1\n")
     task = starter / "task.py"
     task.write_text("from train import x\n" + task.read_text())
@@ -63,7 +68,7 @@ def test_a_local_module_that_an_installed_one_hides_is_told(pipe: Pipe, starter:
 
 
 @pytest.mark.parametrize("words", [("run", "trian"), ("plan", "--from", "trian"), ("run", "--until", "trian")])
-def test_an_unknown_step_is_told_with_the_known_ones(pipe: Pipe, words: tuple[str, ...]) -> None:
+def test_an_unknown_step_is_reported_with_the_known_ones(pipe: Pipe, words: tuple[str, ...]) -> None:
     assert "no step 'trian'; there are prepare, train, evaluate" in complaint(pipe, *words)
 
 
@@ -78,7 +83,7 @@ def test_there_is_nothing_to_resume_before_the_first_run(pipe: Pipe) -> None:
 def test_a_resumed_run_computes_what_it_began_with(pipe: Pipe, starter: Path) -> None:
     pipe("run", "prepare", "--force", "prepare")
     (run,) = (path.parent.name for path in starter.glob("runs/*/run.json"))
-    assert "train.lr says what the run computes" in pipe("run", "--resume", run, "train.lr=1", expect=2).stderr
+    assert "train.lr changes what the run computes" in pipe("run", "--resume", run, "train.lr=1", expect=2).stderr
 
 
 def test_training_on_several_machines_needs_a_meeting_place(pipe: Pipe) -> None:
@@ -90,7 +95,7 @@ def test_a_mistake_leaves_no_run_behind(pipe: Pipe, starter: Path) -> None:
     assert [path.name for path in (starter / "runs").iterdir()] == [".lock"]
 
 
-def test_a_plan_says_what_would_run_and_changes_nothing(pipe: Pipe, starter: Path) -> None:
+def test_a_plan_states_what_would_run_and_changes_nothing(pipe: Pipe, starter: Path) -> None:
     rows = json.loads(pipe("plan", "-o", "json").stdout)
     assert [(row["name"], row["action"], row["reason"]) for row in rows[:3]] == [
         ("prepare", "run", "never run"),
@@ -101,7 +106,7 @@ def test_a_plan_says_what_would_run_and_changes_nothing(pipe: Pipe, starter: Pat
     assert pipe("run", "--dry-run").stdout == pipe("plan").stdout
 
 
-def test_a_plan_with_changes_can_be_told_by_its_exit_status(pipe: Pipe) -> None:
+def test_a_plan_with_changes_can_be_reported_by_its_exit_status(pipe: Pipe) -> None:
     pipe("plan", "--exit-code", expect=4)
     pipe("plan", expect=0)
 
@@ -126,28 +131,77 @@ def test_the_training_job_is_rendered_without_running_anything(pipe: Pipe, start
 
 
 @pytest.mark.parametrize(("engine", "name"), [("argo", "workflow.yaml"), ("kfp", "pipeline.yaml")])
-def test_the_road_is_rendered_as_a_workflow_the_same_every_time(
-    engine: str, name: str, pipe: Pipe, starter: Path
-) -> None:
-    words = ("--engine", engine, f"train.image={IMAGE}")
-    for folder in ("a", "b"):
-        paths = json.loads(pipe("render", "workflow", folder, *words, "-o", "json").stdout)
-        assert paths == [f"{folder}/claim.yaml", f"{folder}/{name}"]
-    assert not pipe("render", "workflow", "c", *words, "cluster.claim=shared").stdout.count("claim.yaml")
+def test_pipeline_is_written_as_a_workflow_reproducibly(engine: str, name: str, starter: Path) -> None:
+    def write(folder: str, *overrides: str) -> list[Path]:
+        words = ("--workflow", engine, "--render", str(starter / folder), f"train.image={IMAGE}", *overrides)
+        done = CliRunner().invoke(app, ["-C", str(starter), "plan", *words, "-o", "json"])
+        assert done.exit_code == 0, done.output
+        return [Path(path) for path in json.loads(done.stdout)]
+
+    assert write("a") == [starter / "a" / "claim.yaml", starter / "a" / name]
+    write("b")
+    assert [path.name for path in write("c", "cluster.claim=shared")] == [name]
     first, second = ((starter / folder / name).read_bytes() for folder in ("a", "b"))
     assert first == second
     assert IMAGE.encode() in first
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (("render", "workflow"), "train.image is empty"),
-        (("render", "workflow", "--engine", "airflow"), "there are argo and kfp"),
-        (("render", "road"), "write it as `pipe render workflow"),
-        (("render", "workflow", "a", "b"), "write it as `pipe render workflow"),
-        (("render", "workflow", "train.image=a:latest"), "`latest` means another image every day"),
+        (("--workflow", "argo"), "train.image is empty"),
+        (("--workflow", "argo", "train"), "--workflow: writes all steps; remove train"),
+        (("--workflow", "argo", "train.image=a:latest"), "`latest` means another image every day"),
+        (("--render", "out"), "--render: needs --workflow"),
     ],
 )
-def test_a_workflow_that_cannot_be_rendered_is_told(words: tuple[str, ...], said: str, pipe: Pipe) -> None:
-    assert said in complaint(pipe, *words)
+def test_workflow_that_cannot_be_written_is_an_error(words: tuple[str, ...], message: str, starter: Path) -> None:
+    done = CliRunner().invoke(app, ["-C", str(starter), "plan", *words])
+    assert isinstance(done.exception, ConfigError)
+    assert message in str(done.exception)
+
+
+BLOCKER = """
+import sys
+
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {modules!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture
+def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make modules impossible to import in every process, as if they were not installed."""
+
+    def block(*modules: str) -> None:
+        folder = tmp_path / "blocker"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(BLOCKER.format(modules=modules))
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    return block
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "extra"),
+    [
+        ("torch", "run prepare", "train"),
+        ("optuna", "tune", "tune"),
+        ("kubernetes", "run prepare --executor kubernetes train.image=registry/tiny@sha256:" + "5" * 64, "cluster"),
+    ],
+)
+def test_missing_extra_is_named_with_its_install_command(
+    module: str, command: str, extra: str, pipe: Pipe, without: Callable[..., None]
+) -> None:
+    without(module)
+    error = pipe(*command.split(), expect=2).stderr
+    assert (
+        f"the module `{module}` is not installed; to fix it: pip install 'pipe-road[{extra}]'" in error.splitlines()[-1]
+    )
+    assert "Traceback" not in error

@@ -12,7 +12,7 @@ def test_stopping_where_nothing_runs_is_fine(pipe: Pipe) -> None:
     assert json.loads(pipe("stop", "-o", "json").stdout) == {"ended": False}
 
 
-def test_nobody_can_be_asked_where_nothing_is_live(pipe: Pipe) -> None:
+def test_no_one_can_be_requested_where_nothing_is_live(pipe: Pipe) -> None:
     assert "no service is live here" in pipe("predict", expect=2).stderr
 
 

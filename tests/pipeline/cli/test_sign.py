@@ -67,7 +67,7 @@ def test_a_deployment_refuses_what_no_key_signed_before_anything_starts(make_run
 
 
 @pytest.mark.parametrize(("words", "named"), [((), "key.pub"), (("--require-signature", "mine"), "mine")])
-def test_serving_by_hand_asks_for_the_signature_that_the_project_asks_for(
+def test_serving_by_hand_requests_the_signature_that_the_project_requests(
     words: tuple[str, ...], named: str, starter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []

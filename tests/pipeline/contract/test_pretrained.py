@@ -14,7 +14,7 @@ import pytest
 from pipeline.contract.config import parse_config
 from pipeline.contract.errors import ConfigError, DataError, PipelineError, ResourceError
 from pipeline.contract.files import digest_bytes
-from pipeline.contract.pretrained import INDEX, SINGLE, commit_of, hub_id, locate, open_pretrained
+from pipeline.contract.pretrained import WEIGHT_INDEX, WEIGHT_FILE, commit_of, hub_id, locate_pretrained, open_pretrained
 from pipeline.contract.run import Run, RunFile, StepRecord
 from pipeline.contract.settings.stages import Model
 from pipeline.steps.pretrained import record
@@ -40,7 +40,7 @@ def write(folder: Path) -> Path:
 
 
 def index(folder: Path, weight_map: object) -> None:
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def test_the_small_files_and_the_shards_of_the_index_are_read_and_nothing_else(folder: Path) -> None:
@@ -53,12 +53,12 @@ def test_the_small_files_and_the_shards_of_the_index_are_read_and_nothing_else(f
 def test_of_a_run_of_ours_its_trained_weights_are_taken(tmp_path: Path, folder: Path) -> None:
     run = tmp_path / "run"
     (run / "train").mkdir(parents=True)
-    (run / "train" / SINGLE).write_bytes(b"some")
+    (run / "train" / WEIGHT_FILE).write_bytes(b"some")
     (run / "run.json").write_text("{}")
     (run / "prepare").mkdir()
     folder.rename(run / "prepare" / "files")
     found = open_pretrained(run)
-    assert found.weights == {SINGLE: run / "train" / SINGLE}
+    assert found.weights == {WEIGHT_FILE: run / "train" / WEIGHT_FILE}
     assert found.small["config.json"] == run / "prepare" / "files" / "config.json"
 
 
@@ -70,7 +70,7 @@ def refused(folder: Path, kind: type[PipelineError] = DataError) -> str:
 
 def test_a_shard_that_is_not_there_is_named_with_what_it_holds(folder: Path) -> None:
     (folder / SHARDS[1]).unlink()
-    assert f"{SHARDS[1]} is not in the folder, and holds b.weight and 1 more weights; fetch" in refused(folder)
+    assert f"{SHARDS[1]} is missing, which has b.weight and 1 more weights; to fix it: fetch" in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_a_link_within_the_folder_is_fine(folder: Path) -> None:
 
 @pytest.mark.parametrize("body", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": []}'])
 def test_an_index_that_is_none_is_refused(folder: Path, body: str) -> None:
-    (folder / INDEX).write_text(body)
-    assert INDEX in refused(folder)
+    (folder / WEIGHT_INDEX).write_text(body)
+    assert WEIGHT_INDEX in refused(folder)
 
 
 def test_a_pickle_is_refused_with_how_to_convert_it(folder: Path) -> None:
-    for path in (*folder.glob("*.safetensors"), folder / INDEX):
+    for path in (*folder.glob("*.safetensors"), folder / WEIGHT_INDEX):
         path.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}.")
     told = refused(folder, ConfigError)
@@ -121,7 +121,7 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(folder: Pa
 
 @pytest.mark.parametrize(
     ("gone", "message"),
-    [("config.json", "no config.json in"), ("*.safetensors*", f"neither {SINGLE} nor {INDEX}"), ("", "no folder")],
+    [("config.json", "no config.json in"), ("*.safetensors*", f"neither {WEIGHT_FILE} nor {WEIGHT_INDEX}"), ("", "no folder")],
 )
 def test_a_folder_without_what_it_needs_is_refused(folder: Path, gone: str, message: str) -> None:
     for path in folder.glob(gone) if gone else ():
@@ -141,18 +141,18 @@ def test_a_word_is_a_folder_where_there_is_one_and_else_an_id(tmp_path: Path, fo
     assert hub_id(Model(pretrained="deepseek-ai/DeepSeek-V2-Lite"), tmp_path) == ""
     for word in ("weights", "./weights", "../a/weights", str(folder), "a/b/c"):
         assert hub_id(Model(pretrained=word), tmp_path) == ""
-    assert locate(Model(pretrained="weights"), tmp_path) == folder
-    assert locate(Model(pretrained=str(folder)), Path("/elsewhere")) == folder
+    assert locate_pretrained(Model(pretrained="weights"), tmp_path) == folder
+    assert locate_pretrained(Model(pretrained=str(folder)), Path("/elsewhere")) == folder
 
 
 def test_a_revision_of_a_folder_is_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.revision is of a Hugging Face id; weights is a folder"):
-        locate(Model(pretrained="weights", revision="main"), tmp_path)
+        locate_pretrained(Model(pretrained="weights", revision="main"), tmp_path)
 
 
-@pytest.mark.parametrize("words", [{"revision": "main"}, {"allow": ["score.*"]}])
+@pytest.mark.parametrize("words", [{"revision": "main"}, {"allow_mismatch": ["score.*"]}])
 def test_words_about_pretrained_weights_need_some(words: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"says more about `pretrained`, which is not set"):
+    with pytest.raises(ConfigError, match=r"has no effect without `pretrained`"):
         parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "model": words}, source="test")
 
 
@@ -184,7 +184,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("revision", ["", "main", COMMIT])
 def test_an_id_is_read_from_the_hubs_cache(cache: Path, tmp_path: Path, revision: str) -> None:
-    found = open_pretrained(locate(Model(pretrained="org/tiny", revision=revision), tmp_path))
+    found = open_pretrained(locate_pretrained(Model(pretrained="org/tiny", revision=revision), tmp_path))
     assert found.folder == cache
     assert sorted(found.weights) == list(SHARDS)
     assert commit_of(found.folder) == COMMIT
@@ -192,18 +192,18 @@ def test_an_id_is_read_from_the_hubs_cache(cache: Path, tmp_path: Path, revision
 
 def test_training_takes_the_commit_that_prepare_took(cache: Path, tmp_path: Path) -> None:
     (cache.parents[1] / "refs" / "main").write_text("f" * 40)
-    assert locate(Model(pretrained="org/tiny"), tmp_path, COMMIT, SHARDS) == cache
+    assert locate_pretrained(Model(pretrained="org/tiny"), tmp_path, COMMIT, SHARDS) == cache
     (cache / "config.json").unlink()
-    assert locate(Model(pretrained="org/tiny"), tmp_path, COMMIT, ["config.json"]) == cache, "asked for again"
+    assert locate_pretrained(Model(pretrained="org/tiny"), tmp_path, COMMIT, ["config.json"]) == cache, "asked for again"
 
 
-def test_an_id_that_cannot_be_had_says_which_folder_to_give(cache: Path, tmp_path: Path) -> None:
+def test_an_id_that_cannot_be_had_states_which_folder_to_give(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ResourceError) as caught:
-        locate(Model(pretrained="org/other"), tmp_path)
-    assert "no such folder in the project, and Hugging Face gave no files of it" in str(caught.value)
+        locate_pretrained(Model(pretrained="org/other"), tmp_path)
+    assert "no such folder in the project, and Hugging Face has no files of it" in str(caught.value)
     assert "into a folder and name that in model.pretrained" in str(caught.value)
-    with pytest.raises(ResourceError, match="gave no v2 of it"):
-        locate(Model(pretrained="org/tiny", revision="v2"), tmp_path)
+    with pytest.raises(ResourceError, match="has no v2 of it"):
+        locate_pretrained(Model(pretrained="org/tiny", revision="v2"), tmp_path)
 
 
 def test_a_link_of_the_hubs_cache_leads_to_its_own_blobs_only(cache: Path, tmp_path: Path) -> None:
@@ -238,10 +238,10 @@ def walked(project: Path, second: int, verdict: str = "pass", **statuses: str) -
     for step in ("train", "evaluate"):
         run.output(step).mkdir()
     weights = f"of {run.id}".encode()
-    (run.output("train") / SINGLE).write_bytes(weights)
+    (run.output("train") / WEIGHT_FILE).write_bytes(weights)
     (run.output("evaluate") / "verdict.json").write_text(json.dumps({"verdict": verdict}))
     known: dict[str, Any] = {"prepare": "done", "train": "done", "evaluate": "done", **statuses}
-    outputs = {"train": {SINGLE: digest_bytes(weights)}}
+    outputs = {"train": {WEIGHT_FILE: digest_bytes(weights)}}
     steps = {
         step: StepRecord(step=step, status=status, key="k", parts={}, outputs=outputs.get(step, {}))
         for step, status in known.items()
@@ -255,7 +255,7 @@ def walked(project: Path, second: int, verdict: str = "pass", **statuses: str) -
 
 
 def found(root: Path, **taken: str) -> Path:
-    return locate(Model(pretrained="../other"), root, **taken).resolve()
+    return locate_pretrained(Model(pretrained="../other"), root, **taken).resolve()
 
 
 def test_the_newest_run_that_is_trained_and_passed_is_taken(root: Path, other: Path) -> None:
@@ -278,13 +278,13 @@ def test_training_takes_the_run_that_prepare_took_though_a_newer_one_is_there(ro
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        (None, "a project without runs, so there are no weights to begin with"),
+        (None, "the project has no runs, so there are no weights to start from"),
         ({"train": "interrupted", "evaluate": ""}, "(the newest, 20260131-235901-0a1b: train interrupted)"),
         ({"evaluate": ""}, "(the newest, 20260131-235901-0a1b: evaluate never run)"),
         ({"verdict": "forced"}, "none of its 1 runs is trained and passed its gate"),
     ],
 )
-def test_without_such_a_run_it_says_how_to_make_one(
+def test_without_such_a_run_it_states_how_to_make_one(
     root: Path, other: Path, state: dict[str, str] | None, said: str
 ) -> None:
     if state is not None:
@@ -307,7 +307,7 @@ def test_prepare_records_the_run_and_refuses_weights_that_are_not_those_it_train
     record(open_pretrained(found(root)), root)
     told = json.loads((root / "pretrained.json").read_text())
     assert told["run"] == run.id
-    assert told["files"][SINGLE]["sha256"] == run.read().steps["train"].outputs[SINGLE]
-    (run.output("train") / SINGLE).write_bytes(b"others")
-    with pytest.raises(DataError, match=rf"{SINGLE}: changed since it was trained; `pipe verify {run.id}`"):
+    assert told["files"][WEIGHT_FILE]["sha256"] == run.read().steps["train"].outputs[WEIGHT_FILE]
+    (run.output("train") / WEIGHT_FILE).write_bytes(b"others")
+    with pytest.raises(DataError, match=rf"{WEIGHT_FILE}: changed since it was trained; `pipe verify {run.id}`"):
         record(open_pretrained(found(root)), root)

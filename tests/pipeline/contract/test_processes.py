@@ -13,10 +13,10 @@ from pipeline.contract.processes import (
     PARENT_WATCH_VARIABLE,
     TERMINATED,
     Rank,
-    asked_to_go,
-    ending,
+    was_terminated,
+    describe_exit,
     split_address,
-    without,
+    hide_packages,
 )
 
 
@@ -40,12 +40,12 @@ def test_anything_else_is_a_mistake(address: str) -> None:
         (3, "rank 1 exited with status 3"),
     ],
 )
-def test_an_end_is_told_by_its_status(status: int, said: str) -> None:
-    assert ending("rank 1", status) == said
+def test_an_end_is_reported_by_its_status(status: int, said: str) -> None:
+    assert describe_exit("rank 1", status) == said
 
 
-def test_who_was_asked_to_go_is_told_from_who_was_killed() -> None:
-    assert [asked_to_go(status) for status in (-15, 143, -9, 1)] == [True, True, False, False]
+def test_who_was_requested_to_go_is_reported_from_who_was_killed() -> None:
+    assert [was_terminated(status) for status in (-15, 143, -9, 1)] == [True, True, False, False]
 
 
 _VALIDATOR = "kubernetes_validate"
@@ -53,7 +53,7 @@ _VALIDATOR = "kubernetes_validate"
 
 def test_a_package_counts_as_not_installed_within_and_is_there_again_after() -> None:
     sys.modules.pop("colorsys", None)
-    with without("colorsys"):
+    with hide_packages("colorsys"):
         with pytest.raises(ImportError):
             import colorsys
         assert "colorsys" in sys.modules
@@ -63,7 +63,7 @@ def test_a_package_counts_as_not_installed_within_and_is_there_again_after() -> 
 
 
 def test_what_is_in_memory_already_stays() -> None:
-    with without("sys"):
+    with hide_packages("sys"):
         import sys as found
     assert found is sys
 
@@ -127,7 +127,7 @@ def test_a_process_goes_when_the_runner_is_gone() -> None:
         assert process.wait(timeout=10) == TERMINATED
 
 
-def test_bytes_on_the_leash_do_not_end_the_process() -> None:
+def test_bytes_on_the_parent_watch_do_not_end_the_process() -> None:
     with leashed({PARENT_WATCH_VARIABLE: "1"}) as (process, write_end, stop):
         os.write(write_end, b"hello")
         os.write(stop, b"x")
@@ -135,7 +135,7 @@ def test_bytes_on_the_leash_do_not_end_the_process() -> None:
         os.close(write_end)
 
 
-def test_a_process_that_its_launcher_gave_the_null_device_is_not_on_the_leash() -> None:
+def test_a_process_that_its_launcher_gave_the_null_device_is_not_on_the_parent_watch() -> None:
     """Its end-of-file says nothing of the runner: mpirun hands the leash to its first process alone."""
     env = {**os.environ, PARENT_WATCH_VARIABLE: "1"}
     program = (
@@ -148,7 +148,7 @@ def test_a_process_that_its_launcher_gave_the_null_device_is_not_on_the_leash() 
     assert done.stdout == b"1\n"
 
 
-def test_a_process_that_nobody_leashed_works_on_without_standard_input() -> None:
+def test_a_process_that_no_one_leashed_works_on_without_standard_input() -> None:
     with leashed({}) as (process, write_end, stop):
         os.close(write_end)
         os.write(stop, b"x")
@@ -181,7 +181,7 @@ HOROVOD = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", 
 
 
 @pytest.mark.parametrize("env", [TORCHRUN, OPEN_MPI, MPICH, SRUN, HOROVOD], ids=lambda env: next(iter(env)))
-def test_each_launcher_tells_the_place(env: dict[str, str]) -> None:
+def test_each_launcher_shows_the_place(env: dict[str, str]) -> None:
     found = Rank.from_env(env)
     assert (found.rank, found.local_rank, found.world_size) == (3, 1, 4)
     assert not found.first
@@ -200,12 +200,12 @@ def test_the_script_of_an_sbatch_is_alone_though_its_job_has_tasks() -> None:
 @pytest.mark.parametrize(
     ("per_node", "size", "local"), [("4", "4", True), ("2(x2)", "4", False), ("3,1", "4", False), ("2", "4", False)]
 )
-def test_slurm_tells_whether_all_processes_are_on_this_machine(per_node: str, size: str, local: bool) -> None:
+def test_slurm_shows_whether_all_processes_are_on_this_machine(per_node: str, size: str, local: bool) -> None:
     env = {**SRUN, "SLURM_STEP_NUM_TASKS": size, "SLURM_STEP_TASKS_PER_NODE": per_node}
     assert Rank.from_env(env).all_local is local
 
 
-def test_a_launch_has_a_name_of_its_own_which_all_its_processes_share() -> None:
+def test_a_launch_has_a_name_own_which_all_its_processes_share() -> None:
     first = {**SRUN, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
     assert Rank.from_env(first).job == Rank.from_env({**first, "SLURM_PROCID": "1"}).job != ""
     for later in ({"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "8"}, {"SLURM_RESTART_COUNT": "1"}):

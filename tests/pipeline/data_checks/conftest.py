@@ -1,4 +1,4 @@
-"""A task and its splits without a project: what the checks see."""
+"""A task and its splits without a project, as the checks get them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from pipeline.contract.data import Samples
 from pipeline.contract.run import Run, RunFile
-from pipeline.data_checks.rules import Finding
-from pipeline.data_checks.run_checks import Look, look
+from pipeline.data_checks.rules import CheckResult
+from pipeline.data_checks.run_checks import CheckedData, check_data
 
-Made: TypeAlias = Mapping[str, Any]
-LookAt: TypeAlias = Callable[..., Look]
+Columns: TypeAlias = Mapping[str, Any]
+Check: TypeAlias = Callable[..., CheckedData]
 
 
 class Plain:
-    """No classes: what it learns stands in the columns that are no inputs."""
+    """A task without classes: its labels are the columns that are not inputs."""
 
     outputs: Sequence[str] = ("y",)
 
@@ -46,9 +46,9 @@ class Classes(Plain):
 
 
 class Items:
-    """The same columns, a sample at a time."""
+    """The same columns as a dataset of single samples."""
 
-    def __init__(self, columns: Made) -> None:
+    def __init__(self, columns: Columns) -> None:
         self.columns = columns
 
     def __len__(self) -> int:
@@ -59,37 +59,37 @@ class Items:
 
 
 @pytest.fixture
-def look_at(tmp_path: Path) -> LookAt:
-    """What is found in train, validation and test; the last one is the validation too where there is none."""
+def check(tmp_path: Path) -> Check:
+    """Return a function that checks train, validation and test; without validation, test is used for both."""
 
-    def found(train: Made, test: Made, validation: Made | None = None, **words: Any) -> Look:
-        classes, items = words.pop("classes", None), words.pop("items", False)
-        inputs = words.pop("inputs", [name for name in train if name != "label"])
+    def run_checks(train: Columns, test: Columns, validation: Columns | None = None, **settings: Any) -> CheckedData:
+        classes, items = settings.pop("classes", None), settings.pop("items", False)
+        inputs = settings.pop("inputs", [name for name in train if name != "label"])
         task = Classes(inputs, classes) if classes else Plain(inputs)
-        run = new_run(tmp_path, **words)
+        run = new_run(tmp_path, **settings)
         sides = {"train": train, "validation": test if validation is None else validation, "test": test}
         wrapped: Any = {name: Items(side) if items else side for name, side in sides.items()}
-        return look(run, task, {name: Samples(name, side) for name, side in wrapped.items()})
+        return check_data(run, task, {name: Samples(name, side) for name, side in wrapped.items()})
 
-    return found
+    return run_checks
 
 
-def new_run(folder: Path, name: str = "run", **words: Any) -> Run:
+def new_run(folder: Path, name: str = "run", **settings: Any) -> Run:
     run = Run(folder / "runs" / name)
     run.partial("prepare").mkdir(parents=True, exist_ok=True)
-    config = {"name": "x", "task": "task.py:T", "codec": "codec.py:C", "prepare": words}
+    config = {"name": "x", "task": "task.py:T", "codec": "codec.py:C", "prepare": settings}
     body = RunFile(id=name, created="2026-01-01", wanted=("prepare",), config=config, environment={})
     (run.path / "run.json").write_text(body.model_dump_json())
     return run
 
 
-def told(found: Look, check: str) -> list[Finding]:
-    """The alarms of one check."""
-    return [one for one in found.findings if one.check == check and one.level != "ok"]
+def alarms_of(data: CheckedData, check: str) -> list[CheckResult]:
+    """Return the results of one check that are not ok."""
+    return [result for result in data.results if result.check == check and result.level != "ok"]
 
 
-def alarms(found: Look) -> list[str]:
-    return [one.sentence() for one in found.findings if one.level != "ok"]
+def alarms(data: CheckedData) -> list[str]:
+    return [result.sentence() for result in data.results if result.level != "ok"]
 
 
 def normal(*shape: int, seed: int = 0) -> Any:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from sklearn.datasets import load_digits, load_wine
 
-from pipeline.data_checks.near_duplicates import different_bits, hashed, shared
+from pipeline.data_checks.near_duplicates import count_different_bits, jaccard, shingle_hashes
 
-from .conftest import LookAt, Made, alarms, normal, told
+from .conftest import Check, Columns, alarms, alarms_of, normal
 
 COPIES = 10
 
@@ -18,13 +18,13 @@ def moved(values: Any, size: float, seed: int = 5) -> Any:
     return values + np.float32(size) * normal(*values.shape, seed=seed)
 
 
-def with_copies(train: Any, test: Any, copies: Any) -> tuple[Made, Made]:
-    """The first test samples are nearly the last training samples."""
+def with_copies(train: Any, test: Any, copies: Any) -> tuple[Columns, Columns]:
+    """Make the first test samples near-duplicates of the last training samples."""
     return {"x": train}, {"x": np.concatenate([copies, test])}
 
 
 def pairs(found: Any) -> set[tuple[int, int]]:
-    return {(pair.a[1], pair.b[1]) for some in found.near.values() for pair in some if pair.b[0] == "test"}
+    return {(pair.a[1], pair.b[1]) for some in found.near_duplicates.values() for pair in some if pair.b[0] == "test"}
 
 
 def planted(train: Any) -> set[tuple[int, int]]:
@@ -42,14 +42,14 @@ def texts(count: int, seed: int, length: int = 64) -> Any:
 
 
 def edited(ids: Any) -> Any:
-    """One word of each is another."""
+    """Replace one token of each text."""
     changed = ids.copy()
     changed[:, 20] = 5000
     return changed
 
 
 def scattered(seed: int, count: int) -> Any:
-    """In a few narrow clouds far apart, where the side of a plane tells little."""
+    """Points in a few narrow, distant clusters, where most planes separate nothing."""
     generator = np.random.default_rng(seed)
     return (generator.standard_normal((count, 12)) * 0.3 + generator.integers(0, 3, (count, 1)) * 5).astype(np.float32)
 
@@ -69,102 +69,103 @@ def vectors() -> tuple[Any, Any]:
     ],
     ids=["pictures with noise", "pictures lit otherwise", "vectors", "vectors in clouds", "texts with another word"],
 )
-def test_near_copies_are_found_by_their_places_and_nothing_else_is(look_at: LookAt, sides: Any, copy: Any) -> None:
+def test_near_duplicates_are_found_and_nothing_else(check: Check, sides: Any, copy: Any) -> None:
     train, test = sides()
-    clean = look_at({"x": train}, {"x": test})
+    clean = check({"x": train}, {"x": test})
     assert pairs(clean) == set()
-    assert told(clean, "near") == []
-    found = look_at(*with_copies(train, test, copy(train[-COPIES:])))
+    assert alarms_of(clean, "near") == []
+    found = check(*with_copies(train, test, copy(train[-COPIES:])))
     assert len(pairs(found) & planted(train)) >= COPIES - 1
     assert pairs(found) <= planted(train)
-    (finding,) = told(found, "near")
+    (finding,) = alarms_of(found, "near")
     assert finding.level == "warn"
-    assert "pairs in two splits are nearly one sample, as" in finding.detail
-    assert "keep what belongs together" in finding.detail
+    assert "pairs of samples in two splits are nearly identical, as" in finding.detail
+    assert "keep samples of one group" in finding.detail
 
 
-def test_exact_copies_are_told_by_the_check_on_leaks_alone(look_at: LookAt) -> None:
+def test_exact_copies_are_reported_by_the_leak_check_only(check: Check) -> None:
     train, test = vectors()
-    found = look_at(*with_copies(train, test, train[-COPIES:]))
+    found = check(*with_copies(train, test, train[-COPIES:]))
     assert pairs(found) == set()
 
 
-def test_wine_is_no_copy_of_wine(look_at: LookAt) -> None:
+def test_similar_wines_are_not_near_duplicates(check: Check) -> None:
     data = load_wine().data.astype(np.float32)
     order = np.random.default_rng(0).permutation(len(data))
-    found = look_at({"x": data[order[:100]]}, {"x": data[order[100:]]})
-    assert [one.where for one in found.findings if one.check == "near"] == ["x"]
-    assert told(found, "near") == []
+    found = check({"x": data[order[:100]]}, {"x": data[order[100:]]})
+    assert [one.where for one in found.results if one.check == "near"] == ["x"]
+    assert alarms_of(found, "near") == []
 
 
-def test_numbers_that_stand_alone_are_a_vector_together(look_at: LookAt) -> None:
+def test_scalars_are_compared_as_one_vector(check: Check) -> None:
     train, test = vectors()
 
-    def columns(values: Any) -> Made:
+    def columns(values: Any) -> Columns:
         return {f"c{i}": values[:, i] for i in range(24)}
 
     copies = moved(train[-COPIES:], 0.1)
-    found = look_at(columns(train), columns(np.concatenate([copies, test])))
+    found = check(columns(train), columns(np.concatenate([copies, test])))
     assert pairs(found) == planted(train)
-    assert [name for name, some in found.near.items() if some] == ["c0 and 23 more"]
+    assert [name for name, some in found.near_duplicates.items() if some] == ["c0 and 23 more"]
 
 
 @pytest.mark.parametrize(
     ("values", "note"),
     [
-        (normal(100, 3), "x: too few numbers to tell a near copy from a neighbour"),
-        (np.ones((100, 20), np.float32), "x: samples of train do not differ, so near copies cannot be told"),
+        (normal(100, 3), "x: too few numbers to distinguish near-duplicates from neighbors"),
+        (np.ones((100, 20), np.float32), "x: samples of train do not differ, so near-duplicates cannot be detected"),
     ],
 )
-def test_where_a_copy_cannot_be_told_that_is_said(look_at: LookAt, values: Any, note: str) -> None:
-    assert note in look_at({"x": values[:60]}, {"x": values[60:]}, leaks="warn").notes
+def test_undetectable_duplicates_are_noted(check: Check, values: Any, note: str) -> None:
+    assert note in check({"x": values[:60]}, {"x": values[60:]}, leaks="warn").notes
 
 
 @pytest.mark.parametrize("kind", ["mask", "places", "places of packed texts"])
-def test_a_mask_and_positions_are_no_texts(look_at: LookAt, kind: str) -> None:
+def test_masks_and_positions_are_not_texts(check: Check, kind: str) -> None:
     start = np.random.default_rng(0).integers(8, 56, (100, 1))
     place = np.arange(64)
     packed = np.where(place < start, place, place - start)
     ids = {"mask": place < start, "places": np.tile(place, (100, 1)), "places of packed texts": packed}[kind]
-    assert look_at({"x": ids.astype(np.int64)}, {"x": ids[:50].astype(np.int64)}).near == {}
+    assert check({"x": ids.astype(np.int64)}, {"x": ids[:50].astype(np.int64)}).near_duplicates == {}
 
 
-def test_a_crowd_of_texts_from_one_template_stays_cheap_and_quiet(look_at: LookAt) -> None:
-    """All share most of their words: that is how they are, not a leak."""
+def test_texts_from_one_template_raise_no_alarm(check: Check) -> None:
+    """All share most of their tokens, which is no leak."""
 
     def filled(count: int, seed: int) -> Any:
         ids = np.tile(np.random.default_rng(9).permutation(64), (count, 1))
         ids[:, 20:36] = np.random.default_rng(seed).integers(100, 4000, (count, 16))
         return ids
 
-    assert alarms(look_at({"x": filled(600, 0)}, {"x": filled(200, 1)})) == []
+    assert alarms(check({"x": filled(600, 0)}, {"x": filled(200, 1)})) == []
 
 
-def test_the_check_can_be_made_strict_or_left_out(look_at: LookAt) -> None:
+def test_check_can_be_strict_or_off(check: Check) -> None:
     train, test = vectors()
     sides = with_copies(train, test, moved(train[-COPIES:], 0.1))
-    (finding,) = told(look_at(*sides, near="error"), "near")
+    (finding,) = alarms_of(check(*sides, near_duplicates="error"), "near")
     assert finding.level == "error"
-    assert look_at(*sides, near="off").near == {}
-    assert pairs(look_at(*sides, near_distance=0.01)) == set()
+    assert check(*sides, near_duplicates="off").near_duplicates == {}
 
 
-def test_what_texts_share_is_jaccards_measure() -> None:
+def test_jaccard_index_of_texts() -> None:
     a, b = np.array([[1, 2, 3, 4, 5, 0, 0, 0]]), np.array([[1, 2, 3, 4, 6, 0, 0, 0]])
     first, second = ({tuple(row[i : i + 3]) for i in range(6)} - {(0, 0, 0)} for row in (a[0], b[0]))
-    assert shared(hashed(a)[0], hashed(b)[0]) == pytest.approx(len(first & second) / len(first | second))
+    assert jaccard(shingle_hashes(a)[0], shingle_hashes(b)[0]) == pytest.approx(
+        len(first & second) / len(first | second)
+    )
 
 
-def test_bits_that_differ_are_counted() -> None:
+def test_different_bits_are_counted() -> None:
     a, b = np.array([[0b1011, 1]], np.uint32), np.array([[0b0010, 1 << 31]], np.uint32)
-    assert different_bits(a, b).tolist() == [4]
+    assert count_different_bits(a, b).tolist() == [4]
 
 
-def test_pictures_may_have_their_channels_last_and_be_bytes(look_at: LookAt) -> None:
+def test_images_may_have_channels_last_and_be_bytes(check: Check) -> None:
     generator = np.random.default_rng(0)
     base = torch.nn.functional.interpolate(torch.rand(300, 3, 6, 6, generator=torch.Generator().manual_seed(0)), 40)
     images = (base.permute(0, 2, 3, 1).numpy() * 200).astype(np.uint8)
     train, test = images[:200], images[200:]
     noisy = train[-COPIES:] + generator.integers(0, 12, train[-COPIES:].shape).astype(np.uint8)
-    assert pairs(look_at({"x": train}, {"x": test})) == set()
-    assert pairs(look_at(*with_copies(train, test, noisy))) == planted(train)
+    assert pairs(check({"x": train}, {"x": test})) == set()
+    assert pairs(check(*with_copies(train, test, noisy))) == planted(train)

@@ -7,14 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.data_checks.profile import MOST_IDS, SUMS, Sketch, kind_of, lay_out, read_profile, write_profile
+from pipeline.data_checks.profile import (
+    MAX_IDS,
+    SUMS,
+    HistogramBuilder,
+    choose_features,
+    feature_kind,
+    read_profile,
+    write_profile,
+)
 
-from .conftest import LookAt, alarms, normal, told
+from .conftest import Check, alarms, alarms_of, normal
 
 
 def sketched(batches: list[dict[str, Any]]) -> Any:
     tensors = [{name: torch.as_tensor(values) for name, values in batch.items()} for batch in batches]
-    sketch = Sketch(lay_out(tensors[0]))
+    sketch = HistogramBuilder(choose_features(tensors[0]))
     for batch in tensors:
         sketch.add(batch)
     return sketch.histograms()
@@ -35,11 +43,11 @@ def sketched(batches: list[dict[str, Any]]) -> Any:
         (torch.zeros(300, 128, dtype=torch.int32), "ids"),
     ],
 )
-def test_few_numbers_are_looked_at_one_by_one_and_many_by_their_sums(values: torch.Tensor, kind: str) -> None:
-    assert kind_of(values) == kind
+def test_short_vectors_are_profiled_by_number_and_long_ones_by_sums(values: torch.Tensor, kind: str) -> None:
+    assert feature_kind(values) == kind
 
 
-def test_a_histogram_counts_every_number_once_and_knows_its_moments() -> None:
+def test_histogram_counts_every_number_and_has_moments() -> None:
     values = np.random.default_rng(0).standard_normal(1000) + 1e6
     found = sketched([{"x": values[:400]}, {"x": values[400:]}])["x"]
     assert found.samples == sum(found.bins) == 1000
@@ -48,45 +56,45 @@ def test_a_histogram_counts_every_number_once_and_knows_its_moments() -> None:
     assert found.spread == pytest.approx(values.std(), rel=1e-6)
 
 
-def test_batches_of_any_size_give_one_histogram() -> None:
+def test_histogram_does_not_depend_on_batch_size() -> None:
     values = normal(1000, 3)
-    whole = lay_out({"x": torch.from_numpy(values)})
+    whole = choose_features({"x": torch.from_numpy(values)})
     found = []
     for size in (1000, 7):
-        sketch = Sketch(whole)
+        sketch = HistogramBuilder(whole)
         for start in range(0, 1000, size):
             sketch.add({"x": torch.from_numpy(values[start : start + size])})
         found.append({name: one.bins for name, one in sketch.histograms().items()})
     assert found[0] == found[1]
 
 
-def test_what_is_missing_is_in_no_bin() -> None:
+def test_missing_values_are_in_no_bin() -> None:
     found = sketched([{"x": np.array([1.0, np.nan, 2.0, np.inf, 3.0])}])["x"]
     assert (found.samples, sum(found.bins), found.high) == (5, 3, 3.0)
     empty = sketched([{"x": np.full(5, np.nan)}])["x"]
     assert (empty.samples, sum(empty.bins), empty.low) == (5, 0, None)
 
 
-def test_a_constant_has_a_bin_of_its_own_and_neighbours_on_both_sides() -> None:
+def test_constant_has_a_bin_with_neighbors() -> None:
     found = sketched([{"x": np.full(9, 4.0)}, {"x": np.array([3.0, 5.0])}])["x"]
     assert found.bins == (1, 9, 1)
 
 
-def test_tokens_are_counted_by_frequency_and_the_rare_ones_together() -> None:
+def test_frequent_tokens_have_bins_and_rare_ones_share_one() -> None:
     ids = np.minimum(np.random.default_rng(0).geometric(0.004, (200, 64)), 2000)
     found = sketched([{"x": ids}])["x"]
-    assert len(found.bins) == MOST_IDS + 1
+    assert len(found.bins) == MAX_IDS + 1
     assert sum(found.bins) == ids.size
     counts = np.sort(np.unique(ids, return_counts=True)[1])[::-1]
-    assert found.bins[-1] == counts[MOST_IDS:].sum()
+    assert found.bins[-1] == counts[MAX_IDS:].sum()
 
 
-def test_a_picture_is_its_mean_its_spread_and_a_few_projections(look_at: LookAt) -> None:
-    found = look_at({"x": normal(300, 1, 9, 9)}, {"x": normal(100, 1, 9, 9, seed=1)})
+def test_image_is_profiled_by_mean_spread_and_projections(check: Check) -> None:
+    found = check({"x": normal(300, 1, 9, 9)}, {"x": normal(100, 1, 9, 9, seed=1)})
     assert [feature.name for feature in found.profile.features] == [f"x ({name})" for name in SUMS]
     assert alarms(found) == []
-    brighter = look_at({"x": normal(300, 1, 9, 9)}, {"x": normal(100, 1, 9, 9, seed=1) + 0.3})
-    assert [one.where for one in told(brighter, "drift")] == ["validation.x (mean)", "test.x (mean)"]
+    brighter = check({"x": normal(300, 1, 9, 9)}, {"x": normal(100, 1, 9, 9, seed=1) + 0.3})
+    assert [one.where for one in alarms_of(brighter, "drift")] == ["validation.x (mean)", "test.x (mean)"]
 
 
 @pytest.mark.parametrize(
@@ -104,21 +112,21 @@ def test_a_picture_is_its_mean_its_spread_and_a_few_projections(look_at: LookAt)
     ],
     ids=["flags", "all missing", "constant codes", "no numbers", "bytes", "complex", "huge", "large ids", "one number"],
 )
-def test_odd_columns_are_looked_at_like_others(look_at: LookAt, tmp_path: Path, values: Any) -> None:
-    found = look_at({"x": values}, {"x": values[:20]}, leaks="warn", missing="off")
+def test_unusual_columns_are_checked_like_others(check: Check, tmp_path: Path, values: Any) -> None:
+    found = check({"x": values}, {"x": values[:20]}, leaks="warn", missing="off")
     write_profile(tmp_path / "profile.json", found.profile)
     assert read_profile(tmp_path / "profile.json") == found.profile
-    assert [one for one in found.findings if one.level == "error"] == []
+    assert [one for one in found.results if one.level == "error"] == []
 
 
-def test_items_are_what_columns_are(look_at: LookAt) -> None:
+def test_items_and_columns_give_the_same_profile(check: Check) -> None:
     sides = [{"x": normal(90, 12, seed=i), "label": np.arange(90) % 3} for i in range(2)]
-    first, second = (look_at(*sides, classes="abc", items=items) for items in (False, True))
+    first, second = (check(*sides, classes="abc", items=items) for items in (False, True))
     assert first.profile == second.profile
-    assert first.findings == second.findings
+    assert first.results == second.results
 
 
-def test_of_a_profile_that_cannot_be_read_there_is_none(tmp_path: Path) -> None:
+def test_unreadable_profile_is_none(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "profile.json") is None
     (tmp_path / "profile.json").write_text("{")
     assert read_profile(tmp_path / "profile.json") is None

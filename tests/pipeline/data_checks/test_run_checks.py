@@ -10,26 +10,32 @@ import numpy as np
 import pytest
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.registry import CHAMPION, Entry, Registry, Wanted, change_registry, read_registry
+from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, Registry, change_registry, read_registry
 from pipeline.contract.run import Run, StepRecord
-from pipeline.data_checks.champion import NONE, PART, entry_of, gone, rival
-from pipeline.data_checks.run_checks import write_look
+from pipeline.data_checks.champion import (
+    CHAMPION_PART,
+    NO_CHAMPION,
+    comparable_champion,
+    missing_champion_note,
+    recorded_champion,
+)
+from pipeline.data_checks.run_checks import write_checks
 from pipeline.history import Project
-from pipeline.plan import parts_of
+from pipeline.plan import key_parts
 
-from .conftest import LookAt, alarms, new_run, normal, told
+from .conftest import Check, alarms, alarms_of, new_run, normal
 
 TRAIN = {"x": normal(300, 4), "label": np.arange(300) % 3}
 TEST = {"x": normal(120, 4, seed=1), "label": np.arange(120) % 3}
 
 
-def crowned(runs: Path, name: str, parts: Mapping[str, str]) -> Run:
-    """A run that was prepared from these parts, then deployed."""
+def promoted_run(runs: Path, name: str, parts: Mapping[str, str]) -> Run:
+    """Create a run prepared from these parts and make it the champion."""
     run = new_run(runs.parent, name)
     record = StepRecord(step="prepare", status="done", key="k", parts=parts)
     body = run.read().model_copy(update={"steps": {"prepare": record}})
     (run.path / "run.json").write_text(body.model_dump_json())
-    change_registry(runs, "", lambda _: Wanted(CHAMPION, entry(name), "deployed"))
+    change_registry(runs, "", lambda _: ProposedChange(CHAMPION, entry(name), "deployed"))
     return run
 
 
@@ -47,71 +53,69 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_data_is_held_against_the_newest_champion_of_other_data(runs: Path) -> None:
+def test_data_is_compared_with_the_newest_champion_on_other_data(runs: Path) -> None:
     def found(data: str) -> str | None:
-        return name_of(rival(read_registry(runs, ""), runs, {"data": data}))
+        return name_of(comparable_champion(read_registry(runs, ""), runs, {"data": data}))
 
     assert found("old") is None
-    crowned(runs, "a", {"data": "old", PART: NONE})
+    promoted_run(runs, "a", {"data": "old", CHAMPION_PART: NO_CHAMPION})
     assert (found("old"), found("new")) == (None, "a")
-    crowned(runs, "b", {"data": "new", PART: "bundle of a"})
-    assert (found("old"), found("new")) == ("b", "a"), "of its own data a run is told nothing new"
-    crowned(runs, "c", {"data": "new", PART: "bundle of a"})
+    promoted_run(runs, "b", {"data": "new", CHAMPION_PART: "bundle of a"})
+    assert (found("old"), found("new")) == ("b", "a"), "not compared with its own data"
+    promoted_run(runs, "c", {"data": "new", CHAMPION_PART: "bundle of a"})
     assert found("new") == "a"
     shutil.rmtree(runs / "a")
-    assert found("new") is None, "what is gone has nothing to compare"
+    assert found("new") is None, "a deleted run cannot be compared"
 
 
-def test_a_champion_changes_the_key_of_other_data_and_leaves_its_own(
-    config: Config, project: Project, runs: Path
-) -> None:
-    before = parts_of("prepare", config, project, {})
-    assert before[PART] == NONE
-    crowned(runs, "mine", before)
-    assert parts_of("prepare", config, project, {}) == before, "an unchanged rerun reuses what it has"
-    other = override_config(config, ["prepare.near=off"])
-    theirs = parts_of("prepare", other, project, {})
-    assert theirs[PART] == "bundle of mine"
-    crowned(runs, "theirs", theirs)
-    assert parts_of("prepare", other, project, {}) == theirs
+def test_champion_changes_the_key_of_other_data_only(config: Config, project: Project, runs: Path) -> None:
+    before = key_parts("prepare", config, project, {})
+    assert before[CHAMPION_PART] == NO_CHAMPION
+    promoted_run(runs, "mine", before)
+    assert key_parts("prepare", config, project, {}) == before, "an unchanged rerun reuses what it has"
+    other = override_config(config, ["prepare.near_duplicates=off"])
+    theirs = key_parts("prepare", other, project, {})
+    assert theirs[CHAMPION_PART] == "bundle of mine"
+    promoted_run(runs, "theirs", theirs)
+    assert key_parts("prepare", other, project, {}) == theirs
 
 
-def test_a_step_compares_with_the_champion_its_key_names(runs: Path) -> None:
-    crowned(runs, "a", {"data": "old"})
+def test_step_uses_the_champion_in_its_key(runs: Path) -> None:
+    promoted_run(runs, "a", {"data": "old"})
     run = new_run(runs.parent, "mine")
-    record = StepRecord(step="prepare", status="running", key="k", parts={"data": "new", PART: "bundle of a"})
+    record = StepRecord(step="prepare", status="running", key="k", parts={"data": "new", CHAMPION_PART: "bundle of a"})
     (run.path / "run.json").write_text(run.read().model_copy(update={"steps": {"prepare": record}}).model_dump_json())
-    crowned(runs, "b", {"data": "newer"})
-    assert name_of(entry_of(read_registry(runs, ""), runs, run)) == "a"
-    assert name_of(entry_of(read_registry(runs, ""), runs, new_run(runs.parent, "without"))) == "b"
+    promoted_run(runs, "b", {"data": "newer"})
+    assert name_of(recorded_champion(read_registry(runs, ""), runs, run)) == "a"
+    assert name_of(recorded_champion(read_registry(runs, ""), runs, new_run(runs.parent, "without"))) == "b"
 
 
-def look_beside(runs: Path, look_at: LookAt, train: Any, **words: Any) -> Any:
-    """The champion learned from TRAIN, before there was a registry; the test split here is a part of ours."""
-    before = look_at(TRAIN, TEST, classes="abc")
-    champion = crowned(runs, "champion", {"data": "old"})
+def check_with_champion(runs: Path, check: Check, train: Any, **words: Any) -> Any:
+    """Check data against a champion that was trained on TRAIN."""
+    before = check(TRAIN, TEST, classes="abc")
+    champion = promoted_run(runs, "champion", {"data": "old"})
     champion.output("prepare").mkdir()
-    write_look(before, champion.output("prepare"))
+    write_checks(before, champion.output("prepare"))
     test = {name: column[:120] for name, column in train.items()}
-    return look_at(train, test, **{"classes": "abc", **words})
+    return check(train, test, **{"classes": "abc", **words})
 
 
-def test_the_same_kind_of_data_passes(runs: Path, look_at: LookAt, tmp_path: Path) -> None:
-    found = look_beside(runs, look_at, {"x": normal(400, 4, seed=7), "label": np.arange(400) % 3})
+def test_similar_data_passes(runs: Path, check: Check, tmp_path: Path) -> None:
+    found = check_with_champion(runs, check, {"x": normal(400, 4, seed=7), "label": np.arange(400) % 3})
     assert alarms(found) == []
-    assert {one.check for one in found.findings if one.against == "champion"} == {"schema", "range", "drift", "labels"}
-    write_look(found, tmp_path)
+    assert {one.check for one in found.results if one.against == "champion"} == {"schema", "range", "drift", "labels"}
+    write_checks(found, tmp_path)
     body = json.loads((tmp_path / "checks.json").read_text())
     assert body["champion"] == {"bundle": "bundle of champion", "run": "champion"}
 
 
-def test_data_that_drifted_since_is_told_by_feature(runs: Path, look_at: LookAt) -> None:
+def test_drift_since_the_champion_is_reported_by_feature(runs: Path, check: Check) -> None:
     x = normal(400, 4, seed=7) + np.array([0, 1.5, 0, 0], np.float32)
-    found = look_beside(runs, look_at, {"x": x, "label": np.zeros(400, np.int64)}, drift="error")
-    (drifted,) = [one for one in told(found, "drift") if one.against == "champion"]
+    found = check_with_champion(runs, check, {"x": x, "label": np.zeros(400, np.int64)}, drift="error")
+    (drifted,) = [one for one in alarms_of(found, "drift") if one.against == "champion"]
     assert (drifted.where, drifted.level) == ("train.x[1]", "error")
     assert drifted.detail.startswith("other values since the champion was trained (KS distance")
-    assert [one.where for one in told(found, "labels") if one.against == "champion"] == ["train.class label"]
+    assert [one.where for one in alarms_of(found, "labels") if one.against == "champion"] == ["train.class label"]
 
 
 @pytest.mark.parametrize(
@@ -121,24 +125,26 @@ def test_data_that_drifted_since_is_told_by_feature(runs: Path, look_at: LookAt)
         ({"x": normal(400, 4), "more": normal(400)}, "the champion's data has no such input"),
     ],
 )
-def test_other_columns_than_the_champions_stop_the_road(runs: Path, look_at: LookAt, change: Any, message: str) -> None:
-    found = look_beside(runs, look_at, {**change, "label": np.arange(400) % 3})
-    (finding,) = told(found, "schema")
+def test_columns_other_than_the_champions_stop_the_pipeline(
+    runs: Path, check: Check, change: Any, message: str
+) -> None:
+    found = check_with_champion(runs, check, {**change, "label": np.arange(400) % 3})
+    (finding,) = alarms_of(found, "schema")
     assert finding.level == "error"
     assert message in finding.detail
     assert "set prepare.columns=warn" in finding.detail
 
 
-def test_other_classes_than_the_champions_stop_the_road(runs: Path, look_at: LookAt) -> None:
-    (finding,) = told(look_beside(runs, look_at, TRAIN, classes="acb"), "schema")
-    assert "another order: every index means another class" in finding.detail
+def test_classes_other_than_the_champions_stop_the_pipeline(runs: Path, check: Check) -> None:
+    (finding,) = alarms_of(check_with_champion(runs, check, TRAIN, classes="acb"), "schema")
+    assert "another order, so every index means another class" in finding.detail
 
 
-def test_a_champion_that_is_gone_or_of_an_older_version_is_a_sentence(runs: Path, look_at: LookAt) -> None:
-    crown = crowned(runs, "champion", {"data": "old"})
-    assert any("has no prepare/profile.json" in note for note in look_at(TRAIN, TEST, classes="abc").notes)
-    shutil.rmtree(crown.path)
+def test_missing_or_old_champion_run_is_noted(runs: Path, check: Check) -> None:
+    champion = promoted_run(runs, "champion", {"data": "old"})
+    assert any("has no prepare/profile.json" in note for note in check(TRAIN, TEST, classes="abc").notes)
+    shutil.rmtree(champion.path)
     registry = read_registry(runs, "")
-    assert gone(registry, runs) in look_at(TRAIN, TEST, classes="abc").notes
-    assert "the champion's run champion is not here" in gone(registry, runs)
-    assert gone(Registry(), runs) == ""
+    assert missing_champion_note(registry, runs) in check(TRAIN, TEST, classes="abc").notes
+    assert "the champion's run champion is not here" in missing_champion_note(registry, runs)
+    assert missing_champion_note(Registry(), runs) == ""

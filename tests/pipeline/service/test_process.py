@@ -22,19 +22,19 @@ from pipeline.contract.golden import Golden
 from pipeline.contract.settings.stages import Deploy
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.service.process import (
-    Live,
-    any_port,
+    LiveService,
     check_golden,
-    end,
     free_port,
     last_lines,
-    latency,
+    measure_latency,
     port_is_free,
     process_started,
     read_live,
-    request,
+    send_request,
     service_environment,
     spawn,
+    stop_process,
+    unused_port,
     wait_until_ready,
     write_live,
 )
@@ -68,13 +68,13 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def live_of(process: subprocess.Popen[str], **changes: object) -> Live:
+def live_of(process: subprocess.Popen[str], **changes: object) -> LiveService:
     values = {
         "name": "tiny", "run": "one", "bundle": "b" * 64, "pid": process.pid,
         "process_started": process_started(process.pid), "host": "127.0.0.1", "port": 9000, "grpc_port": 9001,
-        "asked_port": 9000, "since": "now", "log": "log",
+        "requested_port": 9000, "since": "now", "log": "log",
     }  # fmt: skip
-    return Live.model_validate({**values, **changes})
+    return LiveService.model_validate({**values, **changes})
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path, process: subprocess.Popen[str]) -> None:
@@ -85,7 +85,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, process: subprocess.
     assert read_live(tmp_path) is None
 
 
-def test_a_damaged_record_is_told(tmp_path: Path) -> None:
+def test_a_damaged_record_is_reported(tmp_path: Path) -> None:
     (tmp_path / "live.json").write_text("{}")
     with pytest.raises(PipelineError, match=r"live\.json: damaged"):
         read_live(tmp_path)
@@ -112,20 +112,20 @@ def test_a_dead_process_whose_parent_did_not_look_is_not_alive(process: subproce
 def test_another_process_with_the_same_pid_is_neither_alive_nor_ended(process: subprocess.Popen[str]) -> None:
     live = live_of(process, process_started=process_started(process.pid) - 60)
     assert not live.alive
-    assert not end(live.pid, live.process_started)
+    assert not stop_process(live.pid, live.process_started)
     assert process.poll() is None
 
 
 def test_a_service_is_ended_and_only_once(process: subprocess.Popen[str]) -> None:
     when = process_started(process.pid)
-    assert end(process.pid, when, grace_seconds=10)
+    assert stop_process(process.pid, when, grace_seconds=10)
     assert not psutil.pid_exists(process.pid)
-    assert not end(process.pid, when)
+    assert not stop_process(process.pid, when)
 
 
 def test_a_service_that_does_not_heed_is_killed() -> None:
     with started(DEAF) as process:
-        assert end(process.pid, process_started(process.pid), grace_seconds=0.2)
+        assert stop_process(process.pid, process_started(process.pid), grace_seconds=0.2)
         assert not psutil.pid_exists(process.pid)
 
 
@@ -143,10 +143,10 @@ def test_a_spawned_process_owes_nothing_to_its_starter(tmp_path: Path) -> None:
 
 
 def test_a_service_does_not_inherit_what_belongs_to_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIPE_LEASH", "1")
+    monkeypatch.setenv("PIPE_PARENT_WATCH", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = service_environment()
-    assert found.keys().isdisjoint({"PIPE_LEASH", "OMP_NUM_THREADS"})
+    assert found.keys().isdisjoint({"PIPE_PARENT_WATCH", "OMP_NUM_THREADS"})
     assert found["PYTHONSAFEPATH"] == "1"
 
 
@@ -160,11 +160,6 @@ def test_the_next_free_port_is_taken_when_the_wanted_one_is_not(taken: int) -> N
 def test_a_redeployment_keeps_the_ports_the_old_one_got(process: subprocess.Popen[str]) -> None:
     old = live_of(process, port=9007, grpc_port=9008)
     assert choose_ports(Deploy(port=9000), old) == (9007, 9008)
-
-
-def test_a_taken_grpc_port_that_was_asked_for_is_an_error(taken: int) -> None:
-    with pytest.raises(StageError, match=f"deploy.grpc_port={taken} is taken"):
-        choose_ports(Deploy(grpc_port=taken), None)
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -191,12 +186,12 @@ def echo() -> Iterator[int]:
 
 
 def test_an_exchange_is_json_both_ways_with_headers_in_small_letters(echo: int) -> None:
-    status, headers, answer = request("127.0.0.1", echo, "POST", "/echo", {"a": [1]})
+    status, headers, answer = send_request("127.0.0.1", echo, "POST", "/echo", {"a": [1]})
     assert (status, headers["x-name"], answer) == (200, "echo", {"a": [1]})
 
 
 def test_an_answer_that_is_not_json_is_given_as_text(echo: int) -> None:
-    assert request("127.0.0.1", echo, "POST", "/broken", {})[::2] == (503, "not json")
+    assert send_request("127.0.0.1", echo, "POST", "/broken", {})[::2] == (503, "not json")
 
 
 Answer = tuple[int, str, Any]  # status, bundle digest, body
@@ -261,41 +256,41 @@ def test_golden_answers_are_counted(serve: Serve, bundle: Bundle) -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({V1: (200, "digest", {"predictions": [2.1]})}, r"predictions\[0\]: expected 2.0, found 2.1; what runs is not"),
+        ({V1: (200, "digest", {"predictions": [2.1]})}, r"predictions\[0\]: expected 2.0, found 2.1; what is served is not"),
         ({V2: (200, "digest", {"outputs": []})}, "the answer has no output y"),
         ({V1: (500, "digest", {"error": "no"})}, "answered 500: .*no"),
         ({V1: (200, "another", {"predictions": [2.0]})}, "answered by another bundle than digest"),
     ],
 )
-def test_a_wrong_answer_is_told(serve: Serve, bundle: Bundle, wrong: dict[str, Answer], sentence: str) -> None:
+def test_a_wrong_answer_is_reported(serve: Serve, bundle: Bundle, wrong: dict[str, Answer], sentence: str) -> None:
     with pytest.raises(StageError, match=sentence):
         check_golden("127.0.0.1", serve(GOOD | wrong), bundle)
 
 
 def test_latency_is_what_a_client_sees(serve: Serve, bundle: Bundle) -> None:
-    found = latency("127.0.0.1", serve(GOOD), bundle)
+    found = measure_latency("127.0.0.1", serve(GOOD), bundle)
     assert 0 < found["p50"] <= found["p95"] <= found["max"]
     assert found["requests"] == 50
 
 
-def test_a_service_that_ends_at_its_start_is_told_by_its_last_words(tmp_path: Path) -> None:
+def test_a_service_that_ends_at_its_start_is_reported_by_its_last_words(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("one\ntwo\nthree\nno such model\n")
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait(timeout=20)
-    with pytest.raises(StageError, match="the service ended at its start: two / three / no such model"):
-        wait_until_ready(process, any_port(), log, timeout_seconds=20)
+    with pytest.raises(StageError, match="the service ended while starting: two / three / no such model"):
+        wait_until_ready(process, unused_port(), log, timeout_seconds=20)
 
 
 def test_a_service_that_never_listens_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         with pytest.raises(StageError, match=r"was not ready within 0\.2 s"):
-            wait_until_ready(process, any_port(), tmp_path / "log", timeout_seconds=0.2)
+            wait_until_ready(process, unused_port(), tmp_path / "log", timeout_seconds=0.2)
     finally:
         process.kill()
         process.wait()
 
 
-def test_a_log_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_a_log_that_is_not_there_is_stated(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "none") == "it left no log"

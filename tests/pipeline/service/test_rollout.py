@@ -11,9 +11,9 @@ from pipeline.contract.errors import ConfigError
 from pipeline.contract.registry import CHAMPION, PREVIOUS, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
-from pipeline.service.process import Live
-from pipeline.service.rollout import canary_share, decide, promote, rollback, shadow_bundle, stamp_of
-from pipeline.service.start import Ports, Start, argv
+from pipeline.service.process import LiveService
+from pipeline.service.rollout import canary_share, choose_rollout, process_stamp, promote, rollback, shadow_bundle
+from pipeline.service.start import Ports, ServiceStart, argv
 
 from ..conftest import NewRun, bundle_of
 
@@ -60,7 +60,7 @@ def test_without_a_previous_one_there_is_nothing_to_go_back_to(new_run: NewRun) 
         rollback(new_run().runs, "")
 
 
-def test_a_name_of_ones_own_has_a_history_of_its_own(new_run: NewRun) -> None:
+def test_a_name_of_ones_own_has_a_history_own(new_run: NewRun) -> None:
     run = new_run()
     for digest in ("one", "two"):
         promote(run, bundle_of(run, digest), "tried", name="staging")
@@ -70,7 +70,7 @@ def test_a_name_of_ones_own_has_a_history_of_its_own(new_run: NewRun) -> None:
     assert [change.reason for change in read_registry(run.runs, "").history][-1] == "too slow"
 
 
-def test_previous_follows_from_the_history_and_is_given_by_nobody(new_run: NewRun) -> None:
+def test_previous_follows_from_the_history_and_is_given_by_no_one(new_run: NewRun) -> None:
     run = new_run()
     with pytest.raises(ConfigError, match="previous follows from the history"):
         promote(run, bundle_of(run, "one"), name=PREVIOUS)
@@ -89,13 +89,13 @@ def bundle(run: Run) -> Bundle:
     return bundle_of(run, "b" * 64)
 
 
-def _live(**changes: Any) -> Live:
+def _live(**changes: Any) -> LiveService:
     values = {
         "name": "tiny", "run": "one", "bundle": "a" * 64, "pid": 1, "process_started": 0.0, "host": "127.0.0.1",
-        "port": 8080, "grpc_port": 8081, "asked_port": 8080, "since": "now", "log": "log", "admin_port": 8090,
+        "port": 8080, "grpc_port": 8081, "requested_port": 8080, "since": "now", "log": "log", "admin_port": 8090,
         "token": "token", "stamp": STAMP, "max_body_bytes": 1,
     }  # fmt: skip
-    return Live.model_validate({**values, **changes})
+    return LiveService.model_validate({**values, **changes})
 
 
 def _with(config: Config, section: str, **changes: Any) -> Config:
@@ -103,20 +103,19 @@ def _with(config: Config, section: str, **changes: Any) -> Config:
 
 
 def test_where_nothing_serves_a_process_is_started(config: Config, bundle: Bundle) -> None:
-    assert decide(None, config, bundle, STAMP)[0] == "start"
+    assert choose_rollout(None, config, bundle, STAMP)[0] == "start"
 
 
 def test_where_the_bundle_alone_is_another_it_is_swapped_in(config: Config, bundle: Bundle) -> None:
-    assert decide(_live(), config, bundle, STAMP)[0] == "swap"
-    assert decide(_live(bundle=bundle.digest), config, bundle, STAMP)[0] == "swap", "which then changes nothing"
-    assert decide(_live(), _with(config, "deploy", grpc_port=8081), bundle, STAMP)[0] == "swap"
+    assert choose_rollout(_live(), config, bundle, STAMP)[0] == "swap"
+    assert choose_rollout(_live(bundle=bundle.digest), config, bundle, STAMP)[0] == "swap", "which then changes nothing"
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"host": "0.0.0.0"}, "another address"),
-        ({"asked_port": 9000}, "another address"),
+        ({"host": "0.0.0.0"}, "address has changed"),
+        ({"requested_port": 9000}, "address has changed"),
         ({"admin_port": 0}, "no admin interface"),
         ({"stamp": "of yesterday"}, "packages, the service's own source or its options have changed"),
         ({"name": "small"}, "the model is called tiny now"),
@@ -126,22 +125,18 @@ def test_where_the_bundle_alone_is_another_it_is_swapped_in(config: Config, bund
 def test_what_belongs_to_the_process_needs_another_process(
     config: Config, bundle: Bundle, changes: dict[str, Any], reason: str
 ) -> None:
-    way, why = decide(_live(**changes), config, bundle, STAMP)
+    way, why = choose_rollout(_live(**changes), config, bundle, STAMP)
     assert way == "take over"
     assert reason in why
 
 
-def test_another_grpc_port_is_another_address(config: Config, bundle: Bundle) -> None:
-    assert decide(_live(), _with(config, "deploy", grpc_port=9001), bundle, STAMP)[0] == "take over"
-
-
 def test_the_stamp_is_of_the_options_too_and_stays_the_same() -> None:
-    assert stamp_of(["--no-page"]) == stamp_of(["--no-page"]) != stamp_of([])
+    assert process_stamp(["--no-page"]) == process_stamp(["--no-page"]) != process_stamp([])
 
 
 def test_a_share_is_a_number_and_none_is_0(config: Config) -> None:
     assert canary_share(config) == 0
-    assert canary_share(_with(config, "serve", canary="10%")) == 0.1
+    assert canary_share(_with(config, "rollout", canary_percent=10)) == 0.1
 
 
 def _sealed(folder: Path) -> Path:
@@ -160,17 +155,17 @@ def test_a_shadow_is_a_folder_of_the_project_or_a_run(config: Config, run: Run, 
     assert shadow_bundle(_with(config, "serve", shadow=run.id), run, tmp_path) == sealed
 
 
-def test_a_process_is_told_all_it_needs(new_run: NewRun, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_reported_all_it_needs(new_run: NewRun, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     run, old = new_run(), _live()
-    config = _with(run.config, "serve", canary="10%", shadow_share=0.5)
+    config = _with(run.config, "rollout", canary_percent=10)
     monkeypatch.setattr(Run, "config", config)
-    order = Start(Run(run.path), bundle, Access(), ["--no-page"], STAMP, Path("/candidate"))
+    order = ServiceStart(Run(run.path), bundle, Access(), ["--no-page"], STAMP, Path("/candidate"))
     words = argv(order, Ports(1, 2, 3, 4), Path("/token"), old)
     text = " ".join(words)
     old_path = Run(run.runs / "one").bundle_path.resolve()
     assert text.startswith(f"-m serve tiny={old_path} tiny={run.bundle_path.resolve()} --host 127.0.0.1 --port 1")
     assert "--grpc-port 2 --standby 3 --admin 4 --admin-token /token --no-page --canary 0.1" in text
-    assert "--shadow /candidate --shadow-share 0.5 --log-format text" in text
+    assert "--shadow /candidate --log-format text" in text
     alone = " ".join(argv(order, Ports(1, 2, 3, 4), Path("/token"), None))
     assert "--canary" not in alone
     assert str(old_path) not in alone

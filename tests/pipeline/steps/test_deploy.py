@@ -15,10 +15,10 @@ from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.registry import CHAMPION, read_registry
 from pipeline.contract.run import Run
-from pipeline.contract.settings.access import ANYBODY
+from pipeline.contract.settings.access import OPEN_ACCESS
 from pipeline.history import Project
-from pipeline.service.process import Live, process_started, write_live
-from pipeline.service.rollout import stamp_of
+from pipeline.service.process import LiveService, process_started, write_live
+from pipeline.service.rollout import process_stamp
 from pipeline.steps import deploy
 from pipeline.steps.deploy import fixed_options
 
@@ -47,16 +47,13 @@ def test_manifests_that_were_only_rendered_promote_nothing(new_run: NewRun, monk
     assert read_registry(run.runs, "").names == {}
 
 
-@pytest.mark.parametrize("word", ["canary", "shadow"])
-def test_what_needs_two_bundles_in_one_process_is_refused_for_a_cluster(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, word: str
-) -> None:
-    words = {"deploy": {"target": "kubernetes"}, "serve": {word: "10%"}}
+def test_a_shadow_is_refused_for_a_cluster(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"deploy": {"target": "kubernetes"}, "serve": {"shadow": "run"}}
     config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", **words})
     run = Run(new_run().path)
     monkeypatch.setattr(Run, "config", config)
     monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "one"))
-    with pytest.raises(ConfigError, match=rf"serve\.{word}: a pod on a cluster holds one bundle"):
+    with pytest.raises(ConfigError, match=r"serve\.shadow: a pod on a cluster holds one bundle"):
         deploy.deploy(run, run.path)
 
 
@@ -79,12 +76,12 @@ def source(new_run: NewRun, config: Config, monkeypatch: pytest.MonkeyPatch) -> 
 
 def serve(run: Run, config: Config, bundle: str) -> None:
     """As if a service of this bundle were live here, with the very options that are asked for."""
-    stamp = stamp_of(fixed_options(config, ANYBODY))
+    stamp = process_stamp(fixed_options(config, OPEN_ACCESS))
     deploy = config.deploy
-    ports = {"port": deploy.port, "asked_port": deploy.port, "grpc_port": deploy.grpc_port or 1, "admin_port": 1}
+    ports = {"port": deploy.port, "requested_port": deploy.port, "grpc_port": 1, "admin_port": 1}
     place = {"host": deploy.host, "log": "", "since": "", "token": "", "stamp": stamp, "max_body_bytes": 1, **ports}
     pid = os.getpid()
-    live = Live(name="tiny", run=run.id, bundle=bundle, pid=pid, process_started=process_started(pid), **place)
+    live = LiveService(name="tiny", run=run.id, bundle=bundle, pid=pid, process_started=process_started(pid), **place)
     write_live(run.runs, live)
 
 
@@ -101,14 +98,16 @@ def test_what_serves_already_changes_nothing(project: Project, source: Run, conf
     assert told(project, source) == "nothing would change"
 
 
-def test_another_bundle_and_another_process_are_told(project: Project, source: Run, config: Config) -> None:
+def test_another_bundle_and_another_process_are_reported(project: Project, source: Run, config: Config) -> None:
     serve(source, config, "a" * 64)
     assert told(project, source) == "service/tiny: bundle aaaaaaaaaaaa → bbbbbbbbbbbb"
     found = told(project, source, "deploy.port=1234")
     assert "service/tiny: a new process takes over: another address is asked for" in found
 
 
-def test_on_a_cluster_only_what_changes_is_told(project: Project, source: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cluster_only_what_changes_is_reported(
+    project: Project, source: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = [
         Change("service/tiny", True, ()),
         Change("hpa/tiny", False, ()),
@@ -120,7 +119,7 @@ def test_on_a_cluster_only_what_changes_is_told(project: Project, source: Run, m
 
 
 @pytest.mark.parametrize(("changes", "words", "status"), [(1, ["--exit-code"], 4), (0, ["--exit-code"], 0), (1, [], 0)])
-def test_the_exit_status_tells_a_program_whether_anything_would_change(
+def test_the_exit_status_shows_a_program_whether_anything_would_change(
     changes: int, words: list[str], status: int, folder: Path, source: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [{"object": "service/tiny", "new": True, "fields": []}] * changes

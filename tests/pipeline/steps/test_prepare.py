@@ -92,7 +92,7 @@ def test_a_task_without_classes_has_no_balance(root: Path) -> None:
     assert report(run)["splits"]["test"]["classes"] is None
 
 
-def test_a_sample_in_two_splits_stops_the_road_and_both_places_are_named(
+def test_a_sample_in_two_splits_stops_the_pipeline_and_both_places_are_named(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(root, '"test": 20', '"test": 15')  # the last of validation is the first of test
@@ -189,5 +189,5 @@ def test_a_task_without_files_has_none(root: Path) -> None:
 def test_a_link_among_the_shared_files_is_refused(root: Path) -> None:
     link = '    def make_files(self, folder): (folder / "words").symlink_to("/etc")\n'
     (root / "prepared_task.py").write_text(TASK + link + "    def use_files(self, folder): ...\n")
-    with pytest.raises(DataError, match="left words, which is no plain file"):
+    with pytest.raises(DataError, match="left words, which is not a plain file"):
         prepare(new_run(root), root)

@@ -40,7 +40,7 @@ def project(tmp_path: Path) -> Project:
 
 @pytest.fixture
 def study(tmp_path: Path, make_config: MakeConfig) -> Study:
-    return open_study(tmp_path / "abc", make_config(trials=3, startup_trials=1))
+    return open_study(tmp_path / "abc", make_config(trials=3))
 
 
 def open_study(folder: Path, config: Config) -> Study:

@@ -7,10 +7,10 @@ import pytest
 
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import PipelineError
-from pipeline.contract.registry import CHAMPION, Entry, Wanted, change_registry
+from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.contract.run import Run, StepRecord
 from pipeline.history import Project, create_run, load_history, write_record
-from pipeline.plan import parts_of
+from pipeline.plan import key_parts
 from pipeline.tune.record import (
     all_studies,
     count_trials,
@@ -47,13 +47,12 @@ def trial_run(project: Project, config: Config, study: str, number: int, status:
 @pytest.mark.parametrize(
     ("tune", "overrides", "same"),
     [
-        ({"trials": 99, "seed": 3, "workers": 2}, [], True),
+        ({"trials": 99}, [], True),
         ({}, ["train.lr=0.5", "train.batch_size=2"], True),  # searched, so what stands there is not looked at
         ({}, ["serve.threads=2", "evaluate.margin=0.5"], True),
         ({}, ["train.epochs=3"], False),
         ({}, ["codec=task.py:SideCodec"], False),
         ({"metric": "log_likelihood"}, [], False),
-        ({"direction": "minimize"}, [], False),
         ({"space": {**SPACE, "train.lr": {"low": 0.002, "high": 0.1}}}, [], False),
         ({"space": {"train.lr": SPACE["train.lr"]}}, [], False),
     ],
@@ -79,8 +78,8 @@ def test_another_champion_makes_no_other_study(project: Project, make_config: Ma
     served = create_run(project.runs, make_config(), ("prepare",), "")
     write_record(served, StepRecord(step="prepare", status="done", key="k", parts={"data": "other"}))
     entry = Entry(bundle="b", checkpoint="c", path=f"{served.id}/export/bundle")
-    change_registry(project.runs, "", lambda _: Wanted(CHAMPION, entry, "deployed"))
-    assert parts_of("prepare", make_config(), project, {})["rival:champion"] == "b"
+    change_registry(project.runs, "", lambda _: ProposedChange(CHAMPION, entry, "deployed"))
+    assert key_parts("prepare", make_config(), project, {})["rival:champion"] == "b"
     assert identity(make_config(), project) == before
 
 
@@ -103,11 +102,11 @@ def test_runs_are_found_by_their_trial(project: Project, make_config: MakeConfig
     assert count_trials(project.runs, history) == [{"study": study, "runs": 2}]
 
 
-@pytest.mark.parametrize(("direction", "kept"), [("maximize", [1, 3, 4]), ("minimize", [0, 3, 4])])
+@pytest.mark.parametrize(("metric", "kept"), [("accuracy", [1, 3, 4]), ("loss", [1, 3, 4])])
 def test_the_best_trial_and_those_to_go_on_with_are_needed(
-    project: Project, make_config: MakeConfig, direction: str, kept: list[int]
+    project: Project, make_config: MakeConfig, metric: str, kept: list[int]
 ) -> None:
-    config = make_config(direction=direction)
+    config = make_config(metric=metric)
     study = begun(project, config)
     endings = [("done", 0.5), ("done", 0.9), ("pruned", 0.0), ("running", 0.0), ("interrupted", 0.0), ("failed", 0.0)]
     runs = [trial_run(project, config, study, i, status, value) for i, (status, value) in enumerate(endings)]

@@ -10,7 +10,7 @@ from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.run import StepRecord, all_runs
 from pipeline.display import Display
 from pipeline.history import Project, create_run, write_record
-from pipeline.runner import Order, Road
+from pipeline.runner import RunRequest, PipelineRun
 from pipeline.tune.search import Search, as_overrides, best_run, distributions, gpus_of, search
 from pipeline.tune.study import Ending
 
@@ -53,7 +53,7 @@ def test_without_a_complete_trial_there_is_no_best_run(order: Search) -> None:
         best_run(order, study, ("prepare",), QUIET)
 
 
-def test_the_best_trial_is_walked_on_once(order: Search, project: Project) -> None:
+def test_the_best_trial_is_run_on_once(order: Search, project: Project) -> None:
     """As if the other machine, or an earlier command, had made its run."""
     study = order.study()
     claim = study.claim()
@@ -62,7 +62,7 @@ def test_the_best_trial_is_walked_on_once(order: Search, project: Project) -> No
     config = override_config(order.config, as_overrides(claim.values))
     run = create_run(project.runs, config, ("prepare",), "")
     run.output("prepare").mkdir()
-    key = Road(project, config, Order(("prepare",)), []).decide("prepare").key
+    key = PipelineRun(project, config, RunRequest(("prepare",)), []).decide("prepare").key
     write_record(run, StepRecord(step="prepare", status="done", key=key, parts={}))
     assert best_run(order, study, ("prepare",), QUIET).id == run.id
     assert [found.id for found in all_runs(project.runs)] == [run.id]
@@ -98,22 +98,22 @@ def test_the_kind_of_a_range_is_that_of_its_key(make_config: MakeConfig) -> None
     ("space", "complaint"),
     [
         ({}, "tune.space is empty; name what to search"),
-        ({"train.lrr": {"choices": [1]}}, r"unknown key `train\.lrr`; did you mean `train\.lr`\?"),
-        ({"lr": {"choices": [1]}}, r"unknown key `lr`; did you mean `train\.lr`\?"),
+        ({"train.lrr": {"choices": [1]}}, r"unknown setting `train\.lrr`; did you mean `train\.lr`\?"),
+        ({"lr": {"choices": [1]}}, r"unknown setting `lr`; did you mean `train\.lr`\?"),
         (
             {"train.lr": {"choices": [0.1, -1]}},
             r"tune\.space: `train\.lr`: input should be greater than 0 \(found -1\)",
         ),
-        ({"train.warmup": {"low": 0.5, "high": 1.5}}, r"`train\.warmup`: input should be less than or equal to 1"),
+        ({"train.warmup_ratio": {"low": 0.5, "high": 1.5}}, r"`train\.warmup_ratio`: input should be less than or equal to 1"),
         ({"train.epochs": {"low": 1.5, "high": 3}}, r"`train\.epochs`: input should be a valid integer"),
         ({"train.optimizer": {"choices": ["sgd", "lion"]}}, r"`train\.optimizer`: input should be 'adamw' or 'sgd'"),
         ({"train.optimizer": {"low": 1, "high": 2}}, r"`train\.optimizer`: input should be 'adamw' or 'sgd'"),
         ({"train.rendezvous": {"choices": [True]}}, r"`train\.rendezvous`: input should not be true or false"),
         ({"serve.threads": {"choices": [1, 2]}}, r"tune\.space\.serve\.threads: training does not depend on it"),
-        ({"tune.seed": {"choices": [1, 2]}}, r"tune\.space\.tune\.seed: training does not depend on it"),
+        ({"tune.trials": {"choices": [1, 2]}}, r"tune\.space\.tune\.trials: training does not depend on it"),
     ],
 )
-def test_a_key_or_a_value_that_the_configuration_refuses_is_told(
+def test_a_key_or_a_value_that_the_configuration_refuses_is_reported(
     make_config: MakeConfig, space: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
@@ -122,7 +122,7 @@ def test_a_key_or_a_value_that_the_configuration_refuses_is_told(
 
 def test_values_that_do_not_go_together_are_left_to_the_trials(make_config: MakeConfig) -> None:
     """Neither of these goes with the defaults' fp16, but other trials have other precisions."""
-    space = {"train.sync": {"choices": ["allreduce", "diloco"]}, "train.precision": {"choices": ["fp32", "fp16"]}}
+    space = {"train.strategy": {"choices": ["ddp", "diloco"]}, "train.precision": {"choices": ["fp32", "fp16"]}}
     config = override_config(make_config(space), ["train.precision=fp16"])
     assert set(distributions(config)) == set(space)
 

@@ -11,7 +11,7 @@ import pytest
 from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.trial import TrialState
 
-from pipeline.contract.sources import HOUSE
+from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.tune.study import Claim, Ending, KernelLock, Study, cut_half_line, make_pruner, open_journal
 
 from .conftest import MakeConfig, open_study
@@ -55,7 +55,7 @@ def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
     path = tmp_path / "journal.log"
     study = new_study(path)
     command = [sys.executable, "-c", HOLDER, str(path)]
-    with subprocess.Popen(command, cwd=HOUSE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(command, cwd=SOURCE_ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.kill()
@@ -102,8 +102,8 @@ def walk(study: Study) -> list[dict[str, float]]:
 
 
 def kill_a_worker(folder: Path, make_config: MakeConfig) -> None:
-    values = make_config(trials=3, startup_trials=1).model_dump(mode="json")
-    done = subprocess.run([sys.executable, "-c", WORKER, str(folder), repr(values)], cwd=HOUSE, timeout=60, check=False)
+    values = make_config(trials=3).model_dump(mode="json")
+    done = subprocess.run([sys.executable, "-c", WORKER, str(folder), repr(values)], cwd=SOURCE_ROOT, timeout=60, check=False)
     assert done.returncode == -9
 
 
@@ -113,7 +113,7 @@ def test_as_many_trials_are_made_as_are_wanted(study: Study) -> None:
     assert study.finished
 
 
-def test_more_can_be_asked_of_a_study_later(study: Study, tmp_path: Path, make_config: MakeConfig) -> None:
+def test_more_can_be_requested_of_a_study_later(study: Study, tmp_path: Path, make_config: MakeConfig) -> None:
     walk(study)
     assert len(walk(open_study(tmp_path / "abc", make_config(trials=5)))) == 2
 
@@ -129,7 +129,7 @@ def test_workers_at_once_make_each_trial_once_and_draw_different_settings(
     assert studies[0].finished
 
 
-def test_a_trial_under_way_is_nobody_elses(study: Study, tmp_path: Path, make_config: MakeConfig) -> None:
+def test_a_trial_under_way_is_no_one_elses(study: Study, tmp_path: Path, make_config: MakeConfig) -> None:
     first = claimed(study)
     other = open_study(tmp_path / "abc", make_config(trials=1))
     assert other.claim() is None
@@ -165,7 +165,7 @@ def test_a_search_that_was_killed_draws_what_it_would_have_drawn(tmp_path: Path,
     assert [trial.params for trial in study.trials] == whole
 
 
-def test_an_ending_is_told_to_the_sampler_as_what_it_means(tmp_path: Path, make_config: MakeConfig) -> None:
+def test_an_ending_is_reported_to_the_sampler_as_what_it_means(tmp_path: Path, make_config: MakeConfig) -> None:
     study = open_study(tmp_path / "abc", make_config(trials=5))
     endings = [
         Ending("done", 0.5),
@@ -182,11 +182,11 @@ def test_an_ending_is_told_to_the_sampler_as_what_it_means(tmp_path: Path, make_
     assert list((tmp_path / "abc").glob("trial-*")) == []
 
 
-@pytest.mark.parametrize(("direction", "order"), [("maximize", [1, 0, 2]), ("minimize", [0, 1, 2])])
+@pytest.mark.parametrize(("metric", "order"), [("accuracy", [1, 0, 2]), ("loss", [0, 1, 2])])
 def test_the_best_comes_first_and_what_has_no_value_last(
-    tmp_path: Path, make_config: MakeConfig, direction: str, order: list[int]
+    tmp_path: Path, make_config: MakeConfig, metric: str, order: list[int]
 ) -> None:
-    study = open_study(tmp_path / "abc", make_config(trials=3, direction=direction))
+    study = open_study(tmp_path / "abc", make_config(trials=3, metric=metric))
     assert study.best() is None
     for ending in (Ending("done", 0.0), Ending("done", 2.0), Ending("pruned")):
         study.tell(claimed(study), ending)
@@ -201,8 +201,12 @@ def test_pruners_by_their_words(make_config: MakeConfig) -> None:
         assert isinstance(make_pruner(make_config(pruner=word).tune), kind)
 
 
-def test_the_median_prunes_after_its_first_trials_and_epochs(tmp_path: Path, make_config: MakeConfig) -> None:
-    study = open_study(tmp_path / "abc", make_config(trials=2, startup_trials=1, warmup_epochs=2))
+def test_the_median_prunes_after_its_first_trials_and_epochs(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.tune.study.STARTUP_TRIALS", 1)
+    monkeypatch.setattr("pipeline.tune.study.WARMUP_EPOCHS", 2)
+    study = open_study(tmp_path / "abc", make_config(trials=2))
     good = claimed(study)
     for epoch in (1, 2):
         good.trial.report(0.9, epoch)

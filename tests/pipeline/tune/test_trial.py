@@ -14,7 +14,7 @@ from pipeline.contract.errors import ConfigError, Pruned, StageError
 from pipeline.contract.run import Run
 from pipeline.display import Display
 from pipeline.history import Project, load_history
-from pipeline.runner import Order, latest_unfinished, run_road
+from pipeline.runner import RunRequest, latest_unfinished, run_pipeline
 from pipeline.tune.record import folder_of, identity, name_of, read_study, write_study
 from pipeline.tune.study import Ending, Study
 from pipeline.tune.trial import Curve, Watch, describe, hopeless, run_trial, work
@@ -61,11 +61,11 @@ def test_a_metric_that_is_not_there_is_no_number(path: Path) -> None:
     assert list(Curve("accuracy").read(path)) == [(1, None)]
 
 
-ORDER = Order((), study="abc")
+ORDER = RunRequest((), study="abc")
 
 
 def prepared(project: Project, config: Config) -> None:
-    run_road(project, config, Order(("prepare",), study="abc"), Display(live=False))
+    run_pipeline(project, config, RunRequest(("prepare",), study="abc"), Display(live=False))
 
 
 def tried(study: Study, project: Project, config: Config) -> tuple[Ending, Run | None]:
@@ -81,11 +81,11 @@ def validation(epoch: int, **values: float) -> str:
 
 
 @pytest.mark.long
-def test_a_trial_that_others_leave_behind_is_ended_early_and_its_run_says_so(
+def test_a_trial_that_others_leave_behind_is_ended_early_and_its_run_states_it(
     tmp_path: Path, project: Project, make_config: MakeConfig
 ) -> None:
     """The second epoch, steps 5 to 8, is held: training is ended while it is under way."""
-    config = make_config({"train.lr": {"choices": [0.02]}}, trials=2, startup_trials=1)
+    config = make_config({"train.lr": {"choices": [0.02]}}, trials=2)
     study = open_study(tmp_path / "abc", config)
     good = study.claim()
     assert good is not None
@@ -120,8 +120,8 @@ def test_a_trial_is_an_ordinary_run_whose_same_settings_are_not_trained_again(
 @pytest.mark.parametrize(
     ("space", "ending"),
     [
-        ({"train.tensor": {"choices": [2]}, "train.processes": {"choices": [1]}}, ("failed", True)),
-        ({"train.sync": {"choices": ["diloco"]}, "train.precision": {"choices": ["fp16"]}}, ("refused", False)),
+        ({"train.tensor_parallel": {"choices": [2]}, "train.processes": {"choices": [1]}}, ("failed", True)),
+        ({"train.strategy": {"choices": ["diloco"]}, "train.precision": {"choices": ["fp16"]}}, ("refused", False)),
     ],
 )
 def test_settings_that_cannot_be_trained_end_the_trial_with_the_reason(
@@ -134,12 +134,12 @@ def test_settings_that_cannot_be_trained_end_the_trial_with_the_reason(
     assert (run is None) == (found.state == "refused"), "what is refused makes no run"
 
 
-def test_a_metric_that_training_does_not_tell_ends_the_trial(tmp_path: Path, study: Study) -> None:
+def test_a_metric_that_training_does_not_show_ends_the_trial(tmp_path: Path, study: Study) -> None:
     claim = study.claim()
     assert claim is not None
     (tmp_path / "metrics.jsonl").write_text(validation(0, loss=1.0))
     with pytest.raises(Pruned, match="no finite `accurracy`"):
-        Watch(claim.trial, "accurracy").report(tmp_path)
+        Watch(claim.trial, "accurracy").report_epochs(tmp_path)
     study.tell(claim, Ending("pruned"))
 
 
@@ -149,8 +149,8 @@ def test_what_an_earlier_worker_reported_is_not_reported_again(tmp_path: Path, s
     claim.trial.report(0.5, 1)
     (tmp_path / "metrics.jsonl").write_text(validation(0, accuracy=0.5) + validation(1, accuracy=0.75))
     watch = Watch(claim.trial, "accuracy")
-    assert watch.report(tmp_path)
-    assert not watch.report(tmp_path)
+    assert watch.report_epochs(tmp_path)
+    assert not watch.report_epochs(tmp_path)
     assert study.trials[0].intermediate_values == {1: 0.5, 2: 0.75}
     study.tell(claim, Ending("pruned"))
 
@@ -194,8 +194,8 @@ def test_a_task_that_cannot_be_trained_stops_the_search(project: Project, make_c
     assert [line.partition(" (")[0] for line in lines] == [f"trial {number}: failed" for number in range(3)]
 
 
-def test_refused_trials_are_told_and_counted(project: Project, make_config: MakeConfig) -> None:
-    config = make_config({"train.sync": {"choices": ["diloco"]}, "train.precision": {"choices": ["fp16"]}}, trials=4)
+def test_refused_trials_are_reported_and_counted(project: Project, make_config: MakeConfig) -> None:
+    config = make_config({"train.strategy": {"choices": ["diloco"]}, "train.precision": {"choices": ["fp16"]}}, trials=4)
     lines: list[str] = []
     work(read_study(project.runs, begin(project, config)), project, lambda: config, 1, lines.append)
     assert len(lines) == 4

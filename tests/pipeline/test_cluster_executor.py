@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from k8s.objects.training import CONFIG_VARIABLE
+from pipeline.cluster_executor import missing_image, render_workflow
+from pipeline.history import Project, example_folder
+
+IMAGE = "train.image=registry.example/train@sha256:" + "1" * 64
+STORED = "deploy.storage_uri=pvc://digits-runs/{run}/export/bundle"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(example_folder("starter"), tmp_path / "runs")
+
+
+def configured(project: Project, folder: Path, *words: str) -> dict[str, Any]:
+    files = render_workflow(project, project.config([IMAGE, *words]), "argo", str(folder))
+    made = yaml.safe_load(next(file for file in files if file.name == "workflow.yaml").read_text())
+    container = next(item["container"] for item in made["spec"]["templates"] if "container" in item)
+    config: dict[str, Any] = json.loads(
+        next(entry["value"] for entry in container["env"] if entry["name"] == CONFIG_VARIABLE)
+    )
+    return config
+
+
+def test_a_pod_makes_no_jobs_serves_no_one_and_builds_nothing(project: Project, tmp_path: Path) -> None:
+    found = configured(project, tmp_path / "out", "cluster.executor=kubernetes")
+    assert (found["deploy"]["target"], found["cluster"]["executor"]) == ("kubernetes", "local")
+    assert found["package"]["builder"] == "none"
+    assert configured(project, tmp_path / "own", "package.builder=podman")["package"]["builder"] == "podman"
+
+
+def test_what_the_last_step_lacks_is_stated_before(project: Project) -> None:
+    assert "set deploy.image" in missing_image(project.config([IMAGE]))
+    image = "deploy.image=registry.example/serve@sha256:" + "2" * 64
+    assert missing_image(project.config([IMAGE, image, "deploy.target=kserve", STORED])) == ""
+    assert missing_image(project.config([IMAGE, "package.builder=podman"])) == ""
