@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of Python's own standard library, cut into definitions."""
+"""Text that every machine has: the source of Python's standard library, split into definitions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 SPLITS = ("train", "validation", "test")
-# Tables, generated files, what other projects wrote, and code whose only use is to test or to teach.
+# Tables, generated files, code of other projects, and code for tests and demonstrations.
 _SKIPPED = {
     "__phello__", "config", "encodings", "ensurepip", "idle_test", "lib2to3", "pydoc_data", "site-packages", "test",
     "tests", "turtledemo", "_sysconfigdata",
@@ -19,7 +19,7 @@ _STARTS = ("def ", "class ", "async def ", "@", "if __name__")
 
 @cache
 def files() -> Mapping[str, str]:
-    """Text by path below the library, in order; read once a process."""
+    """Return the text of each file by its path below the library, sorted; read once per process."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = {}
     for path in sorted(library.rglob("*.py")):
@@ -30,13 +30,13 @@ def files() -> Mapping[str, str]:
 
 
 def split_of(name: str) -> str:
-    """Whole files, by a digest of their names: eight tenths are learned from, one chooses, one judges."""
+    """Return the split of a file, by a digest of its name: 80 % train, 10 % validation, 10 % test."""
     draw = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % 10
     return "test" if draw == 0 else "validation" if draw == 1 else "train"
 
 
 def definitions(text: str) -> Iterator[str]:
-    """Consecutive pieces, each beginning where a line without indentation begins a definition."""
+    """Yield consecutive pieces of a file, each starting at a definition without indentation."""
     piece: list[str] = []
     for line in text.splitlines(keepends=True):
         if line.startswith(_STARTS) and piece and not piece[-1].startswith("@"):
@@ -49,7 +49,7 @@ def definitions(text: str) -> Iterator[str]:
 
 @cache
 def documents(split: str) -> tuple[str, ...]:
-    """Definitions of a split's files; one that stands in an earlier split too, or twice, is left out."""
+    """Return the definitions of a split's files, without duplicates and those of earlier splits."""
     seen: set[str] = set()
     for name in SPLITS:
         found = [

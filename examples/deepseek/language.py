@@ -1,4 +1,4 @@
-"""Rows that hold several documents, for any causal language model of transformers as it stands."""
+"""Attention masks for rows of several documents, for any causal language model of transformers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 
 def mask_between_documents(model: nn.Module) -> nn.Module:
-    """From now on the mask may number the documents of a row: a token sees those before it with its own number.
+    """Let the attention mask number the documents of a row: a token attends to earlier tokens with its own number.
 
-    With a mask of zeros and ones that is what the model does anyway. The model itself, its class and the names of its
-    weights stay those of transformers, so that what is trained here is a checkpoint as official ones are.
+    For a mask of zeros and ones, the model behaves as before. Its class and the names of its weights stay the same, so
+    that its checkpoints have the layout of official ones.
     """
     model.register_forward_pre_hook(_widen, with_kwargs=True)
     return model
 
 
-def visible(segments: Tensor) -> Tensor:
-    """Which places each place sees: [batch, 1, from, to]. Padding sees itself: a softmax over nothing is no number."""
+def document_mask(segments: Tensor) -> Tensor:
+    """Return which positions each position attends to, [batch, 1, from, to]; padding attends to itself."""
     place = torch.arange(segments.shape[1], device=segments.device)
     earlier, itself = place[:, None] > place[None, :], place[:, None] == place[None, :]
     same = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
@@ -30,5 +30,5 @@ def _widen(_model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> 
     words = dict(zip(("input_ids", "attention_mask", "position_ids"), given, strict=False)) | named
     mask = words.get("attention_mask")
     if mask is not None and mask.ndim == 2 and words.get("past_key_values") is None:
-        words["attention_mask"] = visible(mask)
+        words["attention_mask"] = document_mask(mask)
     return (), words

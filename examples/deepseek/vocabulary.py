@@ -1,4 +1,4 @@
-"""A byte-pair tokenizer learned from the text at hand, and the files that make a folder an official one."""
+"""A byte-pair tokenizer trained on the given texts, with the files that transformers expects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEGIN, END, PAD = range(len(SPECIAL))
 
 
 def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
-    """Over bytes, so that no text is unknown; the same texts give the same file."""
+    """Train over bytes, so that no text is unknown; equal texts give equal files."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,7 +33,7 @@ def train_tokenizer(texts: Iterable[str], size: int, folder: Path) -> None:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """Of a folder with a model's configuration: every token must have a row in its embedding."""
+    """Read the tokenizer of a model's folder, after checking that the embedding has a row for every token."""
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises nothing but plain Exceptions
@@ -48,20 +48,20 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def there(file: Given | None) -> Given:
-    """What a task reads from its files, in the steps that gave it their folder."""
+def require_loaded(file: Given | None) -> Given:
+    """Return a value that use_files() loads, or raise an error if it has not been called."""
     if file is None:
         raise DataError("the task has no tokenizer and no config.json yet: call use_files(folder) before anything else")
     return file
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[Sequence[int]]:
-    """Each between a mark of its beginning and of its end."""
+    """Return the ids of each text, with the special tokens for its beginning and end."""
     return [[BEGIN, *found.ids, END] for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
 
 def bytes_of(tokenizer: Tokenizer) -> list[int]:
-    """How many bytes of text each token stands for: ByteLevel writes each as one letter."""
+    """Return the number of bytes of each token; ByteLevel encodes a byte as one letter."""
     lengths = [0] * (max(tokenizer.get_vocab().values()) + 1)
     for token, index in tokenizer.get_vocab().items():
         lengths[index] = 0 if token in SPECIAL else len(token)

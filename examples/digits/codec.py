@@ -1,4 +1,4 @@
-"""Pixels in, digit out: the same decoding in training and in the service."""
+"""Pixels in, digit out; training and service use the same decoding."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pipeline import Drawing, InvalidPayload
 
 
 class DigitsCodec:
-    """An instance is an 8×8 list of grey values from 0 to 16; a prediction its digit and probability."""
+    """An instance is an 8×8 list of grey values from 0 to 16; a prediction is a digit with its probability."""
 
-    page = Drawing(width=8, height=8, top=16, fit=True)  # on the service's page one draws it
+    page = Drawing(width=8, height=8, top=16, fit=True)  # instances are drawn on the service's page
 
     def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:
         try:

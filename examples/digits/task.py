@@ -1,4 +1,4 @@
-"""Handwritten digits: 8×8 pictures from scikit-learn, a small convolutional net, logistic regression to beat."""
+"""Handwritten digits: 8×8 images from scikit-learn, a small convolutional net, logistic regression as baseline."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional
 
-THIN, THICK = 0.286, 0.321  # mean grey value; about a third of all pictures each
+THIN, THICK = 0.286, 0.321  # mean grey values that divide the images into thirds
 
 
 class Shift(nn.Module):
-    """While training, moves each picture by up to one pixel: nobody writes exactly in the middle."""
+    """Augmentation: shift each image by up to one pixel during training."""
 
     def forward(self, image: Tensor) -> Tensor:
         if not self.training:
@@ -85,7 +85,7 @@ class Digits:
         return outputs.softmax(dim=1)
 
     def slices(self, batch: dict[str, Tensor]) -> dict[str, list[str]]:
-        """Pens differ: no kind of stroke may be read worse than before."""
+        """Evaluate thin, middle and thick strokes separately."""
         ink = batch["image"].mean(dim=(1, 2, 3))
         return {"stroke": ["thin" if one < THIN else "thick" if one > THICK else "middling" for one in ink.tolist()]}
 
@@ -104,7 +104,7 @@ class Digits:
 
     @cached_property
     def _splits(self) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """60 / 20 / 20, the same on every machine: fixed seed, classes in equal shares."""
+        """60 / 20 / 20, with a fixed seed and stratified by class, so equal on every machine."""
         digits = load_digits()
         rest, test, rest_labels, test_labels = train_test_split(
             digits.images, digits.target, test_size=0.2, stratify=digits.target, random_state=0

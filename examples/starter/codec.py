@@ -15,7 +15,7 @@ NAMES = ("barolo", "grignolino", "barbera")
 
 class Codec:
     def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """One array for each input of the model; raise InvalidPayload to refuse a request."""
+        """One array for each input of the model; raise InvalidPayload to reject a request."""
         try:
             features = np.asarray(instances, dtype=np.float32)
         except (TypeError, ValueError) as error:

@@ -45,7 +45,7 @@ class Task:
     def actual(self, batch: dict[str, Tensor]) -> Tensor:
         return batch["label"]
 
-    # Optional: what the model must not be worse than.
+    # Optional: the model must not be worse than this.
     def baseline(self) -> Any:
         commonest = int(np.bincount(self.data("train")["label"]).argmax())
         answer = functional.one_hot(torch.tensor(commonest), len(self.classes)).float()

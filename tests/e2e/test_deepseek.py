@@ -19,28 +19,28 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.contract.pretrained import INDEX
+from pipeline.contract.pretrained import WEIGHT_INDEX
 from pipeline.contract.run import all_runs
-from pipeline.contract.sources import HOUSE
-from pipeline.service.process import any_port
+from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.service.process import unused_port
 
-from .walker import PIPE, Walker, environment, wait_for
+from .project_folder import PIPE, ProjectFolder, environment, wait_for
 
 pytestmark = pytest.mark.long
-LITTLE = ("train.samples=16", "train.epochs=1", "train.processes=1", "evaluate.margin=9", "package.build=never")
+LITTLE = ("train.max_samples=16", "train.epochs=1", "train.processes=1", "evaluate.margin=9", "package.builder=none")
 _SECONDS = 1500
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "max_position_embeddings": 256}
 
 
 @pytest.fixture
-def projects(tmp_path: Path) -> Iterator[tuple[Walker, Walker]]:
+def projects(tmp_path: Path) -> Iterator[tuple[ProjectFolder, ProjectFolder]]:
     ignored = shutil.ignore_patterns("runs", "__pycache__")
-    shutil.copytree(HOUSE / "examples" / "deepseek", tmp_path / "deepseek", symlinks=True, ignore=ignored)
+    shutil.copytree(SOURCE_ROOT / "examples" / "deepseek", tmp_path / "deepseek", symlinks=True, ignore=ignored)
     small(tmp_path / "deepseek")
-    walkers = tuple(Walker.beside(tmp_path / "deepseek" / name) for name in ("pretrain", "classify"))
+    walkers = tuple(ProjectFolder.with_free_port(tmp_path / "deepseek" / name) for name in ("pretrain", "classify"))
     yield walkers[0], walkers[1]
-    for walker in walkers:
-        walker.stop()
+    for project in walkers:
+        project.stop()
 
 
 def small(folder: Path) -> None:
@@ -58,19 +58,19 @@ def official(folder: Path, kind: str) -> Path:
     """A tiny random checkpoint as such models are published: configuration, tokenizer, shards and their index."""
     folder.mkdir()
     program = "import sys, pathlib as p, vocabulary; vocabulary.train_tokenizer(['x'], 280, p.Path(sys.argv[1]))"
-    here = HOUSE / "examples" / "deepseek"
-    variables = environment({"PYTHONPATH": f"{here}:{HOUSE}"})
+    here = SOURCE_ROOT / "examples" / "deepseek"
+    variables = environment({"PYTHONPATH": f"{here}:{SOURCE_ROOT}"})
     subprocess.run([sys.executable, "-c", program, str(folder)], env=variables, cwd=here, check=True, timeout=120)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model(kind, vocab_size=280, pad_token_id=2, **heads, **_SIZES)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="20KB")
-    assert (folder / INDEX).is_file(), "in shards"
+    assert (folder / WEIGHT_INDEX).is_file(), "in shards"
     return folder
 
 
 def document() -> list[list[str]]:
     """The words of each command, `pipe` left out."""
-    training = (HOUSE / "docs" / "training.md").read_text()
+    training = (SOURCE_ROOT / "docs" / "training.md").read_text()
     section = training.partition("\n## DeepSeek\n")[2].partition("\n## ")[0]
     bodies = re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     lines = [line for body in bodies for line in body.replace("\\\n", " ").splitlines()]
@@ -85,9 +85,9 @@ def typed(words: list[str], weights: Path, address: str, ports: dict[str, int]) 
     return [*text, *LITTLE, f"deploy.port={ports[words[1]]}"] if words[2] == "run" else text
 
 
-def test_the_commands_of_the_document_lead_to_answers(projects: tuple[Walker, Walker], tmp_path: Path) -> None:
-    weights, address = official(tmp_path / "weights", "qwen2"), f"127.0.0.1:{any_port()}"
-    ports = {walker.folder.name: walker.port for walker in projects}
+def test_the_commands_of_the_document_lead_to_answers(projects: tuple[ProjectFolder, ProjectFolder], tmp_path: Path) -> None:
+    weights, address = official(tmp_path / "weights", "qwen2"), f"127.0.0.1:{unused_port()}"
+    ports = {project.folder.name: project.port for project in projects}
     waiting: list[subprocess.Popen[str]] = []
     told: list[str] = []
     pretrain, classify = projects
@@ -145,9 +145,9 @@ def assert_answers(told: list[str]) -> None:
             assert sum(answer["probabilities"].values()) == pytest.approx(1)
 
 
-def assert_lineage(pretrain: Walker, classify: Walker) -> None:
+def assert_lineage(pretrain: ProjectFolder, classify: ProjectFolder) -> None:
     """The first run of each is from nothing; later ones came of official weights, and with a layer more."""
-    further, plain = all_runs(pretrain.runs)
+    multi_token, plain = all_runs(pretrain.runs)
     several, one, own = all_runs(classify.runs)
     recorded = [json.loads((run.output("prepare") / "pretrained.json").read_text()) for run in (own, one, several)]
     assert [body["run"] for body in recorded] == [plain.id, "", ""]
@@ -157,9 +157,9 @@ def assert_lineage(pretrain: Walker, classify: Walker) -> None:
     ).read_bytes()
     generation = plain.bundle().signature.generation
     assert generation is not None and len(generation.caches) == 2 * 4
-    assert further.bundle().signature.generation == generation, "what is served has no further layer"
-    [last] = [json.loads(line) for line in journal(further) if "validation" in line]
-    assert last["validation"]["minus_further_loss"] < 0
+    assert multi_token.bundle().signature.generation == generation, "the served model has no multi-token layer"
+    [last] = [json.loads(line) for line in journal(multi_token) if "validation" in line]
+    assert last["validation"]["minus_multi_token_loss"] < 0
 
 
 def journal(run: Any) -> list[str]:
@@ -169,10 +169,10 @@ def journal(run: Any) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_a_distilled_model_is_loaded_adapted_trained_exported_and_served(
-    kind: str, projects: tuple[Walker, Walker], tmp_path: Path
+    kind: str, projects: tuple[ProjectFolder, ProjectFolder], tmp_path: Path
 ) -> None:
     weights, classify = official(tmp_path / kind, kind), projects[1]
-    one_step = ("train.samples=8", "train.batch_size=8", "train.epochs=1")
+    one_step = ("train.max_samples=8", "train.batch_size=8", "train.epochs=1")
     words = (f"model.pretrained={weights}", "task=task.py:LowRank", f"deploy.port={classify.port}", *LITTLE, *one_step)
     classify.pipe("run", "all", *words, seconds=_SECONDS)
     run = classify.latest

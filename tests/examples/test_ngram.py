@@ -56,5 +56,5 @@ def test_counts_are_read_again_with_another_order_and_discount(counted: Any, pre
     documents = [[A, B, A, B, A, C], [B, D]]
     for order, discount in ((1, 0.5), (2, 0.9), (3, 0.7)):
         anew = pretrain_module("ngram").NGram(order, 4, discount).fit(documents)
-        assert odds(counted.at(order, discount), B, A) == pytest.approx(odds(anew, B, A))
-    assert odds(counted, B, A) == pytest.approx(odds(counted.at(3, 0.5), B, A)), "and they stay as they were"
+        assert odds(counted.with_order(order, discount), B, A) == pytest.approx(odds(anew, B, A))
+    assert odds(counted, B, A) == pytest.approx(odds(counted.with_order(3, 0.5), B, A)), "and they stay as they were"

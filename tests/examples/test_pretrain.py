@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.contract.data import Samples, bare, forward, named, one_text_per_row, pack_texts
+from pipeline.contract.data import Samples, as_task_outputs, forward, name_outputs, one_text_per_row, pack_texts
 from pipeline.contract.errors import DataError, InvalidPayload
 from pipeline.contract.task import load_class
 
@@ -95,7 +95,7 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_parts(pretrain: Any, model: Any)
 def test_the_baseline_states_in_a_place_what_comes_after_it(pretrain: Any) -> None:
     samples = Samples("train", pretrain.data("train"))
     batch = samples.batch(range(len(samples)))
-    answers = bare(pretrain, named(pretrain, pretrain.baseline()(batch)))
+    answers = as_task_outputs(pretrain, name_outputs(pretrain, pretrain.baseline()(batch)))
     assert isinstance(answers, Tensor)
     torch.testing.assert_close(answers.exp().sum(dim=2), torch.ones(len(samples), 48))
     nothing_known = torch.zeros(len(samples), 48, 280)

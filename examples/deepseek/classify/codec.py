@@ -1,4 +1,4 @@
-"""Python in; out comes which package of the standard library it looks like, with a probability for each."""
+"""A Python snippet in, the package of the standard library that it resembles out, with probabilities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from pipeline import InvalidPayload
 
 Arrays = dict[str, np.ndarray[Any, Any]]
-# Those that every distribution of Python has.
+# Packages that every distribution of Python has.
 PACKAGES = (
     "asyncio", "ctypes", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "urllib", "xml",
 )  # fmt: skip
@@ -20,7 +20,7 @@ LONGEST = 192  # tokens of a snippet, and so the width of every row
 
 
 class SnippetCodec:
-    """An instance is a text; a prediction the package and the probabilities of all."""
+    """An instance is a text; a prediction is the package and the probabilities of all packages."""
 
     files = ("tokenizer.json", "config.json")
     requires = ("tokenizers",)
@@ -33,7 +33,7 @@ class SnippetCodec:
         return self.rows([self._read(text, place) for place, text in enumerate(instances)])
 
     def rows(self, tokens: list[list[int]]) -> Arrays:
-        """Padded on the left; training lays out its rows here too."""
+        """Return rows that are padded on the left; training uses this method too."""
         ids = np.full((len(tokens), LONGEST), self._pad, np.int64)
         mask, positions = np.zeros_like(ids), np.zeros_like(ids)
         for index, row in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""A pretrained model says which package a snippet comes from: with another head and loss, all or little tuned."""
+"""Fine-tune a pretrained model to classify which package a snippet comes from: fully, only the head, or by LoRA."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from tfidf import fit_best
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel
-from vocabulary import read_tokenizer, there
+from vocabulary import read_tokenizer, require_loaded
 
 from pipeline import ConfigError
 
 LINES = 8  # of a snippet
 
 
-class Labeller(nn.Module):
-    """A linear layer over the mean of a text's positions, and beside it one over the tokens themselves.
+class SnippetClassifier(nn.Module):
+    """A pretrained transformer with a linear head over the mean of its hidden states, plus scores by tokens.
 
-    What was learned to predict words is read off whole; a name that only one package uses need not pass through it.
+    The scores by tokens learn names that only one package uses, without the transformer.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         body = AutoModel.from_config(config, dtype=torch.float32)
         if hasattr(config, "n_routed_experts"):
-            body.set_experts_implementation("eager")  # the fastest on CPU; the export takes what ONNX has
+            body.set_experts_implementation("eager")  # the fastest on CPU; the export replaces it
         self.model = mask_between_documents(body)
         self.score = nn.Linear(config.hidden_size, len(PACKAGES))
         self.bag = Bag(config.vocab_size, len(PACKAGES))
@@ -62,7 +62,7 @@ class Classify:
         self._codec: SnippetCodec | None = None
 
     def make_files(self, folder: Path) -> None:
-        """They came with the weights."""
+        """Check that the pretrained folder contains them."""
         for name in ("config.json", "tokenizer.json"):
             if not (folder / name).is_file():
                 raise ConfigError(
@@ -75,15 +75,15 @@ class Classify:
         self._codec = SnippetCodec(folder)
 
     def model(self) -> nn.Module:
-        raise ConfigError("this task begins with pretrained weights: set model.pretrained to their folder")
+        raise ConfigError("this task needs pretrained weights: set model.pretrained to their folder")
 
     def adapt(self, folder: Path) -> nn.Module:
-        return Labeller(AutoConfig.from_pretrained(folder))
+        return SnippetClassifier(AutoConfig.from_pretrained(folder))
 
     def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
         snippets = self._snippets[split]
-        codec = there(self._codec)
-        tokens = [codec.tokens(text)[:LONGEST] for text, _ in snippets]  # another tokenizer may need more of them
+        codec = require_loaded(self._codec)
+        tokens = [codec.tokens(text)[:LONGEST] for text, _ in snippets]  # another tokenizer may need more tokens
         labels = np.asarray([label for _, label in snippets], np.int64)
         return {**codec.rows(tokens), "index": np.arange(len(snippets)), "label": labels}
 
@@ -91,8 +91,8 @@ class Classify:
         return functional.cross_entropy(outputs, batch["label"])
 
     def metrics(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        told = functional.log_softmax(outputs, dim=1).gather(1, batch["label"][:, None])[:, 0]
-        return {"accuracy": (self.predicted(outputs) == batch["label"]).float(), "log_likelihood": told}
+        log_likelihood = functional.log_softmax(outputs, dim=1).gather(1, batch["label"][:, None])[:, 0]
+        return {"accuracy": (self.predicted(outputs) == batch["label"]).float(), "log_likelihood": log_likelihood}
 
     def predicted(self, outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=1)
@@ -101,26 +101,26 @@ class Classify:
         return batch["label"]
 
     def baseline(self) -> Any:
-        """Of the text itself, not of its tokens, and all of it."""
+        """Classify the whole text itself, not its tokens."""
         fitted = fit_best(self._snippets["train"], self._snippets["validation"])
-        judged = [text for text, _ in self._snippets["test"]]
+        texts = [text for text, _ in self._snippets["test"]]
 
         def predict(batch: Mapping[str, Tensor]) -> Tensor:
-            known, labels = fitted([judged[i] for i in batch["index"].tolist()])
-            told = torch.full((len(known), len(PACKAGES)), _NEVER)  # of a package without a snippet to learn from
-            told[:, labels] = torch.from_numpy(known).float()
-            return told
+            known, labels = fitted([texts[i] for i in batch["index"].tolist()])
+            scores = torch.full((len(known), len(PACKAGES)), _NEVER)  # for packages without a training snippet
+            scores[:, labels] = torch.from_numpy(known).float()
+            return scores
 
         return predict
 
     def example(self) -> list[Any]:
-        """Those that the service takes whole: another tokenizer may need more tokens for a text."""
-        codec = there(self._codec)
+        """Return texts that fit: another tokenizer may need more tokens for a text."""
+        codec = require_loaded(self._codec)
         return [text for text, _ in self._snippets["test"] if len(codec.tokens(text)) <= LONGEST][:3]
 
     @cached_property
     def _snippets(self) -> dict[str, list[tuple[str, int]]]:
-        """All of a definition in one split, six tenths to learn from; a text that two packages share says nothing."""
+        """Split by definition, 60 % train, 20 % validation, 20 % test; drop snippets that occur twice."""
         found: dict[str, list[tuple[str, int]]] = {split: [] for split in corpus.SPLITS}
         seen = set[str]()
         for name, text in corpus.files().items():
@@ -136,7 +136,7 @@ class Classify:
 
 
 class Frozen(Classify):
-    """Only the new head learns, both its parts."""
+    """Train only the head."""
 
     def adapt(self, folder: Path) -> nn.Module:
         found = super().adapt(folder)
@@ -145,7 +145,7 @@ class Frozen(Classify):
 
 
 class LowRank(Classify):
-    """The head learns, and beside each matrix of the attention a product of two thin ones (LoRA, by peft)."""
+    """Train the head, and the attention by LoRA (peft)."""
 
     rank = 8
 
@@ -153,14 +153,14 @@ class LowRank(Classify):
         found: Any = super().adapt(folder)
         body = found.get_submodule("model")
         inject_adapter_in_model(LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules=_ATTENTION), body)
-        # Judged and exported as one matrix: both load finished weights, which training never does.
+        # Evaluation and export load finished weights, which training never does, and use merged matrices.
         found.register_load_state_dict_post_hook(_merge)
         tuned: nn.Module = found
         return tuned
 
 
 _NEVER = -100.0
-_ATTENTION = r".*\.(q|q_a|q_b|k|v|kv_a|kv_b|o)_proj(_with_mqa)?"  # of DeepSeek, Qwen2 and Llama
+_ATTENTION = r".*\.(q|q_a|q_b|k|v|kv_a|kv_b|o)_proj(_with_mqa)?"  # names in DeepSeek, Qwen2 and Llama
 
 
 def _merge(module: nn.Module, _keys: Any) -> None:
@@ -170,7 +170,7 @@ def _merge(module: nn.Module, _keys: Any) -> None:
 
 
 def _snippets_of(definition: str) -> Iterator[str]:
-    """A few lines each, without the empty ones; an end too short to tell anything is left out."""
+    """Yield snippets of a few non-empty lines; drop the rest if it is too short."""
     lines = [line[:100] for line in definition.splitlines() if line.strip()]
     for start in range(0, len(lines), LINES):
         if len(chosen := lines[start : start + LINES]) >= LINES // 2:

@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 Labelled = Sequence[tuple[str, int]]
 Predict = Callable[[Sequence[str]], tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
-# All of these are tried: what a term is, and how little the weights are held down.
+# Settings to try: kinds of terms, and inverse regularization strengths.
 TERMS: tuple[dict[str, Any], ...] = (
     {"analyzer": "word", "ngram_range": (1, 2)},
     {"analyzer": "char_wb", "ngram_range": (2, 5)},
@@ -21,7 +21,7 @@ STRENGTHS = (10, 100)
 
 
 def fit_best(train: Labelled, validation: Labelled) -> Predict:
-    """Logarithms of probabilities, and the labels that their columns are of. The test split chooses nothing."""
+    """Return a function from texts to log-probabilities and the labels of their columns."""
     texts, labels = zip(*train, strict=True)
     others, wanted = zip(*validation, strict=True)
     found = []
@@ -29,9 +29,9 @@ def fit_best(train: Labelled, validation: Labelled) -> Predict:
         vectors = TfidfVectorizer(sublinear_tf=True, **terms)
         known, unknown = vectors.fit_transform(texts), vectors.transform(others)
         for strength in STRENGTHS:
-            with threadpool_limits(1):  # of vectors this sparse, threads make the fit three times slower
+            with threadpool_limits(1):  # for sparse vectors, threads make the fit three times slower
                 model = LogisticRegression(C=strength, max_iter=1000).fit(known, labels)
             found.append((float(model.score(unknown, wanted)), terms, vectors, model))
     accuracy, terms, vectors, model = max(found, key=lambda one: one[0])
     print(f"baseline: {terms}, C={model.C}: best of {len(found)} on validation, accuracy {accuracy:.4f}", flush=True)
-    return lambda judged: (model.predict_log_proba(vectors.transform(judged)), model.classes_)
+    return lambda tested: (model.predict_log_proba(vectors.transform(tested)), model.classes_)

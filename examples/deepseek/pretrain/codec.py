@@ -1,4 +1,4 @@
-"""Text in, the likeliest next tokens out; the service's own /openai/v1 goes on from there."""
+"""Text in, the likeliest next tokens out; the service's /openai/v1 generates whole texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 class TextCodec:
-    """An instance is a text; a prediction the five likeliest tokens after it, with their probabilities."""
+    """An instance is a text; a prediction is the five likeliest next tokens with their probabilities."""
 
     files = ("tokenizer.json", "config.json")
     requires = ("tokenizers",)
@@ -29,17 +29,17 @@ class TextCodec:
         width = max(map(len, rows))
         ids = np.full((len(rows), width), self._config["pad_token_id"], np.int64)
         mask, positions = np.zeros_like(ids), np.zeros_like(ids)
-        for index, row in enumerate(rows):  # padding is on the left: the last column is the last token of all
+        for index, row in enumerate(rows):  # padding is on the left, so the last column has the last token of each row
             ids[index, width - len(row) :] = row
             mask[index, width - len(row) :] = 1
             positions[index, width - len(row) :] = np.arange(len(row))
-        return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **self._nothing_read(len(rows))}
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **self._empty_cache(len(rows))}
 
     def encode(self, outputs: Arrays) -> list[Any]:
         last = outputs["logits"][:, -1].astype(np.float64)
         odds = np.exp(last - last.max(axis=1, keepdims=True))
         odds /= odds.sum(axis=1, keepdims=True)
-        return [{"next": [self._told(row, token) for token in np.argsort(-row)[:5]]} for row in odds]
+        return [{"next": [self._describe_token(row, token) for token in np.argsort(-row)[:5]]} for row in odds]
 
     def _read(self, text: Any, place: int) -> list[int]:
         where = f"instances[{place}]"
@@ -57,8 +57,8 @@ class TextCodec:
             raise InvalidPayload(f"{where}: {len(ids)} tokens, but the model takes at most {most}")
         return ids
 
-    def _nothing_read(self, rows: int) -> Arrays:
-        """The cache of a text that begins: DeepSeek keeps of each position what keys and values are made from."""
+    def _empty_cache(self, rows: int) -> Arrays:
+        """Return empty caches; DeepSeek caches the latent vectors from which keys and values are computed."""
         widths = {"latent": self._config["kv_lora_rank"], "rope": self._config["qk_rope_head_dim"]}
         return {
             f"past.{layer}.{name}": np.zeros((rows, 1, 0, width), np.float32)
@@ -66,6 +66,6 @@ class TextCodec:
             for name, width in widths.items()
         }
 
-    def _told(self, odds: np.ndarray[Any, Any], token: Any) -> dict[str, Any]:
+    def _describe_token(self, odds: np.ndarray[Any, Any], token: Any) -> dict[str, Any]:
         text = self._tokenizer.decode([int(token)], skip_special_tokens=False)
         return {"text": text, "token": int(token), "probability": float(odds[token])}

@@ -1,4 +1,4 @@
-"""The baseline: how often a token followed the last ones, backing off to fewer of them where little was seen."""
+"""The baseline: an n-gram model with back-off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 class NGram:
-    """Absolute discounting: what is taken from counts that were seen goes to the shorter context's distribution."""
+    """An n-gram model with absolute discounting, interpolated with shorter contexts."""
 
     def __init__(self, order: int, vocabulary: int, discount: float = 0.75) -> None:
         self.order, self.vocabulary, self.discount = order, vocabulary, discount
@@ -33,14 +33,14 @@ class NGram:
             self._tables.append((contexts, table))
         return self
 
-    def at(self, order: int, discount: float) -> NGram:
-        """The same counts, read with another discount and no more of the context than this order has."""
+    def with_order(self, order: int, discount: float) -> NGram:
+        """Return a model with the same counts, a lower order and another discount."""
         found = NGram(order, self.vocabulary, discount)
         found._unigram, found._tables = self._unigram, self._tables[: order - 1]
         return found
 
     def log_probabilities(self, tokens: Array, place: Array) -> Array:
-        """Of every token in each place, from the tokens before it in its document; `place` counts them."""
+        """Return the log-probability of every token at each position; `place` is the position in the document."""
         found = np.tile(self._unigram, (len(tokens), 1))
         for length, (contexts, table) in enumerate(self._tables, start=1):
             where = np.flatnonzero(place >= length)
@@ -58,7 +58,7 @@ class NGram:
         found[where] = counts.toarray() / total + self.discount * kinds / total * found[where]
 
     def _key(self, tokens: Array, where: Array, length: int) -> Array:
-        """The tokens before each place as one number."""
+        """Encode the tokens before each position as one number."""
         key = np.zeros(len(where), np.int64)
         for back in range(length, 0, -1):
             key = key * self.vocabulary + tokens[where - back]

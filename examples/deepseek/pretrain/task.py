@@ -1,4 +1,4 @@
-"""A small DeepSeek-V3 learns to write Python: latent attention, a mixture of experts balanced by bias, packed rows."""
+"""Pretrain a small DeepSeek-V3 on Python code: latent attention, a mixture of experts, packed rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import corpus
 import numpy as np
 import torch
-from further import FurtherModel, without_further
 from language import mask_between_documents
+from multi_token import MultiTokenModel, without_multi_token
 from ngram import NGram
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-from vocabulary import BEGIN, END, PAD, bytes_of, encode, read_tokenizer, there, train_tokenizer
+from vocabulary import BEGIN, END, PAD, bytes_of, encode, read_tokenizer, require_loaded, train_tokenizer
 
 from pipeline import Prompting, Samples, cut_texts, one_text_per_row, pack_texts
 
@@ -26,7 +26,7 @@ class Pretrain:
     outputs: Sequence[str] = ("logits",)
 
     length = 256  # tokens in a row
-    documents: Mapping[str, int] = {"validation": 96, "test": 192}  # of each at most
+    documents: Mapping[str, int] = {"validation": 96, "test": 192}  # at most
     size: Mapping[str, int] = {
         "vocab_size": 2048,
         "hidden_size": 128,
@@ -43,8 +43,8 @@ class Pretrain:
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
     }
-    orders, discounts = (2, 3, 4, 5), (0.75, 0.9)  # of the baseline: those are taken that validation likes best
-    further_layers = 0
+    orders, discounts = (2, 3, 4, 5), (0.75, 0.9)  # of the baseline; validation selects the best
+    multi_token_layers = 0
     model_class: type[DeepseekV3ForCausalLM] = DeepseekV3ForCausalLM
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Pretrain:
             n_group=1,
             topk_group=1,
             routed_scaling_factor=1.0,
-            num_mtp_layers=self.further_layers,
+            num_mtp_layers=self.multi_token_layers,
             max_position_embeddings=self.length,
             tie_word_embeddings=True,
             bos_token_id=BEGIN,
@@ -76,25 +76,25 @@ class Pretrain:
         self._folder, self._tokenizer = folder, read_tokenizer(folder)
 
     def model(self) -> nn.Module:
-        config = DeepseekV3Config.from_pretrained(there(self._folder))
+        config = DeepseekV3Config.from_pretrained(require_loaded(self._folder))
         model = self.model_class(config)
-        model.set_experts_implementation("eager")  # the fastest on CPU; the export takes what ONNX has
+        model.set_experts_implementation("eager")  # the fastest on CPU; the export replaces it
         return mask_between_documents(model)
 
     def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
-        """Packed to learn from; to judge, a document a row with a mask of ones, as requests are."""
+        """Pack documents for training; for evaluation, put one into each row, as in requests."""
         lay_out = pack_texts if split == "train" else one_text_per_row
         found = lay_out(self._pieces(split)[: self.documents.get(split)], self.length, PAD)
-        lengths = np.asarray(bytes_of(there(self._tokenizer)))[found.ids] * (found.positions > 0)
+        lengths = np.asarray(bytes_of(require_loaded(self._tokenizer)))[found.ids] * (found.positions > 0)
         columns = zip(self.inputs, (found.ids, found.segments, found.positions), strict=True)
         return {**dict(columns), "bytes": lengths.sum(axis=1)}
 
     def loss(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        return _per_row(*_surprise(outputs, batch))
+        return _per_row(*_token_losses(outputs, batch))
 
     def metrics(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Negative, as higher is better. A text's mark of its end is paid for, though it has no byte."""
-        surprise, counted = _surprise(outputs, batch)
+        """Return negative bits per byte, as higher is better; the end token counts, although it has no bytes."""
+        surprise, counted = _token_losses(outputs, batch)
         bits = surprise.double().sum(dim=1) / np.log(2)
         hits = ((outputs[:, :-1].argmax(dim=2) == batch["input_ids"][:, 1:]) & counted).sum(dim=1)
         return {
@@ -106,75 +106,76 @@ class Pretrain:
         return model
 
     def prompting(self) -> Prompting:
-        prompts = encode(there(self._tokenizer), self.example())
+        prompts = encode(require_loaded(self._tokenizer), self.example())
         return Prompting(begin=(BEGIN,), end=(END,), prompts=tuple(tuple(ids[:-1]) for ids in prompts))
 
     def baseline(self) -> Any:
-        """Back-off with the order and the discount that are best on validation; the test split chooses nothing."""
+        """Return the n-gram model whose order and discount are best on the validation split."""
         counts = NGram(max(self.orders), self.size["vocab_size"]).fit(self._pieces("train"))
-        tried = [counts.at(order, discount) for order in self.orders for discount in self.discounts]
-        judged = {number: self._bits(one) for number, one in enumerate(tried)}
-        best = tried[min(judged, key=judged.__getitem__)]
-        told = f"order {best.order}, discount {best.discount}: best of {len(tried)} on validation"
-        print(f"baseline: {told}, {min(judged.values()):.4f} bits per byte", flush=True)
-        return lambda batch: _answers(best, batch)
+        tried = [counts.with_order(order, discount) for order in self.orders for discount in self.discounts]
+        bits, best = min(((self._bits(model), model) for model in tried), key=lambda pair: pair[0])
+        settings = f"order {best.order}, discount {best.discount}: best of {len(tried)} on validation"
+        print(f"baseline: {settings}, {bits:.4f} bits per byte", flush=True)
+        return lambda batch: _ngram_log_probabilities(best, batch)
 
     def example(self) -> list[Any]:
         return ["import ", "def __init__(self", "for key, value in "]
 
     def _bits(self, counts: NGram) -> float:
-        """For a byte of the validation split."""
+        """Return the bits per byte on the validation split."""
         samples = Samples("validation", self.data("validation"))
         found = [
-            Pretrain.metrics(self, _answers(counts, batch), batch)["minus_bits_per_byte"]
+            Pretrain.metrics(self, _ngram_log_probabilities(counts, batch), batch)["minus_bits_per_byte"]
             for batch in samples.batches(range(len(samples)), 16)
         ]
         return -float(torch.cat(found).mean())
 
     def _pieces(self, split: str) -> list[Sequence[int]]:
         if split not in self._encoded:
-            self._encoded[split] = cut_texts(encode(there(self._tokenizer), corpus.documents(split)), self.length)
+            self._encoded[split] = cut_texts(
+                encode(require_loaded(self._tokenizer), corpus.documents(split)), self.length
+            )
         return self._encoded[split]
 
 
 class MultiToken(Pretrain):
-    """With DeepSeek-V3's multi-token prediction. What is judged, exported and served is the model without it."""
+    """With DeepSeek-V3's multi-token prediction; the exported model is the one without it."""
 
-    further_layers = 1
-    further_weight = 0.3  # of its loss: lambda, as in DeepSeek-V3's first 10T tokens
-    model_class = FurtherModel
+    multi_token_layers = 1
+    multi_token_weight = 0.3  # of its loss: lambda in DeepSeek-V3's first 10T tokens
+    model_class = MultiTokenModel
 
     def loss(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        logits, further = _parts(outputs, batch)
-        return super().loss(logits, batch) + self.further_weight * _per_row(*_surprise(further, batch, ahead=2))
+        logits, second = _parts(outputs, batch)
+        return super().loss(logits, batch) + self.multi_token_weight * _per_row(*_token_losses(second, batch, ahead=2))
 
     def metrics(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`minus_further_loss`: in nats for a token, as the loss has it."""
-        logits, further = _parts(outputs, batch)
-        surprise, counted = _surprise(further, batch, ahead=2)
-        told = -surprise.sum(dim=1) / counted.sum(dim=1).clamp(min=1)
-        return {**super().metrics(logits, batch), "minus_further_loss": told}
+        """`minus_multi_token_loss` is in nats per token, like the loss."""
+        logits, second = _parts(outputs, batch)
+        surprise, counted = _token_losses(second, batch, ahead=2)
+        negative_loss = -surprise.sum(dim=1) / counted.sum(dim=1).clamp(min=1)
+        return {**super().metrics(logits, batch), "minus_multi_token_loss": negative_loss}
 
     def language_model(self, model: Any) -> nn.Module:
-        written: nn.Module = without_further(model)
-        return written
+        plain: nn.Module = without_multi_token(model)
+        return plain
 
 
 def _parts(outputs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Whoever says nothing further, as the baseline and a champion, takes all tokens to be alike there."""
+    """Split into logits of the next and the second token; the baseline and a champion have a uniform second one."""
     places = batch["input_ids"].shape[1]
-    logits, further = outputs[:, :places], outputs[:, places:]
-    return logits, further if further.shape[1] else torch.zeros_like(logits[:, 1:])
+    logits, second = outputs[:, :places], outputs[:, places:]
+    return logits, second if second.shape[1] else torch.zeros_like(logits[:, 1:])
 
 
-def _answers(counts: NGram, batch: Mapping[str, Tensor]) -> Tensor:
+def _ngram_log_probabilities(counts: NGram, batch: Mapping[str, Tensor]) -> Tensor:
     ids, place = batch["input_ids"], batch["position_ids"]
     found = torch.from_numpy(counts.log_probabilities(ids.reshape(-1).numpy(), place.reshape(-1).numpy()))
-    return found.reshape(*ids.shape, -1).roll(-1, dims=1).float()  # ours says in a place what comes after it
+    return found.reshape(*ids.shape, -1).roll(-1, dims=1).float()  # a model's logits are for the next position
 
 
-def _surprise(logits: Tensor, batch: Mapping[str, Tensor], ahead: int = 1) -> tuple[Tensor, Tensor]:
-    """In nats, of every token with so many before it in its document; and which those are."""
+def _token_losses(logits: Tensor, batch: Mapping[str, Tensor], ahead: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the loss in nats of every token with `ahead` tokens before it in its document, and their mask."""
     ids, segments = batch["input_ids"][:, ahead:], batch["attention_mask"]
     counted = (segments[:, ahead:] == segments[:, :-ahead]) & (segments[:, ahead:] != 0)
     places = logits[:, : ids.shape[1]].float().transpose(1, 2)
@@ -182,5 +183,5 @@ def _surprise(logits: Tensor, batch: Mapping[str, Tensor], ahead: int = 1) -> tu
 
 
 def _per_row(surprise: Tensor, counted: Tensor) -> Tensor:
-    """Every row counts alike, so that the mean over a batch is that over its parts."""
+    """Return the mean over rows, so that the mean over a batch is that over its parts."""
     return (surprise.sum(dim=1) / counted.sum(dim=1).clamp(min=1)).mean()

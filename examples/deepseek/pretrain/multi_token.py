@@ -1,4 +1,4 @@
-"""Multi-token prediction as DeepSeek-V3 has it: one layer more, taught to say the token after the next one."""
+"""Multi-token prediction as in DeepSeek-V3: one more layer, trained to predict the token after the next one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 
-class FurtherLayer(DeepseekV3DecoderLayer):  # type: ignore[misc]
-    """What was thought in a place, and the token that came next; embedding and head are those of the model.
+class MultiTokenLayer(DeepseekV3DecoderLayer):  # type: ignore[misc]
+    """A layer on a position's hidden state and the next token; it shares embedding and head with the model.
 
-    It stands after the last layer and its weights have the names that official files give them, as
-    `model.layers.4.eh_proj.weight`: whoever reads a checkpoint without it leaves them out.
+    It follows the last layer. Its weights have the names of official files, such as `model.layers.4.eh_proj.weight`, so
+    that code without this layer ignores them.
     """
 
     def __init__(self, config: DeepseekV3Config) -> None:
@@ -29,38 +29,38 @@ class FurtherLayer(DeepseekV3DecoderLayer):  # type: ignore[misc]
         return found
 
 
-class FurtherModel(DeepseekV3ForCausalLM):  # type: ignore[misc]
-    """While it is taught and judged it answers twice: of the next token, and in the places behind of the one after."""
+class MultiTokenModel(DeepseekV3ForCausalLM):  # type: ignore[misc]
+    """A model that returns logits of the next token, followed by logits of the one after it."""
 
-    writes = False  # from then on it answers of the next token alone
+    next_token_only = False
 
     def __init__(self, config: DeepseekV3Config) -> None:
         super().__init__(config)
-        self.model.layers.append(FurtherLayer(config))  # the body stops before it, at num_hidden_layers
+        self.model.layers.append(MultiTokenLayer(config))  # the body ends before it, at num_hidden_layers
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """`attention_mask` says of each place which it sees, as `language.mask_between_documents` makes it."""
+        """`attention_mask` is [batch, 1, from, to], as `language.mask_between_documents` makes it."""
         body = self.model
         hidden = body(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
         logits: Tensor = self.lm_head(hidden)
-        if self.writes:
+        if self.next_token_only:
             return logits
-        before = hidden[:, :-1]  # the last place has no following token
-        thought = body.layers[-1](
-            before,
+        hidden_before = hidden[:, :-1]  # the last position has no next token
+        second = body.layers[-1](
+            hidden_before,
             body.embed_tokens(input_ids[:, 1:]),
             attention_mask=attention_mask[:, :, :-1, :-1],
-            position_embeddings=body.rotary_emb(before, position_ids[:, :-1]),
+            position_embeddings=body.rotary_emb(hidden_before, position_ids[:, :-1]),
         )
-        return torch.cat([logits, self.lm_head(thought)], dim=1)
+        return torch.cat([logits, self.lm_head(second)], dim=1)
 
 
-def without_further(model: FurtherModel) -> DeepseekV3ForCausalLM:
-    """The model as it writes: the plain one of transformers, with the same weights."""
-    model.writes = True
+def without_multi_token(model: MultiTokenModel) -> DeepseekV3ForCausalLM:
+    """Return the plain model of transformers with the same weights, without the additional layer."""
+    model.next_token_only = True
     config = model.config
     plain = DeepseekV3ForCausalLM(config)
     extra = f"model.layers.{config.num_hidden_layers}."

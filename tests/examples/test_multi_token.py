@@ -50,7 +50,7 @@ def test_its_own_loss_falls_with_that_of_the_next_token(task: Any, model: Any) -
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     for _ in range(10):
         outputs = forward(model, task, batch)
-        told.append(-task.metrics(outputs, batch)["minus_further_loss"].mean().item())
+        told.append(-task.metrics(outputs, batch)["minus_multi_token_loss"].mean().item())
         optimizer.zero_grad()
         task.loss(outputs, batch).backward()
         optimizer.step()
@@ -64,7 +64,7 @@ def test_the_loss_is_that_of_the_next_token_and_a_share_of_the_further_one(task:
     outputs: Any = forward(model, task, batch)
     one: Any = load_class("task.py:Pretrain", DEEPSEEK / "pretrain")()
     plain = one.loss(outputs[:, : batch["input_ids"].shape[1]], batch)
-    further = -task.metrics(outputs, batch)["minus_further_loss"].mean()
+    further = -task.metrics(outputs, batch)["minus_multi_token_loss"].mean()
     torch.testing.assert_close(task.loss(outputs, batch), plain + 0.3 * further)
 
 
@@ -88,14 +88,14 @@ def test_its_answers_are_those_of_the_plain_model(task: Any, model: Any) -> None
     plain = task.language_model(model)
     ids, seen = batch["input_ids"][:1, batch["attention_mask"][0] == 1], batch["attention_mask"][0] == 1
     alone: Any = forward(model, task, batch)
-    assert torch.equal(alone, both[:, : len(seen)]), "once it writes, as export compares it"
+    assert torch.equal(alone, both[:, : len(seen)]), "once it next_token_only, as export compares it"
     row = alone[0, seen]
     torch.testing.assert_close(plain(input_ids=ids).logits[0], row)
     assert type(plain).__name__ == "DeepseekV3ForCausalLM"
     assert not [name for name in plain.state_dict() if name.startswith("model.layers.2.")], "nothing of it is exported"
     judged = task.metrics(task.baseline()(batch), batch)
     assert set(judged) == set(task.metrics(both, batch)) == set(task.metrics(alone, batch)), "of a champion, too"
-    assert judged["minus_further_loss"].tolist() == pytest.approx([-math.log(280)] * len(both), rel=1e-4)
+    assert judged["minus_multi_token_loss"].tolist() == pytest.approx([-math.log(280)] * len(both), rel=1e-4)
 
 
 @pytest.mark.long  # an export takes ten seconds; what is exported, the test before this one looks at
