@@ -152,7 +152,7 @@ def push(builder: str, image: str, digest_file: Path, env: Mapping[str, str]) ->
     status, last = _run(argv, env)
     if status != 0:
         raise StageError(
-            f"{builder} could not push {image} (status {status}: {last}); to fix it: check that the registry is up, and "
+            f"{builder} could not push {image} (status {status}: {last}); to fix it: check the registry, and "
             f"`{builder} login {reference.host}`"
         )
     if builder == "docker":

@@ -1,6 +1,6 @@
-"""What is installed in an image: read from the image as its builder saves it, layer over layer, nothing run.
+"""The bill of materials of an image, in CycloneDX: the installed packages, and the bundle's files with digests.
 
-The bill of materials of an image, in CycloneDX: what is installed, and every file of the bundle with its digest.
+Packages are read from the layers of a saved image; nothing in the image is run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.contract.errors import StageError
 from pipeline.contract.files import digest_mapping
 
 _HIDDEN, _EMPTIED = ".wh.", ".wh..wh..opq"
-# Where installers keep their books.
+# Where installers keep their package databases.
 _PYTHON = re.compile(r"(^|/)(site|dist)-packages/[^/]+\.(dist-info/METADATA|egg-info/PKG-INFO)$")
 _DEBIAN = re.compile(r"^var/lib/dpkg/status(\.d/[^/]+)?$")
 _ALPINE = re.compile(r"^lib/apk/db/installed$")
@@ -39,35 +39,35 @@ class Package:
 
 
 def read_installed_packages(archive: Path) -> list[Package]:
-    """Of an image as `docker save`, `podman save` or `buildah push` write it to a file."""
+    """Read the packages of an image that `docker save`, `podman save` or `buildah push` wrote to a file."""
     with tarfile.open(archive) as tar:
-        books: dict[str, bytes] = {}
+        databases: dict[str, bytes] = {}
         for layer in _layers(tar):
-            _apply_layer(tar, layer, books)
-    return parse_package_databases(books)
+            _apply_layer(tar, layer, databases)
+    return parse_package_databases(databases)
 
 
-def parse_package_databases(books: Mapping[str, bytes]) -> list[Package]:
-    """What the books of installers say, each package once."""
-    found: set[Package] = set()
-    for path, content in books.items():
+def parse_package_databases(databases: Mapping[str, bytes]) -> list[Package]:
+    """Parse the package databases of an image; each package appears once."""
+    packages: set[Package] = set()
+    for path, content in databases.items():
         text = content.decode(errors="replace")
         if _PYTHON.search(path):
-            found.update(_python(text))
+            packages.update(_python(text))
         elif _DEBIAN.match(path):
-            found.update(_debian(text))
+            packages.update(_debian(text))
         elif _ALPINE.match(path):
-            found.update(_alpine(text))
-    return sorted(found)
+            packages.update(_alpine(text))
+    return sorted(packages)
 
 
 def _layers(tar: tarfile.TarFile) -> list[str]:
-    """Their names in the archive, lowest first: Docker's own form names them, OCI's is an index of blobs."""
+    """Return the layers' names in the archive, lowest first, from docker's format or an OCI index."""
     names = set(tar.getnames())
     if "manifest.json" in names:
         return [str(name) for name in _read_json(tar, "manifest.json")[0]["Layers"]]
     if "index.json" not in names:
-        raise StageError("the builder saved the image in a form that is neither Docker's nor OCI's")
+        raise StageError("the builder saved the image in a format that is neither docker's nor OCI's")
     body = _read_json(tar, "index.json")
     while "manifests" in body:
         body = _read_json(tar, _blob_path(body["manifests"][0]["digest"]))
@@ -84,29 +84,29 @@ def _read_json(tar: tarfile.TarFile, name: str) -> Any:
     return json.load(file)
 
 
-def _apply_layer(tar: tarfile.TarFile, layer: str, books: dict[str, bytes]) -> None:
-    """A later layer adds, replaces and hides."""
+def _apply_layer(tar: tarfile.TarFile, layer: str, databases: dict[str, bytes]) -> None:
+    """Apply a layer to the databases: it can add, replace and delete files."""
     member = tar.extractfile(layer)
     assert member is not None
     try:
         with tarfile.open(fileobj=member, mode="r|*") as inner:
             for entry in inner:
-                _read_entry(inner, entry, books)
+                _read_entry(inner, entry, databases)
     except tarfile.ReadError as error:
-        raise StageError(f"layer {layer} of the image is packed in a way that Python cannot read: {error}") from error
+        raise StageError(f"layer {layer} of the image has a compression that Python cannot read: {error}") from error
 
 
-def _read_entry(inner: tarfile.TarFile, entry: tarfile.TarInfo, books: dict[str, bytes]) -> None:
+def _read_entry(inner: tarfile.TarFile, entry: tarfile.TarInfo, databases: dict[str, bytes]) -> None:
     path = entry.name.removeprefix("./").strip("/")
     folder, _, name = path.rpartition("/")
     if name.startswith(_HIDDEN):
         gone = folder if name == _EMPTIED else f"{folder}/{name.removeprefix(_HIDDEN)}".lstrip("/")
-        for known in [known for known in books if known == gone or known.startswith(f"{gone}/")]:
-            del books[known]
-    elif entry.isreg() and any(book.search(path) for book in _DATABASES):
+        for deleted in [known for known in databases if known == gone or known.startswith(f"{gone}/")]:
+            del databases[deleted]
+    elif entry.isreg() and any(database.search(path) for database in _DATABASES):
         file = inner.extractfile(entry)
         assert file is not None
-        books[path] = file.read()
+        databases[path] = file.read()
 
 
 def _python(text: str) -> Iterator[Package]:
@@ -118,7 +118,7 @@ def _python(text: str) -> Iterator[Package]:
 def _debian(text: str) -> Iterator[Package]:
     for paragraph in text.split("\n\n"):
         fields = HeaderParser().parsestr(paragraph.lstrip("\n"))
-        state = fields["Status"] or "install ok installed"  # images without dpkg itself leave it out
+        state = fields["Status"] or "install ok installed"  # omitted in images without dpkg
         if fields["Package"] and fields["Version"] and state.endswith(" installed"):
             yield Package("deb", fields["Package"], fields["Version"], architecture=fields["Architecture"] or "")
 
@@ -138,7 +138,7 @@ _DISTRIBUTORS = {"deb": "debian", "apk": "alpine"}
 def bill_of_materials(
     subject: Mapping[str, str], installed: Iterable[Package], bundle: Bundle | None
 ) -> dict[str, Any]:
-    """The same for the same content: its number is made of what it lists, and it bears no date."""
+    """Return the document; it has no date and its serial number depends on the content, so it is reproducible."""
     components = [_package_component(package) for package in installed] + (_bundle_components(bundle) if bundle else [])
     root = {
         "type": "container",
@@ -162,7 +162,7 @@ def bill_of_materials(
 
 
 def packages_from_pins(requirements: Iterable[str]) -> list[Package]:
-    """Where no image was built: what one would be made of."""
+    """Return the packages of locked requirements, for a context from which no image was built."""
     pairs = (re.match(r"([\w.\-]+)(?:\[[^\]]*\])?==([^,;\s]+)", line) for line in requirements)
     return [Package("pypi", pair[1], pair[2]) for pair in pairs if pair]
 

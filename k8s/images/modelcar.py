@@ -1,4 +1,4 @@
-"""A bundle as a data-only image: no builder, no clock, the same bytes everywhere; KServe finds the model in /models."""
+"""Modelcars: a bundle as a data-only image for KServe's `oci://`, reproducible and made without a builder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from k8s.images.registry import Reference, Repository
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError, StageError
 
-MODELS = "models"  # where KServe looks in an image that `oci://` names
-ARCHITECTURES = ("amd64", "arm64")  # data has none; a node asks for the image of its own
+MODELS = "models"  # where KServe expects the model in the image
+ARCHITECTURES = ("amd64", "arm64")  # data has none, but nodes pull the image of their own
 
 
 def bundle_annotations(bundle: Bundle) -> dict[str, str]:
-    """What every image of a bundle says of itself."""
+    """Return the annotations of every image of a bundle."""
     return {
         "org.opencontainers.image.title": bundle.name,
         "org.opencontainers.image.version": bundle.digest[:12],
@@ -27,25 +27,27 @@ def bundle_annotations(bundle: Bundle) -> dict[str, str]:
 
 
 def write_modelcar(bundle: Bundle, directory: Path, reference: str, base: ModelcarBase | None = None) -> Blob:
-    """An OCI layout with an image for each architecture; all hold the same layer."""
+    """Write an OCI layout with an image for each architecture; all have the same data layer."""
     layout = Layout.make(directory)
     data = layout.add_layer(bundle.path, MODELS)
-    notes = bundle_annotations(bundle)
+    annotations = bundle_annotations(bundle)
     images = {}
     for architecture in ARCHITECTURES:
-        below = base.layers(architecture, layout) if base else []
-        if base and not below:
+        base_layers = base.layers(architecture, layout) if base else []
+        if base and not base_layers:
             continue
-        images[architecture] = layout.add_image([*below, data], architecture, notes, base.run if base else {})
+        images[architecture] = layout.add_image(
+            [*base_layers, data], architecture, annotations, base.run if base else {}
+        )
     if not images:
         raise StageError(f"package.modelcar: has no image for {' or '.join(ARCHITECTURES)}")
-    index = layout.add_index(images, notes)
+    index = layout.add_index(images, annotations)
     layout.name(index, reference)
     return index
 
 
 class ModelcarBase:
-    """An image whose layers come first: KServe's sidecar form starts `sh` in the image, which data alone lacks."""
+    """A base image for modelcars: KServe's sidecar mode starts `sh` in the image, which data alone lacks."""
 
     run: Mapping[str, Any] = {"User": "10001:10001"}
 
@@ -56,26 +58,26 @@ class ModelcarBase:
         self._repository = repository
 
     def layers(self, architecture: str, layout: Layout) -> list[Layer]:
-        """Fetched into the layout; none where the image is for other processors."""
+        """Fetch the base's layers into the layout; none if the base has no image for this architecture."""
         manifest = self._manifest(architecture)
         if manifest is None:
             return []
         config = layout.file(manifest["config"]["digest"])
         self._repository.fetch(manifest["config"]["digest"], config)
-        described = json.loads(config.read_bytes())
-        config.unlink()  # ours takes its place
-        if described.get("architecture") != architecture:
+        config_body = json.loads(config.read_bytes())
+        config.unlink()  # replaced by ours
+        if config_body.get("architecture") != architecture:
             return []
-        pairs = zip(manifest["layers"], described["rootfs"]["diff_ids"], strict=True)
+        pairs = zip(manifest["layers"], config_body["rootfs"]["diff_ids"], strict=True)
         return [self._layer(part, diff_id, layout) for part, diff_id in pairs]
 
     def _manifest(self, architecture: str) -> dict[str, Any] | None:
         root = self._repository.manifest(self._digest)
         if "manifests" not in root:
             return root
-        wanted = {"os": "linux", "architecture": architecture}
+        platform = {"os": "linux", "architecture": architecture}
         for entry in root["manifests"]:
-            if wanted.items() <= entry.get("platform", {}).items():
+            if platform.items() <= entry.get("platform", {}).items():
                 return self._repository.manifest(entry["digest"])
         return None
 

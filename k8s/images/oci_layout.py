@@ -1,4 +1,4 @@
-"""An OCI image layout on disk, made byte for byte the same every time: no clock, no owner, no order of a directory."""
+"""OCI image layouts on disk, reproducible byte for byte: no times, no owners, sorted files."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _EPOCH = "1970-01-01T00:00:00Z"
 
 @dataclass(frozen=True)
 class Blob:
-    """What OCI calls a descriptor."""
+    """A blob, for its OCI descriptor."""
 
     media_type: str
     digest: str  # sha256:…
     size: int
 
-    def descriptor(self, **more: Any) -> dict[str, Any]:
-        return {"mediaType": self.media_type, "digest": self.digest, "size": self.size, **more}
+    def descriptor(self, **fields: Any) -> dict[str, Any]:
+        return {"mediaType": self.media_type, "digest": self.digest, "size": self.size, **fields}
 
 
 @dataclass(frozen=True)
 class Layer:
     blob: Blob
-    diff_id: str  # the digest of the layer when nothing compresses it
+    diff_id: str  # digest of the uncompressed layer
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,19 @@ class Layout:
         return self.add(media_type, canonical_json(body))
 
     def add_layer(self, folder: Path, at: str) -> Layer:
-        """The files of a folder, as they will lie under `at`; written once, whatever their size."""
-        waiting = self.path / "blobs" / "layer"
-        with waiting.open("wb") as file:
-            hashed = _HashingWriter(file)
-            _write_tar(hashed, folder, at)
-        blob = Blob(LAYER, f"sha256:{hashed.digest.hexdigest()}", waiting.stat().st_size)
-        waiting.rename(self.file(blob.digest))
+        """Add a layer with the files of a folder under the path `at`, in one pass over the files."""
+        partial = self.path / "blobs" / "layer"
+        with partial.open("wb") as file:
+            writer = _HashingWriter(file)
+            _write_tar(writer, folder, at)
+        blob = Blob(LAYER, f"sha256:{writer.digest.hexdigest()}", partial.stat().st_size)
+        partial.rename(self.file(blob.digest))
         return Layer(blob, blob.digest)
 
     def add_image(
         self, layers: Sequence[Layer], architecture: str, annotations: Mapping[str, str], run: Mapping[str, Any]
     ) -> Blob:
-        """A manifest with its configuration, for one processor; `run` is what the image starts as."""
+        """Add an image for one architecture; `run` are further fields of its configuration, such as the user."""
         config = {
             "architecture": architecture,
             "config": {"Labels": dict(annotations), **run},
@@ -101,7 +101,7 @@ class Layout:
         return self.add_json(MANIFEST, manifest)
 
     def add_index(self, images: Mapping[str, Blob], annotations: Mapping[str, str]) -> Blob:
-        """The images of several processors under one digest."""
+        """Add an index over the images of several architectures."""
         manifests = [
             blob.descriptor(platform={"architecture": architecture, "os": "linux"})
             for architecture, blob in sorted(images.items())
@@ -110,7 +110,7 @@ class Layout:
         return self.add_json(INDEX, body)
 
     def name(self, root: Blob, reference: str) -> None:
-        """Tools that read layouts find this image, under this name."""
+        """Write index.json, by which tools find the image under this name."""
         entry = root.descriptor(annotations={"org.opencontainers.image.ref.name": reference})
         (self.path / "index.json").write_bytes(
             canonical_json({"schemaVersion": 2, "mediaType": INDEX, "manifests": [entry]})
@@ -118,12 +118,12 @@ class Layout:
 
 
 def canonical_json(body: Mapping[str, Any]) -> bytes:
-    """One way to write it, so that equal content has equal digests."""
+    """Return JSON in one form, so that equal content has equal digests."""
     return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 class _HashingWriter(io.RawIOBase):
-    """Writes to a file and knows the digest of what it wrote."""
+    """Writes to a file and computes the digest of the written bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.digest = hashlib.sha256()
@@ -152,7 +152,7 @@ def _write_tar(target: _HashingWriter, folder: Path, at: str) -> None:
 
 
 def _tar_entry(name: str, kind: bytes, size: int = 0) -> tarfile.TarInfo:
-    """Readable by every user; of nobody in particular and of no time."""
+    """Return an entry without owner and time that every user can read."""
     entry = tarfile.TarInfo(name)
     entry.type, entry.size = kind, size
     entry.mode = 0o755 if kind == tarfile.DIRTYPE else 0o644

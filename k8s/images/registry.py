@@ -1,11 +1,4 @@
-"""Images to and from a registry over the OCI distribution API, with no container tool at all.
-
-Asking a registry over HTTP: tokens fetched where it wants one, patience where it is busy, redirects followed.
-
-Names of images: the registry, the repository in it, a tag or a digest.
-
-The image that others are built on, by digest: what its tag means today is asked of its registry.
-"""
+"""Image names and the OCI distribution API: push images, fetch blobs and manifests, without any container tool."""
 
 from __future__ import annotations
 
@@ -32,97 +25,11 @@ DOCKER_INDEX = "application/vnd.docker.distribution.manifest.list.v2+json"
 DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 _MANIFESTS = (INDEX, MANIFEST, DOCKER_INDEX, DOCKER_MANIFEST)
 
-
-class Repository:
-    """One repository of a registry."""
-
-    def __init__(self, reference: Reference, login: Login | None, talk: RegistryClient | None = None) -> None:
-        self._reference = reference
-        scheme = "http" if reference.plain else "https"
-        self._base = f"{scheme}://{reference.address}/v2/{reference.repository}/"
-        self._talk = talk or RegistryClient(reference, login)
-
-    def push(self, layout: Layout, digest: str, tag: str) -> str:
-        """The image with all it names, what is named first. Returns the digest the registry gives."""
-        body = layout.read(digest)
-        for child in body.get("manifests", ()):
-            self.push(layout, child["digest"], child["digest"])
-        if "config" in body:
-            for part in (body["config"], *body["layers"]):
-                self._push_blob(layout.file(part["digest"]), part["digest"], part["size"])
-        content = layout.file(digest).read_bytes()
-        headers = {"Content-Type": body["mediaType"], "Content-Length": str(len(content))}
-        answer = self._ask("PUT", f"manifests/{tag}", headers, content)
-        self._expect(answer, (200, 201, 202), f"the manifest {tag} was refused")
-        given = answer.headers.get("docker-content-digest", digest)
-        if given != digest:
-            raise StageError(f"{self._where}: {tag} got the digest {given}, but {digest} was sent; do not trust it")
-        return given
-
-    def digest_of(self, tag: str) -> str | None:
-        """Of what a tag means now; None where there is no such tag."""
-        answer = self._ask("GET", f"manifests/{tag}", {"Accept": ", ".join(_MANIFESTS)})
-        if answer.status == 404:
-            return None
-        self._expect(answer, (200,), f"the manifest {tag} is not given")
-        return f"sha256:{hashlib.sha256(answer.body).hexdigest()}"
-
-    def manifest(self, name: str) -> dict[str, Any]:
-        """By tag or digest; what is asked for by digest must have it."""
-        answer = self._ask("GET", f"manifests/{name}", {"Accept": ", ".join(_MANIFESTS)})
-        self._expect(answer, (200,), f"the manifest {name} is not given")
-        if name.startswith("sha256:"):
-            self._check(f"sha256:{hashlib.sha256(answer.body).hexdigest()}", name)
-        body: dict[str, Any] = json.loads(answer.body)
-        return body
-
-    def fetch(self, digest: str, target: Path) -> None:
-        """A blob, into a file that gets its name once every byte is proven."""
-        waiting = target.with_name(f"{target.name}.part")
-        answer = self._ask("GET", f"blobs/{digest}", into=waiting)
-        self._expect(answer, (200,), f"the blob {digest} is not given")
-        with waiting.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        self._check(f"sha256:{found}", digest)
-        shutil.move(waiting, target)
-
-    def _push_blob(self, file: Path, digest: str, size: int) -> None:
-        if self._ask("HEAD", f"blobs/{digest}").status == 200:
-            return
-        opened = self._ask("POST", "blobs/uploads/", {"Content-Length": "0"})
-        self._expect(opened, (202,), "no upload is allowed")
-        place = urljoin(opened.url, opened.headers.get("location", ""))
-        place += ("&" if urlsplit(place).query else "?") + urlencode({"digest": digest}, quote_via=quote)
-        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
-        answer = self._ask("PUT", place, headers, file)
-        self._expect(answer, (201,), f"the upload of {digest} was refused")
-
-    def _ask(
-        self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes | Path | None = None,
-        into: Path | None = None,
-    ) -> Response:  # fmt: skip
-        return self._talk.ask(Request(method, urljoin(self._base, path), headers or {}, body, into))
-
-    def _expect(self, answer: Response, statuses: tuple[int, ...], what: str) -> None:
-        if answer.status in statuses:
-            return
-        host, name = self._reference.host, self._reference.repository
-        if answer.status in (401, 403):
-            raise StageError(
-                f"{self._where}: {what} ({answer.status}: {answer.reason}); `docker login {host}` with an account "
-                f"that may write to {name}"
-            )
-        raise StageError(f"{self._where}: {what} ({answer.status}: {answer.reason})")
-
-    def _check(self, found: str, wanted: str) -> None:
-        if found != wanted:
-            raise StageError(f"{self._where}: asked for {wanted}, got {found}; the registry or the way to it is broken")
-
-    @property
-    def _where(self) -> str:
-        return f"{self._reference.host}/{self._reference.repository}"
-
-
+_RETRYABLE_STATUSES = (408, 429, 500, 502, 503, 504)
+_MAX_RETRY_PAUSE_SECONDS = 30.0
+_MAX_REDIRECTS = 5
+_PARAMETER = re.compile(r'(\w+)="([^"]*)"')
+_BASE_TIMEOUT_SECONDS = 10  # short: without the digest the build goes on, on the tag
 _REPOSITORY = re.compile(
     r"^[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*$", re.ASCII
 )
@@ -132,21 +39,111 @@ _DIGEST = re.compile(r"^sha256:[0-9a-f]{64}$")
 _HUB, _HUB_HOST = "docker.io", "registry-1.docker.io"
 
 
+class Repository:
+    """One repository of a registry."""
+
+    def __init__(self, reference: Reference, login: Login | None, client: RegistryClient | None = None) -> None:
+        self._reference = reference
+        scheme = "http" if reference.plain else "https"
+        self._base = f"{scheme}://{reference.address}/v2/{reference.repository}/"
+        self._client = client or RegistryClient(reference, login)
+
+    def push(self, layout: Layout, digest: str, tag: str) -> str:
+        """Push an image after everything it refers to; return the digest that the registry reports."""
+        body = layout.read(digest)
+        for child in body.get("manifests", ()):
+            self.push(layout, child["digest"], child["digest"])
+        if "config" in body:
+            for part in (body["config"], *body["layers"]):
+                self._push_blob(layout.file(part["digest"]), part["digest"], part["size"])
+        content = layout.file(digest).read_bytes()
+        headers = {"Content-Type": body["mediaType"], "Content-Length": str(len(content))}
+        response = self._send("PUT", f"manifests/{tag}", headers, content)
+        self._expect(response, (200, 201, 202), f"the manifest {tag} was refused")
+        reported = response.headers.get("docker-content-digest", digest)
+        if reported != digest:
+            raise StageError(f"{self._where}: {tag} got the digest {reported}, but {digest} was sent; do not trust it")
+        return reported
+
+    def digest_of(self, tag: str) -> str | None:
+        """Return the digest that a tag has now; None if there is no such tag."""
+        response = self._send("GET", f"manifests/{tag}", {"Accept": ", ".join(_MANIFESTS)})
+        if response.status == 404:
+            return None
+        self._expect(response, (200,), f"the manifest {tag} is not given")
+        return f"sha256:{hashlib.sha256(response.body).hexdigest()}"
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """Fetch a manifest by tag, or by a digest, which is verified."""
+        response = self._send("GET", f"manifests/{name}", {"Accept": ", ".join(_MANIFESTS)})
+        self._expect(response, (200,), f"the manifest {name} is not given")
+        if name.startswith("sha256:"):
+            self._check(f"sha256:{hashlib.sha256(response.body).hexdigest()}", name)
+        body: dict[str, Any] = json.loads(response.body)
+        return body
+
+    def fetch(self, digest: str, target: Path) -> None:
+        """Fetch a blob into a file, which gets its name once its digest is verified."""
+        partial = target.with_name(f"{target.name}.part")
+        response = self._send("GET", f"blobs/{digest}", into=partial)
+        self._expect(response, (200,), f"the blob {digest} is not given")
+        with partial.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        self._check(f"sha256:{actual}", digest)
+        shutil.move(partial, target)
+
+    def _push_blob(self, file: Path, digest: str, size: int) -> None:
+        if self._send("HEAD", f"blobs/{digest}").status == 200:
+            return
+        opened = self._send("POST", "blobs/uploads/", {"Content-Length": "0"})
+        self._expect(opened, (202,), "no upload is allowed")
+        url = urljoin(opened.url, opened.headers.get("location", ""))
+        url += ("&" if urlsplit(url).query else "?") + urlencode({"digest": digest}, quote_via=quote)
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+        response = self._send("PUT", url, headers, file)
+        self._expect(response, (201,), f"the upload of {digest} was refused")
+
+    def _send(
+        self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes | Path | None = None,
+        into: Path | None = None,
+    ) -> Response:  # fmt: skip
+        return self._client.send(Request(method, urljoin(self._base, path), headers or {}, body, into))
+
+    def _expect(self, response: Response, statuses: tuple[int, ...], what: str) -> None:
+        if response.status in statuses:
+            return
+        host, name = self._reference.host, self._reference.repository
+        if response.status in (401, 403):
+            raise StageError(
+                f"{self._where}: {what} ({response.status}: {response.reason}); `docker login {host}` with an account "
+                f"that may write to {name}"
+            )
+        raise StageError(f"{self._where}: {what} ({response.status}: {response.reason})")
+
+    def _check(self, actual: str, expected: str) -> None:
+        if actual != expected:
+            raise StageError(f"{self._where}: requested {expected}, got {actual}; the registry or a proxy is broken")
+
+    @property
+    def _where(self) -> str:
+        return f"{self._reference.host}/{self._reference.repository}"
+
+
 @dataclass(frozen=True)
 class Reference:
-    host: str  # as people write it
+    host: str  # as in image names
     repository: str
     tag: str = ""
     digest: str = ""
 
     @property
     def address(self) -> str:
-        """Where the registry of that name really answers."""
+        """The host to connect to, which differs for Docker Hub."""
         return _HUB_HOST if self.host == _HUB else self.host
 
     @property
     def plain(self) -> bool:
-        """A registry on this very machine is spoken to without TLS."""
+        """Whether to use plain HTTP: only for registries on this machine."""
         return is_local(self.host)
 
     def at(self, digest: str) -> str:
@@ -154,11 +151,11 @@ class Reference:
 
 
 def parse_reference(text: str) -> Reference:
-    """As every container tool reads it: a first part with a dot or a port is a host, else it is Docker Hub's."""
+    """Parse a name like container tools: a first part with a dot or a port is a host, else the host is Docker Hub."""
     rest, at, digest = text.partition("@")
     first, slash, after = rest.partition("/")
-    named = bool(slash) and ("." in first or ":" in first or first == "localhost")
-    host, path = (first, after) if named else (_HUB, rest)
+    has_host = bool(slash) and ("." in first or ":" in first or first == "localhost")
+    host, path = (first, after) if has_host else (_HUB, rest)
     repository, _, tag = path.partition(":")
     if host == _HUB and "/" not in repository:
         repository = f"library/{repository}"
@@ -180,19 +177,13 @@ def is_local(host: str) -> bool:
         return False
 
 
-_RETRYABLE_STATUSES = (408, 429, 500, 502, 503, 504)
-_MAX_RETRY_PAUSE_SECONDS = 30.0
-_MAX_REDIRECTS = 5
-_PARAMETER = re.compile(r'(\w+)="([^"]*)"')
-
-
 @dataclass(frozen=True)
 class Request:
     method: str
     url: str
     headers: Mapping[str, str]
     body: bytes | Path | None = None
-    into: Path | None = None  # where a long answer goes
+    into: Path | None = None  # a file for a long response
 
 
 @dataclass(frozen=True)
@@ -204,7 +195,7 @@ class Response:
 
     @property
     def reason(self) -> str:
-        """In the registry's own words, where it has any."""
+        """The registry's messages, or the name of the status."""
         try:
             errors = json.loads(self.body)["errors"]
             return "; ".join(f"{error.get('code', '')} {error.get('message', '')}".strip() for error in errors)
@@ -219,110 +210,111 @@ class RegistryClient:
     pause: Callable[[float], None] = time.sleep
     tries: int = 5
     timeout_seconds: float = 60
-    _token: str = field(default="", repr=False)  # the last Authorization header that was good
+    _token: str = field(default="", repr=False)  # the last Authorization header that worked
 
-    def ask(self, ask: Request) -> Response:
-        """Until there is an answer worth having."""
-        answer = self._patiently(ask)
-        if answer.status == 401 and (challenge := answer.headers.get("www-authenticate")):
-            self._token = ""  # a token may be given by the very host that no longer takes the last one
+    def send(self, request: Request) -> Response:
+        """Send a request, retrying on busy responses and refreshing the token once."""
+        response = self._send_with_retries(request)
+        if response.status == 401 and (challenge := response.headers.get("www-authenticate")):
+            self._token = ""  # the host that issues tokens may be the one that rejected the old token
             self._token = self._authorization(challenge)
             if self._token:
-                answer = self._patiently(ask)
-        return answer
+                response = self._send_with_retries(request)
+        return response
 
-    def _patiently(self, ask: Request) -> Response:
+    def _send_with_retries(self, request: Request) -> Response:
         for attempt in range(1, self.tries + 1):
             try:
-                answer = self._follow(ask)
+                response = self._follow_redirects(request)
             except (OSError, http.client.HTTPException) as error:
                 if attempt == self.tries or isinstance(error, ssl.SSLCertVerificationError):
-                    host = urlsplit(ask.url).netloc
+                    host = urlsplit(request.url).netloc
                     raise StageError(
-                        f"registry {host} does not answer: {error}; is its name right, and is it up?"
+                        f"registry {host} does not answer: {error}; to fix it: check its name, and that it is up"
                     ) from error
                 self.pause(0.5 * 2**attempt)
                 continue
-            if answer.status not in _RETRYABLE_STATUSES or attempt == self.tries:
-                return answer
-            self.pause(_retry_pause_seconds(answer, attempt))
+            if response.status not in _RETRYABLE_STATUSES or attempt == self.tries:
+                return response
+            self.pause(_retry_pause_seconds(response, attempt))
         raise AssertionError("the last attempt returns or raises")
 
-    def _follow(self, ask: Request) -> Response:
-        """What we are is told to the registry alone, not to the storage it sends us to."""
-        url, home = ask.url, urlsplit(ask.url).netloc
+    def _follow_redirects(self, request: Request) -> Response:
+        """Follow redirects; credentials are sent only to the registry, not to the storage it redirects to."""
+        url, home = request.url, urlsplit(request.url).netloc
         for _ in range(_MAX_REDIRECTS):
-            place = urlsplit(url)
-            known = {"Authorization": self._token} if self._token else {}
-            headers = {**known, **ask.headers}
-            if place.netloc != home:
+            target = urlsplit(url)
+            credentials = {"Authorization": self._token} if self._token else {}
+            headers = {**credentials, **request.headers}
+            if target.netloc != home:
                 headers.pop("Authorization", None)
-            answer = _send_once(ask, place, headers, self.timeout_seconds)
-            if answer.status not in (301, 302, 303, 307, 308):
-                return answer
-            url = urljoin(url, answer.headers.get("location", ""))
-        raise StageError(f"registry {home} sends us in circles: {url}")
+            response = _send_once(request, target, headers, self.timeout_seconds)
+            if response.status not in (301, 302, 303, 307, 308):
+                return response
+            url = urljoin(url, response.headers.get("location", ""))
+        raise StageError(f"registry {home} redirects too often, at last to {url}")
 
     def _authorization(self, challenge: str) -> str:
-        """What the registry wants to hear, from what it says it wants."""
+        """Return the Authorization header for a challenge; empty if we have no suitable login."""
         scheme, _, rest = challenge.partition(" ")
         if scheme.lower() == "basic":
             return self.login.basic if self.login and not self.login.token else ""
         if scheme.lower() != "bearer":
-            raise StageError(f"registry {self.reference.host} asks for {scheme!r}, which is neither Basic nor Bearer")
+            raise StageError(
+                f"registry {self.reference.host} requires {scheme!r} authentication; supported are Basic and Bearer"
+            )
         return f"Bearer {self._fetch_token(dict(_PARAMETER.findall(rest)))}"
 
-    def _fetch_token(self, wanted: Mapping[str, str]) -> str:
-        realm = urlsplit(wanted.get("realm", ""))
+    def _fetch_token(self, challenge: Mapping[str, str]) -> str:
+        realm = urlsplit(challenge.get("realm", ""))
         if realm.scheme != "https" and not is_local(realm.netloc):
-            raise StageError(f"registry {self.reference.host} wants our login sent in the clear, to {realm.geturl()}")
-        asked = {key: wanted[key] for key in ("service", "scope") if key in wanted}
-        answer = self._patiently(self._token_question(realm, asked))
-        if answer.status != 200:
             raise StageError(
-                f"registry {self.reference.host} gives no token ({answer.status}: {answer.reason}); "
+                f"refusing to send credentials of registry {self.reference.host} over plain HTTP to {realm.geturl()}"
+            )
+        scope = {key: challenge[key] for key in ("service", "scope") if key in challenge}
+        response = self._send_with_retries(self._token_request(realm, scope))
+        if response.status != 200:
+            raise StageError(
+                f"registry {self.reference.host} issues no token ({response.status}: {response.reason}); "
                 f"`docker login {self.reference.host}`"
             )
-        body = json.loads(answer.body)
+        body = json.loads(response.body)
         return str(body.get("token") or body["access_token"])
 
-    def _token_question(self, realm: SplitResult, asked: Mapping[str, str]) -> Request:
+    def _token_request(self, realm: SplitResult, scope: Mapping[str, str]) -> Request:
         url = realm.geturl()
         if self.login and self.login.token:
-            form = {**asked, "grant_type": "refresh_token", "refresh_token": self.login.token, "client_id": "pipe"}
+            form = {**scope, "grant_type": "refresh_token", "refresh_token": self.login.token, "client_id": "pipe"}
             body = urlencode(form).encode()
             headers = {"Content-Type": "application/x-www-form-urlencoded", "Content-Length": str(len(body))}
             return Request("POST", url, headers, body)
         headers = {"Authorization": self.login.basic} if self.login else {}
-        return Request("GET", f"{url}{'&' if realm.query else '?'}{urlencode(asked)}", headers)
+        return Request("GET", f"{url}{'&' if realm.query else '?'}{urlencode(scope)}", headers)
 
 
-def _send_once(ask: Request, place: SplitResult, headers: Mapping[str, str], timeout_seconds: float) -> Response:
-    kind = http.client.HTTPConnection if place.scheme == "http" else http.client.HTTPSConnection
-    path = f"{place.path}?{place.query}" if place.query else place.path
+def _send_once(request: Request, target: SplitResult, headers: Mapping[str, str], timeout_seconds: float) -> Response:
+    kind = http.client.HTTPConnection if target.scheme == "http" else http.client.HTTPSConnection
+    path = f"{target.path}?{target.query}" if target.query else target.path
     with (
-        contextlib.closing(kind(place.netloc, timeout=timeout_seconds)) as connection,
+        contextlib.closing(kind(target.netloc, timeout=timeout_seconds)) as connection,
         contextlib.ExitStack() as open_,
     ):
-        body = open_.enter_context(ask.body.open("rb")) if isinstance(ask.body, Path) else ask.body
-        connection.request(ask.method, path, body=body, headers=dict(headers))
+        body = open_.enter_context(request.body.open("rb")) if isinstance(request.body, Path) else request.body
+        connection.request(request.method, path, body=body, headers=dict(headers))
         response = connection.getresponse()
         content = b""
-        if ask.into is not None and response.status == 200:
-            with ask.into.open("wb") as file:
+        if request.into is not None and response.status == 200:
+            with request.into.open("wb") as file:
                 shutil.copyfileobj(response, file)
         else:
             content = response.read()
-        found = {name.lower(): value for name, value in response.getheaders()}
-        return Response(response.status, found, content, place.geturl())
+        lower = {name.lower(): value for name, value in response.getheaders()}
+        return Response(response.status, lower, content, target.geturl())
 
 
-def _retry_pause_seconds(answer: Response, attempt: int) -> float:
-    asked = answer.headers.get("retry-after", "")
-    return min(float(asked) if asked.isdigit() else 0.5 * 2**attempt, _MAX_RETRY_PAUSE_SECONDS)
-
-
-_BASE_TIMEOUT_SECONDS = 10  # nothing depends on the answer but how firmly the base is named
+def _retry_pause_seconds(response: Response, attempt: int) -> float:
+    value = response.headers.get("retry-after", "")
+    return min(float(value) if value.isdigit() else 0.5 * 2**attempt, _MAX_RETRY_PAUSE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -333,15 +325,15 @@ class BaseImage:
 
 
 def resolve_base_image(name: str, env: Mapping[str, str]) -> BaseImage:
-    """A tag may mean another image tomorrow; what is built is built on the one that was asked for today."""
+    """Resolve a base image's tag to its digest, so that the build uses the image that the tag has now."""
     try:
         reference = parse_reference(name)
         if reference.digest:
             return BaseImage(name, reference.digest)
-        talk = RegistryClient(
+        client = RegistryClient(
             reference, find_login(reference.host, env), tries=1, timeout_seconds=_BASE_TIMEOUT_SECONDS
         )
-        digest = Repository(reference, None, talk).digest_of(reference.tag or "latest")
+        digest = Repository(reference, None, client).digest_of(reference.tag or "latest")
     except PipelineError as error:
         return BaseImage(name, None, str(error))
     if digest is None:

@@ -1,4 +1,4 @@
-"""Who we are at a registry: what `docker login` or `podman login` left behind, or a credential helper knows."""
+"""Registry logins, as stored by `docker login`, `podman login` or a credential helper."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from pipeline.contract.errors import ConfigError
 
 _HELPER_TIMEOUT_SECONDS = 30
-_HUB = "https://index.docker.io/v1/"  # the name under which Docker Hub's password is kept
-_TOKEN_USER = "<token>"  # noqa: S105 - how a helper says that what it has is a token
+_HUB = "https://index.docker.io/v1/"  # the name under which the login of Docker Hub is stored
+_TOKEN_USER = "<token>"  # noqa: S105 - the user name with which a helper returns a token
 
 
 @dataclass(frozen=True)
 class Login:
     user: str
     password: str = field(repr=False)
-    token: str = field(default="", repr=False)  # for the OAuth road, in the place of both
+    token: str = field(default="", repr=False)  # an identity token for OAuth, instead of user and password
 
     @property
     def basic(self) -> str:
@@ -30,17 +30,17 @@ class Login:
 
 
 def find_login(host: str, env: Mapping[str, str]) -> Login | None:
-    """The first file that knows the host; None where nobody logged in, which public registries do not mind."""
+    """Return the login from the first file that has one for the host; None is enough for public registries."""
     for path in login_files(env):
-        if path.is_file() and (found := _from_file(path, host, env)) is not None:
-            return found
+        if path.is_file() and (login := _from_file(path, host, env)) is not None:
+            return login
     return None
 
 
 def login_files(env: Mapping[str, str]) -> Iterator[Path]:
-    """In the order the container tools look."""
-    if named := env.get("REGISTRY_AUTH_FILE"):
-        yield Path(named)
+    """Yield the files in the order in which container tools read them."""
+    if file := env.get("REGISTRY_AUTH_FILE"):
+        yield Path(file)
     if runtime := env.get("XDG_RUNTIME_DIR"):
         yield Path(runtime) / "containers" / "auth.json"
     if folder := env.get("DOCKER_CONFIG"):
@@ -58,9 +58,9 @@ def _from_file(path: Path, host: str, env: Mapping[str, str]) -> Login | None:
     helpers = body.get("credHelpers") or {}
     helper = next((helpers[name] for name in names if name in helpers), body.get("credsStore"))
     if helper:
-        found = next((login for name in names if (login := _run_helper(helper, name, env)) is not None), None)
-        if found is not None:
-            return found
+        login = next((login for name in names if (login := _run_helper(helper, name, env)) is not None), None)
+        if login is not None:
+            return login
     auths = body.get("auths") or {}
     entry = next((auths[name] for name in names if auths.get(name)), None)
     return _from_entry(entry, path, host) if entry else None
@@ -86,7 +86,7 @@ def _from_entry(entry: Mapping[str, Any], path: Path, host: str) -> Login:
 
 
 def _run_helper(helper: str, name: str, env: Mapping[str, str]) -> Login | None:
-    """A program that keeps passwords: a server's name in, JSON out. It fails where it knows nothing of the server."""
+    """Ask a credential helper: it reads a server's name, prints JSON, and fails if it has no login."""
     program = f"docker-credential-{helper}"
     try:
         done = subprocess.run(
@@ -95,7 +95,7 @@ def _run_helper(helper: str, name: str, env: Mapping[str, str]) -> Login | None:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
-            f"{program}, which keeps the logins of registries here, does not run: {error}; install it or log in again"
+            f"{program}, the credential helper configured here, does not run: {error}; install it or log in again"
         ) from error
     if done.returncode != 0:
         return None

@@ -1,8 +1,8 @@
-# The prediction service: Python, the locked requirements, our source and one bundle. The packager fills the defaults.
+# The prediction service: Python, the locked requirements, our source and one bundle. `pipe package` sets the ARGs.
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS packages
 ARG ACCELERATOR=cpu
-# Where pip looks is the builder's business: read while building, kept nowhere in the context and not in the image.
+# The package index comes from the builder's environment; it is in neither the context nor the image.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_TRUSTED_HOST

@@ -1,6 +1,6 @@
-"""Run inside a build: takes out of an environment what no service imports, and compiles the rest once and for all.
+"""Remove packages' files that no service imports, and compile the rest. Runs inside the build of the serving image.
 
-The root file system is read-only where the image runs, so what is not compiled here is compiled at every start.
+The image's root file system is read-only, so modules that are not compiled here would be compiled at every start.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# Of the Kubernetes client, which kserve imports: its twin for asyncio, as large as all else of it and imported by none.
+# The asyncio variant of the Kubernetes client, which kserve depends on but does not import; half of its size.
 _UNUSED = ("kubernetes/aio",)
 
 
-def main(places: Sequence[str]) -> None:
-    for place in map(Path, places):
-        for folder in unneeded_folders(place):
+def main(roots: Sequence[str]) -> None:
+    for root in map(Path, roots):
+        for folder in unneeded_folders(root):
             shutil.rmtree(folder)
-        # pip takes packages with files that do not compile; so do we. The sources never change: no dates are compared.
+        # Like pip, accept files that do not compile. The sources never change, so their dates need no comparison.
         compileall.compile_dir(
-            place, quiet=2, maxlevels=50, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+            root, quiet=2, maxlevels=50, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
         )
 
 
-def unneeded_folders(place: Path) -> Iterator[Path]:
-    """Folders of installed packages: their own tests, and what is named above."""
-    for packages in sorted(place.glob("lib/python*/site-packages")):
+def unneeded_folders(root: Path) -> Iterator[Path]:
+    """Yield the tests of installed packages, and the folders named above."""
+    for packages in sorted(root.glob("lib/python*/site-packages")):
         yield from (packages / name for name in _UNUSED if (packages / name).is_dir())
         yield from (folder for folder in sorted(packages.glob("*/**/tests")) if folder.is_dir())
 

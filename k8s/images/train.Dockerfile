@@ -1,10 +1,10 @@
-# The training pods: Python, torch, our whole source and the user's project. Every step's command runs in it as it runs
-# on a laptop: `docker run IMAGE python -m pipeline.training.node runs/RUN`. The packager fills the defaults;
-# `--build-arg ACCELERATOR=gpu` takes CUDA's builds of torch and ONNX Runtime in the place of those for CPU.
+# The training pods: Python, torch, our whole source and the user's project. The command of every step is the local one:
+# `docker run IMAGE python -m pipeline.training.node runs/RUN`. `pipe package` sets the ARGs; with
+# `--build-arg ACCELERATOR=gpu` the image has the CUDA builds of torch and ONNX Runtime.
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS packages
 ARG ACCELERATOR=cpu
-# Where pip looks is the builder's business: read while building, kept nowhere in the context and not in the image.
+# The package index comes from the builder's environment; it is in neither the context nor the image.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_TRUSTED_HOST

@@ -287,21 +287,21 @@ def _without_queue(labels: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in labels.items() if not name.startswith("kueue.")}
 
 
-def node_components(gpus: int, placed: NodePlacement) -> list[str]:
+def node_components(gpus: int, placement: NodePlacement) -> list[str]:
     """Return the kustomize components for the nodes' kind, in the order they are applied."""
-    return ["gpu" if gpus else "cpu", *(["spot"] if placed.spot else [])]
+    return ["gpu" if gpus else "cpu", *(["spot"] if placement.spot else [])]
 
 
 def set_node_placement(
-    pod: Object, container: Object, gpus: int, placed: NodePlacement, image_pull_secret: str
+    pod: Object, container: Object, gpus: int, placement: NodePlacement, image_pull_secret: str
 ) -> None:
     """Add GPUs, node selector, tolerations and the pull secret to what the components have set."""
     if gpus:
         container["resources"].setdefault("limits", {})[GPU_RESOURCE] = str(gpus)
-    pod["nodeSelector"] = {**pod.get("nodeSelector", {}), **placed.node_selector}
+    pod["nodeSelector"] = {**pod.get("nodeSelector", {}), **placement.node_selector}
     pod["tolerations"] = [
         *pod.get("tolerations", []),
-        *(parse_toleration(text) for text in placed.tolerations),
+        *(parse_toleration(text) for text in placement.tolerations),
     ]
     if image_pull_secret:
         pod["imagePullSecrets"] = [{"name": image_pull_secret}]

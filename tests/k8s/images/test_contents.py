@@ -93,7 +93,7 @@ def test_packages_of_alpine_are_read() -> None:
 def test_an_archive_without_an_image_is_an_error(tmp_path: Path) -> None:
     archive = tmp_path / "image.tar"
     archive.write_bytes(tar_of({"readme": b"hello"}))
-    with pytest.raises(StageError, match="neither Docker's nor OCI's"):
+    with pytest.raises(StageError, match="neither docker's nor OCI's"):
         read_installed_packages(archive)
 
 

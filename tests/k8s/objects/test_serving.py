@@ -8,7 +8,7 @@ from k8s.objects import serving
 from k8s.objects.manifests import BUNDLE_ANNOTATION
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError
-from serve.metrics import Metrics
+from serve.prometheus import Metrics
 
 from ..conftest import Configure
 from ..invariants import check
@@ -178,7 +178,7 @@ def test_an_image_by_fixed_tag_or_digest_is_accepted(image: str, configure: Conf
         ({"namespace": "My_Models"}, "deploy.namespace"),
         ({"storage_uri": "pvc://a/b"}, "deploy.storage_uri: only KServe"),
         ({"gateway": "edge", "ingress_class": "nginx"}, "are both set"),
-        ({"target": "kserve", "ingress_class": "default"}, "deploy.ingress_class=default: KServe makes"),
+        ({"target": "kserve", "ingress_class": "default"}, "deploy.ingress_class=default: KServe creates"),
         ({"target": "kserve", "target_concurrency": 4}, "deploy.target_concurrency"),
         ({"target": "kserve", "service_monitor_labels": {"release": "p"}}, "deploy.service_monitor_labels"),
         ({"environment": {"LOG_FORMAT": "text"}}, "deploy.environment.LOG_FORMAT: is set"),
