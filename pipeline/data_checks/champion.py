@@ -1,4 +1,4 @@
-"""The champion whose training data new data is held against, and what that data looked like."""
+"""The champion whose training data new data is compared with, and the profile of that data."""
 
 from __future__ import annotations
 
@@ -13,70 +13,70 @@ from pipeline.contract.run import Run, RunFile
 if TYPE_CHECKING:
     from pipeline.data_checks.profile import Profile
 
-PART = "rival:champion"  # of prepare's key: the bundle it is compared with, or NONE
-NONE = "none that is trained on other data"
-_LOOKED_AT = 32  # champions of the past
+CHAMPION_PART = "rival:champion"  # part of the key of prepare: the champion's bundle, or NO_CHAMPION
+NO_CHAMPION = "none that is trained on other data"
+_MAX_PAST_CHAMPIONS = 32  # champions of the past that are considered
 
 
-def rival(registry: Registry, runs: Path, parts: Mapping[str, str]) -> Entry | None:
-    """The newest champion that was trained on other data than prepare makes of these parts.
+def comparable_champion(registry: Registry, runs: Path, parts: Mapping[str, str]) -> Entry | None:
+    """Return the newest champion that was trained on other data than prepare produces from these parts.
 
-    As a candidate is not judged by itself, data is not held against itself: a run that is deployed and run again finds
-    the rival it had, so that its key stays what it was. Champions whose run is gone have nothing to compare.
+    Data is not compared with itself: after a deployment a rerun finds the champion it had before, so that its key does
+    not change. Champions whose run was deleted are skipped.
     """
-    own = _without(parts)
-    for entry in _champions(registry):
-        body = _run_of(entry, runs)
+    own = _without_champion(parts)
+    for entry in _past_champions(registry):
+        body = _read_run(entry, runs)
         record = body.steps.get("prepare") if body else None
-        if body is not None and (record is None or _without(record.parts) != own):
+        if body is not None and (record is None or _without_champion(record.parts) != own):
             return entry
     return None
 
 
-def entry_of(registry: Registry, runs: Path, run: Run) -> Entry | None:
-    """The one that the run's key names; without a key, as when prepare is called by itself, the rival as it stands."""
+def recorded_champion(registry: Registry, runs: Path, run: Run) -> Entry | None:
+    """Return the champion in the run's key; without a key (prepare called directly) the current one."""
     record = run.read().steps.get("prepare")
-    if record is None or PART not in record.parts:
-        return rival(registry, runs, record.parts if record else {})
-    return next((entry for entry in _champions(registry) if entry.bundle == record.parts[PART]), None)
+    if record is None or CHAMPION_PART not in record.parts:
+        return comparable_champion(registry, runs, record.parts if record else {})
+    return next((entry for entry in _past_champions(registry) if entry.bundle == record.parts[CHAMPION_PART]), None)
 
 
-def profile_of(entry: Entry, runs: Path) -> Profile | None:
+def champion_profile(entry: Entry, runs: Path) -> Profile | None:
     from pipeline.data_checks.profile import read_profile
 
-    return read_profile(_directory(entry, runs) / "prepare" / "profile.json")
+    return read_profile(_run_directory(entry, runs) / "prepare" / "profile.json")
 
 
-def gone(registry: Registry, runs: Path) -> str:
-    """A sentence where the champion's run cannot be found, else nothing."""
+def missing_champion_note(registry: Registry, runs: Path) -> str:
+    """Return a note if the champion's run does not exist here, else an empty string."""
     entry = registry.names.get(CHAMPION)
-    if entry is None or _run_of(entry, runs) is not None:
+    if entry is None or _read_run(entry, runs) is not None:
         return ""
     return (
-        f"the champion's run {entry.run} is not here, so the data was not compared with what the champion "
-        "was trained on; bring the run back, or name another champion with `pipe promote`"
+        f"the champion's run {entry.run} is not here, so the data was not compared with the champion's training "
+        "data; to fix it: restore the run, or choose another champion with `pipe promote`"
     )
 
 
-def _champions(registry: Registry) -> Iterator[Entry]:
-    """The one of now, then those before it, each once."""
+def _past_champions(registry: Registry) -> Iterator[Entry]:
+    """Yield the current champion, then earlier ones, each once."""
     past = (change.entry for change in reversed(registry.history) if change.name == CHAMPION)
-    yield from list({entry.path: entry for entry in past}.values())[:_LOOKED_AT]
+    yield from list({entry.path: entry for entry in past}.values())[:_MAX_PAST_CHAMPIONS]
 
 
-def _run_of(entry: Entry, runs: Path) -> RunFile | None:
-    directory = _directory(entry, runs)
+def _read_run(entry: Entry, runs: Path) -> RunFile | None:
+    directory = _run_directory(entry, runs)
     if not (directory / "run.json").is_file():
         return None
     try:
         return Run(directory).read()
-    except PipelineError:  # damaged: whoever needs the run itself will say so
+    except PipelineError:  # damaged; commands that need the run report it
         return None
 
 
-def _directory(entry: Entry, runs: Path) -> Path:
+def _run_directory(entry: Entry, runs: Path) -> Path:
     return runs / entry.run
 
 
-def _without(parts: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in parts.items() if name != PART}
+def _without_champion(parts: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in parts.items() if name != CHAMPION_PART}

@@ -1,8 +1,7 @@
-"""Pairs of samples in two splits that are nearly one: found by hashing, near linear, and confirmed by a distance.
+"""Near-duplicates between splits: candidates from locality-sensitive hashing, confirmed by a distance.
 
-Pictures and vectors as points: perceptual hashes, and what lies between natural neighbours.
-
-Texts as sets of short runs of tokens: MinHash codes, and what share two texts have in common.
+Images and vectors are points with random-hyperplane hashes. Texts are sets of token shingles with MinHash codes and
+Jaccard distance. Distances are relative to the usual distance of a training sample to its nearest neighbor.
 """
 
 from __future__ import annotations
@@ -17,24 +16,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.data_checks.profile import Floats, Integers, floats_of, ids_of, kind_of
+from pipeline.data_checks.profile import Floats, Integers, as_floats, as_ids, feature_kind
 
 Codes: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]  # sample × table
 Digests: TypeAlias = np.ndarray[Any, np.dtype[np.bytes_]]
-Nearness: TypeAlias = Callable[[Codes, Codes], np.ndarray[Any, np.dtype[np.int64]]]  # of pairs; smaller is nearer
+PairDistance: TypeAlias = Callable[[Codes, Codes], np.ndarray[Any, np.dtype[np.int64]]]  # of pairs; smaller is nearer
 Distances: TypeAlias = Callable[[tuple[str, Integers], tuple[str, Integers]], Floats]
 
+NEAR_DUPLICATE_DISTANCE = 0.25  # fraction of the usual distance between neighbors
 TABLES = 8
-_WINDOW = 16  # samples that share a code are compared with so many others of it, so that a crowd stays cheap
-_CONFIRMED = 5_000  # pairs whose distance is worked out, the likeliest ones
-_HELD = 200_000  # pairs in memory before the unlikely ones are let go
+_MAX_NEIGHBORS = 16  # with the same code that a sample is compared with, so that large groups stay cheap
+_MAX_PAIRS = 5_000  # whose distance is computed
+_MAX_RANKED = 200_000  # pairs in memory before distant ones are dropped
 
 
 @dataclass(frozen=True)
 class Pair:
     a: tuple[str, int]  # split and index; the earlier split
     b: tuple[str, int]
-    distance: float  # as a share of what lies between natural neighbours
+    distance: float  # relative to the usual distance between neighbors
 
     def row(self, column: str) -> dict[str, Any]:
         a, b = ({"split": split, "index": index} for split, index in (self.a, self.b))
@@ -42,29 +42,29 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Search:
-    """What is known of every sample: its codes in each split, and digests that tell exact copies."""
+class CandidateSearch:
+    """Hash codes of the samples of each split, and digests that identify exact copies."""
 
     codes: Mapping[str, Codes]
     digests: Mapping[str, Digests]
 
-    def candidates(self, nearness: Nearness, furthest: int) -> tuple[Integers, Integers]:
-        """Places, in all splits one after the other, of pairs that share a code; likeliest first, no exact copies."""
+    def candidates(self, nearness: PairDistance, max_difference: int) -> tuple[Integers, Integers]:
+        """Return pairs that share a code, nearest first, without exact copies, as indices into all splits in order."""
         codes = np.concatenate(list(self.codes.values()))
         digests = np.concatenate(list(self.digests.values()))
         split = np.repeat(np.arange(len(self.codes)), [len(found) for found in self.codes.values()])
-        count, ranked = len(codes), np.empty((2, 0), np.int64)  # how near, and which pair as one number
-        for left, right in _meet(codes, split):
+        count, ranked = len(codes), np.empty((2, 0), np.int64)  # distance of the codes, and the pair as one number
+        for left, right in _colliding_pairs(codes, split):
             near = nearness(codes[left], codes[right])
-            kept = (near <= furthest) & (digests[left] != digests[right])
+            kept = (near <= max_difference) & (digests[left] != digests[right])
             ranked = np.concatenate([ranked, [near[kept], left[kept] * count + right[kept]]], axis=1)
-            if ranked.shape[1] > _HELD:
-                ranked = _likeliest(ranked)
-        pairs = _likeliest(ranked)[1]
+            if ranked.shape[1] > _MAX_RANKED:
+                ranked = _nearest_pairs(ranked)
+        pairs = _nearest_pairs(ranked)[1]
         return pairs // max(count, 1), pairs % max(count, 1)
 
     def confirm(self, places: tuple[Integers, Integers], distances: Distances, limit: float) -> list[Pair]:
-        """Those within the limit, in the order of the data."""
+        """Return the pairs within the limit, in the order of the data."""
         left, right = places
         names, starts = list(self.codes), np.cumsum([0, *(len(found) for found in self.codes.values())])
         sides = [np.searchsorted(starts, side, side="right") - 1 for side in (left, right)]
@@ -79,21 +79,21 @@ class Search:
         return sorted(found, key=lambda pair: (pair.b, pair.a))
 
 
-def _likeliest(ranked: Integers) -> Integers:
+def _nearest_pairs(ranked: Integers) -> Integers:
     once = ranked[:, np.unique(ranked[1], return_index=True)[1]]
-    return np.asarray(once[:, np.argsort(once[0], kind="stable")[:_CONFIRMED]])
+    return np.asarray(once[:, np.argsort(once[0], kind="stable")[:_MAX_PAIRS]])
 
 
-def _meet(codes: Codes, split: Integers) -> Iterator[tuple[Integers, Integers]]:
-    """Pairs of different splits that stand near each other when sorted by a table's code.
+def _colliding_pairs(codes: Codes, split: Integers) -> Iterator[tuple[Integers, Integers]]:
+    """Yield pairs of different splits that are adjacent when sorted by the code of a table.
 
-    The next table breaks ties: of a crowd with one code, those that share two stand together.
+    The next table breaks ties, so that samples that share two codes are adjacent.
     """
     for table in range(codes.shape[1]):
         code = codes[:, table]
         order = np.lexsort((codes[:, (table + 1) % codes.shape[1]], code))
         ranked, sides = code[order], split[order]
-        for step in range(1, min(_WINDOW, len(codes) - 1) + 1):
+        for step in range(1, min(_MAX_NEIGHBORS, len(codes) - 1) + 1):
             same = np.flatnonzero((ranked[:-step] == ranked[step:]) & (sides[:-step] != sides[step:]))
             first, second = order[same], order[same + step]
             yield np.minimum(first, second), np.maximum(first, second)
@@ -102,32 +102,32 @@ def _meet(codes: Codes, split: Integers) -> Iterator[tuple[Integers, Integers]]:
 _BITS = np.array([i.bit_count() for i in range(256)], dtype=np.uint8)
 
 
-def different_bits(a: Codes, b: Codes) -> Integers:
+def count_different_bits(a: Codes, b: Codes) -> Integers:
     return np.asarray(_BITS[np.ascontiguousarray(a ^ b).view(np.uint8)].sum(axis=1, dtype=np.int64))
 
 
-def different_tables(a: Codes, b: Codes) -> Integers:
+def count_different_tables(a: Codes, b: Codes) -> Integers:
     return np.asarray((a != b).sum(axis=1, dtype=np.int64))
 
 
-_FEWEST_NUMBERS = 10  # numbers of a sample, for a neighbour to be more than a coincidence
-_SIDE = 32  # of the grey picture that is compared
-_WAVES = 8  # low frequencies of the cosine transform, each way, that the hash sees
-_LONGEST = 1024  # numbers of a vector that is compared; a longer one is projected
-_PILOT = 1024  # samples that tell how far natural neighbours are
+_MIN_NUMBERS = 10  # per sample; with fewer, close neighbors are coincidence
+_IMAGE_SIDE = 32  # pixels of the greyscale image that is compared
+_FREQUENCIES = 8  # lowest frequencies of the cosine transform per axis that are hashed
+_MAX_NUMBERS = 1024  # per vector; longer ones are projected
+_PILOT_SAMPLES = 1024  # to estimate the distance of neighbors
 
 
 @dataclass(frozen=True)
-class Space:
-    """Where samples of these columns are points; far and near is told in units of natural neighbours' distance."""
+class FeatureSpace:
+    """A space in which samples are points; distances are relative to the usual distance of neighbors."""
 
     columns: tuple[str, ...]
-    picture: bool
+    image: bool
     centre: Floats
     scale: Floats
-    planes: Floats  # a bit of the hash says on which side of one a point lies
-    offsets: Floats  # where planes stand; each goes through some training sample, so that they are where samples are
-    natural: float  # median distance of a training sample to its nearest neighbour; 0 where there is none to speak of
+    planes: Floats  # a bit of the hash is the side of a plane
+    offsets: Floats  # each plane goes through a training sample
+    neighbor_distance: float  # median distance of a training sample to its nearest neighbor; 0 if undefined
 
     @property
     def name(self) -> str:
@@ -139,17 +139,17 @@ class Space:
         return int(self.planes.shape[1])
 
     def points(self, batch: Mapping[str, Tensor]) -> Floats:
-        return (_raw(batch, self.columns, self.picture) - self.centre) / self.scale
+        return (_raw_values(batch, self.columns, self.image) - self.centre) / self.scale
 
     def codes(self, batch: Mapping[str, Tensor]) -> Codes:
         side = self._sides(self.points(batch)).reshape(-1, TABLES, self.bits // TABLES)
         return np.asarray((side * (1 << np.arange(self.bits // TABLES))).sum(axis=2), np.uint32)
 
-    def furthest(self, batch: Mapping[str, Tensor], limit: float) -> int:
-        """Bits in which nearly all copies differ at most, when moved as far as the limit anywhere."""
-        points = self.points(batch)[:_PILOT]
+    def max_difference(self, batch: Mapping[str, Tensor], limit: float) -> int:
+        """Return the number of bits in which 99% of copies differ at most, if moved by the limit."""
+        points = self.points(batch)[:_PILOT_SAMPLES]
         moved = np.random.Generator(np.random.PCG64(4)).standard_normal(points.shape)
-        moved *= limit * self.natural / np.sqrt((moved**2).sum(axis=1, keepdims=True))
+        moved *= limit * self.neighbor_distance / np.sqrt((moved**2).sum(axis=1, keepdims=True))
         flips = (self._sides(points) != self._sides(points + moved)).sum(axis=1)
         return math.ceil(float(np.quantile(flips, 0.99)))
 
@@ -157,61 +157,61 @@ class Space:
         return np.asarray(points @ self.planes > self.offsets)
 
     def distances(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Floats:
-        """Of pairs, as shares of the natural one."""
+        """Return distances of pairs relative to the distance of neighbors."""
         gap = self.points(a) - self.points(b)
-        return np.asarray(np.sqrt((gap**2).sum(axis=1)) / self.natural)
+        return np.asarray(np.sqrt((gap**2).sum(axis=1)) / self.neighbor_distance)
 
 
-def spaces_in(pilot: Mapping[str, Tensor], inputs: Sequence[str], total: int) -> tuple[list[Space], list[str]]:
-    """One for each picture and each vector, one for all single numbers together; and why others have none."""
+def find_spaces(pilot: Mapping[str, Tensor], inputs: Sequence[str], total: int) -> tuple[list[FeatureSpace], list[str]]:
+    """Return a space per image and vector and one for all scalars, and notes on columns without one."""
     dense = [name for name in inputs if _is_dense(pilot[name])]
-    alone = [name for name in dense if math.prod(pilot[name].shape[1:]) > 1]
-    single = tuple(name for name in dense if name not in alone)
-    groups = [(name,) for name in alone] + ([single] if single else [])
+    arrays = [name for name in dense if math.prod(pilot[name].shape[1:]) > 1]
+    single = tuple(name for name in dense if name not in arrays)
+    groups = [(name,) for name in arrays] + ([single] if single else [])
     found, notes = [], []
     for columns in groups:
-        space = _space(pilot, columns, total)
+        space = _build_space(pilot, columns, total)
         if space is None:
-            notes.append(f"{', '.join(columns)}: too few numbers to tell a near copy from a neighbour")
-        elif not space.natural:
-            notes.append(f"{space.name}: samples of train do not differ, so near copies cannot be told")
+            notes.append(f"{', '.join(columns)}: too few numbers to distinguish near-duplicates from neighbors")
+        elif not space.neighbor_distance:
+            notes.append(f"{space.name}: samples of train do not differ, so near-duplicates cannot be detected")
         else:
             found.append(space)
     return found, notes
 
 
-def is_picture(column: Tensor) -> bool:
-    """Grey, or with one, three or four channels first or last."""
+def is_image(column: Tensor) -> bool:
+    """Whether samples are greyscale or have one, three or four channels, first or last."""
     shape = tuple(column.shape[1:])
     if len(shape) == 3 and (shape[0] in (1, 3, 4) or shape[2] in (1, 3, 4)):
-        return min(shape[1:] if shape[0] in (1, 3, 4) else shape[:2]) >= _WAVES
-    return len(shape) == 2 and min(shape) >= _WAVES
+        return min(shape[1:] if shape[0] in (1, 3, 4) else shape[:2]) >= _FREQUENCIES
+    return len(shape) == 2 and min(shape) >= _FREQUENCIES
 
 
 def _is_dense(column: Tensor) -> bool:
-    return column.is_floating_point() or column.is_complex() or column.dtype == torch.uint8 or is_picture(column)
+    return column.is_floating_point() or column.is_complex() or column.dtype == torch.uint8 or is_image(column)
 
 
-def _space(pilot: Mapping[str, Tensor], columns: tuple[str, ...], total: int) -> Space | None:
-    some = {name: pilot[name][:_PILOT] for name in columns}
-    picture = len(columns) == 1 and is_picture(some[columns[0]])
-    raw = _raw(some, columns, picture)
+def _build_space(pilot: Mapping[str, Tensor], columns: tuple[str, ...], total: int) -> FeatureSpace | None:
+    some = {name: pilot[name][:_PILOT_SAMPLES] for name in columns}
+    image = len(columns) == 1 and is_image(some[columns[0]])
+    raw = _raw_values(some, columns, image)
     size = raw.shape[1]
-    if size < _FEWEST_NUMBERS:
+    if size < _MIN_NUMBERS:
         return None
     spread = raw.std(axis=0)
-    scale = np.ones(size) if picture else np.where(spread > 0, spread, 1.0)
+    scale = np.ones(size) if image else np.where(spread > 0, spread, 1.0)
     centre = raw.mean(axis=0)
-    planes = _planes(size, _picture_side(some[columns[0]]) if picture else None, total)
+    planes = _planes(size, _image_side(some[columns[0]]) if image else None, total)
     points = (raw - centre) / scale
     through = points[np.random.Generator(np.random.PCG64(5)).integers(0, len(points), planes.shape[1])]
-    return Space(
-        columns, picture, centre, scale, planes, (through * planes.T).sum(axis=1), _natural_distance(points, total)
+    return FeatureSpace(
+        columns, image, centre, scale, planes, (through * planes.T).sum(axis=1), _neighbor_distance(points, total)
     )
 
 
 def _planes(size: int, side: tuple[int, int] | None, total: int) -> Floats:
-    """As many bits a table as leave few strangers in a bucket. Of pictures, mixtures of low frequencies."""
+    """Return random planes with enough bits per table for small buckets; for images, of low frequencies."""
     bits = TABLES * min(24, max(8, math.ceil(math.log2(max(total, 2))) + 1))
     generator = np.random.Generator(np.random.PCG64(1))
     if side is None:
@@ -222,15 +222,15 @@ def _planes(size: int, side: tuple[int, int] | None, total: int) -> Floats:
 
 
 def _cosines(length: int) -> Floats:
-    place, wave = np.arange(length)[:, None], np.arange(min(_WAVES, length))[None]
+    place, wave = np.arange(length)[:, None], np.arange(min(_FREQUENCIES, length))[None]
     return np.asarray(np.cos(math.pi * (place + 0.5) * wave / length))
 
 
-def _natural_distance(points: Floats, total: int) -> float:
-    """The median, over samples that are no copies, of the distance to the nearest other one of so many.
+def _neighbor_distance(points: Floats, total: int) -> float:
+    """Return the median distance to the nearest neighbor that is not a copy, extrapolated to `total` samples.
 
-    Measured among some. Among more the nearest is nearer, by a power that the dimension of the cloud gives, which the
-    second neighbour tells (Facco's estimator): else neighbours in a large set would pass for copies.
+    In a larger set neighbors are closer, by a power that depends on the intrinsic dimension, which is estimated from
+    the second neighbor (Facco et al.). Without it, neighbors in a large set would count as near-duplicates.
     """
     norms = (points**2).sum(axis=1)
     squares = norms[:, None] + norms[None] - 2 * points @ points.T
@@ -245,20 +245,20 @@ def _natural_distance(points: Floats, total: int) -> float:
     return float(np.median(nearest[:, 0]) * min(1.0, len(points) / total) ** growth)
 
 
-def _raw(batch: Mapping[str, Tensor], columns: Sequence[str], picture: bool) -> Floats:
-    if picture:
-        return _pictured(batch[columns[0]])
-    rows = np.concatenate([floats_of(batch[name]) for name in columns], axis=1)
+def _raw_values(batch: Mapping[str, Tensor], columns: Sequence[str], image: bool) -> Floats:
+    if image:
+        return _normalized_image(batch[columns[0]])
+    rows = np.concatenate([as_floats(batch[name]) for name in columns], axis=1)
     rows = np.asarray(np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0))
-    if rows.shape[1] <= _LONGEST:
+    if rows.shape[1] <= _MAX_NUMBERS:
         return rows
     signs = np.random.Generator(np.random.PCG64(2)).integers(0, 2, (rows.shape[1], 256)) * 2.0 - 1
     return np.asarray(rows @ signs / math.sqrt(256))
 
 
-def _pictured(column: Tensor) -> Floats:
-    """Grey, small, and the same whatever its brightness and contrast."""
-    grey, side = _grey(column), _picture_side(column)
+def _normalized_image(column: Tensor) -> Floats:
+    """Return a small greyscale image, normalized for brightness and contrast."""
+    grey, side = _greyscale(column), _image_side(column)
     if grey.shape[1:] != side:
         grey = functional.adaptive_avg_pool2d(grey[:, None], side)
     small = grey.flatten(1).double().numpy()
@@ -267,34 +267,34 @@ def _pictured(column: Tensor) -> Floats:
     return np.asarray(small / np.where(length > 0, length, 1.0))
 
 
-def _picture_side(column: Tensor) -> tuple[int, int]:
-    height, width = _grey(column[:1]).shape[1:]
-    return min(_SIDE, height), min(_SIDE, width)
+def _image_side(column: Tensor) -> tuple[int, int]:
+    height, width = _greyscale(column[:1]).shape[1:]
+    return min(_IMAGE_SIDE, height), min(_IMAGE_SIDE, width)
 
 
-def _grey(column: Tensor) -> Tensor:
+def _greyscale(column: Tensor) -> Tensor:
     value = column.detach().cpu().float()
     if value.ndim == 4:
         value = value.mean(dim=1 if value.shape[1] in (1, 3, 4) else 3)
     return torch.nan_to_num(value, posinf=0.0, neginf=0.0)
 
 
-_RUN = 3  # tokens of a shingle
-_FEWEST_IDS = 16  # different ids; a mask is no text
-_MINIMA = 4  # a table's code is made of: texts that share four fifths meet in 98 % of cases, strangers hardly ever
-_NEVER = np.uint32(0xFFFFFFFF)
+_SHINGLE_TOKENS = 3  # per shingle
+_MIN_DISTINCT_IDS = 16  # a mask is not a text
+_HASHES_PER_TABLE = 4  # texts with a Jaccard index of 0.8 share a code with 98% probability
+_NO_SHINGLE = np.uint32(0xFFFFFFFF)
 
 Hashes: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 @dataclass(frozen=True)
-class Text:
+class TextColumn:
     """A column of token ids."""
 
     column: str
-    natural: float  # median distance (one less the shared part) of a training text to the nearest other one
+    neighbor_distance: float  # median Jaccard distance of a training text to the nearest other one
 
-    furthest: ClassVar[int] = TABLES - 1  # tables that two may differ in, to be worth a closer look
+    max_difference: ClassVar[int] = TABLES - 1  # tables in which candidates may differ
 
     @property
     def name(self) -> str:
@@ -305,70 +305,74 @@ class Text:
         return (self.column,)
 
     def codes(self, batch: Mapping[str, Tensor]) -> Codes:
-        minima = _minima(hashed(ids_of(batch[self.column]))).astype(np.uint64)
-        bands = minima.reshape(-1, TABLES, _MINIMA)
+        minima = _minhashes(shingle_hashes(as_ids(batch[self.column]))).astype(np.uint64)
+        bands = minima.reshape(-1, TABLES, _HASHES_PER_TABLE)
         odd = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
         mixed = (bands * odd).sum(axis=2, dtype=np.uint64)
         return np.asarray(mixed >> np.uint64(32), np.uint32)
 
     def distances(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Floats:
-        """Of pairs: what they do not share, as a share of the natural."""
-        sides = [hashed(ids_of(batch[self.column])) for batch in (a, b)]
-        return np.array([1 - shared(x, y) for x, y in zip(*sides, strict=True)]) / self.natural
+        """Return Jaccard distances of pairs relative to that of neighbors."""
+        sides = [shingle_hashes(as_ids(batch[self.column])) for batch in (a, b)]
+        return np.array([1 - jaccard(x, y) for x, y in zip(*sides, strict=True)]) / self.neighbor_distance
 
 
-def texts_in(pilot: Mapping[str, Tensor], inputs: Sequence[str]) -> list[Text]:
-    """Columns of tokens in which training texts differ: a mask, or positions, are none."""
+def find_texts(pilot: Mapping[str, Tensor], inputs: Sequence[str]) -> list[TextColumn]:
+    """Return the columns of token ids; masks and positions are not texts."""
     found = []
     for name in inputs:
         values = pilot[name]
-        if values.ndim != 2 or values.shape[1] < 2 * _RUN or kind_of(values) != "ids":
+        if values.ndim != 2 or values.shape[1] < 2 * _SHINGLE_TOKENS or feature_kind(values) != "ids":
             continue
-        ids = ids_of(values)
-        counting = float((np.diff(ids, axis=1) == 1).mean())  # of positions, whether texts are packed or not
-        if len(np.unique(ids)) >= _FEWEST_IDS and counting < 0.5 and (natural := _natural_overlap(ids[:_PILOT])):
-            found.append(Text(name, natural))
+        ids = as_ids(values)
+        counting = float((np.diff(ids, axis=1) == 1).mean())  # positions increase by one, in packed texts too
+        if (
+            len(np.unique(ids)) >= _MIN_DISTINCT_IDS
+            and counting < 0.5
+            and (neighbor_distance := _neighbor_text_distance(ids[:_PILOT_SAMPLES]))
+        ):
+            found.append(TextColumn(name, neighbor_distance))
     return found
 
 
-def hashed(ids: Integers) -> Hashes:
-    """A number for each run of tokens; runs of one token, as padding is, are left out."""
-    runs = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), _RUN, axis=1)
+def shingle_hashes(ids: Integers) -> Hashes:
+    """Return a hash for each shingle; shingles of a single token, such as padding, are left out."""
+    runs = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), _SHINGLE_TOKENS, axis=1)
     mixed = np.zeros(runs.shape[:2], np.uint64)
-    for i in range(_RUN):
+    for i in range(_SHINGLE_TOKENS):
         mixed = (mixed ^ runs[:, :, i]) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
     found = (mixed >> np.uint64(16)).astype(np.uint32)
-    return np.where((runs == runs[:, :, :1]).all(axis=2), _NEVER, found)
+    return np.where((runs == runs[:, :, :1]).all(axis=2), _NO_SHINGLE, found)
 
 
-def shared(a: Hashes, b: Hashes) -> float:
-    """Jaccard's measure of two texts' runs."""
-    first, second = np.unique(a[a != _NEVER]), np.unique(b[b != _NEVER])
+def jaccard(a: Hashes, b: Hashes) -> float:
+    """Return the Jaccard index of two sets of shingles."""
+    first, second = np.unique(a[a != _NO_SHINGLE]), np.unique(b[b != _NO_SHINGLE])
     both = len(np.intersect1d(first, second, assume_unique=True))
     either = len(first) + len(second) - both
     return both / either if either else 0.0
 
 
-def _minima(hashes: Hashes) -> Hashes:
-    """The least of all runs under many hash functions, a few samples at a time so that they stay in the cache."""
+def _minhashes(hashes: Hashes) -> Hashes:
+    """Return the minimum over shingles of each hash function (MinHash), in batches that fit into the CPU cache."""
     generator = np.random.Generator(np.random.PCG64(3))
-    factors = generator.integers(0, 1 << 31, TABLES * _MINIMA, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
+    factors = generator.integers(0, 1 << 31, TABLES * _HASHES_PER_TABLE, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
     found = np.empty((len(hashes), len(factors)), np.uint32)
     for start in range(0, len(hashes), 256):
         part = hashes[start : start + 256]
-        gone = part == _NEVER
+        empty = part == _NO_SHINGLE
         for i, factor in enumerate(factors):
             mixed = part * factor
             mixed ^= mixed >> np.uint32(15)
-            mixed[gone] = _NEVER
+            mixed[empty] = _NO_SHINGLE
             found[start : start + 256, i] = mixed.min(axis=1)
     return found
 
 
-def _natural_overlap(ids: Integers) -> float:
-    """By the share of equal minima, which is Jaccard's measure as closely as it is needed here."""
-    minima = _minima(hashed(ids))
+def _neighbor_text_distance(ids: Integers) -> float:
+    """Return the median distance to the nearest text, estimated by the fraction of equal MinHash values."""
+    minima = _minhashes(shingle_hashes(ids))
     alike = np.zeros((len(minima), len(minima)), np.int64)
     for column in minima.T:
         alike += column[:, None] == column[None]

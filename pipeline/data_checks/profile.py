@@ -1,6 +1,6 @@
-"""What a split looks like in bounded memory: shapes, gaps, ranges and a histogram of each feature.
+"""The profile of a split in bounded memory: schema, missing values, and a histogram of each feature.
 
-What is looked at of a column: its own numbers while they are few, a few sums of each sample where they are many.
+Short vectors have a feature per number; images and long vectors are summarized by a few sums per sample.
 """
 
 from __future__ import annotations
@@ -24,59 +24,59 @@ Kind: TypeAlias = Literal["numbers", "sums", "ids"]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-LABEL = "class label"  # what a classifier's `actual` gives; with a blank, as no column has
-_COMPONENTS = 256  # a vector this long is looked at number by number
-_CODES = 16  # integers in a row up to here are separate facts; more are a text
-_CLASSES = 64  # distinct integers up to here are names, not amounts
+LABEL = "class label"  # what a classifier's `actual` returns; no column has a name with a blank
+_MAX_VECTOR_LENGTH = 256  # longer vectors are summarized
+_MAX_CODES = 16  # longer rows of integers are texts
+_MAX_CLASSES = 64  # up to here distinct integers are categories, not amounts
 _PROJECTIONS = 8
 SUMS = ("mean", "spread", *(f"projection {i}" for i in range(_PROJECTIONS)))
 
 
-def kind_of(values: Tensor) -> Kind:
-    """From a good many samples of the column."""
+def feature_kind(values: Tensor) -> Kind:
+    """Return how to profile a column, from a sample of its values."""
     whole = not (values.is_floating_point() or values.is_complex())
     size = math.prod(values.shape[1:])
-    if whole and values.dtype != torch.uint8 and values.ndim == 2 and size > _CODES:
+    if whole and values.dtype != torch.uint8 and values.ndim == 2 and size > _MAX_CODES:
         return "ids"  # of tokens
-    if size == 1 and whole and len(torch.unique(values)) <= _CLASSES:
+    if size == 1 and whole and len(torch.unique(values)) <= _MAX_CLASSES:
         return "ids"
-    return "numbers" if size == 1 or (values.ndim == 2 and size <= _COMPONENTS) else "sums"
+    return "numbers" if size == 1 or (values.ndim == 2 and size <= _MAX_VECTOR_LENGTH) else "sums"
 
 
-def names_of(kind: Kind, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Of its features, to stand behind the column's name."""
+def feature_names(kind: Kind, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the suffixes of the names of its features."""
     if kind == "sums":
         return tuple(f" ({name})" for name in SUMS)
     size = math.prod(shape)
     return tuple(f"[{i}]" for i in range(size)) if kind == "numbers" and size > 1 else ("",)
 
 
-def floats_of(column: Tensor) -> Floats:
-    """A row for each sample; complex numbers are two."""
+def as_floats(column: Tensor) -> Floats:
+    """Return a row per sample; complex numbers become two numbers."""
     value = torch.view_as_real(column) if column.is_complex() else column
     flat = value.detach().cpu().reshape(len(value), math.prod(value.shape[1:]))
     return np.asarray(flat.to(torch.float64).numpy())
 
 
-def numbers_of(kind: Kind, column: Tensor) -> Floats:
-    """Features of each sample; NaN where there is nothing finite to sum."""
-    found = floats_of(column)
+def feature_values(kind: Kind, column: Tensor) -> Floats:
+    """Return the features of each sample; NaN if it has no finite number."""
+    found = as_floats(column)
     return _sums(found) if kind == "sums" else found
 
 
-def ids_of(column: Tensor) -> Integers:
+def as_ids(column: Tensor) -> Integers:
     return np.asarray(column.detach().cpu().reshape(len(column), -1).to(torch.int64).numpy())
 
 
-def missing_of(column: Tensor) -> int:
-    """How many of its numbers are NaN or infinite."""
+def count_missing(column: Tensor) -> int:
+    """Return how many numbers are NaN or infinite."""
     if not (column.is_floating_point() or column.is_complex()):
         return 0
     return int(column.numel() - torch.isfinite(column).sum())
 
 
 def _sums(rows: Floats) -> Floats:
-    """Mean, spread and projections. The projections do not see the mean, so that they tell something else."""
+    """Return mean, standard deviation and random projections of the centered values."""
     with_gaps = not np.isfinite(rows).all()
     finite = np.isfinite(rows)
     clean = np.where(finite, rows, 0.0) if with_gaps else rows
@@ -92,17 +92,17 @@ def _sums(rows: Floats) -> Floats:
 
 @functools.lru_cache(maxsize=32)
 def _directions(size: int) -> Floats:
-    """The same on every machine, for ever: profiles of different runs are compared through them."""
+    """Return fixed random directions: profiles of different runs must be comparable."""
     signs = np.random.Generator(np.random.PCG64(0)).integers(0, 2, (size, _PROJECTIONS)) * 2.0 - 1
     return np.asarray(signs / math.sqrt(max(size, 1)))
 
 
 _BINS = 32  # equally full in the training split
-MOST_IDS = 255  # the most frequent ones have a bin each, the others share one
+MAX_IDS = 255  # the most frequent ids have a bin each, the others share one
 
 
-class Facts(Frozen):
-    """Of one column in one split."""
+class ColumnSummary(Frozen):
+    """Type, shape and missing values of one column in one split."""
 
     dtype: str
     shape: tuple[int, ...]  # of a sample
@@ -111,11 +111,11 @@ class Facts(Frozen):
 
 
 class Histogram(Frozen):
-    """Of one feature in one split; a bin reaches from one edge, without it, to the next, with it."""
+    """Histogram of one feature in one split; a bin includes its upper edge."""
 
     samples: int
-    bins: tuple[int, ...]  # what lies below the first edge, between, and above the last one
-    squares: tuple[int, ...] = ()  # ids: sums of each sample's count squared, for tokens of one text go together
+    bins: tuple[int, ...]  # counts below the first edge, between edges, and above the last one
+    squares: tuple[int, ...] = ()  # for ids: sums of squared counts per sample, as tokens of one text are dependent
     low: float | None = None
     high: float | None = None
     mean: float | None = None
@@ -124,11 +124,11 @@ class Histogram(Frozen):
 
 class Feature(Frozen):
     column: str
-    name: str  # column and what of it
+    name: str  # column and suffix
     kind: Kind
     edges: tuple[float, ...] = ()
     ids: tuple[int, ...] = ()
-    words: tuple[str, ...] = ()  # for ids, where they have any
+    words: tuple[str, ...] = ()  # names of the ids, if there are any
     splits: Mapping[str, Histogram] = {}
 
 
@@ -138,7 +138,7 @@ class Profile(Frozen):
     version: int = 1
     inputs: tuple[str, ...]
     classes: tuple[str, ...] | None
-    columns: Mapping[str, Mapping[str, Facts]]  # split → column
+    columns: Mapping[str, Mapping[str, ColumnSummary]]  # split → column
     features: tuple[Feature, ...]
 
 
@@ -147,26 +147,26 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def read_profile(path: Path) -> Profile | None:
-    """None where there is none that this version understands."""
+    """Return None if there is no profile that this version can read."""
     try:
         return Profile.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return None
 
 
-def lay_out(pilot: Mapping[str, Tensor]) -> tuple[Feature, ...]:
-    """Which features to look at, and where their histograms' edges are, from some samples of the training split."""
+def choose_features(pilot: Mapping[str, Tensor]) -> tuple[Feature, ...]:
+    """Choose features and the edges of their histograms from samples of the training split."""
     found: list[Feature] = []
     for column, values in pilot.items():
         if values[:1].numel() == 0:
             continue
-        kind = "ids" if column == LABEL else kind_of(values)
-        names = [column + name for name in names_of(kind, tuple(values.shape[1:]))]
+        kind = "ids" if column == LABEL else feature_kind(values)
+        names = [column + name for name in feature_names(kind, tuple(values.shape[1:]))]
         if kind == "ids":
-            ids = _frequent(ids_of(values))
+            ids = _frequent_ids(as_ids(values))
             found.append(Feature(column=column, name=names[0], kind=kind, ids=tuple(ids.tolist())))
             continue
-        numbers = numbers_of(kind, values)
+        numbers = feature_values(kind, values)
         if values.is_complex() and kind == "numbers":
             names = [f"{name} ({part})" for name in names for part in ("real", "imaginary")]
         for i, name in enumerate(names):
@@ -175,14 +175,14 @@ def lay_out(pilot: Mapping[str, Tensor]) -> tuple[Feature, ...]:
     return tuple(found)
 
 
-def _frequent(ids: Integers) -> Integers:
+def _frequent_ids(ids: Integers) -> Integers:
     values, counts = np.unique(ids, return_counts=True)
-    chosen = np.argsort(-counts, kind="stable")[:MOST_IDS]
+    chosen = np.argsort(-counts, kind="stable")[:MAX_IDS]
     return np.asarray(np.sort(values[chosen]))
 
 
 def _edges(values: Floats) -> Floats:
-    """Quantiles, each a value that occurs; the outermost two fence in all there is, so that a constant has a place."""
+    """Return quantiles that are values of the data; the outer two enclose all values, so that a constant has a bin."""
     clean = np.sort(values[np.isfinite(values)])
     if not len(clean):
         return np.empty(0)
@@ -192,7 +192,7 @@ def _edges(values: Floats) -> Floats:
 
 
 @dataclass
-class _Tally:
+class _FeatureCounts:
     """Running sums of one feature."""
 
     feature: Feature
@@ -202,7 +202,7 @@ class _Tally:
     high: float = -np.inf
     total: float = 0.0
     square: float = 0.0
-    shift: float = 0.0  # near the values, so that squares of large ones keep their digits
+    shift: float = 0.0  # close to the values, for numerical precision
     bins: Any = 0
     squares: Any = 0
 
@@ -215,7 +215,7 @@ class _Tally:
             self.shift = float(clean[0])
         self.finite += len(clean)
         self.low, self.high = min(self.low, float(clean.min())), max(self.high, float(clean.max()))
-        with np.errstate(over="ignore", invalid="ignore"):  # numbers near the largest there is have no spread to tell
+        with np.errstate(over="ignore", invalid="ignore"):  # the variance of huge numbers overflows
             centred = clean - self.shift
             self.total, self.square = self.total + float(centred.sum()), self.square + float((centred**2).sum())
         places = np.searchsorted(np.asarray(self.feature.edges), clean, side="left")
@@ -245,53 +245,53 @@ class _Tally:
         return Histogram(samples=self.samples, bins=tuple((empty + self.bins).tolist()), squares=squares, **facts)
 
 
-class Sketch:
+class HistogramBuilder:
     """Histograms of one split over given features, batch by batch."""
 
     def __init__(self, features: Sequence[Feature]) -> None:
-        self._by_column: dict[str, list[_Tally]] = {}
+        self._by_column: dict[str, list[_FeatureCounts]] = {}
         for feature in features:
-            self._by_column.setdefault(feature.column, []).append(_Tally(feature))
+            self._by_column.setdefault(feature.column, []).append(_FeatureCounts(feature))
 
     def add(self, batch: Mapping[str, Tensor]) -> None:
         for column, tallies in self._by_column.items():
             if column in batch:
                 self._add_column(batch[column], tallies)
 
-    def _add_column(self, values: Tensor, tallies: list[_Tally]) -> None:
+    def _add_column(self, values: Tensor, tallies: list[_FeatureCounts]) -> None:
         if tallies[0].feature.kind == "ids":
             if not (values.is_floating_point() or values.is_complex()):
-                tallies[0].add_ids(ids_of(values))
+                tallies[0].add_ids(as_ids(values))
             return
-        numbers = np.ascontiguousarray(numbers_of(tallies[0].feature.kind, values).T)
-        if len(numbers) == len(tallies):  # another shape is told by the schema
+        numbers = np.ascontiguousarray(feature_values(tallies[0].feature.kind, values).T)
+        if len(numbers) == len(tallies):  # other shapes are reported by the schema check
             for tally, row in zip(tallies, numbers, strict=True):
                 tally.add_numbers(row)
 
     def histograms(self) -> dict[str, Histogram]:
-        """By the feature's name."""
+        """Return the histograms by feature name."""
         tallies = [tally for tallies in self._by_column.values() for tally in tallies]
         return {tally.feature.name: tally.histogram() for tally in tallies if tally.samples}
 
 
-class Shapes:
-    """What the columns of one split are, and how much of them is missing."""
+class SchemaBuilder:
+    """Collects types, shapes and missing values of the columns of one split."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Facts] = {}
+        self._columns: dict[str, ColumnSummary] = {}
 
     def add(self, batch: Mapping[str, Tensor]) -> None:
         for name, column in batch.items():
-            before = self._found.get(name)
-            self._found[name] = Facts(
+            before = self._columns.get(name)
+            self._columns[name] = ColumnSummary(
                 dtype=str(column.dtype).removeprefix("torch."),
                 shape=tuple(column.shape[1:]),
                 values=column.numel() + (before.values if before else 0),
-                missing=missing_of(column) + (before.missing if before else 0),
+                missing=count_missing(column) + (before.missing if before else 0),
             )
 
-    def facts(self) -> dict[str, Facts]:
-        return self._found
+    def columns(self) -> dict[str, ColumnSummary]:
+        return self._columns
 
 
 def _finite(value: float) -> float | None:

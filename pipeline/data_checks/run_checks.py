@@ -1,7 +1,4 @@
-"""All checks of one prepare step: read each split once, compare, write `profile.json` and `checks.json`, tell.
-
-The champion whose training data new data is held against, and what that data looked like.
-"""
+"""Run all data checks of a prepare step: scan each split once, compare, write `profile.json` and `checks.json`."""
 
 from __future__ import annotations
 
@@ -18,133 +15,154 @@ from pipeline.contract.files import write_json
 from pipeline.contract.registry import Entry, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.task import Classifier, HasAxes, Task
-from pipeline.data_checks.champion import entry_of, gone, profile_of
-from pipeline.data_checks.near_duplicates import Pair, Search, Text, different_bits, different_tables
+from pipeline.data_checks.champion import champion_profile, missing_champion_note, recorded_champion
+from pipeline.data_checks.comparison import check_near_duplicates, compare_profiles
+from pipeline.data_checks.near_duplicates import (
+    NEAR_DUPLICATE_DISTANCE,
+    CandidateSearch,
+    Pair,
+    TextColumn,
+    count_different_bits,
+    count_different_tables,
+)
 from pipeline.data_checks.profile import Floats, Integers, Profile, write_profile
-from pipeline.data_checks.rules import Finding
-from pipeline.data_checks.scan import Kin, Plan, Reading, look_ahead, of_places, read
-from pipeline.data_checks.verdict import judge, near_copies
+from pipeline.data_checks.rules import CheckResult
+from pipeline.data_checks.scan import ScanPlan, SimilaritySpace, SplitSummary, load_rows, plan_scan, scan_split
 
-_LISTED = 100  # near copies written out; all are counted
-_TOLD = 5  # findings on the terminal; all are written
+_MAX_PAIRS = 100  # near-duplicates that are written; all are counted
+_MAX_PRINTED = 5  # results on the terminal; all are written
 
 
 @dataclass(frozen=True)
-class Look:
-    """What was read, and what is to be said of it."""
+class CheckedData:
+    """The contents of the splits and the results of all checks."""
 
-    readings: Mapping[str, Reading]
+    splits: Mapping[str, SplitSummary]
     profile: Profile
-    findings: Sequence[Finding]
-    near: Mapping[str, Sequence[Pair]]  # by column
-    rival: Entry | None
+    results: Sequence[CheckResult]
+    near_duplicates: Mapping[str, Sequence[Pair]]  # by column
+    champion: Entry | None
     notes: Sequence[str] = field(default_factory=tuple)
 
 
-def look(run: Run, task: Task, splits: Mapping[str, Samples]) -> Look:
+def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedData:
     config = run.config.prepare
     registry = read_registry(run.runs, run.config.registry)
-    rival = entry_of(registry, run.runs, run)
-    theirs = profile_of(rival, run.runs) if rival else None
-    plan = look_ahead(task, splits["train"], config.ignore, config.near != "off")
-    features = theirs.features if theirs else ()
-    readings = {
-        name: read(task, samples, plan, features if name == "train" else ()) for name, samples in splits.items()
+    champion = recorded_champion(registry, run.runs, run)
+    before = champion_profile(champion, run.runs) if champion else None
+    plan = plan_scan(task, splits["train"], config.ignore, config.near_duplicates != "off")
+    features = before.features if before else ()
+    summaries = {
+        name: scan_split(task, samples, plan, features if name == "train" else ()) for name, samples in splits.items()
     }
-    profile = _profile(task, plan, readings)
-    compared = (theirs, readings["train"].again) if theirs else None
-    near = {kin.name: _near(kin, plan, readings, splits, config.near_distance) for kin in plan.kin}
-    findings = [*judge(profile, isinstance(task, HasAxes), config, compared), *near_copies(near, config)]
-    notes = [*plan.notes, *_constant(profile), *_uncompared(gone(registry, run.runs), rival, theirs)]
-    return Look(readings, profile, findings, near, rival if theirs else None, notes)
+    profile = _build_profile(task, plan, summaries)
+    compared = (before, summaries["train"].champion_histograms) if before else None
+    near_duplicates = {
+        space.name: _find_near_duplicates(space, plan, summaries, splits, NEAR_DUPLICATE_DISTANCE)
+        for space in plan.spaces
+    }
+    results = [
+        *compare_profiles(profile, isinstance(task, HasAxes), config, compared),
+        *check_near_duplicates(near_duplicates, config),
+    ]
+    missing = missing_champion_note(registry, run.runs)
+    notes = [*plan.notes, *_constant_feature_notes(profile), *_champion_notes(missing, champion, before)]
+    return CheckedData(summaries, profile, results, near_duplicates, champion if before else None, notes)
 
 
-def write_look(found: Look, directory: Path) -> None:
-    """Apart from data.json, by whose digest training knows its data: a limit or a champion changes no data."""
-    write_profile(directory / "profile.json", found.profile)
-    pairs = [pair.row(column) for column, some in found.near.items() for pair in some]
-    rival = {"bundle": found.rival.bundle, "run": found.rival.run} if found.rival else None
+def write_checks(data: CheckedData, directory: Path) -> None:
+    """Write files apart from data.json, whose digest identifies the data and must not depend on limits or champions."""
+    write_profile(directory / "profile.json", data.profile)
+    pairs = [pair.row(column) for column, pairs in data.near_duplicates.items() for pair in pairs]
+    champion = {"bundle": data.champion.bundle, "run": data.champion.run} if data.champion else None
     body = {
-        "checks": [finding.row() for finding in found.findings],
+        "checks": [result.row() for result in data.results],
         "near_duplicate_count": len(pairs),
-        "near_duplicates": pairs[:_LISTED],
-        "champion": rival,
-        "notes": list(found.notes),
+        "near_duplicates": pairs[:_MAX_PAIRS],
+        "champion": champion,
+        "notes": list(data.notes),
     }
     write_json(directory / "checks.json", body)
 
 
-def tell(found: Look) -> None:
-    """Warnings are printed; errors stop the road, with all of them in the log and the first in the message."""
-    for note in found.notes:
+def report_results(data: CheckedData) -> None:
+    """Print warnings; errors stop the pipeline: all of them are printed, the first is the message."""
+    for note in data.notes:
         print(f"note: {note}")
-    _say("warning", [finding for finding in found.findings if finding.level == "warn"])
-    if wrong := [finding for finding in found.findings if finding.level == "error"]:
-        if len(wrong) > 1:
-            _say("wrong", wrong)
-        more = f" (and {len(wrong) - 1} more, in prepare.partial/checks.json)" if len(wrong) > 1 else ""
-        raise DataError(f"data: {wrong[0].sentence()}{more}")
+    _print_results("warning", [result for result in data.results if result.level == "warn"])
+    if errors := [result for result in data.results if result.level == "error"]:
+        if len(errors) > 1:
+            _print_results("error", errors)
+        more = f" (and {len(errors) - 1} more, in prepare.partial/checks.json)" if len(errors) > 1 else ""
+        raise DataError(f"data: {errors[0].sentence()}{more}")
 
 
-def _say(word: str, findings: Sequence[Finding]) -> None:
-    for finding in findings[:_TOLD]:
-        print(f"{word}: {finding.sentence()}", file=sys.stderr)
-    if len(findings) > _TOLD:
-        print(f"{word}: {len(findings) - _TOLD} more of the kind, in prepare/checks.json", file=sys.stderr)
+def _print_results(level: str, results: Sequence[CheckResult]) -> None:
+    for result in results[:_MAX_PRINTED]:
+        print(f"{level}: {result.sentence()}", file=sys.stderr)
+    if len(results) > _MAX_PRINTED:
+        print(
+            f"{level}: {len(results) - _MAX_PRINTED} more results like these are in prepare/checks.json",
+            file=sys.stderr,
+        )
 
 
-def _profile(task: Task, plan: Plan, readings: Mapping[str, Reading]) -> Profile:
+def _build_profile(task: Task, plan: ScanPlan, summaries: Mapping[str, SplitSummary]) -> Profile:
     features = []
     for feature in plan.features:
         splits = {
-            split: reading.histograms[feature.name]
-            for split, reading in readings.items()
-            if feature.name in reading.histograms
+            split: summary.histograms[feature.name]
+            for split, summary in summaries.items()
+            if feature.name in summary.histograms
         }
         features.append(feature.model_copy(update={"splits": splits}))
     return Profile(
         inputs=tuple(task.inputs),
         classes=tuple(map(str, task.classes)) if isinstance(task, Classifier) else None,
-        columns={split: reading.facts for split, reading in readings.items()},
+        columns={split: summary.columns for split, summary in summaries.items()},
         features=tuple(features),
     )
 
 
-def _near(
-    kin: Kin, plan: Plan, readings: Mapping[str, Reading], splits: Mapping[str, Samples], limit: float
+def _find_near_duplicates(
+    space: SimilaritySpace,
+    plan: ScanPlan,
+    summaries: Mapping[str, SplitSummary],
+    splits: Mapping[str, Samples],
+    limit: float,
 ) -> list[Pair]:
-    search = Search(
-        {split: reading.codes[kin.name] for split, reading in readings.items()},
-        {split: reading.digests for split, reading in readings.items()},
+    search = CandidateSearch(
+        {split: summary.codes[space.name] for split, summary in summaries.items()},
+        {split: summary.digests for split, summary in summaries.items()},
     )
 
     def distances(a: tuple[str, Integers], b: tuple[str, Integers]) -> Floats:
-        sides = [of_places(splits[split], places, kin.columns, plan.rows) for split, places in (a, b)]
-        found = [kin.distances(x, y) for x, y in zip(*sides, strict=True)]
-        return np.concatenate(found) if found else np.empty(0)
+        sides = [load_rows(splits[split], places, space.columns, plan.rows) for split, places in (a, b)]
+        parts = [space.distances(x, y) for x, y in zip(*sides, strict=True)]
+        return np.concatenate(parts) if parts else np.empty(0)
 
-    if isinstance(kin, Text):
-        places = search.candidates(different_tables, kin.furthest)
+    if isinstance(space, TextColumn):
+        places = search.candidates(count_different_tables, space.max_difference)
     else:
-        places = search.candidates(different_bits, kin.furthest(plan.pilot, limit))
+        places = search.candidates(count_different_bits, space.max_difference(plan.pilot, limit))
     return search.confirm(places, distances, limit)
 
 
-def _constant(profile: Profile) -> list[str]:
-    """Features that say nothing, as they never change where training sees them."""
-    found = []
+def _constant_feature_notes(profile: Profile) -> list[str]:
+    """Name features that are constant in the training split."""
+    constant = []
     for feature in profile.features:
         train = feature.splits.get("train")
         if feature.kind == "numbers" and train and train.samples > 1 and train.low == train.high is not None:
-            found.append(feature.name)
-    more = f" and {len(found) - 10} more" if len(found) > 10 else ""
-    return [f"the same in all samples of train: {', '.join(found[:10])}{more}"] if found else []
+            constant.append(feature.name)
+    more = f" and {len(constant) - 10} more" if len(constant) > 10 else ""
+    return [f"constant in train: {', '.join(constant[:10])}{more}"] if constant else []
 
 
-def _uncompared(gone: str, rival: Entry | None, theirs: Profile | None) -> list[str]:
-    if gone:
-        return [gone]
-    if rival is None or theirs is not None:
+def _champion_notes(missing: str, champion: Entry | None, before: Profile | None) -> list[str]:
+    if missing:
+        return [missing]
+    if champion is None or before is not None:
         return []
-    told = f"run {rival.run} of the champion has no prepare/profile.json that this version reads"
-    return [f"{told}, so the data was not compared with what the champion was trained on"]
+    problem = f"run {champion.run} of the champion has no prepare/profile.json that this version reads"
+    return [f"{problem}, so the data was not compared with the champion's training data"]

@@ -1,0 +1,160 @@
+"""Compare the profiles of splits with each other and with the champion's training data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.contract.settings.stages import Prepare
+from pipeline.contract.statistics.significance import holm
+from pipeline.data_checks.near_duplicates import Pair
+from pipeline.data_checks.profile import Feature, Histogram, Profile
+from pipeline.data_checks.rules import (
+    CHAMPION,
+    SPLITS,
+    CheckResult,
+    Difference,
+    Reference,
+    check_champion_schema,
+    check_missing,
+    check_ranges,
+    check_split_schema,
+    differences,
+    join_names,
+)
+
+DRIFT_PSI = 0.2  # population stability index; smaller differences are no drift
+DRIFT_P_VALUE = 0.01  # probability of any false alarm among all features of all splits (Holm)
+_FIXES = {
+    SPLITS: "to fix it: split at random or by group; if the splits are meant to differ, set prepare.drift=off",
+    CHAMPION: "to fix it: check that source and preparation are the same; if the change is real, set prepare.drift=off",
+}
+
+
+@dataclass(frozen=True)
+class SplitComparison:
+    """Two data sets and the differences between them by feature."""
+
+    where: str
+    against: Reference
+    before: Mapping[str, Histogram]
+    after: Mapping[str, Histogram]
+    differences: Mapping[str, Difference]
+    adjusted_p: Mapping[str, float]  # corrected for all features of all pairs
+
+
+def compare_profiles(
+    now: Profile,
+    flexible: bool,
+    config: Prepare,
+    champion: tuple[Profile, Mapping[str, Histogram]] | None,
+) -> list[CheckResult]:
+    """Run all checks except near-duplicates; `champion` is its profile and our training split over its features."""
+    ignored = set(config.ignore)
+    columns = {
+        split: {name: column for name, column in summaries.items() if name not in ignored}
+        for split, summaries in now.columns.items()
+    }
+    results = [
+        *check_split_schema(columns, flexible, config.columns),
+        *check_missing(columns, now.features, config.missing_share, config.missing),
+    ]
+    pairs = _compare(
+        [
+            (split, SPLITS, now.features, _histograms(now.features, "train"), _histograms(now.features, split))
+            for split in now.columns
+            if split != "train"
+        ]
+    )
+    results += [result for pair in pairs for result in _check_drift(pair, now, now.features, config)]
+    if champion is not None:
+        theirs, ours = champion
+        features = tuple(
+            feature
+            for feature in theirs.features
+            if feature.column not in ignored and _same_shape(feature.column, theirs, now)
+        )
+        results += check_champion_schema(theirs, now, ignored, flexible, config.columns)
+        for pair in _compare([("train", CHAMPION, features, _histograms(features, "train"), ours)]):
+            results += _check_drift(pair, theirs, features, config)
+    return [result for result in results if result.severity != "off"]
+
+
+def check_near_duplicates(pairs: Mapping[str, Sequence[Pair]], config: Prepare) -> Iterator[CheckResult]:
+    for column, duplicates in pairs.items():
+        if not duplicates:
+            detail = "no near-duplicates between splits"
+            yield CheckResult("near", column, config.near_duplicates, True, detail, 0.0, 0.0)
+            continue
+        a, b = duplicates[0].a, duplicates[0].b
+        detail = (
+            f"{len(duplicates)} pairs of samples in two splits are nearly identical, as {b[0]}[{b[1]}] ≈ "
+            f"{a[0]}[{a[1]}] ({duplicates[0].distance:.2f} of the usual distance between neighbors); to fix it: remove "
+            "one of each, or keep samples of one group (person, page, scene) in one split"
+        )
+        yield CheckResult("near", column, config.near_duplicates, False, detail, float(len(duplicates)), 0.0)
+
+
+def _same_shape(column: str, theirs: Profile, now: Profile) -> bool:
+    """Features of a column with another shape cannot be compared; the schema check reports it."""
+    before, after = (profile.columns["train"].get(column) for profile in (theirs, now))
+    return before is None or after is None or before.shape == after.shape
+
+
+def _histograms(features: Sequence[Feature], split: str) -> dict[str, Histogram]:
+    return {feature.name: feature.splits[split] for feature in features if split in feature.splits}
+
+
+_Sides = tuple[str, Reference, tuple[Feature, ...], Mapping[str, Histogram], Mapping[str, Histogram]]
+
+
+def _compare(sides: Sequence[_Sides]) -> list[SplitComparison]:
+    """Compute differences with p-values corrected over all features of all pairs."""
+    by_pair = [differences(features, before, after) for _, _, features, before, after in sides]
+    adjusted = iter(holm([difference.p for one in by_pair for difference in one.values()]))
+    return [
+        SplitComparison(where, against, before, after, one, {name: next(adjusted) for name in one})
+        for (where, against, _, before, after), one in zip(sides, by_pair, strict=True)
+    ]
+
+
+def _check_drift(
+    pair: SplitComparison, profile: Profile, features: tuple[Feature, ...], config: Prepare
+) -> Iterator[CheckResult]:
+    inputs = tuple(feature for feature in features if feature.column in profile.inputs)
+    labels = tuple(feature for feature in features if feature.column not in profile.inputs)
+    yield from check_ranges(inputs, pair.before, pair.after, pair.where, config.drift, pair.against)
+    for check, group in (("drift", inputs), ("labels", labels)):
+        by_column: dict[str, list[Feature]] = {}
+        for feature in group:
+            by_column.setdefault(feature.column, []).append(feature)
+        for column in by_column.values():
+            yield from _check_column_drift(check, pair, column, config)
+
+
+def _check_column_drift(
+    check: str, pair: SplitComparison, features: list[Feature], config: Prepare
+) -> Iterator[CheckResult]:
+    """Yield one result per column, for the feature that differs most."""
+    compared = [feature for feature in features if feature.name in pair.differences]
+    compared.sort(key=lambda feature: -pair.differences[feature.name].psi)
+    if not compared:
+        return
+    drifted = [feature for feature in compared if _has_drifted(pair, feature.name)]
+    worst = (drifted or compared)[0]
+    difference, p_value = pair.differences[worst.name], pair.adjusted_p[worst.name]
+    detail = f"{difference.description}; PSI {difference.psi:.3f}, p = {p_value:.2g}"
+    if drifted:
+        what = "other labels" if check == "labels" else "other values"
+        since = "since the champion was trained" if pair.against == CHAMPION else "than in train"
+        names = f"in {join_names([feature.name for feature in drifted])}; " if len(drifted) > 1 else ""
+        detail = f"{what} {since} ({names}{detail}); {_FIXES[pair.against]}"
+    elif difference.psi > DRIFT_PSI:
+        detail += ", which is not significant for so few samples"
+    where = f"{pair.where}.{worst.name if len(drifted) == 1 else worst.column}"
+    yield CheckResult(check, where, config.drift, not drifted, detail, difference.psi, DRIFT_PSI, pair.against)
+
+
+def _has_drifted(pair: SplitComparison, name: str) -> bool:
+    """Whether the difference is large and significant."""
+    return pair.differences[name].psi > DRIFT_PSI and pair.adjusted_p[name] < DRIFT_P_VALUE
