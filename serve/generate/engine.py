@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.errors import InvalidPayload
-from serve.errors import Busy, Expired, Gone
+from serve.errors import Busy, DeadlineExceeded, ClientDisconnected
 from serve.generate.kv_cache import CacheBudget, DecoderGraph, KVCache
 from serve.generate.sampling import TokenLogprob
 from serve.generate.sequence import Chunk, TextSequence, prompt_logprobs
@@ -247,7 +247,7 @@ class Engine:
     def admit(self, sequences: int, deadline: float) -> None:
         """Raise Busy or Expired where the queue has no room."""
         if time.monotonic() >= deadline:
-            raise Expired("the deadline passed before the first token")
+            raise DeadlineExceeded("the deadline passed before the first token")
         free = max(0, self.limits.sequences - self.running)  # requests of the same moment do not wait for each other
         if len({sequence.group for sequence in self._waiting}) >= self.limits.waiting + free:
             raise Busy(
@@ -300,9 +300,9 @@ class Engine:
         for sequence in (*self._waiting, *self._admitted()):
             group = sequence.group
             if not group.closed and group.request.is_disconnected():
-                group.fail(Gone("the client disconnected before its text was complete"))
+                group.fail(ClientDisconnected("the client disconnected before its text was complete"))
             if not group.closed and now >= group.request.deadline:
-                group.fail(Expired("the deadline passed before the text was complete"))
+                group.fail(DeadlineExceeded("the deadline passed before the text was complete"))
         self._waiting = deque(sequence for sequence in self._waiting if not sequence.group.closed)
         if self._prefill is not None and not _active(self._prefill.sequences):
             self._prefill = None

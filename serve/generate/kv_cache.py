@@ -146,7 +146,7 @@ def _validated_generation(signature: Signature) -> Generation:
     generation = signature.generation
     assert generation is not None, "only for language models"
     outputs = {spec.name: spec for spec in signature.outputs}
-    if absent := list(generation.absent(signature.input_specs, outputs)):
+    if absent := list(generation.missing_tensors(signature.input_specs, outputs)):
         raise BundleError(
             f"signature.json: generation names {', '.join(absent)}, which the model does not have; export again"
         )

@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from pipeline.contract.errors import InvalidPayload
-from serve.errors import Refusal, Unauthorized, Unknown
+from serve.errors import RequestError, Unauthorized, NotFound
 from serve.generate.sampling import Sampling, TokenLogprob
 from serve.generate.sequence import Chunk, GenerationOptions, Logprobs
 from serve.request_body import parse_object
@@ -180,7 +180,7 @@ def model(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "pipe"}
 
 
-def error_body(refusal: Refusal | None) -> dict[str, Any]:
+def error_body(refusal: RequestError | None) -> dict[str, Any]:
     """Return an error in OpenAI's format; None is an internal error. A field that begins the message is `param`."""
     if refusal is None:
         text = "internal error; the server's log has the details"
@@ -192,7 +192,7 @@ def error_body(refusal: Refusal | None) -> dict[str, Any]:
     code: str | None = refusal.reason
     if isinstance(refusal, Unauthorized):
         code = "invalid_api_key"
-    elif isinstance(refusal, Unknown):
+    elif isinstance(refusal, NotFound):
         code = "model_not_found" if text.startswith(("no model", "model ")) else "not_found"
     return {"error": {"message": text, "type": kind, "param": name if is_field else None, "code": code}}
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from serve.errors import Expired
+from serve.errors import DeadlineExceeded
 from serve.generate.sampling import (
     Sampling,
     TokenLogprob,
@@ -92,7 +92,7 @@ class SequenceGroup:
             async with asyncio.timeout(delay):  # unlike wait_for it needs no task
                 await self._changed.wait()
         except TimeoutError:
-            raise Expired("the deadline passed before the text was complete") from None
+            raise DeadlineExceeded("the deadline passed before the text was complete") from None
         if self._error is None:
             self._changed.clear()
         elif self.buffered or not self._chunks:

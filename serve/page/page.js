@@ -1,5 +1,5 @@
 "use strict";
-// The page's only script. Whatever comes from the model enters as text, never as markup.
+// The page's only script. Everything from the model is inserted as text, never as markup.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const { form } = data;
@@ -17,22 +17,22 @@
   const place = document.getElementById("form");
   const answer = document.getElementById("answer");
 
-  // ---- asking ----
+  // ---- requests ----
 
-  let asked = 0;
+  let latest = 0;
 
-  async function ask(path, body) {
-    const mine = ++asked; // an answer that comes after a later question is not shown
+  async function post(path, body) {
+    const requestNumber = ++latest; // the answer is shown unless a later request was sent
     const began = performance.now();
-    let found;
+    let outcome;
     try {
       const response = await fetch(path, { method: "POST", body, headers: { "content-type": "application/json" } });
       const text = await response.text();
-      found = { response, text, took: performance.now() - began };
+      outcome = { response, text, took: performance.now() - began };
     } catch (error) {
-      found = { problem: `the service did not answer: ${error.message}` };
+      outcome = { problem: `the service did not answer: ${error.message}` };
     }
-    if (mine === asked) show(found);
+    if (requestNumber === latest) show(outcome);
   }
 
   function show({ response, text, took, problem }) {
@@ -40,48 +40,48 @@
       answer.replaceChildren(el("p", { className: "error", role: "alert" }, problem));
       return;
     }
-    let said;
+    let result;
     try {
-      said = JSON.parse(text);
+      result = JSON.parse(text);
     } catch {
-      said = { error: text.slice(0, 400) };
+      result = { error: text.slice(0, 400) };
     }
     const bundle = (response.headers.get("x-bundle-digest") || "").slice(0, 12);
-    const line = [`${took.toFixed(1)} ms there and back`, `bundle ${bundle}`];
+    const line = [`${took.toFixed(1)} ms round trip`, `bundle ${bundle}`];
     if (response.headers.get("x-request-id")) line.push(`request ${response.headers.get("x-request-id")}`);
     const shown = response.ok
-      ? [...told(said), details("The answer as it came", el("pre", {}, JSON.stringify(said, null, 1)))]
-      : [el("p", { className: "error", role: "alert" }, `${response.status}: ${said.error?.message || said.error || text.slice(0, 400)}`)];
+      ? [...summarize(result), details("Raw answer", el("pre", {}, JSON.stringify(result, null, 1)))]
+      : [el("p", { className: "error", role: "alert" }, `${response.status}: ${result.error?.message || result.error || text.slice(0, 400)}`)];
     answer.replaceChildren(...shown.slice(0, 2), el("p", { className: "took" }, line.join(" · ")), ...shown.slice(2));
   }
 
   const details = (title, ...children) => el("details", {}, el("summary", {}, title), ...children);
 
-  /** What a person wants to see of the first prediction, or of each output. */
-  function told(said) {
-    if (Array.isArray(said.choices)) {
-      const texts = said.choices.map((one) => el("pre", { className: "text" }, one.text ?? one.message.content));
+  /** Return the elements that show the first prediction, or each output. */
+  function summarize(result) {
+    if (Array.isArray(result.choices)) {
+      const texts = result.choices.map((one) => el("pre", { className: "text" }, one.text ?? one.message.content));
       return [el("div", {}, ...texts), el("div")];
     }
-    if (Array.isArray(said.predictions)) {
-      const [first] = said.predictions;
+    if (Array.isArray(result.predictions)) {
+      const [first] = result.predictions;
       const fields = first !== null && typeof first === "object" && !Array.isArray(first) ? first : { prediction: first };
       return facts(fields);
     }
-    return facts(Object.fromEntries((said.outputs || []).map((one) => [one.name, one.data || `${one.shape} raw`])));
+    return facts(Object.fromEntries((result.outputs || []).map((one) => [one.name, one.data || `${one.shape} raw`])));
   }
 
   function facts(fields) {
-    const words = [];
+    const values = [];
     const charts = [];
     for (const [name, value] of Object.entries(fields)) {
       if (numbers(value)) charts.push(bars(name, value));
-      else if (value === null || typeof value !== "object") words.push([name, value]);
+      else if (value === null || typeof value !== "object") values.push([name, value]);
     }
-    const list = words.map(([name, value], index) =>
+    const list = values.map(([name, value], index) =>
       el("div", { className: index === 0 ? "first" : "" }, el("dt", {}, name),
         el("dd", {}, typeof value === "number" ? number(value) : String(value))));
-    return [el("dl", { className: "said", hidden: list.length === 0 }, ...list), el("div", {}, ...charts)];
+    return [el("dl", { className: "result", hidden: list.length === 0 }, ...list), el("div", {}, ...charts)];
   }
 
   const numbers = (value) =>
@@ -106,9 +106,9 @@
 
   function command(path, text) {
     const shell = el("pre", {});
-    const told = (body) => { shell.textContent = `curl -d '${body.replaceAll("'", "'\\''")}' ${location.origin}${path}`; };
-    told(text);
-    return { shell: details("From the command line", shell), told };
+    const update = (body) => { shell.textContent = `curl -d '${body.replaceAll("'", "'\\''")}' ${location.origin}${path}`; };
+    update(text);
+    return { shell: details("From the command line", shell), update };
   }
 
   function textForm(path, text, note) {
@@ -117,28 +117,28 @@
     const line = command(path, short(text));
     send.addEventListener("click", async () => {
       send.disabled = true;
-      line.told(short(area.value));
-      await ask(path, area.value);
+      line.update(short(area.value));
+      await post(path, area.value);
       send.disabled = false;
     });
     place.replaceChildren(el("label", { for: "body" }, note), area,
       el("div", { className: "buttons" }, send), line.shell);
   }
 
-  /** Of a language model: the beginning of a text, or a message where it knows conversations. */
-  function wordsForm({ path, chat }) {
+  /** The form for a language model: a message if it has a chat template, else the beginning of a text. */
+  function promptForm({ path, chat }) {
     const area = el("textarea", { id: "body", value: form.examples[0] || "", spellcheck: false });
     const send = el("button", { className: "main", type: "button" }, "Send");
     const body = () => JSON.stringify({
       model: data.model,
-      max_tokens: form.most,
+      max_tokens: form.max_tokens,
       ...(chat ? { messages: [{ role: "user", content: area.value }] } : { prompt: area.value }),
     });
     const line = command(path, body());
     send.addEventListener("click", async () => {
       send.disabled = true;
-      line.told(short(body()));
-      await ask(path, body());
+      line.update(short(body()));
+      await post(path, body());
       send.disabled = false;
     });
     place.replaceChildren(el("label", { for: "body" }, chat ? "A message for the model" : "The beginning of a text"), area,
@@ -149,21 +149,21 @@
 
   function tensorForm() {
     if (form.examples.length) {
-      textForm(infer, JSON.stringify(form.examples[0]), "Tensors, as the Open Inference Protocol has them; a golden request to begin with");
+      textForm(infer, JSON.stringify(form.examples[0]), "Tensors in the Open Inference Protocol; the example is a golden request");
       return;
     }
     const fill = el("select", { id: "fill" }, ...["zeros", "ones", "noise"].map((one) => el("option", {}, one)));
     const send = el("button", { className: "main", type: "button" }, "Send");
     send.addEventListener("click", async () => {
       send.disabled = true;
-      await ask(infer, JSON.stringify({ inputs: form.inputs.map((one) => filled(one, fill.value)) }));
+      await post(infer, JSON.stringify({ inputs: form.inputs.map((one) => filled(one, fill.value)) }));
       send.disabled = false;
     });
-    place.replaceChildren(el("label", { for: "fill" }, "One instance, too large to write down here, filled with"), fill,
+    place.replaceChildren(el("label", { for: "fill" }, "One instance, too large to show here, filled with"), fill,
       el("div", { className: "buttons" }, send));
   }
 
-  /** A tensor of the signature, each free axis 1 long. */
+  /** A tensor of the signature; each free axis has size 1. */
   function filled(spec, kind) {
     const shape = spec.shape.map((axis) => (typeof axis === "number" ? axis : 1));
     const size = shape.reduce((product, axis) => product * axis, 1);
@@ -198,11 +198,11 @@
       const pencil = pad.getContext("2d");
       pencil.clearRect(0, 0, pad.width, pad.height);
       pencil.strokeStyle = getComputedStyle(pad).getPropertyValue("--ink");
-      const thickness = ((fit ? 0.7 : 1) * pen * side) / width; // what is fitted is drawn anew, with its own pen
+      const thickness = ((fit ? 0.7 : 1) * pen * side) / width; // a fitted drawing is drawn again, with its own pen
       brush(pad, thickness, strokes.map((stroke) => stroke.map(([x, y]) => [(x * side) / width, (y * side) / width])));
     };
-    /** Strokes in pixels of the picture, moved and scaled to fill it where the model's samples do. */
-    const placed = () => {
+    /** Strokes in pixels of the picture, scaled to fill it if the model's samples do. */
+    const fitted = () => {
       if (!fit) return strokes;
       const [xs, ys] = [0, 1].map((axis) => strokes.flat().map((point) => point[axis]));
       const [left, right, upper, lower] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
@@ -215,7 +215,7 @@
     const picture = () => {
       const fine = 16; // points across one pixel
       const sheet = el("canvas", { width: width * fine, height: height * fine });
-      brush(sheet, pen * fine, placed().map((stroke) => stroke.map(([x, y]) => [x * fine, y * fine])));
+      brush(sheet, pen * fine, fitted().map((stroke) => stroke.map(([x, y]) => [x * fine, y * fine])));
       const ink = sheet.getContext("2d").getImageData(0, 0, sheet.width, sheet.height).data;
       return Array.from({ length: height }, (_, row) => Array.from({ length: width }, (_, column) => {
         let sum = 0;
@@ -240,8 +240,8 @@
     const send = (pixels) => {
       preview(pixels);
       const body = JSON.stringify({ instances: [pixels] });
-      line.told(short(body));
-      return ask(predict, body);
+      line.update(short(body));
+      return post(predict, body);
     };
 
     const point = (event) => {
@@ -270,7 +270,7 @@
     pad.addEventListener("lostpointercapture", () => { if (strokes.length) send(picture()); });
     clear.addEventListener("click", () => {
       strokes = [];
-      asked++;
+      latest++;
       paint();
       preview([]);
       answer.replaceChildren();
@@ -293,9 +293,9 @@
   }
 
   if (form.kind === "drawing") drawingForm(form.drawing);
-  else if (form.kind === "words") wordsForm(form);
+  else if (form.kind === "text") promptForm(form);
   else if (form.kind === "instances") {
-    textForm(predict, JSON.stringify({ instances: form.examples.slice(0, 1) }), "Instances, as the model's codec takes them; an example to begin with");
+    textForm(predict, JSON.stringify({ instances: form.examples.slice(0, 1) }), "Instances for the model's codec; edit the example");
   } else tensorForm();
 
   // ---- live ----
@@ -304,7 +304,7 @@
   const WINDOW = 60_000;
   const KEPT = 120_000;
   const samples = [];
-  const tell = (key, text) => { document.getElementById(`live-${key}`).textContent = text; };
+  const setLive = (key, text) => { document.getElementById(`live-${key}`).textContent = text; };
 
   async function poll() {
     if (!document.hidden) {
@@ -314,7 +314,7 @@
         note(await response.json());
       } catch (error) {
         state("not reachable", "bad");
-        tell("note", `The service does not answer: ${error.message}`);
+        setLive("note", `The service does not answer: ${error.message}`);
       }
     }
     setTimeout(poll, POLL);
@@ -326,22 +326,22 @@
     pill.className = `pill ${kind}`;
   }
 
-  function note(told) {
-    const versions = told.models.filter((one) => one.model === data.model);
+  function note(counters) {
+    const versions = counters.models.filter((one) => one.model === data.model);
     const now = performance.now();
     samples.push({ now, versions: new Map(versions.map((one) => [`${one.version} ${one.digest}`, one])) });
     while (samples.length > 2 && samples[1].now < now - KEPT) samples.shift();
-    state(told.ready ? "ready" : "not ready", told.ready ? "good" : "bad");
+    state(counters.ready ? "ready" : "not ready", counters.ready ? "good" : "bad");
     const current = versions.find((one) => one.current);
     const other = current && current.digest !== data.digest;
-    tell("note", other
-      ? `Version ${current.version} with another bundle answers now: load this page again.`
+    setLive("note", other
+      ? `Version ${current.version} with another bundle is active now: reload this page.`
       : "The last minute of this process, all versions together.");
     tiles(now, versions);
     spark(now);
   }
 
-  /** What came to pass between two samples, over all versions; a version that is new counts from nothing. */
+  /** Changes between two samples, summed over all versions; a new version starts from 0. */
   function between(from, to) {
     const sum = { requests: 0, failed: 0, batches: 0, rows: 0, seconds: [], bounds: [] };
     for (const [key, one] of to.versions) {
@@ -360,15 +360,15 @@
     const last = samples.at(-1);
     const past = between(first, last);
     const seconds = (last.now - first.now) / 1000;
-    tell("rate", seconds ? number(Number((past.requests / seconds).toPrecision(2))) : "–");
-    tell("p50", milliseconds(quantile(past, 0.5)));
-    tell("p99", milliseconds(quantile(past, 0.99)));
-    tell("failed", past.requests ? `${number(Number(((100 * past.failed) / past.requests).toPrecision(2)))} %` : "–");
-    tell("batch", past.batches ? number(Number((past.rows / past.batches).toPrecision(2))) : "–");
-    tell("waiting", number(versions.reduce((sum, one) => sum + one.waiting, 0)));
+    setLive("rate", seconds ? number(Number((past.requests / seconds).toPrecision(2))) : "–");
+    setLive("p50", milliseconds(quantile(past, 0.5)));
+    setLive("p99", milliseconds(quantile(past, 0.99)));
+    setLive("failed", past.requests ? `${number(Number(((100 * past.failed) / past.requests).toPrecision(2)))} %` : "–");
+    setLive("batch", past.batches ? number(Number((past.rows / past.batches).toPrecision(2))) : "–");
+    setLive("waiting", number(versions.reduce((sum, one) => sum + one.waiting, 0)));
   }
 
-  /** Within its bucket a value may lie anywhere: take it as evenly spread. */
+  /** Interpolate a quantile, assuming that values are spread evenly within a bucket. */
   function quantile({ seconds, bounds }, share) {
     const all = seconds.reduce((sum, count) => sum + count, 0);
     let seen = 0;
@@ -408,7 +408,7 @@
     draw("edge", line);
     const box = document.getElementById("spark");
     box.replaceChildren(svg);
-    box.setAttribute("aria-label", `Requests a second over the last two minutes, at most ${number(most)}`);
+    box.setAttribute("aria-label", `Requests per second over the last two minutes, at most ${number(most)}`);
   }
 
   poll();

@@ -1,8 +1,7 @@
-"""The page for people at `GET /`: what the model is, how it does now, and a form that asks it something.
+"""The page at `GET /`: the model, live counters, a form to try it, and the model card.
 
-What the page's script works with: the form it shows, and the counters it polls.
-
-The model card as HTML: headings, paragraphs, lists, tables and code; anything else stays the text it is.
+The HTML is rendered here; the script draws the form and polls the counters. The card is Markdown with headings,
+paragraphs, lists, tables and code; everything else is shown as plain text.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pipeline.contract.html import Child, Html, el, flat, table
 from pipeline.contract.signature import Generation, TensorSpec
 from serve.errors import Headers
 from serve.model_version import ModelVersion
-from serve.models import OnnxPlane
+from serve.models import OnnxDataPlane
 
 _HERE = Path(__file__).resolve().parent
 _ICON = (
@@ -38,8 +37,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One model as it is at this moment; taken on the event loop, rendered off it."""
+class PageModel:
+    """A snapshot of one model, taken on the event loop and rendered in a thread."""
 
     current: ModelVersion
     versions: Sequence[ModelVersion]
@@ -47,24 +46,26 @@ class Shown:
     ready: bool
 
     @classmethod
-    def of(cls, plane: OnnxPlane, query: bytes) -> Shown:
-        """The model that `?model=` names, or the first."""
+    def of(cls, plane: OnnxDataPlane, query: bytes) -> PageModel:
+        """Return the model named by `?model=`, or the first."""
         name = dict(parse_qsl(query.decode("latin-1"))).get("model", plane.names[0])
-        model = plane.model(name)
+        model = plane.find_model(name)
         others = [other for other in plane.names if other != name]
-        return cls(model.served(), tuple(model.versions.values()), others, bool(model.ready) and not plane.draining)
+        return cls(
+            model.find_version(), tuple(model.versions.values()), others, bool(model.ready) and not plane.draining
+        )
 
 
-def wanted(accept: bytes) -> bool:
-    """A browser asks for HTML by name; probes and scripts do not."""
+def accepts_html(accept: bytes) -> bool:
+    """Return whether the client is a browser: probes and scripts do not accept HTML by name."""
     return b"text/html" in accept
 
 
 def headers() -> Headers:
-    """Nothing from elsewhere, no script and no style but ours, in nobody's frame."""
+    """Allow only the page's own script and style, and no embedding in frames."""
     policy = (
-        f"default-src 'none'; script-src {_source('page.js')}; style-src {_source('page.css')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src {_csp_hash('page.js')}; style-src {_csp_hash('page.css')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return (
         (b"content-type", b"text/html; charset=utf-8"),
@@ -75,7 +76,7 @@ def headers() -> Headers:
     )
 
 
-def render(shown: Shown) -> bytes:
+def render(shown: PageModel) -> bytes:
     name = shown.current.name
     head = el(
         "head",
@@ -84,20 +85,27 @@ def render(shown: Shown) -> bytes:
         el("meta", name="color-scheme", content="light dark"),
         el("title", f"{name} · prediction service"),
         el("link", rel="icon", href=_ICON),
-        el("style", Html(_text("page.css"))),
+        el("style", Html(_read_file("page.css"))),
     )
     body = el(
         "body",
-        _top(shown),
-        el("main", _ask(shown.current), _live(), _signature(shown.current), _versions(shown), _card(shown.current)),
-        _foot(shown),
+        _header(shown),
+        el(
+            "main",
+            _form_section(shown.current),
+            _live_section(),
+            _signature_section(shown.current),
+            _versions_section(shown),
+            _card_section(shown.current),
+        ),
+        _footer(shown),
         el("script", Html(embedded(shown.current)), type="application/json", id="data"),
-        el("script", Html(_text("page.js"))),
+        el("script", Html(_read_file("page.js"))),
     )
     return f"<!doctype html>\n{el('html', head, body, lang='en')}\n".encode()
 
 
-def _top(shown: Shown) -> Html:
+def _header(shown: PageModel) -> Html:
     bundle, session = shown.current.bundle, shown.current.predictor.session
     provider = session.provider.removesuffix("ExecutionProvider")
     state = ("ready", "good") if shown.ready else ("not ready", "bad")
@@ -124,8 +132,8 @@ def _top(shown: Shown) -> Html:
     )
 
 
-def _ask(served: ModelVersion) -> Html:
-    """Filled by the script, which knows what kind of form it is to be."""
+def _form_section(served: ModelVersion) -> Html:
+    """Return the element that the script fills with a form."""
     without = el("p", "This form needs JavaScript. Over HTTP: ", el("code", _path(served)), class_="muted")
     return el(
         "section",
@@ -143,31 +151,33 @@ def _path(served: ModelVersion) -> str:
     return f"POST /v1/models/{served.name}:predict"
 
 
-def _live() -> Html:
+def _live_section() -> Html:
     tiles = (
-        ("rate", "requests a second"),
-        ("p50", "half answered within"),
-        ("p99", "99 % answered within"),
-        ("failed", "failed or refused"),
-        ("batch", "instances a batch"),
-        ("waiting", "waiting now"),
+        ("rate", "requests per second"),
+        ("p50", "median latency"),
+        ("p99", "99th percentile"),
+        ("failed", "failed or rejected"),
+        ("batch", "instances per batch"),
+        ("waiting", "waiting"),
     )
     shown = [el("div", el("dt", text), el("dd", "–", id=f"live-{key}"), class_="tile") for key, text in tiles]
     return el(
         "section",
         el("h2", "Live", id="live-title"),
         el("dl", shown, class_="tiles"),
-        el("div", id="spark", class_="spark", role="img", aria_label="Requests a second, the last two minutes"),
+        el("div", id="spark", class_="spark", role="img", aria_label="Requests per second in the last two minutes"),
         el("p", "The last minute of this process, all versions together.", class_="muted", id="live-note"),
         class_="live",
         aria_labelledby="live-title",
     )
 
 
-def _signature(served: ModelVersion) -> Html:
+def _signature_section(served: ModelVersion) -> Html:
     signature = served.bundle.signature
-    rows = [_tensor("in", spec) for spec in signature.inputs] + [_tensor("out", spec) for spec in signature.outputs]
-    limits = f"At most {signature.limits.max_batch_size:,} instances and {signature.limits.max_body_bytes:,} bytes a request."  # fmt: skip  # noqa: E501
+    rows = [_tensor_row("in", spec) for spec in signature.inputs] + [
+        _tensor_row("out", spec) for spec in signature.outputs
+    ]
+    limits = f"At most {signature.limits.max_batch_size:,} instances and {signature.limits.max_body_bytes:,} bytes per request."  # fmt: skip  # noqa: E501
     return el(
         "section",
         el("h2", "Signature"),
@@ -176,11 +186,11 @@ def _signature(served: ModelVersion) -> Html:
     )
 
 
-def _tensor(direction: str, spec: TensorSpec) -> Sequence[Child]:
-    return el("code", spec.name), direction, spec.datatype, " × ".join(map(str, spec.shape)) or "one value"
+def _tensor_row(direction: str, spec: TensorSpec) -> Sequence[Child]:
+    return el("code", spec.name), direction, spec.datatype, " × ".join(map(str, spec.shape)) or "scalar"
 
 
-def _versions(shown: Shown) -> Html:
+def _versions_section(shown: PageModel) -> Html:
     rows: list[Sequence[Child]] = [
         (
             one.version,
@@ -192,7 +202,9 @@ def _versions(shown: Shown) -> Html:
     ]
     if (mirror := shown.current.shadow) is not None:
         same, others = mirror.agreement.same, mirror.agreement.other + mirror.agreement.failed
-        role = f"shadow: gets copies of {mirror.share:.0%}; answered {same:,} alike, {others:,} otherwise"
+        role = (
+            f"shadow: gets copies of {mirror.share:.0%} of the requests; {same:,} equal answers, {others:,} different"
+        )
         rows.append(("–", el("code", mirror.digest[:12], title=mirror.digest), "–", role))
     return el("section", el("h2", "Versions"), table(("version", "bundle", "verdict", "role"), rows, numbers=False))
 
@@ -206,10 +218,10 @@ def _role(one: ModelVersion, current: ModelVersion) -> str:
     return f"at /versions/{one.version}"
 
 
-def _card(served: ModelVersion) -> Html | None:
+def _card_section(served: ModelVersion) -> Html | None:
     try:
         text = (served.bundle.path / "card.md").read_text(errors="replace")
-    except OSError as error:  # as with the example
+    except OSError as error:  # as for the examples
         log.warning("the page shows no card: %s", error)
         return None
     return el(
@@ -217,45 +229,45 @@ def _card(served: ModelVersion) -> Html | None:
     )
 
 
-def _foot(shown: Shown) -> Html:
+def _footer(shown: PageModel) -> Html:
     links = (
         ("OpenAPI", "/openapi.json"),
         ("metrics", "/metrics"),
         ("metadata", f"/v2/models/{shown.current.name}"),
-        ("ready?", "/v2/health/ready"),
+        ("readiness", "/v2/health/ready"),
     )
-    return el("footer", el("nav", [[el("a", text, href=path), " "] for text, path in links], aria_label="For machines"))
+    return el("footer", el("nav", [[el("a", text, href=path), " "] for text, path in links], aria_label="For programs"))
 
 
 @functools.cache
-def _text(name: str) -> str:
+def _read_file(name: str) -> str:
     return (_HERE / name).read_text()
 
 
 @functools.cache
-def _source(name: str) -> str:
-    """What a content security policy calls this very text."""
-    digest = hashlib.sha256(_text(name).encode()).digest()
+def _csp_hash(name: str) -> str:
+    """Return the hash of a file as a content security policy names it."""
+    digest = hashlib.sha256(_read_file(name).encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-_MOST_EXAMPLE_BYTES = 256 << 10  # a larger one would make the page heavy; the signature is enough to make another
+_MAX_EXAMPLE_BYTES = 256 << 10  # larger examples are made by the script from the signature
 
 
 def embedded(served: ModelVersion) -> str:
-    """JSON that no content can lead out of its element."""
-    told = {
+    """Return the script's data as JSON that cannot close its element."""
+    data = {
         "model": served.name,
         "version": served.version,
         "digest": served.bundle.digest,
         "form": form(served),
     }
-    text = orjson.dumps(told, default=str).decode()
+    text = orjson.dumps(data, default=str).decode()
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def form(served: ModelVersion) -> dict[str, Any]:
-    """What the page's form sends: instances through the codec where there is an example, words, or raw tensors."""
+    """Describe the form: a drawing, instances for the codec, a prompt for a language model, or raw tensors."""
     instances, tensors = _examples(served)
     inputs = [
         {"name": one.name, "datatype": one.datatype, "shape": one.shape} for one in served.bundle.signature.inputs
@@ -266,58 +278,58 @@ def form(served: ModelVersion) -> dict[str, Any]:
     if instances:
         return {"kind": "instances", "examples": instances}
     if served.generator is not None:
-        return words(served.generator.tokenizer.generation)
+        return text_form(served.generator.tokenizer.generation)
     return {"kind": "tensors", "examples": tensors, "inputs": inputs}
 
 
-def words(generation: Generation) -> dict[str, Any]:
-    """A text box: a message where the model knows conversations, else the beginning of a text."""
+def text_form(generation: Generation) -> dict[str, Any]:
+    """Describe the form for a language model: a message if it has a chat template, else the beginning of a text."""
     chat = bool(generation.template)
     path = f"/openai/v1/{'chat/completions' if chat else 'completions'}"
     return {
-        "kind": "words",
+        "kind": "text",
         "examples": [],
         "chat": chat,
         "path": path,
-        "most": min(64, generation.positions_limit // 2),
+        "max_tokens": min(64, generation.positions_limit // 2),
     }
 
 
 def _examples(served: ModelVersion) -> tuple[list[Any], list[Any]]:
-    """The golden instances, and the first golden row as the body of an inference; empty where too large to carry."""
+    """Return the golden instances, and the first golden row as a V2 request; empty where too large."""
     try:
         golden = served.bundle.golden()
-    except OSError as error:  # the bundle's folder may go once it is loaded; the service lives on, and so does its page
+    except OSError as error:  # the bundle's folder may be deleted after loading
         log.warning("the page shows no example: %s", error)
         return [], []
     arrays = {name: array[:1] for name, array in golden.inputs.items()}
-    if sum(array.size for array in arrays.values()) > _MOST_EXAMPLE_BYTES // 4:
-        return _within(golden.instances), []
+    if sum(array.size for array in arrays.values()) > _MAX_EXAMPLE_BYTES // 4:
+        return _fitting_examples(golden.instances), []
     specs = {spec.name: spec for spec in served.bundle.signature.inputs}
     inputs = [
         {"name": name, "shape": list(array.shape), "datatype": specs[name].datatype, "data": array.ravel().tolist()}
         for name, array in arrays.items()
     ]
-    return _within(golden.instances), _within([{"inputs": inputs}])
+    return _fitting_examples(golden.instances), _fitting_examples([{"inputs": inputs}])
 
 
-def _within(examples: Sequence[Any]) -> list[Any]:
-    """As many of them as the page can carry."""
-    found, size = [], 0
-    for one in examples:
-        size += len(orjson.dumps(one, default=str))
-        if size > _MOST_EXAMPLE_BYTES:
+def _fitting_examples(examples: Sequence[Any]) -> list[Any]:
+    """Return as many examples as fit in the page."""
+    fitting, size = [], 0
+    for example in examples:
+        size += len(orjson.dumps(example, default=str))
+        if size > _MAX_EXAMPLE_BYTES:
             break
-        found.append(one)
-    return found
+        fitting.append(example)
+    return fitting
 
 
 def counters(models: Sequence[tuple[ModelVersion, bool]], *, ready: bool) -> dict[str, Any]:
-    """The counters as the script polls them; rates and quantiles are differences of two of these."""
-    return {"ready": ready, "models": [_counted(one, current) for one, current in models]}
+    """Return the counters that the script polls; it computes rates and quantiles from the differences."""
+    return {"ready": ready, "models": [_version_counters(one, current) for one, current in models]}
 
 
-def _counted(served: ModelVersion, current: bool) -> dict[str, Any]:
+def _version_counters(served: ModelVersion, current: bool) -> dict[str, Any]:
     series = served.metrics
     series.flush()
     histograms = list(series.seconds.values())
@@ -342,11 +354,11 @@ _INLINE = re.compile(
     r"|\[(?P<text>[^\]]+)\]\((?P<link>https?://[^\s()<>]+)\)"
 )
 _RULE = re.compile(r"\|?(\s*:?-+:?\s*\|)*\s*:?-+:?\s*\|?")
-_DEEPEST = 6
+_MAX_HEADING_LEVEL = 6
 
 
 def render_markdown(text: str, level: int = 2) -> Html:
-    """`level`: what a heading of the first rank becomes on the page around it."""
+    """Render Markdown; a first-level heading gets this `level`."""
     return flat(_blocks(text.splitlines(), level))
 
 
@@ -383,7 +395,7 @@ def _kind(line: str) -> str:
 
 def _heading(line: str, level: int) -> Html:
     marks, _, text = line.strip().partition(" ")
-    return el(f"h{min(level + len(marks) - 1, _DEEPEST)}", inline(text))
+    return el(f"h{min(level + len(marks) - 1, _MAX_HEADING_LEVEL)}", inline(text))
 
 
 def _block(kind: str, lines: Sequence[str]) -> Html:
@@ -400,15 +412,15 @@ def _cells(line: str) -> list[Html]:
 
 
 def inline(text: str) -> Html:
-    """What stands between the marks is escaped like all else."""
+    """Render emphasis, code and links; all text is escaped."""
     parts: list[Child] = []
-    place = 0
-    for found in _INLINE.finditer(text):
-        parts.append(text[place : found.start()])
-        place = found.end()
-        if found["link"]:
-            parts.append(el("a", found["text"], href=found["link"], rel="noopener noreferrer"))
+    position = 0
+    for match in _INLINE.finditer(text):
+        parts.append(text[position : match.start()])
+        position = match.end()
+        if match["link"]:
+            parts.append(el("a", match["text"], href=match["link"], rel="noopener noreferrer"))
         else:
-            kind = found.lastgroup or ""
-            parts.append(el(kind, found[kind]))
-    return flat(*parts, text[place:])
+            kind = match.lastgroup or ""
+            parts.append(el(kind, match[kind]))
+    return flat(*parts, text[position:])

@@ -1,1 +1,1 @@
-"""What clients write and read: V1, V2 with the binary extension, and OpenAPI."""
+"""Wire formats: V1, V2 with the binary data extension, and the OpenAPI document."""

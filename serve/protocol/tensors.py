@@ -1,4 +1,4 @@
-"""A request of the Open Inference Protocol, as REST and gRPC both give it, turned into the arrays the model takes."""
+"""Requests of the Open Inference Protocol, from REST and gRPC, converted to the arrays of a model."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ import numpy as np
 
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import NUMPY_TYPES, Signature
-from serve.protocol.validate import check_bytes, check_names, check_outputs, check_shapes, shown
+from serve.protocol.validate import check_bytes, check_names, check_outputs, check_shapes, format_shape
 from serve.runtime import bfloat16
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Parameters: TypeAlias = Mapping[str, bool | int | float | str]
 
-# What each kind of datatype may be written as in JSON. A bool is no number here, and 1.0 is no integer.
-_WRITTEN: dict[str, frozenset[type]] = {
+# JSON types accepted for each kind of datatype. A bool is not a number, and 1.0 is not an integer.
+_JSON_TYPES: dict[str, frozenset[type]] = {
     "b": frozenset({bool}),
     "f": frozenset({int, float}),
     "i": frozenset({int}),
     "u": frozenset({int}),
     "O": frozenset({str}),
 }
-_REFUSED = dict.fromkeys(
+_REJECTED_PARAMETERS = dict.fromkeys(
     ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"),
     "send the tensor itself, as JSON or as raw bytes",
 ) | dict.fromkeys(
     ("sequence_id", "sequence_start", "sequence_end"),
-    "nothing is remembered from one request to the next",
+    "the service keeps no state between requests",
 )
-_REFUSED["classification"] = "ask for the tensor and take its largest values"
-_MOST_SHAPES = 4096  # are kept
-_FEW = 1024  # numbers; beyond it, what a call of numpy costs by itself is nothing
-_KINDS = {name: np.dtype(kind) for name, kind in NUMPY_TYPES.items()}
+_REJECTED_PARAMETERS["classification"] = "request the tensor and take its largest values"
+_MAX_CACHED_SHAPES = 4096
+_SMALL = 1024  # elements; with more, the overhead of numpy calls does not matter
+_DTYPES = {name: np.dtype(kind) for name, kind in NUMPY_TYPES.items()}
 
 
 class Tensor(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """One input as sent: its values as a list, as a flat array, or as raw little-endian bytes."""
+    """One input as received: a list, a flat array, or raw little-endian bytes."""
 
     name: str
     datatype: str
@@ -51,50 +51,50 @@ class Tensor(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     parameters: Parameters | None = None
 
 
-class Wish(NamedTuple):
+class RequestedOutput(NamedTuple):
     """One requested output."""
 
     name: str
     binary: bool
 
 
-class Request(NamedTuple):
+class InferRequest(NamedTuple):
     id: str
     inputs: Sequence[Tensor]
-    outputs: Sequence[Wish]  # none means all
-    binary: bool = False  # how outputs are sent that were not requested by name
+    outputs: Sequence[RequestedOutput]  # empty: all
+    binary: bool = False  # encoding of outputs that are not requested by name
     parameters: Parameters = MappingProxyType({})
 
     def arrays(self, signature: Signature) -> dict[str, Array]:
-        """The inputs in the signature's order, held against it in full; a sentence where they do not fit."""
-        specs, found = signature.input_specs, self.inputs
-        given = {tensor.name: tensor for tensor in found}
-        if len(given) != len(found) or given.keys() != specs.keys():
-            check_names([tensor.name for tensor in found], signature.inputs)
+        """Return the inputs in the signature's order; raises InvalidPayload where they do not match it."""
+        specs, inputs = signature.input_specs, self.inputs
+        by_name = {tensor.name: tensor for tensor in inputs}
+        if len(by_name) != len(inputs) or by_name.keys() != specs.keys():
+            check_names([tensor.name for tensor in inputs], signature.inputs)
         if self.outputs:
-            check_outputs([wish.name for wish in self.outputs], signature.outputs)
-        ordered = found if len(found) == 1 else [given[name] for name in specs]
+            check_outputs([output.name for output in self.outputs], signature.outputs)
+        ordered = inputs if len(inputs) == 1 else [by_name[name] for name in specs]
         shapes = tuple([tuple(tensor.shape) for tensor in ordered])
         for tensor in ordered:
-            if tensor.datatype != (wanted := specs[tensor.name].datatype):
-                raise InvalidPayload(f"{tensor.name}: datatype {tensor.datatype[:40]!r} is not the model's {wanted}")
-        if shapes not in signature.fitting:
-            _check_fit(shapes, signature)
+            if tensor.datatype != (expected := specs[tensor.name].datatype):
+                raise InvalidPayload(f"{tensor.name}: datatype {tensor.datatype[:40]!r} is not the model's {expected}")
+        if shapes not in signature.validated_shapes:
+            _check_shapes(shapes, signature)
         return {tensor.name: _array(tensor, shape) for tensor, shape in zip(ordered, shapes, strict=True)}
 
-    def wishes(self, signature: Signature) -> Sequence[Wish]:
-        return self.outputs or [Wish(name, self.binary) for name in signature.output_names]
+    def requested_outputs(self, signature: Signature) -> Sequence[RequestedOutput]:
+        return self.outputs or [RequestedOutput(name, self.binary) for name in signature.output_names]
 
 
-def refuse_parameters(parameters: Parameters, where: str) -> None:
-    """What would change the answer and is not done here must not pass in silence; all else may be said."""
-    for name, reason in _REFUSED.items():
+def reject_parameters(parameters: Parameters, where: str) -> None:
+    """Reject parameters that would change the answer but are not supported; ignore all others."""
+    for name, reason in _REJECTED_PARAMETERS.items():
         if parameters.get(name):
             raise InvalidPayload(f"{where}: parameter {name!r} is not supported: {reason}")
 
 
 def to_raw(array: Array, datatype: str) -> bytes:
-    """Row-major little-endian bytes; strings each behind its length."""
+    """Return row-major little-endian bytes; each string follows its length."""
     if datatype == "BYTES":
         texts = (item if isinstance(item, bytes) else str(item).encode() for item in array.ravel())
         return b"".join(struct.pack("<I", len(text)) + text for text in texts)
@@ -103,128 +103,133 @@ def to_raw(array: Array, datatype: str) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _check_fit(shapes: tuple[tuple[int, ...], ...], signature: Signature) -> None:
-    """Once for all requests of these shapes."""
+def _check_shapes(shapes: tuple[tuple[int, ...], ...], signature: Signature) -> None:
+    """Validate shapes once and remember them."""
     named = dict(zip(signature.input_specs, shapes, strict=True))
     check_shapes(named, signature)
     check_bytes(named, signature)
-    if len(signature.fitting) < _MOST_SHAPES:
-        signature.fitting.add(shapes)
+    if len(signature.validated_shapes) < _MAX_CACHED_SHAPES:
+        signature.validated_shapes.add(shapes)
 
 
 def _array(tensor: Tensor, shape: tuple[int, ...]) -> Array:
-    """Of the datatype it names, which is the model's."""
+    """Return the array, with the shape and datatype of the tensor."""
     data, datatype = tensor.data, tensor.datatype
     nested: tuple[int, ...] | None = None
     try:
         if isinstance(data, list):
-            found, nested = _from_list(data, datatype)
+            array, nested = _from_list(data, datatype)
         elif isinstance(data, np.ndarray):
-            found = _narrowed(data, datatype)
+            array = _narrow(data, datatype)
         else:
-            found = _from_raw(data, datatype)
-    except _Unfit as error:
+            array = _from_raw(data, datatype)
+    except _InvalidData as error:
         raise InvalidPayload(f"{tensor.name}: {error}") from None
     if nested is not None and len(nested) > 1 and nested != shape:
-        raise InvalidPayload(f"{tensor.name}: data nested as {shown(nested)} does not fill the shape {shown(shape)}")
-    if found.size != math.prod(shape):
-        raise InvalidPayload(f"{tensor.name}: data with {found.size} elements does not fill the shape {shown(shape)}")
-    return found.reshape(shape)
+        raise InvalidPayload(
+            f"{tensor.name}: data nested as {format_shape(nested)} does not fill the shape {format_shape(shape)}"
+        )
+    if array.size != math.prod(shape):
+        raise InvalidPayload(
+            f"{tensor.name}: data with {array.size} elements does not fill the shape {format_shape(shape)}"
+        )
+    return array.reshape(shape)
 
 
-class _Unfit(Exception):
-    """Data that is not of its datatype; the caller adds the tensor's name."""
+class _InvalidData(Exception):
+    """The data does not match its datatype; the caller adds the tensor's name."""
 
 
 def _from_list(data: list[Any], datatype: str) -> tuple[Array, tuple[int, ...]]:
-    """The values and how they are nested. Types first: numpy would make numbers of strings, and room for the longest.
+    """Return the values and the shape of the nested list.
 
-    Strict: no numbers out of strings or bools, no integers out of fractions, nothing that does not fit its type.
+    Types are checked first and strictly, since numpy would convert strings to numbers: strings and bools are not
+    numbers, fractions are not integers, and every number must be in range.
     """
-    values, nested, types = _flat(data)
-    kind = _KINDS[datatype]
-    if not types <= _WRITTEN[kind.kind]:
-        named = "strings" if datatype == "BYTES" else datatype
-        raise _Unfit(f"data holds values that are not {named}")
+    values, nested, types = _flatten(data)
+    kind = _DTYPES[datatype]
+    if not types <= _JSON_TYPES[kind.kind]:
+        expected = "strings" if datatype == "BYTES" else datatype
+        raise _InvalidData(f"data holds values that are not {expected}")
     if kind.kind in "bO":
         return np.fromiter(values, kind, len(values)), nested
-    if datatype == "FP32" and len(values) < _FEW:  # one call does what numpy needs several for, range check and all
+    if datatype == "FP32" and len(values) < _SMALL:  # one call replaces several of numpy, including the range check
         try:
             return np.frombuffer(struct.pack(f"<{len(values)}f", *values), "<f4"), nested
-        except (OverflowError, struct.error):  # the second for whole numbers beyond the widest float
+        except (OverflowError, struct.error):  # struct.error: integers beyond the range of float
             raise _out_of_range(datatype) from None
     wide: Any = np.float64 if kind.kind == "f" else np.int64 if kind.kind == "i" else np.uint64
     try:
-        return _narrowed(np.fromiter(values, wide, len(values)), datatype), nested
-    except OverflowError:  # beyond the widest integer
+        return _narrow(np.fromiter(values, wide, len(values)), datatype), nested
+    except OverflowError:  # beyond 64 bits
         raise _out_of_range(datatype) from None
 
 
-def _flat(data: list[Any]) -> tuple[list[Any], tuple[int, ...], set[type]]:
+def _flatten(data: list[Any]) -> tuple[list[Any], tuple[int, ...], set[type]]:
     nested = [len(data)]
     while list in (types := set(map(type, data))):
         sizes = set(map(len, data)) if len(types) == 1 else set()
         if len(sizes) != 1:
-            raise _Unfit("data is not a regular array")
+            raise _InvalidData("data is not a regular array")
         nested.append(sizes.pop())
         data = list(itertools.chain.from_iterable(data))
     return data, tuple(nested), types
 
 
-def _narrowed(found: Array, datatype: str) -> Array:
-    """Numbers of a wide type as the datatype's own, where each fits it; a fraction goes to its nearest."""
-    kind = _KINDS[datatype]
-    if found.dtype.kind != kind.kind:
-        raise _Unfit(f"data holds values that are not {datatype}")
-    if kind.kind in "iu" and found.itemsize > kind.itemsize and found.size:
+def _narrow(wide: Array, datatype: str) -> Array:
+    """Convert 64-bit numbers to the datatype; raises if one is out of range. Fractions are rounded."""
+    kind = _DTYPES[datatype]
+    if wide.dtype.kind != kind.kind:
+        raise _InvalidData(f"data holds values that are not {datatype}")
+    if kind.kind in "iu" and wide.itemsize > kind.itemsize and wide.size:
         limits = np.iinfo(kind)
-        if found.min() < limits.min or found.max() > limits.max:
+        if wide.min() < limits.min or wide.max() > limits.max:
             raise _out_of_range(datatype)
     try:
         with np.errstate(over="raise"):
-            narrow = found.astype(kind, copy=False)
+            narrow = wide.astype(kind, copy=False)
     except FloatingPointError:
         raise _out_of_range(datatype) from None
     if datatype != "BF16":
         return narrow
-    nearest = bfloat16.rounded(narrow)
+    nearest = bfloat16.round_to_bfloat16(narrow)
     if (np.isinf(nearest) & np.isfinite(narrow)).any():
         raise _out_of_range(datatype)
     return nearest
 
 
-def _out_of_range(datatype: str) -> _Unfit:
-    return _Unfit(f"data holds a number outside the range of {datatype}")
+def _out_of_range(datatype: str) -> _InvalidData:
+    return _InvalidData(f"data holds a number outside the range of {datatype}")
 
 
 def _from_raw(data: bytes | memoryview, datatype: str) -> Array:
-    """Without a copy where the bytes lie as the machine wants them."""
+    """Convert raw bytes, without a copy if they are aligned."""
     if datatype == "BYTES":
-        texts = _split(bytes(data))
+        texts = _split_strings(bytes(data))
         return np.fromiter(texts, np.object_, len(texts))
-    kind = np.dtype(np.uint16) if datatype == "BF16" else _KINDS[datatype]
+    kind = np.dtype(np.uint16) if datatype == "BF16" else _DTYPES[datatype]
     if len(data) % kind.itemsize:
-        raise _Unfit(f"{len(data)} raw bytes are no whole number of {datatype} elements")
+        raise _InvalidData(f"{len(data)} raw bytes are not a whole number of {datatype} elements")
     if datatype == "BOOL" and len(data) and np.frombuffer(data, np.uint8).max() > 1:
-        raise _Unfit("raw BOOL data holds a byte other than 0 and 1")
-    found = np.frombuffer(data, kind.newbyteorder("<"))
+        raise _InvalidData("raw BOOL data holds a byte other than 0 and 1")
+    array = np.frombuffer(data, kind.newbyteorder("<"))
     if datatype == "BF16":
-        return bfloat16.widened(found)
-    return found.astype(kind, copy=not found.flags.aligned)
+        return bfloat16.from_bits(array)
+    return array.astype(kind, copy=not array.flags.aligned)
 
 
-def _split(data: bytes) -> list[str]:
+def _split_strings(data: bytes) -> list[str]:
     texts: list[str] = []
-    place = 0
-    while place < len(data):
-        end = place + 4
+    start = 0
+    while start < len(data):
+        end = start + 4
         if end <= len(data):
-            end += struct.unpack_from("<I", data, place)[0]
-        if place + 4 > len(data) or end > len(data):
-            raise _Unfit("raw BYTES data ends inside an element")
+            end += struct.unpack_from("<I", data, start)[0]
+        if start + 4 > len(data) or end > len(data):
+            raise _InvalidData("raw BYTES data ends inside an element")
         try:
-            texts.append(data[place + 4 : end].decode())
+            texts.append(data[start + 4 : end].decode())
         except UnicodeDecodeError:
-            raise _Unfit("raw BYTES data holds an element that is not UTF-8") from None
-        place = end
+            raise _InvalidData("raw BYTES data holds an element that is not UTF-8") from None
+        start = end
     return texts

@@ -35,13 +35,13 @@ class Payload:
         return arrays, predictor.session.outputs
 
     def encode(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]], version: str) -> bytes:  # noqa: ARG002
-        # A number JSON does not know (NaN, infinity) leaves as null.
-        found = {"predictions": predictor.encode(outputs, self._count)}
-        return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
+        # NaN and infinity, which JSON does not have, become null.
+        body = {"predictions": predictor.encode(outputs, self._count)}
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def parse(body: bytes) -> Any:
-    """The instances of a request body."""
+    """Return the instances of a request body."""
     fields = parse_object(body)
     if "instances" not in fields:
         raise InvalidPayload('body: the field "instances" is missing')

@@ -1,8 +1,7 @@
-"""The form of a V2 request in JSON: which fields there are and of which types; a sentence where it is another.
+"""V2 requests in JSON: parsing and validation of the fields.
 
-Long flat lists of numbers in a JSON request, read straight into arrays: twice as fast and more as by way of lists.
-
-What is not of this form, or wrong in any way, is left to the plain reader, which has the sentences.
+Most requests are decoded by msgspec. Long flat lists of numbers are read straight into arrays by simdjson, which is at
+least twice as fast. Whatever fails in these is parsed again slowly, to report what is wrong.
 """
 
 from __future__ import annotations
@@ -23,42 +22,42 @@ _INPUT = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT = ("name", "parameters")
 
 
-class Output(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class JsonOutput(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """One requested output."""
 
     name: str
     parameters: Parameters | None = None
 
 
-class Form(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """Whatever the client does not say, or says is null, is None."""
+class JsonRequest(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """A request; missing fields and null are None."""
 
     inputs: Sequence[Tensor]
     id: str | None = None
-    outputs: Sequence[Output] | None = None
+    outputs: Sequence[JsonOutput] | None = None
     parameters: Parameters | None = None
     model_name: str | None = None
 
 
-_DECODER = msgspec.json.Decoder(Form)
+_DECODER = msgspec.json.Decoder(JsonRequest)
 
 
-def read_v2_json(text: bytes | memoryview) -> Form:
-    """Checked while it is parsed; what does not pass is read again, slowly, by who can say what is wrong."""
+def read_v2_json(text: bytes | memoryview) -> JsonRequest:
+    """Parse and validate a request."""
     if len(text) >= FLAT_JSON_MIN_BYTES:
-        return checked(read_flat_json(bytes(text)) or parse_object(text))
+        return validate_fields(read_flat_json(bytes(text)) or parse_object(text))
     try:
-        form = _DECODER.decode(text)
+        request = _DECODER.decode(text)
     except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
-        return checked(parse_object(text))
-    if any(type(one.data) is list and one.data and type(one.data[0]) is list for one in form.inputs):
-        check_depth(text)  # so little text cannot be deep at much cost, and only lists in lists are looked into
-    return form
+        return validate_fields(parse_object(text))
+    if any(type(tensor.data) is list and tensor.data and type(tensor.data[0]) is list for tensor in request.inputs):
+        check_depth(text)  # only needed for nested lists: msgspec limits everything else by its types
+    return request
 
 
-def checked(fields: Mapping[str, Any]) -> Form:
+def validate_fields(fields: Mapping[str, Any]) -> JsonRequest:
     _check_keys(fields, "body", _FIELDS)
-    return Form(
+    return JsonRequest(
         inputs=[_tensor(one, f"inputs.{index}") for index, one in enumerate(_list(fields, "inputs", ""))],
         id=_text(fields, "id", "", ""),
         outputs=[_output(one, f"outputs.{index}") for index, one in enumerate(_list(fields, "outputs", "", []))],
@@ -68,7 +67,7 @@ def checked(fields: Mapping[str, Any]) -> Form:
 
 
 def check_index(fields: Mapping[str, Any]) -> None:
-    """What may be said when asking which models there are: that only ready ones are meant, as all of them are."""
+    """Validate the body of a repository index request: `ready` has no effect, since all models are ready."""
     _check_keys(fields, "body", ("ready",))
     flag(fields, "ready", "body", default=True)
 
@@ -86,9 +85,9 @@ def _tensor(one: Any, where: str) -> Tensor:
     return Tensor(name, datatype, _shape(one, where), one.get("data"), _parameters(one, f"{where}.parameters"))
 
 
-def _output(one: Any, where: str) -> Output:
+def _output(one: Any, where: str) -> JsonOutput:
     _check_keys(one, where, _OUTPUT)
-    return Output(_text(one, "name", where), _parameters(one, f"{where}.parameters"))
+    return JsonOutput(_text(one, "name", where), _parameters(one, f"{where}.parameters"))
 
 
 def _check_keys(one: Any, where: str, known: Sequence[str]) -> None:
@@ -96,12 +95,12 @@ def _check_keys(one: Any, where: str, known: Sequence[str]) -> None:
         raise InvalidPayload(f"{where}: must be a JSON object")
     for key in one:
         if key not in known:
-            raise InvalidPayload(f'{where}: unknown field "{key[:80]}"; there are {", ".join(known)}')
+            raise InvalidPayload(f'{where}: unknown field "{key[:80]}"; known fields: {", ".join(known)}')
 
 
 def _text(one: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
     value = one.get(key)
-    value = default if value is None else value  # many a client writes null for what it does not say
+    value = default if value is None else value  # some clients write null for missing fields
     if type(value) is str:
         return value
     place = f"{where}.{key}" if where else key
@@ -121,7 +120,7 @@ def _shape(one: Mapping[str, Any], where: str) -> list[int]:
     shape = _list(one, "shape", where)
     for axis in shape:
         if type(axis) is not int or axis < 0:
-            raise InvalidPayload(f"{where}.shape: must hold whole numbers from 0 on")
+            raise InvalidPayload(f"{where}.shape: must hold integers from 0 on")
     return shape
 
 
@@ -130,11 +129,11 @@ def _parameters(one: Mapping[str, Any], where: str) -> Parameters:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(item, bool | int | float | str) for item in value.values()):
-        raise InvalidPayload(f"{where}: must be a JSON object of numbers, texts, true and false")
+        raise InvalidPayload(f"{where}: must be a JSON object of numbers, strings, true and false")
     return value
 
 
-FLAT_JSON_MIN_BYTES = 8 << 10  # below it the plain reader is as fast
+FLAT_JSON_MIN_BYTES = 8 << 10  # with less, orjson is as fast
 
 _SAMPLE_BYTES = 256
 _Buffer: TypeAlias = tuple[Literal["d", "i", "u"], type[np.generic]]
@@ -143,28 +142,28 @@ _BUFFERS: dict[str, _Buffer] = {"FP": _FLOAT, "BF": _FLOAT, "IN": ("i", np.int64
 
 
 def is_flat_json(text: bytes) -> bool:
-    """Whether the middle of it is numbers one after another."""
+    """Return whether the middle of the text looks like a flat list of numbers."""
     middle = len(text) // 2
     return not text[middle : middle + _SAMPLE_BYTES].translate(None, b"0123456789+-.eE, \t\r\n")
 
 
 def read_flat_json(text: bytes) -> dict[str, Any] | None:
-    """The request's fields, with arrays where the inputs' data are numbers; None where another must read it."""
+    """Return the fields, with arrays of numbers as data; None where the body has another form or an error."""
     try:
         fields = _fields(simdjson.Parser().parse(text))
         inputs = [_fields(one) for one in fields["inputs"]]
-        # Each list that is not nested has one bracket, so that a bracket more means a list within one.
+        # More brackets than these mean nested lists.
         lists = 1 + 2 * len(inputs) + ("outputs" in fields)
         if count_up_to(lists, text, b"[") != lists:
             return None
         found = [{key: _input(key, value, one["datatype"]) for key, value in one.items()} for one in inputs]
-    except (ValueError, TypeError, KeyError, RuntimeError):  # all that simdjson raises, and a wrong form
+    except (ValueError, TypeError, KeyError, RuntimeError):  # all errors of simdjson, and unexpected fields
         return None
     return {key: found if key == "inputs" else _plain(value) for key, value in fields.items()}
 
 
 def _fields(found: Any) -> dict[str, Any]:
-    """By name; the parser's own access would take the first of two fields of one name, and all else the last."""
+    """Return the fields by name; raises TypeError for repeated names, which simdjson and orjson read differently."""
     if not isinstance(found, simdjson.Object) or len(names := list(found.keys())) != len(set(names)):
         raise TypeError
     return {name: found[name] for name in names}

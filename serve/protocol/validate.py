@@ -1,4 +1,4 @@
-"""Whether arrays are what the signature promises; every refusal is a sentence that names the tensor."""
+"""Validation of arrays against a signature: names, shapes and sizes. Errors name the tensor."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from serve.errors import TooLarge
 _ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in NUMPY_TYPES.items()}
 
 Array = np.ndarray[Any, Any]
-_MOST_AXES = 16  # in a sentence
+_MAX_SHOWN_AXES = 16  # in messages
 
 
-def check_names(found: Sequence[str], specs: Sequence[TensorSpec]) -> None:
-    """Each input once, none missing, none unknown."""
-    wanted = [spec.name for spec in specs]
-    for name in found:
-        if name not in wanted:
-            raise InvalidPayload(f"inputs: unknown input {name[:128]!r}; the model takes {_listed(wanted)}")
-        if found.count(name) > 1:
-            raise InvalidPayload(f"inputs: {name!r} is given {found.count(name)} times")
-    for name in wanted:
-        if name not in found:
-            raise InvalidPayload(f"inputs: {name!r} is missing; the model takes {_listed(wanted)}")
+def check_names(names: Sequence[str], specs: Sequence[TensorSpec]) -> None:
+    """Check that each input is given exactly once."""
+    expected = [spec.name for spec in specs]
+    for name in names:
+        if name not in expected:
+            raise InvalidPayload(f"inputs: unknown input {name[:128]!r}; the model takes {_listed(expected)}")
+        if names.count(name) > 1:
+            raise InvalidPayload(f"inputs: {name!r} is given {names.count(name)} times")
+    for name in expected:
+        if name not in names:
+            raise InvalidPayload(f"inputs: {name!r} is missing; the model takes {_listed(expected)}")
 
 
-def check_outputs(wanted: Sequence[str], specs: Sequence[TensorSpec]) -> None:
-    known = [spec.name for spec in specs]
-    for name in wanted:
-        if name not in known:
-            raise InvalidPayload(f"outputs: unknown output {name[:128]!r}; the model gives {_listed(known)}")
-        if wanted.count(name) > 1:
-            raise InvalidPayload(f"outputs: {name!r} is requested {wanted.count(name)} times")
+def check_outputs(names: Sequence[str], specs: Sequence[TensorSpec]) -> None:
+    outputs = [spec.name for spec in specs]
+    for name in names:
+        if name not in outputs:
+            raise InvalidPayload(f"outputs: unknown output {name[:128]!r}; the model has {_listed(outputs)}")
+        if names.count(name) > 1:
+            raise InvalidPayload(f"outputs: {name!r} is requested {names.count(name)} times")
 
 
 def check_shape(shape: Sequence[int], spec: TensorSpec, limits: Limits) -> None:
-    """Rank and fixed axes, and a batch that is neither empty nor too large."""
+    """Check rank, fixed axes, batch size and limits of named axes."""
     if len(shape) != len(spec.shape) or any(
-        isinstance(said, int) and found != said for found, said in zip(shape, spec.shape, strict=True)
+        isinstance(expected, int) and size != expected for size, expected in zip(shape, spec.shape, strict=True)
     ):
-        raise InvalidPayload(f"{spec.name}: shape {shown(shape)} does not fit {shown(spec.shape)}")
+        raise InvalidPayload(f"{spec.name}: shape {format_shape(shape)} does not fit {format_shape(spec.shape)}")
     if spec.shape and isinstance(spec.shape[0], str):
         if shape[0] == 0:
             raise InvalidPayload(f"{spec.name}: the batch is empty")
@@ -57,7 +57,7 @@ def check_shape(shape: Sequence[int], spec: TensorSpec, limits: Limits) -> None:
 
 
 def check_arrays(arrays: Mapping[str, Array], signature: Signature) -> None:
-    """Names, types and shapes of arrays that a codec made."""
+    """Check names, types and shapes of arrays from a codec."""
     check_names(list(arrays), signature.inputs)
     for spec in signature.inputs:
         array = arrays[spec.name]
@@ -67,7 +67,7 @@ def check_arrays(arrays: Mapping[str, Array], signature: Signature) -> None:
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> None:
-    """Each by itself, and that axes of one name have one size across all inputs."""
+    """Check each shape, and that axes with the same name have the same size."""
     sizes: dict[str, tuple[int, str]] = {}
     for spec in signature.inputs:
         check_shape(shapes[spec.name], spec, signature.limits)
@@ -77,9 +77,9 @@ def check_shapes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> N
 
 
 def check_bytes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> None:
-    """What the arrays will take, before they are made: a number of 8 bytes may be written with one digit.
+    """Check the size of the arrays before allocating them: one digit of JSON can become 8 bytes.
 
-    An axis without elements counts as one: the others must be sizes that an array can have.
+    An empty axis counts as 1, so that the other axes are limited as well.
     """
     sizes = {name: math.prod(max(axis, 1) for axis in shape) for name, shape in shapes.items()}
     total = sum(sizes[spec.name] * _ITEM_BYTES[spec.datatype] for spec in signature.inputs)
@@ -90,25 +90,25 @@ def check_bytes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> No
 def _note_sizes(sizes: dict[str, tuple[int, str]], spec: TensorSpec, shape: Sequence[int]) -> None:
     for axis, size in zip(spec.shape, shape, strict=True):
         if isinstance(axis, str):
-            known, first = sizes.setdefault(axis, (size, spec.name))
-            if size != known:
-                raise InvalidPayload(f"{spec.name}: axis {axis!r} is {size}, but {known} in {first!r}")
+            other, first = sizes.setdefault(axis, (size, spec.name))
+            if size != other:
+                raise InvalidPayload(f"{spec.name}: axis {axis!r} is {size}, but {other} in {first!r}")
 
 
 def _check_past(sizes: Mapping[str, tuple[int, str]], generation: Generation) -> None:
-    """A mask says of every position, read before or new, whether it is one."""
-    found = {name: sizes[name][0] for name in ("past", "sequence", "total") if name in sizes}
-    if len(found) == 3 and found["past"] + found["sequence"] != found["total"]:
+    """Check that the attention mask covers the cached and the new positions."""
+    axes = {name: sizes[name][0] for name in ("past", "sequence", "total") if name in sizes}
+    if len(axes) == 3 and axes["past"] + axes["sequence"] != axes["total"]:
         raise InvalidPayload(
-            f"{generation.mask}: says of {found['total']} positions, but there are {found['past']} in the past and "
-            f"{found['sequence']} new ones"
+            f"{generation.mask}: covers {axes['total']} positions, but there are {axes['past']} in the past and "
+            f"{axes['sequence']} new ones"
         )
 
 
-def shown(shape: Sequence[int | str]) -> str:
-    """As people write it, and not longer than they read."""
-    more = ", …" if len(shape) > _MOST_AXES else ""
-    return f"[{', '.join(str(axis) for axis in shape[:_MOST_AXES])}{more}]"
+def format_shape(shape: Sequence[int | str]) -> str:
+    """Return a shape for messages, shortened if it is long."""
+    more = ", …" if len(shape) > _MAX_SHOWN_AXES else ""
+    return f"[{', '.join(str(axis) for axis in shape[:_MAX_SHOWN_AXES])}{more}]"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -13,8 +13,7 @@ import pytest
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.golden import Golden
-from serve.canary import Canary
-from serve.model_version import ModelVersion
+from serve.model_version import Canary, ModelVersion
 from serve.page import page
 from serve.page.page import inline, render_markdown
 from serve.runtime.predictor import Predictor
@@ -99,8 +98,15 @@ def test_content_security_policy_allows_only_own_script_and_style(server: Runnin
 
 def test_page_shows_the_model(server: Running, bundle: Bundle) -> None:
     text = _get(server, **HTML).text
-    for told in ("<h1>tiny</h1>", bundle.digest[:12], "verdict: pass", "runs on CPU", "batch × 1 × 8 × 8", "logits"):
-        assert told in text
+    for text_part in (
+        "<h1>tiny</h1>",
+        bundle.digest[:12],
+        "verdict: pass",
+        "runs on CPU",
+        "batch × 1 × 8 × 8",
+        "logits",
+    ):
+        assert text_part in text
     assert "<h3>tiny</h3>" in text, "the card"
 
 
@@ -110,19 +116,19 @@ def test_unknown_model_is_not_found(server: Running) -> None:
 
 
 def test_counters_are_reported_per_version(server: Running, bundle: Bundle) -> None:
-    def told() -> dict[str, object]:
+    def counters() -> dict[str, object]:
         answer = _get(server, "/page.json")
         assert answer.headers["cache-control"] == "no-store"
         assert answer.json()["ready"] is True
         (version,) = answer.json()["models"]
         return dict(version)
 
-    before = told()
+    before = counters()
     assert (before["model"], before["version"], before["current"]) == ("tiny", "1", True)
     assert before["digest"] == bundle.digest
     httpx.post(f"{server.url}/v1/models/tiny:predict", json={"instances": bundle.golden().instances}, timeout=20)
     httpx.post(f"{server.url}/v1/models/tiny:predict", json={}, timeout=20)
-    after = told()
+    after = counters()
     grown = {key: after[key] - before[key] for key in ("requests", "failed", "batches", "rows")}  # type: ignore[operator]
     assert grown == {"requests": 2, "failed": 1, "batches": 1, "rows": 2}
 
@@ -138,16 +144,16 @@ def test_page_can_be_turned_off(bundle_path: Path, start: Launcher) -> None:
 def test_canary_and_shadow_are_shown(served: ModelVersion) -> None:
     candidate = ModelVersion("tiny", "2", served.predictor, served.pool)
     served.canary = Canary(candidate, 0.1)
-    served.mirror = SimpleNamespace(digest="d" * 64, share=0.5, agreement=Agreement(same=1200, other=3))  # type: ignore[assignment]
-    html = page.render(page.Shown(served, [served, candidate], ["another"], ready=False)).decode()
-    for told in (
+    served.shadow = SimpleNamespace(digest="d" * 64, share=0.5, agreement=Agreement(same=1200, other=3))  # type: ignore[assignment]
+    html = page.render(page.PageModel(served, [served, candidate], ["another"], ready=False)).decode()
+    for part in (
         "answers the other requests",
         "canary: gets 10% of the requests",
-        "shadow: gets copies of 50%; answered 1,200 alike, 3 otherwise",
+        "shadow: gets copies of 50% of the requests; 1,200 equal answers, 3 different",
         '<a href="/?model=another">another</a>',
         "not ready",
     ):
-        assert told in html
+        assert part in html
 
 
 def test_codec_with_drawing_gets_a_drawing_form(served: ModelVersion, bundle: Bundle) -> None:
@@ -163,7 +169,7 @@ def test_codec_without_drawing_gets_an_instance_form(served: ModelVersion, bundl
 
 @pytest.fixture
 def golden(monkeypatch: pytest.MonkeyPatch, bundle: Bundle) -> Golden:
-    """What the bundle is made to give as its golden requests, still without instances."""
+    """Replace the bundle's golden requests by ones without instances."""
     known = bundle.golden()
     golden = Golden(known.inputs, known.outputs, [], [], known.rtol, known.atol)
     monkeypatch.setattr(Bundle, "golden", lambda self: golden)
@@ -179,11 +185,9 @@ def test_without_instances_the_form_has_golden_tensors(served: ModelVersion, gol
     np.testing.assert_array_equal(np.array(tensor["data"], np.float32), golden.inputs["image"][0].ravel())
 
 
-def test_large_tensors_are_not_embedded(
-    served: ModelVersion, golden: Golden, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tensors_are_not_embedded(served: ModelVersion, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     served.predictor.drawing = None
-    monkeypatch.setattr(page, "_MOST_EXAMPLE_BYTES", 100)
+    monkeypatch.setattr(page, "_MAX_EXAMPLE_BYTES", 100)
     assert page.form(served)["examples"] == []
 
 
@@ -219,7 +223,7 @@ def test_text_contrast_meets_accessibility_guidelines(scheme: str, above: str, b
 
 
 def _luminance(color: str) -> float:
-    """As the web's accessibility guidelines define it."""
+    """Return the relative luminance of the WCAG."""
     whole = color if len(color) == 6 else "".join(2 * one for one in color)
     parts = [int(whole[place : place + 2], 16) / 255 for place in (0, 2, 4)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]

@@ -1,4 +1,4 @@
-"""The page as people see and use it, in a real browser."""
+"""The page in a real browser."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SEVEN = [(0.3, 0.2), (0.5, 0.2), (0.7, 0.2), (0.6, 0.5), (0.45, 0.85)]
 FIRST = "#answer .first dd"
 ATTACK = "<img src=x onerror='window.harmed=1'><script>window.harmed=1</script>"
 
-# Answers with whatever it was asked, as would a codec that trusts its clients.
+# A codec that echoes the instances without validation.
 ECHO = """
 import numpy as np
 
 class EchoCodec:
     def decode(self, instances):
-        self.asked = instances
+        self.instances = instances
         return {"image": np.zeros((len(instances), 1, 8, 8), np.float32)}
 
     def encode(self, outputs):
-        return [{"echo": one} for one in self.asked]
+        return [{"echo": one} for one in self.instances]
 """
 
 
@@ -45,7 +45,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, server: Running) -> Iterator[Browser]:
-    """The page of the digits bundle. Whatever a test does there, nothing is loaded from elsewhere or forbidden."""
+    """The page of the digits bundle. No test may load anything from elsewhere or violate the policy."""
     browser.open(f"{server.url}/")
     yield browser
     assert [url for url in browser.asked if not url.startswith((f"{server.url}/", "data:"))] == []
@@ -53,7 +53,7 @@ def page(browser: Browser, server: Running) -> Iterator[Browser]:
 
 
 def _sent(page: Browser) -> Any:
-    """The picture that was sent, as the page's own command line tells it."""
+    """Return the body that was sent, from the command line shown on the page."""
     command: str = page.value("document.querySelector('#form details pre').textContent")
     return json.loads(command.split("'")[1])
 
@@ -64,9 +64,7 @@ def _digit(server: Running, body: Any) -> str:
 
 
 @pytest.mark.parametrize("way", ["drag", "swipe"])
-def test_drawn_digit_is_sent_as_a_picture(
-    page: Browser, server: Running, way: str
-) -> None:
+def test_drawn_digit_is_sent_as_a_picture(page: Browser, server: Running, way: str) -> None:
     getattr(page, way)(page.place("canvas.pad", SEVEN))
     shown = page.text(FIRST)
     (picture,) = _sent(page)["instances"]
@@ -76,7 +74,7 @@ def test_drawn_digit_is_sent_as_a_picture(
     assert any(grey > 8 for grey in picture[7])
     assert all(0 <= grey <= 16 for row in picture for grey in row)
     assert shown == _digit(server, {"instances": [picture]})
-    assert "ms there and back" in page.text(".took")
+    assert "ms round trip" in page.text(".took")
 
 
 def test_clear_removes_drawing_and_answer(page: Browser) -> None:
@@ -127,12 +125,10 @@ def test_controls_and_pictures_have_accessible_names(page: Browser) -> None:
     assert {"heading", "button", "image", "link"} <= {node["role"]["value"] for node in tree if not node["ignored"]}
 
 
-def test_page_works_with_an_api_key(
-    browser: Browser, bundle_path: Path, start: Launcher, tmp_path: Path
-) -> None:
-    (tmp_path / "keys").write_text("a-key-nobody-guesses\n")
+def test_page_works_with_an_api_key(browser: Browser, bundle_path: Path, start: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("an-unguessable-key\n")
     server = start(bundle_path, options=["--api-keys", str(tmp_path / "keys")])
-    browser.sign_in("a-key-nobody-guesses")
+    browser.sign_in("an-unguessable-key")
     try:
         browser.open(f"{server.url}/")
         browser.press(".buttons button:nth-child(2)", "Enter")
@@ -144,7 +140,7 @@ def test_page_works_with_an_api_key(
 
 
 def _resealed(bundle: Path, seal: Callable[[Path], str], *, codec: str = ECHO, instances: list[Any]) -> Path:
-    """Its codec another, its example another; the golden tensors stay."""
+    """Replace codec and examples of a bundle, but not the golden tensors."""
     (bundle / "codec.py").write_text(codec)
     signature = json.loads((bundle / "signature.json").read_text())
     (bundle / "signature.json").write_text(json.dumps(signature | {"codec": "EchoCodec"}))

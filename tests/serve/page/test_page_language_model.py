@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.contract.signature import Generation
-from serve.page.page import words
+from serve.page.page import text_form
 from tests.serve.browser import PROGRAM, Browser
 from tests.serve.generate import tiny
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def test_form_sends_a_message_or_the_beginning_of_a_text(template: str, path: str) -> None:
     known = tiny.signature(template=template).generation
     assert isinstance(known, Generation)
-    assert words(known) == {"kind": "words", "examples": [], "chat": bool(template), "path": path, "most": 48}
+    assert text_form(known) == {"kind": "text", "examples": [], "chat": bool(template), "path": path, "max_tokens": 48}
 
 
 @pytest.mark.long
@@ -36,7 +36,7 @@ def test_typed_text_is_answered(start: Launcher, tmp_path: Path, template: str) 
         browser.value("document.getElementById('body').value = 'hello'")
         browser.press(".buttons button", "Enter")
         assert browser.text("#answer pre.text")
-        assert "ms there and back" in browser.text(".took")
+        assert "ms round trip" in browser.text(".took")
         browser.value("document.getElementById('body').value = 'x'.repeat(5000)")
         browser.press(".buttons button", "Enter")
         assert "characters do not fit in the model's 96 positions" in browser.text("#answer .error")

@@ -12,8 +12,8 @@ import pytest
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from serve.protocol import openapi
-from serve.protocol.tensors import Request, Tensor
-from serve.routes import PATHS, find
+from serve.protocol.tensors import InferRequest, Tensor
+from serve.routes import PATHS, find_route
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -25,16 +25,18 @@ def document(server: Running) -> dict[str, Any]:
     return found
 
 
-def test_every_path_that_is_described_is_one_and_by_these_methods(document: dict[str, Any]) -> None:
-    named = {find(path, method.upper()).kind for path, item in document["paths"].items() for method in item}
-    assert named == set(PATHS) - {"texts_models", "texts_model", "completions", "chat"}, "it writes no texts"
+def test_every_described_path_exists(document: dict[str, Any]) -> None:
+    named = {find_route(path, method.upper()).kind for path, item in document["paths"].items() for method in item}
+    assert named == set(PATHS) - {"texts_models", "texts_model", "completions", "chat"}, (
+        "this model does not generate text"
+    )
     assert "/v2/models/tiny/infer" in document["paths"]
     assert "/v2/models/tiny/versions/1/infer" in document["paths"]
     ids = [operation["operationId"] for item in document["paths"].values() for operation in item.values()]
     assert len(set(ids)) == len(ids)
 
 
-def test_answers_of_the_service_are_what_the_document_says(document: dict[str, Any], server: Running) -> None:
+def test_answers_match_the_document(document: dict[str, Any], server: Running) -> None:
     for path, item in document["paths"].items():
         if "get" not in item or path in ("/metrics", "/openapi.json"):
             continue
@@ -48,7 +50,7 @@ def _whole(schema: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, 
 
 IMAGE = TensorSpec(name="image", datatype="FP32", shape=("batch", 2))
 TOKENS = TensorSpec(name="tokens", datatype="INT8", shape=("batch", "length"))
-GIVEN = {
+REQUEST = {
     "id": "1",
     "model_name": "tiny",
     "parameters": {"timeout": 5},
@@ -66,7 +68,7 @@ def _signature(*inputs: TensorSpec) -> Signature:
 
 
 def _with(path: str, value: Any) -> dict[str, Any]:
-    changed: Any = copy.deepcopy(GIVEN)
+    changed: Any = copy.deepcopy(REQUEST)
     *way, last = path.split(".")
     place = changed
     for step in way:
@@ -77,8 +79,8 @@ def _with(path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_request_that_fits_is_valid_in_any_order_of_its_inputs(order: int) -> None:
-    given = {**GIVEN, "inputs": GIVEN["inputs"][::order]}  # type: ignore[index]
+def test_valid_request_in_any_order_of_inputs(order: int) -> None:
+    given = {**REQUEST, "inputs": REQUEST["inputs"][::order]}  # type: ignore[index]
     jsonschema.validate(given, openapi.infer_request(_signature(IMAGE, TOKENS), "tiny"))
 
 
@@ -110,33 +112,33 @@ def test_a_request_that_fits_is_valid_in_any_order_of_its_inputs(order: int) -> 
         ("parameters", {"a": []}),
     ],
 )
-def test_what_the_service_refuses_is_invalid(path: str, value: Any) -> None:
+def test_request_rejected_by_the_service_is_invalid(path: str, value: Any) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(_with(path, value), openapi.infer_request(_signature(IMAGE, TOKENS), "tiny"))
 
 
 @pytest.mark.parametrize(("length", "fits"), [(3, True), (2, False)])
-def test_a_named_axis_is_as_long_as_its_limit_allows(length: int, fits: bool) -> None:
+def test_named_axis_is_limited(length: int, fits: bool) -> None:
     signature = _signature(IMAGE, TOKENS)
     limits = signature.limits.model_copy(update={"axes": {"length": length}})
     schema = openapi.infer_request(signature.model_copy(update={"limits": limits}), "tiny")
-    assert jsonschema.Draft202012Validator(schema).is_valid(GIVEN) is fits
+    assert jsonschema.Draft202012Validator(schema).is_valid(REQUEST) is fits
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_largest_number_of_the_schema_is_the_largest_the_service_takes(datatype: Any, sign: float) -> None:
+def test_largest_number_is_the_same_in_schema_and_service(datatype: Any, sign: float) -> None:
     spec = TensorSpec(name="x", datatype=datatype, shape=(1,))
-    edge = openapi._TOO_LARGE[datatype]
+    edge = openapi._INFINITE_FROM[datatype]
     below = float(np.nextafter(edge, 0)) * sign
     schema = openapi.infer_request(_signature(spec), "tiny")["properties"]["inputs"]["items"]["properties"]["data"]
     jsonschema.validate([below], schema)
-    assert np.isfinite(_taken(spec, below)).all()
+    assert np.isfinite(_converted(spec, below)).all()
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate([edge * sign], schema)
     with pytest.raises(InvalidPayload, match="outside the range"):
-        _taken(spec, edge * sign)
+        _converted(spec, edge * sign)
 
 
-def _taken(spec: TensorSpec, number: float) -> Any:
-    return Request("", [Tensor("x", spec.datatype, (1,), [number])], []).arrays(_signature(spec))["x"]
+def _converted(spec: TensorSpec, number: float) -> Any:
+    return InferRequest("", [Tensor("x", spec.datatype, (1,), [number])], []).arrays(_signature(spec))["x"]

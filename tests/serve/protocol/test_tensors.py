@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import NUMPY_TYPES, Limits, Runtime, Signature, TensorSpec
-from serve.protocol.tensors import Request, Tensor, Wish, refuse_parameters, to_raw
+from serve.protocol.tensors import InferRequest, RequestedOutput, Tensor, reject_parameters, to_raw
 
 
 def _signature(datatype: Any) -> Signature:
@@ -21,11 +21,11 @@ def _signature(datatype: Any) -> Signature:
 def _array(
     datatype: str, data: list[Any] | bytes | memoryview, shape: tuple[int, ...] = (1, 2)
 ) -> np.ndarray[Any, Any]:
-    return Request("", [Tensor("x", datatype, shape, data)], []).arrays(_signature(datatype))["x"]
+    return InferRequest("", [Tensor("x", datatype, shape, data)], []).arrays(_signature(datatype))["x"]
 
 
 @pytest.mark.parametrize("datatype", [name for name in NUMPY_TYPES if name not in ("BYTES", "BOOL")])
-def test_every_number_type_survives_both_ways_of_sending(datatype: str) -> None:
+def test_numbers_round_trip_as_json_and_raw(datatype: str) -> None:
     wanted = np.array([[1, 100]], NUMPY_TYPES[datatype])
     for data in (wanted.ravel().tolist(), wanted.tolist(), to_raw(wanted, datatype)):
         found = _array(datatype, data)
@@ -33,7 +33,7 @@ def test_every_number_type_survives_both_ways_of_sending(datatype: str) -> None:
         assert (found == wanted).all()
 
 
-def test_booleans_and_strings_survive_both_ways_of_sending() -> None:
+def test_booleans_and_strings_round_trip_as_json_and_raw() -> None:
     assert _array("BOOL", [True, False]).tolist() == _array("BOOL", b"\1\0").tolist() == [[True, False]]
     texts = np.array([["héllo", ""]], np.object_)
     assert _array("BYTES", ["héllo", ""]).tolist() == _array("BYTES", to_raw(texts, "BYTES")).tolist() == texts.tolist()
@@ -57,7 +57,7 @@ def test_booleans_and_strings_survive_both_ways_of_sending() -> None:
         ("INT64", [1.0, 2.0], "x: data holds values that are not INT64"),
         ("FP16", [65520, 0], "x: data holds a number outside the range of FP16"),
         ("BF16", [3.4e38, 0], "x: data holds a number outside the range of BF16"),
-        ("BF16", b"\0" * 3, "x: 3 raw bytes are no whole number of BF16 elements"),
+        ("BF16", b"\0" * 3, "x: 3 raw bytes are not a whole number of BF16 elements"),
         ("INT64", [2**63, 0], "x: data holds a number outside the range of INT64"),
         ("UINT64", [2**63, -1], "x: data holds a number outside the range of UINT64"),
         ("FP32", [[1], 2], "x: data is not a regular array"),
@@ -70,23 +70,23 @@ def test_booleans_and_strings_survive_both_ways_of_sending() -> None:
         ("BYTES", b"\1\0\0", "x: raw BYTES data ends inside an element"),
         ("BYTES", b"\5\0\0\0abc", "x: raw BYTES data ends inside an element"),
         ("BYTES", b"\1\0\0\0\xff\0\0\0\0", "x: raw BYTES data holds an element that is not UTF-8"),
-        ("FP32", b"\0" * 7, "x: 7 raw bytes are no whole number of FP32 elements"),
+        ("FP32", b"\0" * 7, "x: 7 raw bytes are not a whole number of FP32 elements"),
         ("FP32", [1, 2, 3], "x: data with 3 elements does not fill the shape [1, 2]"),
         ("FP32", [], "x: data with 0 elements does not fill the shape [1, 2]"),
         ("FP32", [[1], [2]], "x: data nested as [2, 1] does not fill the shape [1, 2]"),
     ],
 )
-def test_data_that_is_not_what_it_claims_is_refused(datatype: str, data: list[Any] | bytes, sentence: str) -> None:
+def test_data_must_match_datatype_and_shape(datatype: str, data: list[Any] | bytes, sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=f"^{re.escape(sentence)}$"):
         _array(datatype, data)
 
 
-def test_a_shape_larger_than_any_memory_is_refused_without_allocating_it() -> None:
+def test_huge_shape_is_rejected_without_allocating() -> None:
     with pytest.raises(InvalidPayload, match=re.escape("x: shape [1000000000000000, 1000000000000000] does not fit")):
         _array("FP32", [1, 2], (10**15, 10**15))
 
 
-def test_a_long_text_among_many_short_ones_takes_no_more_room_than_it_was_sent_in() -> None:
+def test_long_string_does_not_multiply_memory() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidPayload, match="x: data holds values that are not FP32"):
@@ -97,7 +97,7 @@ def test_a_long_text_among_many_short_ones_takes_no_more_room_than_it_was_sent_i
 
 
 @pytest.mark.parametrize("datatype", [name for name in NUMPY_TYPES if name != "BYTES"])
-def test_raw_bytes_that_lie_anywhere_give_an_aligned_array_and_are_copied_only_for_that(datatype: str) -> None:
+def test_raw_bytes_are_copied_only_for_alignment(datatype: str) -> None:
     raw = to_raw(np.array([[1, 0]], NUMPY_TYPES[datatype]), datatype)
     for shift in range(8):
         room = memoryview(b"x" * shift + raw)
@@ -108,14 +108,14 @@ def test_raw_bytes_that_lie_anywhere_give_an_aligned_array_and_are_copied_only_f
             assert np.shares_memory(found, np.frombuffer(room, np.uint8))
 
 
-def test_values_that_are_not_finite_travel_raw_and_keep_their_kind() -> None:
+def test_nan_and_infinity_are_accepted_raw() -> None:
     for datatype in ("FP16", "BF16", "FP32", "FP64"):
         sent = np.array([[np.nan, -np.inf]], NUMPY_TYPES[datatype])
         np.testing.assert_array_equal(_array(datatype, to_raw(sent, datatype)), sent)
 
 
-def test_bf16_numbers_go_to_their_nearest_and_stay_there() -> None:
-    sent = [0.1, 1 + 2**-9]  # the second lies between two, and ties go to the even one
+def test_bf16_numbers_are_rounded_to_nearest() -> None:
+    sent = [0.1, 1 + 2**-9]  # the second is halfway between two; ties go to even
     found = _array("BF16", sent)
     assert found.dtype == np.float32
     assert found.tolist() == [[0.10009765625, 1.0]]
@@ -123,47 +123,49 @@ def test_bf16_numbers_go_to_their_nearest_and_stay_there() -> None:
     assert len(to_raw(found, "BF16")) == 4
 
 
-def test_inputs_are_taken_in_the_signatures_order_whatever_order_they_come_in() -> None:
+def test_inputs_have_the_signatures_order() -> None:
     first, second = (TensorSpec(name=name, datatype="FP32", shape=("batch",)) for name in ("a", "b"))
     limits, runtime = Limits(max_batch_size=9, max_body_bytes=1000), Runtime(provider="cpu", threads=1)
     signature = Signature(inputs=(first, second), outputs=(first,), codec="C", limits=limits, runtime=runtime)
-    arrays = Request("", [Tensor(name, "FP32", (1,), [1]) for name in ("b", "a")], []).arrays(signature)
+    arrays = InferRequest("", [Tensor(name, "FP32", (1,), [1]) for name in ("b", "a")], []).arrays(signature)
     assert list(arrays) == ["a", "b"]
 
 
-def test_a_model_may_take_nothing_and_a_tensor_may_be_a_single_number() -> None:
+def test_models_without_inputs_and_scalar_tensors() -> None:
     scalar = TensorSpec(name="k", datatype="INT64", shape=())
     limits, runtime = Limits(max_batch_size=9, max_body_bytes=1000), Runtime(provider="cpu", threads=1)
     nothing = Signature(inputs=(), outputs=(scalar,), codec="C", limits=limits, runtime=runtime)
-    assert Request("", [], []).arrays(nothing) == {}
+    assert InferRequest("", [], []).arrays(nothing) == {}
     one = Signature(inputs=(scalar,), outputs=(scalar,), codec="C", limits=limits, runtime=runtime)
     for data in ([7], to_raw(np.array(7, np.int64), "INT64")):
-        found = Request("", [Tensor("k", "INT64", (), data)], []).arrays(one)["k"]
+        found = InferRequest("", [Tensor("k", "INT64", (), data)], []).arrays(one)["k"]
         assert (found.shape, found.item()) == ((), 7)
 
 
 @pytest.mark.parametrize(
     ("parameters", "sentence"),
     [
-        ({"classification": 3}, "parameter 'classification' is not supported: ask for the tensor"),
+        ({"classification": 3}, "parameter 'classification' is not supported: request the tensor"),
         ({"shared_memory_region": "r"}, "parameter 'shared_memory_region' is not supported: send the tensor itself"),
-        ({"sequence_id": 5}, "parameter 'sequence_id' is not supported: nothing is remembered"),
+        ({"sequence_id": 5}, "parameter 'sequence_id' is not supported: the service keeps no state"),
     ],
 )
-def test_parameters_that_would_change_the_answer_are_refused(parameters: Any, sentence: str) -> None:
+def test_unsupported_parameters_are_rejected(parameters: Any, sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=f"^outputs.0: {sentence}"):
-        refuse_parameters(parameters, "outputs.0")
+        reject_parameters(parameters, "outputs.0")
 
 
-def test_parameters_that_say_nothing_or_concern_nobody_here_pass() -> None:
-    refuse_parameters({"classification": 0, "sequence_id": "", "priority": 2, "mine": "x"}, "outputs.0")
+def test_neutral_and_unknown_parameters_are_ignored() -> None:
+    reject_parameters({"classification": 0, "sequence_id": "", "priority": 2, "mine": "x"}, "outputs.0")
 
 
-def test_another_datatype_than_the_models_is_refused() -> None:
+def test_datatype_must_match_the_model() -> None:
     with pytest.raises(InvalidPayload, match="x: datatype 'FP64' is not the model's FP32"):
-        Request("", [Tensor("x", "FP64", (1, 2), [1, 2])], []).arrays(_signature("FP32"))
+        InferRequest("", [Tensor("x", "FP64", (1, 2), [1, 2])], []).arrays(_signature("FP32"))
 
 
-def test_without_requested_outputs_all_are_sent() -> None:
-    assert Request("", [], [], binary=True).wishes(_signature("FP32")) == [Wish("x", True)]
-    assert Request("", [], [Wish("x", False)], binary=True).wishes(_signature("FP32")) == [Wish("x", False)]
+def test_all_outputs_are_returned_by_default() -> None:
+    assert InferRequest("", [], [], binary=True).requested_outputs(_signature("FP32")) == [RequestedOutput("x", True)]
+    assert InferRequest("", [], [RequestedOutput("x", False)], binary=True).requested_outputs(_signature("FP32")) == [
+        RequestedOutput("x", False)
+    ]

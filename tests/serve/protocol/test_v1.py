@@ -6,7 +6,7 @@ from pipeline.contract.errors import InvalidPayload
 from serve.protocol.v1 import parse
 
 
-def test_the_instances_of_a_body_are_its_only_field() -> None:
+def test_instances_are_parsed() -> None:
     assert parse(b'{"instances": [1, 2]}') == [1, 2]
 
 
@@ -20,6 +20,6 @@ def test_the_instances_of_a_body_are_its_only_field() -> None:
         (b"[" * 100_000, "body: lists and objects are nested .* 64 levels deep"),
     ],
 )
-def test_a_body_that_cannot_be_understood_is_refused(body: bytes, sentence: str) -> None:
+def test_invalid_body_is_rejected(body: bytes, sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         parse(body)

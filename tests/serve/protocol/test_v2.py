@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.contract.errors import InvalidPayload
-from serve.protocol.tensors import Wish
+from serve.protocol.tensors import RequestedOutput
 from serve.protocol.v2 import parse, render
 
 INPUT = {"name": "x", "shape": [1, 2], "datatype": "FP32"}
@@ -19,7 +19,7 @@ def _with_raw(fields: dict[str, Any], raw: bytes) -> tuple[bytes, str]:
     return head + raw, str(len(head))
 
 
-def test_raw_bytes_behind_the_json_go_to_their_inputs_in_order() -> None:
+def test_raw_bytes_are_assigned_to_inputs_in_order() -> None:
     inputs = [
         {**INPUT, "name": "a", "parameters": {"binary_data_size": 3}},
         {**INPUT, "name": "b", "data": [1, 2]},
@@ -29,7 +29,7 @@ def test_raw_bytes_behind_the_json_go_to_their_inputs_in_order() -> None:
     assert [tensor.data for tensor in request.inputs] == [b"aaa", [1, 2], b"cc"]
 
 
-def test_null_is_as_good_as_nothing_said_where_nothing_need_be_said() -> None:
+def test_null_equals_a_missing_optional_field() -> None:
     tensor = {**INPUT, "data": [1, 2]}
     nulls = {"id": None, "parameters": None, "outputs": None, "model_name": None}
     request = parse(json.dumps({"inputs": [{**tensor, "parameters": None}], **nulls}).encode(), None, "m")
@@ -39,20 +39,20 @@ def test_null_is_as_good_as_nothing_said_where_nothing_need_be_said() -> None:
             parse(json.dumps({"inputs": [{**tensor, key: None}]}).encode(), None)
 
 
-def test_a_body_may_name_the_model_only_as_the_url_does() -> None:
+def test_model_name_must_match_the_url() -> None:
     assert parse(b'{"inputs": [], "model_name": "m"}', None, "m").inputs == []
-    with pytest.raises(InvalidPayload, match="model_name: 'n' is not 'm', which the URL names"):
+    with pytest.raises(InvalidPayload, match="model_name: 'n' is not 'm', the model in the URL"):
         parse(b'{"inputs": [], "model_name": "n"}', None, "m")
 
 
-def test_each_output_may_say_for_itself_whether_it_is_sent_raw() -> None:
+def test_binary_data_is_chosen_per_output() -> None:
     fields = {
         "inputs": [],
         "parameters": {"binary_data_output": True},
         "outputs": [{"name": "p"}, {"name": "q", "parameters": {"binary_data": False}}],
     }
     request = parse(json.dumps(fields).encode(), None)
-    assert request.outputs == [Wish("p", True), Wish("q", False)]
+    assert request.outputs == [RequestedOutput("p", True), RequestedOutput("q", False)]
     assert request.binary
 
 
@@ -63,14 +63,14 @@ def test_each_output_may_say_for_itself_whether_it_is_sent_raw() -> None:
         (-1, b"", None, "inputs: x: binary_data_size -1 is not within the raw bytes sent"),
         (True, b"1", None, "inputs: x: binary_data_size True is not within the raw bytes sent"),
         ("8", b"12345678", None, "inputs: x: binary_data_size '8' is not within the raw bytes sent"),
-        (8, b"123456789", None, "body: 1 raw bytes belong to no input"),
+        (8, b"123456789", None, "body: 1 raw bytes are not used by any input"),
         (8, b"", "99999", "inference-header-content-length: '99999' is not a length within the body's"),
         (8, b"", "-1", "inference-header-content-length: '-1' is not a length"),
         (8, b"", "٣", "inference-header-content-length: '٣' is not a length"),
         (8, b"", "9" * 5000, "inference-header-content-length: '9999"),
     ],
 )
-def test_a_wrong_length_of_raw_data_is_refused(size: Any, raw: bytes, header: str | None, sentence: str) -> None:
+def test_wrong_length_of_raw_data_is_rejected(size: Any, raw: bytes, header: str | None, sentence: str) -> None:
     body, length = _with_raw({"inputs": [{**INPUT, "parameters": {"binary_data_size": size}}]}, raw)
     with pytest.raises(InvalidPayload, match=re.escape(sentence)):
         parse(body, header or length)
@@ -82,8 +82,8 @@ def test_a_wrong_length_of_raw_data_is_refused(size: Any, raw: bytes, header: st
         ({}, "inputs: is missing"),
         ({"inputs": {}}, "inputs: must be a list"),
         ({"inputs": [1]}, "inputs.0: must be a JSON object"),
-        ({"inputs": [{**INPUT, "shape": [-1, 2], "data": []}]}, "inputs.0.shape: must hold whole numbers from 0 on"),
-        ({"inputs": [{**INPUT, "shape": ["1"], "data": []}]}, "inputs.0.shape: must hold whole numbers from 0 on"),
+        ({"inputs": [{**INPUT, "shape": [-1, 2], "data": []}]}, "inputs.0.shape: must hold integers from 0 on"),
+        ({"inputs": [{**INPUT, "shape": ["1"], "data": []}]}, "inputs.0.shape: must hold integers from 0 on"),
         ({"inputs": [{**INPUT, "data": "abc"}]}, "inputs.0.data: must be a list"),
         ({"inputs": [INPUT]}, "inputs.0.data: is missing"),
         ({"inputs": [{**INPUT, "data": [], "dta": []}]}, 'inputs.0: unknown field "dta"'),
@@ -95,15 +95,18 @@ def test_a_wrong_length_of_raw_data_is_refused(size: Any, raw: bytes, header: st
         ),
     ],
 )
-def test_a_body_of_the_wrong_form_is_refused_naming_the_place(fields: dict[str, Any], sentence: str) -> None:
+def test_malformed_body_is_rejected_with_its_field(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         parse(json.dumps(fields).encode(), None)
 
 
-def test_an_answer_carries_json_first_and_raw_tensors_behind_it() -> None:
+def test_answer_is_json_followed_by_raw_tensors() -> None:
     outputs = {"p": np.array([[1.5, 2.5]], np.float32), "q": np.array(["é"], np.object_)}
-    wishes, datatypes = [Wish("p", True), Wish("q", False)], {"p": "FP32", "q": "BYTES"}
-    answer = render({"model_name": "tiny", "model_version": "1", "id": "42"}, wishes, outputs, datatypes)
+    requested_outputs, datatypes = (
+        [RequestedOutput("p", True), RequestedOutput("q", False)],
+        {"p": "FP32", "q": "BYTES"},
+    )
+    answer = render({"model_name": "tiny", "model_version": "1", "id": "42"}, requested_outputs, outputs, datatypes)
     fields = json.loads(answer.body[: answer.json_bytes])
     assert answer.body[answer.json_bytes :] == outputs["p"].tobytes()
     assert fields == {
@@ -115,4 +118,4 @@ def test_an_answer_carries_json_first_and_raw_tensors_behind_it() -> None:
             {"name": "q", "shape": [1], "datatype": "BYTES", "data": ["é"]},
         ],
     }
-    assert render({"model_name": "tiny"}, wishes[1:], outputs, datatypes).json_bytes is None
+    assert render({"model_name": "tiny"}, requested_outputs[1:], outputs, datatypes).json_bytes is None

@@ -30,7 +30,7 @@ def _signature(*inputs: TensorSpec) -> Signature:
         (["image", "tokens", "image"], "inputs: 'image' is given 2 times"),
     ],
 )
-def test_wrong_input_names_are_refused_by_name(names: list[str], sentence: str) -> None:
+def test_wrong_input_names_are_rejected(names: list[str], sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=re.escape(sentence)):
         check_names(names, [IMAGE, TEXT])
 
@@ -39,7 +39,7 @@ def test_wrong_input_names_are_refused_by_name(names: list[str], sentence: str) 
     ("names", "sentence"),
     [(["nope"], "outputs: unknown output 'nope'"), (["image", "image"], "outputs: 'image' is requested 2 times")],
 )
-def test_wrong_output_names_are_refused_by_name(names: list[str], sentence: str) -> None:
+def test_wrong_output_names_are_rejected(names: list[str], sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         check_outputs(names, [IMAGE])
 
@@ -54,17 +54,17 @@ def test_wrong_output_names_are_refused_by_name(names: list[str], sentence: str)
         ((5, 2), "image: a batch of 5 exceeds the limit of 4"),
     ],
 )
-def test_a_shape_that_does_not_fit_is_refused(shape: tuple[int, ...], sentence: str) -> None:
+def test_wrong_shape_is_rejected(shape: tuple[int, ...], sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         check_shape(shape, IMAGE, LIMITS)
 
 
-def test_a_batch_of_exactly_the_limit_is_accepted() -> None:
+def test_largest_batch_is_accepted() -> None:
     check_shape((4, 2), IMAGE, LIMITS)
 
 
 @pytest.mark.parametrize(("length", "fits"), [(0, False), (1, True), (3, True), (4, False)])
-def test_a_named_axis_beyond_its_limit_is_refused_by_name(length: int, fits: bool) -> None:
+def test_named_axis_beyond_its_limit_is_rejected(length: int, fits: bool) -> None:
     limits = LIMITS.model_copy(update={"axes": {"length": 3}})
     if fits:
         check_shape((2, length), TEXT, limits)
@@ -74,7 +74,7 @@ def test_a_named_axis_beyond_its_limit_is_refused_by_name(length: int, fits: boo
 
 
 @pytest.mark.parametrize(("past", "sequence", "total"), [(0, 3, 3), (2, 1, 3), (2, 3, 3), (0, 1, 3)])
-def test_a_mask_of_a_language_model_is_as_long_as_past_and_sequence(past: int, sequence: int, total: int) -> None:
+def test_attention_mask_covers_past_and_sequence(past: int, sequence: int, total: int) -> None:
     shapes = {"input_ids": (1, sequence), "attention_mask": (1, total), "position_ids": (1, sequence)}
     axes = {"input_ids": "sequence", "attention_mask": "total", "position_ids": "sequence"}
     specs = [TensorSpec(name=name, datatype="INT64", shape=("batch", axis)) for name, axis in axes.items()]
@@ -89,11 +89,11 @@ def test_a_mask_of_a_language_model_is_as_long_as_past_and_sequence(past: int, s
     if past + sequence == total:
         check_shapes({**shapes, "past": (1, 1, past, 2)}, signature)
         return
-    with pytest.raises(InvalidPayload, match=f"attention_mask: says of 3 positions, but there are {past} in the past"):
+    with pytest.raises(InvalidPayload, match=f"attention_mask: covers 3 positions, but there are {past} in the past"):
         check_shapes({**shapes, "past": (1, 1, past, 2)}, signature)
 
 
-def test_an_array_of_another_type_is_refused() -> None:
+def test_wrong_array_type_is_rejected() -> None:
     with pytest.raises(InvalidPayload, match="image: type float64 is not the model's FP32"):
         check_arrays({"image": np.zeros((1, 2))}, _signature(IMAGE))
 
@@ -108,18 +108,18 @@ def test_axes_of_one_name_must_have_one_size(mask: tuple[int, int], sentence: st
         check_arrays(arrays, _signature(TEXT, MASK))
 
 
-def test_axes_that_agree_are_accepted_and_so_is_what_is_not_finite() -> None:
+def test_valid_arrays_are_accepted_with_nan() -> None:
     arrays = {"tokens": np.zeros((2, 5), np.int64), "mask": np.zeros((2, 5), np.bool_)}
     check_arrays(arrays, _signature(TEXT, MASK))
     check_arrays({"image": np.full((2, 2), np.nan, np.float32)}, _signature(IMAGE))
 
 
-def test_tensors_larger_than_a_body_may_be_are_refused_before_they_are_made() -> None:
+def test_oversized_tensors_are_rejected_before_allocation() -> None:
     signature = _signature(TEXT, MASK)  # 9 bytes for each token
     check_bytes({"tokens": (1, 111), "mask": (1, 111)}, signature)
     with pytest.raises(TooLarge, match="tensors of 1008 bytes are larger than the limit of 1000 bytes"):
         check_bytes({"tokens": (1, 112), "mask": (1, 112)}, signature)
     with pytest.raises(TooLarge):
         check_bytes({"tokens": (1, 2**62), "mask": (1, 2**62)}, signature)
-    with pytest.raises(TooLarge):  # no element, and yet no array: its other axis is longer than any may be
+    with pytest.raises(TooLarge):  # empty, but the other axis is larger than any array's
         check_bytes({"tokens": (0, 2**62), "mask": (0, 2**62)}, signature)
