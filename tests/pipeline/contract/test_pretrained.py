@@ -146,7 +146,7 @@ def test_a_word_is_a_folder_where_there_is_one_and_else_an_id(tmp_path: Path, fo
 
 
 def test_a_revision_of_a_folder_is_refused(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.revision is of a Hugging Face id; weights is a folder"):
+    with pytest.raises(ConfigError, match=r"model.revision needs a Hugging Face id, but weights is a folder"):
         locate_pretrained(Model(pretrained="weights", revision="main"), tmp_path)
 
 
@@ -201,7 +201,7 @@ def test_an_id_that_cannot_be_had_states_which_folder_to_give(cache: Path, tmp_p
     with pytest.raises(ResourceError) as caught:
         locate_pretrained(Model(pretrained="org/other"), tmp_path)
     assert "no such folder in the project, and Hugging Face has no files of it" in str(caught.value)
-    assert "into a folder and name that in model.pretrained" in str(caught.value)
+    assert "into a folder, and name it in model.pretrained" in str(caught.value)
     with pytest.raises(ResourceError, match="has no v2 of it"):
         locate_pretrained(Model(pretrained="org/tiny", revision="v2"), tmp_path)
 
@@ -292,13 +292,13 @@ def test_without_such_a_run_it_states_how_to_make_one(
     with pytest.raises(ConfigError) as caught:
         found(root)
     assert said in str(caught.value)
-    assert str(caught.value).endswith("; first `cd ../other && pipe run all`")
+    assert str(caught.value).endswith("; to fix it: `cd ../other && pipe run all` first")
 
 
 def test_a_verdict_that_is_gone_is_no_passed_one(root: Path, other: Path) -> None:
     run = walked(other, 1)
     (run.output("evaluate") / "verdict.json").unlink()
-    with pytest.raises(DataError, match=r"verdict.json: damaged or gone"):
+    with pytest.raises(DataError, match=r"verdict.json: damaged or missing"):
         found(root)
 
 
@@ -309,5 +309,5 @@ def test_prepare_records_the_run_and_refuses_weights_that_are_not_those_it_train
     assert told["run"] == run.id
     assert told["files"][WEIGHT_FILE]["sha256"] == run.read().steps["train"].outputs[WEIGHT_FILE]
     (run.output("train") / WEIGHT_FILE).write_bytes(b"others")
-    with pytest.raises(DataError, match=rf"{WEIGHT_FILE}: changed since it was trained; `pipe verify {run.id}`"):
+    with pytest.raises(DataError, match=rf"{WEIGHT_FILE}: changed since it was trained; run `pipe verify {run.id}`"):
         record(open_pretrained(found(root)), root)

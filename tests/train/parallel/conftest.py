@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.run import Run
-from train.checkpoint.format import decode
-from train.checkpoint.load import open_whole
-from train.checkpoint.storage import Folder
+from train.checkpoint.format import decode_manifest
+from train.checkpoint.load import open_checkpoint
+from train.checkpoint.storage import LocalStorage
 
-from ...nursery import launch
+from ...fork_server import launch
 from ..conftest import Project, journal, weights
 
 
@@ -55,8 +55,8 @@ def losses(run: Run) -> list[float]:
 
 def checkpoint(run: Run, step: int) -> dict[str, Tensor]:
     """Weights and optimizer state."""
-    place = Folder(run.partial("train") / "checkpoints")
-    return open_whole(place, step, decode(place.manifest(step)).identity).whole("")
+    place = LocalStorage(run.partial("train") / "checkpoints")
+    return open_checkpoint(place, step, decode_manifest(place.manifest(step)).identity).read_all("")
 
 
 def weights_after(run: Run, step: int) -> dict[str, Tensor]:

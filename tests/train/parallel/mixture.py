@@ -1,4 +1,4 @@
-"""Tiny models of known families as a task, and training it in several ways by the same processes."""
+"""Tiny models of known families as a task, and functions to train it in several ways by the same processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn import functional
 
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
-from train.metrics import Journal
-from train.process_group import Group
+from train.metrics import MetricsLog
+from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
 from ..together import trainer
 
-WORDS: dict[str, Any] = {"epochs": 2, "batch_size": 7, "lr": 0.1, "optimizer": "sgd", "log_every": 1}
+SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 7, "lr": 0.1, "optimizer": "sgd", "log_every": 1}
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 16}
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "TiedQwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "Llama": {"num_key_value_heads": 2},
 }
-# With thin products beside these layers (LoRA, by peft), and nothing else that is trained.
+# Layers with LoRA adapters; nothing else is trained.
 ADAPTED = {
     "AdaptedLlama": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"],
     "AdaptedDeepseekV3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
@@ -48,7 +48,7 @@ ADAPTED = {
 }
 
 
-class Language(nn.Module):
+class LanguageModel(nn.Module):
     def __init__(self, kind: str) -> None:
         import transformers
 
@@ -67,7 +67,7 @@ class Language(nn.Module):
         return logits
 
 
-class Words:
+class Language:
     """Seven samples in a batch: two processes have three and four of them."""
 
     inputs = ("tokens",)
@@ -77,7 +77,7 @@ class Words:
         self._kind = kind
 
     def model(self) -> nn.Module:
-        return Language(self._kind)
+        return LanguageModel(self._kind)
 
     def data(self, split: str) -> dict[str, Any]:
         tokens = np.random.default_rng(len(split)).integers(0, 16, size=(7 if split == "train" else 3, 6))
@@ -90,48 +90,48 @@ class Words:
         return {"closeness": (outputs.argmax(2) == batch["target"]).float().mean(1)}
 
 
-def single() -> Group:
-    return Group(Rank(0, 0, 1), torch.device("cpu"))
+def single() -> ProcessGroup:
+    return ProcessGroup(Rank(0, 0, 1), torch.device("cpu"))
 
 
-def store(directory: Path, group: Group) -> CheckpointStore:
+def store(directory: Path, group: ProcessGroup) -> CheckpointStore:
     return CheckpointStore(directory / "checkpoints", 99, {}, group)
 
 
-def trained_in(group: Group, directory: Path, **words: Any) -> Tensor | None:
-    """Two steps; what the model answers then is returned by one process at least, and its checkpoints are kept."""
-    made, progress = _begun(group, directory, 0, words)
-    return _fit(made, group, directory, progress)
+def trained_in(group: ProcessGroup, directory: Path, **settings: Any) -> Tensor | None:
+    """Train two steps, keep the checkpoints; one process at least returns the model's outputs."""
+    fresh, progress = _prepare(group, directory, 0, settings)
+    return _fit(fresh, group, directory, progress)
 
 
-def resumed_in(group: Group, directory: Path, **words: Any) -> Tensor | None:
-    """From a checkpoint of the first step, whoever made it."""
-    made, progress = _begun(group, directory, 1, words)
-    return _fit(made, group, directory, progress)
+def resumed_in(group: ProcessGroup, directory: Path, **settings: Any) -> Tensor | None:
+    """Continue from a checkpoint of the first step."""
+    fresh, progress = _prepare(group, directory, 1, settings)
+    return _fit(fresh, group, directory, progress)
 
 
-def _begun(group: Group, directory: Path, step: int, words: dict[str, Any]) -> tuple[Trainer, Progress]:
-    parts = words.get("tensor", 1) * words.get("pipeline", 1)
-    shared = Group(group.rank, group.device, parts)
-    words = {**WORDS, **words}
-    made = trainer(shared, Words(words.pop("kind", "DeepseekV3")), **words)
+def _prepare(group: ProcessGroup, directory: Path, step: int, settings: dict[str, Any]) -> tuple[Trainer, Progress]:
+    model_size = settings.get("tensor_parallel", 1) * settings.get("pipeline_parallel", 1)
+    split_group = ProcessGroup(group.rank, group.device, model_size)
+    settings = {**SETTINGS, **settings}
+    fresh = trainer(split_group, Language(settings.pop("kind", "DeepseekV3")), **settings)
     if not step:
-        return made, Progress()
+        return fresh, Progress()
     saved = store(directory, group).load(step)
-    made.restore(saved)
-    return made, saved.progress
+    fresh.restore(saved)
+    return fresh, saved.progress
 
 
-def _fit(made: Trainer, group: Group, directory: Path, progress: Progress) -> Tensor | None:
+def _fit(fresh: Trainer, group: ProcessGroup, directory: Path, progress: Progress) -> Tensor | None:
     journal = None
     if group.rank.first:
         directory.mkdir(parents=True, exist_ok=True)
-        journal = Journal(directory, progress.step)
-    made.fit(progress, store(directory, group), journal)
+        journal = MetricsLog(directory, progress.step)
+    fresh.fit(progress, store(directory, group), journal)
     if journal:
         journal.close()
-    made.strategy.model.eval()
+    fresh.strategy.model.eval()
     with torch.no_grad():
-        found = made.strategy.predict({"tokens": torch.arange(20).view(4, 5) % 16})
-    assert found is None or isinstance(found, Tensor)
-    return found
+        outputs = fresh.strategy.predict({"tokens": torch.arange(20).view(4, 5) % 16})
+    assert outputs is None or isinstance(outputs, Tensor)
+    return outputs

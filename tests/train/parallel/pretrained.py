@@ -14,52 +14,52 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.pretrained import open_pretrained
 from train.optim import seed_step
-from train.parallel.gradients import local
-from train.pretrained.load import Beginning, from_files
-from train.process_group import Group
+from train.parallel.gradients import local_shard
+from train.pretrained.load import PretrainedModel, load_from_files
+from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from .mixture import WORDS, Words, single, store
+from .mixture import SETTINGS, Language, single, store
 
 
-class Begun(NamedTuple):
-    began: dict[str, Tensor]  # whole, as at the beginning
+class PretrainedRun(NamedTuple):
+    initial: dict[str, Tensor]  # whole, before training
     trained: dict[str, Tensor]
-    asked: int  # bytes of the files
-    kept: int  # of parameters in this process's memory
+    bytes_read: int  # from the files
+    parameter_bytes: int  # in this process's memory
 
 
-def begun_in_parts(group: Group, folder: Path) -> list[Begun]:
-    """By one process, with experts in two places, and with everything cut in two."""
+def train_pretrained(group: ProcessGroup, folder: Path) -> list[PretrainedRun]:
+    """Train pretrained weights in one process, with split experts, and with everything sharded."""
     from ..pretrained.official import write_official
 
     if group.rank.first:
         write_official(folder / "official", "deepseek_v3")
     dist.barrier()
-    ways: list[dict[str, object]] = [{}, {"expert": 2}, {"expert": 2, "parallel": "fsdp"}]
-    return [_begin(group if words else single(), folder, words) for words in ways]
+    ways: list[dict[str, object]] = [{}, {"expert_parallel": 2}, {"expert_parallel": 2, "strategy": "fsdp"}]
+    return [_begin(group if settings else single(), folder, settings) for settings in ways]
 
 
-def _begin(group: Group, folder: Path, words: dict[str, object]) -> Begun:
-    made: list[Beginning] = []
+def _begin(group: ProcessGroup, folder: Path, settings: dict[str, object]) -> PretrainedRun:
+    built: list[PretrainedModel] = []
     official = open_pretrained(folder / "official")
 
-    def begin() -> Beginning:
-        made.append(from_files(partial(_build, folder / "official"), official, (), partial(seed_step, 0, -1, 0)))
-        return made[0]
+    def build() -> PretrainedModel:
+        built.append(load_from_files(partial(_build, folder / "official"), official, (), partial(seed_step, 0, -1, 0)))
+        return built[0]
 
-    task = Words("")
-    values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {**WORDS, "device": "cpu", **words}}
+    task = Language("")
+    values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {**SETTINGS, "device": "cpu", **settings}}
     splits = [Samples(name, task.data(name)) for name in ("train", "validation")]
     config = parse_config(values, source="test")
-    trainer = Trainer(task, config, group, splits[0], splits[1], 7, begin)  # type: ignore[arg-type]
-    began, asked = _whole(trainer), made[0].filling.bytes_read
-    kept = sum(local(p).numel() * p.element_size() for p in trainer.strategy.model.parameters())
-    # A folder of its own for the single process of each rank.
-    place = folder / "-".join(["checkpoints", *words, *([] if words else [str(dist.get_rank())])])
+    trainer = Trainer(task, config, group, splits[0], splits[1], 7, build)  # type: ignore[arg-type]
+    initial, bytes_read = _whole(trainer), built[0].materializer.bytes_read
+    parameter_bytes = sum(local_shard(p).numel() * p.element_size() for p in trainer.strategy.model.parameters())
+    # The single process of each rank has its own folder.
+    place = folder / "-".join(["checkpoints", *settings, *([] if settings else [str(dist.get_rank())])])
     trainer.fit(Progress(), store(place, group), None)
-    return Begun(began, _whole(trainer), asked, kept)
+    return PretrainedRun(initial, _whole(trainer), bytes_read, parameter_bytes)
 
 
 def _build(folder: Path) -> nn.Module:

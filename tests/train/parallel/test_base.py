@@ -18,7 +18,7 @@ def step(stopwatch: Stopwatch, work: float) -> None:
     stopwatch.start()
     time.sleep(work)
     loss = (weight * 2).sum()
-    stopwatch.watch(loss)
+    stopwatch.expect_last_backward(loss)
     engine = Variable._execution_engine
     register: Any = weight.register_post_accumulate_grad_hook  # published without types
     register(lambda _: engine.queue_callback(lambda: time.sleep(WAIT)))
@@ -26,23 +26,25 @@ def step(stopwatch: Stopwatch, work: float) -> None:
     stopwatch.stop()
 
 
-def test_waiting_in_the_backward_pass_is_told_from_own_work() -> None:
+def test_stopwatch_separates_waiting_from_computing() -> None:
     traffic = Traffic()
     stopwatch = Stopwatch(torch.device("cpu"), traffic)
     began = time.perf_counter()
     for _ in range(2):
         step(stopwatch, WORK)
     elapsed = time.perf_counter() - began
-    assert (traffic.own_seconds, traffic.exposed_seconds) == (0.0, 0.0), "totals are brought up to date when asked for"
+    assert (traffic.compute_seconds, traffic.exposed_seconds) == (0.0, 0.0), (
+        "totals are brought up to date when asked for"
+    )
     stopwatch.collect()
     assert 2 * WAIT <= traffic.exposed_seconds <= elapsed - 2 * WORK
-    assert 2 * WORK <= traffic.own_seconds <= elapsed - 2 * WAIT
+    assert 2 * WORK <= traffic.compute_seconds <= elapsed - 2 * WAIT
     before = traffic.exposed_seconds
     stopwatch.collect()
     assert traffic.exposed_seconds == before, "nothing counts twice"
 
 
-def test_an_exchange_that_is_sat_through_is_no_own_work() -> None:
+def test_blocking_exchange_does_not_count_as_computing() -> None:
     traffic = Traffic()
     stopwatch = Stopwatch(torch.device("cpu"), traffic)
     began = time.perf_counter()
@@ -50,17 +52,17 @@ def test_an_exchange_that_is_sat_through_is_no_own_work() -> None:
     loss = nn.Parameter(torch.ones(3)).sum()
     with stopwatch.waiting():
         time.sleep(WAIT)
-    stopwatch.watch(loss)
+    stopwatch.expect_last_backward(loss)
     torch.autograd.backward(loss)
     stopwatch.stop()
     with stopwatch.waiting():  # after the passes: of their time nothing is taken
         time.sleep(WAIT)
     stopwatch.collect()
     assert traffic.exposed_seconds >= 2 * WAIT
-    assert 0 <= traffic.own_seconds <= time.perf_counter() - began - 2 * WAIT
+    assert 0 <= traffic.compute_seconds <= time.perf_counter() - began - 2 * WAIT
 
 
-def test_passes_that_nobody_exchanges_are_not_measured() -> None:
+def test_passes_without_an_exchange_are_not_measured() -> None:
     traffic = Traffic()
     stopwatch = Stopwatch(torch.device("cpu"), traffic)
     stopwatch.start()

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from pipeline.contract.settings.stages import Train
 from train.optim import Precision
 from train.parallel import make_strategy
-from train.parallel.base import Objective, Part
-from train.parallel.compression import power_of_two_below, shrinks
-from train.process_group import Group
+from train.parallel.base import MicroBatch, Objective
+from train.parallel.compression import is_worth_factoring, power_of_two_below
+from train.parallel.ddp import DDPStrategy
+from train.process_group import ProcessGroup
 
 from ..conftest import equal
 from ..together import resumed, together, trained, weights
-
-KINDS = ("fp16", "bf16", "powersgd", "topk")
 
 
 class Task:
@@ -38,14 +37,14 @@ def model() -> nn.Module:
 NUMBERS = 40 * 30 + 30 + 30 * 20 + 20
 
 
-def parts(rank: int, size: float = 1.0) -> list[Part]:
+def micro_batches(rank: int, size: float = 1.0) -> list[MicroBatch]:
     """Five samples for the first process, three for the second, in two micro-batches each."""
     draw = torch.Generator().manual_seed(rank)
-    found, mine = [], 5 - 2 * rank
+    collected, mine = [], 5 - 2 * rank
     for i, count in enumerate((mine - 1, 1)):
         x, target = torch.randn(count, 40, generator=draw), size * torch.randn(count, 20, generator=draw)
-        found.append(Part({"x": x, "target": target}, count, count / 8, last=i == 1))
-    return found
+        collected.append(MicroBatch({"x": x, "target": target}, count, count / 8, last=i == 1))
+    return collected
 
 
 def flat(gradients: nn.Module) -> Tensor:
@@ -53,73 +52,79 @@ def flat(gradients: nn.Module) -> Tensor:
 
 
 def exact(size: float = 1.0) -> Tensor:
-    """The gradient one process finds on the samples of both."""
+    """Return the gradient of a single process on the samples of both."""
     alone = model()
-    for part in (*parts(0, size), *parts(1, size)):
-        (Task().loss(alone(part.batch["x"]), dict(part.batch)) * part.share).backward()  # type: ignore[no-untyped-call]
+    for micro_batch in (*micro_batches(0, size), *micro_batches(1, size)):
+        (Task().loss(alone(micro_batch.batch["x"]), dict(micro_batch.batch)) * micro_batch.fraction).backward()  # type: ignore[no-untyped-call]
     return flat(alone)
 
 
-def strategy_of(group: Group, **words: Any) -> Any:
-    objective = Objective(Task(), Precision(words.get("precision", "fp32"), group.device))  # type: ignore[arg-type]
-    made = make_strategy(model(), objective, group, Train(**words))
-    made.warm_up(lambda: parts(group.rank.rank))
-    return made
+def make_warm_strategy(group: ProcessGroup, bucket_mb: float = 0, **settings: Any) -> Any:
+    DDPStrategy.BUCKET_CAP_MB = bucket_mb
+    objective = Objective(Task(), Precision(settings.get("precision", "fp32"), group.device))  # type: ignore[arg-type]
+    strategy = make_strategy(model(), objective, group, Train(**settings))
+    strategy.warm_up(lambda: micro_batches(group.rank.rank))
+    return strategy
 
 
-def gradients_of_both(group: Group, cases: list[dict[str, Any]], size: float, steps: int) -> list[tuple[Tensor, int]]:
-    """For each case the sum of the gradients of some equal steps, and the bytes one step has sent."""
-    found = []
-    for words in cases:
-        made = strategy_of(group, **words)
+def gradients_of_both(
+    group: ProcessGroup, cases: list[dict[str, Any]], size: float, steps: int
+) -> list[tuple[Tensor, int]]:
+    """Return for each case the sum of gradients over some equal steps, and the bytes sent per step."""
+    collected = []
+    for settings in cases:
+        strategy = make_warm_strategy(group, **settings)
         total = torch.zeros(NUMBERS)
         for _ in range(steps):
-            made.model.zero_grad(set_to_none=True)
-            made.backward(parts(group.rank.rank, size))
-            total += flat(made.model)
-        found.append((total, made.traffic.sent_bytes // steps))
-    return found
+            strategy.model.zero_grad(set_to_none=True)
+            strategy.backward(micro_batches(group.rank.rank, size))
+            total += flat(strategy.model)
+        collected.append((total, strategy.traffic.sent_bytes // steps))
+    return collected
 
 
 CASES: list[dict[str, Any]] = [
     {"compress": "none"},
     {"compress": "fp16"},
     {"compress": "bf16"},
-    {"compress": "powersgd", "compress_rank": 1},
-    {"compress": "topk", "compress_share": 0.05},
-    {"compress": "topk", "compress_share": 0.05, "bucket_mb": 0.001},
-    {"compress": "powersgd", "compress_rank": 1, "bucket_mb": 0.001},
+    {"compress": "powersgd:1"},
+    {"compress": "topk:0.05"},
+    {"compress": "topk:0.05", "bucket_mb": 0.001},
+    {"compress": "powersgd:1", "bucket_mb": 0.001},
     {"compress": "fp16", "bucket_mb": 0.001},
-    {"compress": "powersgd", "compress_rank": 3, "static_graph": True},
+    {"compress": "powersgd:3"},
 ]
 STEPS = 60
 SIZES = (1e9, 1e-9)
 
 
 @dataclass(frozen=True)
-class Scenes:
-    """What one process saw; two processes play all scenes, since starting them takes longest."""
+class Results:
+    """The results of one process; two processes are started once for all scenarios."""
 
     cases: list[tuple[Tensor, int]]
     sizes: dict[float, Tensor]
     scaled: list[list[Tensor]]
+    losses: dict[str, float]
 
 
-def play(group: Group) -> Scenes:
+def run_scenarios(group: ProcessGroup, folder: Path) -> Results:
     sizes = {size: gradients_of_both(group, [{"compress": "fp16"}], size, 1)[0][0] for size in SIZES}
-    return Scenes(gradients_of_both(group, CASES, 1.0, STEPS), sizes, scaled_gradients(group, ("topk", "powersgd")))
+    scaled = scaled_gradients(group, ("topk:0.1", "powersgd:1"))
+    losses = train_and_resume(group, folder)
+    return Results(gradients_of_both(group, CASES, 1.0, STEPS), sizes, scaled, losses)
 
 
 @pytest.fixture(scope="module")
-def scenes() -> list[Scenes]:
-    return together(play, 2)
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    return together(run_scenarios, 2, tmp_path_factory.mktemp("runs"), seconds=120)
 
 
-def test_every_packing_gives_all_processes_the_same_gradient_near_the_exact_one_for_the_bytes_it_promises(
-    scenes: list[Scenes],
+def test_compressors_average_gradients_and_send_the_promised_bytes(
+    results: list[Results],
 ) -> None:
-    """With feedback, what one step could not send comes with the next ones, so sums over steps are near as well."""
-    first, second = (scene.cases for scene in scenes)
+    """With error feedback later steps send what one step could not, so sums over steps are close, too."""
+    first, second = (result.cases for result in results)
     wanted = exact() * STEPS
     sent = []
     for case, (one, bytes_of_one), (other, bytes_of_other) in zip(CASES, first, second, strict=True):
@@ -129,68 +134,66 @@ def test_every_packing_gives_all_processes_the_same_gradient_near_the_exact_one_
         assert error < {"none": 1e-6, "fp16": 1e-3, "bf16": 1e-2}.get(case["compress"], 0.2), (case, error)
         sent.append(bytes_of_one)
     assert sent[:3] == [4 * NUMBERS, 2 * NUMBERS + 4, 2 * NUMBERS]
-    assert sent[3] == 4 * ((40 + 30) + (30 + 20) + 30 + 20)  # two thin matrices for each, biases as they are
+    assert sent[3] == 4 * ((40 + 30) + (30 + 20) + 30 + 20)  # two thin factors for each matrix, biases whole
     assert sent[4] == 8 * math.ceil(0.05 * NUMBERS)
-    assert sent[7] == 2 * NUMBERS + 2 * 4, "each layer is a bucket with a factor of its own"
+    assert sent[7] == 2 * NUMBERS + 2 * 4, "each layer is a bucket with its own factor"
 
 
-def test_fp16_packs_gradients_that_are_beyond_its_range_and_below_it(scenes: list[Scenes]) -> None:
-    for size, gradient in scenes[0].sizes.items():
+def test_fp16_scales_very_large_and_very_small_gradients(results: list[Results]) -> None:
+    for size, gradient in results[0].sizes.items():
         assert float((gradient - exact(size)).norm() / exact(size).norm()) < 1e-3
 
 
-def test_an_overflow_and_another_loss_scale_leave_the_remainders_what_they_are(scenes: list[Scenes]) -> None:
-    for scene in scenes:
-        for plain, overflown, other_scale, without_remainder in scene.scaled:
+def test_overflow_and_new_loss_scale_keep_remainders(results: list[Results]) -> None:
+    for result in results:
+        for plain, overflown, other_scale, without_remainder in result.scaled:
             assert torch.equal(plain, overflown)
             assert float((plain - other_scale).norm() / plain.norm()) < 0.01
             assert float((plain - without_remainder).norm() / plain.norm()) > 0.1, "remainders matter here"
 
 
-def scaled_gradients(group: Group, kinds: tuple[str, ...]) -> list[list[Tensor]]:
-    """The second gradient, plainly, after an overflow on the other process, on another scale, and as a first one."""
-    found: list[list[Tensor]] = []
+def scaled_gradients(group: ProcessGroup, kinds: tuple[str, ...]) -> list[list[Tensor]]:
+    """Return the second gradient: plain, after an overflow on the other process, with another scale, and as first."""
+    collected: list[list[Tensor]] = []
     for kind in kinds:
-        found.append([])
+        collected.append([])
         for sizes, scale in (((1.0, 1.0), 64.0), ((1.0, math.inf, 1.0), 64.0), ((1.0, 1.0), 32.0), ((1.0,), 64.0)):
-            made = strategy_of(group, compress=kind, precision="fp16", compress_share=0.1, compress_rank=1)
-            scaler = made.objective.precision.scaler
+            strategy = make_warm_strategy(group, compress=kind, precision="fp16")
+            scaler = strategy.objective.precision.scaler
             scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
             for i, size in enumerate(sizes):
                 if i == len(sizes) - 1:
                     scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
-                made.model.zero_grad(set_to_none=True)
-                made.backward(parts(group.rank.rank, size if group.rank.rank == 1 else 1.0))
-                assert flat(made.model).isfinite().all() == math.isfinite(size), "everybody sees an overflow"
-            found[-1].append(flat(made.model) / scale)
-    return found
+                strategy.model.zero_grad(set_to_none=True)
+                strategy.backward(micro_batches(group.rank.rank, size if group.rank.rank == 1 else 1.0))
+                assert flat(strategy.model).isfinite().all() == math.isfinite(size), "all processes see an overflow"
+            collected[-1].append(flat(strategy.model) / scale)
+    return collected
 
 
-def test_packed_runs_learn_what_plain_ones_do_and_resume_to_the_same_bits(tmp_path: Path) -> None:
-    losses, _ = together(whole_runs, 2, tmp_path)
+def test_compressed_runs_learn_and_resume_to_the_same_bits(results: list[Results]) -> None:
+    losses = results[0].losses
     assert max(losses.values()) < losses["none"] + 0.02 < 0.04, losses  # the targets vary by 0.36
 
 
-def whole_runs(group: Group, directory: Path) -> dict[str, float]:
+def train_and_resume(group: ProcessGroup, folder: Path) -> dict[str, float]:
     losses: dict[str, float] = {}
-    for kind in ("none", *KINDS):
-        words: dict[str, Any] = {"compress": kind, "compress_rank": 1, "compress_share": 0.1, "checkpoint_every": 7}
-        made, progress = trained(group, directory / kind, **words)
+    for compress in ("none", "fp16", "bf16", "powersgd:1", "topk:0.1"):
+        settings: dict[str, Any] = {"compress": compress, "checkpoint_every": 7}
+        result, progress = trained(group, folder / compress, **settings)
         assert progress.best_loss is not None
-        losses[kind] = progress.best_loss
-        again, _ = resumed(group, directory / kind, 49, **words)
-        assert equal(weights(again), weights(made)), kind
+        losses[compress] = progress.best_loss
+        again, _ = resumed(group, folder / compress, 49, **settings)
+        assert equal(weights(again), weights(result)), compress
     return losses
 
 
 @pytest.mark.parametrize(("largest", "scaled"), [(1.0, 2.0**14), (0.99, 0.99 * 2**15), (3e9, 3e9 / 2**17), (0.0, 0.0)])
-def test_the_factor_of_fp16_is_a_power_of_two_that_leaves_room_below_the_largest_number(
-    largest: float, scaled: float
-) -> None:
+def test_fp16_factor_is_a_power_of_two_below_the_limit(largest: float, scaled: float) -> None:
     assert float(torch.tensor(largest) * power_of_two_below(torch.tensor(largest))) == pytest.approx(scaled)
 
 
-def test_the_factor_of_what_is_not_finite_is_one() -> None:
+def test_fp16_factor_is_one_if_not_finite() -> None:
     assert power_of_two_below(torch.tensor(math.inf)) == 1
 
 
@@ -204,7 +207,5 @@ def test_the_factor_of_what_is_not_finite_is_one() -> None:
         ((64, 1, 3, 3), 8, False),
     ],
 )
-def test_only_matrices_that_become_less_than_half_are_packed_as_products(
-    shape: tuple[int, ...], rank: int, smaller: bool
-) -> None:
-    assert shrinks(torch.zeros(shape), rank) == smaller
+def test_only_matrices_that_shrink_to_half_are_factored(shape: tuple[int, ...], rank: int, smaller: bool) -> None:
+    assert is_worth_factoring(torch.zeros(shape), rank) == smaller

@@ -1,4 +1,4 @@
-"""Which layers with thin products beside them are cut, decided without any process."""
+"""Which layers and experts are split, tested without processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
-from train.parallel.experts import check_experts, find_experts, linear_in, styles
-from train.parallel.tensor_parallel import find_pairs
-from train.process_group import join
+from train.parallel.experts import check_experts, find_experts
+from train.parallel.tensor_parallel import base_linear, find_pairs, parallel_styles
+from train.process_group import join_process_group
 
-from .mixture import Language
+from .mixture import LanguageModel
 
 
 class Mlp(nn.Module):
@@ -34,14 +34,16 @@ def adapted(**words: Any) -> nn.Module:
     return model
 
 
-def test_attention_and_mlp_of_an_adapted_model_are_cut() -> None:
-    pairs = find_pairs(Language("AdaptedLlama"), 2)
+def test_attention_and_mlp_of_an_adapted_model_are_split() -> None:
+    pairs = find_pairs(LanguageModel("AdaptedLlama"), 2)
     assert [pair.columns[0].rpartition(".")[2] for pair in pairs] == ["q_proj", "gate_proj"] * 2
 
 
-def test_the_thin_matrix_on_the_cut_side_is_cut_and_the_other_one_whole() -> None:
+def test_lora_matrix_on_the_split_side_is_split() -> None:
     model = adapted()
-    first, second = (styles(name, model.get_submodule(name), by_outputs=name == "fc1") for name in ("fc1", "fc2"))
+    first, second = (
+        parallel_styles(name, model.get_submodule(name), by_outputs=name == "fc1") for name in ("fc1", "fc2")
+    )
     assert {name: type(style) for name, style in (first | second).items()} == {
         "fc1.base_layer": ColwiseParallel,
         "fc1.lora_B.default": ColwiseParallel,
@@ -51,9 +53,9 @@ def test_the_thin_matrix_on_the_cut_side_is_cut_and_the_other_one_whole() -> Non
 
 
 @pytest.mark.parametrize("words", [{"use_dora": True}, {"lora_bias": True}])
-def test_an_adapter_that_looks_at_the_whole_layer_stays_whole(words: dict[str, Any]) -> None:
-    assert linear_in(adapted().get_submodule("fc1")) is not None
-    assert linear_in(adapted(**words).get_submodule("fc1")) is None
+def test_adapter_that_needs_the_whole_layer_is_not_split(words: dict[str, Any]) -> None:
+    assert base_linear(adapted().get_submodule("fc1")) is not None
+    assert base_linear(adapted(**words).get_submodule("fc1")) is None
 
 
 class Experts(nn.Module):
@@ -63,45 +65,47 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.zeros(count, 8, 4))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        raise AssertionError("it is looked at, not run")
+        raise AssertionError("never called")
 
 
 class Others(Experts):
     def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
-        raise AssertionError("it is looked at, not run")
+        raise AssertionError("never called")
 
 
-def test_layers_of_experts_are_known_by_their_parameters_and_arguments() -> None:
+def test_experts_are_found_by_parameters_and_arguments() -> None:
     model = nn.ModuleDict({"mixture": Experts(), "other": Others(), "plain": nn.Linear(4, 4)})
     assert list(find_experts(model)) == ["mixture"]
 
 
 @pytest.mark.parametrize(
-    ("expert", "tensor", "said"),
+    ("expert", "tensor", "message"),
     [
         (
             4,
             1,
-            "train.expert=4: 4 processes cannot share the 6 experts of mixture; use numbers whose product divides 6",
+            "train.expert_parallel=4: 4 processes cannot share the 6 experts of mixture; use numbers whose product divides 6",
         ),
-        (2, 2, "train.expert=2 x train.tensor=2: 4 processes cannot share the 6 experts"),
-        (1, 4, "train.tensor=4: 4 processes cannot share the 6 experts"),
+        (2, 2, "train.expert_parallel=2 x train.tensor_parallel=2: 4 processes cannot share the 6 experts"),
+        (1, 4, "train.tensor_parallel=4: 4 processes cannot share the 6 experts"),
     ],
 )
-def test_experts_that_cannot_be_shared_are_refused(expert: int, tensor: int, said: str) -> None:
+def test_experts_that_cannot_be_shared_are_refused(expert: int, tensor: int, message: str) -> None:
     check_experts({"mixture": Experts()}, 3, 2)
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         check_experts({"mixture": Experts()}, expert, tensor)
 
 
-def test_a_model_without_experts_cannot_share_them() -> None:
+def test_model_without_experts_is_refused() -> None:
     check_experts({}, 1, 2)
-    with pytest.raises(ConfigError, match=r"train\.expert=2: the model has no layer of experts"):
+    with pytest.raises(ConfigError, match=r"train\.expert_parallel=2: the model has no layer of experts"):
         check_experts({}, 2, 1)
 
 
-def test_processes_that_cannot_be_shared_out_are_refused_before_they_meet(tmp_path: Path) -> None:
-    config = Train(device="cpu", expert=4, tensor=2)
-    said = "train.expert=4: 2 copies cannot share the experts; make train.processes a multiple of 8"
-    with pytest.raises(ConfigError, match=said), join(config, Rank(0, 0, 4), tmp_path):
+def test_process_count_that_cannot_share_experts_is_refused(tmp_path: Path) -> None:
+    config = Train(device="cpu", expert_parallel=4, tensor_parallel=2)
+    message = (
+        "the experts cannot be divided among 2 copies of the model; to fix it, make train.processes a multiple of 8"
+    )
+    with pytest.raises(ConfigError, match=message), join_process_group(config, Rank(0, 0, 4), tmp_path):
         pass

@@ -15,7 +15,7 @@ import torch
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Train
-from pipeline.training.launchers import launched
+from pipeline.training.launchers import launch_command
 from train.parallel.horovod import load_horovod
 
 from ..conftest import Project, weights
@@ -27,16 +27,16 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 @pytest.fixture(scope="session")
 def horovod(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder to import it from."""
-    if known := os.environ.get("HOROVOD_PATH"):
-        return known
+    """Return a folder to import it from."""
+    if path := os.environ.get("HOROVOD_PATH"):
+        return path
     if find_spec("horovod"):
         return ""
     return str(build(tmp_path_factory.mktemp("horovod")))
 
 
 def build(folder: Path) -> Path:
-    """As docs/training.md says: torch's headers need C++20, its two CMake files ask for less."""
+    """Build it as in docs/training.md: torch's headers need C++20, its two CMake files set an older standard."""
     sdist = ("download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "horovod==0.28.1", "-d")
     call(*PIP, *sdist, str(folder))
     with tarfile.open(next(folder.glob("horovod-*.tar.gz"))) as archive:
@@ -45,10 +45,10 @@ def build(folder: Path) -> Path:
     for file in (source / "CMakeLists.txt", source / "horovod" / "torch" / "CMakeLists.txt"):
         file.write_text(file.read_text().replace("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 20"))
     target = folder / "lib"
-    wanted = {"HOROVOD_WITH_PYTORCH": "1", "HOROVOD_WITH_GLOO": "1", "HOROVOD_WITHOUT_MPI": "1"}
-    unwanted = {"HOROVOD_WITHOUT_TENSORFLOW": "1", "HOROVOD_WITHOUT_MXNET": "1"}
+    enabled = {"HOROVOD_WITH_PYTORCH": "1", "HOROVOD_WITH_GLOO": "1", "HOROVOD_WITHOUT_MPI": "1"}
+    disabled = {"HOROVOD_WITHOUT_TENSORFLOW": "1", "HOROVOD_WITHOUT_MXNET": "1"}
     install = ("install", "--no-build-isolation", "--no-deps", "--target", str(target), str(source))
-    call(*PIP, *install, **wanted, **unwanted)
+    call(*PIP, *install, **enabled, **disabled)
     return target
 
 
@@ -60,24 +60,24 @@ def call(*argv: str, **env: str) -> None:
         pytest.skip(f"Horovod cannot be built here: {' '.join(argv[3:6])}: {done.stderr.strip().splitlines()[-1]}")
 
 
-def train(project: Project, run: Run, path: str, **words: object) -> None:
-    config = Train.model_validate({"backend": "horovod", **words})
-    finish(start(project, launched(config, 2, module(run)), PYTHONPATH=path))
+def train(project: Project, run: Run, path: str, **settings: object) -> None:
+    config = Train.model_validate({"strategy": "horovod", **settings})
+    finish(start(project, launch_command(config, 2, module(run)), PYTHONPATH=path))
 
 
-def test_without_the_library_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
-    with pytest.raises(ConfigError, match=r"does not import .*; docs/training\.md says how to build it"):
+    with pytest.raises(ConfigError, match=r"Horovod cannot be imported .*build it as docs/training\.md describes"):
         load_horovod()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("compress", "tolerance"), [("none", 1e-5), ("fp16", 1e-2)])
-def test_two_processes_train_the_weights_that_one_does(
+def test_two_processes_train_the_weights_of_one(
     project: Project, horovod: str, compress: str, tolerance: float
 ) -> None:
     """Batches of 7 or 8 cut for two processes and three micro-batches each: nothing divides."""
-    one, two = project.run("one", accumulate=3), project.run("two", accumulate=3, backend="horovod", compress=compress)
+    one, two = project.run("one", accumulate=3), project.run("two", accumulate=3, strategy="horovod", compress=compress)
     assert project.train(one).returncode == 0
     train(project, two, horovod, compress=compress)
     for name, tensor in weights(one).items():
@@ -85,8 +85,8 @@ def test_two_processes_train_the_weights_that_one_does(
 
 
 @pytest.mark.long
-def test_a_run_goes_on_from_its_checkpoint_with_the_same_weights(project: Project, horovod: str) -> None:
-    whole, cut = (project.run(name, backend="horovod", keep_checkpoints=9) for name in ("whole", "cut"))
+def test_interrupted_run_resumes_to_the_same_weights(project: Project, horovod: str) -> None:
+    whole, cut = (project.run(name, strategy="horovod", keep_checkpoints=9) for name in ("whole", "cut"))
     train(project, whole, horovod)
     checkpoints = cut.partial("train") / "checkpoints"
     checkpoints.mkdir(parents=True)

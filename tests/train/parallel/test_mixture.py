@@ -30,15 +30,18 @@ class Tiny:"""
 
 
 @pytest.mark.long
-def test_experts_in_two_places_go_on_as_one_process_does(transformer: Project) -> None:
+def test_split_experts_resume_as_one_process_does(transformer: Project) -> None:
     transformer.replace("class Tiny:", MODEL)
     transformer.replace("return Llama()", "return Language()")
-    words = {"epochs": 1, "checkpoint_every": 2, "keep_checkpoints": 9, "optimizer": "sgd"}
-    one = trained(transformer, "one", 1, **words)
-    two = resumed(transformer, one, "two", 2, 2, expert=2, parallel="fsdp", **words)
+    settings = {"epochs": 1, "checkpoint_every": 2, "keep_checkpoints": 9, "optimizer": "sgd"}
+    one = trained(transformer, "one", 1, **settings)
+    two = resumed(transformer, one, "two", 2, 2, expert_parallel=2, strategy="fsdp", **settings)
     assert_close(two, one)
     assert journal(two)[-2]["expert_loads"] == journal(one)[-2]["expert_loads"]
-    odd = transformer.run("odd", expert=2)
-    assert transformer.train(odd, 3).returncode != 0
-    assert isinstance(failure(odd), ConfigError)
-    assert "3 copies cannot share the experts; make train.processes a multiple of 2" in str(failure(odd))
+    uneven = transformer.run("uneven", expert_parallel=2)
+    assert transformer.train(uneven, 3).returncode != 0
+    assert isinstance(failure(uneven), ConfigError)
+    assert (
+        "the experts cannot be divided among 3 copies of the model; to fix it, make train.processes a multiple of 2"
+        in str(failure(uneven))
+    )

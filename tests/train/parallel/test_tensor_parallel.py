@@ -1,4 +1,4 @@
-"""Layers cut over processes without a line of code, and what is refused instead of being cut wrongly."""
+"""Layers are split over processes without code of the user, and refused if that would change their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.contract.errors import ConfigError
 from train.parallel.tensor_parallel import find_pairs
 
 from ..conftest import Project, equal, weights
-from .conftest import assert_close, losses, resumed, script, trained
+from .conftest import assert_close, resumed, script, trained
 from .transformer import Attention, Llama
 
 
@@ -22,11 +22,11 @@ def linear(**shapes: tuple[int, int]) -> nn.Module:
     return module
 
 
-def test_attention_and_mlp_of_every_block_are_found_by_their_names() -> None:
-    found = find_pairs(Llama(), 2)
-    assert [pair.owner for pair in found] == [f"layers.{i}.{part}" for i in range(3) for part in ("attention", "mlp")]
-    assert found[0].columns == tuple(f"layers.0.attention.{name}_proj" for name in "qkv")
-    assert found[1].row == "layers.0.mlp.down_proj"
+def test_attention_and_mlp_are_found_by_their_names() -> None:
+    pairs = find_pairs(Llama(), 2)
+    assert [pair.owner for pair in pairs] == [f"layers.{i}.{part}" for i in range(3) for part in ("attention", "mlp")]
+    assert pairs[0].columns == tuple(f"layers.0.attention.{name}_proj" for name in "qkv")
+    assert pairs[1].row == "layers.0.mlp.down_proj"
 
 
 @pytest.mark.parametrize(
@@ -39,40 +39,43 @@ def test_attention_and_mlp_of_every_block_are_found_by_their_names() -> None:
         ({"linear1": (8, 32), "linear2": (32, 8)}, {"linear1"}, "linear2"),
     ],
 )
-def test_names_in_use_elsewhere_are_known(layers: dict[str, tuple[int, int]], columns: set[str], row: str) -> None:
+def test_names_of_other_models_are_known(layers: dict[str, tuple[int, int]], columns: set[str], row: str) -> None:
     (pair,) = find_pairs(linear(**layers), 2)
     assert (set(pair.columns), pair.row) == (columns, row)
 
 
-def test_a_row_of_linear_layers_is_cut_two_by_two() -> None:
+def test_sequence_of_linear_layers_is_split_in_pairs() -> None:
     row = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Tanh())))
     assert [(pair.columns, pair.row) for pair in find_pairs(row, 2)] == [(("0",), "2"), (("4",), "6")]
 
 
-def test_a_norm_between_two_linear_layers_keeps_them_whole() -> None:
+def test_norm_between_linear_layers_prevents_splitting() -> None:
     """It would see a part of the channels."""
     with pytest.raises(ConfigError, match="no pair of linear layers"):
         find_pairs(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), 2)
 
 
-def odd_heads() -> nn.Module:
+def single_kv_head() -> nn.Module:
     attention = Attention()
     attention.n_kv_heads = 1
     return attention
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
-        (nn.TransformerEncoderLayer(8, 2), "self_attn cannot be cut: nn.MultiheadAttention"),
-        (linear(c_attn=(8, 24), c_proj=(8, 8)), "c_attn cannot be cut: it has several matrices in one"),
-        (nn.ModuleDict({"mine": odd_heads()}), "mine cannot be cut: 2 processes cannot share its 1 heads (n_kv_heads)"),
-        (linear(fc1=(8, 7), fc2=(7, 8)), "fc1 cannot be cut: 2 processes cannot share its 7 outputs"),
+        (nn.TransformerEncoderLayer(8, 2), "self_attn cannot be split: nn.MultiheadAttention"),
+        (linear(c_attn=(8, 24), c_proj=(8, 8)), "c_attn cannot be split: it has several matrices in one"),
+        (
+            nn.ModuleDict({"mine": single_kv_head()}),
+            "mine cannot be split: 2 processes cannot share its 1 heads (n_kv_heads)",
+        ),
+        (linear(fc1=(8, 7), fc2=(7, 8)), "fc1 cannot be split: 2 processes cannot share its 7 outputs"),
         (nn.Conv1d(3, 4, 5), "no pair of linear layers"),
     ],
 )
-def test_what_cannot_be_cut_is_named_with_the_way_out(model: nn.Module, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said) + r".*write parallelize\(model, mesh\) in the task"):
+def test_error_names_the_layer_that_cannot_be_split(model: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message) + r".*write parallelize\(model, mesh\) in the task"):
         find_pairs(model, 2)
 
 
@@ -88,29 +91,29 @@ def latent(heads: int) -> nn.Module:
     return nn.ModuleDict({"mine": module})
 
 
-def test_latent_attention_is_cut_by_heads_where_they_leave_the_latents() -> None:
+def test_latent_attention_is_split_by_heads() -> None:
     (pair,) = find_pairs(latent(4), 2)
     assert (pair.columns, pair.row) == (("mine.q_b_proj", "mine.kv_b_proj"), "mine.o_proj")
-    with pytest.raises(ConfigError, match=re.escape("mine cannot be cut: 2 processes cannot share its 3 heads")):
+    with pytest.raises(ConfigError, match=re.escape("mine cannot be split: 2 processes cannot share its 3 heads")):
         find_pairs(latent(3), 2)
 
 
-def test_heads_are_counted_by_their_width_where_their_number_is_not_written_down() -> None:
+def test_heads_are_counted_by_head_dim_if_their_number_is_unknown() -> None:
     """As in transformers' Llama and Qwen2, with fewer heads for keys and values."""
     module = linear(q_proj=(8, 16), k_proj=(8, 4), v_proj=(8, 4), o_proj=(16, 8))
     module.head_dim = 4  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="k_proj cannot be cut: 2 processes cannot share its 1 heads"):
+    with pytest.raises(ConfigError, match="k_proj cannot be split: 2 processes cannot share its 1 heads"):
         find_pairs(module, 2)
 
 
-WRONG = '''
+SPLITS = '''
 import os, sys
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from pipeline.contract.errors import ConfigError
 from task import Attention, Tiny
-from train.parallel.tensor_parallel import cut_layers
+from train.parallel.tensor_parallel import split_layers
 
 class FixedWidth(Attention):
     def forward(self, x):
@@ -137,45 +140,43 @@ for kind in (Attention, FixedWidth, FixedHeads, NormOfHeads):
     model = nn.ModuleDict({"mine": kind()})
     x = torch.randn(2, 6, 16)
     try:
-        cut_layers(model, Tiny(), mesh, lambda: model["mine"](x))
-        said = "cut"
+        split_layers(model, Tiny(), mesh, lambda: model["mine"](x))
+        result = "split"
     except ConfigError as error:
-        said = str(error)
+        result = str(error)
     if mesh.get_rank() == 0:
-        print(kind.__name__, said)
+        print(kind.__name__, result)
 sys.stdout.flush()
 os._exit(0)
 '''
 
 
-def test_names_prove_nothing_so_a_cut_that_changes_a_gradient_is_refused(transformer: Project) -> None:
-    said = dict(line.split(" ", 1) for line in script(transformer, WRONG, processes=2).splitlines())
-    assert said["Attention"] == "cut"
-    assert "mine cannot be cut: it does not run with a part of its heads" in said["FixedWidth"]
-    assert "mine cannot be cut: the gradient of its " in said["FixedHeads"]
-    assert "mine cannot be cut: the gradient of its q_norm.weight" in said["NormOfHeads"]
+def test_split_that_changes_a_gradient_is_refused(transformer: Project) -> None:
+    results = dict(line.split(" ", 1) for line in script(transformer, SPLITS, processes=2).splitlines())
+    assert results["Attention"] == "split"
+    assert "mine cannot be split: it does not run with a part of its heads" in results["FixedWidth"]
+    assert "mine cannot be split: the gradient of its " in results["FixedHeads"]
+    assert "mine cannot be split: the gradient of its q_norm.weight" in results["NormOfHeads"]
 
 
 CHECKPOINTS = {"epochs": 1, "checkpoint_every": 2, "keep_checkpoints": 9}
 
 
-def test_a_transformer_cut_by_two_trains_the_weights_of_one_process_beside_ddp_and_fsdp(transformer: Project) -> None:
-    """Beside ddp from the checkpoint of one process, whose optimizer has other groups of parameters."""
-    words = {"accumulate": 2, **CHECKPOINTS}
-    one = trained(transformer, "one", 1, **words)
-    assert_close(resumed(transformer, one, "ddp", 2, 4, tensor=2, **words), one)
-    assert_close(trained(transformer, "fsdp", 4, tensor=2, parallel="fsdp", **words), one)
-    half = trained(transformer, "half", 2, tensor=2, precision="bf16", **words)
-    assert losses(half) == pytest.approx(losses(one), rel=0.02)
+def test_split_transformer_trains_the_weights_of_one_process(transformer: Project) -> None:
+    """With DDP it resumes from the checkpoint of one process, whose optimizer has other parameter groups."""
+    settings = {"accumulate": 2, **CHECKPOINTS}
+    one = trained(transformer, "one", 1, **settings)
+    assert_close(resumed(transformer, one, "ddp", 2, 4, tensor_parallel=2, **settings), one)
+    assert_close(trained(transformer, "fsdp", 4, tensor_parallel=2, strategy="fsdp", **settings), one)
 
 
-def test_a_cut_run_resumes_bit_for_bit(transformer: Project) -> None:
+def test_interrupted_run_resumes_bit_for_bit(transformer: Project) -> None:
     transformer.replace("nn.Dropout(0.0)", "nn.Dropout(0.1)")
-    whole = trained(transformer, "whole", 2, tensor=2, **CHECKPOINTS)
-    assert equal(weights(resumed(transformer, whole, "cut", 2, 2, tensor=2, **CHECKPOINTS)), weights(whole))
+    whole = trained(transformer, "whole", 2, tensor_parallel=2, **CHECKPOINTS)
+    assert equal(weights(resumed(transformer, whole, "cut", 2, 2, tensor_parallel=2, **CHECKPOINTS)), weights(whole))
 
 
-PLAN = """
+PARALLELIZE = """
     def parallelize(self, model, mesh):
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
         assert mesh.mesh_dim_names == ("tensor",)
@@ -184,8 +185,8 @@ PLAN = """
     def model("""
 
 
-def test_the_plan_of_the_task_is_the_one_that_is_used(project: Project) -> None:
-    project.replace("nn.Linear(3, 8), nn.Tanh()", "nn.Linear(3, 8), nn.Hardtanh()")  # not cut by itself
+def test_parallelize_of_the_task_is_used(project: Project) -> None:
+    project.replace("nn.Linear(3, 8), nn.Tanh()", "nn.Linear(3, 8), nn.Hardtanh()")  # not split without parallelize()
     one = trained(project, "one", 1, epochs=1)
-    project.replace("\n    def model(", PLAN)
-    assert_close(trained(project, "two", 2, tensor=2, epochs=1), one)
+    project.replace("\n    def model(", PARALLELIZE)
+    assert_close(trained(project, "two", 2, tensor_parallel=2, epochs=1), one)

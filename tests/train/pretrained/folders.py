@@ -1,4 +1,4 @@
-"""Small folders of weights, as people get them."""
+"""Small folders of weights, laid out as on the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline.contract.pretrained import INDEX, SINGLE
+from pipeline.contract.pretrained import WEIGHT_FILE, WEIGHT_INDEX
 
 BLOCK = (6, 5)  # no side of a matrix is a multiple of both
 EIGHT_BITS: dict[str, Any] = {
@@ -25,7 +25,7 @@ EIGHT_BITS: dict[str, Any] = {
 
 
 class Mlp(nn.Module):
-    """With the names tensor parallel knows its layers by."""
+    """With names that tensor parallelism recognizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))
-        return x + found
+        output: Tensor = self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))
+        return x + output
 
 
 class Tower(nn.Module):
@@ -45,7 +45,7 @@ class Tower(nn.Module):
         self.first = nn.Linear(3, 8)
         self.layers = nn.ModuleList(Mlp() for _ in range(4))
         self.head = nn.Linear(8, 1)
-        self.offset = nn.Parameter(torch.zeros(8))  # of no module of its own
+        self.offset = nn.Parameter(torch.zeros(8))  # outside all layers
         self.register_buffer("shift", torch.zeros(8))
         self.register_buffer("scale", torch.full((8,), 0.5), persistent=False)
 
@@ -53,8 +53,8 @@ class Tower(nn.Module):
         x = self.first(x) * self.scale + self.shift + self.offset
         for layer in self.layers:
             x = layer(x)
-        found: Tensor = self.head(x)
-        return found
+        output: Tensor = self.head(x)
+        return output
 
 
 def tower_state() -> dict[str, Tensor]:
@@ -67,32 +67,32 @@ def tower_state() -> dict[str, Tensor]:
 def write_folder(
     folder: Path, state: Mapping[str, Tensor], shards: int = 1, config: Mapping[str, Any] | None = None
 ) -> Path:
-    """As the hub has it; weights go into the shards in turn."""
+    """Write a folder as on the hub; weights go into the shards in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config or {"model_type": "llama"}))
     if shards == 1:
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / SINGLE)
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHT_FILE)
         return folder
     names = [f"model-{number + 1:05d}-of-{shards:05d}.safetensors" for number in range(shards)]
     parts: list[dict[str, Tensor]] = [{} for _ in names]
-    for place, (name, tensor) in enumerate(state.items()):
-        parts[place % shards][name] = tensor.contiguous()
+    for position, (name, tensor) in enumerate(state.items()):
+        parts[position % shards][name] = tensor.contiguous()
     for name, part in zip(names, parts, strict=True):
         save_file(part, folder / name)
     weight_map = {weight: name for name, part in zip(names, parts, strict=True) for weight in part}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
-def quantised(weight: Tensor) -> dict[str, Tensor]:
-    """As the checkpoint was made: every block is divided by what takes its largest number to the type's."""
+def quantize(weight: Tensor) -> dict[str, Tensor]:
+    """Quantize as official checkpoints: each block is scaled so that its largest number is that of the type."""
     rows, columns = (-(-size // side) for size, side in zip(weight.shape, BLOCK, strict=True))
     scale, numbers = torch.empty(rows, columns), torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     for row in range(rows):
         for column in range(columns):
-            place = _block(row, column)
-            scale[row, column] = weight[place].abs().max() / 448
-            numbers[place] = (weight[place] / scale[row, column]).to(torch.float8_e4m3fn)
+            position = _block(row, column)
+            scale[row, column] = weight[position].abs().max() / 448
+            numbers[position] = (weight[position] / scale[row, column]).to(torch.float8_e4m3fn)
     return {"": numbers, "_scale_inv": scale}
 
 

@@ -26,7 +26,7 @@ _EXPERTS = {
     "rope_theta": 10000,
     "hidden_act": "silu",
 }
-# As the official files have them: with code of their own, which nobody may run, and the older words for positions.
+# As in official files: with their own code, which is never run, and older names for positions.
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **_SIZES,
@@ -103,7 +103,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_official(folder: Path, kind: str) -> Path:
-    """In two shards or more, with all its weights drawn anew: no bias and no scale is left at a plain value."""
+    """Write several shards with random weights, so that no bias or scale has its initial value."""
     folder.mkdir(parents=True)
     config = {"model_type": kind, **CONFIGS[kind]}
     (folder / "config.json").write_text(json.dumps(config))
@@ -113,5 +113,5 @@ def write_official(folder: Path, kind: str) -> Path:
         for tensor in model.state_dict().values():
             tensor.normal_(std=0.3)
     model.save_pretrained(folder, max_shard_size="12KB")
-    (folder / "config.json").write_text(json.dumps(config))  # transformers writes it in its own words
+    (folder / "config.json").write_text(json.dumps(config))  # transformers has rewritten it
     return folder

@@ -22,12 +22,12 @@ from pipeline.contract.processes import Rank
 from pipeline.contract.weights import load_weights, save_weights
 from train.checkpoint.store import CheckpointStore
 from train.optim import seed_step
-from train.pretrained.load import Beginning, from_files
-from train.process_group import Group
+from train.pretrained.load import PretrainedModel, load_from_files
+from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from .folders import BLOCK, EIGHT_BITS, quantised, write_folder
+from .folders import BLOCK, EIGHT_BITS, quantize, write_folder
 from .official import CONFIGS, write_official
 
 CPU = torch.device("cpu")
@@ -69,10 +69,10 @@ def causal(folder: Path) -> nn.Module:
     return model
 
 
-def filled(make: Any, folder: Path, *allow: str) -> nn.Module:
-    begun = from_files(partial(make, folder), open_pretrained(folder), allow, SEEDED)
-    begun.filling.fill(begun.model, CPU)
-    return begun.model.eval()
+def load(make: Any, folder: Path, *allow: str) -> nn.Module:
+    initial = load_from_files(partial(make, folder), open_pretrained(folder), allow, SEEDED)
+    initial.materializer.materialize(initial.model, CPU)
+    return initial.model.eval()
 
 
 def ids() -> Tensor:
@@ -85,66 +85,66 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @torch.no_grad()
-def test_its_logits_are_those_that_transformers_itself_loads(folder: Path) -> None:
+def test_logits_equal_those_of_transformers_loading(folder: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ours = filled(causal, folder)
+    ours = load(causal, folder)
     assert torch.equal(ours(ids()).logits, theirs(ids()).logits)
     assert len(open_pretrained(folder).weights) > 1, "the layout with an index"
 
 
 @pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v2", "qwen2", "llama"], indirect=True)
-def test_adapted_with_a_new_head_it_is_trained_saved_and_read_again(folder: Path, tmp_path: Path) -> None:
+def test_adapted_model_is_trained_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
     found, allow = open_pretrained(folder), ("score.*", "lm_head.weight")
-    made: list[Beginning] = []
+    built: list[PretrainedModel] = []
 
-    def begin() -> Beginning:
-        made.append(from_files(partial(Labels, folder), found, allow, SEEDED))
-        return made[0]
+    def build() -> PretrainedModel:
+        built.append(load_from_files(partial(Labels, folder), found, allow, SEEDED))
+        return built[0]
 
-    task, group = Labelling(), Group(Rank(), CPU)
-    words = {"epochs": 1, "batch_size": 8, "lr": 0.01, "device": "cpu"}
-    config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": words}, source="test")
+    task, group = Labelling(), ProcessGroup(Rank(), CPU)
+    settings = {"epochs": 1, "batch_size": 8, "lr": 0.01, "device": "cpu"}
+    config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": settings}, source="test")
     train, validation = (Samples(split, task.data(split)) for split in ("train", "validation"))
-    trainer = Trainer(task, config, group, train, validation, 8, begin)  # type: ignore[arg-type]
+    trainer = Trainer(task, config, group, train, validation, 8, build)  # type: ignore[arg-type]
     body = AutoModel.from_pretrained(folder)
-    begun = {name: tensor.clone() for name, tensor in trainer.strategy.model.state_dict().items()}
+    initial = {name: tensor.clone() for name, tensor in trainer.strategy.model.state_dict().items()}
     for name, tensor in body.state_dict().items():
-        assert torch.equal(begun[f"body.{name}"], tensor), name
+        assert torch.equal(initial[f"body.{name}"], tensor), name
     trainer.fit(Progress(), CheckpointStore(tmp_path / "checkpoints", 1, {}, group), None)
     trained = trainer.strategy.model.state_dict()
-    moved = {name for name, tensor in trained.items() if not torch.equal(tensor, begun[name])}
+    changed = {name for name, tensor in trained.items() if not torch.equal(tensor, initial[name])}
     balanced = {name for name in trained if name.endswith("e_score_correction_bias")}  # by training, without a gradient
-    assert moved == {name for name, _ in trainer.strategy.model.named_parameters()} | balanced
+    assert changed == {name for name, _ in trainer.strategy.model.named_parameters()} | balanced
     save_weights(trained, tmp_path / "model.safetensors")
     again = load_weights(Labels(folder), tmp_path / "model.safetensors")
     with torch.no_grad():
         assert torch.equal(again(ids()), trainer.strategy.model.eval()(ids()))
 
 
-def test_a_new_head_begins_by_the_seed_whatever_else_was_drawn(tmp_path: Path) -> None:
+def test_new_head_depends_on_the_seed_alone(tmp_path: Path) -> None:
     folder, heads = write_official(tmp_path / "qwen2", "qwen2"), list[Tensor]()
     for noise in (1, 2):
         torch.manual_seed(noise)
-        heads.append(filled(Labels, folder, "score.*").get_parameter("score.weight").detach())
+        heads.append(load(Labels, folder, "score.*").get_parameter("score.weight").detach())
     assert torch.equal(*heads)
-    assert 0.05 < float(heads[0].std()) < 0.5, "as nn.Linear begins them"
+    assert 0.05 < float(heads[0].std()) < 0.5, "initialized like nn.Linear"
 
 
 @torch.no_grad()
-def test_an_official_checkpoint_of_eight_bits_is_the_model_of_its_numbers(tmp_path: Path) -> None:
+def test_fp8_checkpoint_equals_its_dequantized_weights(tmp_path: Path) -> None:
     """Experts, attention and shared experts are eight-bit matrices, the rest is bf16."""
     whole = write_official(tmp_path / "whole", "deepseek_v3")
     eight, plain = dict[str, Tensor](), dict[str, Tensor]()
     for path in open_pretrained(whole).weights.values():
         for name, tensor in load_file(path).items():
             if name.endswith("proj.weight") or "kv_a_proj" in name:
-                parts = quantised(tensor)
+                parts = quantize(tensor)
                 eight |= {name + more: part for more, part in parts.items()}
                 plain[name] = parts[""].float() * spread(parts["_scale_inv"], tensor.shape)
             else:
                 eight[name] = plain[name] = tensor.bfloat16()
     config = json.loads((whole / "config.json").read_text())
-    ours = filled(causal, write_folder(tmp_path / "eight", eight, 3, {**config, **EIGHT_BITS}))
+    ours = load(causal, write_folder(tmp_path / "eight", eight, 3, {**config, **EIGHT_BITS}))
     theirs = AutoModelForCausalLM.from_pretrained(write_folder(tmp_path / "plain", plain, config=config)).eval()
     assert torch.equal(ours(ids()).logits, theirs(ids()).logits)
 
@@ -153,43 +153,43 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
     return scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[: shape[0], : shape[1]]
 
 
-def edited(folder: Path, gone: str, **added: Tensor) -> Path:
-    """The same in one file, without the weights whose names begin so."""
+def edited(folder: Path, removed: str, **added: Tensor) -> Path:
+    """Write the same in one file, without the weights with this prefix."""
     state = {name: t for path in open_pretrained(folder).weights.values() for name, t in load_file(path).items()}
-    left = {name: tensor for name, tensor in state.items() if not gone or not name.startswith(gone)} | added
+    left = {name: tensor for name, tensor in state.items() if not removed or not name.startswith(removed)} | added
     config = json.loads((folder / "config.json").read_text())
     return write_folder(folder.with_name(f"{folder.name}-edited"), left, config=config)
 
 
-def test_an_expert_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_expert_is_reported(tmp_path: Path) -> None:
     folder = edited(write_official(tmp_path / "v3", "deepseek_v3"), "model.layers.1.mlp.experts.2.up_proj")
-    with pytest.raises(
-        DataError, match=r"made of the weights of 4 experts; missing: \['mlp.experts.2.up_proj.weight'\]"
-    ):
-        filled(causal, folder)
+    with pytest.raises(DataError, match=r"needs the weights of 4 experts; missing: \['mlp.experts.2.up_proj.weight'\]"):
+        load(causal, folder)
     folder = edited(write_official(tmp_path / "v2", "deepseek_v2"), "model.layers.1.mlp.experts.3.")
     with pytest.raises(DataError, match=r"experts.gate_up_proj is \[3, 16, 16\] in .*, and \[4, 16, 16\] in the model"):
-        filled(causal, folder)
+        load(causal, folder)
 
 
-def test_one_expert_of_another_type_is_told(tmp_path: Path) -> None:
-    odd = "model.layers.1.mlp.experts.2.up_proj.weight"
+def test_expert_of_another_type_is_reported(tmp_path: Path) -> None:
+    other_type = "model.layers.1.mlp.experts.2.up_proj.weight"
     folder = write_official(tmp_path / "v3", "deepseek_v3")
-    with pytest.raises(DataError, match=rf"gate_up_proj is of type I32 in model.safetensors \({odd}\), and float32"):
-        filled(causal, edited(folder, odd, **{odd: torch.ones(8, 16, dtype=torch.int32)}))
+    with pytest.raises(
+        DataError, match=rf"gate_up_proj is of type I32 in model.safetensors \({other_type}\), and float32"
+    ):
+        load(causal, edited(folder, other_type, **{other_type: torch.ones(8, 16, dtype=torch.int32)}))
 
 
-def test_the_layer_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+def test_multi_token_prediction_layer_is_ignored(tmp_path: Path) -> None:
     """Official DeepSeek-V3 files have it after the last layer; another surplus layer is none."""
     more = {"model.layers.2.eh_proj.weight": torch.ones(16, 32), "model.layers.2.enorm.weight": torch.ones(16)}
     folder = edited(write_official(tmp_path / "v3", "deepseek_v3"), "", **more)
-    assert filled(causal, folder).get_parameter("lm_head.weight").shape == (48, 16)
+    assert load(causal, folder).get_parameter("lm_head.weight").shape == (48, 16)
     further = edited(tmp_path / "v3", "", **{"model.layers.3.enorm.weight": torch.ones(16)})
     with pytest.raises(DataError, match=r"unexpected: model.layers.3.enorm.weight \[16\]"):
-        filled(causal, further)
+        load(causal, further)
 
 
-def test_a_head_of_transformers_own_is_one_too(tmp_path: Path) -> None:
+def test_classification_head_of_transformers_is_allowed(tmp_path: Path) -> None:
     folder = write_official(tmp_path / "llama", "llama")
 
     def make(folder: Path) -> nn.Module:
@@ -197,6 +197,6 @@ def test_a_head_of_transformers_own_is_one_too(tmp_path: Path) -> None:
         found: nn.Module = AutoModelForSequenceClassification.from_config(config)
         return found
 
-    ours = filled(make, folder, "score.weight", "lm_head.weight")
+    ours = load(make, folder, "score.weight", "lm_head.weight")
     assert ours.get_parameter("score.weight").shape == (5, 16)
     assert torch.equal(ours.get_parameter("model.norm.weight"), AutoModel.from_pretrained(folder).norm.weight)

@@ -1,4 +1,4 @@
-"""What a person may put in place of official weights: prepare names the file and says what it expected."""
+"""Mistakes with pretrained weights: prepare names the file and what it expected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import numpy as np
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
-class Words:
+class Language:
     inputs, outputs = ("input_ids",), ("logits",)
 
     def model(self):
@@ -63,10 +63,10 @@ def project(tmp_path: Path, official: Path) -> Path:
     return tmp_path
 
 
-def prepared(root: Path) -> None:
+def run_prepare(root: Path) -> None:
     run = Run(root / "runs" / "one")
     run.partial("prepare").mkdir(parents=True)
-    config = {"name": "x", "task": "task.py:Words", "codec": "codec.py:C", "model": {"pretrained": "llama"}}
+    config = {"name": "x", "task": "task.py:Language", "codec": "codec.py:C", "model": {"pretrained": "llama"}}
     file = RunFile(id="one", created="2026-01-01", wanted=("prepare",), config=config, environment={})
     (run.path / "run.json").write_text(file.model_dump_json())
     prepare(run, root)
@@ -76,20 +76,20 @@ def shard(root: Path) -> Path:
     return min((root / "llama").glob("*.safetensors"))
 
 
-def rewritten(root: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The first weight of the first shard is another one."""
+def change_weight(root: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the first weight of the first shard."""
     tensors = load_file(path := shard(root))
     name = min(tensors)
     save_file({**tensors, name: change(tensors[name]).contiguous()}, path)
 
 
-def configured(root: Path, **words: Any) -> None:
+def change_config(root: Path, **settings: Any) -> None:
     path = root / "llama" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | words))
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def unknown(root: Path) -> None:
-    configured(root, model_type="mamba", architectures=["MambaForCausalLM"])
+def unknown_architecture(root: Path) -> None:
+    change_config(root, model_type="mamba", architectures=["MambaForCausalLM"])
 
 
 def other_tokenizer(root: Path) -> None:
@@ -110,42 +110,43 @@ def truncated(root: Path) -> None:
         file.truncate(shard(root).stat().st_size - 10)
 
 
-BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "unknown architecture": (unknown, r"llama/config.json: model_type 'mamba' \(architectures: MambaForCausalLM\) is"),
+MISTAKES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "unknown architecture": (
+        unknown_architecture,
+        r"llama/config.json: model_type 'mamba' \(architectures: MambaForCausalLM\) is",
+    ),
     "configuration": (
-        lambda root: configured(root, hidden_size="16"),
+        lambda root: change_config(root, hidden_size="16"),
         r"llama/config.json: .*'hidden_size' expected int, got str \(value: '16'\)",
     ),
     "tokenizer": (other_tokenizer, r"files/tokenizer.json: its highest id is 48, but .* embedding has 48 rows"),
-    "ids": (other_ids, r"data\('train'\): column `input_ids` holds the id 48, but the model's embedding has 48 rows"),
-    "positions": (too_long, r"data\('test'\): a text has 65 positions, but the model knows 64 \(max_position_emb"),
+    "ids": (other_ids, r"data\('train'\): column `input_ids` has the id 48, but the model's embedding has 48 rows"),
+    "positions": (too_long, r"data\('test'\): a text has 65 positions, but the model has 64 \(max_position_emb"),
     "dtype": (
-        lambda root: rewritten(root, torch.Tensor.long),
+        lambda root: change_weight(root, torch.Tensor.long),
         r"embed_tokens.weight is of type I64 in model-00001-.*, and float32",
     ),
     "shape": (
-        lambda root: rewritten(root, lambda one: one[1:]),
+        lambda root: change_weight(root, lambda one: one[1:]),
         r"embed_tokens.weight is \[47, 16\] in model-00001-.* and \[48, 16\]",
     ),
     "truncated": (truncated, r"model-00001-of-\d+.safetensors: truncated: \d+ bytes expected by its header, \d+ found"),
     "no shard": (
         lambda root: shard(root).unlink(),
-        r"index.json: model-00001.* is not in the folder",
+        r"index.json: model-00001.* is missing",
     ),
 }
 
 
-def test_a_folder_as_it_should_be_is_taken(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepared(project)
+def test_correct_folder_is_accepted(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_prepare(project)
     assert "pretrained: llama" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_told_with_its_file_and_what_was_expected(
-    project: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spoil, sentence = BAD[name]
-    spoil(project)
-    with pytest.raises(PipelineError, match=sentence):
-        prepared(project)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_reported_with_its_file(project: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make_mistake, message = MISTAKES[name]
+    make_mistake(project)
+    with pytest.raises(PipelineError, match=message):
+        run_prepare(project)
     assert "Traceback" not in "".join(capsys.readouterr())

@@ -1,4 +1,4 @@
-"""Pretrained weights on several real processes: everybody reads what it keeps."""
+"""Pretrained weights on several real processes: each reads only the shards that it keeps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.optim import seed_step
-from train.parallel.gradients import local
-from train.parallel.pipeline_split import Lent
-from train.pretrained.load import Beginning, from_files
-from train.process_group import Group
+from train.parallel.gradients import local_shard
+from train.parallel.pipeline_split import TemporaryWeights
+from train.pretrained.load import PretrainedModel, load_from_files
+from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
@@ -28,56 +28,56 @@ from ..together import Wave, together
 from .folders import Tower, tower_state, write_folder
 
 
-class Climb(Wave):
+class PretrainedTask(Wave):
     def model(self) -> nn.Module:
-        raise AssertionError("what is pretrained is not built by the task's model()")
+        raise AssertionError("a pretrained model is not built by model()")
 
 
-class Begun(NamedTuple):
-    """What one process found."""
+class Result(NamedTuple):
+    """The result of one process."""
 
-    weights: dict[str, Tensor]  # whole, as at the beginning
-    trained: dict[str, Tensor]  # after an epoch
-    asked: int  # bytes of the files
-    kept: int  # bytes of parameters in its memory
+    initial: dict[str, Tensor]  # whole weights before training
+    trained: dict[str, Tensor]  # and after an epoch
+    bytes_read: int  # from the files
+    parameter_bytes: int  # in its memory
 
 
-WAYS: dict[str, dict[str, Any]] = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "fsdp": {"parallel": "fsdp"},
-    "tensor": {"tensor": 2},
-    "pipeline": {"pipeline": 2, "accumulate": 4},
+    "fsdp": {"strategy": "fsdp"},
+    "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2, "accumulate": 4},
 }
 
 
-def begin_each(group: Group, folder: Path) -> dict[str, Begun]:
-    return {way: begin(group, folder, words) for way, words in WAYS.items()}
+def train_with_every_strategy(group: ProcessGroup, folder: Path) -> dict[str, Result]:
+    return {name: train(group, folder, settings) for name, settings in STRATEGIES.items()}
 
 
-def begin(group: Group, folder: Path, words: dict[str, Any]) -> Begun:
-    made: list[Beginning] = []
-    found = open_pretrained(folder)
+def train(group: ProcessGroup, folder: Path, settings: dict[str, Any]) -> Result:
+    built: list[PretrainedModel] = []
+    pretrained = open_pretrained(folder)
 
-    def beginning() -> Beginning:
-        made.append(from_files(Tower, found, ("extra.*",), partial(seed_step, 0, -1, 0)))
-        return made[0]
+    def build() -> PretrainedModel:
+        built.append(load_from_files(Tower, pretrained, ("extra.*",), partial(seed_step, 0, -1, 0)))
+        return built[0]
 
-    trainer = make(group, words, beginning)
-    weights = {name: whole(tensor) for name, tensor in trainer.strategy.model.state_dict().items()}
-    kept = sum(local(p).numel() * p.element_size() for p in trainer.strategy.model.parameters())
-    asked = made[0].filling.bytes_read
-    trainer.fit(Progress(), CheckpointStore(folder / "-".join(["checkpoints", *words]), 1, {}, group), None)
+    trainer = make_trainer(group, settings, build)
+    initial = {name: whole(tensor) for name, tensor in trainer.strategy.model.state_dict().items()}
+    parameter_bytes = sum(local_shard(p).numel() * p.element_size() for p in trainer.strategy.model.parameters())
+    bytes_read = built[0].materializer.bytes_read
+    trainer.fit(Progress(), CheckpointStore(folder / "-".join(["checkpoints", *settings]), 1, {}, group), None)
     trained = {name: whole(tensor) for name, tensor in trainer.strategy.model.state_dict().items()}
-    return Begun(weights, trained, asked, kept)
+    return Result(initial, trained, bytes_read, parameter_bytes)
 
 
-def make(group: Group, words: dict[str, Any], beginning: Any) -> Trainer:
-    given = {"epochs": 1, "batch_size": 50, "lr": 0.02, "device": "cpu", **words}
-    config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": given}, source="test")
-    model_size = config.train.tensor * config.train.pipeline
-    group = Group(group.rank, group.device, model_size)
-    train, validation = (Samples(split, Climb().data(split)) for split in ("train", "validation"))
-    return Trainer(Climb(), config, group, train, validation, 50, beginning)  # type: ignore[arg-type]
+def make_trainer(group: ProcessGroup, settings: dict[str, Any], build: Any) -> Trainer:
+    values = {"epochs": 1, "batch_size": 50, "lr": 0.02, "device": "cpu", **settings}
+    config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": values}, source="test")
+    model_size = config.train.tensor_parallel * config.train.pipeline_parallel
+    group = ProcessGroup(group.rank, group.device, model_size)
+    training, validation = (Samples(split, PretrainedTask().data(split)) for split in ("train", "validation"))
+    return Trainer(PretrainedTask(), config, group, training, validation, 50, build)  # type: ignore[arg-type]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -90,18 +90,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Begun:
-    """What one process makes of it."""
-    return begin(Group(Rank(), CPU), folder, {})
+def single(folder: Path) -> Result:
+    """The result of a single process."""
+    return train(ProcessGroup(Rank(), CPU), folder, {})
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Begun]]:
-    """What two processes make of it, one way after the other: to start them costs more than what they do."""
-    return together(begin_each, 2, folder)
+def ranks(folder: Path) -> list[dict[str, Result]]:
+    """The results of two processes with every strategy: starting them takes longer than training."""
+    return together(train_with_every_strategy, 2, folder)
 
 
-def parameter_bytes() -> int:
+def tower_bytes() -> int:
     return sum(p.numel() * p.element_size() for p in Tower().parameters())
 
 
@@ -109,61 +109,63 @@ BUFFER_BYTES = 8 * 4
 CPU = torch.device("cpu")
 
 
-def test_under_fsdp_each_process_asks_the_files_for_its_own_share_and_no_more(ranks: list[dict[str, Begun]]) -> None:
+def test_fsdp_process_reads_only_its_shards(ranks: list[dict[str, Result]]) -> None:
     found = [one["fsdp"] for one in ranks]
-    assert [one.asked - BUFFER_BYTES for one in found] == [one.kept for one in found]
-    assert sum(one.kept for one in found) == parameter_bytes()
+    assert [one.bytes_read - BUFFER_BYTES for one in found] == [one.parameter_bytes for one in found]
+    assert sum(one.parameter_bytes for one in found) == tower_bytes()
 
 
 @pytest.mark.long
-def test_cut_layers_and_shards_of_them_are_read_as_they_are_kept(folder: Path, alone: Begun) -> None:
-    """Before the cut all is looked at once, a block at a time; after it the pieces of a piece."""
-    found = together(begin, 4, folder, {"parallel": "fsdp", "tensor": 2})
-    assert_begun(found, alone)
-    assert max(one.kept for one in found) < parameter_bytes() / 2
+def test_split_and_sharded_layers_equal_those_of_one_process(folder: Path, single: Result) -> None:
+    """The whole model is run before it is split, one block at a time."""
+    found = together(train, 4, folder, {"strategy": "fsdp", "tensor_parallel": 2})
+    assert_same_as_single(found, single)
+    assert max(one.parameter_bytes for one in found) < tower_bytes() / 2
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "tensor"])
-def test_it_begins_with_the_weights_of_the_files(ranks: list[dict[str, Begun]], alone: Begun, way: str) -> None:
-    assert_begun([one[way] for one in ranks], alone)
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor"])
+def test_training_starts_from_the_weights_of_the_files(
+    ranks: list[dict[str, Result]], single: Result, name: str
+) -> None:
+    assert_same_as_single([one[name] for one in ranks], single)
 
 
-def test_a_stage_keeps_its_own_layers(ranks: list[dict[str, Begun]], alone: Begun) -> None:
-    """Of the other's stage, one has nothing but placeholders."""
+def test_stage_has_only_its_own_layers(ranks: list[dict[str, Result]], single: Result) -> None:
+    """Of other stages a process has only NaNs."""
     found = [one["pipeline"] for one in ranks]
-    begun = [{name: t for name, t in one.weights.items() if not t.isnan().any()} for one in found]
-    assert_equal({**begun[0], **begun[1]}, tower_state())
-    assert begun[0].keys() & begun[1].keys() == {"shift"}
-    for one, names in zip(found, begun, strict=True):
-        mine, theirs = ({name: made.trained[name] for name in names} for made in (one, alone))
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    own_weights = [{name: t for name, t in one.initial.items() if not t.isnan().any()} for one in found]
+    assert_equal({**own_weights[0], **own_weights[1]}, tower_state())
+    assert own_weights[0].keys() & own_weights[1].keys() == {"shift"}
+    for one, names in zip(found, own_weights, strict=True):
+        own, expected = ({name: result.trained[name] for name in names} for result in (one, single))
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_look_at_the_whole_holds_a_block_at_a_time_and_its_graph_none(folder: Path) -> None:
-    model, filling = from_files(Tower, open_pretrained(folder), (), lambda: None)
-    layers, held = list(model.get_submodule("layers").children()), list[list[bool]]()
+def test_temporary_weights_exist_one_block_at_a_time(folder: Path) -> None:
+    model, materializer = load_from_files(Tower, open_pretrained(folder), (), lambda: None)
+    layers, materialized = list(model.get_submodule("layers").children()), list[list[bool]]()
     for layer in layers:
         layer.register_forward_pre_hook(
-            lambda *_: held.append([not p.is_meta for other in layers for p in other.parameters()])
+            lambda *_: materialized.append([not p.is_meta for other in layers for p in other.parameters()])
         )
-    with Lent(filling, CPU).passing(model):
-        answer, offset = model(torch.ones(2, 3)), model.get_parameter("offset")
-        ours = torch.autograd.grad(answer.sum(), offset)
-    assert [sum(now) for now in held] == [6, 6, 6, 6], "of 24 weights those of one block"
+    with TemporaryWeights(materializer, CPU).during_forward(model):
+        output, offset = model(torch.ones(2, 3)), model.get_parameter("offset")
+        gradient = torch.autograd.grad(output.sum(), offset)
+    assert [sum(now) for now in materialized] == [6, 6, 6, 6], "of 24 weights only those of one block"
     assert all(p.is_meta for p in model.parameters())
-    filling.fill(model, CPU)
+    materializer.materialize(model, CPU)
     whole = model(torch.ones(2, 3))
-    assert torch.equal(answer, whole)
-    assert torch.equal(*ours, *torch.autograd.grad(whole.sum(), model.get_parameter("offset")))
+    assert torch.equal(output, whole)
+    assert torch.equal(*gradient, *torch.autograd.grad(whole.sum(), model.get_parameter("offset")))
 
 
-def assert_begun(found: list[Begun], alone: Begun) -> None:
+def assert_same_as_single(found: list[Result], single: Result) -> None:
     for one in found:
-        assert_equal(one.weights, tower_state())
-        torch.testing.assert_close(one.trained, alone.trained, rtol=1e-4, atol=1e-5)
+        assert_equal(one.initial, tower_state())
+        torch.testing.assert_close(one.trained, single.trained, rtol=1e-4, atol=1e-5)
 
 
-def assert_equal(weights: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert weights.keys() == wanted.keys()
+def assert_equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert weights.keys() == expected.keys()
     for name, tensor in weights.items():
-        assert torch.equal(tensor, wanted[name]), name
+        assert torch.equal(tensor, expected[name]), name

@@ -1,4 +1,4 @@
-"""From prepare to evaluate, as real processes: weights are read once, checked, and never missed afterwards."""
+"""Pretrained weights from prepare to evaluate, as real processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pipeline.contract.pretrained import Pretrained, open_pretrained
 from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run, RunFile
 from train.pretrained.load import check_recorded
-from train.process_group import Group
+from train.process_group import ProcessGroup
 
-from ...nursery import launch
+from ...fork_server import launch
 from ..conftest import failure, journal, weights
 from .folders import write_folder
 
@@ -60,8 +60,8 @@ STATE = {
 ALLOW = ["2.bias"]
 
 
-class Road:
-    """A project with a folder of weights, and the processes of its steps."""
+class PretrainedProject:
+    """A project with a folder of weights."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -72,24 +72,24 @@ class Road:
     def run(self, name: str = "one", **model: Any) -> Run:
         run = Run(self.root / "runs" / name)
         run.path.mkdir(parents=True)
-        words = {"epochs": 2, "batch_size": 10, "lr": 0.02, "device": "cpu", "log_every": 1, "timeout_seconds": 20}
+        settings = {"epochs": 2, "batch_size": 10, "lr": 0.02, "device": "cpu", "log_every": 1, "timeout_seconds": 20}
         config = {
             "name": "tiny",
             "task": "task.py:Tiny",
             "codec": "codec.py:C",
             "evaluate": {"metric": "closeness"},
-            "train": {**words, "parallel": "fsdp", "checkpoint_every": 2, "keep_checkpoints": 9},
-            "model": {"pretrained": "tiny", "allow": ALLOW, **model},
+            "train": {**settings, "strategy": "fsdp", "checkpoint_every": 2, "keep_checkpoints": 9},
+            "model": {"pretrained": "tiny", "allow_mismatch": ALLOW, **model},
         }
         file = RunFile(id=name, created="2026-01-01", wanted=("train",), config=config, environment={})
         (run.path / "run.json").write_text(file.model_dump_json())
         return run
 
     def step(self, module: str, run: Run, processes: int = 1) -> str:
-        done = launch(("-m", module, str(run.path)), self.root, processes, {"PIPE_LEASH": "0"})
+        done = launch(("-m", module, str(run.path)), self.root, processes, {"PIPE_PARENT_WATCH": "0"})
         return done.stdout + done.stderr
 
-    def prepared(self, **model: Any) -> Run:
+    def prepare(self, **model: Any) -> Run:
         run = self.run(**model)
         assert "digest" in self.step("pipeline.steps.prepare", run)
         run.partial("prepare").rename(run.output("prepare"))
@@ -97,46 +97,46 @@ class Road:
 
 
 @pytest.fixture
-def road(tmp_path: Path) -> Road:
-    return Road(tmp_path)
+def project(tmp_path: Path) -> PretrainedProject:
+    return PretrainedProject(tmp_path)
 
 
-def test_prepare_keeps_the_small_files_and_says_what_everything_was(road: Road) -> None:
-    run = road.prepared()
+def test_prepare_copies_small_files_and_records_digests(project: PretrainedProject) -> None:
+    run = project.prepare()
     kept = run.output("prepare") / "files"
     assert {path.name for path in kept.iterdir()} == {"config.json", "tokenizer.json"}
     recorded = json.loads((run.output("prepare") / "pretrained.json").read_text())
-    weights = road.weights / "model.safetensors"
+    weights = project.weights / "model.safetensors"
     assert recorded["files"]["model.safetensors"] == {"sha256": digest_file(weights), "bytes": weights.stat().st_size}
     report = json.loads((run.output("prepare") / "data.json").read_text())
     assert report["pretrained"] == recorded["digest"]
     assert report["files"]["config.json"] == recorded["files"]["config.json"]["sha256"]
 
 
-def test_what_does_not_fit_stops_the_road_in_prepare(road: Road) -> None:
-    run = road.run(allow=["3.*"])
-    road.step("pipeline.steps.prepare", run)
+def test_mismatch_stops_the_pipeline_in_prepare(project: PretrainedProject) -> None:
+    run = project.run(allow_mismatch=["3.*"])
+    project.step("pipeline.steps.prepare", run)
     error = read_error(run.partial("prepare"))
     assert isinstance(error, DataError)
     assert "missing: 2.bias [1], in no file" in str(error)
 
 
-def test_training_begins_with_the_weights_and_goes_on_without_them(road: Road) -> None:
-    run = road.prepared()
-    assert "begins with tiny, digest" in road.step("train", run, 2)
+def test_training_starts_from_the_weights_and_resumes_without_them(project: PretrainedProject) -> None:
+    run = project.prepare()
+    assert "starting from tiny, digest" in project.step("train", run, 2)
     whole = weights(run)
     first = journal(run)[0]["loss"]
-    assert first == pytest.approx(first_loss(), rel=0.3), "that of the weights, after a step or two"
+    assert first == pytest.approx(first_loss(), rel=0.3), "the loss of the weights, after a step or two"
     kept = run.partial("train") / "checkpoints"
     for path in kept.iterdir():
         if int(path.name[5:]) > 4:
             shutil.rmtree(path)
-    shutil.rmtree(road.weights)
+    shutil.rmtree(project.weights)
     (run.partial("train") / "model.safetensors").unlink()
-    assert "resumed from the checkpoint of step 4" in road.step("train", run, 2)
+    assert "resumed from the checkpoint of step 4" in project.step("train", run, 2)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(run).items())
     run.partial("train").rename(run.output("train"))
-    assert "no-baseline" in road.step("evaluate", run)
+    assert "no-baseline" in project.step("pipeline.evaluate", run)
 
 
 def first_loss() -> float:
@@ -148,44 +148,47 @@ def first_loss() -> float:
     return float(task.loss(x @ STATE["2.weight"].T, batch))
 
 
-def test_training_refuses_weights_that_are_not_those_of_prepare(road: Road) -> None:
-    run, path = road.prepared(), road.weights / "model.safetensors"
+def test_training_refuses_changed_weights(project: PretrainedProject) -> None:
+    run, path = project.prepare(), project.weights / "model.safetensors"
     body = path.read_bytes()
     path.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
-    road.step("train", run)
-    assert str(failure(run)) == f"{path}: changed since prepare looked at it; `pipe run all` prepares it anew"
+    project.step("train", run)
+    assert (
+        str(failure(run))
+        == f"{path}: changed since prepare recorded it; to fix it: `pipe run all`, which prepares the files again"
+    )
 
 
-def test_every_difference_from_what_prepare_found_is_told(road: Road) -> None:
-    path, alone = road.weights / "model.safetensors", Group(Rank(), torch.device("cpu"))
-    before = {name: entry(file) for name, file in open_pretrained(road.weights).files.items()}
-    check_recorded(open_pretrained(road.weights), before, alone)
+def test_every_difference_from_the_record_is_reported(project: PretrainedProject) -> None:
+    path, alone = project.weights / "model.safetensors", ProcessGroup(Rank(), torch.device("cpu"))
+    before = {name: entry(file) for name, file in open_pretrained(project.weights).files.items()}
+    check_recorded(open_pretrained(project.weights), before, alone)
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-4])
-    (road.weights / "config.json").write_text('{"model_type": "llama", "hidden_size": 9}')
-    (road.weights / "tokenizer_config.json").write_text("{}")
-    (road.weights / "tokenizer.json").unlink()
-    told = []
+    (project.weights / "config.json").write_text('{"model_type": "llama", "hidden_size": 9}')
+    (project.weights / "tokenizer_config.json").write_text("{}")
+    (project.weights / "tokenizer.json").unlink()
+    messages = []
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        left = {other: file for other, file in before.items() if other == name}
-        found = open_pretrained(road.weights)
-        only = Pretrained(found.folder, {n: p for n, p in found.files.items() if n == name}, {})
+        recorded = {other: file for other, file in before.items() if other == name}
+        pretrained = open_pretrained(project.weights)
+        only = Pretrained(pretrained.folder, {n: p for n, p in pretrained.files.items() if n == name}, {})
         with pytest.raises(DataError) as caught:
-            check_recorded(only, left, alone)
-        told.append(str(caught.value))
-    assert "config.json: changed since" in told[0]
-    assert f"model.safetensors: {size - 4} bytes, prepare found {size}" in told[1]
-    assert "tokenizer.json: gone since" in told[2]
-    assert "tokenizer_config.json: new since" in told[3]
+            check_recorded(only, recorded, alone)
+        messages.append(str(caught.value))
+    assert "config.json: changed since" in messages[0]
+    assert f"model.safetensors: {size - 4} bytes, {size} when prepare recorded it" in messages[1]
+    assert "tokenizer.json: missing since" in messages[2]
+    assert "tokenizer_config.json: new since" in messages[3]
 
 
 def entry(file: Path) -> dict[str, Any]:
     return {"sha256": digest_file(file), "bytes": file.stat().st_size}
 
 
-def test_a_task_that_cannot_adapt_says_so(road: Road) -> None:
-    path = road.root / "task.py"
+def test_a_task_that_cannot_adapt_states_it(project: PretrainedProject) -> None:
+    path = project.root / "task.py"
     path.write_text(path.read_text().replace("def adapt", "def other"))
-    run = road.run()
-    road.step("pipeline.steps.prepare", run)
+    run = project.run()
+    project.step("pipeline.steps.prepare", run)
     assert "task.py:Tiny: has no method adapt(folder)" in str(read_error(run.partial("prepare")))
