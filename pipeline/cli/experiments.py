@@ -13,10 +13,10 @@ from pipeline.cli.run import finish, make_request, run_facts
 from pipeline.contract.errors import ConfigError
 from pipeline.display import Display
 from pipeline.history import load_history, lock_runs
-from pipeline.tune.record import StudyFile, folder_of, read_study, trials_of
+from pipeline.tune.record import StudyFile, study_folder, read_study, study_trials
 
 if TYPE_CHECKING:
-    from pipeline.tune.search import Search
+    from pipeline.tune.search import SearchRequest
 
 
 Words = Annotated[
@@ -34,41 +34,41 @@ def tune(
     output: OutputOption = Output.text,
 ) -> None:
     """Search for better settings; the best trial becomes a run."""
-    from pipeline.tune.search import Search, best_run, search  # Optuna is slow to load
+    from pipeline.tune.search import SearchRequest, run_best_trial, run_search  # Optuna is slow to load
 
     names, overrides = split_overrides(words)
     if unknown := [name for name in names if name != "status"]:
         raise ConfigError(f"{unknown[0]!r}: `pipe tune` takes `status` and key=value; --until sets its last step")
     steps = make_request([], None, until, None).steps
     project = project_of(context)
-    order = Search(context.obj.resolve(), project, tuple(overrides), workers, project.config(overrides))
+    order = SearchRequest(context.obj.resolve(), project, tuple(overrides), workers, project.config(overrides))
     display = Display(live=sys.stderr.isatty())
     if names:
-        return _emit_study(output, order, order.known_study(display), {})
-    study = search(order, display)
+        return _emit_study(output, order, order.existing_study(display), {})
+    study = run_search(order, display)
     with lock_runs(project.runs, on_wait=display.report):
-        best = finish(project, lambda: best_run(order, study, steps, display))
+        best = finish(project, lambda: run_best_trial(order, study, steps, display))
     return _emit_study(output, order, read_study(project.runs, study.name), run_facts(best))
 
 
-def _emit_study(output: Output, order: Search, body: StudyFile, facts: dict[str, Any]) -> None:
+def _emit_study(output: Output, order: SearchRequest, body: StudyFile, facts: dict[str, Any]) -> None:
     """Print the trials, best first, and the run of the best one."""
     from pipeline.tune.study import Study
 
     tune = order.config.tune.model_copy(update={"metric": body.metric})
-    study = Study(folder_of(order.project.runs, body.name), tune, {})
-    runs = trials_of(body.name, load_history(order.project.runs))
+    study = Study(study_folder(order.project.runs, body.name), tune, {})
+    runs = study_trials(body.name, load_history(order.project.runs))
     rows = [
         {
             "trial": trial.number,
-            "state": study.state_of(trial),
+            "state": study.trial_state(trial),
             body.metric: trial.value,
             **{key: trial.params.get(key) for key in body.space},
             "epochs": max(trial.intermediate_values, default=0),
             "run": runs[trial.number][0].id if trial.number in runs else None,
             "reason": trial.user_attrs.get("reason", ""),
         }
-        for trial in study.best_first()
+        for trial in study.ranked_trials()
     ]
     head = {"study": body.name, "metric": body.metric, "direction": body.direction}
     lines = [f"{name:9} {value}" for name, value in (head | facts).items() if not isinstance(value, dict)]

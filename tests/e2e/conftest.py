@@ -1,4 +1,4 @@
-"""One walked road for all: tests that change something work on a copy."""
+"""A finished run for all tests; tests that change something work on a copy."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from pathlib import Path
 
 import pytest
 
-from .walker import Walker
+from .project_folder import ProjectFolder
 
 
 @pytest.fixture(scope="session")
-def road(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walker]:
-    """The tiny project after `pipe run all` from an empty folder, its service live. Nobody changes it.
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProjectFolder]:
+    """The project after `pipe run all`, with its service live. No test changes it.
 
-    Where several processes test, the first walks it for all, and the last to leave ends the service.
+    Of several test processes, the first runs it for all, and the last one stops the service.
     """
     base = tmp_path_factory.getbasetemp()
-    place = base.parent if base.name.startswith("popen-") else base
-    folder = place / "road" / "sides"
-    with (place / "road.used").open("a") as used:
-        with alone(place):
-            if not Walker.lives_in(folder):
-                walker = Walker.of(folder) if folder.exists() else Walker.fresh(folder)
-                walker.pipe("run", "all")
+    shared = base.parent if base.name.startswith("popen-") else base
+    folder = shared / "finished" / "sides"
+    with (shared / "finished.used").open("a") as used:
+        with exclusive(shared):
+            if not ProjectFolder.has_live_service(folder):
+                project = ProjectFolder.existing(folder) if folder.exists() else ProjectFolder.create(folder)
+                project.pipe("run", "all")
             fcntl.flock(used, fcntl.LOCK_SH)
-        walker = Walker.of(folder)
+        project = ProjectFolder.existing(folder)
         try:
-            yield walker
+            yield project
         finally:
-            with alone(place), contextlib.suppress(BlockingIOError):  # others still use it
+            with exclusive(shared), contextlib.suppress(BlockingIOError):  # others still use it
                 fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                walker.stop()
+                project.stop()
 
 
 @contextlib.contextmanager
-def alone(place: Path) -> Iterator[None]:
-    with (place / "road.lock").open("a") as lock:
+def exclusive(folder: Path) -> Iterator[None]:
+    with (folder / "finished.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @pytest.fixture
-def copied(road: Walker, tmp_path: Path) -> Iterator[Walker]:
-    """The walked road with nothing live, to do with as one likes."""
-    walker = road.copy(tmp_path / "sides")
-    yield walker
-    walker.stop()
+def copied(finished: ProjectFolder, tmp_path: Path) -> Iterator[ProjectFolder]:
+    """A copy of the finished run without its service, which a test may change."""
+    project = finished.copy(tmp_path / "sides")
+    yield project
+    project.stop()

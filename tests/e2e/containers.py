@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.service.process import any_port, request
+from pipeline.service.process import send_request, unused_port
 
-from .walker import wait_for
+from .project_folder import wait_for
 
 TOOLS = ("debootstrap", "buildah", "podman", "runc", "docker-registry")
 BASE = "localhost/base:1"
@@ -120,7 +120,7 @@ class Containers:
 @contextlib.contextmanager
 def registry(folder: Path) -> Iterator[str]:
     """Debian's, on a free port of this machine; its address."""
-    port = any_port()
+    port = unused_port()
     config = folder / "registry.yml"
     config.write_text(
         f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {folder}/registry}}}}\n"
@@ -138,7 +138,7 @@ def registry(folder: Path) -> Iterator[str]:
 
 def _answers(port: int) -> bool:
     try:
-        return request("127.0.0.1", port, "GET", "/v2/")[0] == 200
+        return send_request("127.0.0.1", port, "GET", "/v2/")[0] == 200
     except OSError:
         return False
 

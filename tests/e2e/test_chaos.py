@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .walker import PIPE, Walker, environment, wait_for
+from .project_folder import PIPE, ProjectFolder, environment, wait_for
 
 # A task whose loss depends on how many steps its process has made: what a resume cannot know.
 STATEFUL = (
@@ -28,45 +28,49 @@ class Sides:""",
 
 
 @pytest.fixture
-def walker(tmp_path: Path) -> Walker:
-    return Walker.fresh(tmp_path / "sides")
+def project(tmp_path: Path) -> ProjectFolder:
+    return ProjectFolder.create(tmp_path / "sides")
 
 
 @pytest.mark.long
-def test_killed_training_loses_nothing_and_the_folder_is_not_kept(walker: Walker) -> None:
-    done = walker.pipe("chaos", "--kills", "2", "--seed", "7", "-o", "json", seconds=300)
+def test_killed_training_loses_nothing_and_the_folder_is_not_kept(project: ProjectFolder) -> None:
+    done = project.pipe("chaos", "--kills", "2", "--seed", "7", "-o", "json", seconds=300)
     found = json.loads(done.stdout)
     assert (found["held"], found["kills"], found["lost"], found["repeated"], found["equal"]) == (True, 2, 0, 0, True)
     assert {place["place"] for place in found["places"]} == {"at a step's end", "inside a checkpoint's write"}
     assert all(place["recoveries"] == place["kills"] for place in found["places"])
     assert done.stderr.count("kill ") == 2, "a line for each"
-    assert list((walker.runs / "chaos").iterdir()) == []
+    assert list((project.runs / "chaos").iterdir()) == []
 
 
 @pytest.mark.long
-def test_a_task_with_a_state_of_its_own_is_found_out_and_everything_is_kept(walker: Walker) -> None:
-    walker.replace("task.py", *STATEFUL)
-    done = walker.pipe("chaos", "train.processes=1", "--kills", "1", "--seed", "7", expect=1, seconds=300)
+def test_a_task_with_a_state_own_is_found_out_and_everything_is_kept(project: ProjectFolder) -> None:
+    project.replace("task.py", *STATEFUL)
+    done = project.pipe("chaos", "train.processes=1", "--kills", "1", "--seed", "7", expect=1, seconds=300)
     assert "final weights     DIFFERENT" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("did NOT hold: from step ")
     kept = next(line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("kept"))
     assert (Path(kept) / "train" / "ledger.jsonl").is_file()
-    assert f"pipe verify {kept}; pipe log train --run {kept}" in done.stdout
+    assert f"pipe verify {kept}; pipe logs train --run {kept}" in done.stdout
 
 
 @pytest.mark.long
-def test_samples_that_a_broken_resume_loses_and_repeats_are_counted(walker: Walker) -> None:
-    walker.replace("task.py", *BEHIND)
-    done = walker.pipe("chaos", "train.processes=1", "--kills", "2", "--seed", "7", "-o", "json", expect=1, seconds=300)
+def test_samples_that_a_broken_resume_loses_and_repeats_are_counted(project: ProjectFolder) -> None:
+    project.replace("task.py", *BEHIND)
+    done = project.pipe(
+        "chaos", "train.processes=1", "--kills", "2", "--seed", "7", "-o", "json", expect=1, seconds=300
+    )
     found = json.loads(done.stdout)
     assert found["lost"] > 0
     assert found["repeated"] > 0
     assert f"{found['lost']} samples were lost and {found['repeated']} repeated" in found["verdict"]
 
 
-def test_a_chaos_that_is_killed_itself_leaves_no_process_behind(walker: Walker) -> None:
-    chaos = psutil.Popen([*PIPE, "chaos", "--kills", "1"], cwd=walker.folder, env=environment({}), stderr=-3, stdout=-3)
-    wait_for(lambda: list(walker.runs.glob("chaos/*/*/logs/*.log")))
+def test_a_chaos_that_is_killed_itself_leaves_no_process_behind(project: ProjectFolder) -> None:
+    chaos = psutil.Popen(
+        [*PIPE, "chaos", "--kills", "1"], cwd=project.folder, env=environment({}), stderr=-3, stdout=-3
+    )
+    wait_for(lambda: list(project.runs.glob("chaos/*/*/logs/*.log")))
     started = chaos.children(recursive=True)
     chaos.kill()
     chaos.wait(10)
@@ -76,7 +80,7 @@ def test_a_chaos_that_is_killed_itself_leaves_no_process_behind(walker: Walker) 
 
 
 @pytest.mark.long
-def test_every_kind_of_kill_is_survived(walker: Walker) -> None:
-    found = json.loads(walker.pipe("chaos", "--kills", "20", "--seed", "7", "-o", "json", seconds=900).stdout)
+def test_every_kind_of_kill_is_survived(project: ProjectFolder) -> None:
+    found = json.loads(project.pipe("chaos", "--kills", "20", "--seed", "7", "-o", "json", seconds=900).stdout)
     assert found["held"], found["verdict"]
     assert len(found["places"]) == 10

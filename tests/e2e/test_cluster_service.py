@@ -12,8 +12,8 @@ import pytest
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.run import all_runs
 
-from ..k8s.api_server import Answer, ApiServer
-from .walker import Walker
+from ..k8s.api_server import ApiServer, Response
+from .project_folder import ProjectFolder
 
 ON_CLUSTER = ("deploy.target=kubernetes", f"deploy.image=registry.test/sides@sha256:{'0' * 64}")
 DEPLOYMENT = "/apis/apps/v1/namespaces/default/deployments/sides"
@@ -32,7 +32,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     server.close()
 
 
-def answers(bundle: Bundle, path: str) -> Answer:
+def answers(bundle: Bundle, path: str) -> Response:
     """As the pods of a bundle answer its golden requests."""
     golden, header = bundle.golden(), {"x-bundle-digest": bundle.digest}
     if path.startswith("/v1/"):
@@ -44,26 +44,28 @@ def answers(bundle: Bundle, path: str) -> Answer:
     return 200, header, {"outputs": outputs}
 
 
-def serving(api: ApiServer, walker: Walker, name: str = "sides") -> Bundle:
+def serving(api: ApiServer, project: ProjectFolder, name: str = "sides") -> Bundle:
     """What a Deployment's pods were started with."""
     path = f"/apis/apps/v1/namespaces/default/deployments/{name}"
     digest = api.objects[path]["metadata"]["annotations"]["pipe-road/bundle"]
-    bundles = (run.bundle() for run in all_runs(walker.runs) if run.bundle_path.is_dir())
+    bundles = (run.bundle() for run in all_runs(project.runs) if run.bundle_path.is_dir())
     return next(bundle for bundle in bundles if bundle.digest == digest)
 
 
-def cluster_of(walker: Walker) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(walker.pipe("status", "-o", "json").stdout)["cluster"]
+def cluster_of(project: ProjectFolder) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(project.pipe("status", "-o", "json").stdout)["cluster"]
     return found
 
 
-def test_a_bundle_goes_to_the_cluster_is_replaced_tried_beside_and_taken_back(api: ApiServer, copied: Walker) -> None:
+def test_a_bundle_goes_to_the_cluster_is_replaced_tried_beside_and_taken_back(
+    api: ApiServer, copied: ProjectFolder
+) -> None:
     first = copied.latest
     api.service = lambda path, body: answers(serving(api, copied), path)
     done = copied.pipe("deploy", first.id, *ON_CLUSTER)
     assert f"deploying to context small, server {api.url}" in done.stderr
     assert "plan: deployment/sides: new" in done.stderr
-    assert "there is no way back" in copied.pipe("rollback", expect=2).stderr
+    assert "there is nothing to roll back to" in copied.pipe("registry", "rollback", expect=2).stderr
 
     copied.pipe("run", "--until", "package", *NEXT)
     second = copied.latest
@@ -76,7 +78,7 @@ def test_a_bundle_goes_to_the_cluster_is_replaced_tried_beside_and_taken_back(ap
     assert (found["current"]["bundle"], found["previous"]["bundle"]) == (second.bundle().digest, first.bundle().digest)
     assert found["drift"] == []
 
-    copied.pipe("rollback")
+    copied.pipe("registry", "rollback")
     assert serving(api, copied).digest == first.bundle().digest
 
     api.nodes.replicas = 1
@@ -86,7 +88,7 @@ def test_a_bundle_goes_to_the_cluster_is_replaced_tried_beside_and_taken_back(ap
     assert cluster_of(copied)["canary"]["bundle"] == second.bundle().digest
     assert serving(api, copied).digest == first.bundle().digest
 
-    copied.pipe("promote")
+    copied.pipe("registry", "promote")
     assert serving(api, copied).digest == second.bundle().digest
     assert not [path for path in api.objects if path.endswith("sides-canary")]
     assert cluster_of(copied)["canary"] is None

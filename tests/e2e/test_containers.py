@@ -15,13 +15,13 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from k8s.images.registry import Repository, parse
+from k8s.images.registry import Repository, parse_reference
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.run import Run, all_runs
-from pipeline.service.process import check_golden, request
+from pipeline.service.process import check_golden, send_request
 
 from .containers import BASE, Containers, megabytes, registry, wheel_for_cpu, why_not
-from .walker import Walker, free_pair, wait_for
+from .project_folder import ProjectFolder, free_pair, wait_for
 
 LIMIT_MEGABYTES = 450
 QUESTION = {"instances": [[0.0, 0.9]]}
@@ -53,20 +53,20 @@ def address(containers: Containers) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def walker(road: Walker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walker]:
-    walker = road.copy(tmp_path_factory.mktemp("packed") / "sides")
-    yield walker
-    walker.stop()
+def project(finished: ProjectFolder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProjectFolder]:
+    project = finished.copy(tmp_path_factory.mktemp("packed") / "sides")
+    yield project
+    project.stop()
 
 
 @pytest.fixture(scope="module")
-def packed(walker: Walker, containers: Containers, address: str) -> dict[str, Any]:
+def packed(project: ProjectFolder, containers: Containers, address: str) -> dict[str, Any]:
     """What `pipe package` says after it built, pushed and made a modelcar."""
     containers.call("buildah", "push", "--tls-verify=false", BASE, f"docker://{address}/base:1")
     words = [f"package.base={address}/base:1", "package.builder=buildah", "package.build=require"]
     options = ("--push", "--modelcar", "-o", "json")
     named = f"package.image={address}/team/sides"
-    done = walker.pipe("package", *words, named, *options, env=containers.env, seconds=1200)
+    done = project.pipe("package", *words, named, *options, env=containers.env, seconds=1200)
     record: dict[str, Any] = json.loads(done.stdout)
     containers.call("podman", "rmi", "--force", record["image"])
     containers.call("buildah", "pull", "--tls-verify=false", record["reference"])  # what runs came from the registry
@@ -74,8 +74,8 @@ def packed(walker: Walker, containers: Containers, address: str) -> dict[str, An
 
 
 @pytest.fixture
-def run(walker: Walker, packed: dict[str, Any]) -> Run:
-    return Run(walker.runs / packed["run"])
+def run(project: ProjectFolder, packed: dict[str, Any]) -> Run:
+    return Run(project.runs / packed["run"])
 
 
 def test_the_service_is_small_and_without_torch(containers: Containers, packed: dict[str, Any]) -> None:
@@ -109,19 +109,19 @@ def test_it_serves_as_a_restricted_pod_does_and_drains_without_losing_a_request(
     assert set(filters) <= {"info"}, "what a restricted pod may not do is no news"
 
 
-def test_it_runs_as_nobody_and_can_write_nowhere_but_in_tmp(containers: Containers, packed: dict[str, Any]) -> None:
+def test_it_runs_as_no_one_and_can_write_nowhere_but_in_tmp(containers: Containers, packed: dict[str, Any]) -> None:
     program = "import os; print(os.getuid(), [p for p in ('/', '/app', '/bundle', '/venv', '/etc') if os.access(p, 2)])"
     assert containers.run("--entrypoint", "python", packed["reference"], "-c", program) == "10001 []"
 
 
-def test_the_image_says_which_bundle_it_holds_and_what_it_is_built_on(
+def test_the_image_states_which_bundle_it_holds_and_what_it_is_built_on(
     containers: Containers, packed: dict[str, Any], run: Run, address: str
 ) -> None:
-    reference = parse(packed["reference"])
+    reference = parse_reference(packed["reference"])
     manifest = Repository(reference, None).manifest(reference.digest)
     assert manifest["annotations"]["pipe-road.bundle"] == packed["bundle"] == run.bundle().digest
     base = manifest["annotations"]["org.opencontainers.image.base.digest"]
-    assert base == packed["base_digest"] == Repository(parse(f"{address}/base"), None).digest_of("1")
+    assert base == packed["base_digest"] == Repository(parse_reference(f"{address}/base"), None).digest_of("1")
     labels = json.loads(containers.call("podman", "inspect", "--format", "{{json .Labels}}", packed["reference"]))
     assert labels["pipe-road.bundle"] == packed["bundle"]
     with containers.mounted(packed["reference"]) as root:
@@ -158,24 +158,24 @@ def test_a_modelcar_comes_back_by_digest_and_is_served(containers: Containers, p
             assert check_golden("127.0.0.1", port, open_bundle(root / "models")) > 0
 
 
-def test_every_step_runs_in_the_training_image(containers: Containers, walker: Walker) -> None:
+def test_every_step_runs_in_the_training_image(containers: Containers, project: ProjectFolder) -> None:
     wheel = wheel_for_cpu(os.environ)
     if wheel is None:
         pytest.skip("no wheel of torch for CPU in a folder of PIP_FIND_LINKS")
-    (walker.folder / "wheels").mkdir()
-    (walker.folder / "wheels" / wheel.name).symlink_to(wheel)
+    (project.folder / "wheels").mkdir()
+    (project.folder / "wheels" / wheel.name).symlink_to(wheel)
     words = ("package.wheels=wheels", f"package.base={BASE}", "package.builder=buildah", "package.build=require")
-    done = walker.pipe("package", "--train", *words, "-o", "json", env=containers.env, seconds=1200)
+    done = project.pipe("package", "--train", *words, "-o", "json", env=containers.env, seconds=1200)
     image = json.loads(done.stdout)["image"]
-    fresh = walker.folder / "runs" / "in-pods"
+    fresh = project.folder / "runs" / "in-pods"
     fresh.mkdir(mode=0o777)
     fresh.chmod(0o777)
-    (fresh / "run.json").write_text((all_runs(walker.runs)[-1].path / "run.json").read_text())
+    (fresh / "run.json").write_text((all_runs(project.runs)[-1].path / "run.json").read_text())
     (fresh / "run.json").chmod(0o666)
     (fresh / "logs").mkdir()
     (fresh / "logs").chmod(0o777)
     for step, module in STEPS.items():
-        containers.run("-v", f"{walker.runs}:/project/runs", image, "python", "-m", module, "runs/in-pods")
+        containers.run("-v", f"{project.runs}:/project/runs", image, "python", "-m", module, "runs/in-pods")
         Run(fresh).partial(step).rename(Run(fresh).output(step))
     assert open_bundle(Run(fresh).bundle_path).manifest.verdict in ("pass", "no-baseline")
 
@@ -191,7 +191,7 @@ STEPS = {
 
 def ready(port: int) -> bool:
     try:
-        return request("127.0.0.1", port, "GET", "/v2/health/ready")[0] == 200
+        return send_request("127.0.0.1", port, "GET", "/v2/health/ready")[0] == 200
     except OSError:
         return False
 
@@ -207,7 +207,9 @@ class Crowd:
     def _ask(self) -> None:
         while True:
             try:
-                self.answers.append(request("127.0.0.1", self._port, "POST", "/v1/models/sides:predict", QUESTION)[0])
+                self.answers.append(
+                    send_request("127.0.0.1", self._port, "POST", "/v1/models/sides:predict", QUESTION)[0]
+                )
             except ConnectionRefusedError:
                 return  # it has ended
             except OSError as error:

@@ -85,7 +85,9 @@ def typed(words: list[str], weights: Path, address: str, ports: dict[str, int]) 
     return [*text, *LITTLE, f"deploy.port={ports[words[1]]}"] if words[2] == "run" else text
 
 
-def test_the_commands_of_the_document_lead_to_answers(projects: tuple[ProjectFolder, ProjectFolder], tmp_path: Path) -> None:
+def test_the_commands_of_the_document_lead_to_answers(
+    projects: tuple[ProjectFolder, ProjectFolder], tmp_path: Path
+) -> None:
     weights, address = official(tmp_path / "weights", "qwen2"), f"127.0.0.1:{unused_port()}"
     ports = {project.folder.name: project.port for project in projects}
     waiting: list[subprocess.Popen[str]] = []

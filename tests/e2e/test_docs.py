@@ -1,11 +1,10 @@
-"""What the documents tell to type is typed, and what they name exists."""
+"""Run the commands of the documents, and check that what they name exists."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +15,17 @@ from typer.testing import CliRunner
 from pipeline.cli import app
 from pipeline.contract.config import parse_config
 from pipeline.contract.run import STEPS
-from pipeline.contract.sources import HOUSE
+from pipeline.contract.sources import SOURCE_ROOT
 
-from .walker import PIPE, Walker, environment
+from .project_folder import PIPE, ProjectFolder, environment
 
-DOCUMENTS = [HOUSE / "README.md", *sorted((HOUSE / "docs").glob("*.md")), *sorted(HOUSE.glob("examples/*/README.md"))]
+DOCUMENTS = [
+    SOURCE_ROOT / "README.md",
+    *sorted((SOURCE_ROOT / "docs").glob("*.md")),
+    *sorted(SOURCE_ROOT.glob("examples/*/README.md")),
+]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-GROUPS = ("bench", "registry", "gate")
+GROUPS = ("registry", "gate")
 _FILE = re.compile(r"# file: (\S+)\n")
 
 
@@ -48,23 +51,23 @@ def commands_in(document: Path) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def walker(tmp_path: Path) -> Iterator[Walker]:
+def project(tmp_path: Path) -> Iterator[ProjectFolder]:
     """An empty folder to follow a document in."""
-    walker = Walker.beside(tmp_path)
-    yield walker
-    Walker(tmp_path / "flowers", walker.port).stop()
+    project = ProjectFolder.with_free_port(tmp_path)
+    yield project
+    ProjectFolder(tmp_path / "flowers", project.port).stop()
 
 
 @pytest.mark.long
-def test_adding_a_model_works_as_it_is_written(walker: Walker) -> None:
+def test_adding_a_model_works_as_it_is_written(project: ProjectFolder) -> None:
     """Literally: every block in order, in one folder, save that the port is one that is free here."""
-    folder, said = walker.folder, ""
-    for language, body in blocks(HOUSE / "docs" / "your-own-model.md"):
+    folder, said = project.folder, ""
+    for language, body in blocks(SOURCE_ROOT / "docs" / "your-own-model.md"):
         if named := _FILE.match(body):
             assert language in ("python", "yaml")
             (folder / named[1]).write_text(body)
             if named[1] == "pipe.yaml":
-                (folder / named[1]).write_text(f"{body}\ndeploy: {{port: {walker.port}}}\n")
+                (folder / named[1]).write_text(f"{body}\ndeploy: {{port: {project.port}}}\n")
             continue
         assert language == "sh"
         for line in body.splitlines():
@@ -81,40 +84,39 @@ def test_adding_a_model_works_as_it_is_written(walker: Walker) -> None:
 
 
 def readme_commands() -> list[list[str]]:
-    """What its blocks tell to type, as words."""
-    lines = [line for language, body in blocks(HOUSE / "README.md") if language == "sh" for line in body.splitlines()]
+    """Return the commands of the README, split into words."""
+    lines = [
+        line for language, body in blocks(SOURCE_ROOT / "README.md") if language == "sh" for line in body.splitlines()
+    ]
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
-def test_the_commands_of_the_readme_work_one_after_the_other(copied: Walker) -> None:
-    """On a walked road, up to the next project; `pipe tune` and `pipe chaos` have tests of their own."""
+def test_the_commands_of_the_readme_work_one_after_the_other(copied: ProjectFolder) -> None:
+    """On a finished run, up to the next project; `pipe tune` and `pipe chaos` have their own tests."""
     commands = [words for words in readme_commands() if words[0] not in ("tune", "chaos", "init", "-C")]
     copied.deploy(copied.latest)
     for words in commands:
         copied.pipe(*words)
     assert [words[0] for words in commands] == [
-        "status", "predict", "report", "run", "plan", "verify", "promote", "stop",
+        "status", "predict", "report", "run", "plan", "verify", "registry", "stop",
     ]  # fmt: skip
 
 
 @pytest.mark.long
-def test_the_project_that_init_writes_walks_the_road_as_the_readme_says(walker: Walker) -> None:
+def test_the_project_that_init_writes_runs_the_pipeline_as_the_readme_states(project: ProjectFolder) -> None:
     try:
         for words in readme_commands():
             if words[0] in ("init", "-C"):
-                walker.pipe(*words)
-        assert (walker.folder / "my-model" / "runs" / "live.json").is_file()
+                project.pipe(*words)
+        assert (project.folder / "my-model" / "runs" / "live.json").is_file()
     finally:
-        Walker(walker.folder / "my-model", 0).stop()
+        ProjectFolder(project.folder / "my-model", 0).stop()
 
 
-def known_options(command: str, subject: str) -> tuple[int, str]:
-    """`bench` hands its options on to the one that measures its subject; a group to one of its commands."""
-    if command == "bench":
-        argv = [sys.executable, "-m", f"bench.{subject}", "--help"]
-        told = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-        return told.returncode, told.stdout
-    done = CliRunner().invoke(app, [command, *([subject] if subject else []), "--help"], env={"COLUMNS": "200"})
+def help_of(command: str, subcommand: str) -> tuple[int, str]:
+    """Return exit status and text of the help of a command, or of one command of a group."""
+    words = [command, *([subcommand] if subcommand else []), "--help"]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     return done.exit_code, done.output
 
 
@@ -126,7 +128,7 @@ def test_every_command_a_document_names_exists_with_its_options() -> None:
             rest = words[2:] if words[0] in ("-C", "--project") else words
             command, *arguments = rest
             key = (command, arguments[0] if command in GROUPS and arguments else "")
-            helps[key] = helps.get(key) or known_options(*key)
+            helps[key] = helps.get(key) or help_of(*key)
             status, text = helps[key]
             options = [word.partition("=")[0] for word in arguments if word.startswith("-")]
             missing = [option for option in options if not re.search(rf"{re.escape(option)}\b", text)]
@@ -136,7 +138,7 @@ def test_every_command_a_document_names_exists_with_its_options() -> None:
     assert {"run", "predict", "stop", "init"} <= {command for command, _ in helps}
 
 
-def test_every_step_a_document_asks_for_exists() -> None:
+def test_every_step_a_document_requests_exists() -> None:
     for document in DOCUMENTS:
         for command, *arguments in commands_in(document):
             names = [word for word in arguments if word.isalpha() and word.islower()]
@@ -144,7 +146,7 @@ def test_every_step_a_document_asks_for_exists() -> None:
                 assert {name for name in names if name != "all"} <= set(STEPS), document.name
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(HOUSE).as_posix())
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(SOURCE_ROOT).as_posix())
 def test_links_between_documents_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text())
     assert [target for target in targets if not (document.parent / target).exists()] == []
@@ -155,7 +157,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(HOUSE).as_posix())
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(SOURCE_ROOT).as_posix())
 def test_links_within_a_document_lead_to_a_heading(document: Path) -> None:
     text = document.read_text()
     headings = {slug(line.lstrip("# ")) for line in _BLOCK.sub("", text).splitlines() if line.startswith("#")}

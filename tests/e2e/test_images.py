@@ -5,10 +5,10 @@ import json
 from k8s.images.oci_layout import Layout
 from pipeline.contract.run import Run
 
-from .walker import Walker
+from .project_folder import ProjectFolder
 
 
-def test_a_modelcar_is_made_of_a_bundle_that_is_there_and_nothing_else_runs(copied: Walker) -> None:
+def test_a_modelcar_is_made_of_a_bundle_that_is_there_and_nothing_else_runs(copied: ProjectFolder) -> None:
     before = copied.latest
     record = json.loads(copied.pipe("package", "--modelcar", "-o", "json").stdout)
     run = Run(copied.runs / record["run"])
@@ -25,13 +25,13 @@ def test_a_modelcar_is_made_of_a_bundle_that_is_there_and_nothing_else_runs(copi
     copied.pipe("verify", run.id)
 
 
-def test_what_cannot_be_asked_together_is_refused(copied: Walker) -> None:
-    assert "made of a bundle" in copied.pipe("package", "--train", "--modelcar", expect=2).stderr
-    assert "takes overrides alone" in copied.pipe("package", "train", expect=2).stderr
+def test_what_cannot_be_requested_together_is_refused(copied: ProjectFolder) -> None:
+    assert "made from a bundle" in copied.pipe("package", "--train", "--modelcar", expect=2).stderr
+    assert "takes only overrides" in copied.pipe("package", "train", expect=2).stderr
     assert "names no registry" in copied.pipe("package", "--push", "--train", expect=2).stderr
 
 
-def test_of_the_training_image_the_context_is_made_where_nothing_is_built(copied: Walker) -> None:
+def test_of_the_training_image_the_context_is_made_where_nothing_is_built(copied: ProjectFolder) -> None:
     record = json.loads(copied.pipe("package", "--train", "-o", "json").stdout)
     folder = copied.runs / "images" / f"train-{record['context'][:12]}"
     assert sorted(path.name for path in (folder / "context" / "project").iterdir()) == [

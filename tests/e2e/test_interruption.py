@@ -11,38 +11,38 @@ import pytest
 
 from pipeline.contract.run import Run
 
-from .walker import PIPE, Walker, processes_of, wait_for, workers_of
+from .project_folder import PIPE, ProjectFolder, processes_of, wait_for, workers_of
 
 HELD_AFTER = 57  # checkpoints at 50 (an epoch's end) and before are there, 60 is not
 TRAIN = ("run", "train", "--force", "train")
 
 
 @pytest.fixture
-def expected(road: Walker) -> bytes:
+def expected(finished: ProjectFolder) -> bytes:
     """The weights of a training that nobody disturbed."""
-    return road.weights
+    return finished.weights
 
 
-def until_held(walker: Walker) -> Run:
+def until_held(project: ProjectFolder) -> Run:
     """Wait until training has written the last checkpoint before it is held."""
-    known = walker.latest.id
-    wait_for(lambda: walker.latest.id != known)
-    wait_for((walker.checkpoints / "step-00000050" / "manifest.json").exists)
-    return walker.latest
+    known = project.latest.id
+    wait_for(lambda: project.latest.id != known)
+    wait_for((project.checkpoints / "step-00000050" / "manifest.json").exists)
+    return project.latest
 
 
 @pytest.mark.long
 def test_a_killed_worker_costs_nothing_where_training_may_not_begin_again_by_itself(
-    copied: Walker, expected: bytes
+    copied: ProjectFolder, expected: bytes
 ) -> None:
-    with copied.held(HELD_AFTER, *TRAIN, "train.restarts=0") as pipe:
+    with copied.paused_training(HELD_AFTER, *TRAIN, "train.restarts=0") as pipe:
         run = until_held(copied)
         victim = workers_of(run)[-1]
         victim.kill()
         _, said = pipe.communicate(timeout=60)
     assert pipe.returncode == 1, said
     assert re.search(r"error: train: rank 1 on \S+ was killed \(SIGKILL\), by hand or by the kernel", said)
-    assert f"to go on after mending it: pipe run --resume {run.id}" in said
+    assert f"to continue after fixing it: pipe run --resume {run.id}" in said
     assert processes_of(run) == []
     said = copied.pipe("run", "--resume").stderr
     assert "resumed from the checkpoint of step 50 of 120" in said
@@ -55,9 +55,9 @@ def test_a_killed_worker_costs_nothing_where_training_may_not_begin_again_by_its
 
 @pytest.mark.long
 def test_a_killed_pipe_takes_its_processes_along_and_a_damaged_checkpoint_is_passed_over(
-    copied: Walker, expected: bytes
+    copied: ProjectFolder, expected: bytes
 ) -> None:
-    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+    with copied.paused_training(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied)
         assert len(processes_of(run)) == 4, "a node, its agent and two workers"
         pipe.kill()
@@ -71,25 +71,27 @@ def test_a_killed_pipe_takes_its_processes_along_and_a_damaged_checkpoint_is_pas
     assert copied.weights == expected
 
 
-def test_a_second_run_is_told_who_works_here_and_an_interrupted_one_says_how_to_go_on(copied: Walker) -> None:
-    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+def test_a_second_run_is_reported_who_works_here_and_an_interrupted_one_states_how_to_go_on(
+    copied: ProjectFolder,
+) -> None:
+    with copied.paused_training(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied)
         said = copied.pipe("run", "all", expect=2).stderr
         assert f"(pid {pipe.pid} on " in said
         assert len(said.splitlines()) == 1
         copied.pipe("status")  # looking is allowed at any time
         assert "train" in copied.plan()
-        ends_by(signal.SIGTERM, pipe, run)
+        end_with(signal.SIGTERM, pipe, run)
     said = copied.pipe("run", "prepare").stderr
     assert f"note: run {run.id} is unfinished; `pipe run --resume` continues it" in said
-    with copied.held(HELD_AFTER, "run", "--resume", run.id) as pipe:
+    with copied.paused_training(HELD_AFTER, "run", "--resume", run.id) as pipe:
         wait_for(lambda: "resumed from the checkpoint of step 50 of 120" in run.log("train").read_text())
-        ends_by(signal.SIGINT, pipe, run)
+        end_with(signal.SIGINT, pipe, run)
 
 
 @pytest.mark.long
-def test_an_interrupted_training_goes_on_from_the_very_step_it_came_to(copied: Walker, expected: bytes) -> None:
-    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+def test_an_interrupted_training_goes_on_from_the_very_step_it_came_to(copied: ProjectFolder, expected: bytes) -> None:
+    with copied.paused_training(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied)
         pipe.send_signal(signal.SIGTERM)
         walk_on(copied, pipe)
@@ -102,18 +104,18 @@ def test_an_interrupted_training_goes_on_from_the_very_step_it_came_to(copied: W
     assert copied.weights == expected
 
 
-def walk_on(walker: Walker, pipe: subprocess.Popen[str]) -> None:
+def walk_on(project: ProjectFolder, pipe: subprocess.Popen[str]) -> None:
     """A step at a time, until the command ends."""
-    aside = walker.folder / "next"
+    aside = project.folder / "next"
     for steps in range(HELD_AFTER + 1, 120):
         if pipe.poll() is not None:
             break
         aside.write_text(str(steps))
-        aside.replace(walker.folder / "hold")
+        aside.replace(project.folder / "hold")
         time.sleep(0.1)
 
 
-def ends_by(sent: signal.Signals, pipe: subprocess.Popen[str], run: Run) -> None:
+def end_with(sent: signal.Signals, pipe: subprocess.Popen[str], run: Run) -> None:
     pipe.send_signal(sent)
     ended_well(pipe, run)
 
@@ -121,13 +123,13 @@ def ends_by(sent: signal.Signals, pipe: subprocess.Popen[str], run: Run) -> None
 def ended_well(pipe: subprocess.Popen[str], run: Run) -> None:
     _, said = pipe.communicate(timeout=90)
     assert pipe.returncode == 130, said
-    assert said.splitlines()[-1] == f"error: interrupted; nothing is lost, `pipe run --resume {run.id}` goes on"
+    assert said.splitlines()[-1] == f"error: interrupted; nothing is lost, `pipe run --resume {run.id}` continues"
     assert "Traceback" not in said
     assert processes_of(run) == []
 
 
-def test_interrupting_a_command_that_only_looks_ends_it_as_quietly(road: Walker) -> None:
-    follow = psutil.Popen([*PIPE, "log", "train", "-f"], cwd=road.folder, stdout=-1, stderr=-1, text=True)
+def test_interrupting_a_command_that_only_looks_ends_it_as_quietly(finished: ProjectFolder) -> None:
+    follow = psutil.Popen([*PIPE, "logs", "train", "-f"], cwd=finished.folder, stdout=-1, stderr=-1, text=True)
     try:
         assert follow.stdout.readline()
         follow.send_signal(signal.SIGINT)

@@ -10,29 +10,29 @@ from pathlib import Path
 
 import pytest
 
-from .walker import Walker, wait_for
+from .project_folder import ProjectFolder, wait_for
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Walker:
-    return Walker.fresh(tmp_path / "sides")
+def fresh(tmp_path: Path) -> ProjectFolder:
+    return ProjectFolder.create(tmp_path / "sides")
 
 
-def test_an_empty_split_is_told(fresh: Walker) -> None:
+def test_an_empty_split_is_reported(fresh: ProjectFolder) -> None:
     fresh.replace("points.py", '"validation": 60', '"validation": 0')
     said = fresh.pipe("run", expect=2).stderr.splitlines()
     assert said[-1] == "error: prepare: data('validation'): the split is empty"
     assert sum("the split is empty" in line for line in said) == 1
 
 
-def test_a_task_without_a_required_method_is_told(fresh: Walker) -> None:
+def test_a_task_without_a_required_method_is_reported(fresh: ProjectFolder) -> None:
     fresh.replace("task.py", "def loss(", "def lost(")
     said = fresh.pipe("run", expect=2).stderr.splitlines()[-1]
     assert said == "error: prepare: task.py:Sides: has no method loss(outputs, batch); every task needs it"
 
 
 @pytest.mark.long
-def test_a_loss_that_is_not_finite_names_its_step_and_ranks_and_keeps_the_checkpoints(copied: Walker) -> None:
+def test_a_loss_that_is_not_finite_names_its_step_and_ranks_and_keeps_the_checkpoints(copied: ProjectFolder) -> None:
     """The samples of the second rank turn bad at the fourth epoch; two passes come before the first step."""
     bad = "functional.cross_entropy(outputs, batch['label']) * (float('nan') if self.steps > 37 and RANK else 1)"
     copied.replace("task.py", 'functional.cross_entropy(outputs, batch["label"])', bad)
@@ -45,7 +45,7 @@ def test_a_loss_that_is_not_finite_names_its_step_and_ranks_and_keeps_the_checkp
 
 
 @pytest.fixture
-def tight(fresh: Walker) -> Iterator[tuple[Walker, tuple[str, ...], Path]]:
+def tight(fresh: ProjectFolder) -> Iterator[tuple[ProjectFolder, tuple[str, ...], Path]]:
     """A project whose runs stand on a small file system that nobody else sees: how to enter it, and where it is."""
     if os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("nsenter"):
         pytest.skip("a file system of one's own needs root, unshare and nsenter")
@@ -68,20 +68,20 @@ def tight(fresh: Walker) -> Iterator[tuple[Walker, tuple[str, ...], Path]]:
 
 @pytest.mark.long
 def test_a_full_disk_stops_training_in_one_line_and_it_goes_on_when_there_is_space(
-    tight: tuple[Walker, tuple[str, ...], Path],
+    tight: tuple[ProjectFolder, tuple[str, ...], Path],
 ) -> None:
-    walker, inside, runs = tight
+    project, inside, runs = tight
     filler = runs / "filler"
-    walker.pipe("run", "prepare", prefix=inside)
+    project.pipe("run", "prepare", prefix=inside)
     filler.write_bytes(bytes((1 << 20) + (1 << 19)))
     # Each checkpoint of this wider model takes about half of what is left.
-    walker.replace("task.py", "nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.05), nn.Linear(64, 2)",
+    project.replace("task.py", "nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.05), nn.Linear(64, 2)",
                    "nn.Linear(2, 9000), nn.ReLU(), nn.Linear(9000, 2)")  # fmt: skip
-    said = walker.pipe("run", "train", "train.epochs=4", "train.processes=1", prefix=inside, expect=2).stderr
+    said = project.pipe("run", "train", "train.epochs=4", "train.processes=1", prefix=inside, expect=2).stderr
     last = said.splitlines()[-1]
     assert f"disk full on {socket.gethostname()} while writing the checkpoint of step" in last
-    assert "Free some space, then `pipe run --resume`" in last
+    assert "free some space, then `pipe run --resume`" in last
     assert "Traceback" not in said
     filler.unlink()
-    assert "resumed from the checkpoint of step" in walker.pipe("run", "--resume", prefix=inside).stderr
+    assert "resumed from the checkpoint of step" in project.pipe("run", "--resume", prefix=inside).stderr
     assert wait_for(lambda: list(runs.glob("*/train/model.safetensors")), seconds=5)

@@ -15,8 +15,8 @@ import pytest
 from pipeline.contract.run import all_runs
 
 from ..k8s.api_server import ApiServer
-from ..k8s.played import Played
-from .walker import Walker, wait_for
+from ..k8s.mock_pods import MockPod
+from .project_folder import ProjectFolder, wait_for
 
 IMAGE = f"train.image=registry.test/sides@sha256:{'0' * 64}"
 WORDS = ("--executor", "kubernetes", IMAGE, "train.processes=1")
@@ -33,14 +33,14 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def walker(api: ApiServer, tmp_path: Path) -> Walker:
+def project(api: ApiServer, tmp_path: Path) -> ProjectFolder:
     """A project whose folder of runs is the volume of the pods."""
-    walker = Walker.fresh(tmp_path / "sides")
-    api.nodes.play = lambda pod: play(pod, walker.folder)
-    return walker
+    project = ProjectFolder.create(tmp_path / "sides")
+    api.nodes.program = lambda pod: play(pod, project.folder)
+    return project
 
 
-def play(pod: Played, folder: Path) -> int:
+def play(pod: MockPod, folder: Path) -> int:
     """As a node would: the command, its environment, the volume where it is mounted; SIGTERM when it must go."""
     container = pod.spec["containers"][0]
     words = [*container["command"], *container.get("args", [])]
@@ -66,50 +66,52 @@ def play(pod: Played, folder: Path) -> int:
     return process.returncode
 
 
-def _end_with_pod(pod: Played, process: subprocess.Popen[str], ended: threading.Event) -> None:
+def _end_with_pod(pod: MockPod, process: subprocess.Popen[str], ended: threading.Event) -> None:
     while not ended.wait(0.05):
         if pod.gone.is_set():
             process.terminate()
             return
 
 
-def test_a_step_on_the_cluster_is_a_step_like_any_other(api: ApiServer, walker: Walker) -> None:
-    done = walker.pipe("run", "--until", "prepare", *WORDS)
+def test_a_step_on_the_cluster_is_a_step_like_any_other(api: ApiServer, project: ProjectFolder) -> None:
+    done = project.pipe("run", "--until", "prepare", *WORDS)
     assert f"on context small, server {api.url}, namespace default" in done.stderr
-    run = walker.latest
+    run = project.latest
     record = run.read().steps["prepare"]
     assert record.status == "done"
     assert list(record.argv) == ["python", "-m", "pipeline.steps.prepare", f"runs/{run.id}"]
     assert record.outputs
     assert run.log("prepare").read_text()
     assert not [path for path in api.objects if "/jobs/" in path or "/services/" in path]
-    assert walker.plan(*WORDS[2:])["prepare"][0] == "reuse", "where it ran is no part of what it computed"
+    assert project.plan(*WORDS[2:])["prepare"][0] == "reuse", "where it ran is no part of what it computed"
 
 
 @pytest.mark.long
-def test_a_mistake_in_a_pod_is_told_like_one_here(walker: Walker) -> None:
-    walker.replace("task.py", "class Sides", "raise RuntimeError('spoilt')\n\n\nclass Sides")
-    done = walker.pipe("run", "--until", "prepare", *WORDS, expect=2)
+def test_a_mistake_in_a_pod_is_reported_like_one_here(project: ProjectFolder) -> None:
+    project.replace("task.py", "class Sides", "raise RuntimeError('spoilt')\n\n\nclass Sides")
+    done = project.pipe("run", "--until", "prepare", *WORDS, expect=2)
     assert "spoilt" in done.stderr
 
 
-def test_without_an_image_or_a_cluster_nothing_is_begun(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = walker.pipe("run", "--until", "prepare", "--executor", "kubernetes", expect=2)
+def test_without_an_image_or_a_cluster_nothing_is_begun(
+    project: ProjectFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = project.pipe("run", "--until", "prepare", "--executor", "kubernetes", expect=2)
     assert "train.image is empty" in refused.stderr
-    assert not walker.runs.exists() or not list(walker.runs.glob("*/run.json"))
-    assert "elsewhere" in walker.pipe("run", "--until", "prepare", *WORDS, "--context", "elsewhere", expect=2).stderr
+    assert not project.runs.exists() or not list(project.runs.glob("*/run.json"))
+    assert "elsewhere" in project.pipe("run", "--until", "prepare", *WORDS, "--context", "elsewhere", expect=2).stderr
 
 
 @pytest.mark.long
-def test_a_killed_pipe_finds_its_training_again_which_went_on(api: ApiServer, walker: Walker) -> None:
-    with walker.held(20, "run", "--until", "export", *WORDS) as process:
+def test_a_killed_pipe_finds_its_training_again_which_went_on(api: ApiServer, project: ProjectFolder) -> None:
+    with project.paused_training(20, "run", "--until", "export", *WORDS) as process:
         wait_for(lambda: any("-train-" in pod for pod in list(api.nodes.pods)))
-        wait_for(lambda: (walker.latest.path / "logs" / "train").exists())
+        wait_for(lambda: (project.latest.path / "logs" / "train").exists())
         process.send_signal(signal.SIGKILL)
         process.wait(30)
-    done = walker.pipe("run", "--resume")
+    done = project.pipe("run", "--resume")
     assert "was started before; following it" in done.stderr
-    records = walker.latest.read().steps
+    records = project.latest.read().steps
     assert {name: record.status for name, record in records.items()} == dict.fromkeys(
         ("prepare", "train", "evaluate", "export"), "done"
     )
@@ -118,13 +120,15 @@ def test_a_killed_pipe_finds_its_training_again_which_went_on(api: ApiServer, wa
 
 
 @pytest.mark.long
-def test_an_interrupted_training_is_cancelled_and_goes_on_from_its_checkpoint(api: ApiServer, walker: Walker) -> None:
-    with walker.held(30, "run", "--until", "train", *WORDS) as process:
-        wait_for(lambda: all_runs(walker.runs) and walker.latest.partial("train").exists())
-        wait_for(lambda: list(walker.checkpoints.glob("*")))
+def test_an_interrupted_training_is_cancelled_and_goes_on_from_its_checkpoint(
+    api: ApiServer, project: ProjectFolder
+) -> None:
+    with project.paused_training(30, "run", "--until", "train", *WORDS) as process:
+        wait_for(lambda: all_runs(project.runs) and project.latest.partial("train").exists())
+        wait_for(lambda: list(project.checkpoints.glob("*")))
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         assert not [path for path in api.objects if "/jobs/" in path or "/pods/" in path]
-    assert walker.latest.read().steps["train"].status == "interrupted"
-    walker.pipe("run", "--resume")
-    assert "resumed from" in walker.latest.log("train").read_text()
+    assert project.latest.read().steps["train"].status == "interrupted"
+    project.pipe("run", "--resume")
+    assert "resumed from" in project.latest.log("train").read_text()

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.attempts import Event, Stop, story, told
-from pipeline.contract.processes import ending
-from pipeline.contract.sources import HOUSE
-from pipeline.training.node import sentence
-from train.hang_report import Doing, Report, Standstill
-from train.hang_report import sentence as standstill
+from pipeline.contract.processes import describe_exit
+from pipeline.contract.restarts import Event, GiveUp, attempts_from, describe_restart
+from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.training.node import describe_give_up
+from train.hang_report import Activity, Hang, ProcessReport
+from train.hang_report import describe_hang as standstill
 
-DOCUMENT = HOUSE / "docs" / "operations.md"
-KILLED = ending("rank 1 on node1", -9)
+DOCUMENT = SOURCE_ROOT / "docs" / "operations.md"
+KILLED = describe_exit("rank 1 on node1", -9)
 LOST = "rank 0 lost contact with another process, which was killed, failed or hangs; the log tells which"
 THREE, TWO = ("node0", "node1", "node2"), ("node0", "node1")
 
@@ -34,30 +34,30 @@ def news(*attempts: tuple[Sequence[str], int, str]) -> str:
         lines.append({"event": "start", "attempt": number, "hosts": hosts, "processes": len(hosts), "step": step})
         if reason:
             lines.append({"event": "end", "attempt": number, "host": "node0", "reason": reason})
-    return told(story([Event(time=0.0, **line) for line in lines]), allowed=3)
+    return describe_restart(attempts_from([Event(time=0.0, **line) for line in lines]), allowed=3)
 
 
 def all_wait() -> str:
     place = "the backward pass"
     exchange = "gloo:all_reduce, no. 98, of [151498] Float"
     reports = [
-        Report(rank, host, 1, 0.0, 1, 433, "forward and backward", Doing.WAITING, place, 60.0, exchange)
+        ProcessReport(rank, host, 1, 0.0, 1, 433, "forward and backward", Activity.WAITING, place, 60.0, exchange)
         for rank, host in enumerate(THREE)
     ]
-    return standstill(Standstill(reports, ()))
+    return standstill(Hang(reports, ()))
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        sentence(Stop(KILLED, 4, 400), allowed=3),
+        describe_give_up(GiveUp(KILLED, 4, 400), allowed=3),
         news((THREE, 380, KILLED), (THREE, 400, "")),
         news((THREE, 380, LOST), (TWO, 400, "")),
         news((TWO, 400, ""), (THREE, 460, "")),
         all_wait().partition(". Where")[0],
     ],
 )
-def test_what_the_document_quotes_is_what_is_said(said: str) -> None:
+def test_what_the_document_quotes_is_what_is_stated(said: str) -> None:
     assert said, "nothing would be found everywhere"
     assert said in quoted()
 

@@ -10,47 +10,47 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.contract.attempts import read_story
+from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run
-from pipeline.service.process import any_port
+from pipeline.service.process import unused_port
 
-from .walker import PIPE, Walker, called, environment, processes_of, wait_for, workers_of
+from .project_folder import PIPE, ProjectFolder, environment, processes_of, running_module, wait_for, workers_of
 
 HELD_AFTER = 57
 TRAIN = ("run", "train", "--force", "train")
 
 
 @pytest.fixture
-def expected(road: Walker) -> bytes:
+def expected(finished: ProjectFolder) -> bytes:
     """The weights of a training that nobody disturbed."""
-    return road.weights
+    return finished.weights
 
 
-def until_held(walker: Walker, known: str) -> Run:
-    wait_for(lambda: walker.latest.id != known)
-    wait_for(lambda: (walker.checkpoints / "step-00000050").exists())
-    return walker.latest
+def until_held(project: ProjectFolder, known: str) -> Run:
+    wait_for(lambda: project.latest.id != known)
+    wait_for(lambda: (project.checkpoints / "step-00000050").exists())
+    return project.latest
 
 
-def let_go(walker: Walker) -> None:
+def let_go(project: ProjectFolder) -> None:
     """Of the hold, so that whoever reads it never finds half a number."""
-    aside = walker.folder / "hold.new"
+    aside = project.folder / "hold.new"
     aside.write_text("1000")
-    aside.replace(walker.folder / "hold")
+    aside.replace(project.folder / "hold")
 
 
 @pytest.mark.long  # each of the three also in tests/nodes, by itself
-def test_a_killed_worker_agent_and_node_cost_nothing(copied: Walker, expected: bytes) -> None:
+def test_a_killed_worker_agent_and_node_cost_nothing(copied: ProjectFolder, expected: bytes) -> None:
     known = copied.latest.id
-    with copied.held(HELD_AFTER, *TRAIN) as pipe:
+    with copied.paused_training(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied, known)
         workers_of(run)[-1].kill()
-        wait_for(lambda: len(read_story(run.path).attempts) == 2)
-        called(run, "train.elastic.agent")[0].kill()
-        wait_for(lambda: len(read_story(run.path).attempts) == 3)
+        wait_for(lambda: len(read_attempts(run.path).attempts) == 2)
+        running_module(run, "train.elastic.agent")[0].kill()
+        wait_for(lambda: len(read_attempts(run.path).attempts) == 3)
         wait_for(lambda: "(2 of 3 without" in run.log("train").read_text())
-        called(run, "pipeline.training.node")[0].kill()
-        wait_for(lambda: len(read_story(run.path).attempts) == 4)
+        running_module(run, "pipeline.training.node")[0].kill()
+        wait_for(lambda: len(read_attempts(run.path).attempts) == 4)
         let_go(copied)
         _, said = pipe.communicate(timeout=90)
     assert pipe.returncode == 0, said
@@ -61,15 +61,15 @@ def test_a_killed_worker_agent_and_node_cost_nothing(copied: Walker, expected: b
     assert re.search(r"the node on \S+ was killed \(SIGKILL\); starting again .* step 50 \(3 of 3 without", said)
     assert copied.weights == expected
     assert processes_of(run) == []
-    assert read_story(run.path).seconds_lost > 0
+    assert read_attempts(run.path).seconds_lost > 0
     summary = json.loads((run.output("train") / "summary.json").read_text())
-    assert (summary["restarts"], summary["seconds_lost"]) == (3, read_story(run.path).seconds_lost)
-    assert f"training of {run.id} began again 3 times by itself" in copied.pipe("status").stdout
+    assert (summary["restarts"], summary["seconds_lost"]) == (3, read_attempts(run.path).seconds_lost)
+    assert f"training of {run.id} was restarted 3 times automatically" in copied.pipe("status").stdout
     assert "3 times by itself" in (run.path / "report.html").read_text()
 
 
 @pytest.mark.long
-def test_training_that_always_loses_a_process_ends_with_the_reason(copied: Walker) -> None:
+def test_training_that_always_loses_a_process_ends_with_the_reason(copied: ProjectFolder) -> None:
     at_every_step(copied, "assert self.steps < 3 or __import__('os').kill(__import__('os').getpid(), 9)")
     said = copied.pipe(*TRAIN, "train.restarts=1", "train.processes=1", expect=1).stderr
     assert re.search(
@@ -77,53 +77,55 @@ def test_training_that_always_loses_a_process_ends_with_the_reason(copied: Walke
         r"rank 0 on \S+ was killed \(SIGKILL\), by hand or by the kernel because memory ran out",
         said,
     )
-    assert f"to go on after mending it: pipe run --resume {copied.latest.id}" in said
+    assert f"to continue after fixing it: pipe run --resume {copied.latest.id}" in said
 
 
 @pytest.mark.long
-def test_an_error_that_would_come_again_is_not_tried_again(copied: Walker) -> None:
+def test_an_error_that_would_come_again_is_not_tried_again(copied: ProjectFolder) -> None:
     at_every_step(copied, 'assert self.steps < 3, "mine"')
     said = copied.pipe(*TRAIN, "train.processes=1", expect=1).stderr
     assert "AssertionError: mine (task.py, line" in said
-    assert len(read_story(copied.latest.path).attempts) == 1
+    assert len(read_attempts(copied.latest.path).attempts) == 1
 
 
-def at_every_step(walker: Walker, statement: str) -> None:
+def at_every_step(project: ProjectFolder, statement: str) -> None:
     hold = "            while HOLD"
-    walker.replace("task.py", hold, f"            {statement}\n{hold}")
+    project.replace("task.py", hold, f"            {statement}\n{hold}")
 
 
 @pytest.fixture
-def pair(copied: Walker) -> tuple[Walker, tuple[str, ...]]:
+def pair(copied: ProjectFolder) -> tuple[ProjectFolder, tuple[str, ...]]:
     """Two machines, as far as one can be two: of one process each, which meet on a port of this one."""
-    where = f"train.rendezvous=127.0.0.1:{any_port()}"
+    where = f"train.rendezvous=127.0.0.1:{unused_port()}"
     return copied, (*TRAIN, "train.nodes=1:2", "train.processes=1", "train.timeout_seconds=30", where)
 
 
-def join(walker: Walker, run: Run, said: Path) -> subprocess.Popen[bytes]:
+def join(project: ProjectFolder, run: Run, said: Path) -> subprocess.Popen[bytes]:
     with said.open("wb") as output:
         return subprocess.Popen(
-            [*PIPE, "join", run.id], cwd=walker.folder, env=environment({}), stdin=subprocess.DEVNULL, stdout=output,
+            [*PIPE, "join", run.id], cwd=project.folder, env=environment({}), stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
 
 
 @pytest.mark.long
-def test_a_machine_joins_and_is_lost_and_training_goes_on(pair: tuple[Walker, tuple[str, ...]], tmp_path: Path) -> None:
-    walker, words = pair
-    known = walker.latest.id
-    with walker.held(HELD_AFTER, *words) as pipe:
-        run = until_held(walker, known)
-        other = join(walker, run, tmp_path / "join.txt")
-        story = wait_for(lambda: len(read_story(run.path).attempts) == 2 and read_story(run.path))
+def test_a_machine_joins_and_is_lost_and_training_goes_on(
+    pair: tuple[ProjectFolder, tuple[str, ...]], tmp_path: Path
+) -> None:
+    project, words = pair
+    known = project.latest.id
+    with project.paused_training(HELD_AFTER, *words) as pipe:
+        run = until_held(project, known)
+        other = join(project, run, tmp_path / "join.txt")
+        story = wait_for(lambda: len(read_attempts(run.path).attempts) == 2 and read_attempts(run.path))
         assert (story.attempts[1].after, len(story.attempts[1].hosts)) == ("change", 2)
-        let_go(walker)
+        let_go(project)
         psutil.Process(other.pid).kill()
         other.wait(timeout=10)
         _, said = pipe.communicate(timeout=90)
     assert pipe.returncode == 0, said
     assert f"on each other machine, in this folder: pipe join {run.id}" in said
-    last = read_story(run.path).attempts[-1]
+    last = read_attempts(run.path).attempts[-1]
     assert (last.after, len(last.hosts)) == ("loss", 1)
     assert last.step >= 50
     wait_for(lambda: processes_of(run) == [], seconds=20)
@@ -131,15 +133,15 @@ def test_a_machine_joins_and_is_lost_and_training_goes_on(pair: tuple[Walker, tu
 
 @pytest.mark.long
 def test_a_machine_waits_for_the_one_that_leads_and_goes_on_with_it(
-    pair: tuple[Walker, tuple[str, ...]], tmp_path: Path
+    pair: tuple[ProjectFolder, tuple[str, ...]], tmp_path: Path
 ) -> None:
-    walker, words = pair
-    known, output = walker.latest.id, tmp_path / "join.txt"
-    with walker.held(HELD_AFTER, *words) as pipe:
-        wait_for(lambda: walker.latest.id != known)
-        run = walker.latest
-        other = join(walker, run, output)
-        wait_for(lambda: (walker.checkpoints / "step-00000050").exists())
+    project, words = pair
+    known, output = project.latest.id, tmp_path / "join.txt"
+    with project.paused_training(HELD_AFTER, *words) as pipe:
+        wait_for(lambda: project.latest.id != known)
+        run = project.latest
+        other = join(project, run, output)
+        wait_for(lambda: (project.checkpoints / "step-00000050").exists())
         pipe.kill()
         wait_for(
             lambda: (
@@ -147,14 +149,14 @@ def test_a_machine_waits_for_the_one_that_leads_and_goes_on_with_it(
                 in output.read_text()
             )
         )
-        let_go(walker)
-        walker.pipe("run", "--resume", run.id)
+        let_go(project)
+        project.pipe("run", "--resume", run.id)
     assert other.wait(timeout=30) == 0, output.read_text()
-    assert len(read_story(run.path).attempts) >= 2
+    assert len(read_attempts(run.path).attempts) >= 2
     assert processes_of(run) == []
 
 
-def test_too_few_machines_are_waited_for_and_then_told(copied: Walker) -> None:
-    where = f"train.rendezvous=127.0.0.1:{any_port()}"
+def test_too_few_machines_are_waited_for_and_then_reported(copied: ProjectFolder) -> None:
+    where = f"train.rendezvous=127.0.0.1:{unused_port()}"
     said = copied.pipe(*TRAIN, "train.nodes=2:3", "train.timeout_seconds=3", where, expect=1).stderr
     assert re.search(r"train\.nodes=2:3: 1 of 2 machines came within 3 s; on each other machine, .*: pipe join", said)

@@ -15,11 +15,11 @@ from pipeline.cli import app
 from pipeline.contract.bundle import open_bundle, write_manifest
 from pipeline.contract.files import digest_file, digest_mapping, write_json
 from pipeline.contract.run import Run
-from pipeline.contract.sources import HOUSE
+from pipeline.contract.sources import SOURCE_ROOT
 
-from .walker import Walker
+from .project_folder import ProjectFolder
 
-OPERATIONS = (HOUSE / "docs" / "operations.md").read_text()
+OPERATIONS = (SOURCE_ROOT / "docs" / "operations.md").read_text()
 DOCUMENT = OPERATIONS.partition("\n## Registry\n")[2].partition("\n## Bundle contents\n")[0]
 
 
@@ -43,7 +43,7 @@ def another(run: Run) -> Run:
     return later
 
 
-def test_the_commands_work_one_after_the_other(copied: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_work_one_after_the_other(copied: ProjectFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     first = copied.latest
     later = another(first)
     monkeypatch.chdir(copied.folder)

@@ -13,11 +13,11 @@ from pipeline.contract.bundle import Ancestors, write_manifest
 from pipeline.contract.files import digest_file
 from pipeline.contract.run import all_runs
 
-from .walker import Walker, environment, free_pair
+from .project_folder import ProjectFolder, environment, free_pair
 
 
 @pytest.fixture
-def bundle(copied: Walker) -> Path:
+def bundle(copied: ProjectFolder) -> Path:
     """A bundle in which one initializer was edited."""
     path = copied.latest.bundle_path
     model = onnx.load(path / "model.onnx")
@@ -39,7 +39,7 @@ def seal_anew(bundle: Path) -> None:
     write_manifest(bundle, manifest["name"], manifest["verdict"], ancestors)
 
 
-def test_an_edited_weight_is_refused_by_verify_and_by_the_server(copied: Walker, bundle: Path) -> None:
+def test_an_edited_weight_is_refused_by_verify_and_by_the_server(copied: ProjectFolder, bundle: Path) -> None:
     assert "model.onnx: content changed since export" in copied.pipe("verify", str(bundle), expect=2).stderr
     assert "bundle/model.onnx: changed since the step was done" in copied.pipe("verify", expect=2).stderr
     refused = serve(bundle)
@@ -47,7 +47,7 @@ def test_an_edited_weight_is_refused_by_verify_and_by_the_server(copied: Walker,
     assert "model.onnx: content changed since export" in refused.stderr
 
 
-def test_a_manifest_sealed_by_hand_does_not_help(copied: Walker, bundle: Path) -> None:
+def test_a_manifest_sealed_by_hand_does_not_help(copied: ProjectFolder, bundle: Path) -> None:
     """Who seals it has to take its provenance away, and even then it answers otherwise."""
     seal_anew(bundle)
     assert "provenance.json: is about another bundle" in copied.pipe("verify", str(bundle), expect=2).stderr
@@ -59,7 +59,7 @@ def test_a_manifest_sealed_by_hand_does_not_help(copied: Walker, bundle: Path) -
     assert "the model does not answer as it did at export" in refused.stderr
 
 
-def test_a_tampered_bundle_is_not_deployed(copied: Walker, bundle: Path) -> None:
+def test_a_tampered_bundle_is_not_deployed(copied: ProjectFolder, bundle: Path) -> None:
     known = len(all_runs(copied.runs))
     said = copied.pipe("deploy", expect=2).stderr
     assert "export/bundle/model.onnx changed on disk; it must not be deployed" in said

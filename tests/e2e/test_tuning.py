@@ -13,7 +13,7 @@ import pytest
 from pipeline.contract.run import Run
 from pipeline.history import load_history
 
-from .walker import PIPE, Walker, environment, processes_of, wait_for
+from .project_folder import PIPE, ProjectFolder, environment, processes_of, wait_for
 
 pytestmark = pytest.mark.long
 
@@ -29,28 +29,28 @@ tune:
 
 
 @pytest.fixture
-def walker(tmp_path: Path) -> Iterator[Walker]:
-    walker = Walker.fresh(tmp_path / "sides")
-    walker.replace("pipe.yaml", "epochs: 12", "epochs: 3\n  processes: 1")
-    with (walker.folder / "pipe.yaml").open("a") as file:
+def project(tmp_path: Path) -> Iterator[ProjectFolder]:
+    project = ProjectFolder.create(tmp_path / "sides")
+    project.replace("pipe.yaml", "epochs: 12", "epochs: 3\n  processes: 1")
+    with (project.folder / "pipe.yaml").open("a") as file:
         file.write(SPACE)
-    yield walker
-    walker.stop()
+    yield project
+    project.stop()
 
 
-def trial_run(walker: Walker, number: int) -> Run | None:
-    return next((run for run, body in load_history(walker.runs) if body.trial == number), None)
+def trial_run(project: ProjectFolder, number: int) -> Run | None:
+    return next((run for run, body in load_history(project.runs) if body.trial == number), None)
 
 
-def until_held(walker: Walker, number: int) -> Run:
+def until_held(project: ProjectFolder, number: int) -> Run:
     """The run of a trial, when its training waits behind a checkpoint."""
-    run: Run = wait_for(lambda: trial_run(walker, number))
+    run: Run = wait_for(lambda: trial_run(project, number))
     wait_for((run.partial("train") / "checkpoints" / "step-00000010" / "manifest.json").exists)
     return run
 
 
-def tuned(walker: Walker, *words: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(walker.pipe("tune", *words, "-o", "json").stdout)
+def tuned(project: ProjectFolder, *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(project.pipe("tune", *words, "-o", "json").stdout)
     return found
 
 
@@ -58,18 +58,18 @@ def workers_of(pipe: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in psutil.Process(pipe.pid).children() if "pipeline.tune" in child.cmdline()]
 
 
-def test_a_search_that_is_interrupted_and_then_killed_goes_on_with_the_same_trial(walker: Walker) -> None:
-    with walker.held(HELD_AFTER, "tune") as pipe:
-        run = until_held(walker, 0)
+def test_a_search_that_is_interrupted_and_then_killed_goes_on_with_the_same_trial(project: ProjectFolder) -> None:
+    with project.paused_training(HELD_AFTER, "tune") as pipe:
+        run = until_held(project, 0)
         pipe.send_signal(signal.SIGINT)
         _, said = pipe.communicate(timeout=90)
     assert pipe.returncode == 130, said
     assert said.splitlines()[-1] == "error: interrupted; no trial is lost, the same command goes on"
     assert "Traceback" not in said
     assert processes_of(run) == []
-    assert [trial["state"] for trial in tuned(walker, "status")["trials"]] == ["unfinished"]
+    assert [trial["state"] for trial in tuned(project, "status")["trials"]] == ["unfinished"]
 
-    with walker.held(HELD_AFTER, "tune") as pipe:
+    with project.paused_training(HELD_AFTER, "tune") as pipe:
         wait_for(lambda: len(processes_of(run)) == 2)  # torchrun and one process
         workers = workers_of(pipe)
         assert len(workers) == 1
@@ -80,23 +80,25 @@ def test_a_search_that_is_interrupted_and_then_killed_goes_on_with_the_same_tria
     ended = "error: the workers ended with status -9 before the search was complete; the same command goes on"
     assert said.splitlines()[-1] == ended
 
-    found = tuned(walker, "--workers", "2")
+    found = tuned(project, "--workers", "2")
     assert {trial["trial"]: trial["state"] for trial in found["trials"]} == {0: "done", 1: "done"}
-    assert {trial["run"] for trial in found["trials"]} == {run.id, getattr(trial_run(walker, 1), "id", None)}
+    assert {trial["run"] for trial in found["trials"]} == {run.id, getattr(trial_run(project, 1), "id", None)}
     assert "resumed from the checkpoint of step 10 of 30" in run.log("train").read_text()
-    best = walker.latest
+    best = project.latest
     assert best.id == found["run"]
     assert best.read().steps["train"].reused_from == found["trials"][0]["run"], "the best trial is not trained again"
     assert best.config.train.lr == found["trials"][0]["train.lr"]
     assert found["steps"] == {"prepare": "done", "train": "done", "evaluate": "done"}
 
 
-def test_a_second_search_on_the_same_runs_joins_and_takes_over_the_trial_of_a_killed_one(walker: Walker) -> None:
-    with walker.held(HELD_AFTER, "tune") as first:
-        run = until_held(walker, 0)
+def test_a_second_search_on_the_same_runs_joins_and_takes_over_the_trial_of_a_killed_one(
+    project: ProjectFolder,
+) -> None:
+    with project.paused_training(HELD_AFTER, "tune") as first:
+        run = until_held(project, 0)
         second = subprocess.Popen(
             [*PIPE, "tune", "--until", "train", "-o", "json"],
-            cwd=walker.folder,
+            cwd=project.folder,
             env=environment({}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -104,15 +106,15 @@ def test_a_second_search_on_the_same_runs_joins_and_takes_over_the_trial_of_a_ki
             text=True,
         )
         try:
-            until_held(walker, 1)
-            assert [trial["state"] for trial in tuned(walker, "status")["trials"]] == ["running", "running"]
-            said = walker.pipe("run", "all", expect=2).stderr
+            until_held(project, 1)
+            assert [trial["state"] for trial in tuned(project, "status")["trials"]] == ["running", "running"]
+            said = project.pipe("run", "all", expect=2).stderr
             assert "`pipe tune" in said and "is working here" in said, "nobody else changes the runs meanwhile"
             workers = workers_of(first)
             first.kill()
             wait_for(lambda: not any(worker.is_running() for worker in workers))
-            (walker.folder / "held longer").write_text("1000")
-            (walker.folder / "held longer").replace(walker.folder / "hold")  # never seen half written
+            (project.folder / "held longer").write_text("1000")
+            (project.folder / "held longer").replace(project.folder / "hold")  # never seen half written
             answer, said = second.communicate(timeout=90)
         finally:
             second.kill()
@@ -120,4 +122,4 @@ def test_a_second_search_on_the_same_runs_joins_and_takes_over_the_trial_of_a_ki
     found = json.loads(answer)
     assert {trial["trial"]: trial["state"] for trial in found["trials"]} == {0: "done", 1: "done"}
     assert "resumed from the checkpoint of step 10 of 30" in run.log("train").read_text()
-    assert len(load_history(walker.runs)) == 4, "prepare, two trials, and the best one's run"
+    assert len(load_history(project.runs)) == 4, "prepare, two trials, and the best one's run"

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.network import network
-from pipeline.contract.attempts import Event, newest, read_events
+from pipeline.contract.restarts import Event, newest_attempt, read_events
 from pipeline.contract.run import Run, all_runs
 
-from ..e2e.walker import PIPE, Walker, environment, wait_for
+from ..e2e.project_folder import PIPE, ProjectFolder, environment, wait_for
 from .machine import Machine
 
 # Any number of processes gives the same bits, so that what faults leave behind can be compared.
 TRAINING = (
-    "train.processes=1", "train.elastic=exact", "train.epochs=40", "train.log_every=1", "train.checkpoint_every=0",
+    "train.processes=1", "train.elastic_shards=4", "train.epochs=40", "train.log_every=1", "train.checkpoint_every=0",
     "train.timeout_seconds=12",
     "train.restarts=9",  # faults come faster here than checkpoints
 )  # fmt: skip
@@ -50,7 +50,7 @@ class Command:
 class Cluster:
     """All machines are on, and the first is where the road is walked."""
 
-    walker: Walker
+    project: ProjectFolder
     machines: tuple[Machine, ...]
     words: tuple[str, ...]  # of `pipe run train`
     environments: dict[str, Mapping[str, str]] = field(default_factory=dict)  # what a machine has in its own
@@ -61,7 +61,7 @@ class Cluster:
         """`pipe run` on the first machine, `pipe join` on the others."""
         first, *others = self.machines
         self.type(first, "run", "train", *self.words)
-        wait_for(lambda: all_runs(self.walker.runs) and (self.run.path / "logs" / "train.log").exists())
+        wait_for(lambda: all_runs(self.project.runs) and (self.run.path / "logs" / "train.log").exists())
         for machine in others:
             self.join(machine)
 
@@ -71,10 +71,10 @@ class Cluster:
     def type(self, machine: Machine, *words: str) -> None:
         """Begin a `pipe` command on a machine."""
         env = environment(self.environments.get(machine.name, {}))
-        output = self.walker.folder.with_name(f"{machine.name}-{self.count}-{words[0]}.txt")
+        output = self.project.folder.with_name(f"{machine.name}-{self.count}-{words[0]}.txt")
         self.count += 1
         with output.open("wb") as file:
-            door = machine.start([*PIPE, *words], self.walker.folder, env, file)
+            door = machine.start([*PIPE, *words], self.project.folder, env, file)
         self.commands[machine.name] = Command(door, output)
 
     def resume(self) -> None:
@@ -91,7 +91,7 @@ class Cluster:
 
     def pace(self, seconds: float) -> None:
         """Every step takes that much longer; 0 lets training go to its end."""
-        path = self.walker.folder / "pace"
+        path = self.project.folder / "pace"
         path.with_suffix(".new").write_text(str(seconds))
         path.with_suffix(".new").rename(path)
 
@@ -100,12 +100,12 @@ class Cluster:
         self.pace(0)
         for command in self.commands.values():
             command.ends()
-        assert "exactly once in each" in self.walker.pipe("verify", self.run.id).stdout
-        assert self.walker.weights == expected
+        assert "exactly once in each" in self.project.pipe("verify", self.run.id).stdout
+        assert self.project.weights == expected
 
     @property
     def run(self) -> Run:
-        return self.walker.latest
+        return self.project.latest
 
     @property
     def events(self) -> list[Event]:
@@ -113,7 +113,7 @@ class Cluster:
 
     @property
     def attempt(self) -> int:
-        return newest(self.events)
+        return newest_attempt(self.events)
 
     @property
     def began(self) -> int:
@@ -141,16 +141,16 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(folder: Path, *words: str) -> Iterator[Cluster]:
     """Everything is gone at the end, whatever happens."""
-    walker = Walker.fresh(folder)
-    walker.replace("task.py", "HOLD = ", 'PACE = Path(__file__).with_name("pace")\nHOLD = ')
-    walker.replace("task.py", "            while HOLD", _PACE)
+    project = ProjectFolder.create(folder)
+    project.replace("task.py", "HOLD = ", 'PACE = Path(__file__).with_name("pace")\nHOLD = ')
+    project.replace("task.py", "            while HOLD", _PACE)
     with network(3) as hosts:
         machines = tuple(Machine(host) for host in hosts)
         try:
             for machine in machines:
                 machine.boot()
             meeting = f"train.rendezvous={hosts[0].address}:{_PORT}"
-            made = Cluster(walker, machines, (*TRAINING, "train.nodes=2:3", meeting, *words))
+            made = Cluster(project, machines, (*TRAINING, "train.nodes=2:3", meeting, *words))
             made.pace(_STEP_SECONDS)
             yield made
         finally:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.network import missing
 
-from ..e2e.walker import Walker
+from ..e2e.project_folder import ProjectFolder
 from .cluster import TRAINING
 
 
@@ -21,6 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The weights of the same training by one process that nobody disturbs."""
-    walker = Walker.fresh(tmp_path_factory.mktemp("undisturbed") / "sides")
-    walker.pipe("run", "train", *TRAINING)
-    return walker.weights
+    project = ProjectFolder.create(tmp_path_factory.mktemp("undisturbed") / "sides")
+    project.pipe("run", "train", *TRAINING)
+    return project.weights

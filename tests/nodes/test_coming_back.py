@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..e2e.walker import wait_for
+from ..e2e.project_folder import wait_for
 from .cluster import Cluster, cluster
 
 pytestmark = pytest.mark.long  # a minute and a half
@@ -38,9 +38,9 @@ def test_joined_machines_wait_for_a_lost_coordinator_that_resumes(three: Cluster
 
 
 @pytest.mark.long
-def test_a_full_disk_is_told_with_its_host_and_training_goes_on_when_there_is_room(three: Cluster) -> None:
+def test_a_full_disk_is_reported_with_its_host_and_training_goes_on_when_there_is_room(three: Cluster) -> None:
     first = three.machines[0]
-    folder = three.walker.checkpoints
+    folder = three.project.checkpoints
     wait_for(lambda: list(folder.glob("step-*")))
     first.do("mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder))
     for command in three.commands.values():
@@ -50,7 +50,7 @@ def test_a_full_disk_is_told_with_its_host_and_training_goes_on_when_there_is_ro
     three.trains(processes=3)
 
 
-def test_machines_that_are_all_told_to_leave_lose_no_step(three: Cluster) -> None:
+def test_machines_that_are_all_reported_to_leave_lose_no_step(three: Cluster) -> None:
     wait_for(lambda: 3 <= three.step % 10 <= 7)  # far from the checkpoints at the ends of epochs
     made = three.step
     for machine in three.machines:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..e2e.walker import wait_for
+from ..e2e.project_folder import wait_for
 from .clock import shifted
 from .cluster import Cluster, cluster
 
@@ -75,7 +75,7 @@ def test_a_link_that_is_cut_for_a_moment_is_waited_for(three: Cluster) -> None:
     before = three.events
     three.machines[1].host.cut()
     time.sleep(3)  # the fault itself: well below train.timeout_seconds
-    three.machines[1].host.mend()
+    three.machines[1].host.restore()
     three.trains(processes=3)
     assert [event for event in three.events if event not in before and event.event in ("start", "end")] == []
 
@@ -88,7 +88,7 @@ def test_a_slow_link_is_no_fault(three: Cluster) -> None:
     assert [event for event in three.events if event not in before and event.event in ("start", "end")] == []
 
 
-def test_a_machine_that_is_asked_to_end_makes_a_checkpoint_first_and_the_others_go_on_from_there(
+def test_a_machine_that_is_requested_to_end_makes_a_checkpoint_first_and_the_others_go_on_from_there(
     three: Cluster,
 ) -> None:
     machine = three.machines[2]
@@ -107,7 +107,7 @@ def test_a_machine_behind_a_cut_link_is_dropped_and_comes_back_with_the_link(thr
     machine = three.machines[1]
     machine.host.cut()
     three.trains(processes=2)
-    machine.host.mend()
+    machine.host.restore()
     three.trains(processes=3)
 
 

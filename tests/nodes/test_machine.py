@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.network import network
 
-from ..e2e.walker import wait_for
+from ..e2e.project_folder import wait_for
 from .clock import shifted
 from .machine import Machine
 

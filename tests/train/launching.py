@@ -14,7 +14,7 @@ from pipeline.contract.settings.stages import Train
 from pipeline.processes import step_environment, with_this_python
 from pipeline.training.launchers import launcher_environment
 
-from ..nursery import Born
+from ..fork_server import ForkedProcess
 from .conftest import Project
 
 ENVIRONMENT = {
@@ -39,10 +39,10 @@ def start(project: Project, argv: tuple[str, ...], **env: str) -> subprocess.Pop
     )
 
 
-def task_of(project: Project, run: Run, rank: int, **env: str) -> Born:
+def task_of(project: Project, run: Run, rank: int, **env: str) -> ForkedProcess:
     """One of two tasks that srun started; it has torch in memory already."""
     said = project.root / f"{run.id}-{rank}.txt"
-    return Born(module(run)[1:], project.root, {**ENVIRONMENT, **slurm(rank, **env)}, said, said)
+    return ForkedProcess(module(run)[1:], project.root, {**ENVIRONMENT, **slurm(rank, **env)}, said, said)
 
 
 def slurm(rank: int, **more: str) -> dict[str, str]:
@@ -59,7 +59,7 @@ def slurm(rank: int, **more: str) -> dict[str, str]:
     }
 
 
-def finish(*processes: subprocess.Popen[str] | Born) -> None:
+def finish(*processes: subprocess.Popen[str] | ForkedProcess) -> None:
     said = [process.communicate(timeout=90)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
 

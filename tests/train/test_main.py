@@ -15,11 +15,11 @@ import torch
 
 from pipeline.contract.data import Samples
 from pipeline.contract.run import Run
-from train.__main__ import describe, disagreement, last_line
-from train.checkpoint.in_memory import open_memory
+from train.__main__ import describe_samples, describe_summary, first_disagreement
+from train.checkpoint.in_memory import open_snapshot_folder
 from train.ledger import read_lines
 
-from ..nursery import Born
+from ..fork_server import ForkedProcess
 from .conftest import Project, equal, failure, journal, weights
 from .launching import finish, task_of
 
@@ -39,7 +39,7 @@ class Items:
 
 def columns(**changes: Any) -> dict[str, str]:
     values: dict[str, Any] = {"x": np.zeros((100, 3), np.float32), "y": np.arange(100), **changes}
-    return describe(Samples("train", {name: value for name, value in values.items() if value is not None}))
+    return describe_samples(Samples("train", {name: value for name, value in values.items() if value is not None}))
 
 
 @pytest.mark.parametrize(
@@ -56,27 +56,27 @@ def columns(**changes: Any) -> dict[str, str]:
     ],
 )
 def test_what_differs_is_named_with_the_ranks(changes: dict[str, Any], told: str) -> None:
-    found = disagreement([columns(), columns(**changes), columns()])
+    found = first_disagreement([columns(), columns(**changes), columns()])
     assert found.startswith(told)
 
 
 def test_equal_splits_agree() -> None:
-    assert disagreement([columns(), columns(), columns()]) == ""
-    assert disagreement([columns()]) == ""
+    assert first_disagreement([columns(), columns(), columns()]) == ""
+    assert first_disagreement([columns()]) == ""
 
 
 def test_samples_drawn_anew_in_every_process_agree_by_their_shape() -> None:
-    found = [describe(Samples("train", Items([3, 3, 3]))) for _ in range(2)]  # type: ignore[arg-type]
-    assert disagreement(found) == ""
+    found = [describe_samples(Samples("train", Items([3, 3, 3]))) for _ in range(2)]  # type: ignore[arg-type]
+    assert first_disagreement(found) == ""
 
 
-def test_the_last_sample_is_looked_at_too() -> None:
-    found = [describe(Samples("train", Items(widths))) for widths in ([3, 3, 3], [3, 3, 4])]  # type: ignore[arg-type]
-    assert "(3,) torch.float32 at first, (4,) torch.float32 at last on rank 1" in disagreement(found)
+def test_the_last_sample_is_checked_too() -> None:
+    found = [describe_samples(Samples("train", Items(widths))) for widths in ([3, 3, 3], [3, 3, 4])]  # type: ignore[arg-type]
+    assert "(3,) torch.float32 at first, (4,) torch.float32 at last on rank 1" in first_disagreement(found)
 
 
 def test_half_precision_is_compared_as_any_other() -> None:
-    assert disagreement([columns(x=torch.ones(100, dtype=torch.bfloat16))] * 2) == ""
+    assert first_disagreement([columns(x=torch.ones(100, dtype=torch.bfloat16))] * 2) == ""
 
 
 def test_a_split_that_differs_between_processes_is_refused_before_the_first_step(project: Project) -> None:
@@ -111,7 +111,7 @@ def read_holds():
     return [json.loads(hold.read_text())] if hold.exists() else []
 """
 WORDS: dict[str, Any] = {"batch_size": 3, "checkpoint_every": 0, "epochs": 4}  # of 13 steps
-SNAPSHOTS = {"snapshot": "memory", "snapshot_every": 5}
+SNAPSHOTS = {"snapshot": "memory:5"}
 
 
 @pytest.fixture
@@ -125,10 +125,10 @@ def slow(project: Project) -> Project:
 def run(slow: Project) -> Iterator[Run]:
     found = slow.run("killed", **WORDS, **SNAPSHOTS)
     yield found
-    shutil.rmtree(open_memory(found), ignore_errors=True)
+    shutil.rmtree(open_snapshot_folder(found), ignore_errors=True)
 
 
-def start_both(project: Project, run: Run) -> list[Born]:
+def start_both(project: Project, run: Run) -> list[ForkedProcess]:
     return [task_of(project, run, rank) for rank in (0, 1)]
 
 
@@ -188,23 +188,23 @@ def finish_both(project: Project, run: Run) -> str:
 
 
 def test_a_checkpoint_that_is_newer_comes_before_a_snapshot(slow: Project) -> None:
-    run = slow.run("killed", **WORDS, **{**SNAPSHOTS, "snapshot_every": 12})
+    run = slow.run("killed", **WORDS, **{**SNAPSHOTS, "snapshot": "memory:12"})
     try:
         killed_after(slow, run, 14, checkpoint=13)
-        assert any(open_memory(run).iterdir()), "the snapshot of step 12"
+        assert any(open_snapshot_folder(run).iterdir()), "the snapshot of step 12"
         assert resumed_from(finish_both(slow, run)) == ("checkpoint", 13)
     finally:
-        shutil.rmtree(open_memory(run), ignore_errors=True)
+        shutil.rmtree(open_snapshot_folder(run), ignore_errors=True)
 
 
 def test_without_its_memory_training_goes_on_from_the_checkpoint(slow: Project, run: Run) -> None:
     killed_after(slow, run, 23, checkpoint=13)
-    shutil.rmtree(open_memory(run))
+    shutil.rmtree(open_snapshot_folder(run))
     assert resumed_from(finish_both(slow, run)) == ("checkpoint", 13)
 
 
 def test_after_training_nothing_is_left_in_memory(slow: Project, run: Run) -> None:
-    folder = open_memory(run)
+    folder = open_snapshot_folder(run)
     finish_both(slow, run)
     assert not folder.exists()
 
@@ -213,10 +213,10 @@ SUMMARY = {"steps": 40, "batch_size": 8, "samples_per_second": 1234.5, "best_ste
 
 
 def test_training_ends_with_a_line_for_people() -> None:
-    assert last_line(SUMMARY) == "40 steps in batches of 8, 1,234 samples/s; best at step 30"
+    assert describe_summary(SUMMARY) == "40 steps in batches of 8, 1,234 samples/s; best at step 30"
 
 
-def test_steps_that_were_skipped_are_told() -> None:
-    told = last_line({**SUMMARY, "overflow_steps": 2, "loss_scale": 16384.0})
+def test_steps_that_were_skipped_are_reported() -> None:
+    told = describe_summary({**SUMMARY, "overflow_steps": 2, "loss_scale": 16384.0})
     assert told.endswith("; best at step 30; 2 steps skipped for overflow, loss scale 16384")
-    assert "; 1 step skipped" in last_line({**SUMMARY, "overflow_steps": 1, "loss_scale": 16384.0})
+    assert "; 1 step skipped" in describe_summary({**SUMMARY, "overflow_steps": 1, "loss_scale": 16384.0})

@@ -15,26 +15,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.contract.attempts import read_events
 from pipeline.contract.errors import Stalled
 from pipeline.contract.processes import Rank
+from pipeline.contract.restarts import read_events
 from pipeline.contract.run import Run
-from train.checkpoint.storage import Folder
-from train.hang_report import Doing, Report, Standstill, sentence
-from train.process_group import Group
-from train.watchdog import Stalls, Watchman, watched
+from train.checkpoint.storage import LocalStorage
+from train.hang_report import Activity, Hang, ProcessReport, describe_hang
+from train.process_group import ProcessGroup
+from train.watchdog import HangReports, Watchdog, run_watchdog
 
-from ..nursery import Born
+from ..fork_server import ForkedProcess
 from .conftest import Project, failure, journal
 from .launching import finish, start, task_of
 
-HUNG = Report(1, "b", 42, 0.0, 9, 4, "data", Doing.USERS_CODE, "task.py, line 7, data", 30.04, "", "its stacks\n")
-WAITS = replace(HUNG, rank=0, host="a", doing=Doing.WAITING, exchanges="gloo:all_reduce, no. 3, of [2] Float")
-FOUND = Standstill([WAITS, HUNG], [HUNG])
+HUNG = ProcessReport(
+    1, "b", 42, 0.0, 9, 4, "data", Activity.USER_CODE, "task.py, line 7, data", 30.04, "", "its stacks\n"
+)
+WAITS = replace(HUNG, rank=0, host="a", activity=Activity.WAITING, exchanges="gloo:all_reduce, no. 3, of [2] Float")
+FOUND = Hang([WAITS, HUNG], [HUNG])
 
 
 def test_a_report_begins_with_the_sentence_and_has_a_section_for_each_process(tmp_path: Path) -> None:
-    path = Stalls(tmp_path / "stalls").write(FOUND, lambda one: f"more of {one.rank}")
+    path = HangReports(tmp_path / "stalls").write(FOUND, lambda one: f"more of {one.rank}")
     first, waits, hung = path.read_text().split("== ")
     assert first.startswith("rank 1 on b (process 42) has not moved for 30 s from step 4, data")
     assert waits.splitlines()[0] == "rank 0 on a (process 42), still for 30.0 s"
@@ -50,11 +52,11 @@ def test_a_report_begins_with_the_sentence_and_has_a_section_for_each_process(tm
 
 
 def test_processes_of_one_launch_leave_one_report_and_those_of_the_next_another(tmp_path: Path) -> None:
-    first, second = Stalls(tmp_path), Stalls(tmp_path)
+    first, second = HangReports(tmp_path), HangReports(tmp_path)
     assert first.write(FOUND, lambda _: "seen by the first") == tmp_path / "1.txt"
     assert second.write(FOUND, lambda _: "seen by the second") == tmp_path / "1.txt"
     assert "seen by the first" in (tmp_path / "1.txt").read_text()
-    assert Stalls(tmp_path).write(FOUND, lambda _: "") == tmp_path / "2.txt"
+    assert HangReports(tmp_path).write(FOUND, lambda _: "") == tmp_path / "2.txt"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.txt", "2.txt"]
 
 
@@ -70,11 +72,11 @@ STOPPED = "os.kill(os.getpid(), 19)"
 FROZEN = "import ctypes; ctypes.PyDLL(None).sleep(600)  # holds the interpreter lock"
 
 
-def start_both(project: Project, run: Run) -> list[Born]:
+def start_both(project: Project, run: Run) -> list[ForkedProcess]:
     return [task_of(project, run, rank) for rank in (0, 1)]
 
 
-def end(processes: list[Born]) -> None:
+def end(processes: list[ForkedProcess]) -> None:
     for process in processes:
         process.kill()
         process.communicate(timeout=20)
@@ -158,44 +160,44 @@ def test_work_that_takes_long_but_goes_on_is_left_alone(project: Project) -> Non
     assert list((run.path / "logs" / "positions").iterdir()) == []
 
 
-def test_a_process_alone_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_process_alone_waits_for_no_one(tmp_path: Path) -> None:
     before = threading.active_count()
-    with watched(Group(Rank(), torch.device("cpu")), Run(tmp_path), tmp_path, 1):
+    with run_watchdog(ProcessGroup(Rank(), torch.device("cpu")), Run(tmp_path), tmp_path, 1):
         assert threading.active_count() == before
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_of_which_nothing_was_ever_heard_is_told(tmp_path: Path) -> None:
-    watchman = Watchman(Group(Rank(0, 0, 2), torch.device("cpu")), tmp_path, tmp_path, timeout_seconds=0.5)
+def test_a_process_of_which_nothing_was_ever_heard_is_reported(tmp_path: Path) -> None:
+    watchman = Watchdog(ProcessGroup(Rank(0, 0, 2), torch.device("cpu")), tmp_path, tmp_path, timeout_seconds=0.5)
     found = None
     while found is None:
         time.sleep(0.02)
-        found = watchman.look()
-    assert sentence(found).startswith("rank 1 on an unknown host (process 0) does not answer: stopped, stuck in")
+        found = watchman.check()
+    assert describe_hang(found).startswith("rank 1 on an unknown host (process 0) does not answer: stopped, stuck in")
     assert json.loads(watchman.path(0).read_text())["still_seconds"] >= 0.5
-    watchman.forget()
+    watchman.remove_files()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_goes_on_within_its_phase_does_not_stand_still(tmp_path: Path) -> None:
-    group = Group(Rank(0, 0, 2), torch.device("cpu"))
-    watchman = Watchman(group, tmp_path, tmp_path, timeout_seconds=0.5)
+    group = ProcessGroup(Rank(0, 0, 2), torch.device("cpu"))
+    watchman = Watchdog(group, tmp_path, tmp_path, timeout_seconds=0.5)
     end = time.monotonic() + 1.2
     while time.monotonic() < end:
-        group.watch.again()
-        assert watchman.look() is None
+        group.heartbeat.beat()
+        assert watchman.check() is None
         time.sleep(0.02)
-    watchman.forget()
+    watchman.remove_files()
 
 
 def test_a_checkpoint_that_cannot_be_written_is_what_a_process_is_at(tmp_path: Path) -> None:
     """Its main thread only waits for the one that writes."""
-    folder, group = Folder(tmp_path), Group(Rank(0, 0, 2), torch.device("cpu"))
+    folder, group = LocalStorage(tmp_path), ProcessGroup(Rank(0, 0, 2), torch.device("cpu"))
     folder.begin("token")
     (tmp_path / ".step-00000004.token").mkdir()
     pipe = tmp_path / ".step-00000004.token" / "0.safetensors"
     os.mkfifo(pipe)
-    watchman = Watchman(group, tmp_path, tmp_path / "user", timeout_seconds=30)
+    watchman = Watchdog(group, tmp_path, tmp_path / "user", timeout_seconds=30)
 
     def write() -> None:
         with contextlib.suppress(OSError):  # a pipe cannot be synced to a disk
@@ -204,18 +206,18 @@ def test_a_checkpoint_that_cannot_be_written_is_what_a_process_is_at(tmp_path: P
     writing = threading.Thread(target=write)
     writing.start()
     try:
-        group.watch.at(3, "checkpoint")
+        group.heartbeat.at(3, "checkpoint")
         watchman.publish()
         told = json.loads(watchman.path(0).read_text())
-        assert (told["doing"], told["place"].split(",")[0]) == (Doing.OUR_CODE, "folder.py")
-        group.watch.at(4, "data")
+        assert (told["activity"], told["place"].split(",")[0]) == (Activity.PIPE_CODE, "folder.py")
+        group.heartbeat.at(4, "data")
         watchman.publish()
         assert json.loads(watchman.path(0).read_text())["place"].startswith("watchman.py"), "it has gone on"
     finally:
         descriptor = os.open(pipe, os.O_RDONLY)
         writing.join(timeout=20)
         os.close(descriptor)
-    watchman.forget()
+    watchman.remove_files()
 
 
 ONCE = """

@@ -22,12 +22,12 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
-from train.parameter_server import Asynchronous
-from train.process_group import Group
+from train.parameter_server import ParameterServerTrainer
+from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from ..nursery import nursery
+from ..fork_server import fork_context
 
 Found = TypeVar("Found")
 
@@ -54,21 +54,21 @@ class Wave:
         return {"closeness": -(outputs - batch["target"]).abs()[:, 0]}
 
 
-def trainer(group: Group, task: Any = None, **train: Any) -> Trainer:
+def trainer(group: ProcessGroup, task: Any = None, **train: Any) -> Trainer:
     """Of 8 epochs with 10 steps each, unless told otherwise."""
     task, words = task or Wave(), {"epochs": 8, "batch_size": 15, "lr": 0.02, "device": "cpu", **train}
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": words}, source="test")
     splits = Samples("train", task.data("train")), Samples("validation", task.data("validation"))
-    kind = Asynchronous if config.train.sync == "parameter_server" and group.size > 1 else Trainer
+    kind = ParameterServerTrainer if config.train.strategy == "parameter_server" and group.size > 1 else Trainer
     return kind(task, config, group, *splits, words["batch_size"])
 
 
-def trained(group: Group, directory: Path, **train: Any) -> tuple[Trainer, Progress]:
+def trained(group: ProcessGroup, directory: Path, **train: Any) -> tuple[Trainer, Progress]:
     made = trainer(group, **train)
     return made, made.fit(Progress(), CheckpointStore(directory, 99, {}, group), None)
 
 
-def resumed(group: Group, directory: Path, step: int, **train: Any) -> tuple[Trainer, Progress]:
+def resumed(group: ProcessGroup, directory: Path, step: int, **train: Any) -> tuple[Trainer, Progress]:
     """From a checkpoint that `trained` has left, as a fresh process would."""
     made, store = trainer(group, **train), CheckpointStore(directory, 99, {}, group)
     saved = store.load(step)
@@ -87,7 +87,7 @@ def together(
 
     Those of the ranks in `lost` do not come back, and nobody waits for them.
     """
-    context = nursery()
+    context = fork_context()
     with tempfile.TemporaryDirectory() as directory:
         started = []
         for rank in range(size):
@@ -135,7 +135,7 @@ def _join(
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
         )
-        answered, found = True, work(Group(Rank(rank, rank, size), torch.device("cpu")), *arguments)
+        answered, found = True, work(ProcessGroup(Rank(rank, rank, size), torch.device("cpu")), *arguments)
         if leave_together:
             dist.barrier()
     except Exception:

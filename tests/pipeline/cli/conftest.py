@@ -1,7 +1,9 @@
-"""The command as it is typed: a process of its own, with real streams and exit statuses."""
+"""Run commands, in this process where possible: a process of its own costs half a second."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli import main
 from pipeline.history import example_folder
 
 Pipe = Callable[..., subprocess.CompletedProcess[str]]
@@ -26,14 +29,38 @@ def starter(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pipe(starter: Path) -> Pipe:
-    """Type a command in the project and expect an exit status."""
+def pipe(starter: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe:
+    """Run a command in the project and expect an exit status."""
+    monkeypatch.setattr("pipeline.cli.watch_parent", lambda: None)
+    monkeypatch.setattr("pipeline.cli.signal.signal", lambda *_: None)
 
-    def typed(*words: str, expect: int = 0, here: Path = starter) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, expect: int = 0, here: Path = starter) -> subprocess.CompletedProcess[str]:
+        stdout, stderr = io.StringIO(), io.StringIO()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["pipe", *words])
+            patch.chdir(here)
+            with (
+                contextlib.redirect_stdout(stdout),
+                contextlib.redirect_stderr(stderr),
+                pytest.raises(SystemExit) as end,
+            ):
+                main()
+        status = end.value.code or 0
+        assert status == expect, f"exit status {status}\n{stdout.getvalue()}\n{stderr.getvalue()}"
+        return subprocess.CompletedProcess(["pipe", *words], expect, stdout.getvalue(), stderr.getvalue())
+
+    return run
+
+
+@pytest.fixture
+def pipe_process(starter: Path) -> Pipe:
+    """Run a command in a process of its own."""
+
+    def run(*words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}
         command = [sys.executable, "-m", "pipeline", *words]
-        done = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=starter, env=env, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == expect, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    return typed
+    return run

@@ -7,9 +7,9 @@ import pytest
 
 from pipeline.contract.run import StepRecord
 from pipeline.history import Project, create_run, find_project, write_record
-from pipeline.tune.record import folder_of, identity, name_of, write_study
-from pipeline.tune.search import distributions
-from pipeline.tune.study import Ending, Study
+from pipeline.tune.record import study_folder, study_name, study_parts, write_study
+from pipeline.tune.search import search_space
+from pipeline.tune.study import Study, TrialResult
 
 from .conftest import Pipe
 
@@ -27,11 +27,11 @@ def project(starter: Path) -> Project:
 def study(project: Project) -> Study:
     """Two trials, the second is the best, and their runs."""
     config = project.config()
-    parts = identity(config, project)
-    folder = folder_of(project.runs, name_of(parts))
+    parts = study_parts(config, project)
+    folder = study_folder(project.runs, study_name(parts))
     folder.mkdir(parents=True)
     write_study(folder, config, parts)
-    study = Study(folder, config.tune, distributions(config))
+    study = Study(folder, config.tune, search_space(config))
     for value in (0.5, 0.75):
         claim = study.claim()
         assert claim is not None
@@ -39,7 +39,7 @@ def study(project: Project) -> Study:
         run.output("train").mkdir()
         (run.output("train") / "summary.json").write_text(json.dumps({"best_validation": {"accuracy": value}}))
         write_record(run, StepRecord(step="train", status="done", key="k", parts={}))
-        study.tell(claim, Ending("done", value))
+        study.tell(claim, TrialResult("done", value))
     return study
 
 

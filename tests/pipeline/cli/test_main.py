@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from pipeline.cli import app, complete_arguments, main
+from pipeline.cli import app, complete_arguments
 from pipeline.cli.app import COMMANDS
 
 from .conftest import Pipe
@@ -41,16 +40,8 @@ def test_short_help_option_works_for_every_command(words: list[str]) -> None:
         ("rollback", "pipe registry rollback"),
     ],
 )
-def test_replaced_command_names_the_new_one(
-    old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["pipe", *old.split()])
-    monkeypatch.setattr("pipeline.cli.watch_parent", lambda: None)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
+def test_replaced_command_names_the_new_one(old: str, new: str, pipe: Pipe) -> None:
+    error = pipe(*old.split(), expect=2).stderr
     assert error.startswith(f"error: `pipe {old.split()[0]}` was replaced by `{new}")
     assert error.count("\n") == 1
 

@@ -140,7 +140,7 @@ def test_pipeline_is_written_as_a_workflow_reproducibly(engine: str, name: str, 
 
     assert write("a") == [starter / "a" / "claim.yaml", starter / "a" / name]
     write("b")
-    assert [path.name for path in write("c", "cluster.claim=shared")] == [name]
+    assert [path.name for path in write("c", "cluster.volume_claim=shared")] == [name]
     first, second = ((starter / folder / name).read_bytes() for folder in ("a", "b"))
     assert first == second
     assert IMAGE.encode() in first
@@ -197,11 +197,10 @@ def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     ],
 )
 def test_missing_extra_is_named_with_its_install_command(
-    module: str, command: str, extra: str, pipe: Pipe, without: Callable[..., None]
+    module: str, command: str, extra: str, pipe_process: Pipe, without: Callable[..., None]
 ) -> None:
     without(module)
-    error = pipe(*command.split(), expect=2).stderr
-    assert (
-        f"the module `{module}` is not installed; to fix it: pip install 'pipe-road[{extra}]'" in error.splitlines()[-1]
-    )
+    error = pipe_process(*command.split(), expect=2).stderr
+    expected = f"the module `{module}` is not installed; to fix it: pip install 'pipe-road[{extra}]'"
+    assert expected in error.splitlines()[-1]
     assert "Traceback" not in error

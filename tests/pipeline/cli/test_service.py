@@ -20,9 +20,9 @@ def test_there_is_nothing_to_serve_before_the_first_bundle(pipe: Pipe) -> None:
     assert "has a bundle yet" in pipe("serve", expect=2).stderr
 
 
-def test_a_damaged_bundle_is_not_served(pipe: Pipe, tmp_path: Path) -> None:
+def test_a_damaged_bundle_is_not_served(pipe_process: Pipe, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         ports = ("--port", str(free.getsockname()[1]), "--grpc-port", "-1")
-    assert "not a valid manifest" in pipe("serve", str(tmp_path), *ports, expect=2).stderr
+    assert "not a valid manifest" in pipe_process("serve", str(tmp_path), *ports, expect=2).stderr

@@ -148,7 +148,7 @@ def test_every_later_place_is_paired_with_the_first() -> None:
         ("        return {", "        x, label = x[:0], label[:0]\n        return {", "the split is empty"),
         ("[0, 1, 1, 0, 1, 0]", "[0, 1, 1, 0, 1, 3]", "label 3 is outside the 3 classes"),
         ("[0, 1, 1, 0, 1, 0]", "[0, 1, 1, 0, 1, -1]", "label -1 is outside the 3 classes"),
-        ("[0, 1, 1, 0, 1, 0]", "[0, 1, np.nan, 0, 1, 0]", "labels are float64, not whole numbers, and 1 of 6 are miss"),
+        ("[0, 1, 1, 0, 1, 0]", "[0, 1, np.nan, 0, 1, 0]", "labels are float64, not integers, and 1 of 6 are miss"),
         ('{"x": x', '{"picture": x', "no column x, which the task names as an input"),
     ],
 )

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .project_folder import ProjectFolder
+
+
+def verdict_of(project: ProjectFolder) -> dict[str, Any]:
+    return project.latest.verdict()
+
+
+def test_a_rejected_candidate_stops_the_pipeline_and_an_overridden_one_is_on_record_for_ever(
+    copied: ProjectFolder,
+) -> None:
+    floor = "evaluate.require={accuracy: 1.5}"
+    said = copied.pipe("run", "--until", "export", floor, expect=3).stderr
+    assert "below the required 1.5" in said.splitlines()[-1]
+    run = copied.latest
+    assert run.read().steps["evaluate"].status == "rejected"
+    assert verdict_of(copied)["verdict"] == "fail"
+    assert not run.output("export").exists()
+    reason = "wanted for a demonstration"
+    assert "continues it" in copied.pipe("gate", "override", run.id, "--reason", reason).stdout
+    told = copied.pipe("run", "--resume", run.id).stderr
+    assert "evaluate: " in told and "evaluate | " not in told, "it is not judged again"
+    assert copied.latest.id == run.id
+    assert reason in (run.bundle_path / "card.md").read_text()
+    assert run.bundle().manifest.verdict == "overridden"
+    assert reason in copied.pipe("verify", run.id).stdout
+    explained = json.loads(copied.pipe("gate", "explain", run.id, "-o", "json").stdout)
+    assert explained["override"]["reason"] == reason

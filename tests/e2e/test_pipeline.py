@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.contract.run import STEPS, Run, all_runs
+
+from .project_folder import PIPE, ProjectFolder, environment
+
+
+@pytest.fixture
+def first(finished: ProjectFolder) -> Run:
+    """The run that walked the whole road."""
+    return all_runs(finished.runs)[-1]
+
+
+def test_every_step_is_done_and_nothing_half_written_is_left(first: Run) -> None:
+    assert {name: record.status for name, record in first.read().steps.items()} == dict.fromkeys(STEPS, "done")
+    assert list(first.path.glob("*.partial")) == []
+    assert (first.path / "report.html").is_file()
+
+
+def test_the_chain_of_digests_holds(finished: ProjectFolder, first: Run) -> None:
+    checked = finished.pipe("verify", first.id).stdout
+    assert "the verdict is about this checkpoint" in checked
+    assert "the bundle descends from this data, this checkpoint and this verdict" in checked
+    assert "golden requests are answered as at export" in checked
+    assert f"bundle {first.bundle().digest[:12]}" in finished.pipe("verify", str(first.bundle_path)).stdout
+
+
+def test_the_service_answers_through_the_codec(finished: ProjectFolder, first: Run) -> None:
+    status, headers, answer = finished.request("/v1/models/sides:predict", {"instances": [[0.0, -0.9], [0.0, 0.9]]})
+    assert (status, [row["side"] for row in answer["predictions"]]) == (200, [0, 1])
+    assert headers["x-bundle-digest"] == first.bundle().digest
+
+
+def test_a_bad_request_is_answered_with_a_sentence(finished: ProjectFolder) -> None:
+    status, _, answer = finished.request("/v1/models/sides:predict", {"instances": [[0.0]]})
+    assert (status, answer["error"]) == (400, "instances: each must be a list of 2 numbers, found shape (1,)")
+
+
+def test_the_service_answers_on_raw_tensors(finished: ProjectFolder, first: Run) -> None:
+    tensor = {"name": "place", "datatype": "FP32", "shape": [1, 2], "data": [0.0, 0.9]}
+    status, headers, answer = finished.request("/v2/models/sides/infer", {"inputs": [tensor]})
+    assert (status, answer["outputs"][0]["shape"]) == (200, [1, 2])
+    assert headers["x-bundle-digest"] == first.bundle().digest
+
+
+def test_predict_requests_the_live_service(finished: ProjectFolder, tmp_path: Path) -> None:
+    question = tmp_path / "question.json"
+    question.write_text("[[0.0, 0.9]]")
+    assert json.loads(finished.pipe("predict", str(question)).stdout)["predictions"][0]["side"] == 1
+    assert len(json.loads(finished.pipe("predict").stdout)["predictions"]) == 1
+    question.write_text("[[0.0]]")
+    assert "must be a list of 2 numbers" in finished.pipe("predict", str(question), expect=2).stderr
+
+
+def processor_seconds() -> float:
+    """Of all commands so far and what they waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_an_unchanged_rerun_reuses_all_but_deploy_and_states_why(copied: ProjectFolder, first: Run) -> None:
+    said = copied.pipe("run", "all").stderr
+    assert f"export: reused, unchanged since {first.id}" in said
+    steps = copied.latest.read().steps
+    assert {name for name, record in steps.items() if record.reused_from == first.id} == set(STEPS) - {"deploy"}
+    assert steps["train"].digest == first.read().steps["train"].digest
+
+
+@pytest.mark.long  # alone on the machine: beside other tests even its processor time grows by half
+def test_an_unchanged_rerun_takes_under_a_second(copied: ProjectFolder) -> None:
+    own: list[float] = []
+    while len(own) < 4 and min(own, default=1.0) >= 1.0:
+        started, cpu = time.monotonic(), processor_seconds()
+        copied.pipe("run", "all")
+        wall = time.monotonic() - started - copied.latest.read().steps["deploy"].seconds
+        own.append(min(wall, processor_seconds() - cpu))  # its own time, not what else the machine does
+    assert min(own) < 1.0
+
+
+@pytest.mark.long
+def test_a_pipe_behind_the_command_ends_with_it_though_the_service_lives_on(copied: ProjectFolder) -> None:
+    """The service must not have inherited the writing end; nor does it mind that its starter is gone."""
+    copied.deploy(copied.latest)
+    command = " ".join([*PIPE, "run", "all", "2>&1", "|", "cat"])
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=copied.folder, env=environment({}), capture_output=True, timeout=60
+    )
+    assert b"already live" in done.stdout
+    assert copied.request("/v2/health/ready")[0] == 200
+
+
+def test_a_module_the_task_imports_reruns_what_depends_on_it(copied: ProjectFolder) -> None:
+    copied.replace("points.py", '"train": 240', '"train": 216')
+    plan = copied.plan()
+    assert plan["train"][0] == plan["prepare"][0] == "run"
+    assert "points.py changed" in plan["train"][1] or plan["train"][1] == "after prepare"
+    assert plan["prepare"][1] == "points.py changed"
+    before = copied.latest
+    copied.pipe("run", "prepare")
+    assert copied.latest.read().steps["prepare"].reason == "points.py changed"
+    rows = json.loads(copied.pipe("compare", before.id, "-o", "json").stdout)["differences"]
+    assert {"step": "prepare", "part": "source:points.py"}.items() <= next(
+        row for row in rows if row["part"].startswith("source")
+    ).items()
+
+
+def test_a_file_no_one_imports_reruns_nothing(copied: ProjectFolder) -> None:
+    (copied.folder / "README.md").write_text("Another text.\n")
+    assert [name for name, (action, _) in copied.plan().items() if action == "run"] == ["deploy"]
+
+
+def test_a_changed_setting_is_named_with_both_its_values(copied: ProjectFolder) -> None:
+    assert copied.plan("train.lr=0.05")["train"] == ("run", "train.lr 0.02 → 0.05")
+
+
+def test_a_flipped_byte_in_an_output_reruns_its_step_to_the_same_bytes(copied: ProjectFolder) -> None:
+    before = copied.latest
+    path = before.output("prepare") / "data.json"
+    good = path.read_bytes()
+    path.write_bytes(good.replace(b"0", b"1", 1))
+    assert copied.plan()["prepare"] == ("run", f"the output prepare/data.json of run {before.id} changed on disk")
+    copied.pipe("run", "--until", "train")
+    assert (copied.latest.output("prepare") / "data.json").read_bytes() == good
+    assert copied.latest.read().steps["train"].reused_from, "the same input again: train need not run"
+
+
+def test_a_deleted_output_reruns_its_step(copied: ProjectFolder) -> None:
+    shutil.rmtree(copied.latest.output("export") / "bundle")
+    action, reason = copied.plan()["export"]
+    assert action == "run"
+    assert "changed on disk" in reason
+
+
+def test_a_step_requested_from_the_middle_needs_those_before_it_up_to_date(copied: ProjectFolder) -> None:
+    assert copied.plan("--from", "export")["export"][0] == "reuse"
+    assert "--from starts after train" in copied.pipe("plan", "--from", "export", "train.lr=1", expect=2).stderr
+
+
+@pytest.mark.long
+def test_a_run_done_again_from_nothing_comes_to_the_same_bits(copied: ProjectFolder) -> None:
+    found = json.loads(copied.pipe("repro", "-o", "json").stdout)
+    assert {row["file"]: row["equal"] for row in found["files"]} == {
+        "train/model.safetensors": True,
+        "evaluate/verdict.json": True,
+        "export/bundle/model.onnx": True,
+    }
