@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 
 from k8s.objects.kustomize import Object
 from pipeline.contract.errors import ResourceError
+from pipeline.contract.extras import missing_extra
 from pipeline.contract.processes import hide_packages
 
 TRANSIENT_STATUSES = (408, 410, 429, 500, 502, 503, 504)  # 410: a list changed between two of its pages
@@ -83,7 +84,7 @@ class Connection:
     ) -> Response:
         """Return the response whatever its status; raise only if the server cannot be reached.
 
-        A request is repeated when the server says so (429, or 503, with Retry-After), and when the connection was cut
+        A request is repeated when the server asks for it (429 or 503 with Retry-After), and when the connection was cut
         and the method is safe to repeat.
         """
         import urllib3
@@ -225,7 +226,7 @@ def import_client() -> Any:
         with hide_packages("kubernetes_validate"):
             from kubernetes import client
     except ImportError as error:
-        raise ResourceError("the Kubernetes client is not installed; `pip install kubernetes`") from error
+        raise missing_extra(error) or error from error
     return client
 
 

@@ -8,7 +8,7 @@ from pipeline.contract.errors import ConfigError
 
 EXTRAS = {  # extra: the modules it installs, by the names they are imported by
     "train": ("onnx", "onnxscript", "safetensors", "tensorboard", "torch"),
-    "serve": ("jinja2", "msgspec", "onnxruntime", "simdjson", "tokenizers"),
+    "serve": ("msgspec", "onnxruntime", "simdjson", "tokenizers"),
     "cluster": ("kubernetes", "urllib3"),
     "deepseek": ("peft", "transformers"),
     "examples": ("sklearn",),

@@ -94,9 +94,9 @@ def test_a_missing_namespace_is_named(api: ApiServer, objects: list[dict[str, An
 
 def test_warnings_of_the_server_are_reported(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     reports: list[str] = []
-    api.warning = 'would violate PodSecurity, says \\"somebody\\"'
+    api.warning = 'would violate PodSecurity, by \\"policy\\"'
     fast_polling_cluster().apply(objects[:1], "default", reports.append)
-    assert reports[1:] == ['warning: serviceaccount/twice: would violate PodSecurity, says "somebody"']
+    assert reports[1:] == ['warning: serviceaccount/twice: would violate PodSecurity, by "policy"']
 
 
 def test_a_cluster_without_kserve_is_reported_with_the_fix(api: ApiServer, kserve: list[dict[str, Any]]) -> None:
@@ -138,13 +138,14 @@ def test_waiting_for_kserve_ends_with_its_ready_condition(api: ApiServer, kserve
 def test_kserve_is_not_ready_while_its_deployment_runs_another_bundle(
     api: ApiServer, kserve: list[dict[str, Any]], objects: list[dict[str, Any]]
 ) -> None:
+    api.unready_polls = 0
     cluster = fast_polling_cluster()
     old = next(item for item in objects if item["kind"] == "Deployment")
     old["metadata"]["name"] = "twice-predictor"
     old["spec"]["template"]["metadata"]["annotations"]["pipe-road/bundle"] = "0" * 64
     cluster.apply([*kserve, old], "default", print)
     with pytest.raises(StageError, match="has not adopted the new version"):
-        cluster.wait(kserve, "default", 1, print)
+        cluster.wait(kserve, "default", 0.05, print)
 
 
 WAITING = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "twice:1"'}
@@ -204,4 +205,4 @@ def test_the_kubernetes_client_is_imported_only_to_connect() -> None:
         "Cluster.connect('')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "ResourceError: the Kubernetes client is not installed; `pip install kubernetes`" in done.stderr
+    assert "the module `kubernetes` is not installed; to fix it: pip install 'pipe-road[cluster]'" in done.stderr
