@@ -144,7 +144,7 @@ class Deployer:
         try:
             count = self._wait_and_check()
         except StageError as error:
-            hint = "; it is applied, and `pipe rollback` restores the version before it" if live else ""
+            hint = "; it is applied, and `pipe registry rollback` restores the version before it" if live else ""
             raise StageError(f"{error}{hint}") from error
         self.report(f"{count} golden requests answered as at export")
         return {"canary": None, "applied": applied, "golden": {"requests": count}}

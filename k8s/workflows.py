@@ -21,7 +21,7 @@ from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 
 RUNS_FOLDER = "/runs"
-ARGO_RUN = f"{RUNS_FOLDER}/{{{{workflow.name}}}}"  # each submission is a run of its own
+ARGO_RUN = f"{RUNS_FOLDER}/{{{{workflow.name}}}}"  # each submission is a new run
 KFP_RUN = f"{RUNS_FOLDER}/{{{{$.inputs.parameters['run']}}}}"
 
 _GPU_STEPS = ("train", "evaluate")

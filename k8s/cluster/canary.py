@@ -160,7 +160,7 @@ def replicas_for(percent: float, stable: int) -> int:
 
 
 def describe_traffic(percent: float, stable: int) -> str:
-    """Say which percentage the pods really get, and how many pods the requested one would need."""
+    """Describe the percentage that the pods really get, and the number of pods that the requested one needs."""
     pods = replicas_for(percent, stable)
     actual = 100 * pods / (pods + stable)
     text = f"{pods} pod{'s' * (pods > 1)} next to {stable} get about {actual:.0f} % of the requests"
@@ -196,7 +196,7 @@ class Canary:
         try:
             if not self.rules.auto:
                 self._set_traffic(self.rules.canary_percent)
-                return CanaryResult("inconclusive", ("`pipe promote` or `pipe rollback` ends it",))
+                return CanaryResult("inconclusive", ("`pipe registry promote` or `pipe registry rollback` ends it",))
             for percent in traffic_steps(self.rules.canary_percent):
                 self._set_traffic(percent)
                 result = self._observe()
@@ -218,7 +218,7 @@ class Canary:
         try:
             self.end()
         except PipelineError as error:
-            self.report(f"warning: the canary could not be ended: {error}; to fix it: `pipe rollback`")
+            self.report(f"warning: the canary could not be ended: {error}; to fix it: `pipe registry rollback`")
 
     def _set_traffic(self, percent: float) -> None:
         """Scale the canary for a percentage, wait for its pods, and send the golden requests to each."""
@@ -312,7 +312,9 @@ class KnativeCanary(Canary):
     def end(self) -> None:
         """Set the canary's traffic to 0, as KServe rolls back: the object still describes the candidate."""
         self._apply(0)
-        self.report("the stable revision gets all requests again; `pipe rollback` removes the canary from the object")
+        self.report(
+            "the stable revision gets all requests again; `pipe registry rollback` removes the canary from the object"
+        )
 
     def _set_traffic(self, percent: float) -> None:
         self.check_lease()

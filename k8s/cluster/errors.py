@@ -51,7 +51,7 @@ def api_error(response: Response, what: str, namespace: str, api_version: str = 
 
 
 def missing_role_rule(reason: str) -> str:
-    """Return the rule of a Role that would allow what was forbidden, as YAML; empty if the reason does not say."""
+    """Return the rule of a Role that would allow what was forbidden, as YAML; empty if the reason does not name it."""
     match = _FORBIDDEN.search(reason)
     if match is None:
         return ""
@@ -109,7 +109,7 @@ def _forbidden_error(what: str, namespace: str, reason: str) -> PipelineError:
 
 
 def _is_unknown_api(response: Response) -> bool:
-    """Tell an unknown API from a missing object: for the latter the server returns a Status that names it."""
+    """Distinguish an unknown API from a missing object: for the latter the server returns a Status that names it."""
     try:
         body: Any = response.json()
     except ValueError:

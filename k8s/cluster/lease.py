@@ -34,6 +34,7 @@ class Lease:
     holder: str
     poll_seconds: float = 0.5
     duration_seconds: int = _DURATION_SECONDS
+    renew_seconds: float = _RENEW_SECONDS
 
     @contextlib.contextmanager
     def hold(self, wait_seconds: float, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
@@ -84,7 +85,7 @@ class Lease:
     def _renew(self, stop: threading.Event, lost: threading.Event) -> None:
         """Renew until stopped; a lease that could not be renewed in time is lost."""
         renewed_at = time.monotonic()
-        while not stop.wait(min(_RENEW_SECONDS, self.duration_seconds / 3)):
+        while not stop.wait(min(self.renew_seconds, self.duration_seconds / 3)):
             with contextlib.suppress(PipelineError):  # the next attempt may succeed before the lease expires
                 live = self._read()
                 if live is None or live["spec"].get("holderIdentity") != self.holder:

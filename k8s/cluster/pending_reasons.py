@@ -84,7 +84,7 @@ def newest_warning(connection: Connection, namespace: str, kind: str, name: str,
 
 
 def _pod_owner_name(job: Object) -> str:
-    """Return the Job that creates the pods: inside a JobSet or a TrainJob it has a name of its own."""
+    """Return the Job that creates the pods: inside a JobSet or a TrainJob it has another name."""
     name = str(job["metadata"]["name"])
     return name if job["kind"] == "Job" else f"{name}-node-0"
 

@@ -1,4 +1,4 @@
-"""Logs of a step's pods, followed while they run: each pod's in a file of its own, and all together in one.
+"""Logs of a step's pods, followed while they run: one file for each pod, and one for all together.
 
 A pod's file keeps the kubelet's timestamps, so that following continues at the right line after any interruption.
 Memory is bounded: lines go to the files as they arrive, and only those of the last second are remembered.
@@ -93,7 +93,7 @@ class PodLogs:
 
 
 class PodLog:
-    """Follows one pod's log to its end in a thread of its own; `on_line` gets each new line."""
+    """Follows one pod's log to its end in its own thread; `on_line` gets each new line."""
 
     def __init__(
         self,

@@ -205,8 +205,8 @@ def _builder_problem(name: str, env: Mapping[str, str]) -> str | None:
         return f"{name} is installed but {engine} ({type(error).__name__})"
     if done.returncode == 0:
         return None
-    said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    return f"{name} is installed but {engine}" + (f" ({said[-1][:200]})" if said else "")
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    return f"{name} is installed but {engine}" + (f" ({lines[-1][:200]})" if lines else "")
 
 
 @dataclass(frozen=True)

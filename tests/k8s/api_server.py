@@ -1,4 +1,4 @@
-"""A small Kubernetes API server over real HTTP: keeps what is applied, plays the controllers, proxies to a model."""
+"""A small Kubernetes API server over real HTTP, with server-side apply, watches, controllers and a proxy to a model."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ Service = Callable[[str, Any], Response]
 
 @dataclass
 class Fault:
-    """What the next requests of a kind meet instead of an answer."""
+    """An error in place of the response to the next matching requests."""
 
     where: Callable[[ApiRequest], bool]
     status: int = 503
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
-    drop: bool = False  # the connection is cut instead
-    seconds: float = 0.0  # it is answered, but late
+    drop: bool = False  # cut the connection instead
+    seconds: float = 0.0  # or answer after this time
 
 
 class ApiServer:
-    """What the cluster knows, allows and does can be changed by a test at any time."""
+    """The server; tests may change its attributes at any time."""
 
     def __init__(self) -> None:
         self.namespaces = {"default"}
@@ -49,22 +49,22 @@ class ApiServer:
         self.store = Store()
         self.nodes = Nodes(self.store)
         self.knative = Knative(self.store)
-        self.statuses: dict[str, Object] = {}  # by kind, in place of what a working controller writes
+        self.statuses: dict[str, Object] = {}  # kind → status, instead of that of a working controller
         self.unready_polls = 1
-        self.page = 0  # objects in each answer to a list; 0: all
+        self.page = 0  # objects in each page of a list; 0: all
         self.warning = ""
-        self.quota: dict[str, str] = {}  # by kind, what is exceeded
-        self.rules: list[Object] | None = None  # of a Role; None allows everything
+        self.quota: dict[str, str] = {}  # kind → the exceeded quota
+        self.rules: list[Object] | None = None  # rules of a Role; None allows everything
         self.faults: list[Fault] = []
-        self.webhook: Callable[[Object], None] = lambda item: None  # changes what is applied
-        self.torn = 0  # streams of events that end politely in the middle of their first line
+        self.webhook: Callable[[Object], None] = lambda item: None  # changes applied objects
+        self.torn = 0  # number of watches that end in the middle of their first event
         self.cut_after: list[int] = []  # lines or events after which the next streams are dropped
         self.service: Service = lambda path, body: (503, {}, {"message": "no endpoints available"})
         self.pod: Callable[[str, str, Any], Response] = lambda pod, path, body: (503, {}, {"message": "no such port"})
         self.requests: list[tuple[str, str, dict[str, str], str]] = []  # method, path, query, content type
         self.seen: set[tuple[str, str, str]] = set()  # API group, resource, verb
         self.proxied: list[dict[str, str]] = []  # headers of the requests to the model
-        self.pod_ports: set[str] = set()  # of pods
+        self.pod_ports: set[str] = set()
         self.closing = threading.Event()
         self._polls: dict[str, int] = {}
         self._edge = serve_http(self)
@@ -96,11 +96,11 @@ class ApiServer:
         path.write_text(yaml.safe_dump(body))
 
     def fail(self, method: str, part: str, **fault: Any) -> None:
-        """The next requests with this method and this in their path."""
+        """Fail the next requests with this method and part of a URL."""
         self.faults.append(Fault(lambda request: request.method == method and part in request.target, **fault))
 
     def add(self, item: Object, namespace: str = "default") -> str:
-        """As somebody else would have; returns its path."""
+        """Add an object as another client would; return its path."""
         plural = next(plural for plural, kind in KINDS.items() if kind == item["kind"])
         root = f"/apis/{item['apiVersion']}" if "/" in item["apiVersion"] else f"/api/{item['apiVersion']}"
         path = f"{root}/namespaces/{namespace}/{plural}/{item['metadata']['name']}"
@@ -141,7 +141,7 @@ class ApiServer:
     def _allowed(self, request: ApiRequest, headers: dict[str, str], body: bytes) -> Response:
         verbs = [request.verb]
         if request.verb == "patch" and request.path not in self.objects:
-            verbs.append("create")  # server-side apply of what is not there needs both
+            verbs.append("create")  # server-side apply of a new object needs both
         for verb in verbs:
             self.seen.add((request.group, request.resource, verb))
             if not self._may(request, verb):
@@ -210,7 +210,7 @@ class ApiServer:
         return 200, {}, gone
 
     def _list(self, request: ApiRequest) -> Response:
-        """Without the kinds of its items, and page by page where a test wants it so."""
+        """List objects without their kinds, as the API does, and page by page if `page` is set."""
         with self.store.changed:
             found = [
                 self._shown(item, count=False)

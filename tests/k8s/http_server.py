@@ -1,4 +1,4 @@
-"""HTTP in front of the API server of the tests: one thread a connection, streams in chunks."""
+"""The HTTP server of the test API server: one thread for each connection, chunked streams."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def serve_http(answers: Answers) -> Edge:
 class _Handler(BaseHTTPRequestHandler):
     answers: Answers
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # an answer leaves in one piece
+    wbufsize = 1 << 16  # a response is sent in one piece
     disable_nagle_algorithm = True
 
     def _handle(self) -> None:
@@ -58,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._forget()
 
     def _cut(self) -> None:
-        """What was told so far arrives, and then nothing."""
+        """Send what was written so far, then cut the connection."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.wfile.flush()
         with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _forget(self) -> None:
         self.close_connection = True
-        self.wfile = io.BytesIO()  # what is left for the client reaches nobody
+        self.wfile = io.BytesIO()  # the rest is discarded
 
     def _whole(self, extra: dict[str, str], answer: Any) -> None:
         data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, extra: dict[str, str], parts: Iterator[bytes]) -> None:
         self._head({"Transfer-Encoding": "chunked", **extra})
-        self.wfile.flush()  # there may be nothing to tell for long
+        self.wfile.flush()  # the first part may come late
         for part in parts:
             self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
             self.wfile.flush()
@@ -91,4 +91,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _handle  # noqa: N815 - names the standard library looks up
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the overridden method's signature
-        """Quiet."""
+        """Write no access log."""

@@ -1,4 +1,4 @@
-"""What holds for all objects we make, however they are configured: one function for each promise."""
+"""Invariants of all objects, whatever the configuration: security, ports, probes, selectors, options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRAIN_SECONDS = 25  # serve.server gives accepted requests so long
 
 
 def check(objects: Sequence[Object]) -> None:
-    """All of them, on one set of objects that is applied together."""
+    """Check all invariants of a set of objects that is applied together."""
     parts = {item["kind"]: item for item in objects}
     assert len(parts) == len(objects), "each kind once"
     text = json.dumps(objects)
@@ -28,13 +28,13 @@ def check(objects: Sequence[Object]) -> None:
     if "Job" in parts:
         _check_job(parts["Job"], parts["Service"])
     if "JobSet" in parts:
-        _check_set(parts["JobSet"]["spec"])
+        _check_jobset(parts["JobSet"]["spec"])
     if "TrainingRuntime" in parts:
-        _check_set(parts["TrainingRuntime"]["spec"]["template"]["spec"])
+        _check_jobset(parts["TrainingRuntime"]["spec"]["template"]["spec"])
 
 
 def pods(objects: Sequence[Object]) -> Iterator[Object]:
-    """Every pod spec, wherever it stands; of a service with a runtime, both parts as one."""
+    """Yield every pod spec; that of an InferenceService is merged with its ServingRuntime."""
     runtime: Object = next((item["spec"] for item in objects if item["kind"] == "ServingRuntime"), {})
     for item in objects:
         if item["kind"] == "InferenceService":
@@ -56,7 +56,7 @@ def _pods_in(value: Any) -> Iterator[Object]:
 
 
 def _check_security(pod: Object) -> None:
-    """Pod Security Standard `restricted`, and a root file system that nobody writes."""
+    """Check the Pod Security Standard `restricted` and a read-only root file system."""
     for container in [*pod["containers"], *pod.get("initContainers", [])]:
         own = container["securityContext"]
         both = {**pod.get("securityContext", {}), **own}
@@ -98,7 +98,7 @@ def _check_serving(parts: dict[str, Object], owner: Object) -> None:
     assert parts["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress", "Egress"]
     _check_budget(parts, owner)
     if owner["kind"] == "Deployment":
-        _check_ways_in(parts, ports)
+        _check_exposure(parts, ports)
     elif "ServingRuntime" in parts:
         assert owner["spec"]["predictor"]["model"]["runtime"] == parts["ServingRuntime"]["metadata"]["name"]
 
@@ -116,13 +116,13 @@ def _selectors(parts: dict[str, Object], pod: Object) -> Iterator[dict[str, str]
 
 
 def _check_probes(container: Object, ports: dict[str, int]) -> None:
-    """They ask paths that the service has, at a port the container has."""
+    """Probes use paths of the service and ports of the container."""
     assert {"readinessProbe", "livenessProbe"} <= set(container)
     for name, kind in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
         if name in container:
-            asked = container[name]["httpGet"]
-            assert find_route(asked["path"], "GET").kind == kind
-            assert asked["port"] in {*ports, *ports.values()}
+            probe = container[name]["httpGet"]
+            assert find_route(probe["path"], "GET").kind == kind
+            assert probe["port"] in {*ports, *ports.values()}
 
 
 def _check_drain(pod: Object, container: Object) -> None:
@@ -132,14 +132,14 @@ def _check_drain(pod: Object, container: Object) -> None:
 
 
 def _check_options(container: Object, settings: Object) -> None:
-    """The command line is one that the service takes, once the ConfigMap's values stand in it."""
+    """The service accepts the command line with the values of the ConfigMap."""
     assert container["envFrom"][0]["configMapRef"]["name"] == settings["metadata"]["name"]
     words = [re.sub(r"\$\((\w+)\)", lambda found: settings["data"][found[1]], word) for word in container["args"]]
     parse_options([*(container["command"][3:] if "command" in container else ["/bundle"]), *words])
 
 
 def _check_budget(parts: dict[str, Object], owner: Object) -> None:
-    """An eviction is possible at the fewest replicas there may be."""
+    """A pod can be evicted at the minimum number of replicas."""
     assert parts["PodDisruptionBudget"]["spec"]["maxUnavailable"] == 1
     if owner["kind"] == "InferenceService":
         predictor = owner["spec"]["predictor"]
@@ -162,7 +162,7 @@ def _check_budget(parts: dict[str, Object], owner: Object) -> None:
     )
 
 
-def _check_ways_in(parts: dict[str, Object], ports: dict[str, int]) -> None:
+def _check_exposure(parts: dict[str, Object], ports: dict[str, int]) -> None:
     service = parts["Service"]
     assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
     reached = {(service["metadata"]["name"], port) for port in (*ports, *ports.values())}
@@ -179,8 +179,8 @@ def _check_ways_in(parts: dict[str, Object], ports: dict[str, int]) -> None:
         assert find_route(endpoint["path"], "GET").kind == "metrics"
 
 
-def _check_set(spec: Object) -> None:
-    """What JobSet's own webhook asks for beyond its schema, and an end that is one."""
+def _check_jobset(spec: Object) -> None:
+    """Check what JobSet's webhook requires beyond the schema, and that failures end the set."""
     (rule,) = spec["failurePolicy"]["rules"]
     assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
     assert rule["action"] == "FailJobSet"

@@ -1,4 +1,4 @@
-"""KServe and Knative on the API server of the tests: each change of a template is a revision with pods of its own."""
+"""KServe and Knative in the test API server: each change of the pod template creates a revision with its pods."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _PODS = 2
 class Knative:
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.pods: dict[str, str] = {}  # by the Service of its revision, one that answers
-        self._templates: dict[str, list[str]] = {}  # of each service, its revisions
+        self.pods: dict[str, str] = {}  # Service of a revision → one of its pods
+        self._templates: dict[str, list[str]] = {}  # InferenceService → pod templates of its revisions
 
     def on_apply(self, path: str) -> None:
-        """An InferenceService was applied."""
+        """Handle an applied InferenceService."""
         live = self.store.objects[path]
         if live["metadata"].get("annotations", {}).get("serving.kserve.io/deploymentMode") != "Knative":
             return
         predictor = copy.deepcopy(live["spec"]["predictor"])
-        share = predictor.pop("canaryTrafficPercent", 100)
-        known, template = self._templates.setdefault(path, []), json.dumps(predictor)
-        if known[-1:] != [template]:
-            known.append(template)
-            self._add_revision(path, len(known), predictor)
-        self._set_status(path, share)
+        percent = predictor.pop("canaryTrafficPercent", 100)
+        templates, template = self._templates.setdefault(path, []), json.dumps(predictor)
+        if templates[-1:] != [template]:
+            templates.append(template)
+            self._add_revision(path, len(templates), predictor)
+        self._set_status(path, percent)
 
     def has_service(self, service: str) -> bool:
         return service in self.pods
@@ -46,12 +46,12 @@ class Knative:
             self.store.create(f"{root}/api/v1/namespaces/{namespace}/pods/{pod['name']}", body)
         self.pods[f"{name}-private"] = f"{name}-deployment-0"
 
-    def _set_status(self, path: str, share: int) -> None:
+    def _set_status(self, path: str, percent: int) -> None:
         name = f"{path.rsplit('/', 1)[1]}-predictor-{len(self._templates[path]):05d}"
         live = self.store.objects[path]
         before = live.get("status", {}).get("components", {}).get("predictor", {})
         revisions = {"latestCreatedRevision": name, "latestReadyRevision": name}
-        rolled = name if share == 100 else before.get("latestRolledoutRevision", "")
+        rolled = name if percent == 100 else before.get("latestRolledoutRevision", "")
         status = {
             "observedGeneration": live["metadata"]["generation"],
             "conditions": [{"type": "Ready", "status": "True"}],

@@ -1,4 +1,4 @@
-"""The nodes of the cluster of the tests: pods that do what a test says, and the controllers that count them."""
+"""Mocked pods, which run functions of the tests, and the controllers that create and count them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from .object_store import Object, Store
 
-POD_OWNERS = ("Deployment", "Job", "JobSet", "TrainJob")  # of pods
+POD_OWNERS = ("Deployment", "Job", "JobSet", "TrainJob")
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 
 class MockPod:
-    """One pod: a test's function gets it, writes its log, changes its state and returns its exit status."""
+    """One pod: the test's program gets it, writes its log, changes its state and returns its exit status."""
 
     def __init__(self, store: Store, path: str, job: str, index: int) -> None:
         self.store, self.path, self.job, self.index = store, path, job, index
@@ -36,14 +36,14 @@ class MockPod:
         return item
 
     def log(self, line: str) -> None:
-        """With a time in nanoseconds, as the kubelet keeps it."""
+        """Write a line with a timestamp in nanoseconds, like the kubelet."""
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{time.time_ns() % 10**9:09d}Z"
         with self.store.changed:
             self._lines.append((stamp, line))
             self.store.changed.notify_all()
 
     def lines(self, since: str = "") -> list[tuple[str, str]]:
-        """The API knows whole seconds alone."""
+        """Return the lines since a time; the API compares whole seconds."""
         return [pair for pair in self._lines if pair[0][:19] >= since[:19]]
 
     def status(self, **status: Any) -> None:
@@ -73,19 +73,19 @@ PodProgram = Callable[[MockPod], int]
 
 
 class Nodes:
-    """Runs pods of Jobs, each in a thread; keeps their logs as long as the pods."""
+    """Runs the pods of Jobs, each in a thread; logs are kept as long as the pods."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.program: PodProgram = lambda pod: 0
-        self.replicas = 0  # of a Deployment that names none; 0: Deployments stay without pods
+        self.replicas = 0  # of a Deployment that sets none; 0: Deployments have no pods
         self.makes_pods = True
-        self.keeps_ended = True  # else what has ended is taken away at once
+        self.keeps_ended = True  # False: Jobs are deleted as soon as they have ended
         self.pods: dict[str, MockPod] = {}
         self._threads: list[threading.Thread] = []
 
     def on_apply(self, path: str, item: Object) -> None:
-        """A Job was applied: as many pods as it asks for are made, once; those of a Deployment follow its number."""
+        """Create the pods of an applied Job, once, and as many pods of a Deployment as it has replicas."""
         if item["kind"] == "Deployment" and self.replicas:
             self._scale(path, item)
         own = [pod for pod in self.pods.values() if pod.job == path and not pod.gone.is_set()]
@@ -98,7 +98,7 @@ class Nodes:
         made, spec = self._spec(path)
         template = copy.deepcopy(spec["template"])
         where = self._pod(f"{path.rpartition('/')[0]}/{made}", index) + name
-        while where in self.store.objects:  # one of before still ends
+        while where in self.store.objects:  # an earlier pod still terminates
             where += "-again"
         labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": made}
         metadata = {"name": where.rsplit("/", 1)[1], "labels": labels, "annotations": {INDEX: str(index)}}
@@ -116,7 +116,7 @@ class Nodes:
         return pod
 
     def _spec(self, path: str) -> tuple[str, Object]:
-        """The Job that makes the pods: its own name and spec, or those of the one inside."""
+        """Return name and spec of the Job that creates the pods, which may be inside a JobSet or TrainJob."""
         item = self.store.objects[path]
         name = item["metadata"]["name"]
         if item["kind"] == "Job":
@@ -138,7 +138,7 @@ class Nodes:
             self.pods[where] = MockPod(self.store, where, path, index)
 
     def on_delete(self, path: str) -> None:
-        """A Job or a Deployment is deleted: its pods are asked to end, and are gone when they have."""
+        """Terminate the pods of a deleted Job or Deployment; they are removed when they have ended."""
         for where, pod in list(self.pods.items()):
             if pod.job == path and not pod.gone.is_set():
                 if pod.runs:
@@ -148,7 +148,7 @@ class Nodes:
                     self.lose(where)
 
     def lose(self, where: str) -> None:
-        """The pod's node is gone, and its log with it."""
+        """Remove the pod with its node and its log."""
         pod = self.pods.pop(where)
         pod.gone.set()
         pod.close()
@@ -161,7 +161,7 @@ class Nodes:
             pod.gone.set()
         for thread in self._threads:
             thread.join(30)
-            assert not thread.is_alive(), "a pod of this test does not end when it is told to"
+            assert not thread.is_alive(), "the program of a mocked pod must end when `gone` is set"
 
     def _live(self, pod: MockPod, job: str) -> None:
         pod.run()

@@ -1,4 +1,4 @@
-"""What the API server of the tests tells bit by bit: events of a watch, lines of a log."""
+"""Streams of the test API server: events of a watch and lines of a log, also cut or incomplete."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .mock_pods import MockPod
 from .object_store import Store, selected
 
 
-def watch_events(store: Store, asked: ApiRequest, since: int, closing: threading.Event) -> Iterator[bytes]:
-    """Until its time is over, or its history expires."""
-    deadline = time.monotonic() + float(asked.query.get("timeoutSeconds", 60))
+def watch_events(store: Store, request: ApiRequest, since: int, closing: threading.Event) -> Iterator[bytes]:
+    """Yield events until the timeout, or until the history expires."""
+    deadline = time.monotonic() + float(request.query.get("timeoutSeconds", 60))
     while not closing.is_set():
         with store.changed:
             new = [event for event in store.events if event[0] > since]
@@ -24,9 +24,9 @@ def watch_events(store: Store, asked: ApiRequest, since: int, closing: threading
             ends, now = not new, store.version
         for version, kind, path, item in new:
             since = version
-            if path.rpartition("/")[0] == asked.path and selected(item, asked.labels):
+            if path.rpartition("/")[0] == request.path and selected(item, request.labels):
                 yield json.dumps({"type": kind, "object": item}).encode() + b"\n"
-        if "allowWatchBookmarks" in asked.query and since >= store.oldest:
+        if "allowWatchBookmarks" in request.query and since >= store.oldest:
             mark = {"kind": "Bookmark", "metadata": {"resourceVersion": str(max(since, now))}}
             yield json.dumps({"type": "BOOKMARK", "object": mark}).encode() + b"\n"
         if ends:
@@ -53,13 +53,13 @@ def log_lines(store: Store, pod: MockPod, query: Mapping[str, str], closing: thr
 
 
 def cut_stream(stream: Iterator[bytes], after: int) -> Iterator[bytes]:
-    """As a load balancer does that ends long connections."""
+    """Cut a stream like a load balancer that limits connections."""
     for _ in range(after):
         yield next(stream, b"")
     raise ConnectionAbortedError
 
 
 def torn_stream(stream: Iterator[bytes]) -> Iterator[bytes]:
-    """As a proxy does that ends an answer in its middle and says that this was all."""
+    """End a stream properly in the middle of its first line, like some proxies."""
     first = next(stream)
     yield first[: len(first) // 2]

@@ -1,4 +1,4 @@
-"""What a cluster keeps: objects with their versions, who set which field, and the history that watches read."""
+"""The storage of the test API server: objects, owners of their fields, and the history for watches."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 Object = dict[str, Any]
 Path = tuple[str, ...]
-_OWN = {("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace")}  # of nobody
+_OWN = {("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace")}  # fields without an owner
 
 
 class Conflict(Exception):
-    """Somebody else set it, or it is not the version one had read."""
+    """A field has another owner, or the object has changed since it was read."""
 
 
 class Store:
-    """Safe to use from several threads; `changed` is parts of every event."""
+    """A thread-safe store; `changed` is notified of every event."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Object] = {}
@@ -29,7 +29,7 @@ class Store:
         self._fields: dict[str, dict[str, set[Path]]] = {}
 
     def apply(self, path: str, item: Object, manager: str, force: bool, keep: bool = True) -> Object:
-        """Server-side apply: what the manager set before and no longer sets goes, unless somebody else set it too."""
+        """Server-side apply: remove fields that the manager no longer sets, unless another manager set them."""
         with self.changed:
             old = self.objects.get(path)
             owners = self._fields.get(path, {})
@@ -64,7 +64,7 @@ class Store:
             return self._put(path, copy.deepcopy(item), old)
 
     def change(self, path: str, change: Callable[[Object], None]) -> Object:
-        """As a controller does, in one go."""
+        """Change an object atomically, as a controller does."""
         with self.changed:
             item = copy.deepcopy(self.objects[path])
             change(item)
@@ -93,7 +93,7 @@ class Store:
             ]
 
     def expire(self) -> None:
-        """History up to now is forgotten."""
+        """Drop the history up to now."""
         with self.changed:
             self.version += 1
             self.oldest = self.version
@@ -137,7 +137,7 @@ def _field(item: Any, place: str) -> Any:
 
 
 def leaves(item: Any, place: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each field that is set; entries of a list are parts apart by their names where they have them."""
+    """Each field that is set; list entries go by their names if they have them."""
     if isinstance(item, dict) and item:
         for name, value in item.items():
             yield from leaves(value, (*place, name))
@@ -182,7 +182,7 @@ def _merge(old: Any, new: Any) -> Any:
 
 
 def _remove(item: Any, place: Path) -> None:
-    """The field, and what is left empty above it."""
+    """Remove a field, and the parents that become empty."""
     steps = []
     for name in place[:-1]:
         steps.append((item, name))

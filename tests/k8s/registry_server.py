@@ -1,4 +1,4 @@
-"""A registry of images over HTTP, as the OCI distribution API has it, that can be told to be difficult."""
+"""An image registry over HTTP with the OCI distribution API, which can require logins, be busy or misbehave."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TOKEN = "a-token-of-the-tests"
 
 @dataclass
 class RegistryServer:
-    """What it holds, what it saw, and how it behaves."""
+    """Its content, the requests it got, and how it behaves."""
 
     auth: str = "none"  # none, basic or bearer
     user: tuple[str, str] = ("ann", "secret")
-    busy: list[int] = field(default_factory=list)  # statuses it gives first, one each
-    lie: str = ""  # the digest it says a manifest has
-    realm: str = ""  # where it says that tokens are given; empty: here
-    redirect: str = ""  # where it sends those who ask for a blob
+    busy: list[int] = field(default_factory=list)  # statuses of the first responses
+    lie: str = ""  # a wrong digest that it reports for manifests
+    realm: str = ""  # URL that issues tokens; empty: this server
+    redirect: str = ""  # base URL to which requests for blobs are redirected
     blobs: dict[str, bytes] = field(default_factory=dict)
     manifests: dict[str, tuple[str, bytes]] = field(default_factory=dict)  # by tag and digest
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Authorization
@@ -58,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
     registry: RegistryServer
 
     def log_message(self, *_: Any) -> None:
-        """Tests look at what was asked themselves."""
+        """Write no access log."""
 
     def do_HEAD(self) -> None:
         self._answer(b"")
@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _challenge(self, given: str) -> str:
-        """What it wants to know; a token to read with is not one to write with."""
+        """Return a challenge unless the credentials suffice; a token for pulling does not allow pushing."""
         if self.registry.auth == "none" or (self.registry.auth == "basic" and given == self.registry.basic):
             return ""
         if self.registry.auth == "basic":
@@ -102,37 +102,39 @@ class _Handler(BaseHTTPRequestHandler):
         return f'Bearer realm="{realm}",service="tests",scope="repository:twice:{rights}"'
 
     def _token(self, given: str, body: bytes) -> None:
-        asked = {**parse_qs(urlsplit(self.path).query), **parse_qs(body.decode())}
-        refreshed = asked.get("refresh_token") == ["an-identity"]
+        query_and_form = {**parse_qs(urlsplit(self.path).query), **parse_qs(body.decode())}
+        refreshed = query_and_form.get("refresh_token") == ["an-identity"]
         if given != self.registry.basic and not refreshed:
             return self._send(401, {}, _errors("DENIED", "wrong password"))
-        return self._send(200, {}, json.dumps({"token": f"{TOKEN}:{asked['scope'][0].rpartition(':')[2]}"}).encode())
+        return self._send(
+            200, {}, json.dumps({"token": f"{TOKEN}:{query_and_form['scope'][0].rpartition(':')[2]}"}).encode()
+        )
 
     def _manifests(self, name: str, _query: str, body: bytes) -> None:
-        held = self.registry.manifests
+        stored = self.registry.manifests
         if self.command == "PUT":
             digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
-            held[name] = held[digest] = (self.headers["Content-Type"], body)
+            stored[name] = stored[digest] = (self.headers["Content-Type"], body)
             return self._send(201, {"Docker-Content-Digest": self.registry.lie or digest})
-        if name not in held:
+        if name not in stored:
             return self._send(404, {}, _errors("MANIFEST_UNKNOWN", name))
-        media_type, content = held[name]
+        media_type, content = stored[name]
         return self._send(200, {"Content-Type": media_type}, content)
 
     def _blobs(self, name: str, query: str, body: bytes) -> None:
-        held = self.registry.blobs
+        stored = self.registry.blobs
         if self.command == "POST":
             return self._send(202, {"Location": "/v2/twice/blobs/uploads/1?state=open"})
         if self.command == "PUT":
             digest = parse_qs(query)["digest"][0]
             good = digest == f"sha256:{hashlib.sha256(body).hexdigest()}" and "state=open" in query
-            held.update({digest: body} if good else {})
+            stored.update({digest: body} if good else {})
             return self._send(201 if good else 400, {}, b"" if good else _errors("DIGEST_INVALID", digest))
-        if name not in held:
+        if name not in stored:
             return self._send(404, {})
         if self.registry.redirect:
             return self._send(307, {"Location": f"{self.registry.redirect}{self.path}"})
-        return self._send(200, {}, held[name])
+        return self._send(200, {}, stored[name])
 
     def _send(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
         self.send_response(status)

@@ -15,7 +15,7 @@ MakeStepRunner = Callable[..., StepRunner]
 
 
 class Reports:
-    """What the runner said, and an event for each sentence that is waited for."""
+    """Collects reported lines; `on` has callbacks for texts that a test waits for."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -34,7 +34,7 @@ def _ready_at_once(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def served(bundle: Bundle) -> Iterator[Model]:
-    """The model behind the service we really ship."""
+    """Serve the model with the real service."""
     with socket.create_server(("127.0.0.1", 0)) as http, socket.create_server(("127.0.0.1", 0)) as grpc:
         ports = http.getsockname()[1], grpc.getsockname()[1]
     argv = [sys.executable, "-m", "serve", str(bundle.path), "--port", str(ports[0]), "--grpc-port", str(ports[1])]
@@ -188,7 +188,7 @@ def test_a_failed_deployment_names_the_command_to_roll_back(
     api.service = model
     deploy(configure(), bundle, "twice:1", tmp_path, False, print)
     api.service = lambda path, body: (200, {"x-bundle-digest": bundle.digest}, {"predictions": [[0, 0], [0, 0]]})
-    with pytest.raises(StageError, match="it is applied, and `pipe rollback` restores the version before it"):
+    with pytest.raises(StageError, match="it is applied, and `pipe registry rollback` restores the version before it"):
         deploy(configure({"cpu": "2"}), bundle, "twice:1", tmp_path, False, print)
 
 

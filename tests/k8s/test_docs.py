@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md tells to type or to write is typed and built, as far as no cluster is needed."""
+"""The commands and files in docs/kubernetes.md work, as far as they need no cluster."""
 
 from __future__ import annotations
 

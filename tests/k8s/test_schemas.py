@@ -1,4 +1,4 @@
-"""The checks above are only worth something when they can fail."""
+"""The schemas of the tests detect mistakes."""
 
 from __future__ import annotations
 

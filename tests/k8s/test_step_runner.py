@@ -425,7 +425,10 @@ def test_pods_of_an_earlier_attempt_end_before_the_next_starts(
 
 def test_a_failed_apply_leaves_nothing(api: ApiServer, make_runner: MakeStepRunner, claim: str) -> None:
     api.faults.append(
-        Fault(lambda asked: asked.plural == "jobs" and asked.method == "PATCH" and "dryRun" not in asked.query, 500)
+        Fault(
+            lambda request: request.plural == "jobs" and request.method == "PATCH" and "dryRun" not in request.query,
+            500,
+        )
     )
     with pytest.raises(StageError, match="500"):
         make_runner("train").start()

@@ -1,4 +1,4 @@
-"""What the engines' own models say of the workflows: Argo's by hera, Kubeflow Pipelines' by its protocol buffers."""
+"""Workflows are valid for the engines' own models: hera for Argo, protocol buffers for Kubeflow Pipelines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MANY: dict[str, Any] = {
     "train": {"nodes": "2:3", "processes": 2},
     "cluster": {"workload": "jobset", "service_account": "pipe"},
 }
-# What kfp-kubernetes 2.17 knows of an executor; its package asks for another kubernetes client than ours.
+# Fields of an executor in kfp-kubernetes 2.17; the package itself requires another Kubernetes client than ours.
 PLATFORM = {
     "activeDeadlineSeconds": None,
     "imagePullSecret": {"secretName", "secretNameParameter"},
@@ -87,9 +87,9 @@ def unknown_fields(given: Any, taken: Any, place: str = "") -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("words", [{}, RICH, MANY], ids=["plain", "rich", "many"])
-def test_argo_accepts_every_field(words: dict[str, Any], configure: Configure) -> None:
-    made = of_argo(configure(**words))
+@pytest.mark.parametrize("settings", [{}, RICH, MANY], ids=["plain", "rich", "many"])
+def test_argo_accepts_every_field(settings: dict[str, Any], configure: Configure) -> None:
+    made = of_argo(configure(**settings))
     taken = hera().model_validate(made).model_dump(by_alias=True, exclude_none=True, mode="json")
     assert unknown_fields(made, taken) == []
     misspelt = {**made, "spec": {**made["spec"], "entrypint": "pipeline"}}
@@ -97,11 +97,11 @@ def test_argo_accepts_every_field(words: dict[str, Any], configure: Configure) -
     assert unknown_fields(misspelt, taken) == ["/spec/entrypint"]
 
 
-@pytest.mark.parametrize("words", [{}, RICH], ids=["plain", "rich"])
-def test_kubeflow_pipelines_accepts_every_field(words: dict[str, Any], configure: Configure) -> None:
+@pytest.mark.parametrize("settings", [{}, RICH], ids=["plain", "rich"])
+def test_kubeflow_pipelines_accepts_every_field(settings: dict[str, Any], configure: Configure) -> None:
     from kfp.pipeline_spec import pipeline_spec_pb2
 
-    pipeline, executors = of_kfp(configure(**words))
+    pipeline, executors = of_kfp(configure(**settings))
     read = json_format.ParseDict(pipeline, pipeline_spec_pb2.PipelineSpec())
     assert read.pipeline_info.name == "twice"
     json_format.ParseDict(
@@ -153,13 +153,13 @@ def test_each_submission_is_its_own_run(configure: Configure) -> None:
 
 def test_gpus_go_to_the_steps_that_compute_on_them(configure: Configure) -> None:
     config = configure(**RICH)
-    asked = {
+    gpus = {
         name: template["container"]["resources"].get("limits", {}).get("nvidia.com/gpu")
         for name, template in templates(of_argo(config)).items()
         if "container" in template
     }
-    assert {name for name, count in asked.items() if count} == {"train", "evaluate"}
-    assert asked["train"] == "4"
+    assert {name for name, count in gpus.items() if count} == {"train", "evaluate"}
+    assert gpus["train"] == "4"
     executors = of_kfp(config)[0]["deploymentSpec"]["executors"]
     assert {name for name, item in executors.items() if "accelerator" in item["container"]["resources"]} == {
         "exec-train", "exec-evaluate",
@@ -172,21 +172,23 @@ def test_lost_pods_are_retried_and_errors_are_not(configure: Configure) -> None:
     assert strategy["retryPolicy"] == "Always"
 
 
-@pytest.mark.parametrize(("words", "steps"), [(RICH, {"deploy"}), (MANY, {"deploy", "train"})], ids=["one", "many"])
+@pytest.mark.parametrize(("settings", "steps"), [(RICH, {"deploy"}), (MANY, {"deploy", "train"})], ids=["one", "many"])
 def test_only_steps_that_change_the_cluster_have_a_service_account(
-    words: dict[str, Any], steps: set[str], configure: Configure
+    settings: dict[str, Any], steps: set[str], configure: Configure
 ) -> None:
-    accounts = {name: item.get("serviceAccountName") for name, item in templates(of_argo(configure(**words))).items()}
+    accounts = {
+        name: item.get("serviceAccountName") for name, item in templates(of_argo(configure(**settings))).items()
+    }
     assert {name: account for name, account in accounts.items() if account} == dict.fromkeys(steps, "pipe")
 
 
-@pytest.mark.parametrize(("words", "seconds"), [({}, 90), (RICH, 30)], ids=["plain", "spot"])
+@pytest.mark.parametrize(("settings", "seconds"), [({}, 90), (RICH, 30)], ids=["plain", "spot"])
 def test_argo_pods_have_time_for_a_checkpoint_and_are_deleted(
-    words: dict[str, Any], seconds: int, configure: Configure
+    settings: dict[str, Any], seconds: int, configure: Configure
 ) -> None:
-    spec = of_argo(configure(**words))["spec"]
+    spec = of_argo(configure(**settings))["spec"]
     assert json.loads(spec["podSpecPatch"]) == {"terminationGracePeriodSeconds": seconds, "enableServiceLinks": False}
-    assert spec["podGC"]["strategy"] == "OnPodSuccess", "one that failed is there to be looked at"
+    assert spec["podGC"]["strategy"] == "OnPodSuccess", "failed pods are kept for inspection"
     assert templates({"spec": spec})["train"]["retryStrategy"]["backoff"] == {"duration": "10s", "factor": "2"}
 
 
@@ -235,7 +237,7 @@ def test_argo_waits_for_training_on_several_pods(configure: Configure) -> None:
 
 
 def test_all_pods_of_a_workflow_use_the_same_run(configure: Configure) -> None:
-    """The first makes it of what it is told; the others must have been told the same."""
+    """Pod 0 creates the run from its configuration; the other pods must have the same."""
     made = of_argo(configure(**MANY))
     assert len(set(_configs(made))) == 1
 
@@ -260,7 +262,7 @@ def test_names_of_a_workflows_jobset_are_short_enough(configure: Configure) -> N
 
 
 @pytest.mark.parametrize(
-    ("engine", "words", "said"),
+    ("engine", "settings", "message"),
     [
         (of_argo, {"train": {"nodes": 2}}, "set cluster.workload=jobset"),
         (of_kfp, {"train": {"nodes": 2}}, "--engine argo"),
@@ -268,10 +270,10 @@ def test_names_of_a_workflows_jobset_are_short_enough(configure: Configure) -> N
     ],
 )
 def test_unsupported_settings_of_an_engine_are_refused(
-    engine: Any, words: dict[str, Any], said: str, configure: Configure
+    engine: Any, settings: dict[str, Any], message: str, configure: Configure
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        engine(configure(**words))
+    with pytest.raises(ConfigError, match=message):
+        engine(configure(**settings))
 
 
 @pytest.mark.parametrize(("cpu", "memory", "numbers"), [("500m", "512Mi", (0.5, 0.536870912)), ("2", "4G", (2.0, 4.0))])

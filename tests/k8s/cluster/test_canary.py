@@ -307,7 +307,9 @@ def test_a_knative_revision_that_is_not_ready_fails_the_deployment(
     }
     knative.knative.on_apply = lambda path: knative.store.change(path, lambda item: item.pop("status"))  # type: ignore[method-assign, assignment]
     config = configure({**KNATIVE, "timeout_seconds": 1})
-    with pytest.raises(StageError, match=r"revision twice-predictor-00003 is not ready.*`pipe rollback` restores"):
+    with pytest.raises(
+        StageError, match=r"revision twice-predictor-00003 is not ready.*`pipe registry rollback` restores"
+    ):
         deploy.deploy(config, bundle, "twice:2", tmp_path, False, print)
 
 

@@ -23,7 +23,15 @@ LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/twice-deploy"
 @pytest.fixture
 def lease(api: ApiServer) -> Callable[..., Lease]:
     def make(holder: str, seconds: int = 30) -> Lease:
-        return Lease(connect(""), "default", "twice-deploy", holder, poll_seconds=0.01, duration_seconds=seconds)
+        return Lease(
+            connect(""),
+            "default",
+            "twice-deploy",
+            holder,
+            poll_seconds=0.01,
+            duration_seconds=seconds,
+            renew_seconds=0.01,
+        )
 
     return make
 

@@ -1,4 +1,4 @@
-"""What the serving image takes, without building one: its requirements and our source, as a build lays them down."""
+"""The size of the serving image, from its requirements and our source as a build installs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.contract.bundle import Bundle
 
 LIMIT_MEGABYTES = 450
 
-# With nothing of this environment in sight: what is not in the image must not be found here.
+# Runs without this environment's packages: only those of the image may be imported.
 STARTS = """
 import sys
 sys.path[:0] = sys.argv[1:]
@@ -56,5 +56,5 @@ def call(*arguments: str) -> str:
 
 
 def blocks(folder: Path) -> int:
-    """Bytes on a disk: whole blocks."""
+    """Return the bytes of whole blocks on disk."""
     return sum((Path(parent) / name).lstat().st_blocks * 512 for parent, _, names in os.walk(folder) for name in names)

@@ -90,8 +90,6 @@ def test_a_modelcar_has_an_image_for_each_architecture(made: tuple[Layout, dict[
     assert (entry["mediaType"], layout.read(entry["digest"])) == (INDEX, index)
 
 
-# --- on a base
-
 DOCKER = "application/vnd.docker.image.rootfs.diff.tar.gzip"
 
 
@@ -103,7 +101,7 @@ def registry() -> Iterator[RegistryServer]:
 
 
 def put_base(registry: RegistryServer, architecture: str) -> str:
-    """An image with a shell, in a way, as Docker pushes it; returns its digest."""
+    """Push an image with a mocked shell, in docker's format; return its digest."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         entry = tarfile.TarInfo("bin/sh")

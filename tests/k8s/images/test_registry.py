@@ -123,7 +123,7 @@ def test_a_login_allows_pushing(auth: str, login: Login, registry: RegistryServe
 
 
 @pytest.mark.parametrize(
-    ("auth", "login", "said"),
+    ("auth", "login", "message"),
     [
         ("basic", None, "UNAUTHORIZED who are you"),
         ("basic", Login("ann", "wrong"), "UNAUTHORIZED who are you"),
@@ -131,10 +131,10 @@ def test_a_login_allows_pushing(auth: str, login: Login, registry: RegistryServe
     ],
 )
 def test_a_refused_login_names_the_command_to_log_in(
-    auth: str, login: Login | None, said: str, registry: RegistryServer, image: tuple[Layout, str]
+    auth: str, login: Login | None, message: str, registry: RegistryServer, image: tuple[Layout, str]
 ) -> None:
     registry.auth = auth
-    with pytest.raises(StageError, match=f"{said}.*`docker login {registry.host}`"):
+    with pytest.raises(StageError, match=f"{message}.*`docker login {registry.host}`"):
         repository(registry, login).push(*image, "1")
     assert registry.blobs == {}
 

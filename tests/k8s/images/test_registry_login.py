@@ -74,17 +74,17 @@ def test_a_missing_credential_helper_is_an_error(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "cannot be read"),
         (json.dumps({"auths": {"r.example": {"auth": "%"}}}), "damaged"),
         (json.dumps({"auths": {"r.example": {"auth": encoded("ann")}}}), "no password"),
     ],
 )
-def test_a_damaged_login_file_is_an_error(text: str, said: str, home: Path) -> None:
+def test_a_damaged_login_file_is_an_error(text: str, message: str, home: Path) -> None:
     env = write(home)
     (home / ".docker" / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         find_login("r.example", env)
 
 

@@ -41,7 +41,7 @@ def test_options_are_the_bundles_unless_configured(configure: Configure, bundle:
 def test_threads_follow_the_cpu_request(cpu: Any, threads: str, configure: Configure, bundle: Bundle) -> None:
     open_ = with_threads(bundle, 0)
     assert data(configure, open_, cpu=cpu)["THREADS"] == threads
-    assert data(configure, with_threads(bundle, 3), cpu=cpu)["THREADS"] == "", "the bundle has a number of its own"
+    assert data(configure, with_threads(bundle, 3), cpu=cpu)["THREADS"] == "", "the bundle sets the number"
     assert data(configure, open_, cpu=cpu, environment={"THREADS": "0"})["THREADS"] == "0"
 
 

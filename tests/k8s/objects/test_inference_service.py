@@ -82,7 +82,7 @@ def test_a_standard_canary_is_a_second_predictor(configure: Configure, bundle: B
 
 
 @pytest.mark.parametrize(
-    ("deploy", "said"),
+    ("deploy", "message"),
     [
         ({"render": False}, "render the manifests"),
         ({}, "set deploy.storage_uri and deploy.stable_storage_uri"),
@@ -94,9 +94,9 @@ def test_a_standard_canary_is_a_second_predictor(configure: Configure, bundle: B
     ],
 )
 def test_a_canary_without_two_storage_uris_is_refused(
-    deploy: dict[str, Any], said: str, configure: Configure, bundle: Bundle
+    deploy: dict[str, Any], message: str, configure: Configure, bundle: Bundle
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         service(configure, bundle, **{"render": True, "canary_percent": 10, **deploy})
 
 

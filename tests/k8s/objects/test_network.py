@@ -22,7 +22,7 @@ KEY, PRIVATE = "a-key-of-the-tests", "-----BEGIN PRIVATE KEY-----\nsecret\n"
 
 
 @pytest.fixture
-def entry(tmp_path: Path) -> Access:
+def access(tmp_path: Path) -> Access:
     for name, text in (("keys", f"{KEY}\n"), ("crt", "-----BEGIN CERTIFICATE-----\n"), ("key", PRIVATE)):
         (tmp_path / name).write_text(text)
     return Access(api_keys=str(tmp_path / "keys"), tls_certificate=str(tmp_path / "crt"), tls_key=str(tmp_path / "key"))
@@ -33,9 +33,9 @@ def _pod(objects: list[dict[str, Any]]) -> dict[str, Any]:
     return pod
 
 
-def test_the_service_finds_the_mounted_secret(configure: Configure, bundle: Bundle, entry: Access) -> None:
-    objects = serving.serving_objects(configure(), bundle, "twice:1", entry)
-    (secret,) = network.access_secrets(configure(), entry)
+def test_the_service_finds_the_mounted_secret(configure: Configure, bundle: Bundle, access: Access) -> None:
+    objects = serving.serving_objects(configure(), bundle, "twice:1", access)
+    (secret,) = network.access_secrets(configure(), access)
     for item in (*objects, secret):
         validate(item)
     pod = _pod(objects)
@@ -50,19 +50,19 @@ def test_the_service_finds_the_mounted_secret(configure: Configure, bundle: Bund
     assert sorted(paths) == sorted(f"{mount['mountPath']}/{name}" for name in secret["data"])
 
 
-def test_probes_follow_to_https(configure: Configure, bundle: Bundle, entry: Access) -> None:
+def test_probes_follow_to_https(configure: Configure, bundle: Bundle, access: Access) -> None:
     def schemes(given: Access) -> set[str | None]:
         container = _pod(serving.serving_objects(configure(), bundle, "twice:1", given))["containers"][0]
         return {
             container[probe]["httpGet"].get("scheme") for probe in ("startupProbe", "readinessProbe", "livenessProbe")
         }
 
-    assert schemes(entry) == {"HTTPS"}
-    assert schemes(Access(api_keys=entry.api_keys)) == {None}
+    assert schemes(access) == {"HTTPS"}
+    assert schemes(Access(api_keys=access.api_keys)) == {None}
 
 
-def test_the_secret_holds_hashes_of_the_keys(configure: Configure, entry: Access) -> None:
-    (secret,) = network.access_secrets(configure(), entry)
+def test_the_secret_holds_hashes_of_the_keys(configure: Configure, access: Access) -> None:
+    (secret,) = network.access_secrets(configure(), access)
     data = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}
     assert data["api-keys"] == f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}\n"
     assert data["tls.key"] == PRIVATE
@@ -76,19 +76,19 @@ def test_without_keys_and_tls_there_is_no_secret(configure: Configure, bundle: B
     assert [volume["name"] for volume in pod["volumes"]] == ["tmp"]
 
 
-def test_tls_with_kserve_is_refused(configure: Configure, bundle: Bundle, entry: Access) -> None:
+def test_tls_with_kserve_is_refused(configure: Configure, bundle: Bundle, access: Access) -> None:
     config = configure({"target": "kserve"})
     with pytest.raises(ConfigError, match="KServe's gateway ends TLS"):
-        serving.serving_objects(config, bundle, "twice:1", entry)
-    for item in serving.serving_objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys)):
+        serving.serving_objects(config, bundle, "twice:1", access)
+    for item in serving.serving_objects(config, bundle, "twice:1", Access(api_keys=access.api_keys)):
         validate(item)
 
 
 def test_a_deployment_applies_the_secret_first_and_sends_a_key(
-    api: ApiServer, model: Any, configure: Configure, bundle: Bundle, entry: Access, tmp_path: Path
+    api: ApiServer, model: Any, configure: Configure, bundle: Bundle, access: Access, tmp_path: Path
 ) -> None:
     api.service, api.unready_polls = model, 0
-    record = deploy(configure(), bundle, "twice:1", tmp_path / "out", False, print, entry)
+    record = deploy(configure(), bundle, "twice:1", tmp_path / "out", False, print, access)
     assert record["applied"][0] == "secret/twice-access"
     assert {headers["x-api-key"] for headers in api.proxied} == {KEY}
     assert any("/services/https:twice:http/proxy/" in path for _, path, _, _ in api.requests)
@@ -96,21 +96,21 @@ def test_a_deployment_applies_the_secret_first_and_sends_a_key(
 
 @pytest.mark.usefixtures("no_cluster")
 def test_no_rendered_file_contains_a_secret(
-    configure: Configure, bundle: Bundle, entry: Access, tmp_path: Path
+    configure: Configure, bundle: Bundle, access: Access, tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    deploy(configure(), bundle, "twice:1", tmp_path / "out", True, said.append, entry)
+    reports: list[str] = []
+    deploy(configure(), bundle, "twice:1", tmp_path / "out", True, reports.append, access)
     written = "".join(file.read_text() for file in (tmp_path / "out").iterdir())
     assert KEY not in written
     assert "PRIVATE" not in written
     assert "twice-access" in written
     wanted = "kubectl --namespace default create secret generic twice-access --from-file=api-keys="
-    assert any(wanted in line and f"--from-file=tls.key={entry.tls_key}" in line for line in said)
+    assert any(wanted in line and f"--from-file=tls.key={access.tls_key}" in line for line in reports)
 
 
-def test_serve_settings_reach_the_command_line(configure: Configure, bundle: Bundle, entry: Access) -> None:
+def test_serve_settings_reach_the_command_line(configure: Configure, bundle: Bundle, access: Access) -> None:
     config = configure(serve={"page": False, "log_requests": 0.01})
-    objects = serving.serving_objects(config, bundle, "twice:1", Access(api_keys=entry.api_keys))
+    objects = serving.serving_objects(config, bundle, "twice:1", Access(api_keys=access.api_keys))
     container, settings = _pod(objects)["containers"][0], next(item for item in objects if item["kind"] == "ConfigMap")
     assert container["args"][-3:] == ["--no-page", "--api-keys", "/access/api-keys"]
     assert settings["data"]["LOG_REQUESTS"] == "0.01"
@@ -239,7 +239,7 @@ def test_prometheus_uses_tls_and_a_key_where_pods_require_them(configure: Config
 
 
 @pytest.mark.parametrize(
-    ("deploy", "access", "said"),
+    ("deploy", "access", "message"),
     [
         ({"service_monitor_labels": {"release": "p"}}, {"api_keys": "/keys"}, "deploy.service_monitor_secret"),
         ({"ingress_class": "default"}, {"tls_certificate": "/crt", "tls_key": "/key"}, "deploy.ingress_tls_secret"),
@@ -247,7 +247,7 @@ def test_prometheus_uses_tls_and_a_key_where_pods_require_them(configure: Config
     ],
 )
 def test_settings_without_a_way_to_call_the_service_are_refused(
-    deploy: dict[str, Any], access: dict[str, str], said: str, configure: Configure, bundle: Bundle
+    deploy: dict[str, Any], access: dict[str, str], message: str, configure: Configure, bundle: Bundle
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         serving.serving_objects(configure(deploy), bundle, "twice:1", Access(**access))

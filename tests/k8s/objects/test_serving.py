@@ -51,7 +51,7 @@ def objects(config: Any, bundle: Bundle) -> dict[str, dict[str, Any]]:
 
 
 def pod_of(parts: dict[str, dict[str, Any]]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Labels and spec of the serving pods."""
+    """Return labels and spec of the serving pods."""
     if "Deployment" in parts:
         template = parts["Deployment"]["spec"]["template"]
         return template["metadata"]["labels"], template["spec"]

@@ -162,7 +162,7 @@ def test_an_existing_claim_is_used(configure: Configure) -> None:
 
 
 def test_a_terminated_pod_has_time_for_a_checkpoint(configure: Configure) -> None:
-    """Longer than a node waits for its processes; on spot nodes, what their notice leaves."""
+    """The grace period is longer than a node waits for its processes, and on spot nodes within their notice."""
     grace = [
         objects(configure(cluster={"spot": spot}))["Job"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
         for spot in (False, True)
@@ -185,7 +185,7 @@ def test_an_elastic_job_has_the_maximum_number_of_pods(configure: Configure) -> 
 
 
 def test_an_error_ends_the_job_and_a_lost_pod_is_replaced(configure: Configure) -> None:
-    """Exit codes of a node: those of our errors, and others where a new pod may do better."""
+    """Only the exit codes of our own errors end the Job."""
     ignored, fails = objects(configure())["Job"]["spec"]["podFailurePolicy"]["rules"]
     assert ignored["action"] == "Ignore"
     assert fails["action"] == "FailJob"
@@ -283,8 +283,8 @@ def test_standalone_training_puts_the_rendezvous_into_its_run(workload: str, con
         "pipeline.training.node",
         "/runs/first",
     ]
-    asked = next((item["spec"]["trainer"] for item in made if item["kind"] == "TrainJob"), container)
-    assert (asked["command"], asked["args"]) == (container["command"], container["args"])
+    trainer = next((item["spec"]["trainer"] for item in made if item["kind"] == "TrainJob"), container)
+    assert (trainer["command"], trainer["args"]) == (container["command"], container["args"])
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
     found = parse_config(json.loads(str(env[training.CONFIG_VARIABLE])), "the manifest")
     host = {"job": "{0}-0.{0}", "jobset": "{0}-node-0-0.{0}", "trainjob": "{0}-node-0-0.{0}"}[workload]
