@@ -149,7 +149,7 @@ def test_weights_outside_the_bundle_are_never_read(
     model.graph.initializer[0].CopyFrom(weight)
     (own_bundle / "model.onnx").write_bytes(model.SerializeToString())
     seal(own_bundle)
-    with pytest.raises(BundleError, match="which is no plain file beside it"):
+    with pytest.raises(BundleError, match="which is not a regular file next to it"):
         Session(open_bundle(own_bundle), "cpu", 1)
 
 

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,46 +21,80 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 
 from pipeline.contract.signature import Limits, Runtime
 from tests.serve.odd import slow
+from tests.serve.sealed import seal
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
 
 
-LONG, SHORT = 100.0, 0.0  # thousands of rounds of work
-MOST = 1 << 20  # bytes of a body
+HELD, QUICK = 1.0, 0.0  # values of the input: a run with HELD lasts until the test releases it
+MAX_BODY_BYTES = 1 << 20
 PATH = "/v2/models/tiny/infer"
+
+# Appended to the codec, which the service imports at its start. It computes while it waits, as a slow model does, and
+# long enough that the service never takes such a run for a quick one.
+HOLD = """
+import os, time
+from serve.runtime.session import Session
+
+run = Session.run
+
+def run_when_released(self, inputs, outputs=None):
+    end = time.thread_time() + 0.1
+    while (inputs["x"] >= 1).any() and (os.path.exists({path!r}) or time.thread_time() < end):
+        sum(range(10_000))
+    return run(self, inputs, outputs)
+
+Session.run = run_when_released
+"""
 
 
 @pytest.fixture(scope="module")
-def busy(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher) -> Running:
-    """A service with a slow model: one request at a time, a queue of three, a deadline of 10 s."""
-    limits = Limits(max_batch_size=16, max_body_bytes=MOST, max_waiting=3, deadline_seconds=10)
-    runtime = Runtime(provider="cpu", threads=1, batch_rows=1)
-    return module_launcher(slow(tmp_path_factory.mktemp("slow") / "bundle", limits, runtime))
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that holds runs while it exists."""
+    return tmp_path_factory.mktemp("hold") / "hold"
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher, hold: Path) -> Running:
+    """A service that runs one request at a time, with a queue of three and a deadline of 10 s."""
+    limits = Limits(max_batch_size=16, max_body_bytes=MAX_BODY_BYTES, max_waiting=3, deadline_seconds=10)
+    bundle = slow(tmp_path_factory.mktemp("slow") / "bundle", limits, Runtime(provider="cpu", threads=1, batch_rows=1))
+    with (bundle / "codec.py").open("a") as codec:
+        codec.write(HOLD.format(path=str(hold)))
+    seal(bundle)
+    return module_launcher(bundle)
 
 
 @pytest.fixture
-def service(busy: Running) -> Iterator[Service]:
+def service(busy: Running, hold: Path) -> Iterator[Service]:
     with (
         ThreadPoolExecutor(8) as threads,
         httpx.Client(base_url=busy.url, timeout=60) as client,
         grpc.insecure_channel(f"127.0.0.1:{busy.grpc_port}") as channel,
     ):
-        yield Service(busy, threads, client, GRPCInferenceServiceStub(channel))
+        yield Service(busy, hold, threads, client, GRPCInferenceServiceStub(channel))
+        hold.unlink(missing_ok=True)
 
 
 class Service:
-    def __init__(self, running: Running, threads: ThreadPoolExecutor, client: httpx.Client, stub: Any) -> None:
-        self.running, self.threads, self.client, self.stub = running, threads, client, stub
+    def __init__(
+        self, running: Running, hold: Path, threads: ThreadPoolExecutor, client: httpx.Client, stub: Any
+    ) -> None:
+        self.running, self.hold, self.threads, self.client, self.stub = running, hold, threads, client, stub
 
-    def request(self, rounds: float, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
-        return self.client.post(PATH, content=body(rounds, **fields), headers=headers or {})
+    def request(self, value: float, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        return self.client.post(PATH, content=body(value, **fields), headers=headers or {})
 
-    def begin(self, rounds: float) -> Future[httpx.Response]:
-        """Start a request and wait until it runs."""
-        future = self.threads.submit(self.request, rounds)
+    def start_held(self, headers: dict[str, str] | None = None) -> Future[httpx.Response]:
+        """Start a request that runs until `release`, and wait until it runs."""
+        self.hold.touch()
+        future = self.threads.submit(self.request, HELD, headers)
         self.wait_until(lambda: self.value("pipe_requests_in_flight") == 1 and self.value("pipe_queue_length") == 0)
         return future
+
+    def release(self) -> None:
+        self.hold.unlink()
 
     def value(self, name: str, label: str = "") -> float:
         lines = self.client.get("/metrics").text.splitlines()
@@ -80,39 +115,45 @@ class Service:
         return self.value("pipe_batch_requests_count")
 
 
-def body(rounds: float, **fields: Any) -> bytes:
+def body(value: float, **fields: Any) -> bytes:
     return json.dumps(
-        {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [rounds]}], **fields}
+        {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [value]}], **fields}
     ).encode()
 
 
-def message(rounds: float, **parameters: Any) -> Any:
+def message(value: float, **parameters: Any) -> Any:
     tensor = {"name": "x", "shape": [1, 1], "datatype": "FP32"}
-    raw = np.float32(rounds).tobytes()
+    raw = np.float32(value).tobytes()
     return pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[raw], parameters=parameters)
 
 
 def test_disconnected_client_is_not_computed(service: Service) -> None:
     before, gone = service.computed, service.value("pipe_rejected_total", 'reason="gone"')
-    first = service.begin(LONG)
+    first = service.start_held()
     with socket.create_connection(("127.0.0.1", service.running.port)) as sock:
-        text = body(LONG)
+        text = body(QUICK)
         sock.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n\r\n".encode() + text)
         service.wait_until(lambda: service.value("pipe_queue_length") == 1)
+    for _ in range(3):  # the event loop reads the end of the connection before it answers these
+        assert service.client.get("/v2/health/live").status_code == 200
+    service.release()
     assert first.result().status_code == 200
-    assert service.request(SHORT).status_code == 200
+    assert service.request(QUICK).status_code == 200
     assert service.computed - before == 2
     assert service.value("pipe_rejected_total", 'reason="gone"') - gone == 1
 
 
 def test_cancelled_grpc_call_is_not_computed(service: Service) -> None:
     before = service.computed
-    first = service.begin(LONG)
-    call = service.stub.ModelInfer.future(message(LONG), timeout=60)
+    first = service.start_held()
+    call = service.stub.ModelInfer.future(message(QUICK), timeout=60)
     service.wait_until(lambda: service.value("pipe_queue_length") == 1)
     call.cancel()
+    for _ in range(3):  # on the same connection, after RST_STREAM
+        assert service.stub.ServerLive(pb.ServerLiveRequest(), timeout=60).live
+    service.release()
     assert first.result().status_code == 200
-    assert service.request(SHORT).status_code == 200
+    assert service.request(QUICK).status_code == 200
     assert service.computed - before == 2
     assert service.value("pipe_requests_in_flight") == 0
 
@@ -124,62 +165,67 @@ def test_cancelled_grpc_call_is_not_computed(service: Service) -> None:
 )
 def test_http_deadline_is_kept(service: Service, deadline: dict[str, Any]) -> None:
     before = service.computed
-    first = service.begin(LONG)
-    began = time.monotonic()
-    answer = service.request(SHORT, **deadline)
-    assert time.monotonic() - began >= 0.05
+    first = service.start_held()
+    answer = service.request(QUICK, **deadline)
     assert (answer.status_code, first.done()) == (504, False)
     assert "it was not computed" in answer.json()["error"]
+    service.release()
     assert first.result().status_code == 200
     assert service.computed - before == 1
 
 
 def test_grpc_deadline_is_kept(service: Service) -> None:
     before = service.computed
-    first = service.begin(LONG)
-    for request, seconds in ((message(SHORT), 0.05), (message(SHORT, timeout={"int64_param": 50_000}), 60)):
+    first = service.start_held()
+    for request, seconds in ((message(QUICK), 0.05), (message(QUICK, timeout={"int64_param": 50_000}), 60)):
         with pytest.raises(grpc.RpcError) as error:
             service.stub.ModelInfer(request, timeout=seconds)
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    service.release()
     assert first.result().status_code == 200
     assert service.computed - before == 1
 
 
 def test_full_queue_rejects_requests_of_every_protocol(service: Service) -> None:
-    first = service.begin(LONG)
-    waiting = [service.threads.submit(service.request, SHORT) for _ in range(3)]
+    first = service.start_held()
+    waiting = [service.threads.submit(service.request, QUICK) for _ in range(3)]
     service.wait_until(lambda: service.value("pipe_queue_length") == 3)
-    answers = [service.request(SHORT), service.client.post("/v1/models/tiny:predict", json={"instances": [0]})]
+    answers = [service.request(QUICK), service.client.post("/v1/models/tiny:predict", json={"instances": [0]})]
     with pytest.raises(grpc.RpcError) as error:
-        service.stub.ModelInfer(message(SHORT), timeout=60)
-    assert not first.done()
+        service.stub.ModelInfer(message(QUICK), timeout=60)
     for answer in answers:
         assert (answer.status_code, int(answer.headers["retry-after"]) >= 1) == (503, True)
         assert answer.json()["error"] == "3 requests wait already; try again in a moment"
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert service.client.get("/v2/health/ready").status_code == 200
+    service.release()
     assert [one.result().status_code for one in (first, *waiting)] == [200] * 4
-    assert service.request(SHORT).status_code == 200
+    assert service.request(QUICK).status_code == 200
 
 
 def test_deadline_that_cannot_be_met_is_rejected_immediately(service: Service) -> None:
-    first = service.begin(LONG)
-    second = service.threads.submit(service.request, LONG)
+    measured = service.start_held()
+    time.sleep(0.5)  # the service learns that a run takes at least this long
+    service.release()
+    assert measured.result().status_code == 200
+    first = service.start_held()
+    second = service.threads.submit(service.request, HELD)
     service.wait_until(lambda: service.value("pipe_queue_length") == 1)
-    answer = service.request(SHORT, headers={"x-request-timeout": "0.05"})
+    answer = service.request(QUICK, headers={"x-request-timeout": "0.05"})
     assert (answer.status_code, first.done()) == (503, False)
     assert "longer than its deadline" in answer.json()["error"]
+    service.release()
     assert [one.result().status_code for one in (first, second)] == [200, 200]
 
 
 def test_memory_of_large_bodies_is_limited(service: Service) -> None:
     """Memory holds four bodies: of eight nearly complete ones some are rejected, and succeed later."""
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {MOST}\r\n\r\n".encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_BODY_BYTES}\r\n\r\n".encode()
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.create_connection(("127.0.0.1", service.running.port))) for _ in range(8)]
-        senders = [service.threads.submit(sock.sendall, head + b" " * (MOST - 100)) for sock in socks]
-        refused, _, _ = select.select(socks, [], [], 20)
-        answer = refused[0].recv(1000)
+        senders = [service.threads.submit(sock.sendall, head + b" " * (MAX_BODY_BYTES - 100)) for sock in socks]
+        rejected, _, _ = select.select(socks, [], [], 60)
+        answer = rejected[0].recv(1000)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
         assert b"other requests' bodies take" in answer
@@ -187,18 +233,17 @@ def test_memory_of_large_bodies_is_limited(service: Service) -> None:
             sender.result()
         assert len(select.select(socks, [], [], 0)[0]) <= 4
     service.wait_until(lambda: service.value("pipe_requests_in_flight") == 0)
-    large = service.client.post(PATH, content=iter([b" " * (MOST // 2), b" " * (MOST // 2 - 1000), body(SHORT)]))
+    half = MAX_BODY_BYTES // 2
+    large = service.client.post(PATH, content=iter([b" " * half, b" " * (half - 1000), body(QUICK)]))
     assert large.status_code == 200
 
 
 @pytest.mark.long
 def test_bundle_deadline_applies_by_default(service: Service) -> None:
+    first = service.start_held({"x-request-timeout": "100"})
     began = time.monotonic()
-    assert service.request(LONG).status_code == 200
-    fifteen_seconds = LONG * 15 / (time.monotonic() - began)
-    first = service.threads.submit(service.request, fifteen_seconds, {"x-request-timeout": "100"})
-    service.wait_until(lambda: service.value("pipe_requests_in_flight") == 1)
-    began = time.monotonic()
-    assert service.request(SHORT).status_code == 504
-    assert 9.9 < time.monotonic() - began < 11
+    assert service.request(QUICK).status_code == 504
+    assert time.monotonic() - began > 9.9
+    assert not first.done()
+    service.release()
     assert first.result().status_code == 200
