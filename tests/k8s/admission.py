@@ -8,6 +8,7 @@ from functools import cache
 import kubernetes_validate
 
 from .object_store import Object
+from .schemas import validate_builtin
 
 # Fields of the spec that cannot be changed.
 _IMMUTABLE = {
@@ -23,7 +24,7 @@ _INDEXED = ("backoffLimitPerIndex", "maxFailedIndexes")
 def validation_problem(text: str) -> str:
     """Return the error of the strict schema; cached, since most objects are applied several times."""
     try:
-        kubernetes_validate.validate(json.loads(text), kubernetes_validate.latest_version(), strict=True)
+        validate_builtin(json.loads(text))
     except kubernetes_validate.ValidationError as error:
         return str(error.message)
     return ""
