@@ -176,9 +176,9 @@ def locate_pretrained(model: Model, root: Path, commit: str = "", files: Iterabl
         cached = _fetch(identifier, commit, local=True)
         if cached and all((cached / name).is_file() for name in files):
             return cached
-    folder = _fetch(identifier, commit or model.revision, local=False)
-    assert folder is not None
-    return folder
+    fetched = _fetch(identifier, commit or model.revision, local=False)
+    assert fetched is not None
+    return fetched
 
 
 def commit_of(folder: Path) -> str:

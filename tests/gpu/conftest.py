@@ -1,4 +1,4 @@
-"""What the tests on a GPU train: small enough for seconds, with dropout, and batches that no size divides."""
+"""A small task for tests on a GPU, with dropout and batches of unequal sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.processes import Rank
-from train.optim import be_deterministic
-from train.process_group import Group
+from train.optim import set_determinism
+from train.process_group import ProcessGroup
 from train.trainer import Trainer
 
 
@@ -39,30 +39,30 @@ class Waves:
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by deterministic algorithms
-    yield Group(Rank(), torch.device("cuda", 0))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by deterministic algorithms
+    yield ProcessGroup(Rank(), torch.device("cuda", 0))
     torch.use_deterministic_algorithms(False)
 
 
-def make(group: Group, **train: Any) -> Trainer:
-    words = {"epochs": 4, "batch_size": 20, "lr": 0.01, "device": "cuda", "log_every": 100, **train}
-    body = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": words}
-    config = parse_config(body, source="test")
+def make(group: ProcessGroup, **train: Any) -> Trainer:
+    settings = {"epochs": 4, "batch_size": 20, "lr": 0.01, "device": "cuda", "log_every": 100, **train}
+    values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": settings}
+    config = parse_config(values, source="test")
     task: Any = Waves()
-    be_deterministic(config.train)
+    set_determinism(config.train)
     splits = Samples("train", task.data("train")), Samples("validation", task.data("validation"))
-    return Trainer(task, config, group, *splits, words["batch_size"])
+    return Trainer(task, config, group, *splits, settings["batch_size"])
 
 
 def losses(trainer: Trainer, steps: range) -> list[float]:
-    """Of whole batches, one a step."""
+    """Make these steps and return the mean loss of each batch."""
     for step in steps:
         trainer._step(step)
-    found = [
+    means = [
         tensor.item() / trainer.order.size(step) for step, tensor in zip(steps, trainer._window.losses, strict=True)
     ]
     trainer._open_window()
-    return found
+    return means

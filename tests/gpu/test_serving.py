@@ -8,17 +8,17 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.contract.processes import why_no_cuda
+from pipeline.contract.processes import cuda_problem
 from serve.runtime import placement, session
 
-NO_CUDA = why_no_cuda(onnxruntime.get_available_providers())
+NO_CUDA = cuda_problem(onnxruntime.get_available_providers())
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA or "-")]
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 def _model(path: Path, last: str) -> Path:
-    """Flattened by arithmetic on its shape, multiplied, and `last` of it."""
+    """Write a model that flattens its input by its shape, multiplies it, and applies the operator `last`."""
     weight = np.random.default_rng(0).normal(size=(64, 10)).astype(np.float32)
     constants = {"zero": np.array([0]), "rest": np.array([-1])}
     graph = helper.make_graph(
@@ -39,26 +39,28 @@ def _model(path: Path, last: str) -> Path:
     return path
 
 
-def _observed(path: Path) -> list[placement.Node]:
+def _misplaced_nodes(path: Path) -> list[placement.Node]:
     options, image = onnxruntime.SessionOptions(), np.ones((4, 1, 8, 8), np.float32)
-    with placement.scratch() as folder:
-        placement.watch(options, folder)
+    with placement.profile_folder() as folder:
+        placement.enable_profiling(options, folder)
         session = onnxruntime.InferenceSession(str(path), options, providers=[CUDA, CPU])
         assert session.get_providers()[0] == CUDA
-        return placement.elsewhere(*placement.observe(session, {"x": image}), CUDA)
+        return placement.misplaced_nodes(*placement.profile_run(session, {"x": image}), CUDA)
 
 
-def test_a_plain_model_runs_on_the_gpu_whole(tmp_path: Path) -> None:
-    assert _observed(_model(tmp_path / "m.onnx", "Relu")) == []
+def test_plain_model_runs_on_the_gpu_only(tmp_path: Path) -> None:
+    assert _misplaced_nodes(_model(tmp_path / "m.onnx", "Relu")) == []
 
 
-def test_an_operator_that_cuda_does_not_have_is_found_on_the_cpu(tmp_path: Path) -> None:
-    assert [node.name for node in _observed(_model(tmp_path / "m.onnx", "Asinh"))] == ["last"]
+def test_operator_without_cuda_is_found_on_the_cpu(tmp_path: Path) -> None:
+    assert [node.name for node in _misplaced_nodes(_model(tmp_path / "m.onnx", "Asinh"))] == ["last"]
 
 
-def test_tensors_bound_to_the_gpu_answer_as_the_cpu_does(tmp_path: Path) -> None:
+def test_outputs_bound_to_the_gpu_equal_those_of_the_cpu(tmp_path: Path) -> None:
     path = str(_model(tmp_path / "m.onnx", "Relu"))
     image = np.random.default_rng(1).random((5, 1, 8, 8)).astype(np.float32)
     on_gpu = onnxruntime.InferenceSession(path, providers=[CUDA, CPU])
     expected = onnxruntime.InferenceSession(path, providers=[CPU]).run(None, {"x": image})[0]
-    np.testing.assert_allclose(session.run(on_gpu, ["y"], {"x": image}, "cuda")[0], expected, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(
+        session.run_bound(on_gpu, ["y"], {"x": image}, "cuda")[0], expected, rtol=1e-2, atol=1e-3
+    )

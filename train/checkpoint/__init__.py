@@ -1,1 +1,1 @@
-"""Checkpoints: complete and verified, or absent. Written while training goes on, shared out anew when they are read."""
+"""Checkpoints: written in the background, verified before use, and loaded with any number of processes."""

@@ -142,7 +142,7 @@ class Manifest:
     files: tuple[FileRecord, ...]  # by rank
 
     def encode(self) -> bytes:
-        """Return JSON with a digest of its own content, so that a flipped byte in it is detected, too."""
+        """Return JSON with a digest of the content, so that a flipped byte in it is detected, too."""
         text = _canonical(asdict(self))
         return f'{{"content": {text},\n"sha256": "{digest_bytes(text.encode())}"}}\n'.encode()
 

@@ -44,7 +44,7 @@ class MicroBatch:
 
 
 class Strategy:
-    """What the trainer calls; a subclass decides how gradients and weights are exchanged."""
+    """How this process takes part in training; the base class trains in a single process."""
 
     lockstep = True  # every process sees the same gradient norm at every step
     collective_forward = False  # a forward pass of one process needs those of the others

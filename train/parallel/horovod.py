@@ -72,7 +72,7 @@ class HorovodStrategy(Strategy):
                 raise
             raise LostContact(
                 f"rank {self.group.rank.rank} lost contact with another process, which was killed, failed or hangs; "
-                "see the log for which one"
+                "see the log"
             ) from error
 
 

@@ -22,7 +22,7 @@ class LocalSGDStrategy(Strategy):
 
     local_sgd: all processes continue from the average of their weights. diloco: the average is the direction of an
     outer Nesterov step (`OUTER_LR`, `OUTER_MOMENTUM`), and all processes continue from its result. Each process keeps
-    the state of its own optimizer in both.
+    its own optimizer state in both.
 
     With `sync_overlap` an exchange that starts after step k is applied after step k + sync_every, just before the
     next one starts: the difference between the resulting outer weights and this process's weights at step k is added

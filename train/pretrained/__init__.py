@@ -1,1 +1,1 @@
-"""Weights somebody else has trained: found, matched with a task's model, and read by those who keep them."""
+"""Pretrained weights: matched with a task's model, and read by the processes that keep them."""

@@ -27,7 +27,7 @@ BuildModel = Callable[[], nn.Module]
 
 
 class MetaModel:
-    """A model whose parameters are on the meta device; buffers keep their values, as files rarely have them."""
+    """A model whose parameters are on the meta device; buffers are computed, as no file has rotary frequencies."""
 
     def __init__(self, build: BuildModel) -> None:
         self._build = build

@@ -1,4 +1,4 @@
-"""Runs of several processes that are compared with one another."""
+"""Runs of several real processes, and comparisons between them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ...fork_server import launch
 from ..conftest import Project, journal, weights
 
 
-def trained(project: Project, name: str, processes: int, **words: Any) -> Run:
-    run = project.run(name, **words)
+def trained(project: Project, name: str, processes: int, **settings: Any) -> Run:
+    run = project.run(name, **settings)
     done = project.train(run, processes)
     assert done.returncode == 0, done.stderr
     return run
 
 
-def resumed(project: Project, whole: Run, name: str, after: int, processes: int, **words: Any) -> Run:
-    """Another run that goes on from a checkpoint of a whole one."""
-    run = project.run(name, **words)
+def resumed(project: Project, whole: Run, name: str, after: int, processes: int, **settings: Any) -> Run:
+    """Train a run that resumes from a checkpoint of another one."""
+    run = project.run(name, **settings)
     shutil.copytree(whole.partial("train"), run.partial("train"))
     for path in (run.partial("train") / "checkpoints").iterdir():
         if int(path.name[5:]) > after:
@@ -40,10 +40,10 @@ def resumed(project: Project, whole: Run, name: str, after: int, processes: int,
 
 
 def script(project: Project, program: str, processes: int) -> str:
-    """What a program prints that is started as training is."""
+    """Return what a program prints that is started like training."""
     (project.root / "program.py").write_text(program)
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     done = launch(("program.py",), project.root, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -54,9 +54,9 @@ def losses(run: Run) -> list[float]:
 
 
 def checkpoint(run: Run, step: int) -> dict[str, Tensor]:
-    """Weights and optimizer state."""
-    place = LocalStorage(run.partial("train") / "checkpoints")
-    return open_checkpoint(place, step, decode_manifest(place.manifest(step)).identity).read_all("")
+    """Return weights and optimizer state."""
+    storage = LocalStorage(run.partial("train") / "checkpoints")
+    return open_checkpoint(storage, step, decode_manifest(storage.manifest(step)).identity).read_all("")
 
 
 def weights_after(run: Run, step: int) -> dict[str, Tensor]:

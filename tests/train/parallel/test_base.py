@@ -33,9 +33,7 @@ def test_stopwatch_separates_waiting_from_computing() -> None:
     for _ in range(2):
         step(stopwatch, WORK)
     elapsed = time.perf_counter() - began
-    assert (traffic.compute_seconds, traffic.exposed_seconds) == (0.0, 0.0), (
-        "totals are brought up to date when asked for"
-    )
+    assert (traffic.compute_seconds, traffic.exposed_seconds) == (0.0, 0.0), "totals are updated by collect()"
     stopwatch.collect()
     assert 2 * WAIT <= traffic.exposed_seconds <= elapsed - 2 * WORK
     assert 2 * WORK <= traffic.compute_seconds <= elapsed - 2 * WAIT

@@ -89,7 +89,7 @@ def test_output_template_fits_any_number_of_samples() -> None:
 
 
 def split(model: nn.Module, starts: list[str], example: Any = tokens) -> list[tuple[nn.Module, Stage]]:
-    """Every stage with a model of its own, as separate processes have it."""
+    """Return every stage with its own copy of the model, as separate processes have it."""
     found = []
     for index in range(len(starts) + 1):
         own = copy.deepcopy(model)

@@ -126,7 +126,7 @@ class FixedHeads(Attention):
         return self.o_proj(torch.softmax(q, dim=-1).flatten(2))
 
 class NormOfHeads(Attention):
-    """Each process sees the gradient of its own heads only."""
+    """Each process sees the gradient of its heads only."""
     def __init__(self):
         super().__init__()
         self.q_norm = nn.RMSNorm(4)
