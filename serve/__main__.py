@@ -1,4 +1,4 @@
-"""`python -m serve BUNDLE…`: verify, load, ask the golden requests, and only then listen."""
+"""`python -m serve BUNDLE…`: verify and load the bundles, run their golden requests, and only then listen."""
 
 from __future__ import annotations
 
@@ -14,56 +14,56 @@ from typing import TYPE_CHECKING
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.errors import ConfigError, PipelineError
 from pipeline.contract.processes import hide_packages
-from serve.loading import prove
-from serve.logs import configure, fatal, told
-from serve.options import Door, Named, Options, parse
+from serve.loading import load_predictor
+from serve.logs import configure, log_fatal, log_fields
+from serve.options import NamedBundle, Options, parse_options
 from serve.runtime.predictor import Predictor
-from serve.security import read_token
+from serve.security import Security, read_token
 from serve.shadow import Shadow, open_shadow
-from serve.sockets import Sockets, reserve
-from serve.tracing import configured
+from serve.sockets import Sockets, bind_socket
+from serve.tracing import configure_tracing
 
 if TYPE_CHECKING:
     from serve.server import Service
 
 
-_TURN_SECONDS = 0.5e-3  # a thread that comes from an inference waits so long, at most, for one that reads
-_GARBAGE = 10_000  # new objects between two looks at the youngest; a request leaves none in circles
+_SWITCH_INTERVAL_SECONDS = 0.5e-3  # the longest wait of a thread back from an inference for one that decodes
+_GC_THRESHOLD = 10_000  # new objects between two collections; a request leaves no reference cycles
 
 log = logging.getLogger("serve")
 
 
 def main(argv: Sequence[str]) -> int:
     try:
-        options = parse(argv)
+        options = parse_options(argv)
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    gc.disable()  # nothing that is made while we start is garbage; looking for some takes a tenth of the time
+    gc.disable()  # collecting garbage takes a tenth of the start, and there is none
     try:
         configure(options.log_format)
         serve(options)
     except PipelineError as error:
-        fatal(error, options.log_format)
+        log_fatal(error, options.log_format)
         return error.exit_code
     return 0
 
 
 def serve(options: Options) -> None:
-    """Ports first, so that one in use is said at once; listening last, so that nothing unproven answers."""
-    door = Door.of(options)
-    share = options.standby is not None  # on stand-by the public port may be our predecessor's
-    public = reserve(options.public, share=share)
-    standby = None if options.standby is None else reserve(options.standby, share=False)
-    grpc = None if options.grpc is None else reserve(options.grpc, share=share)
-    admin = None if options.admin is None else reserve(options.admin, share=False)
+    """Bind the ports first, to report one in use at once; listen last, so that nothing unverified answers."""
+    security = Security.load(options.api_keys, options.tls)
+    share = options.standby is not None  # then the public port may still be our predecessor's
+    public = bind_socket(options.public, share=share)
+    standby = None if options.standby is None else bind_socket(options.standby, share=False)
+    grpc = None if options.grpc is None else bind_socket(options.grpc, share=share)
+    admin = None if options.admin is None else bind_socket(options.admin, share=False)
     token = None if options.admin_token is None else read_token(options.admin_token)
     loaded = [_load(named, options) for named in options.bundles]
     shadows = [_shadow(named, options, dict(loaded)) for named in options.shadows]
     service = service_class()(
-        loaded, shadows, options, Sockets(public, standby, admin, grpc), door, token, configured(os.environ)
+        loaded, shadows, options, Sockets(public, standby, admin, grpc), security, token, configure_tracing(os.environ)
     )
-    settle()
+    tune_garbage_collector()
     service.start(service.models)
 
 
@@ -74,37 +74,37 @@ def service_class() -> type[Service]:
     return Service
 
 
-def settle() -> None:
-    """What is in memory now stays: looking through it again and again would stop all requests for a while."""
+def tune_garbage_collector() -> None:
+    """Exempt what is in memory now from garbage collection, which would stop all requests for a while."""
     gc.collect()
     gc.freeze()
     gc.enable()
-    gc.set_threshold(_GARBAGE)
-    sys.setswitchinterval(_TURN_SECONDS)
+    gc.set_threshold(_GC_THRESHOLD)
+    sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
 
 
-def _load(named: Named, options: Options) -> tuple[str, Predictor]:
-    bundle = options.overrides.of(open_bundle(named.path, options.trust))
+def _load(named: NamedBundle, options: Options) -> tuple[str, Predictor]:
+    bundle = options.overrides.apply(open_bundle(named.path, options.trust))
     name = named.name or bundle.name
-    log.info("starting", extra=told(model=name, bundle=bundle.digest[:12]))
-    return name, prove(bundle, options.provider, options.threads)
+    log.info("starting", extra=log_fields(model=name, bundle=bundle.digest[:12]))
+    return name, load_predictor(bundle, options.provider, options.threads)
 
 
-def _shadow(named: Named, options: Options, models: Mapping[str, Predictor]) -> Shadow:
-    """Of the model it names, or of the only one."""
+def _shadow(named: NamedBundle, options: Options, models: Mapping[str, Predictor]) -> Shadow:
+    """Open the shadow of the model that it names, or of the only one."""
     name = named.name or (next(iter(models)) if len(models) == 1 else "")
     if name not in models:
-        raise ConfigError(f"--shadow {named.path}: of which model? Write NAME=BUNDLE with one of {', '.join(models)}")
+        raise ConfigError(f"--shadow {named.path}: which model? Write NAME=BUNDLE with one of {', '.join(models)}")
     return open_shadow(name, named.path, models[name].signature, options.shadow_share, options.trust)
 
 
-def _leave(number: int, _frame: object) -> None:
-    """Told to end before there is anything to answer; the first process of a container hears no signal but by this."""
+def _exit_on_signal(number: int, _frame: object) -> None:
+    """End at once while starting; the first process of a container gets no signal that it does not handle."""
     os._exit(128 + number)
 
 
-def _end(code: int) -> None:
-    """All is answered and told: taking the interpreter apart would cost every restart another half a second."""
+def _exit(code: int) -> None:
+    """End without taking the interpreter apart, which would cost every restart half a second."""
     atexit._run_exitfuncs()
     logging.shutdown()
     sys.stdout.flush()
@@ -113,6 +113,6 @@ def _end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGINT, _leave)
-    _end(main(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGINT, _exit_on_signal)
+    _exit(main(sys.argv[1:]))

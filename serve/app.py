@@ -13,19 +13,19 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from serve.errors import Headers, TooLarge, Unknown
+from serve.errors import Headers, NotFound, TooLarge
 from serve.generate import openai_api
 from serve.generate.endpoints import OPENAI_ROUTES, OpenAIEndpoints
 from serve.http1.connection import HttpRequest
 from serve.load_shedding import admit
 from serve.model_version import ModelVersion, Payload
-from serve.models import OnnxPlane
+from serve.models import OnnxDataPlane
 from serve.page import page
 from serve.protocol import openapi, v1, v2, v2_json
 from serve.request_body import MemoryBudget, parse_object, read_body
 from serve.request_log import RequestLog
-from serve.routes import Response, Route, Stream, check_content_type, find, is_open, json_response
-from serve.security import Keys
+from serve.routes import Response, Route, Stream, check_content_type, find_route, json_response, needs_no_key
+from serve.security import ApiKeys
 
 INTERNAL = "internal error; the server's log has the details"
 PROTOCOLS = {"predict": "v1", "infer": "v2", **dict.fromkeys(OPENAI_ROUTES, "openai")}
@@ -44,7 +44,9 @@ Handler = Callable[[HttpRequest, Route], Awaitable[Response | Stream]]
 class App:
     """The application of the public HTTP port."""
 
-    def __init__(self, plane: OnnxPlane, requests: RequestLog, keys: Keys | None = None, *, page: bool = True) -> None:
+    def __init__(
+        self, plane: OnnxDataPlane, requests: RequestLog, keys: ApiKeys | None = None, *, page: bool = True
+    ) -> None:
         self.plane, self.requests, self.keys, self.page = plane, requests, keys, page
         self.budget = MemoryBudget()
         self._refusals = 0  # written at once, in this turn of the event loop
@@ -76,16 +78,16 @@ class App:
         route = _NO_ROUTE
         try:
             path, method = request.path, request.method
-            if self.keys is not None and not is_open(path, method):
+            if self.keys is not None and not needs_no_key(path, method):
                 self.keys.admit(request.headers)
-            route = find(path, method)
+            route = find_route(path, method)
             if (protocol := PROTOCOLS.get(route.kind)) is not None:
                 request.protocol = protocol
                 self.requests.metrics.in_flight += 1
             handler = self._handlers.get(route.kind)
             if handler is not None:
                 return self._answer(request, route, handler(request, route))
-            version = self.plane.served(route.model, route.version)
+            version = self.plane.find_version(route.model, route.version)
             request.model_version = version
             if (given := request.headers.get(b"content-type")) is not None and given != b"application/json":
                 binary = route.kind == "infer" and _LENGTH in request.headers
@@ -193,16 +195,16 @@ class App:
 
     async def _root(self, request: HttpRequest, _: Route) -> Response:
         """Return a page for browsers, and a sign of life for clients that do not accept HTML."""
-        if not self.page or not self.plane.names or not page.wanted(request.headers.get(b"accept", b"")):
+        if not self.page or not self.plane.names or not page.accepts_html(request.headers.get(b"accept", b"")):
             return json_response({"status": "alive"}, headers=((b"vary", b"accept"),))
-        shown = page.Shown.of(self.plane, request.query)
+        shown = page.PageModel.of(self.plane, request.query)
         return Response(await asyncio.to_thread(page.render, shown), page.headers())
 
     async def _page_counters(self, _request: HttpRequest, _: Route) -> Response:
         if not self.page:
-            raise Unknown("/page.json: the page is off (serve.page: false); /metrics has the counters")
+            raise NotFound("/page.json: the page is off (serve.page: false); /metrics has the counters")
         return json_response(
-            page.counters(list(self.plane.loaded()), ready=await self.plane.ready()),
+            page.counters(list(self.plane.loaded_versions()), ready=await self.plane.ready()),
             headers=((b"cache-control", b"no-store"),),
         )
 
@@ -223,7 +225,7 @@ class App:
         return json_response(await self.plane.model_metadata(route.model, route.version))
 
     async def _model_ready(self, _request: HttpRequest, route: Route) -> Response:
-        self.plane.served(route.model, route.version)
+        self.plane.find_version(route.model, route.version)
         return _health({"name": route.model, "ready": await self.plane.model_ready(route.model)})
 
     async def _index(self, request: HttpRequest, _: Route) -> Response:
@@ -232,7 +234,7 @@ class App:
         return json_response(self.plane.index())
 
     async def _openapi(self, _request: HttpRequest, _: Route) -> Response:
-        version = self.plane.served(self.plane.names[0]).digest[:12]
+        version = self.plane.find_version(self.plane.names[0]).digest[:12]
         return json_response(openapi.document(self.plane, version, keys=self.keys is not None))
 
     async def _metrics(self, request: HttpRequest, _: Route) -> Response:

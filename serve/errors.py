@@ -1,4 +1,4 @@
-"""Why a request gets no prediction, in the words of HTTP and of gRPC alike."""
+"""Errors of requests, each with its HTTP status, its gRPC code and its label in the metrics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pipeline.contract.errors import InvalidPayload
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
-_LONGEST = 500  # characters of a sentence
+_MAX_TEXT = 500  # characters
 
 
-class Refusal(Exception):
-    """A sentence for the client; `code` is a name of gRPC's, `reason` a label of the metrics."""
+class RequestError(Exception):
+    """An error with a sentence for the client; `code` is the name of a gRPC code, `reason` a label of the metrics."""
 
     status: int = HTTPStatus.BAD_REQUEST
     code = "INVALID_ARGUMENT"
@@ -21,35 +21,35 @@ class Refusal(Exception):
     headers: Headers = ()
 
     def __str__(self) -> str:
-        """Bounded: it may hold a name that a client made up, and gRPC sends it in a header."""
+        """Return a bounded text: it may contain a name from the client, and gRPC sends it in a header."""
         text = super().__str__()
-        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+        return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
 
 
-class Unknown(Refusal):
+class NotFound(RequestError):
     """No such path, model or version."""
 
     status, code, reason = HTTPStatus.NOT_FOUND, "NOT_FOUND", "unknown"
 
 
-class Unoffered(Refusal):
-    """gRPC has it; this service does not."""
+class Unimplemented(RequestError):
+    """A method of gRPC that this service does not implement."""
 
     code, reason = "UNIMPLEMENTED", "method"
 
 
-class Unauthorized(Refusal):
+class Unauthorized(RequestError):
     """No API key, or none that is known."""
 
     status, code, reason = HTTPStatus.UNAUTHORIZED, "UNAUTHENTICATED", "unauthorized"
 
     def __init__(self, text: str, *, browser: bool = False) -> None:
         super().__init__(text)
-        scheme = b"Basic" if browser else b"Bearer"  # a browser then asks the person before it
+        scheme = b"Basic" if browser else b"Bearer"  # a browser then asks its user for a password
         self.headers = ((b"www-authenticate", scheme + b' realm="pipe", charset="UTF-8"'),)
 
 
-class WrongMethod(Refusal):
+class MethodNotAllowed(RequestError):
     status, code, reason = HTTPStatus.METHOD_NOT_ALLOWED, "UNIMPLEMENTED", "method"
 
     def __init__(self, text: str, allowed: str) -> None:
@@ -57,14 +57,14 @@ class WrongMethod(Refusal):
         self.headers = ((b"allow", allowed.encode()),)
 
 
-class Conflict(Refusal):
-    """What is asked does not go with how things stand."""
+class Conflict(RequestError):
+    """A change that conflicts with the current state."""
 
     status, code, reason = HTTPStatus.CONFLICT, "FAILED_PRECONDITION", "conflict"
 
 
-class Unreadable(Refusal):
-    """A type or coding of the body that is not read here."""
+class UnsupportedMediaType(RequestError):
+    """A content type or encoding of the body that is not supported."""
 
     status, reason = HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "media"
 
@@ -73,54 +73,48 @@ class Unreadable(Refusal):
         self.headers = headers
 
 
-class TooLong(Refusal):
-    """A URL nobody needs."""
-
-    status, reason = HTTPStatus.REQUEST_URI_TOO_LONG, "head"
-
-
-class TooManyHeaders(Refusal):
+class TooManyHeaders(RequestError):
     """More headers, or longer ones, than a request needs."""
 
     status, code, reason = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "RESOURCE_EXHAUSTED", "head"
 
 
-class TooSlow(Refusal):
+class RequestTimeout(RequestError):
     """The request did not arrive in time."""
 
     status, code, reason = HTTPStatus.REQUEST_TIMEOUT, "CANCELLED", "slow"
 
 
-class TooLarge(Refusal):
+class TooLarge(RequestError):
     status, code, reason = HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "RESOURCE_EXHAUSTED", "size"
-    more = False  # of the body is still on its way
+    more = False  # of the body is still to come
 
 
-class Busy(Refusal):
-    """Nothing is wrong with the request, but there is no room for it now."""
+class Busy(RequestError):
+    """The service has no capacity for the request now."""
 
     status, code, reason = HTTPStatus.SERVICE_UNAVAILABLE, "UNAVAILABLE", "busy"
 
     def __init__(self, text: str, seconds: float = 0.0) -> None:
-        """`seconds` until there may be room."""
+        """`seconds`: until there may be capacity."""
         super().__init__(text)
         self.headers = ((b"retry-after", b"%d" % min(60, max(1, math.ceil(seconds)))),)
 
 
-class Expired(Refusal):
-    """Its deadline passed before it was computed."""
+class DeadlineExceeded(RequestError):
+    """The deadline passed before the request was computed."""
 
     status, code, reason = HTTPStatus.GATEWAY_TIMEOUT, "DEADLINE_EXCEEDED", "expired"
 
 
-class Gone(Refusal):
-    """The client left: the answer is for the metrics and the log."""
+class ClientDisconnected(RequestError):
+    """The client disconnected; the status is for the metrics and the log."""
 
     status, code, reason = 499, "CANCELLED", "gone"  # the number nginx has for it
 
 
-def refusal_of(error: Exception) -> Refusal | None:
-    """None where it is our own fault."""
+def as_request_error(error: Exception) -> RequestError | None:
+    """Return None for a fault of the service."""
     if isinstance(error, InvalidPayload):
-        return Refusal(str(error))
-    return error if isinstance(error, Refusal) else None
+        return RequestError(str(error))
+    return error if isinstance(error, RequestError) else None

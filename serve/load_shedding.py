@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 
-from serve.errors import Busy, Expired
+from serve.errors import Busy, DeadlineExceeded
 from serve.model_version import ModelVersion
 from serve.request_context import TIMEOUT_HEADER, RequestContext, parse_timeout_header
 from serve.runtime.batcher import Batcher
@@ -40,7 +40,7 @@ def check_capacity(batcher: Batcher, deadline: float, arriving: int = 0) -> None
     """Raise Busy or Expired where the queue has no room or is too slow; `arriving` requests are not in it yet."""
     now = time.monotonic()
     if now >= deadline:
-        raise Expired("the deadline passed before the request could be computed")
+        raise DeadlineExceeded("the deadline passed before the request could be computed")
     limit, waiting = batcher.options.max_waiting, batcher.waiting + arriving
     if waiting >= limit:
         batcher.remove_abandoned(now)

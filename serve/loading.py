@@ -1,4 +1,4 @@
-"""A bundle becomes something that may answer: verified, loaded, asked its golden requests, warm at every size."""
+"""Load a bundle so that it may answer: verify it, load it, run its golden requests, warm it up at every batch size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.contract.errors import BundleError
 from pipeline.contract.signature import Signature
 from serve.protocol import v2
 from serve.runtime.predictor import Predictor
-from serve.runtime.selfcheck import verify, why_not_merged
+from serve.runtime.selfcheck import merging_problem, verify
 from serve.runtime.session import Provider, Session
 
 log = logging.getLogger(__name__)
@@ -21,50 +21,50 @@ log = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 
-def prove(bundle: Bundle, provider: Provider | None, threads: int | None) -> Predictor:
-    """Whatever is wrong with it is raised here, before anybody's request meets it."""
+def load_predictor(bundle: Bundle, provider: Provider | None, threads: int | None) -> Predictor:
+    """Raise whatever is wrong with the bundle here, before any request reaches it."""
     predictor = Predictor(bundle, Session(bundle, provider, threads))
     verify(bundle, predictor)
-    predictor.why_alone = predictor.why_alone or why_alone(bundle, predictor)
-    warm(bundle, predictor)
-    predictor.spoken = v2.signature_of(bundle.signature, bundle.golden().instances)
+    predictor.unbatched_reason = predictor.unbatched_reason or check_batching(bundle, predictor)
+    warm_up(bundle, predictor)
+    predictor.text_signature = v2.text_signature(bundle.signature, bundle.golden().instances)
     if bundle.signature.generation is not None:
-        from serve.generate.model import words_of  # here, not above: most models have no words, and need no tokenizer
+        from serve.generate.model import load_language_model  # most models are no language models
 
-        predictor.words = words_of(bundle, predictor.session)
+        predictor.language_model = load_language_model(bundle, predictor.session)
     return predictor
 
 
-def why_alone(bundle: Bundle, predictor: Predictor) -> str:
-    """Requests run together only where that was seen to change no answer."""
+def check_batching(bundle: Bundle, predictor: Predictor) -> str:
+    """Return why requests must not be merged into batches: only where that was seen to change no answer they are."""
     most = bundle.signature.runtime.batch_rows
-    reason = why_not_merged(bundle.golden(), predictor.run, most)
+    reason = merging_problem(bundle.golden(), predictor.run, most)
     if reason and most > 1:
         log.warning("model=%s batching=off reason=%r", bundle.name, reason)
     return reason
 
 
-def warm(bundle: Bundle, predictor: Predictor) -> None:
-    """ONNX Runtime plans its memory anew at the first batch of a size: no client has to wait for that."""
+def warm_up(bundle: Bundle, predictor: Predictor) -> None:
+    """Run every batch size once: ONNX Runtime plans its memory at the first, and no client is to wait for that."""
     inputs = bundle.golden().inputs
-    for rows in [] if predictor.why_alone else buckets(bundle.signature):
+    for rows in [] if predictor.unbatched_reason else batch_sizes(bundle.signature):
         try:
-            predictor.run(resized(inputs, bundle.signature, rows))
+            predictor.run(resize_inputs(inputs, bundle.signature, rows))
         except Exception as error:  # ONNX Runtime raises a dozen types without a common base
             raise BundleError(
                 f"{bundle.path}: the model cannot run a batch of {rows}, as requests that wait together would be: "
-                f"{' '.join(str(error).split())}; set serve.batch_rows=1 and export again, or mend the model"
+                f"{' '.join(str(error).split())}; to fix it: set serve.batch_rows=1 and export again"
             ) from error
 
 
-def buckets(signature: Signature) -> list[int]:
-    """The powers of two up to the largest batch that requests are merged to; none where batches have no axis."""
-    if signature.why_alone:
+def batch_sizes(signature: Signature) -> list[int]:
+    """Return the powers of two up to the largest merged batch; none where requests are not merged."""
+    if signature.unbatched_reason:
         return []
-    most = signature.runtime.batch_rows
-    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
+    largest = signature.runtime.batch_rows
+    return [*(1 << power for power in range(largest.bit_length()) if 1 << power < largest), largest]
 
 
-def resized(inputs: Mapping[str, Array], signature: Signature, rows: int) -> dict[str, Array]:
-    """The golden inputs, repeated or cut to that many rows."""
+def resize_inputs(inputs: Mapping[str, Array], signature: Signature, rows: int) -> dict[str, Array]:
+    """Repeat or cut the golden inputs to that many rows."""
     return {spec.name: np.resize(inputs[spec.name], (rows, *inputs[spec.name].shape[1:])) for spec in signature.inputs}

@@ -1,4 +1,4 @@
-"""What the service says on stderr: lines for people, or one JSON object a line; and a sample of its requests."""
+"""Log lines on stderr: text for people, or one JSON object a line. No text of a client can forge or break a line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, Literal
 Format = Literal["text", "json"]
 
 _PLAIN = re.compile(r"[^\s\"=]+")
-# What ends a line, moves a cursor, turns text around, or is no text at all: a client's words may hold it.
+# What ends a line, moves a cursor, reverses text, or is no text at all: a client's text may contain it.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONGEST = 4000  # characters of a message or of one field
 
 
-def told(**fields: Any) -> dict[str, Any]:
-    """For `log.info("ready", extra=told(url=...))`: fields of a line, whatever its format."""
+def log_fields(**fields: Any) -> dict[str, Any]:
+    """Return the fields of a line in any format, as in `log.info("ready", extra=log_fields(url=...))`."""
     return {"fields": fields}
 
 
@@ -35,7 +35,7 @@ class TextFormatter(logging.Formatter):
         return " ".join([super().formatMessage(record), *(f"{key}={_quoted(value)}" for key, value in fields.items())])
 
     def formatException(self, ei: Any) -> str:  # noqa: N802  # likewise
-        """Set apart: what an exception says of a client's words may look like a line of ours."""
+        """Indent the traceback: the text of a client in it may look like a log line."""
         return "\n".join(f"  | {escaped(line)}" for line in super().formatException(ei).splitlines())
 
 
@@ -57,7 +57,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(kind: Format) -> None:
-    """Everything on stderr; kserve and uvicorn only when something is wrong."""
+    """Log everything to stderr; kserve and uvicorn only warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -66,8 +66,8 @@ def configure(kind: Format) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def fatal(error: Exception, kind: Format) -> None:
-    """Why the service ends: a sentence for whoever started it by hand, a line like the others for a collector."""
+def log_fatal(error: Exception, kind: Format) -> None:
+    """Print why the service ends: a sentence for people, a line like the others for a log collector."""
     if kind == "text":
         print(f"error: {error}", file=sys.stderr)
     else:
@@ -75,7 +75,7 @@ def fatal(error: Exception, kind: Format) -> None:
 
 
 def escaped(text: str) -> str:
-    """On one line, and nothing in it that a terminal obeys."""
+    """Return the text on one line, without anything that a terminal interprets."""
     return _CONTROL.sub(_code, shortened(text))
 
 

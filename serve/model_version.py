@@ -19,7 +19,7 @@ from serve.errors import Headers
 from serve.generate.model import TextGenerator
 from serve.metrics import ModelMetrics
 from serve.request_context import RequestContext
-from serve.runtime.batcher import Array, Batcher, RunTimeEstimate, BatchingOptions
+from serve.runtime.batcher import Array, Batcher, BatchingOptions, RunTimeEstimate
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import CPU
 from serve.shadow import Shadow
@@ -138,7 +138,7 @@ class ModelVersion:
                 "variant": signature.variant,
                 "provider": session.provider,
                 "provider_fallback": session.fallback,
-                "batching": f"off: {self.predictor.why_alone}" if self.predictor.why_alone else "on",
+                "batching": f"off: {self.predictor.unbatched_reason}" if self.predictor.unbatched_reason else "on",
                 **({} if self.generator is None else {"texts": self.generator.batching}),
                 **({} if self.predictor.text_signature is None else {"instances": _TEXT_TENSORS}),
             },
@@ -169,7 +169,7 @@ def id_position(salt: str, request_id: bytes) -> float:
 def batching_options(predictor: Predictor) -> BatchingOptions:
     runtime, limits = predictor.signature.runtime, predictor.signature.limits
     return BatchingOptions(
-        mergeable=not predictor.why_alone,
+        mergeable=not predictor.unbatched_reason,
         max_rows=runtime.batch_rows,
         max_waiting=limits.max_waiting,
         delay_seconds=runtime.batch_delay_ms / 1e3,

@@ -1,9 +1,4 @@
-"""What `python -m serve` can be told on its command line.
-
-What whoever runs a service may say otherwise than the bundle: how much it takes, and how it merges requests.
-
-Who may come in, and whether what is said can be overheard: API keys and TLS, where they are set.
-"""
+"""The command line of `python -m serve`, parsed and checked; some options override limits of the bundle."""
 
 from __future__ import annotations
 
@@ -17,18 +12,18 @@ from pathlib import Path
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.settings.section import share_of
+from pipeline.contract.settings.section import parse_share
 from pipeline.contract.signing import Trust
 from serve.logs import Format
 from serve.routes import MODEL_NAME
 from serve.runtime.session import Provider
-from serve.security import Keys, Pair, Renewed, Tls
+from serve.security import CertificatePair
 from serve.sockets import Address
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """None: what the bundle says. The names are the bundle's."""
+    """Limits in place of those of the bundle, under the same names; None keeps that of the bundle."""
 
     max_batch_size: int | None = None
     max_body_bytes: int | None = None
@@ -38,52 +33,52 @@ class Overrides:
     batch_rows: int | None = None
     batch_delay_ms: float | None = None
 
-    def of(self, bundle: Bundle) -> Bundle:
-        """The same bundle, digest and all, with these words in its signature; to be proven with them."""
-        said = {name: value for name, value in asdict(self).items() if value is not None}
+    def apply(self, bundle: Bundle) -> Bundle:
+        """Return the same bundle, digest and all, with these limits in its signature, to be verified with them."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
         signature = bundle.signature
         parts = {
-            part: model.model_copy(update={name: said[name] for name in type(model).model_fields if name in said})
+            part: model.model_copy(update={name: given[name] for name in type(model).model_fields if name in given})
             for part, model in (("limits", signature.limits), ("runtime", signature.runtime))
         }
-        return replace(bundle, signature=signature.model_copy(update=parts)) if said else bundle
+        return replace(bundle, signature=signature.model_copy(update=parts)) if given else bundle
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedBundle:
     name: str  # empty: the bundle's own
     path: Path
 
 
 @dataclass(frozen=True)
 class Options:
-    bundles: tuple[Named, ...]  # several of one name are its versions, oldest first
+    bundles: tuple[NamedBundle, ...]  # several of one name are its versions, oldest first
     public: Address
     grpc: Address | None
     standby: Address | None
-    provider: Provider | None  # None: what the bundle says
+    provider: Provider | None  # None: that of the bundle
     threads: int | None
     page: bool
     log_format: Format
     log_requests: float  # share of the requests that get a line each
     api_keys: Path | None
-    tls: Pair | None
-    canary: float = 0.0  # share of the last version of each name that has several; 0: it gets all
-    shadows: tuple[Named, ...] = ()
+    tls: CertificatePair | None
+    canary: float = 0.0  # share of requests for the last version of a name that has several; 0: it gets all
+    shadows: tuple[NamedBundle, ...] = ()
     shadow_share: float = 1.0
     admin: Address | None = None
     admin_token: Path | None = None
     overrides: Overrides = field(default_factory=Overrides)
     keep_versions: int = 2
-    trust: Trust | None = None  # whose signature every bundle must bear
+    trust: Trust | None = None  # every bundle must be signed by one of these keys
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str]) -> Options:
     given = _parser().parse_intermixed_args(argv)
     options = Options(
-        bundles=_named(given.bundles, given.name),
+        bundles=_named_bundles(given.bundles, given.name),
         public=Address(given.host, given.port),
-        grpc=_grpc(given.host, given.port, given.grpc_port),
+        grpc=_grpc_address(given.host, given.port, given.grpc_port),
         standby=None if given.standby is None else Address("127.0.0.1", given.standby),
         provider=given.provider,
         threads=given.threads,
@@ -91,9 +86,9 @@ def parse(argv: Sequence[str]) -> Options:
         log_format=given.log_format or ("text" if sys.stderr.isatty() else "json"),
         log_requests=given.log_requests,
         api_keys=given.api_keys and given.api_keys.absolute(),
-        tls=_pair(given.tls_certificate, given.tls_key),
+        tls=_certificate_pair(given.tls_certificate, given.tls_key),
         canary=given.canary,
-        shadows=tuple(_bundle(text) for text in given.shadow),
+        shadows=tuple(_named_bundle(text) for text in given.shadow),
         shadow_share=given.shadow_share,
         admin=None if given.admin is None else Address("127.0.0.1", given.admin),
         admin_token=given.admin_token,
@@ -107,9 +102,9 @@ def parse(argv: Sequence[str]) -> Options:
 
 def _check(options: Options) -> None:
     if (options.admin is None) != (options.admin_token is None):
-        raise ConfigError("--admin PORT and --admin-token FILE go together: who may change what is served is known")
-    found = (options.public, options.grpc, options.standby, options.admin)
-    ports = [address.port for address in found if address]
+        raise ConfigError("--admin PORT and --admin-token FILE go together; give both or neither")
+    addresses = (options.public, options.grpc, options.standby, options.admin)
+    ports = [address.port for address in addresses if address]
     if len(set(ports)) < len(ports):
         raise ConfigError(f"ports {', '.join(map(str, ports))}: --port, --grpc-port, --standby and --admin must differ")
 
@@ -128,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8080, help="HTTP port (default: %(default)s)")
     parser.add_argument("--grpc-port", type=int, default=0, help="gRPC port; 0: HTTP port plus 1, -1: no gRPC")
-    parser.add_argument("--provider", choices=("auto", "cpu", "cuda"), help="default: what the bundle says")
+    parser.add_argument("--provider", choices=("auto", "cpu", "cuda"), help="default: that of the bundle")
     parser.add_argument(
         "--threads", type=_unless_empty(_natural), help="threads inside one inference; 0: ONNX Runtime chooses"
     )
@@ -139,30 +134,30 @@ def _parser() -> argparse.ArgumentParser:
         help="listen on this local port alone until SIGUSR1, then take over the public one",
     )
     _add_limits(parser)
-    _add_door(parser)
+    _add_security(parser)
     _add_rollout(parser)
     _add_logging(parser)
     return parser
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """In place of what the bundle says, which is the default of each."""
+    """Add the options that override limits of the bundle."""
     for name, kind, text in (
         ("--max-batch-size", _positive, "most instances in one request"),
         ("--max-body-bytes", _positive, "largest request body, also once it is decompressed"),
-        ("--max-waiting", _positive, "most requests that wait; more are answered 503"),
-        ("--deadline-seconds", _seconds, "of requests that name none; 0: they wait as long as it takes"),
-        ("--max-cache-bytes", _positive, "memory for the keys and values of all texts that are being written"),
+        ("--max-waiting", _positive, "most requests that wait; more get 503"),
+        ("--deadline-seconds", _seconds, "for requests that name none; 0: they wait as long as it takes"),
+        ("--max-cache-bytes", _positive, "memory for the KV cache of all texts that are being generated"),
         ("--batch-rows", _positive, "most instances that waiting requests are merged to; 1 merges none"),
-        ("--batch-delay-ms", _seconds, "longest wait for company, under load only"),
+        ("--batch-delay-ms", _seconds, "longest wait for more requests to merge, under load only"),
     ):
         parser.add_argument(
-            name, type=_unless_empty(kind), metavar="N", help=f"{text} (default, or empty: what the bundle says)"
+            name, type=_unless_empty(kind), metavar="N", help=f"{text} (default, or empty: that of the bundle)"
         )
 
 
-def _add_door(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--api-keys", type=Path, metavar="FILE", help="one key a line: who has none is answered 401")
+def _add_security(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--api-keys", type=Path, metavar="FILE", help="API keys, one a line; else 401")
     parser.add_argument(
         "--tls-certificate", type=Path, metavar="FILE", help="PEM; with --tls-key HTTP and gRPC use TLS"
     )
@@ -171,21 +166,21 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
         "--require-signature",
         type=Path,
         metavar="FILE",
-        help="public keys: a bundle that none of them signed is refused, at the start and whenever one comes in",
+        help="public keys; a bundle that none of them signed is refused, at the start and later",
     )
-    parser.add_argument("--no-page", dest="page", action="store_false", help="no page for people at GET /")
+    parser.add_argument("--no-page", dest="page", action="store_false", help="no page for browsers at GET /")
 
 
-def _pair(certificate: Path | None, key: Path | None) -> Pair | None:
+def _certificate_pair(certificate: Path | None, key: Path | None) -> CertificatePair | None:
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
         raise ConfigError("--tls-certificate and --tls-key go together; give both or neither")
-    return Pair(certificate.absolute(), key.absolute())
+    return CertificatePair(certificate.absolute(), key.absolute())
 
 
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
-    """What lets a new bundle come in without the old one going."""
+    """Add the options for replacing a bundle while the service runs."""
     parser.add_argument(
         "--canary",
         type=_share,
@@ -208,11 +203,9 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="versions of a model that stay loaded after a switch, the current one among them (default: %(default)s)",
     )
+    parser.add_argument("--admin", type=_port, metavar="PORT", help="local port of the admin interface (default: none)")
     parser.add_argument(
-        "--admin", type=_port, metavar="PORT", help="local port to change what is served (default: there is none)"
-    )
-    parser.add_argument(
-        "--admin-token", type=Path, metavar="FILE", help="with --admin: its token, readable by its owner alone"
+        "--admin-token", type=Path, metavar="FILE", help="with --admin: file with its token, readable by its owner only"
     )
 
 
@@ -223,32 +216,32 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
         type=_share,
         default=0.0,
         metavar="SHARE",
-        help="share of the requests to write a line for, from 0 to 1 (default: %(default)s); failures always get one",
+        help="share of the requests that get a log line, from 0 to 1 (default: %(default)s); failures always do",
     )
 
 
-def _named(texts: Sequence[str], name: str) -> tuple[Named, ...]:
-    found = tuple(_bundle(text) for text in texts)
-    if name and (len(found) > 1 or found[0].name):
-        raise ConfigError("--name: is for a single bundle without a name of its own; write NAME=BUNDLE for each")
-    return (Named(_model_name(name), found[0].path),) if name else found
+def _named_bundles(texts: Sequence[str], name: str) -> tuple[NamedBundle, ...]:
+    bundles = tuple(_named_bundle(text) for text in texts)
+    if name and (len(bundles) > 1 or bundles[0].name):
+        raise ConfigError("--name: only for a single bundle without NAME=; write NAME=BUNDLE for each")
+    return (NamedBundle(_model_name(name), bundles[0].path),) if name else bundles
 
 
-def _bundle(text: str) -> Named:
-    """`NAME=BUNDLE`, unless it is a directory as it stands."""
+def _named_bundle(text: str) -> NamedBundle:
+    """Parse `NAME=BUNDLE`, unless a directory has this very name."""
     name, mark, path = text.partition("=")
     if not mark or "/" in name or Path(text).is_dir():
-        return Named("", Path(text).resolve())
-    return Named(_model_name(name), Path(path).resolve())
+        return NamedBundle("", Path(text).resolve())
+    return NamedBundle(_model_name(name), Path(path).resolve())
 
 
 def _model_name(name: str) -> str:
     if not re.fullmatch(MODEL_NAME, name):
-        raise ConfigError(f"{name!r} is no model name; use letters, digits, dots, - and _")
+        raise ConfigError(f"{name!r} is not a model name; use letters, digits, dots, - and _")
     return name
 
 
-def _grpc(host: str, http_port: int, grpc_port: int) -> Address | None:
+def _grpc_address(host: str, http_port: int, grpc_port: int) -> Address | None:
     if grpc_port == -1:
         return None
     port = grpc_port or http_port + 1
@@ -264,7 +257,7 @@ def _port(text: str) -> int:
 
 
 def _unless_empty(kind: Callable[[str], float]) -> Callable[[str], float | None]:
-    """A word that a variable of the environment stands for, and that is not set."""
+    """Accept an empty text as no value: that of an environment variable that is not set."""
 
     def read(text: str) -> float | None:
         return kind(text) if text else None
@@ -286,48 +279,16 @@ def _positive(text: str) -> int:
 
 def _seconds(text: str) -> float:
     try:
-        found = float(text)
+        seconds = float(text)
     except ValueError:
-        found = -1.0
-    if not 0 <= found < math.inf:  # nor is NaN
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:  # NaN is neither
         raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive number")
-    return found
+    return seconds
 
 
 def _share(text: str) -> float:
     try:
-        return share_of(text)
+        return parse_share(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-@dataclass(frozen=True)
-class Door:
-    keys: Keys | None = None
-    tls: Tls | None = None
-
-    @classmethod
-    def of(cls, options: Options) -> Door:
-        """Reads the files at once, so that a wrong one is said before anything else is done."""
-        keys = None if options.api_keys is None else Keys(options.api_keys)
-        return cls(keys, None if options.tls is None else Tls(options.tls))
-
-    @property
-    def scheme(self) -> str:
-        return "http" if self.tls is None else "https"
-
-    @property
-    def headers(self) -> list[tuple[str, str]]:
-        """Of every HTTP answer."""
-        private = [("cache-control", "no-store")] if self.keys else []  # what a key was needed for is not kept
-        return [("x-content-type-options", "nosniff"), *private]
-
-    def renewed(self) -> list[Renewed]:
-        """What is read anew when its files change."""
-        found = []
-        if self.keys:
-            found.append(Renewed("serve.api_keys", (self.keys.path,), self.keys.reload))
-        if self.tls:
-            pair = self.tls.pair
-            found.append(Renewed("serve.tls_certificate", (pair.certificate, pair.key), self.tls.reload))
-        return found

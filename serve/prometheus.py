@@ -73,7 +73,7 @@ def _version_families(versions: Sequence[tuple[ModelVersion, bool]]) -> Iterator
         bundle.add_metric((*model, version.digest, version.bundle.manifest.verdict, session.provider), 1)
         current.add_metric(model, is_current)
         fell_back.add_metric(model, bool(session.fallback))
-        batching.add_metric(model, not version.predictor.why_alone)
+        batching.add_metric(model, not version.predictor.unbatched_reason)
         waiting.add_metric(model, version.batcher.waiting)
     yield from (bundle, current, fell_back, batching, waiting)
 

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from pipeline.contract.errors import InvalidPayload
-from serve.errors import Busy, TooLarge, Unreadable
+from serve.errors import Busy, TooLarge, UnsupportedMediaType
 
 ACCEPTED_ENCODINGS = "gzip, deflate"
 SLICE_BYTES = 256 << 10  # of plain body that are made at once: well under a millisecond of work
@@ -154,7 +154,8 @@ def encoding_name(header: bytes) -> str:
         return name
     given = "more than one coding" if "," in name else repr(name[:40])
     accepted = (b"accept-encoding", ACCEPTED_ENCODINGS.encode())
-    raise Unreadable(f"content-encoding: {given} is not read here; send one of {ACCEPTED_ENCODINGS}, or none", accepted)
+    text = f"content-encoding: {given} is not supported; send one of {ACCEPTED_ENCODINGS}, or none"
+    raise UnsupportedMediaType(text, accepted)
 
 
 MAX_DEPTH = 64  # of lists and objects within one another

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serve.errors import Refusal, refusal_of
-from serve.logs import told
+from serve.errors import RequestError, as_request_error
+from serve.logs import log_fields
 from serve.prometheus import Metrics
 from serve.request_context import RequestContext
 from serve.runtime.predictor import CodecError
@@ -34,7 +34,7 @@ class RateLimit:
     def allows(self) -> bool:
         if (now := int(time.monotonic())) != self._second:
             if self._omitted:
-                _access_log.warning("more requests failed than are logged", extra=told(left_out=self._omitted))
+                _access_log.warning("more requests failed than are logged", extra=log_fields(left_out=self._omitted))
             self._second, self._lines, self._omitted = now, 0, 0
         self._lines += 1
         if self._lines <= self._limit:
@@ -53,11 +53,11 @@ class RequestLog:
     _failures: RateLimit = field(default_factory=RateLimit)
     _codec_errors: RateLimit = field(default_factory=RateLimit)
 
-    def fail(self, request: RequestContext, error: Exception) -> Refusal | None:
+    def fail(self, request: RequestContext, error: Exception) -> RequestError | None:
         """Count and return the refusal; a fault of ours is logged with its traceback and returns None."""
         version = request.model_version
-        fields = told(request_id=request.id.decode(), path=request.path, model=version.name if version else "")
-        refusal = refusal_of(error)
+        fields = log_fields(request_id=request.id.decode(), path=request.path, model=version.name if version else "")
+        refusal = as_request_error(error)
         if refusal is None:
             log.error("request failed", exc_info=error, extra=fields)
             return None
@@ -103,7 +103,7 @@ def is_failure(status: int | str) -> bool:
 
 def _log_request(request: RequestContext, level: int) -> None:
     version = request.model_version
-    fields = told(
+    fields = log_fields(
         request_id=request.id.decode(),
         path=request.path[:_LONGEST_PATH],
         protocol=request.protocol,

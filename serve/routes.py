@@ -10,11 +10,11 @@ from typing import Any
 
 import orjson
 
-from serve.errors import Headers, Refusal, Unknown, Unreadable, WrongMethod
+from serve.errors import Headers, MethodNotAllowed, NotFound, RequestError, UnsupportedMediaType
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_LOOK = ("GET", "HEAD")
-_ASK = ("POST",)
+_READ = ("GET", "HEAD")
+_POST = ("POST",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,36 +27,36 @@ class Route:
     version: str = ""
 
 
-# kind → what the path looks like in OpenAPI, and by which methods it is asked
+# kind of route → its path in OpenAPI, and its methods
 PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "root": ("/", _LOOK),
-    "page_counters": ("/page.json", _LOOK),
-    "metrics": ("/metrics", _LOOK),
-    "openapi": ("/openapi.json", _LOOK),
-    "v1_models": ("/v1/models", _LOOK),
-    "v1_model": ("/v1/models/{model_name}", _LOOK),
-    "predict": ("/v1/models/{model_name}:predict", _ASK),
-    "server": ("/v2", _LOOK),
-    "live": ("/v2/health/live", _LOOK),
-    "ready": ("/v2/health/ready", _LOOK),
-    "models": ("/v2/models", _LOOK),
-    "model": ("/v2/models/{model_name}", _LOOK),
-    "model_ready": ("/v2/models/{model_name}/ready", _LOOK),
-    "infer": ("/v2/models/{model_name}/infer", _ASK),
-    "index": ("/v2/repository/index", _ASK),
-    "texts_models": ("/openai/v1/models", _LOOK),
-    "texts_model": ("/openai/v1/models/{model_name}", _LOOK),
-    "completions": ("/openai/v1/completions", _ASK),
-    "chat": ("/openai/v1/chat/completions", _ASK),
+    "root": ("/", _READ),
+    "page_counters": ("/page.json", _READ),
+    "metrics": ("/metrics", _READ),
+    "openapi": ("/openapi.json", _READ),
+    "v1_models": ("/v1/models", _READ),
+    "v1_model": ("/v1/models/{model_name}", _READ),
+    "predict": ("/v1/models/{model_name}:predict", _POST),
+    "server": ("/v2", _READ),
+    "live": ("/v2/health/live", _READ),
+    "ready": ("/v2/health/ready", _READ),
+    "models": ("/v2/models", _READ),
+    "model": ("/v2/models/{model_name}", _READ),
+    "model_ready": ("/v2/models/{model_name}/ready", _READ),
+    "infer": ("/v2/models/{model_name}/infer", _POST),
+    "index": ("/v2/repository/index", _POST),
+    "texts_models": ("/openai/v1/models", _READ),
+    "texts_model": ("/openai/v1/models/{model_name}", _READ),
+    "completions": ("/openai/v1/completions", _POST),
+    "chat": ("/openai/v1/chat/completions", _POST),
 }
-# What clients of these protocols may ask for, and is not offered: where, and why.
+# Paths of these protocols that the service does not offer, and why.
 _ABSENT = {
-    rf"/v1/models/{MODEL_NAME}(/versions/[0-9A-Za-z]+)?:explain": "this service has no explainer; ask :predict",
+    rf"/v1/models/{MODEL_NAME}(/versions/[0-9A-Za-z]+)?:explain": "this service has no explainer; use :predict",
     rf"/v2/repository/models/{MODEL_NAME}/(un)?load": (
-        "models are loaded by who runs this service (`pipe deploy`), never by its clients"
+        "models are loaded by the operator (`pipe deploy`), never by clients"
     ),
     r"/openai/v1/(embeddings|rerank|responses|moderations|edits|images/.*|audio/.*|files|batches)": (
-        "of OpenAI's interface there are completions, chat/completions and models"
+        "of OpenAI's API there are completions, chat/completions and models"
     ),
 }
 _PROBED = frozenset({"live", "ready", "model_ready"})
@@ -75,25 +75,26 @@ _NAMED = [(_pattern(path), kind, methods) for kind, (path, methods) in PATHS.ite
 
 
 @functools.lru_cache(maxsize=4096)
-def find(path: str, method: str) -> Route:
-    """The route, or the refusal that says what there is."""
-    route = _FIXED.get(path) or _named(path)
+def find_route(path: str, method: str) -> Route:
+    """Return the route, or raise an error that names what there is."""
+    route = _FIXED.get(path) or _match(path)
     if route is None:
-        raise Unknown(f"{method[:16]} {path[:200]}: {_why_not(path)}")
+        raise NotFound(f"{method[:16]} {path[:200]}: {_why_not(path)}")
     if method not in route.methods:
-        raise WrongMethod(f"{method[:16]} {path[:200]}: only {' and '.join(route.methods)}", ", ".join(route.methods))
+        text = f"{method[:16]} {path[:200]}: only {' and '.join(route.methods)}"
+        raise MethodNotAllowed(text, ", ".join(route.methods))
     return route
 
 
-def is_open(path: str, method: str) -> bool:
-    """Whether a probe asks it, which has no key."""
+def needs_no_key(path: str, method: str) -> bool:
+    """Return True for the paths of probes, which have no key."""
     try:
-        return find(path, method).kind in _PROBED
-    except Refusal:  # who may not ask does not learn what there is
+        return find_route(path, method).kind in _PROBED
+    except RequestError:  # clients without a key do not learn which paths exist
         return False
 
 
-def _named(path: str) -> Route | None:
+def _match(path: str) -> Route | None:
     for pattern, kind, methods in _NAMED:
         if found := pattern.fullmatch(path):
             return Route(kind, methods, found["model"], found["version"] or "")
@@ -106,7 +107,7 @@ def _why_not(path: str) -> str:
 
 
 JSON = (b"content-type", b"application/json")
-_CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of any body unless told otherwise: read as JSON
+_CURL = "application/x-www-form-urlencoded"  # the default of `curl -d`, read as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class Stream:
 
     parts: AsyncGenerator[bytes, None]
     headers: Headers
-    failure: Callable[[Refusal | None], bytes]  # None: our own fault
+    failure: Callable[[RequestError | None], bytes]  # None: our own fault
 
 
 def json_response(body: Any, status: int = 200, headers: Headers = ()) -> Response:
@@ -137,4 +138,4 @@ def check_content_type(given: bytes | None, *accepted: str) -> None:
     kind, _, parameters = found.partition(";")
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
     if kind.strip().lower() not in (*accepted, _CURL) or charset not in ("", "utf-8"):
-        raise Unreadable(f"content-type: {found[:200]!r} given, send {' or '.join(accepted)}")
+        raise UnsupportedMediaType(f"content-type: {found[:200]!r} given, send {' or '.join(accepted)}")

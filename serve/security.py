@@ -1,10 +1,6 @@
-"""API keys: who may ask. Kept as hashes, compared in constant time, read again when their file changes.
+"""API keys, TLS, and the token of the admin port; keys and certificates are reloaded when their files change.
 
-TLS for HTTP and gRPC from one certificate, taken up anew when its files change.
-
-Files that may change under a running service, such as keys and certificates: looked at now and then, read anew.
-
-The token of the admin interface: a file that its owner alone can read.
+Keys are kept as hashes and compared in constant time. HTTP and gRPC use the same certificate.
 """
 
 from __future__ import annotations
@@ -26,36 +22,36 @@ from pathlib import Path
 from pipeline.contract.errors import ConfigError, PipelineError
 from serve.errors import Unauthorized
 
-OPEN_RPCS = frozenset({"ServerLive", "ServerReady", "ModelReady"})  # what probes ask, which have no key
+OPEN_RPCS = frozenset({"ServerLive", "ServerReady", "ModelReady"})  # for probes, which have no key
 
-_WANTED = "this service asks for an API key: send it as `authorization: Bearer KEY` or `x-api-key: KEY`"
+_KEY_REQUIRED = "this service requires an API key: send it as `authorization: Bearer KEY` or `x-api-key: KEY`"
 _KEY = re.compile(rb"[!-~]{16,256}")  # as an HTTP header carries it; shorter ones can be guessed
 _HASHED = re.compile(rb"sha256:([0-9a-f]{64})")
 
 
-class Keys:
+class ApiKeys:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._hashes = parse(path)
+        self._hashes = parse_keys(path)
 
     def reload(self) -> None:
-        """As the file is now. A file that is wrong changes nothing."""
-        self._hashes = parse(self.path)
+        """Read the file again; one with an error changes nothing."""
+        self._hashes = parse_keys(self.path)
 
     def admit(self, headers: Mapping[bytes, bytes]) -> None:
         """Raise Unauthorized unless a known key came with the request."""
         browser = b"text/html" in headers.get(b"accept", b"")
-        if (key := presented(headers)) is None:
-            raise Unauthorized(_WANTED, browser=browser)
-        found, known = hashlib.sha256(key).digest(), False
-        for one in self._hashes:  # all of them: the time tells nothing
-            known |= hmac.compare_digest(one, found)
+        if (key := presented_key(headers)) is None:
+            raise Unauthorized(_KEY_REQUIRED, browser=browser)
+        digest, known = hashlib.sha256(key).digest(), False
+        for one in self._hashes:  # all of them, so that the time reveals nothing
+            known |= hmac.compare_digest(one, digest)
         if not known:
             raise Unauthorized("the API key is not known here", browser=browser)
 
 
-def presented(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The key of a request; a browser, which asks people for a name and a password, sends it as the password."""
+def presented_key(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Return the key of a request; a browser sends it as the password of basic authentication."""
     if (key := headers.get(b"x-api-key")) is not None:
         return key
     scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
@@ -69,35 +65,35 @@ def presented(headers: Mapping[bytes, bytes]) -> bytes | None:
     return None
 
 
-def parse(path: Path) -> tuple[bytes, ...]:
-    """One key a line, in clear or as `sha256:` and its hash; empty lines and those that begin with # do not count."""
+def parse_keys(path: Path) -> tuple[bytes, ...]:
+    """Return the hashes of a file with one key a line, plain or as `sha256:` and its hash; # begins a comment."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"serve.api_keys: {path}: cannot be read: {error.strerror}") from error
-    found = []
+    hashes = []
     for number, line in enumerate(map(bytes.strip, lines), 1):
         if not line or line.startswith(b"#"):
             continue
         if hashed := _HASHED.fullmatch(line):
-            found.append(bytes.fromhex(hashed[1].decode()))
-        elif line.startswith(b"sha256:") or not _KEY.fullmatch(line):  # the line itself is never told
+            hashes.append(bytes.fromhex(hashed[1].decode()))
+        elif line.startswith(b"sha256:") or not _KEY.fullmatch(line):  # the line itself is never shown
             raise ConfigError(
                 f"serve.api_keys: {path}, line {number}: no key; write 16 to 256 characters without spaces, "
                 "or sha256: and 64 hex digits; `openssl rand -hex 24` makes one"
             )
         else:
-            found.append(hashlib.sha256(line).digest())
-    if not found:
-        raise ConfigError(f"serve.api_keys: {path}: holds no key, so nobody could ask; add one, or leave the word out")
-    return tuple(dict.fromkeys(found))
+            hashes.append(hashlib.sha256(line).digest())
+    if not hashes:
+        raise ConfigError(f"serve.api_keys: {path}: contains no key; add one, or remove the setting")
+    return tuple(dict.fromkeys(hashes))
 
 
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; HTTP/2 forbids most others
 
 
 @dataclass(frozen=True)
-class Pair:
+class CertificatePair:
     """A certificate with its chain, and its private key, both PEM."""
 
     certificate: Path
@@ -114,16 +110,16 @@ class Pair:
 
 
 class Tls:
-    """What both servers use; a reload is for the connections to come."""
+    """The TLS contexts of both ports; a reload is for new connections."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: CertificatePair) -> None:
         self.pair = pair
         self.context, self.grpc_context = _context("http/1.1"), _context("h2")
         self.reload()
 
     def reload(self) -> None:
-        """As the files are now. Files that are wrong change nothing."""
-        self.pair.load_into(_context(""))  # half a replacement, on trial: the context in use stays whole
+        """Read the files again; files with an error change nothing."""
+        self.pair.load_into(_context(""))  # first into a spare context, so that those in use are never half replaced
         self.pair.load_into(self.context)
         self.pair.load_into(self.grpc_context)
 
@@ -141,55 +137,87 @@ def _no_password() -> str:
     raise ValueError("the key has a password")
 
 
-_SECONDS = 5.0
+_POLL_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Renewed:
-    """`reload` raises PipelineError and changes nothing where the files are wrong."""
+class ReloadedFiles:
+    """Files of a running service; `reload` raises PipelineError and changes nothing if they have an error."""
 
-    what: str
+    name: str
     paths: tuple[Path, ...]
     reload: Callable[[], None]
 
 
-async def keep(renewed: Sequence[Renewed], seconds: float = _SECONDS) -> None:
-    """Until it is cancelled. Files that are wrong are said once for each change of theirs."""
-    seen = {one: _state(one) for one in renewed}
+async def reload_changed_files(watched: Sequence[ReloadedFiles], seconds: float = _POLL_SECONDS) -> None:
+    """Poll the files until cancelled. An error is logged once for each change of the files."""
+    states = {files: _state(files) for files in watched}
     while True:
         await asyncio.sleep(seconds)
-        for one in renewed:
-            if (state := _state(one)) == seen[one]:
+        for files in watched:
+            if (state := _state(files)) == states[files]:
                 continue
-            seen[one] = state
+            states[files] = state
             try:
-                one.reload()
+                files.reload()
             except PipelineError as error:
-                log.error("%s changed and cannot be used, the old one stays: %s", one.what, error)
+                log.error("%s changed and cannot be used, the old one stays: %s", files.name, error)
             else:
-                log.info("%s changed: the new one is in use", one.what)
+                log.info("%s changed: the new one is in use", files.name)
 
 
-def _state(one: Renewed) -> tuple[tuple[int, int, int] | None, ...]:
-    """What changes with a file's content, also where a mounted Secret swaps a symbolic link."""
-    return tuple(_stat(path) for path in one.paths)
+def _state(files: ReloadedFiles) -> tuple[tuple[int, int, int] | None, ...]:
+    """Return what changes with the content of the files, also when a mounted Secret swaps a symbolic link."""
+    return tuple(_stat(path) for path in files.paths)
 
 
 def _stat(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-_SHORTEST = 32
+@dataclass(frozen=True)
+class Security:
+    """The keys and the TLS of the public ports; None where they are off."""
+
+    keys: ApiKeys | None = None
+    tls: Tls | None = None
+
+    @classmethod
+    def load(cls, api_keys: Path | None, tls: CertificatePair | None) -> Security:
+        """Read the files at once, so that an error in them is reported before anything else is done."""
+        return cls(None if api_keys is None else ApiKeys(api_keys), None if tls is None else Tls(tls))
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.tls is None else "https"
+
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        """The headers of every HTTP response; what needs a key is not to be cached."""
+        private = [("cache-control", "no-store")] if self.keys else []
+        return [("x-content-type-options", "nosniff"), *private]
+
+    def reloaded_files(self) -> list[ReloadedFiles]:
+        watched = []
+        if self.keys:
+            watched.append(ReloadedFiles("serve.api_keys", (self.keys.path,), self.keys.reload))
+        if self.tls:
+            pair = self.tls.pair
+            watched.append(ReloadedFiles("serve.tls_certificate", (pair.certificate, pair.key), self.tls.reload))
+        return watched
+
+
+_MIN_TOKEN_LENGTH = 32
 
 
 def read_token(path: Path) -> str:
-    """Refused where others could have read it."""
+    """Read the token of the admin port from a file that only its owner can read."""
     try:
         with path.open() as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -197,12 +225,12 @@ def read_token(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--admin-token {path}: cannot be read ({error})") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"--admin-token {path}: others may read it; chmod 600 {path}")
-    if len(text) < _SHORTEST:
-        raise ConfigError(f"--admin-token {path}: shorter than {_SHORTEST} characters; write a random one")
+        raise ConfigError(f"--admin-token {path}: others can read it; to fix it: chmod 600 {path}")
+    if len(text) < _MIN_TOKEN_LENGTH:
+        raise ConfigError(f"--admin-token {path}: shorter than {_MIN_TOKEN_LENGTH} characters; write a random one")
     return text
 
 
-def opens(given: bytes, token: str) -> bool:
-    """Whether an `authorization` header carries it; the time it takes tells nothing."""
+def is_token(given: bytes, token: str) -> bool:
+    """Return True if an `authorization` header carries the token; the time this takes reveals nothing."""
     return hmac.compare_digest(given, b"Bearer " + token.encode())

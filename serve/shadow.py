@@ -1,4 +1,7 @@
-"""A candidate that gets a copy of requests off the critical path; it answers nobody, and how it differs is counted."""
+"""A shadow: a candidate bundle that gets copies of requests, answers none, and whose differences are counted.
+
+It runs on one thread of low priority, off the path of the requests.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import queue
 import random
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,35 +21,36 @@ import numpy as np
 
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.errors import BundleError
-from pipeline.contract.signature import Signature
+from pipeline.contract.signature import Signature, TensorSpec
 from pipeline.contract.signing import Trust
-from serve.loading import prove
-from serve.logs import told
+from serve.loading import load_predictor
+from serve.logs import log_fields
 from serve.runtime.predictor import Predictor
 
 Array = np.ndarray[Any, Any]
 Arrays = Mapping[str, Array]
 
-MAX_WAITING_COPIES = 64  # copies; more are dropped, for the real requests need the machine
+MAX_WAITING_COPIES = 64  # more are dropped, as the real requests need the machine
+_LOWEST_PRIORITY = 19
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Agreement:
-    """Counted by the shadow's own thread, but for `dropped`."""
+    """How the candidate's outputs compare; counted by the thread of the shadow, except `dropped`."""
 
     same: int = 0  # requests whose outputs were within the candidate's tolerance
     other: int = 0
     failed: int = 0  # the candidate could not compute what the current version could
-    dropped: int = 0  # not asked: the shadow was busy
+    dropped: int = 0  # not compared, as the shadow was busy
     rows: int = 0  # of outputs that rank classes
     rows_same_class: int = 0
     max_difference: float = 0.0
 
 
 class Shadow:
-    """`offer` costs the caller a random number and a queue without waiting, whatever the candidate does."""
+    """`offer` costs the caller a random number and an entry in a queue, whatever the candidate does."""
 
     def __init__(self, name: str, path: Path, predictor: Predictor, share: float) -> None:
         self.name, self.path, self.digest, self.share = name, path, predictor.bundle.digest, share
@@ -56,10 +60,11 @@ class Shadow:
         self._predictor, self._rtol, self._atol = predictor, golden.rtol, golden.atol
         self._copies: queue.Queue[tuple[Arrays, Arrays] | None] = queue.Queue(MAX_WAITING_COPIES)
         self._closed = False
-        self._thread = threading.Thread(target=self._follow, name="shadow", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self._thread.start()
 
     def offer(self, inputs: Arrays, outputs: Arrays) -> None:
+        """Copy a request and its outputs, by share and where there is room."""
         if random.random() >= self.share or self._closed:
             return
         try:
@@ -68,83 +73,83 @@ class Shadow:
             self.agreement.dropped += 1
 
     def close(self) -> None:
-        """What still waits is not asked any more; the thread ends after what it is at."""
+        """Drop the copies that wait; the thread ends after the one it is comparing."""
         self._closed = True
-        with contextlib.suppress(queue.Full):  # full: it sees the flag at the next
+        with contextlib.suppress(queue.Full):  # the thread then sees the flag at the next copy
             self._copies.put_nowait(None)
 
     def status(self) -> dict[str, Any]:
         return {"bundle": self.digest, "path": str(self.path), "share": self.share, **asdict(self.agreement)}
 
-    def _follow(self) -> None:
-        _step_back()
+    def _run(self) -> None:
+        _lower_priority()
         while (copy := self._copies.get()) is not None and not self._closed:
             self._compare(*copy)
 
     def _compare(self, inputs: Arrays, outputs: Arrays) -> None:
         try:
-            found = self._predictor.run(inputs, list(outputs))
-        except Exception as error:  # of the candidate alone: the client has its answer already
+            candidate = self._predictor.run(inputs, list(outputs))
+        except Exception as error:  # the candidate's alone: the client has its answer already
             self.agreement.failed += 1
             if self.agreement.failed == 1:
-                log.warning("shadow failed (told once, then counted): %s", error, extra=told(bundle=self.digest[:12]))
+                fields = log_fields(bundle=self.digest[:12])
+                log.warning("shadow failed (logged once, then counted): %s", error, extra=fields)
             return
-        count(self.agreement, outputs, found, self._rtol, self._atol)
+        count_differences(self.agreement, outputs, candidate, self._rtol, self._atol)
 
 
-def count(agreement: Agreement, expected: Arrays, found: Arrays, rtol: float, atol: float) -> None:
-    """Add one request's outputs: floating point within tolerance, all else exactly."""
+def count_differences(agreement: Agreement, current: Arrays, candidate: Arrays, rtol: float, atol: float) -> None:
+    """Add one request's outputs: floating point within the tolerance, all else exactly."""
     same = True
-    for name, wanted in expected.items():
-        got = found[name]
-        if got.shape != wanted.shape or got.dtype != wanted.dtype:
+    for name, expected in current.items():
+        actual = candidate[name]
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
             same = False
-            continue
-        if not np.issubdtype(wanted.dtype, np.floating):
-            same = same and bool((got == wanted).all())
-            continue
-        same = same and bool(np.allclose(got, wanted, rtol=rtol, atol=atol, equal_nan=True))
-        _measure(agreement, wanted, got)
+        elif not np.issubdtype(expected.dtype, np.floating):
+            same = same and bool((actual == expected).all())
+        else:
+            same = same and bool(np.allclose(actual, expected, rtol=rtol, atol=atol, equal_nan=True))
+            _measure_difference(agreement, expected, actual)
     if same:
         agreement.same += 1
     else:
         agreement.other += 1
 
 
-def _measure(agreement: Agreement, wanted: Array, got: Array) -> None:
-    if wanted.size:
-        with np.errstate(invalid="ignore"):  # of two infinities there is no difference to tell
-            apart = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
-        finite = apart[np.isfinite(apart)]
+def _measure_difference(agreement: Agreement, expected: Array, actual: Array) -> None:
+    if expected.size:
+        with np.errstate(invalid="ignore"):  # two infinities have no difference
+            difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+        finite = difference[np.isfinite(difference)]
         agreement.max_difference = max(agreement.max_difference, float(finite.max(initial=0.0)))
-    if wanted.ndim == 2 and wanted.shape[1] > 1:
-        agreement.rows += len(wanted)
-        agreement.rows_same_class += int((wanted.argmax(axis=1) == got.argmax(axis=1)).sum())
+    if expected.ndim == 2 and expected.shape[1] > 1:
+        agreement.rows += len(expected)
+        agreement.rows_same_class += int((expected.argmax(axis=1) == actual.argmax(axis=1)).sum())
 
 
 def open_shadow(name: str, path: Path, signature: Signature, share: float, trust: Trust | None = None) -> Shadow:
-    """Proven like any bundle. It computes on one thread, the one that may step back."""
+    """Verify a bundle like any other and start it as a shadow of the model with this signature."""
     bundle = open_bundle(path, trust)
-    if wrong := incompatibility(signature, bundle.signature):
-        raise BundleError(f"{path}: it cannot shadow {name}: {wrong}")
-    return Shadow(name, path, prove(bundle, None, threads=1), share)
+    if why := incompatibility(signature, bundle.signature):
+        raise BundleError(f"{path}: it cannot shadow {name}: {why}")
+    return Shadow(name, path, load_predictor(bundle, None, threads=1), share)
 
 
 def incompatibility(current: Signature, candidate: Signature) -> str:
-    """Why the one's requests mean nothing to the other, if so."""
+    """Return why the candidate cannot take the current version's requests; empty if it can."""
     if current.inputs != candidate.inputs:
-        return f"its inputs are {_listed(candidate.inputs)}, the current ones {_listed(current.inputs)}"
-    have = {spec.name for spec in candidate.outputs}
-    if missing := sorted(spec.name for spec in current.outputs if spec.name not in have):
+        return f"its inputs are {_describe(candidate.inputs)}, the current ones {_describe(current.inputs)}"
+    names = {spec.name for spec in candidate.outputs}
+    if missing := sorted(spec.name for spec in current.outputs if spec.name not in names):
         return f"it has no output {', '.join(missing)}"
     return ""
 
 
-def _listed(specs: Any) -> str:
+def _describe(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in specs)
 
 
-def _step_back() -> None:
-    """On Linux a thread has a priority of its own; what it takes from the predictions is what they leave."""
+def _lower_priority() -> None:
+    """Let predictions go first; on Linux a thread has its own priority."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

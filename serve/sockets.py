@@ -1,4 +1,4 @@
-"""Listening sockets: a port held by a stranger is refused, a port of our own predecessor can be taken over."""
+"""Listening sockets: bind a port exclusively, or take it over from the previous service without a lost connection."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Sockets:
-    """Of a service: bound, and not listening yet."""
+    """The sockets of a service: bound, and not listening yet."""
 
     public: socket.socket
     standby: socket.socket | None = None
@@ -42,13 +42,13 @@ class Sockets:
     grpc: socket.socket | None = None
 
 
-def reserve(address: Address, *, share: bool) -> socket.socket:
-    """Bind, not yet listening. With `share`, beside a service of ours that holds the port; without, alone on it."""
+def bind_socket(address: Address, *, share: bool) -> socket.socket:
+    """Bind without listening; with `share` beside another service of ours on the port, else exclusively."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind)
     except OSError as error:
-        raise ResourceError(f"address {address}: {error.strerror}; name another with --host") from error
+        raise ResourceError(f"address {address}: {error.strerror}; choose another with --host") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if share:
@@ -58,12 +58,12 @@ def reserve(address: Address, *, share: bool) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError as error:
         sock.close()
-        raise ResourceError(f"port {address}: {error.strerror}; stop what holds it, or name another port") from error
+        raise ResourceError(f"port {address}: {error.strerror}; stop its process, or choose another port") from error
     sock.setblocking(False)
     return sock
 
 
-def prefer(sock: socket.socket) -> None:
+def take_over_port(sock: socket.socket) -> None:
     """Send every new connection to this socket, the second that listens on its port; the first keeps what it has.
 
     Without it the kernel goes on sharing new connections out to the predecessor. When that is gone the
@@ -72,10 +72,10 @@ def prefer(sock: socket.socket) -> None:
     _attach(sock, _SO_ATTACH_REUSEPORT_CBPF, (_BPF_RETURN, 0, 0, 1))  # the socket with index 1
 
 
-def admit_no_more(sock: socket.socket) -> None:
+def stop_accepting(sock: socket.socket) -> None:
     """Let no new connection into the queue of a listening socket that is about to be closed.
 
-    The kernel resets what is still in the queue at the close, after the client was told it is connected.
+    The kernel resets what is still in the queue at the close, after the client got its handshake.
     A client whose first packet is dropped instead repeats it, and is refused or meets the successor.
     """
     _attach(
@@ -89,13 +89,13 @@ def admit_no_more(sock: socket.socket) -> None:
 
 
 def _attach(sock: socket.socket, option: int, *instructions: tuple[int, int, int, int]) -> None:
-    """A classic BPF program; other systems than Linux have none and live with the small gap it closes."""
+    """Attach a classic BPF program; other systems than Linux have none and live with the small gap it closes."""
     if sys.platform != "linux":
         return
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in instructions))
     try:
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("HL", len(instructions), ctypes.addressof(code)))
     except OSError as error:
-        # A container without capabilities may not set one, where the kernel asks for them: nobody there can mend it.
+        # A container without capabilities may not set one, and cannot change that.
         level = logging.INFO if error.errno == errno.EPERM else logging.WARNING
         log.log(level, "this kernel takes no socket filter (%s): a connection made in this moment may be reset", error)

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of each prediction, made when it has ended: off, and free, unless the environment asks for them.
+"""OpenTelemetry spans of each prediction, made when it has ended; off, and free, unless OTEL_ variables turn them on.
 
-What the standard OTEL_ variables say is read by OpenTelemetry's own SDK; here is only whether they ask for traces,
-and to whom these go.
+OpenTelemetry's SDK reads the standard variables; this module only decides whether there are traces, and which exporter
+gets them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from serve.logs import told
+from serve.logs import log_fields
 from serve.request_context import RequestContext
 from serve.request_log import TRACE_HEADERS, is_failure
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracer:
-    """Called with each prediction that has ended."""
+    """Called with each prediction that has ended; it makes a span of it and one of each phase."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -62,7 +62,7 @@ class Tracer:
         span.end(_nanoseconds(offset + now))
 
     def close(self) -> None:
-        """Send what is left, for a moment: a collector that is gone keeps no service from ending."""
+        """Send the last spans, for a moment only: a collector that is gone must not keep the service from ending."""
         ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
         ending.join(_FLUSH_SECONDS)
@@ -70,13 +70,13 @@ class Tracer:
             log.warning("the last traces could not be sent within %s s", _FLUSH_SECONDS)
 
 
-def configured(environment: Mapping[str, str]) -> Tracer | None:
-    """None where nobody asks for traces; with a warning where somebody does and they cannot be had."""
-    names = exporters(environment)
+def configure_tracing(environment: Mapping[str, str]) -> Tracer | None:
+    """Return None if traces are off, or with a warning if OpenTelemetry is not installed."""
+    names = exporter_names(environment)
     if not names:
         return None
     if not _installed():
-        log.warning("OTEL_ variables ask for traces, but OpenTelemetry is not here: install pipe-road[tracing]")
+        log.warning("OTEL_ variables turn traces on; to fix that OpenTelemetry is missing: install pipe-road[tracing]")
         return None
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -85,27 +85,27 @@ def configured(environment: Mapping[str, str]) -> Tracer | None:
     for name in names:
         if (exporter := _exporter(name)) is not None:
             provider.add_span_processor(BatchSpanProcessor(exporter))
-    log.info("tracing", extra=told(exporters=",".join(names)))
+    log.info("tracing", extra=log_fields(exporters=",".join(names)))
     return Tracer(provider)
 
 
 def _installed() -> bool:
     try:
         return find_spec("opentelemetry.sdk") is not None
-    except ModuleNotFoundError:  # nor is what it would be a part of
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
-def exporters(environment: Mapping[str, str]) -> list[str]:
-    """Their names, as packages register them; none where traces are off."""
+def exporter_names(environment: Mapping[str, str]) -> list[str]:
+    """Return the exporters by the names that packages register; none if traces are off."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
-    asked = environment.get("OTEL_TRACES_EXPORTER", "").strip()
-    if not asked and not any(environment.get(one) for one in _ENDPOINTS):
+    exporters = environment.get("OTEL_TRACES_EXPORTER", "").strip()
+    if not exporters and not any(environment.get(one) for one in _ENDPOINTS):
         return []
     protocol = next((environment[one] for one in _PROTOCOLS if environment.get(one)), "http/protobuf")
     otlp = "otlp_proto_grpc" if protocol.strip() == "grpc" else "otlp_proto_http"
-    names = [name.strip() for name in (asked or "otlp").split(",")]
+    names = [name.strip() for name in (exporters or "otlp").split(",")]
     return [otlp if name == "otlp" else name for name in names if name not in ("", "none")]
 
 
@@ -118,7 +118,7 @@ def _exporter(name: str) -> Any:
 
 
 def _resource(environment: Mapping[str, str]) -> Any:
-    """Named by the environment; `pipe-serve` where it says nothing."""
+    """Return the service name: that of the environment, or `pipe-serve`."""
     from opentelemetry.sdk.resources import Resource
 
     named = "OTEL_SERVICE_NAME" in environment or "service.name=" in environment.get("OTEL_RESOURCE_ATTRIBUTES", "")

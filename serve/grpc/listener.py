@@ -1,4 +1,4 @@
-"""The gRPC port: its connections, a look at all of them now and then, and its end without a lost call."""
+"""The gRPC port: its connections, their timeouts, and its end without losing a call."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from collections.abc import Callable
 
 from serve.grpc.http2.connection import Connection, Host
 from serve.grpc.http2.streams import Application
-from serve.http1.limits import make_room, most_rpc_connections
-from serve.sockets import admit_no_more
+from serve.http1.limits import make_room, max_grpc_connections
+from serve.sockets import stop_accepting
 
-_NOTICE_SECONDS = 0.1  # a handshake that is under way takes one way there and back
-_LOOK_SECONDS = 0.005
+_NOTICE_SECONDS = 0.1  # for the handshakes that are under way: one round trip
+_POLL_SECONDS = 0.005
 _SWEEP_SECONDS = 1.0
 _BACKLOG = 2048
-_HANDSHAKE_SECONDS = 10.0  # of TLS
+_TLS_HANDSHAKE_SECONDS = 10.0
 
 
-class RpcListener:
+class GrpcListener:
     def __init__(
         self,
         app: Application,
         sock: socket.socket,
         tls: ssl.SSLContext | None = None,
-        refused: Callable[[str], None] = lambda _: None,
+        count_rejected: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.socket, self._tls = sock, tls
         self.connections: set[Connection] = set()
-        self._most = most_rpc_connections()
+        self._max_connections = max_grpc_connections()
         self._stopping = False
         self._host = Host(
             app,
             self.connections,
-            make_room=lambda: make_room(self.connections, self._most),
-            on_error=refused,
+            make_room=lambda: make_room(self.connections, self._max_connections),
+            on_error=count_rejected,
             is_stopping=lambda: self._stopping,
         )
         self._server: asyncio.Server | None = None
@@ -45,16 +45,16 @@ class RpcListener:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        patience = None if self._tls is None else _HANDSHAKE_SECONDS
+        handshake_timeout = None if self._tls is None else _TLS_HANDSHAKE_SECONDS
         self._server = await loop.create_server(
-            self._connection, sock=self.socket, ssl=self._tls, ssl_handshake_timeout=patience, backlog=_BACKLOG
+            self._connection, sock=self.socket, ssl=self._tls, ssl_handshake_timeout=handshake_timeout, backlog=_BACKLOG
         )
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def stop(self, grace_seconds: float) -> None:
-        """Every call that a client made before it heard of the end is answered, for as long as that takes."""
+        """Answer every call that a client made before it was told of the end, within the grace period."""
         assert self._server is not None and self._sweeper is not None
-        admit_no_more(self.socket)
+        stop_accepting(self.socket)
         self._stopping = True
         for connection in tuple(self.connections):
             connection.drain()
@@ -62,7 +62,7 @@ class RpcListener:
         self._server.close()
         end = time.monotonic() + grace_seconds
         while self.connections and time.monotonic() < end:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         for connection in tuple(self.connections):
             connection.transport.abort()
         self._sweeper.cancel()
@@ -73,7 +73,7 @@ class RpcListener:
         return Connection(self._host)
 
     async def _sweep(self) -> None:
-        """One look at all connections costs less than a timer in each."""
+        """Check all connections once a second, which costs less than a timer in each."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)

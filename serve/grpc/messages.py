@@ -1,6 +1,6 @@
-"""Inference as protobuf messages of the Open Inference Protocol, read into requests and written from answers.
+"""Protobuf messages of the Open Inference Protocol, and how gRPC frames them in HTTP/2.
 
-How gRPC wraps its messages into HTTP/2: five bytes before each, the status behind it, codings and deadlines.
+A message is decoded into the same `Request` as V2's JSON. On the wire five bytes precede it, and a status follows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import NUMPY_TYPES
-from serve.errors import Refusal, TooLarge, Unoffered
+from serve.errors import RequestError, TooLarge, Unimplemented
 from serve.grpc.http2 import hpack
 from serve.protocol import v2
-from serve.protocol.tensors import Array, Parameters, Request, Tensor, Wish, refuse_parameters, to_raw
-from serve.protocol.validate import shown
+from serve.protocol.tensors import Array, InferRequest, Parameters, RequestedOutput, Tensor, reject_parameters, to_raw
+from serve.protocol.validate import format_shape
 from serve.request_body import SLICE_BYTES, Inflater
 from serve.request_context import parse_timeout_parameter
 from serve.runtime.predictor import Predictor
@@ -40,7 +40,7 @@ _CONTENTS: dict[str, tuple[str, Any]] = {
 }
 _RAW_ONLY = ("FP16", "BF16")  # the protocol has no typed contents for them
 _PROPERTY_TAG = 6 << 3 | 2  # ModelMetadataResponse.properties, a map of texts, which kserve's descriptors lack
-_QUICK_BYTES = 256 << 10  # of a message are read in well under a millisecond
+_QUICK_BYTES = 256 << 10  # a message of this size is decoded in well under a millisecond
 
 
 class Payload:
@@ -48,8 +48,8 @@ class Payload:
 
     def __init__(self, message: Any) -> None:
         self._message = message  # pb.ModelInferRequest
-        self._request = Request("", (), ())
-        self._wishes: Sequence[Wish] = ()
+        self._request = InferRequest("", (), ())
+        self._requested_outputs: Sequence[RequestedOutput] = ()
         self._count = 0
         self.is_quick = message.ByteSize() < _QUICK_BYTES
 
@@ -58,21 +58,23 @@ class Payload:
         return parse_timeout_parameter(self._request.parameters.get("timeout", 0))
 
     def request_id(self) -> str:
-        """The client's own id, which says who answers where versions share the requests."""
+        """Return the client's own id, which chooses between a version and its canary."""
         return str(self._message.id)
 
     def decode(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
         self._request = parse(self._message)
-        found = v2.read_texts(self._request, predictor)
-        self._wishes, self._count = found.wishes, found.texts
-        return found.arrays, found.names
+        decoded = v2.decode_request(self._request, predictor)
+        self._requested_outputs, self._count = decoded.requested_outputs, decoded.text_count
+        return decoded.arrays, decoded.names
 
     def encode(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any:
-        return render(self._message, version, self._wishes, *v2.given(self._count, outputs, predictor))
+        return render(
+            self._message, version, self._requested_outputs, *v2.encode_outputs(self._count, outputs, predictor)
+        )
 
 
-def parse(message: Any) -> Request:
-    """Raw contents, when used, are used for every input; answers then are raw as well."""
+def parse(message: Any) -> InferRequest:
+    """Return the request. Raw contents, if used, are used for every input, and for the outputs as well."""
     raws = message.raw_input_contents
     if raws and len(raws) != len(message.inputs):
         raise InvalidPayload(f"raw_input_contents: {len(raws)} given for {len(message.inputs)} inputs")
@@ -83,23 +85,27 @@ def parse(message: Any) -> Request:
         _parameters(one, f"inputs: {one.name}")
         shape = list(one.shape)
         if shape and min(shape) < 0:
-            raise InvalidPayload(f"inputs: {one.name}: shape {shown(shape)} has a negative axis")
+            raise InvalidPayload(f"inputs: {one.name}: shape {format_shape(shape)} has a negative axis")
         tensors.append(Tensor(one.name, one.datatype, shape, raws[index] if raws else _contents(one)))
-    for wish in message.outputs:
-        _parameters(wish, f"outputs: {wish.name}")
-    outputs = [Wish(wish.name, bool(raws)) for wish in message.outputs]
-    return Request(message.id, tensors, outputs, binary=bool(raws), parameters=_parameters(message, "parameters"))
+    for output in message.outputs:
+        _parameters(output, f"outputs: {output.name}")
+    outputs = [RequestedOutput(output.name, bool(raws)) for output in message.outputs]
+    return InferRequest(message.id, tensors, outputs, binary=bool(raws), parameters=_parameters(message, "parameters"))
 
 
 def render(
-    message: Any, version: str, wishes: Sequence[Wish], outputs: Mapping[str, Array], datatypes: Mapping[str, str]
+    message: Any,
+    version: str,
+    requested_outputs: Sequence[RequestedOutput],
+    outputs: Mapping[str, Array],
+    datatypes: Mapping[str, str],
 ) -> Any:
     answer = pb.ModelInferResponse(model_name=message.model_name, model_version=version, id=message.id)
     # Raw and typed outputs cannot be mixed in one answer.
-    raw = any(wish.binary or datatypes[wish.name] in _RAW_ONLY for wish in wishes)
-    for wish in wishes:
-        array, datatype = outputs[wish.name], datatypes[wish.name]
-        tensor = answer.outputs.add(name=wish.name, datatype=datatype, shape=array.shape)
+    raw = any(output.binary or datatypes[output.name] in _RAW_ONLY for output in requested_outputs)
+    for output in requested_outputs:
+        array, datatype = outputs[output.name], datatypes[output.name]
+        tensor = answer.outputs.add(name=output.name, datatype=datatype, shape=array.shape)
         if raw:
             answer.raw_output_contents.append(to_raw(array, datatype))
         else:
@@ -110,7 +116,7 @@ def render(
 
 
 def with_properties(message: Any, properties: Mapping[str, str]) -> Any:
-    """Field 6, written as the wire has it: an entry is a key (1) and a value (2), each behind tag and length."""
+    """Add field 6 by its wire format: an entry is a key (1) and a value (2), each after its tag and length."""
     for pair in properties.items():
         entry = b"".join(
             bytes([tag, *_varint(len(text))]) + text for tag, text in zip((10, 18), map(str.encode, pair), strict=True)
@@ -127,15 +133,15 @@ def _varint(number: int) -> Iterator[int]:
 
 
 def _contents(one: Any) -> Array | list[str]:
-    """The values where the datatype has them; elsewhere they would be overlooked."""
+    """Return the values of the field for this datatype; values in another field are an error."""
     if one.datatype not in NUMPY_TYPES:
         raise InvalidPayload(f"inputs: {one.name}: unknown datatype {one.datatype[:40]!r}")
     if one.datatype in _RAW_ONLY:
-        raise InvalidPayload(f"inputs: {one.name}: {one.datatype} travels in raw_input_contents only")
+        raise InvalidPayload(f"inputs: {one.name}: {one.datatype} must be in raw_input_contents")
     place, kind = _CONTENTS[one.datatype]
     for used, _ in one.contents.ListFields():
         if used.name != place:
-            raise InvalidPayload(f"inputs: {one.name}: {one.datatype} travels in {place}, not in {used.name}")
+            raise InvalidPayload(f"inputs: {one.name}: {one.datatype} must be in {place}, not in {used.name}")
     values = getattr(one.contents, place)
     if one.datatype != "BYTES":
         return np.fromiter(values, kind, len(values))
@@ -146,12 +152,12 @@ def _contents(one: Any) -> Array | list[str]:
 
 
 def _parameters(one: Any, where: str) -> Parameters:
-    """As REST has them; one without a value says nothing."""
+    """Return the parameters as REST has them; one without a value is ignored."""
     if not one.parameters:
         return {}
     chosen = ((name, value, value.WhichOneof("parameter_choice")) for name, value in one.parameters.items())
     found = {name: getattr(value, choice) for name, value, choice in chosen if choice}
-    refuse_parameters(found, where)
+    reject_parameters(found, where)
     return found
 
 
@@ -171,18 +177,18 @@ ANSWER = hpack.encode_status(200) + hpack.encode_literals(
 OK = hpack.encode_literals(((b"grpc-status", b"0"),))
 
 
-class Unwrapped(Refusal):
-    """The bytes of a call are not one message."""
+class MalformedMessage(RequestError):
+    """The body of a call is not one message."""
 
     reason = "wire"
 
 
-def wrap(message: bytes) -> bytes:
+def frame_message(message: bytes) -> bytes:
     return _PREFIX.pack(0, len(message)) + message
 
 
 def check_size(parts: Sequence[bytes], size: int, most: int) -> None:
-    """As soon as five bytes are here they say how long the message will be."""
+    """Refuse a message that is too large as soon as its prefix is here."""
     declared = 0
     if size >= _PREFIX.size:
         first = parts[0] if len(parts[0]) >= _PREFIX.size else b"".join(parts[: _PREFIX.size])
@@ -195,28 +201,28 @@ def too_large(size: int, most: int) -> TooLarge:
     return TooLarge(f"message: of {size} bytes, it is larger than max, which is {most} bytes")
 
 
-def unwrap(body: bytes, most: int) -> tuple[bytes, bool]:
-    """The one message of a call, and whether it is compressed."""
+def unframe_message(body: bytes, most: int) -> tuple[bytes, bool]:
+    """Return the one message of a call, and whether it is compressed."""
     if len(body) < _PREFIX.size:
         if body:
-            raise Unwrapped(f"message: ends after {len(body)} bytes, in the middle of its prefix")
-        raise Unoffered("message: none came; every method here asks for one")
+            raise MalformedMessage(f"message: ends after {len(body)} bytes, in the middle of its prefix")
+        raise Unimplemented("message: none was sent; every method here needs one")
     compressed, size = _PREFIX.unpack_from(body)
     if size > most:
         raise too_large(size, most)
     if size > len(body) - _PREFIX.size:
-        raise Unwrapped(f"message: ends after {len(body) - _PREFIX.size} of its {size} bytes")
+        raise MalformedMessage(f"message: ends after {len(body) - _PREFIX.size} of its {size} bytes")
     if size < len(body) - _PREFIX.size:
-        raise Unoffered("message: more than one came; no method here reads a stream of them")
+        raise Unimplemented("message: more than one was sent; no method here takes a stream")
     if compressed > 1:
-        raise Unwrapped(f"message: its first byte is 0 or 1, not {compressed}")
+        raise MalformedMessage(f"message: its first byte is 0 or 1, not {compressed}")
     return body[_PREFIX.size :], bool(compressed)
 
 
-async def inflated(data: bytes, coding: str, most: int) -> bytes:
-    """Decompressed, a slice at a time."""
+async def decompress(data: bytes, coding: str, most: int) -> bytes:
+    """Decompress a message, a slice at a time."""
     if not coding:
-        raise Unwrapped("message: says that it is compressed, and grpc-encoding does not say how")
+        raise MalformedMessage("message: is marked as compressed, but grpc-encoding names no encoding")
     parts, size, inflater = [], 0, Inflater(coding)
     for part in inflater.feed(data):
         parts.append(part)
@@ -224,28 +230,28 @@ async def inflated(data: bytes, coding: str, most: int) -> bytes:
         if size > most:
             raise TooLarge(f"message: decompressed it is larger than max, which is {most} bytes")
         if len(part) == SLICE_BYTES:
-            await asyncio.sleep(0)  # there may be much of it, and others are to be served
+            await asyncio.sleep(0)  # there may be much of it, and other calls wait
     inflater.end()
     return b"".join(parts)
 
 
-def coding_of(said: bytes | None) -> str:
-    """What `grpc-encoding` names; empty for none."""
-    name = (said or b"identity").decode("latin-1")
+def encoding_name(header: bytes | None) -> str:
+    """Return what `grpc-encoding` names; empty for none."""
+    name = (header or b"identity").decode("latin-1")
     if name == "identity":
         return ""
     if name in ("gzip", "deflate"):
         return name
-    raise Unoffered(f"grpc-encoding: {name[:40]!r} is not read here; send one of {CODINGS.decode()}")
+    raise Unimplemented(f"grpc-encoding: {name[:40]!r} is not supported; send one of {CODINGS.decode()}")
 
 
-def failure(code: str, text: str) -> bytes:
-    """The fields of a status that is not OK."""
-    return hpack.encode_literals(((b"grpc-status", _CODES[code]), (b"grpc-message", escaped(text))))
+def status_headers(code: str, text: str) -> bytes:
+    """Return the encoded headers of a status that is not OK."""
+    return hpack.encode_literals(((b"grpc-status", _CODES[code]), (b"grpc-message", percent_encode(text))))
 
 
-def escaped(text: str) -> bytes:
-    """As gRPC writes texts into a header."""
+def percent_encode(text: str) -> bytes:
+    """Encode a text as gRPC does in headers."""
     data = text.encode(errors="replace")
     if _PLAIN.issuperset(data):
         return data

@@ -16,7 +16,15 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
 from pipeline.contract.errors import InvalidPayload
 from serve.app import INTERNAL
-from serve.errors import Gone, Refusal, TooManyHeaders, TooSlow, Unoffered, Unreadable, WrongMethod
+from serve.errors import (
+    ClientDisconnected,
+    MethodNotAllowed,
+    RequestError,
+    RequestTimeout,
+    TooManyHeaders,
+    Unimplemented,
+    UnsupportedMediaType,
+)
 from serve.grpc import messages
 from serve.grpc.http2 import hpack
 from serve.grpc.http2.headers import MAX_HEADER_LIST_BYTES
@@ -24,11 +32,11 @@ from serve.grpc.http2.stream import Stream
 from serve.grpc.http2.streams import Streams
 from serve.grpc.messages import Payload, with_properties
 from serve.load_shedding import admit
-from serve.models import OnnxPlane
+from serve.models import OnnxDataPlane
 from serve.request_body import MemoryBudget
 from serve.request_context import RequestContext, parse_grpc_timeout
 from serve.request_log import RequestLog
-from serve.security import OPEN_RPCS, Keys
+from serve.security import OPEN_RPCS, ApiKeys
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
@@ -74,11 +82,11 @@ class Calls:
 
     def __init__(
         self,
-        plane: OnnxPlane,
+        plane: OnnxDataPlane,
         requests: RequestLog,
         headers: Sequence[tuple[str, str]],
         max_body_bytes: int,
-        keys: Keys | None = None,
+        keys: ApiKeys | None = None,
     ) -> None:
         self._requests, self._keys, self._budget = requests, keys, MemoryBudget()
         self._max_bytes = max_body_bytes + _OVERHEAD_BYTES
@@ -107,10 +115,10 @@ class Calls:
         method = self._methods.get(path)
         try:
             if method is None:
-                raise Unoffered(f"no method {path[:200]!r} here; there are those of {_SERVICE.full_name}")
-            encoding = messages.coding_of(request.get(b"grpc-encoding"))
+                raise Unimplemented(f"no method {path[:200]!r} here; there are those of {_SERVICE.full_name}")
+            encoding = messages.encoding_name(request.get(b"grpc-encoding"))
             return Head(request, method.name, method, encoding, parse_grpc_timeout(request.get(b"grpc-timeout")))
-        except (InvalidPayload, Refusal) as error:
+        except (InvalidPayload, RequestError) as error:
             return Head(request, path, error=partial(type(error), *error.args))
 
     def on_headers(self, streams: Streams, stream: Stream) -> None:
@@ -121,14 +129,14 @@ class Calls:
                 self._keys.admit(head.headers)
             if head.error is not None:
                 raise head.error()
-        except (InvalidPayload, Refusal) as error:
+        except (InvalidPayload, RequestError) as error:
             self._refuse(streams, stream, error)
 
     def on_data(self, streams: Streams, stream: Stream, size: int) -> None:
         try:
             messages.check_size(stream.parts, stream.size, self._max_bytes)
             self._budget.reserve(stream.state, size, max(self._max_bytes, _BUDGET_BYTES))
-        except Refusal as error:
+        except RequestError as error:
             self._refuse(streams, stream, error)
 
     def on_complete(self, streams: Streams, stream: Stream) -> None:
@@ -139,10 +147,10 @@ class Calls:
         call.task = asyncio.get_running_loop().create_task(self._answer(streams, stream, call))
 
     def on_timeout(self, streams: Streams, stream: Stream) -> None:
-        self._refuse(streams, stream, TooSlow("the call did not arrive whole in time"))
+        self._refuse(streams, stream, RequestTimeout("the call did not arrive whole in time"))
 
     def on_cancel(self, stream: Stream) -> None:
-        self._fail(stream.state, Gone("the client cancelled its call before it was whole"))
+        self._fail(stream.state, ClientDisconnected("the client cancelled its call before it was whole"))
         self._finish(stream)
 
     # One call
@@ -153,7 +161,7 @@ class Calls:
         try:
             try:
                 answer = await method.answer(await self._read_message(stream, call, method), call)
-                body = messages.wrap(answer.SerializeToString())
+                body = messages.frame_message(answer.SerializeToString())
             except Exception as error:
                 trailers = self._fail(call, error) + self._identity(call)
                 streams.answer(stream, b"", b"", messages.ANSWER + trailers)
@@ -167,10 +175,10 @@ class Calls:
 
     async def _read_message(self, stream: Stream, call: RpcCall, method: Method) -> Any:
         parts = stream.parts
-        data, compressed = messages.unwrap(parts[0] if len(parts) == 1 else b"".join(parts), self._max_bytes)
+        data, compressed = messages.unframe_message(parts[0] if len(parts) == 1 else b"".join(parts), self._max_bytes)
         stream.parts = []
         if compressed:
-            data = await messages.inflated(data, call.head.encoding, self._max_bytes)
+            data = await messages.decompress(data, call.head.encoding, self._max_bytes)
         call.size = len(data)
         try:
             return method.parse(data)
@@ -186,7 +194,7 @@ class Calls:
             streams.answer(stream, b"", b"", messages.ANSWER + trailers)
         else:
             call.status = status
-            allowed = error.headers if isinstance(error, Refusal) else ()
+            allowed = error.headers if isinstance(error, RequestError) else ()
             head = hpack.encode_status(status) + hpack.encode_literals(((b"content-type", b"text/plain"), *allowed))
             streams.answer(stream, head, str(error).encode() + b"\n", trailers)
         self._finish(stream)
@@ -196,7 +204,7 @@ class Calls:
         refusal = self._requests.fail(call, error)
         code, text = ("INTERNAL", INTERNAL) if refusal is None else (refusal.code, str(refusal))
         call.status = code
-        return messages.failure(code, text)
+        return messages.status_headers(code, text)
 
     def _finish(self, stream: Stream) -> None:
         call: RpcCall = stream.state
@@ -217,13 +225,13 @@ class Calls:
 class Servicer:
     """The methods of the protocol, by the names that it gives them; refusals are raised."""
 
-    def __init__(self, plane: OnnxPlane, requests: RequestLog) -> None:
+    def __init__(self, plane: OnnxDataPlane, requests: RequestLog) -> None:
         self._plane, self._requests = plane, requests
 
     async def ModelInfer(self, message: Any, call: RpcCall) -> Any:  # noqa: N802
         call.protocol = "grpc"
         self._requests.metrics.in_flight += 1
-        version, payload = self._plane.served(message.model_name, message.model_version), Payload(message)
+        version, payload = self._plane.find_version(message.model_name, message.model_version), Payload(message)
         if version.canary is not None and not message.model_version:
             version = await version.choose(payload, call.id)
         call.model_version = version
@@ -240,7 +248,7 @@ class Servicer:
         return pb.ServerMetadataResponse(**self._plane.metadata())
 
     async def ModelReady(self, message: Any, _call: RpcCall) -> Any:  # noqa: N802
-        self._plane.served(message.name, message.version)
+        self._plane.find_version(message.name, message.version)
         return pb.ModelReadyResponse(ready=await self._plane.model_ready(message.name))
 
     async def ModelMetadata(self, message: Any, _call: RpcCall) -> Any:  # noqa: N802
@@ -249,16 +257,16 @@ class Servicer:
         return with_properties(pb.ModelMetadataResponse(**found), properties)
 
     async def RepositoryModelLoad(self, _message: Any, _call: RpcCall) -> Any:  # noqa: N802
-        raise Unoffered("models are loaded by who runs this service (`pipe deploy`), never by its clients")
+        raise Unimplemented("models are loaded by the operator (`pipe deploy`), never by clients")
 
     RepositoryModelUnload = RepositoryModelLoad
 
 
-def _check_protocol(request: dict[bytes, bytes]) -> Callable[[], Refusal] | None:
+def _check_protocol(request: dict[bytes, bytes]) -> Callable[[], RequestError] | None:
     """Return what to raise for another client of HTTP/2."""
     if request[b":method"] != b"POST":
-        return partial(WrongMethod, "this port speaks gRPC, whose calls are POST; HTTP/1.1 has another port", "POST")
+        return partial(MethodNotAllowed, "this port is for gRPC, whose calls are POST; HTTP/1.1 has another", "POST")
     kind, _, _ = request.get(b"content-type", b"").partition(b";")
     if not kind.startswith(_CONTENT_TYPE) or kind[len(_CONTENT_TYPE) :].strip() not in _CONTENT_SUBTYPES:
-        return partial(Unreadable, f"content-type: {kind[:80].decode('latin-1')!r} is no gRPC with protobuf")
+        return partial(UnsupportedMediaType, f"content-type: {kind[:80].decode('latin-1')!r} is no gRPC with protobuf")
     return None

@@ -23,9 +23,9 @@ import orjson
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from serve.errors import Gone
-from serve.http1.limits import Outflow, make_room
-from serve.logs import told
+from serve.errors import ClientDisconnected
+from serve.http1.limits import WriteBackpressure, make_room
+from serve.logs import log_fields
 from serve.request_context import RequestContext, request_id
 
 HEAD_SECONDS = 10.0  # for a head to arrive, from its first byte to its last
@@ -104,7 +104,7 @@ class HttpRequest(RequestContext):
         while self._more and self._chunk_bytes < _HIGH_WATER_BYTES and not self.gone:
             await self._next_piece()
         if self.gone:
-            raise Gone("the client hung up in the middle of its request")
+            raise ClientDisconnected("the client hung up in the middle of its request")
         body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks, self._chunk_bytes = [], 0
         return body, self._more
@@ -117,13 +117,13 @@ class HttpRequest(RequestContext):
     @property
     def is_writable(self) -> bool:
         """False while the client is too far behind with reading responses."""
-        return not self._connection.outflow.paused
+        return not self._connection.backpressure.paused
 
     async def respond(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Write a whole response as soon as the client has taken enough of those before it."""
         connection = self._connection
-        if connection.outflow.paused:
-            await connection.outflow.drained(connection.transport)
+        if connection.backpressure.paused:
+            await connection.backpressure.drained(connection.transport)
         self.respond_now(status, headers, body)
 
     def respond_now(self, status: int, headers: Iterable[Header], body: bytes) -> None:
@@ -143,8 +143,8 @@ class HttpRequest(RequestContext):
     async def send_part(self, part: bytes) -> None:
         """Write a part of a stream, once the client has taken enough of those before it."""
         connection = self._connection
-        if connection.outflow.paused:
-            await connection.outflow.drained(connection.transport)
+        if connection.backpressure.paused:
+            await connection.backpressure.drained(connection.transport)
         if part and not self.gone:
             chunk = b"%x\r\n%b\r\n" % (len(part), part) if self._http_1_1 else part
             connection.transport.write(self._unsent_head + chunk)
@@ -236,7 +236,7 @@ class Connection(asyncio.Protocol):
         self._headers: list[Header] = []
         self._head_bytes = self._received_bytes = 0  # of a head in several pieces, those before this one; and this one
         self._due = 0.0  # on the loop's clock: by then the client must have sent what we wait for
-        self.outflow = Outflow()
+        self.backpressure = WriteBackpressure()
         self._ending = self._read_paused = self._half_closed = False
 
     # Called by the transport
@@ -300,10 +300,10 @@ class Connection(asyncio.Protocol):
         return True
 
     def pause_writing(self) -> None:
-        self.outflow.pause()
+        self.backpressure.pause()
 
     def resume_writing(self) -> None:
-        self.outflow.resume()
+        self.backpressure.resume()
 
     # Called by the parser
 
@@ -371,7 +371,7 @@ class Connection(asyncio.Protocol):
             if not request.answered and not request.gone:
                 raise RuntimeError("the application ended without a response")
         except Exception:  # the application answers for its own errors: this is a bug, so log it and leak nothing
-            log.exception("request failed", extra=told(request_id=request.id.decode(), path=request.path))
+            log.exception("request failed", extra=log_fields(request_id=request.id.decode(), path=request.path))
             if not request.started and not request.gone:
                 common = b"%bx-request-id: %b\r\n" % (self.common_headers, request.id)
                 self.transport.write(closing_response(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error", common))
@@ -436,7 +436,7 @@ class Connection(asyncio.Protocol):
             self._reading.lose_client()  # the rest of its body never comes
         self._count_rejected(f"http_{status:d}")
         made = request_id(None)
-        log.info("refused", extra=told(status=int(status), reason=text, request_id=made.decode()))
+        log.info("refused", extra=log_fields(status=int(status), reason=text, request_id=made.decode()))
         self._refusal = closing_response(status, text, b"%bx-request-id: %b\r\n" % (self.common_headers, made))
         if self.current is None:
             self._send_refusal()
@@ -470,7 +470,7 @@ class Connection(asyncio.Protocol):
 
     def sweep(self, now: float) -> None:
         """Give up on a client that does not take its response, or does not send what we wait for."""
-        if self.outflow.stuck(self.transport, now):
+        if self.backpressure.is_stalled(self.transport, now):
             self.transport.abort()
             return
         if now < self._due or (self.current is not None and not self.current.is_waiting_for_body):

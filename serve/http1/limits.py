@@ -1,4 +1,4 @@
-"""Many connections, and some that only take up room: how many there may be, who gives way, who is stuck."""
+"""Connection limits: maximum count, idle eviction, stalled writers."""
 
 from __future__ import annotations
 
@@ -7,70 +7,70 @@ import resource
 from collections.abc import Collection
 from typing import Protocol
 
-WRITE_SECONDS = 30.0  # for a client to take any byte of its answer
-_MOST, _MOST_RPC = 16 << 10, 2 << 10
-_SHARE = 8  # one of so many files is for a connection of gRPC
-_OTHERS = 128  # files that are no connections of clients
+WRITE_TIMEOUT_SECONDS = 30.0  # for a client to take any byte of its response
+_MAX_HTTP, _MAX_GRPC = 16 << 10, 2 << 10
+_FILES_PER_GRPC = 8  # one of so many open files may be a gRPC connection
+_OTHER_FILES = 128  # open files that are no connections of clients
 
 
-class Seat(Protocol):
-    """A connection, as others see it."""
+class LimitedConnection(Protocol):
+    """A connection that another one may evict."""
 
     @property
     def idle_until(self) -> float | None:
-        """When it will be given up; None while a request of it is served."""
+        """When it will be closed as idle; None while it has a request."""
         ...
 
     def give_way(self) -> None: ...
 
 
-def most_connections() -> int:
-    """As many as the system lets this process have, within reason; it is asked for all it lets us."""
+def max_http_connections() -> int:
+    """Return as many as the system allows, up to a limit of ours; raises the soft limit of open files."""
     files = _files()
-    return max(_OTHERS, min(_MOST, files - _OTHERS - min(_MOST_RPC, files // _SHARE)))
+    return max(_OTHER_FILES, min(_MAX_HTTP, files - _OTHER_FILES - min(_MAX_GRPC, files // _FILES_PER_GRPC)))
 
 
-def most_rpc_connections() -> int:
-    """Of gRPC, beside those: few, as each has room for many calls."""
-    return min(_MOST_RPC, _files() // _SHARE)
+def max_grpc_connections() -> int:
+    """Return the number of gRPC connections beside those: few, as each has room for many calls."""
+    return min(_MAX_GRPC, _files() // _FILES_PER_GRPC)
 
 
 def _files() -> int:
+    """Return how many files this process may open, after raising the limit as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST + _MOST_RPC + _OTHERS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = _MAX_HTTP + _MAX_GRPC + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted if soft == resource.RLIM_INFINITY else soft
+    return needed if soft == resource.RLIM_INFINITY else soft
 
 
-def make_room(seats: Collection[Seat], most: int) -> bool:
-    """For one more: those that have been silent for longest give way. False where all are being served."""
-    if len(seats) < most:
+def make_room(connections: Collection[LimitedConnection], limit: int) -> bool:
+    """Close those that have been idle for longest, so that one more is allowed. False if all have requests."""
+    if len(connections) < limit:
         return True
-    idle = [(until, seat) for seat in seats if (until := seat.idle_until) is not None]
-    idle.sort(key=lambda one: one[0])
-    leaving = idle[: len(seats) + 1 - most]
-    for _, seat in leaving:
-        seat.give_way()
-    return len(seats) < most
+    idle = [(until, connection) for connection in connections if (until := connection.idle_until) is not None]
+    idle.sort(key=lambda pair: pair[0])
+    for _, connection in idle[: len(connections) + 1 - limit]:
+        connection.give_way()
+    return len(connections) < limit
 
 
-class Outflow:
-    """What a client has not taken yet of its answers. One that takes nothing at all for a while is stuck."""
+class WriteBackpressure:
+    """What a client has not read yet of its responses; one that reads nothing at all for a while is stalled."""
 
-    __slots__ = ("_due", "_left", "_writable", "paused")
+    __slots__ = ("_due", "_unread", "_writable", "paused")
 
     def __init__(self) -> None:
-        self._left, self._due = 0, 0.0
-        self.paused = False  # so much is left that no more is to be written
+        self._unread, self._due = 0, 0.0
+        self.paused = False  # so much is unread that no more is to be written
         self._writable: asyncio.Future[None] | None = None
 
     def pause(self) -> None:
         self.paused = True
 
     def resume(self) -> None:
-        """It has taken most of it, or is gone."""
+        """The client has read most of it, or is gone."""
         self.paused = False
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
@@ -80,11 +80,11 @@ class Outflow:
             self._writable = asyncio.get_running_loop().create_future()
             await self._writable
 
-    def stuck(self, transport: asyncio.WriteTransport, now: float) -> bool:
-        """Asked now and then."""
-        left, before = transport.get_write_buffer_size(), self._left
-        self._left = left
-        if left and left >= before and before:
+    def is_stalled(self, transport: asyncio.WriteTransport, now: float) -> bool:
+        """Return True for a client that has read nothing since the deadline began; to be called now and then."""
+        unread, before = transport.get_write_buffer_size(), self._unread
+        self._unread = unread
+        if unread and unread >= before and before:
             return now >= self._due
-        self._due = now + WRITE_SECONDS
+        self._due = now + WRITE_TIMEOUT_SECONDS
         return False

@@ -1,4 +1,4 @@
-"""One HTTP listening socket served by uvicorn, and its end without a lost request."""
+"""One HTTP listening socket on uvicorn's server, which ends without losing a request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, cast
 import uvicorn
 
 from serve.http1.connection import Application, Connection
-from serve.http1.limits import most_connections
-from serve.sockets import admit_no_more
+from serve.http1.limits import max_http_connections
+from serve.sockets import stop_accepting
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it
-_NOTICE_SECONDS = 0.1  # a handshake that is under way takes one way there and back
+_NOTICE_SECONDS = 0.1  # for the handshakes that are under way: one round trip
 _LINGER_SECONDS = 0.3
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
 _DATE_SECONDS = 1.0  # how old the date header may be
 
 
@@ -34,11 +34,11 @@ class Listener(uvicorn.Server):
         tls: ssl.SSLContext | None = None,
         count_rejected: Callable[[str], None] = lambda _: None,
     ) -> None:
-        secure: dict[str, Any] = {} if tls is None else {"ssl_context_factory": lambda *_: tls}
+        tls_options: dict[str, Any] = {} if tls is None else {"ssl_context_factory": lambda *_: tls}
         super().__init__(
             uvicorn.Config(
                 cast("Any", app),
-                interface="asgi3",  # uvicorn is not to look for another; the application is no ASGI at all
+                interface="asgi3",  # keeps uvicorn from wrapping the application, which is no ASGI one
                 http=cast("Any", functools.partial(Connection, app=app, count_rejected=count_rejected)),
                 lifespan="off",
                 ws="none",
@@ -49,8 +49,8 @@ class Listener(uvicorn.Server):
                 headers=list(headers),
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=grace_seconds,
-                limit_concurrency=most_connections(),
-                **secure,
+                limit_concurrency=max_http_connections(),
+                **tls_options,
             )
         )
         self.socket = sock
@@ -64,7 +64,7 @@ class Listener(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """uvicorn looks ten times a second whether it is to end; this one is told."""
+        """Wait for the end, where uvicorn polls ten times a second."""
         while not self.should_exit:
             await self.on_tick(0)
             with contextlib.suppress(TimeoutError):
@@ -72,7 +72,7 @@ class Listener(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The service has signal handlers of its own, for all its listeners together."""
+        """Leave signals to the service, which has several listeners."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -82,21 +82,21 @@ class Listener(uvicorn.Server):
         self.listening.set()
 
     async def on_tick(self, counter: int) -> bool:
-        """Once a second. One look at all connections costs less than a timer in each."""
+        """Check all connections once a second, which costs less than a timer in each."""
         now = asyncio.get_running_loop().time()
         for connection in tuple(self.server_state.connections):
             connection.sweep(now)  # type: ignore[union-attr]  # they are all ours
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn cuts off connections that have not sent their request yet; give those time to."""
-        admit_no_more(self.socket)
+        """Give connections that have not sent their request yet time to, where uvicorn closes them at once."""
+        stop_accepting(self.socket)
         await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
         for server in self.servers:
             server.close()
-        linger = time.monotonic() + _LINGER_SECONDS  # and hear what was accepted
+        linger = time.monotonic() + _LINGER_SECONDS  # for requests on connections that were accepted
         while self.server_state.connections and time.monotonic() < linger:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         if self.server_state.connections or self.server_state.tasks:
             await super().shutdown(sockets)
         for sock in sockets or ():

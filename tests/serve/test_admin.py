@@ -104,15 +104,15 @@ def test_the_public_port_knows_nothing_of_it(told: Told, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "status", "sentence"),
     [
-        ("/load", {}, 400, "bundle: must be a text"),
+        ("/load", {}, 400, "bundle: must be a string"),
         ("/load", {"bundle": "runs/x"}, 400, "'runs/x' is not an absolute path"),
         ("/load", {"bundle": "/nowhere"}, 422, "/nowhere: not a bundle"),
         ("/load", {"bundle": "/x", "model": "big"}, 404, "no model 'big'"),
         ("/switch", {"version": "99"}, 404, "has no version '99'"),
-        ("/switch", {"version": 1}, 400, "version: must be a text"),
-        ("/canary", {"version": "1", "share": 1}, 400, "share: must be a number from 0 on, below 1"),
+        ("/switch", {"version": 1}, 400, "version: must be a string"),
+        ("/canary", {"version": "1", "share": 1}, 400, "share: must be a number from 0 to below 1"),
         ("/canary", {"version": "1", "share": True}, 400, "share: must be a number"),
-        ("/shadow", {"bundle": "/x", "share": 1.5}, 400, "share: must be a number from 0 on, at most 1"),
+        ("/shadow", {"bundle": "/x", "share": 1.5}, 400, "share: must be a number from 0 to at most 1"),
         ("/forgotten", {}, 404, "/forgotten: not found; there are /, /load, /switch, /canary, /shadow, /forget"),
     ],
 )
@@ -250,7 +250,7 @@ def test_a_token_that_others_may_read_stops_the_start(
     os.chmod(token, 0o644)
     options = ("--admin", str(free_ports(1)[0]), "--admin-token", str(token))
     running = start(bundle_path, options=options, ready=False)
-    running.wait_for("others may read it; chmod 600")
+    running.wait_for("others can read it; to fix it: chmod 600")
     assert running.process.wait(SECONDS) == 2
 
 

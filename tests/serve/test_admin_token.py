@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.errors import ConfigError
-from serve.security import opens, read_token
+from serve.security import is_token, read_token
 
 TOKEN = "t" * 32
 
@@ -20,15 +20,15 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_token_opens_and_nothing_else_does(file: Path) -> None:
     token = read_token(file)
-    assert opens(f"Bearer {TOKEN}".encode(), token)
+    assert is_token(f"Bearer {TOKEN}".encode(), token)
     for given in (b"", TOKEN.encode(), f"bearer {TOKEN}".encode(), f"Bearer {TOKEN}x".encode(), b"Bearer \xff"):
-        assert not opens(given, token)
+        assert not is_token(given, token)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o622])
 def test_a_file_that_others_may_open_is_refused(file: Path, mode: int) -> None:
     file.chmod(mode)
-    with pytest.raises(ConfigError, match="others may read it; chmod 600"):
+    with pytest.raises(ConfigError, match="others can read it; to fix it: chmod 600"):
         read_token(file)
 
 

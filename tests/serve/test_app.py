@@ -70,7 +70,9 @@ def test_metadata_names_the_tensors_and_how_the_model_runs(client: httpx.Client,
 
 def test_metadata_states_who_let_a_rejected_model_pass_and_why(bundle: Bundle) -> None:
     given = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="v")
-    predictor = SimpleNamespace(session=SimpleNamespace(provider="CPU", fallback=""), why_alone="", text_signature=None)
+    predictor = SimpleNamespace(
+        session=SimpleNamespace(provider="CPU", fallback=""), unbatched_reason="", text_signature=None
+    )
     version = SimpleNamespace(
         name="tiny", digest="", bundle=replace(bundle, override=given), predictor=predictor, generator=None
     )

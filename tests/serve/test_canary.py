@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from serve.loading import prove
+from serve.loading import load_predictor
 from serve.model_version import Canary, ModelVersion, id_position
 from serve.models import OnnxModel
 from serve.protocol import v1, v2
@@ -20,8 +20,8 @@ IDS = [f"request-{number}".encode() for number in range(4000)]
 def model(bundle_path: Path, other_path: Path, pool: Executor) -> OnnxModel:
     """The digits bundle, and beside it another one that gets a tenth."""
     model = OnnxModel("tiny")
-    model.switch(model.add(prove(open_bundle(bundle_path), "cpu", 1), pool))
-    model.set_canary(Canary(model.add(prove(open_bundle(other_path), "cpu", 1), pool), 0.1))
+    model.switch(model.add(load_predictor(open_bundle(bundle_path), "cpu", 1), pool))
+    model.set_canary(Canary(model.add(load_predictor(open_bundle(other_path), "cpu", 1), pool), 0.1))
     return model
 
 

@@ -115,7 +115,7 @@ def test_as_typed_contents_of_grpc_where_the_type_has_them(
     _, given = served
     if {kind for kind, _ in given.values()} - _CONTENTS.keys():
         request = pb.ModelInferRequest(model_name="tiny", inputs=[_tensor(n, k, a) for n, (k, a) in given.items()])
-        with pytest.raises(grpc.RpcError, match="travels in raw_input_contents only"):
+        with pytest.raises(grpc.RpcError, match="must be in raw_input_contents"):
             stub.ModelInfer(request, timeout=20)
         return
     inputs = []

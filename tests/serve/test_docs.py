@@ -21,8 +21,8 @@ import pytest
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import Serve
 from pipeline.contract.sources import SOURCE_ROOT
-from serve.errors import Refusal
-from serve.options import parse
+from serve.errors import RequestError
+from serve.options import parse_options
 from serve.routes import PATHS
 from tests.serve.generate import tiny
 
@@ -104,7 +104,7 @@ def outputs(
 
 def _closed(launcher: Launcher, bundle: Path, folder: Path) -> Running:
     """A service with the keys and the certificate that the document has just made."""
-    access = Access.of(Serve(api_keys="keys", tls_certificate="tls.crt", tls_key="tls.key"), folder)
+    access = Access.from_settings(Serve(api_keys="keys", tls_certificate="tls.crt", tls_key="tls.key"), folder)
     return launcher(bundle, options=["--name", "digits", *access.options])
 
 
@@ -164,12 +164,12 @@ def test_every_endpoint_is_requested_by_a_curl_line() -> None:
 def test_every_way_to_start_it_is_one_it_understands(line: str) -> None:
     words = shlex.split(line)
     assert words[:3] == ["python", "-m", "serve"]
-    parse(words[3:])
+    parse_options(words[3:])
 
 
 def test_every_status_of_a_refusal_is_in_the_table() -> None:
     told = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", DOCUMENT, re.MULTILINE) for code in row.split(",")}
-    kinds: list[type[Refusal]] = [Refusal, *Refusal.__subclasses__()]
+    kinds: list[type[RequestError]] = [RequestError, *RequestError.__subclasses__()]
     nobody_reads = {499, 409}  # the client left; of the admin interface
     assert {int(kind.status) for kind in kinds} - nobody_reads <= told
 

@@ -9,7 +9,7 @@ import ssl
 import threading
 from pathlib import Path
 
-from serve.security import Pair
+from serve.security import CertificatePair
 
 from . import certificates
 from .conftest import Launcher
@@ -18,7 +18,7 @@ from .conftest import Launcher
 class Client(threading.Thread):
     """Asks without a pause until it is told that the connection closes."""
 
-    def __init__(self, port: int, pair: Pair, body: str) -> None:
+    def __init__(self, port: int, pair: CertificatePair, body: str) -> None:
         super().__init__()
         self._port, self._body = port, body
         self._context = ssl.create_default_context(cafile=str(pair.certificate))

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.contract.errors import ConfigError
 from serve.errors import Unauthorized
-from serve.security import Keys, parse, presented
+from serve.security import ApiKeys, parse_keys, presented_key
 
 FIRST, SECOND = "first-key-0123456789", "second-key-0123456789"
 
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
     ],
 )
 def test_a_known_key_is_admitted_however_it_is_sent(file: Path, headers: dict[bytes, bytes]) -> None:
-    Keys(file).admit(headers)
+    ApiKeys(file).admit(headers)
 
 
 @pytest.mark.parametrize(
@@ -52,25 +52,25 @@ def test_a_known_key_is_admitted_however_it_is_sent(file: Path, headers: dict[by
 )
 def test_anything_else_is_not(file: Path, headers: dict[bytes, bytes]) -> None:
     with pytest.raises(Unauthorized) as caught:
-        Keys(file).admit(headers)
+        ApiKeys(file).admit(headers)
     assert caught.value.headers[0] == (b"www-authenticate", b'Bearer realm="pipe", charset="UTF-8"')
     assert FIRST not in str(caught.value)
 
 
 def test_a_browser_is_reported_to_ask_the_person_before_it(file: Path) -> None:
     with pytest.raises(Unauthorized) as caught:
-        Keys(file).admit({b"accept": b"text/html,*/*;q=0.8"})
+        ApiKeys(file).admit({b"accept": b"text/html,*/*;q=0.8"})
     assert caught.value.headers[0][1].startswith(b"Basic ")
 
 
 def test_no_key_is_kept_in_clear(file: Path) -> None:
-    keys = Keys(file)
+    keys = ApiKeys(file)
     assert FIRST not in repr(vars(keys))
-    assert all(len(one) == 32 for one in parse(file))
+    assert all(len(one) == 32 for one in parse_keys(file))
 
 
 def test_a_changed_file_is_read_anew_and_a_wrong_one_changes_nothing(file: Path) -> None:
-    keys = Keys(file)
+    keys = ApiKeys(file)
     file.write_text("third-key-0123456789\n")
     keys.reload()
     keys.admit({b"x-api-key": b"third-key-0123456789"})
@@ -85,8 +85,8 @@ def test_a_changed_file_is_read_anew_and_a_wrong_one_changes_nothing(file: Path)
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "holds no key, so nobody could ask"),
-        ("# nothing\n\n", "holds no key"),
+        ("", "contains no key; add one"),
+        ("# nothing\n\n", "contains no key"),
         ("short\n", "line 1: no key; write 16 to 256 characters"),
         (f"{FIRST}\nwith a space in between\n", "line 2: no key"),
         ("sha256:abc0123456789\n", "line 1: no key"),
@@ -99,14 +99,14 @@ def test_a_file_that_is_wrong_is_refused_without_telling_what_it_holds(
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ConfigError, match=sentence) as caught:
-        parse(path)
+        parse_keys(path)
     assert not any(line and line in str(caught.value) for line in text.splitlines())
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent: cannot be read: No such file"):
-        parse(tmp_path / "absent")
+        parse_keys(tmp_path / "absent")
 
 
 def test_the_password_may_hold_a_colon() -> None:
-    assert presented({b"authorization": b"Basic " + base64.b64encode(b":a:b")}) == b"a:b"
+    assert presented_key({b"authorization": b"Basic " + base64.b64encode(b":a:b")}) == b"a:b"

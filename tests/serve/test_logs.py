@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve.logs import JsonFormatter, TextFormatter, escaped, fatal, told
+from serve.logs import JsonFormatter, TextFormatter, escaped, log_fatal, log_fields
 from serve.prometheus import Metrics
 from serve.request_context import RequestContext
 from serve.request_log import RequestLog, is_failure
@@ -44,13 +44,15 @@ def _request(status: int | str) -> RequestContext:
 
 @pytest.mark.parametrize("lines", [TextFormatter], indirect=True)
 def test_a_line_for_people_names_each_field(lines: Lines) -> None:
-    logging.getLogger("serve.server").info("ready", extra=told(url="http://a:1", reason='no "device" here', empty=""))
+    logging.getLogger("serve.server").info(
+        "ready", extra=log_fields(url="http://a:1", reason='no "device" here', empty="")
+    )
     line = lines.found[0].partition(" ")[2]
     assert line == r'INFO serve.server ready url=http://a:1 reason="no \"device\" here" empty=""'
 
 
 def test_a_json_line_is_one_object_with_the_same_fields(lines: Lines) -> None:
-    logging.getLogger("serve.server").warning("signal %d", 15, extra=told(pid=7, ratio=0.5))
+    logging.getLogger("serve.server").warning("signal %d", 15, extra=log_fields(pid=7, ratio=0.5))
     line = json.loads(lines.found[0])
     time = line.pop("time")
     assert line == {"level": "warning", "logger": "serve.server", "message": "signal 15", "pid": 7, "ratio": 0.5}
@@ -68,7 +70,7 @@ def test_a_traceback_stays_within_its_json_line(lines: Lines) -> None:
 
 @pytest.mark.parametrize("value", ["\ud800", "a\nb\x1b[31m", object()])
 def test_no_value_breaks_a_line(lines: Lines, value: Any) -> None:
-    logging.getLogger("serve").info("odd", extra=told(value=value))
+    logging.getLogger("serve").info("odd", extra=log_fields(value=value))
     assert len(lines.found[0].splitlines()) == 1
     assert json.loads(lines.found[0])["message"] == "odd"
 
@@ -76,9 +78,9 @@ def test_no_value_breaks_a_line(lines: Lines, value: Any) -> None:
 def test_what_ends_the_service_is_a_sentence_for_people_and_a_line_for_collectors(
     lines: Lines, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fatal(ValueError("port 1: in use"), "text")
+    log_fatal(ValueError("port 1: in use"), "text")
     assert capsys.readouterr().err == "error: port 1: in use\n"
-    fatal(ValueError("port 1: in use"), "json")
+    log_fatal(ValueError("port 1: in use"), "json")
     assert json.loads(lines.found[0])["message"] == "error: port 1: in use"
 
 
@@ -87,7 +89,7 @@ HOSTILE = "a\nready url=http://evil\r\x1b[2Jb\x85c\u2028d\u202ee\x00"
 
 @pytest.mark.parametrize("lines", [TextFormatter, JsonFormatter], indirect=True)
 def test_no_words_of_a_client_make_a_line_or_move_a_cursor(lines: Lines) -> None:
-    logging.getLogger("serve").warning("asked for %s", HOSTILE, extra=told(path=HOSTILE, plain="x\x1b[31m"))
+    logging.getLogger("serve").warning("asked for %s", HOSTILE, extra=log_fields(path=HOSTILE, plain="x\x1b[31m"))
     (line,) = lines.found
     assert line.isprintable()
     assert line.encode()
@@ -112,7 +114,7 @@ def test_lines_of_a_traceback_are_reported_from_lines_of_the_log(lines: Lines) -
 
 @pytest.mark.parametrize("lines", [TextFormatter, JsonFormatter], indirect=True)
 def test_a_line_is_bounded_whatever_it_is_given(lines: Lines) -> None:
-    logging.getLogger("serve").warning("%s", "m" * 100_000, extra=told(path="p" * 100_000, plain="x y" * 50_000))
+    logging.getLogger("serve").warning("%s", "m" * 100_000, extra=log_fields(path="p" * 100_000, plain="x y" * 50_000))
     assert len(lines.found[0]) < 13_000
 
 

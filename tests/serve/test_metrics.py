@@ -31,7 +31,7 @@ class Loaded:
         self.digest = f"digest-{self.version}"
         self.bundle = SimpleNamespace(manifest=SimpleNamespace(verdict="pass"))
         self.predictor = SimpleNamespace(
-            why_alone="", session=SimpleNamespace(provider="CPUExecutionProvider", fallback="")
+            unbatched_reason="", session=SimpleNamespace(provider="CPUExecutionProvider", fallback="")
         )
         self.batcher = SimpleNamespace(waiting=3)
         self.canary: Any = None

@@ -49,13 +49,17 @@ class SlowPayload:
 
 @pytest.fixture(scope="module")
 def version(tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
-    predictor = load_predictor(open_bundle(slow(tmp_path_factory.mktemp("slow") / "bundle", LIMITS, RUNTIME)), None, None)
+    predictor = load_predictor(
+        open_bundle(slow(tmp_path_factory.mktemp("slow") / "bundle", LIMITS, RUNTIME)), None, None
+    )
     with ThreadPoolExecutor(2) as pool:
         return ModelVersion("tiny", "1", predictor, pool)
 
 
 def test_requests_are_merged_as_the_bundle_states(version: ModelVersion) -> None:
-    assert version.batcher.options == BatchingOptions(mergeable=True, max_rows=9, max_waiting=5, delay_seconds=0.003, cpu_bound=True)
+    assert version.batcher.options == BatchingOptions(
+        mergeable=True, max_rows=9, max_waiting=5, delay_seconds=0.003, cpu_bound=True
+    )
     assert version.metadata(["1"])["properties"]["batching"] == "on"
 
 

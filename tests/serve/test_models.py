@@ -13,48 +13,50 @@ import pytest
 from kserve.model_repository import ModelRepository
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from serve.errors import Conflict, Unknown
-from serve.loading import prove
-from serve.models import Fleet, OnnxPlane
-from serve.options import parse
+from serve.errors import Conflict, NotFound
+from serve.loading import load_predictor
+from serve.models import ModelManager, OnnxDataPlane
+from serve.options import parse_options
 from tests.serve.doubling import Client
 from tests.serve.sealed import build, digits
 
 
 @pytest.fixture
-def plane() -> OnnxPlane:
-    return OnnxPlane(ModelRepository())
+def plane() -> OnnxDataPlane:
+    return OnnxDataPlane(ModelRepository())
 
 
 @pytest.fixture
-def fleet(plane: OnnxPlane, bundle: Bundle, pool: Executor) -> Any:
-    fleet = Fleet(plane, parse(["unused"]), pool, [("tiny", prove(bundle, "cpu", 1))])
+def fleet(plane: OnnxDataPlane, bundle: Bundle, pool: Executor) -> Any:
+    fleet = ModelManager(plane, parse_options(["unused"]), pool, [("tiny", load_predictor(bundle, "cpu", 1))])
     yield fleet
     fleet.close()
 
 
-def test_all_models_are_ready_or_none_is(plane: OnnxPlane, bundle: Bundle, other_path: Path, pool: Executor) -> None:
-    loaded = [("one", prove(bundle, "cpu", 1)), ("two", prove(open_bundle(other_path), "cpu", 1))]
+def test_all_models_are_ready_or_none_is(
+    plane: OnnxDataPlane, bundle: Bundle, other_path: Path, pool: Executor
+) -> None:
+    loaded = [("one", load_predictor(bundle, "cpu", 1)), ("two", load_predictor(open_bundle(other_path), "cpu", 1))]
     assert asyncio.run(plane.ready()) is False, "without a model there is nothing to be ready"
-    fleet = Fleet(plane, parse(["unused"]), pool, loaded)
+    fleet = ModelManager(plane, parse_options(["unused"]), pool, loaded)
     assert asyncio.run(plane.ready()) is True
-    plane.model("two").ready = False
+    plane.find_model("two").ready = False
     assert asyncio.run(plane.ready()) is False
     assert asyncio.run(plane.model_ready("one")) is True
     assert asyncio.run(plane.model_ready("two")) is False
-    plane.model("two").ready = True
+    plane.find_model("two").ready = True
     plane.draining = True
     assert asyncio.run(plane.ready()) is False
     fleet.close()
 
 
 def test_who_was_met_answers_though_it_is_let_go(
-    plane: OnnxPlane, fleet: Fleet, bundle: Bundle, other_path: Path, picture: list[Any], tmp_path: Path
+    plane: OnnxDataPlane, fleet: ModelManager, bundle: Bundle, other_path: Path, picture: list[Any], tmp_path: Path
 ) -> None:
     """Two switches on, the first version is known no more; whoever has met it is answered by it."""
     source = (bundle.path / "codec.py").read_text()
     third = build(tmp_path / "third", "DigitsCodec", source, [picture], digits, seed=9)
-    met = plane.served("tiny")
+    met = plane.find_version("tiny")
 
     async def switched() -> Any:
         for path in (other_path, third):
@@ -62,26 +64,28 @@ def test_who_was_met_answers_though_it_is_let_go(
         return await met.batcher.outputs({"image": bundle.golden().inputs["image"]}, ("logits",), Client())
 
     outputs = asyncio.run(switched())
-    assert sorted(plane.model("tiny").versions) == ["2", "3"]
-    with pytest.raises(Unknown, match="no version '1'"):
-        plane.served("tiny", "1")
+    assert sorted(plane.find_model("tiny").versions) == ["2", "3"]
+    with pytest.raises(NotFound, match="no version '1'"):
+        plane.find_version("tiny", "1")
     assert abs(outputs["logits"] - bundle.golden().outputs["logits"]).max() < 1e-3
 
 
 @pytest.mark.parametrize(("keep", "kept"), [("1", ["4"]), ("2", ["3", "4"]), ("3", ["2", "3", "4"])])
 def test_as_many_versions_stay_as_was_stated_and_the_others_are_freed(
-    plane: OnnxPlane, bundle: Bundle, pool: Executor, picture: list[Any], tmp_path: Path, keep: str, kept: list[str]
+    plane: OnnxDataPlane, bundle: Bundle, pool: Executor, picture: list[Any], tmp_path: Path, keep: str, kept: list[str]
 ) -> None:
     source = (bundle.path / "codec.py").read_text()
     paths = [build(tmp_path / str(seed), "DigitsCodec", source, [picture], digits, seed=seed) for seed in (11, 12, 13)]
-    fleet = Fleet(plane, parse(["unused", "--keep-versions", keep]), pool, [("tiny", prove(bundle, "cpu", 1))])
-    model = plane.model("tiny")
-    sessions = {"1": weakref.ref(model.served("1").predictor.session)}
+    fleet = ModelManager(
+        plane, parse_options(["unused", "--keep-versions", keep]), pool, [("tiny", load_predictor(bundle, "cpu", 1))]
+    )
+    model = plane.find_model("tiny")
+    sessions = {"1": weakref.ref(model.find_version("1").predictor.session)}
 
     async def switched() -> None:
         for path in paths:
             version = (await fleet.load("tiny", path)).version
-            sessions[version] = weakref.ref(model.served(version).predictor.session)
+            sessions[version] = weakref.ref(model.find_version(version).predictor.session)
             fleet.switch("tiny", version)
 
     asyncio.run(switched())
@@ -94,36 +98,36 @@ def test_as_many_versions_stay_as_was_stated_and_the_others_are_freed(
     fleet.close()
 
 
-def test_two_who_load_one_bundle_get_one_version(fleet: Fleet, plane: OnnxPlane, other_path: Path) -> None:
+def test_two_who_load_one_bundle_get_one_version(fleet: ModelManager, plane: OnnxDataPlane, other_path: Path) -> None:
     async def both() -> set[str]:
         found = await asyncio.gather(fleet.load("tiny", other_path), fleet.load("tiny", other_path))
         return {one.version for one in found}
 
     assert asyncio.run(both()) == {"2"}
     fleet.unload_unused("tiny")
-    assert list(plane.model("tiny").versions) == ["1"]
+    assert list(plane.find_model("tiny").versions) == ["1"]
 
 
-def test_a_bundle_that_takes_more_than_grpc_was_reported_needs_a_restart(fleet: Fleet, other_path: Path) -> None:
+def test_a_bundle_that_takes_more_than_grpc_was_reported_needs_a_restart(fleet: ModelManager, other_path: Path) -> None:
     fleet.max_body_bytes = 10
     with pytest.raises(Conflict, match="its max_body_bytes is 100000, this process was started for 10; restart"):
         asyncio.run(fleet.load("tiny", other_path))
 
 
-def test_the_shadow_goes_on_with_the_next_version(fleet: Fleet, plane: OnnxPlane, other_path: Path) -> None:
+def test_the_shadow_goes_on_with_the_next_version(fleet: ModelManager, plane: OnnxDataPlane, other_path: Path) -> None:
     async def shadowed_and_switched() -> tuple[Any, Any]:
         await fleet.start_shadow("tiny", other_path, 1.0)
-        before = plane.model("tiny").shadow
+        before = plane.find_model("tiny").shadow
         fleet.switch("tiny", (await fleet.load("tiny", other_path)).version)
-        return before, plane.model("tiny").shadow
+        return before, plane.find_model("tiny").shadow
 
     before, after = asyncio.run(shadowed_and_switched())
     assert before is after is not None
-    assert plane.served("tiny", "1").shadow is None
+    assert plane.find_version("tiny", "1").shadow is None
 
 
 def test_a_shadow_that_the_next_versions_requests_mean_nothing_to_ends(
-    fleet: Fleet, plane: OnnxPlane, other_path: Path, caplog: pytest.LogCaptureFixture
+    fleet: ModelManager, plane: OnnxDataPlane, other_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def shadowed_and_switched() -> None:
         await fleet.start_shadow("tiny", other_path, 1.0)
@@ -132,5 +136,5 @@ def test_a_shadow_that_the_next_versions_requests_mean_nothing_to_ends(
         fleet.switch("tiny", served.version)
 
     asyncio.run(shadowed_and_switched())
-    assert plane.model("tiny").shadow is None
+    assert plane.find_model("tiny").shadow is None
     assert "the shadow ends: its inputs are" in caplog.text

@@ -23,11 +23,11 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError, InvalidPayload
 from pipeline.contract.signature import BUNDLED_SETTINGS
 from pipeline.service.process import send_request
-from serve.loading import prove
+from serve.loading import load_predictor
 from serve.model_version import ModelVersion
-from serve.options import Named, Overrides, parse
+from serve.options import NamedBundle, Overrides, parse_options
 from serve.runtime.batcher import BatchingOptions
-from serve.security import Pair
+from serve.security import CertificatePair
 from serve.sockets import Address
 
 from . import certificates
@@ -41,7 +41,7 @@ class Closed:
     """The service, and the files it was given."""
 
     running: Running
-    pair: Pair
+    pair: CertificatePair
     keys: Path
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -196,16 +196,16 @@ def test_what_is_wrong_with_the_security_is_stated_at_once(
 
 
 def test_by_default_the_service_is_local_and_grpc_is_one_port_above() -> None:
-    options = parse(["bundle"])
+    options = parse_options(["bundle"])
     assert options.public == Address("127.0.0.1", 8080)
     assert options.grpc == Address("127.0.0.1", 8081)
     assert (options.standby, options.provider, options.threads) == (None, None, None)
-    assert options.bundles == (Named("", Path("bundle").resolve()),)
+    assert options.bundles == (NamedBundle("", Path("bundle").resolve()),)
     assert (options.admin, options.canary, options.shadows) == (None, 0.0, ())
 
 
 def test_grpc_can_be_switched_off_and_standby_is_always_local() -> None:
-    options = parse(["bundle", "--host", "0.0.0.0", "--grpc-port", "-1", "--standby", "9000"])
+    options = parse_options(["bundle", "--host", "0.0.0.0", "--grpc-port", "-1", "--standby", "9000"])
     assert options.grpc is None
     assert options.standby == Address("127.0.0.1", 9000)
 
@@ -223,7 +223,7 @@ def test_grpc_can_be_switched_off_and_standby_is_always_local() -> None:
 )
 def test_ports_that_cannot_work_are_a_config_error(argv: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        parse(["bundle", *argv])
+        parse_options(["bundle", *argv])
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_ports_that_cannot_work_are_a_config_error(argv: list[str], sentence: st
 )
 def test_a_malformed_option_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse(["bundle", *argv])
+        parse_options(["bundle", *argv])
     assert caught.value.code == 2
     assert argv[0] in capsys.readouterr().err
 
@@ -254,38 +254,38 @@ def test_several_bundles_have_names_and_a_directory_may_have_an_equals_sign(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run=3").mkdir()
-    found = parse(["a=one", "b=/two", "run=3", "deep/run=4"]).bundles
+    found = parse_options(["a=one", "b=/two", "run=3", "deep/run=4"]).bundles
     assert found == (
-        Named("a", tmp_path / "one"),
-        Named("b", Path("/two")),
-        Named("", tmp_path / "run=3"),
-        Named("", tmp_path / "deep/run=4"),
+        NamedBundle("a", tmp_path / "one"),
+        NamedBundle("b", Path("/two")),
+        NamedBundle("", tmp_path / "run=3"),
+        NamedBundle("", tmp_path / "deep/run=4"),
     )
 
 
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["a b=bundle"], "'a b' is no model name"),
-        (["bundle", "--name", "../x"], "'../x' is no model name"),
+        (["a b=bundle"], "'a b' is not a model name"),
+        (["bundle", "--name", "../x"], "'../x' is not a model name"),
         (["one", "two", "--name", "a"], "--name: is for a single bundle"),
         (["a=one", "--name", "b"], "--name: is for a single bundle"),
     ],
 )
 def test_names_that_cannot_work_are_a_config_error(argv: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        parse(argv)
+        parse_options(argv)
 
 
 def test_how_a_new_bundle_comes_in() -> None:
-    options = parse(["a=one", "a=two", "--canary", "10%", "--shadow", "a=three", "--shadow-share", "0.5"])
+    options = parse_options(["a=one", "a=two", "--canary", "10%", "--shadow", "a=three", "--shadow-share", "0.5"])
     assert (options.canary, options.shadow_share) == (0.1, 0.5)
-    assert options.shadows == (Named("a", Path("three").resolve()),)
+    assert options.shadows == (NamedBundle("a", Path("three").resolve()),)
 
 
 def test_an_option_that_a_variable_leaves_empty_is_the_bundles() -> None:
     words = ("threads", "max-batch-size", "max-body-bytes", "max-waiting", "deadline-seconds", "batch-rows")
-    options = parse(["bundle", *(f"--{word}=" for word in words)])
+    options = parse_options(["bundle", *(f"--{word}=" for word in words)])
     assert (options.threads, options.overrides) == (None, Overrides())
 
 
@@ -299,9 +299,9 @@ def test_every_word_that_travels_in_a_bundle_can_be_stated_at_the_start() -> Non
 
 
 def test_what_is_stated_holds_and_what_is_not_is_the_bundles(bundle: Bundle, pool: Executor) -> None:
-    found = parse(
+    found = parse_options(
         ["b", *SAID, "--max-body-bytes", "5000", "--deadline-seconds", "0.5", "--max-cache-bytes", "9000"]
-    ).overrides.of(bundle)
+    ).overrides.apply(bundle)
     assert found.signature.limits.model_dump() == {
         "max_batch_size": 2,
         "max_body_bytes": 5000,
@@ -312,8 +312,10 @@ def test_what_is_stated_holds_and_what_is_not_is_the_bundles(bundle: Bundle, poo
     }
     assert found.signature.runtime.threads == bundle.signature.runtime.threads
     assert found.digest == bundle.digest
-    served = ModelVersion("tiny", "1", prove(found, "cpu", 1), pool)
-    assert served.batcher.options == BatchingOptions(mergeable=True, max_rows=4, max_waiting=7, delay_seconds=0.0015, cpu_bound=True)
+    served = ModelVersion("tiny", "1", load_predictor(found, "cpu", 1), pool)
+    assert served.batcher.options == BatchingOptions(
+        mergeable=True, max_rows=4, max_waiting=7, delay_seconds=0.0015, cpu_bound=True
+    )
     assert served.max_body_bytes == 5000
     assert served.default_timeout_seconds == 0.5
     with pytest.raises(InvalidPayload, match="limit of 2"):
@@ -321,4 +323,4 @@ def test_what_is_stated_holds_and_what_is_not_is_the_bundles(bundle: Bundle, poo
 
 
 def test_where_nothing_is_stated_the_bundle_is_as_it_was(bundle: Bundle) -> None:
-    assert parse(["b"]).overrides.of(bundle) is bundle
+    assert parse_options(["b"]).overrides.apply(bundle) is bundle

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.contract.errors import InvalidPayload
-from serve.errors import Gone, TooLarge, Unreadable
+from serve.errors import ClientDisconnected, TooLarge, UnsupportedMediaType
 from serve.request_body import MemoryBudget, read_body
 from serve.request_context import RequestContext, parse_timeout_parameter
 
@@ -86,7 +86,7 @@ class Upload(RequestContext):
 
     async def receive(self) -> tuple[bytes, bool]:
         if not self._pieces:
-            raise Gone("the client hung up")
+            raise ClientDisconnected("the client hung up")
         return self._pieces.pop(0), bool(self._pieces)
 
 
@@ -126,7 +126,7 @@ def test_gzip_files_behind_one_another_are_one_body() -> None:
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, gzip", "gzip,deflate", "deflate;q=1", "\xff"])
 def test_another_coding_is_refused_and_those_that_are_read_are_named(coding: str) -> None:
-    with pytest.raises(Unreadable, match=r"content-encoding: .* send one of gzip, deflate") as refusal:
+    with pytest.raises(UnsupportedMediaType, match=r"content-encoding: .* send one of gzip, deflate") as refusal:
         body(coding, b"{}")
     assert dict(refusal.value.headers) == {b"accept-encoding": b"gzip, deflate"}
 
@@ -173,7 +173,7 @@ def test_what_is_too_large_as_it_is_sent_is_refused_where_it_passes_the_limit(co
 
 @pytest.mark.parametrize("coding", ["", "gzip"])
 def test_a_client_that_hangs_up_inside_its_body_is_gone(coding: str) -> None:
-    with pytest.raises(Gone):
+    with pytest.raises(ClientDisconnected):
         asyncio.run(read_body(Upload({b"content-encoding": coding.encode()}), MOST, MemoryBudget()))
 
 

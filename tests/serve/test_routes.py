@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from serve.errors import Unknown, WrongMethod
-from serve.routes import PATHS, Route, find, is_open
+from serve.errors import MethodNotAllowed, NotFound
+from serve.routes import PATHS, Route, find_route, needs_no_key
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from serve.routes import PATHS, Route, find, is_open
     ],
 )
 def test_a_path_is_known_by_what_it_requests(path: str, method: str, route: tuple[str, str, str]) -> None:
-    found = find(path, method)
+    found = find_route(path, method)
     assert (found.kind, found.model, found.version) == route
 
 
@@ -52,22 +52,22 @@ def test_a_path_is_known_by_what_it_requests(path: str, method: str, route: tupl
     ],
 )
 def test_a_path_that_is_not_quite_one_is_unknown(path: str) -> None:
-    with pytest.raises(Unknown, match=r"not found; /openapi\.json lists what there is"):
-        find(path, "GET")
+    with pytest.raises(NotFound, match=r"not found; /openapi\.json lists what there is"):
+        find_route(path, "GET")
 
 
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("/v1/models/a:explain", "this service has no explainer; ask :predict"),
+        ("/v1/models/a:explain", "this service has no explainer; use :predict"),
         ("/v1/models/a/versions/1:explain", "this service has no explainer"),
-        ("/v2/repository/models/a/load", "models are loaded by who runs this service"),
-        ("/v2/repository/models/a/unload", "never by its clients"),
+        ("/v2/repository/models/a/load", "models are loaded by the operator"),
+        ("/v2/repository/models/a/unload", "never by clients"),
     ],
 )
 def test_what_these_protocols_have_and_is_not_offered_is_refused_with_the_reason(path: str, reason: str) -> None:
-    with pytest.raises(Unknown, match=reason):
-        find(path, "POST")
+    with pytest.raises(NotFound, match=reason):
+        find_route(path, "POST")
 
 
 @pytest.mark.parametrize("kind", PATHS)
@@ -76,20 +76,20 @@ def test_every_path_refuses_other_methods_and_names_its_own(kind: str) -> None:
     place = path.replace("{model_name}", "a")
     for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "get"):
         if method in methods:
-            assert isinstance(find(place, method), Route)
+            assert isinstance(find_route(place, method), Route)
             continue
-        with pytest.raises(WrongMethod) as caught:
-            find(place, method)
+        with pytest.raises(MethodNotAllowed) as caught:
+            find_route(place, method)
         assert caught.value.headers == ((b"allow", ", ".join(methods).encode()),)
 
 
 def test_a_refusal_is_not_longer_than_a_sentence() -> None:
-    with pytest.raises(Unknown) as caught:
-        find("/" + "x" * 10_000, "G" * 1000)
+    with pytest.raises(NotFound) as caught:
+        find_route("/" + "x" * 10_000, "G" * 1000)
     assert len(str(caught.value)) < 300
 
 
 def test_only_what_probes_ask_needs_no_key() -> None:
     named = {kind: path.replace("{model_name}", "a") for kind, (path, _) in PATHS.items()}
-    found = {kind for kind, path in named.items() if any(is_open(path, method) for method in ("GET", "POST"))}
+    found = {kind for kind, path in named.items() if any(needs_no_key(path, method) for method in ("GET", "POST"))}
     assert found == {"live", "ready", "model_ready"}

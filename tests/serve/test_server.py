@@ -84,7 +84,9 @@ def test_reported_to_end_while_it_starts_it_hears_also_as_the_first_process_of_a
     assert "Traceback" not in running.log
 
 
-def test_reported_twice_to_end_the_service_does_not_wait(start: Launcher, tricky_path: Path, held: dict[str, Any]) -> None:
+def test_reported_twice_to_end_the_service_does_not_wait(
+    start: Launcher, tricky_path: Path, held: dict[str, Any]
+) -> None:
     running = start(tricky_path)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(_predict, running, held)

@@ -7,9 +7,9 @@ import sys
 
 PROGRAM = """
 import gc
-from serve.__main__ import settle
+from serve.__main__ import tune_garbage_collector
 gc.disable()
-settle()
+tune_garbage_collector()
 print(gc.isenabled(), gc.get_freeze_count() > 10_000, gc.get_threshold()[0])
 """
 

@@ -12,10 +12,10 @@ import pytest
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import BundleError
 from pipeline.contract.signature import Signature, TensorSpec
-from serve.loading import prove
+from serve.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session
-from serve.shadow import MAX_WAITING_COPIES, Agreement, Shadow, count, incompatibility, open_shadow
+from serve.shadow import MAX_WAITING_COPIES, Agreement, Shadow, count_differences, incompatibility, open_shadow
 
 Array = np.ndarray[Any, Any]
 SECONDS = 20
@@ -54,7 +54,7 @@ def shadow(candidate: Watched, other_path: Path) -> Iterator[Shadow]:
 def asked(bundle: Bundle) -> tuple[dict[str, Array], dict[str, Array]]:
     """What the current version was asked and answered."""
     images = {"image": np.random.default_rng(2).random((4, 1, 8, 8)).astype(np.float32)}
-    return images, prove(bundle, "cpu", 1).run(images)
+    return images, load_predictor(bundle, "cpu", 1).run(images)
 
 
 def _until(what: Callable[[], bool]) -> None:
@@ -102,7 +102,7 @@ def test_a_candidate_that_fails_is_counted_and_reported_once(
     shadow.offer(*asked)
     shadow.offer(*asked)
     _until(lambda: shadow.agreement.failed == 2)
-    assert caplog.text.count("shadow failed (told once, then counted): no room") == 1
+    assert caplog.text.count("shadow failed (logged once, then counted): no room") == 1
     candidate.fails = False
     shadow.offer(*asked)
     _until(lambda: shadow.agreement.other == 1)
@@ -131,16 +131,16 @@ def test_a_closed_shadow_ends_its_thread_even_when_it_was_full(shadow: Shadow, c
 
 def test_whole_numbers_must_be_equal_and_other_shapes_never_are() -> None:
     agreement, one = Agreement(), np.array([[1, 2]])
-    count(agreement, {"y": one}, {"y": one}, 1.0, 1.0)
-    count(agreement, {"y": one}, {"y": one + 1}, 1.0, 1.0)
-    count(agreement, {"y": one}, {"y": one[0]}, 1.0, 1.0)
+    count_differences(agreement, {"y": one}, {"y": one}, 1.0, 1.0)
+    count_differences(agreement, {"y": one}, {"y": one + 1}, 1.0, 1.0)
+    count_differences(agreement, {"y": one}, {"y": one[0]}, 1.0, 1.0)
     assert (agreement.same, agreement.other, agreement.max_difference) == (1, 2, 0.0)
 
 
 def test_infinities_and_empty_outputs_have_no_difference_to_show() -> None:
     agreement = Agreement()
     for array in (np.array([[np.inf, np.nan]]), np.zeros((0, 2)), np.array(3.0)):
-        count(agreement, {"y": array}, {"y": array}, 0.0, 0.0)
+        count_differences(agreement, {"y": array}, {"y": array}, 0.0, 0.0)
     assert (agreement.same, agreement.max_difference) == (3, 0.0)
 
 

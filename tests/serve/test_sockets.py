@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipeline.contract.errors import ResourceError
-from serve.sockets import Address, admit_no_more, prefer, reserve
+from serve.sockets import Address, bind_socket, stop_accepting, take_over_port
 
 
 @pytest.fixture
@@ -40,25 +40,25 @@ def test_a_port_another_program_holds_is_refused_even_for_sharing(address: Addre
         stranger.bind((address.host, address.port))
         stranger.listen()
         for share in (False, True):
-            with pytest.raises(ResourceError, match=f"port {address}: Address already in use; stop what holds it"):
-                reserve(address, share=share)
+            with pytest.raises(ResourceError, match=f"port {address}: Address already in use; stop its process"):
+                bind_socket(address, share=share)
 
 
 def test_a_port_of_our_own_is_refused_unless_it_is_to_be_shared(address: Address) -> None:
-    with reserve(address, share=False) as first:
+    with bind_socket(address, share=False) as first:
         first.listen()
         with pytest.raises(ResourceError, match="already in use"):
-            reserve(address, share=False)
-        reserve(address, share=True).close()
+            bind_socket(address, share=False)
+        bind_socket(address, share=True).close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems share ports by rules of their own")
 def test_a_successor_gets_every_new_connection_and_the_first_keeps_its_queue(address: Address) -> None:
-    with reserve(address, share=False) as first, reserve(address, share=True) as second:
+    with bind_socket(address, share=False) as first, bind_socket(address, share=True) as second:
         first.listen()
         with _connections(address, 5):
             second.listen()
-            prefer(second)
+            take_over_port(second)
             with _connections(address, 20):
                 assert (_accepted(first), _accepted(second)) == (5, 20)
         first.close()
@@ -68,10 +68,10 @@ def test_a_successor_gets_every_new_connection_and_the_first_keeps_its_queue(add
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such filter")
 def test_a_closing_socket_keeps_its_queue_and_admits_no_one_else(address: Address) -> None:
-    with reserve(address, share=False) as sock:
+    with bind_socket(address, share=False) as sock:
         sock.listen()
         with _connections(address, 3):
-            admit_no_more(sock)
+            stop_accepting(sock)
             with pytest.raises(TimeoutError):
                 socket.create_connection((address.host, address.port), 0.1)
             assert _accepted(sock) == 3
@@ -79,7 +79,7 @@ def test_a_closing_socket_keeps_its_queue_and_admits_no_one_else(address: Addres
 
 def test_a_host_that_is_not_ours_is_one_clear_sentence() -> None:
     with pytest.raises(ResourceError, match=r"192\.0\.2\.1:8080"):
-        reserve(Address("192.0.2.1", 8080), share=False)
+        bind_socket(Address("192.0.2.1", 8080), share=False)
 
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:
@@ -96,7 +96,7 @@ def test_a_container_without_capabilities_is_not_warned_of_what_it_may_not_do(
             raise OSError(number, "no")
 
     with caplog.at_level("INFO"), Refusing() as sock:
-        admit_no_more(sock)
+        stop_accepting(sock)
     assert [(record.levelname, "takes no socket filter" in record.message) for record in caplog.records] == [
         (level, True)
     ]

@@ -92,7 +92,7 @@ def test_the_tensors_of_the_graph_are_taken_as_ever_and_both_are_reported_of(cli
         (asked([]), "instances: the batch is empty"),
         (asked(["a"] * 17), "instances: a batch of 17 exceeds the limit of 16"),
         (asked([1]), "instances: data holds values that are not strings"),
-        (asked(["a"], outputs=[{"name": "y"}]), "outputs: unknown output 'y'; the model gives 'predictions'"),
+        (asked(["a"], outputs=[{"name": "y"}]), "outputs: unknown output 'y'; the model has 'predictions'"),
         ({"inputs": [*asked(["a"])["inputs"]] * 2}, "inputs: unknown input 'instances'; the model takes 'x'"),
     ],
 )

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.errors import ConfigError
-from serve.security import Pair, Tls
+from serve.security import CertificatePair, Tls
 
 from . import certificates
 
-Certify = Callable[[str], Pair]
+Certify = Callable[[str], CertificatePair]
 
 
 @pytest.fixture
 def certify(tmp_path: Path) -> Certify:
-    def make(name: str) -> Pair:
+    def make(name: str) -> CertificatePair:
         (tmp_path / name).mkdir()
         return certificates.make(tmp_path / name, name)
 
@@ -27,12 +27,12 @@ def certify(tmp_path: Path) -> Certify:
 def test_a_key_of_another_certificate_is_refused(certify: Certify) -> None:
     first, second = certify("first"), certify("second")
     with pytest.raises(ConfigError, match=r"serve.tls_certificate .*first.*: cannot be used: .*(?i:mismatch)"):
-        Tls(Pair(first.certificate, second.key))
+        Tls(CertificatePair(first.certificate, second.key))
 
 
 def test_a_file_that_is_not_there_is_named(certify: Certify) -> None:
     with pytest.raises(ConfigError, match=r"absent: cannot be used: .*No such file"):
-        Tls(Pair(certify("first").certificate, Path("absent")))
+        Tls(CertificatePair(certify("first").certificate, Path("absent")))
 
 
 def test_a_key_with_a_password_is_refused_and_no_one_is_requested_it(tmp_path: Path) -> None:

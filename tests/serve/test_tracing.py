@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from serve import tracing
 from serve.request_context import RequestContext
-from serve.tracing import Tracer, configured, exporters
+from serve.tracing import Tracer, configure_tracing, exporter_names
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher
@@ -136,11 +136,11 @@ def test_the_phase_a_request_failed_in_is_its_last() -> None:
     ],
 )
 def test_the_standard_variables_state_where_traces_go(environment: dict[str, str], names: list[str]) -> None:
-    assert exporters(environment) == names
+    assert exporter_names(environment) == names
 
 
 def test_nothing_requested_is_nothing_loaded() -> None:
-    assert configured({}) is None
+    assert configure_tracing({}) is None
 
 
 def _gone(name: str) -> None:
@@ -152,12 +152,12 @@ def test_requested_and_not_installed_is_stated(
     find: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracing, "find_spec", find)
-    assert configured({"OTEL_TRACES_EXPORTER": "otlp"}) is None
+    assert configure_tracing({"OTEL_TRACES_EXPORTER": "otlp"}) is None
     assert "install pipe-road[tracing]" in caplog.text
 
 
 def test_an_exporter_there_is_not_is_stated(caplog: pytest.LogCaptureFixture) -> None:
-    tracer = configured({"OTEL_TRACES_EXPORTER": "zipkin"})
+    tracer = configure_tracing({"OTEL_TRACES_EXPORTER": "zipkin"})
     assert tracer is not None
     tracer.close()
     assert "traces cannot go to zipkin" in caplog.text

@@ -17,9 +17,9 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import BundleError
 from pipeline.contract.signing import SIGNATURE, new_key, private_key, sign
 from serve.__main__ import _load, _shadow
-from serve.loading import prove
-from serve.models import Fleet, OnnxPlane
-from serve.options import Options, parse
+from serve.loading import load_predictor
+from serve.models import ModelManager, OnnxDataPlane
+from serve.options import Options, parse_options
 from tests.serve.sealed import seal
 
 Spoil = Callable[[Path], None]
@@ -41,14 +41,14 @@ def given(own_bundle: Path, tmp_path: Path) -> Given:
     codec.write_text(f"{codec.read_text()}\nfrom pathlib import Path\nPath({str(loaded)!r}).touch()\n")
     seal(own_bundle)
     sign(own_bundle, private_key(key))
-    options = parse([str(own_bundle), "--shadow", str(own_bundle), "--require-signature", f"{key}.pub"])
+    options = parse_options([str(own_bundle), "--shadow", str(own_bundle), "--require-signature", f"{key}.pub"])
     return Given(key, own_bundle, loaded, options)
 
 
 @pytest.fixture
-def fleet(given: Given, bundle: Bundle, pool: Executor) -> Iterator[Fleet]:
-    plane = OnnxPlane(ModelRepository())
-    fleet = Fleet(plane, given.options, pool, [("tiny", prove(bundle, "cpu", 1))])
+def fleet(given: Given, bundle: Bundle, pool: Executor) -> Iterator[ModelManager]:
+    plane = OnnxDataPlane(ModelRepository())
+    fleet = ModelManager(plane, given.options, pool, [("tiny", load_predictor(bundle, "cpu", 1))])
     yield fleet
     fleet.close()
 
@@ -78,24 +78,24 @@ REFUSED = pytest.mark.parametrize(
         (unsigned, "is not signed"),
         (by_another, "is signed by SHA256:"),
         (forged, "was not made by the key"),
-        (sealed_again, "sealed again after it was signed"),
+        (sealed_again, "was changed after it was signed"),
     ],
 )
 
 
-def enter_at_start(given: Given, fleet: Fleet) -> None:
+def enter_at_start(given: Given, fleet: ModelManager) -> None:
     _load(given.options.bundles[0], given.options)
 
 
-def enter_as_shadow_at_start(given: Given, fleet: Fleet) -> None:
+def enter_as_shadow_at_start(given: Given, fleet: ModelManager) -> None:
     _shadow(given.options.shadows[0], given.options, {"tiny": SimpleNamespace(signature=None)})  # type: ignore[dict-item]
 
 
-def enter_by_swap(given: Given, fleet: Fleet) -> None:
+def enter_by_swap(given: Given, fleet: ModelManager) -> None:
     asyncio.run(fleet.load("tiny", given.bundle))
 
 
-def enter_as_shadow(given: Given, fleet: Fleet) -> None:
+def enter_as_shadow(given: Given, fleet: ModelManager) -> None:
     asyncio.run(fleet.start_shadow("tiny", given.bundle, 1.0))
 
 
@@ -104,7 +104,7 @@ WAYS = (enter_at_start, enter_as_shadow_at_start, enter_by_swap, enter_as_shadow
 
 @REFUSED
 def test_what_no_trusted_key_signed_is_refused_with_nothing_loaded(
-    given: Given, fleet: Fleet, spoil: Spoil, said: str
+    given: Given, fleet: ModelManager, spoil: Spoil, said: str
 ) -> None:
     before = fleet.status()
     spoil(given.bundle)
@@ -115,14 +115,14 @@ def test_what_no_trusted_key_signed_is_refused_with_nothing_loaded(
     assert fleet.status() == before
 
 
-def test_what_a_trusted_key_signed_comes_in_by_every_way(given: Given, fleet: Fleet) -> None:
+def test_what_a_trusted_key_signed_comes_in_by_every_way(given: Given, fleet: ModelManager) -> None:
     for enter in (enter_at_start, enter_by_swap, enter_as_shadow, enter_as_shadow):
         enter(given, fleet)
     assert given.loaded.exists()
     assert fleet.status()["models"]["tiny"]["shadow"]["path"] == str(given.bundle)
 
 
-def test_a_key_that_is_taken_out_of_the_file_opens_no_security_from_then_on(given: Given, fleet: Fleet) -> None:
+def test_a_key_that_is_taken_out_of_the_file_opens_no_security_from_then_on(given: Given, fleet: ModelManager) -> None:
     new_key(given.key.parent / "other")
     shutil.copyfile(f"{given.key.parent}/other.pub", f"{given.key}.pub")
     with pytest.raises(BundleError, match="is signed by SHA256:"):

@@ -97,7 +97,7 @@ class Judge:
         self.refused(lambda: infer("other", inputs), "no model 'other'")
         self.refused(lambda: infer("tiny", inputs, model_version="9"), "no version '9'")
         self.refused(lambda: infer("tiny", inputs[1:]), "is missing")
-        self.refused(lambda: infer("tiny", inputs, sequence_id=5), "nothing is remembered")
+        self.refused(lambda: infer("tiny", inputs, sequence_id=5), "the service keeps no state")
         self.refused(lambda: self.client.load_model("tiny"), "never by its clients")
         self.refused(lambda: self.client.unload_model("tiny"), "never by its clients")
         wish = self.module.InferRequestedOutput(f"{next(iter(self.arrays))}_out", class_count=2)
@@ -110,11 +110,11 @@ def http_json(judge: Judge) -> None:
     for name, array in judge.arrays.items():
         tensors.append(over_http.InferInput(name, list(array.shape), judge.kinds[name]))
         tensors[-1].set_data_from_numpy(array, binary_data=judge.kinds[name] in ("FP16", "BF16"))
-    wishes = [
+    requested_outputs = [
         over_http.InferRequestedOutput(f"{name}_out", binary_data=judge.kinds[name] in ("FP16", "BF16"))
         for name in judge.arrays
     ]
-    judge.same(judge.client.infer("tiny", tensors, outputs=wishes))
+    judge.same(judge.client.infer("tiny", tensors, outputs=requested_outputs))
 
 
 def http_compressed(judge: Judge, coding: str) -> None:

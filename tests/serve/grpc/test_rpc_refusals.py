@@ -13,7 +13,7 @@ from serve.grpc.http2.frames import ErrorCode, frame
 from serve.grpc.service import Calls
 from serve.prometheus import Metrics
 from serve.request_log import RequestLog
-from serve.security import Keys
+from serve.security import ApiKeys
 from tests.serve.grpc.http2_frames import CLIENT_PREFACE, GRPC, MemoryConnection, data, decode_fields, headers, resets
 
 MOST = 30_000
@@ -25,7 +25,7 @@ PROBE = [*GRPC[:2], (b":path", b"/inference.GRPCInferenceService/ServerLive"), (
 class GrpcConnection(MemoryConnection):
     """A connection to a gRPC service without models."""
 
-    def __init__(self, keys: Keys | None = None) -> None:
+    def __init__(self, keys: ApiKeys | None = None) -> None:
         self.requests = RequestLog(Metrics(list))
         plane: Any = None  # no call here reaches it
         self.calls = Calls(plane, self.requests, [("x-served-by", "me")], MOST, keys)
@@ -86,9 +86,9 @@ def test_call_without_memory_is_rejected_as_retryable(monkeypatch: pytest.Monkey
 
 def test_missing_key_is_rejected_before_the_message(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(KEY + "\n")
-    client = GrpcConnection(Keys(tmp_path / "keys"))
+    client = GrpcConnection(ApiKeys(tmp_path / "keys"))
     status, sentence = grpc_status(client.send(headers(1, CALL)))
-    assert (status, "asks for an API key" in sentence) == ("16", True)
+    assert (status, "requires an API key" in sentence) == ("16", True)
     assert client.send(headers(3, PROBE)) == []
     assert client.send(headers(5, [*CALL, (b"x-api-key", KEY.encode())])) == []
     assert list(client.streams.open) == [3, 5]

@@ -1,4 +1,4 @@
-"""gRPC as it is on the wire: what a call may say in its head and around its message, and what it is told."""
+"""gRPC on the wire: headers and framing of calls, and the answers to wrong ones."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def wrapped(message: bytes, flag: int = 0) -> bytes:
 Changes = dict[bytes, bytes | None]
 
 
-class Wire:
-    """One connection, one call after the other."""
+class WireClient:
+    """A connection that sends one call after the other."""
 
     def __init__(self, port: int) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port), 20)
@@ -61,24 +61,24 @@ class Wire:
         self._file.close()
         self.sock.close()
 
-    def hear(self) -> Frame:
+    def read_frame(self) -> Frame:
         high, low, kind, flags, stream_id = FRAME_HEADER.unpack(self._file.read(9))
         return kind, flags, stream_id, self._file.read(high << 8 | low)
 
-    def ask(
+    def call(
         self, body: bytes = wrapped(GOOD), changes: Changes | None = None, *, ends: bool = True
     ) -> tuple[dict[str, str], bytes]:
-        """A call whose head has these fields changed, or without them."""
+        """Send a call with some headers changed; None removes one."""
         fields = {**CALL, **(changes or {})}
-        said: list[Field] = [(name, value) for name, value in fields.items() if value is not None]
+        header_fields: list[Field] = [(name, value) for name, value in fields.items() if value is not None]
         self._next += 2
-        self.sock.sendall(headers(self._next, said))
+        self.sock.sendall(headers(self._next, header_fields))
         if body or ends:
             self.sock.sendall(data(self._next, body, END_STREAM if ends else 0))
         return self.answer(self._next)
 
-    def ask_in_pieces(self, size: int) -> tuple[dict[str, str], bytes]:
-        """A call whose head has a field of that size."""
+    def call_with_large_header(self, size: int) -> tuple[dict[str, str], bytes]:
+        """Send a call with a header of that size, in several frames."""
         self._next += 2
         whole = headers(self._next, [*CALL.items(), (b"x-much", b"y" * size)])[9:]
         pieces = [whole[place : place + 16384] for place in range(0, len(whole), 16384)]
@@ -88,11 +88,11 @@ class Wire:
         return self.answer(self._next)
 
     def answer(self, number: int) -> tuple[dict[str, str], bytes]:
-        """All fields, and the body."""
+        """Return all header fields and the body."""
         fields: dict[str, str] = {}
         body = b""
         while True:
-            kind, flags, stream_id, payload = self.hear()
+            kind, flags, stream_id, payload = self.read_frame()
             assert kind != frames.GOAWAY, payload
             if stream_id != number:
                 continue
@@ -107,13 +107,13 @@ class Wire:
 
 
 @pytest.fixture(scope="module")
-def wire(server: Running) -> Iterator[Wire]:
-    with contextlib.closing(Wire(server.grpc_port)) as made:
+def wire(server: Running) -> Iterator[WireClient]:
+    with contextlib.closing(WireClient(server.grpc_port)) as made:
         yield made
 
 
-def test_a_call_is_answered_with_a_head_a_message_and_a_status(wire: Wire) -> None:
-    fields, body = wire.ask(changes={b"x-request-id": b"mine-7"})
+def test_answer_has_headers_message_and_status(wire: WireClient) -> None:
+    fields, body = wire.call(changes={b"x-request-id": b"mine-7"})
     assert (fields[":status"], fields["content-type"], fields["grpc-status"]) == ("200", "application/grpc", "0")
     assert fields["x-request-id"] == "mine-7"
     assert fields["grpc-accept-encoding"] == "identity, deflate, gzip"
@@ -124,19 +124,19 @@ def test_a_call_is_answered_with_a_head_a_message_and_a_status(wire: Wire) -> No
 
 
 @pytest.mark.parametrize("kind", [b"application/grpc+proto", b"application/grpc; charset=utf-8"])
-def test_other_names_of_the_same_type_are_known(wire: Wire, kind: bytes) -> None:
-    assert wire.ask(changes={b"content-type": kind})[0]["grpc-status"] == "0"
+def test_content_type_variants_are_accepted(wire: WireClient, kind: bytes) -> None:
+    assert wire.call(changes={b"content-type": kind})[0]["grpc-status"] == "0"
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_a_compressed_message_is_read_and_one_that_is_not_beside_it(wire: Wire, coding: str) -> None:
+def test_compressed_and_plain_messages_are_read(wire: WireClient, coding: str) -> None:
     stream = zlib.compressobj(wbits=31 if coding == "gzip" else 15)
     small = stream.compress(GOOD) + stream.flush()
-    assert wire.ask(wrapped(small, 1), changes={b"grpc-encoding": coding.encode()})[0]["grpc-status"] == "0"
-    assert wire.ask(changes={b"grpc-encoding": coding.encode()})[0]["grpc-status"] == "0"
+    assert wire.call(wrapped(small, 1), changes={b"grpc-encoding": coding.encode()})[0]["grpc-status"] == "0"
+    assert wire.call(changes={b"grpc-encoding": coding.encode()})[0]["grpc-status"] == "0"
 
 
-HEADS: list[tuple[Changes, str, str]] = [
+HEADERS_CASES: list[tuple[Changes, str, str]] = [
     ({b":path": b"/inference.GRPCInferenceService/ModelStreamInfer"}, "UNIMPLEMENTED", "no method"),
     ({b":path": b"/other.Service/ModelInfer"}, "UNIMPLEMENTED", "no method"),
     ({b":path": b"/" + b"x" * 9000}, "UNIMPLEMENTED", "no method"),
@@ -151,9 +151,9 @@ HEADS: list[tuple[Changes, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "code", "named"), HEADS)
-def test_a_head_that_is_wrong_is_refused_with_a_sentence(wire: Wire, changes: Changes, code: str, named: str) -> None:
-    fields, _ = wire.ask_in_pieces(40_000) if b"x-much" in changes else wire.ask(changes=changes)
+@pytest.mark.parametrize(("changes", "code", "named"), HEADERS_CASES)
+def test_invalid_headers_are_rejected_with_a_message(wire: WireClient, changes: Changes, code: str, named: str) -> None:
+    fields, _ = wire.call_with_large_header(40_000) if b"x-much" in changes else wire.call(changes=changes)
     assert (fields[":status"], CODES[int(fields["grpc-status"])]) == ("200", code)
     assert named in fields["grpc-message"]
     assert " " in fields["grpc-message"]
@@ -161,13 +161,13 @@ def test_a_head_that_is_wrong_is_refused_with_a_sentence(wire: Wire, changes: Ch
 
 
 BODIES: list[tuple[bytes, Changes, str, str]] = [
-    (b"", {}, "UNIMPLEMENTED", "none came"),
+    (b"", {}, "UNIMPLEMENTED", "none was sent"),
     (b"\0\0", {}, "INVALID_ARGUMENT", "ends after 2 bytes"),
     (wrapped(GOOD)[:-1], {}, "INVALID_ARGUMENT", f"ends after {len(GOOD) - 1} of its {len(GOOD)} bytes"),
     (wrapped(GOOD) + b"\0", {}, "UNIMPLEMENTED", "more than one"),
     (wrapped(GOOD) * 2, {}, "UNIMPLEMENTED", "more than one"),
     (wrapped(GOOD, 2), {}, "INVALID_ARGUMENT", "0 or 1, not 2"),
-    (wrapped(GOOD, 1), {}, "INVALID_ARGUMENT", "does not say how"),
+    (wrapped(GOOD, 1), {}, "INVALID_ARGUMENT", "names no encoding"),
     (wrapped(GOOD, 1), {b"grpc-encoding": b"gzip"}, "INVALID_ARGUMENT", "is not valid gzip"),
     (wrapped(zlib.compress(GOOD)[:-6], 1), {b"grpc-encoding": b"deflate"}, "INVALID_ARGUMENT", "ends in the middle"),
     (
@@ -182,18 +182,18 @@ BODIES: list[tuple[bytes, Changes, str, str]] = [
 
 
 @pytest.mark.parametrize(("body", "changes", "code", "named"), BODIES)
-def test_a_body_that_is_no_message_is_refused_with_a_sentence(
-    wire: Wire, body: bytes, changes: Changes, code: str, named: str
+def test_invalid_body_is_rejected_with_a_message(
+    wire: WireClient, body: bytes, changes: Changes, code: str, named: str
 ) -> None:
-    fields, found = wire.ask(body, changes=changes)
+    fields, found = wire.call(body, changes=changes)
     assert (fields[":status"], CODES[int(fields["grpc-status"])], found) == ("200", code, b"")
     assert named in fields["grpc-message"]
 
 
-def test_a_message_that_states_it_is_too_large_is_refused_before_it_is_sent(wire: Wire) -> None:
-    fields, _ = wire.ask(b"\0\x7f\xff\xff\xff", ends=False)
+def test_oversized_message_is_rejected_by_its_prefix(wire: WireClient) -> None:
+    fields, _ = wire.call(b"\0\x7f\xff\xff\xff", ends=False)
     assert CODES[int(fields["grpc-status"])] == "RESOURCE_EXHAUSTED"
-    assert wire.hear()[:3] == (frames.RST_STREAM, 0, wire._next)
+    assert wire.read_frame()[:3] == (frames.RST_STREAM, 0, wire._next)
 
 
 @pytest.mark.parametrize(
@@ -206,20 +206,20 @@ def test_a_message_that_states_it_is_too_large_is_refused_before_it_is_sent(wire
         ({b"content-type": b"application/grpcx"}, "415", "is no gRPC"),
     ],
 )
-def test_what_is_no_grpc_is_refused_as_http_does(wire: Wire, changes: Changes, status: str, named: str) -> None:
-    fields, body = wire.ask(b"", ends=False, changes=changes)
+def test_other_http_requests_get_an_http_error(wire: WireClient, changes: Changes, status: str, named: str) -> None:
+    fields, body = wire.call(b"", ends=False, changes=changes)
     assert (fields[":status"], fields["content-type"]) == (status, "text/plain")
     assert named in body.decode()
     assert fields.get("allow") == ("POST" if status == "405" else None)
 
 
-def test_what_we_state_of_ourselves_is_in_every_answer(wire: Wire, server: Running) -> None:
-    for said in (wire.ask()[0], wire.ask(b"")[0], wire.ask(b"", {b"content-type": None}, ends=False)[0]):
-        assert said["x-served-by"] == str(server.process.pid)
-        assert said["x-request-id"]
+def test_every_answer_has_the_servers_headers(wire: WireClient, server: Running) -> None:
+    for fields in (wire.call()[0], wire.call(b"")[0], wire.call(b"", {b"content-type": None}, ends=False)[0]):
+        assert fields["x-served-by"] == str(server.process.pid)
+        assert fields["x-request-id"]
 
 
-def test_refusals_of_the_wire_are_counted(wire: Wire, server: Running) -> None:
-    wire.ask(b"\0\0")
+def test_rejected_calls_are_counted(wire: WireClient, server: Running) -> None:
+    wire.call(b"\0\0")
     text = httpx.get(f"{server.url}/metrics", timeout=20).text
     assert 'pipe_rejected_total{model="",reason="wire",version=""}' in text

@@ -36,7 +36,7 @@ def _request(image: np.ndarray[Any, Any], *, raw: bool, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_grpc_answers_as_onnx_runtime_does_in_the_way_it_was_requested(
+def test_answer_equals_onnx_runtime_raw_and_typed(
     stub: Any, bundle: Bundle, image: np.ndarray[Any, Any], raw: bool
 ) -> None:
     answer = stub.ModelInfer(_request(image, raw=raw), timeout=20)
@@ -47,7 +47,7 @@ def test_grpc_answers_as_onnx_runtime_does_in_the_way_it_was_requested(
     np.testing.assert_array_equal(np.array(found, np.float32).reshape(2, 10), wanted)
 
 
-def test_health_and_metadata_answer_as_over_rest(stub: Any) -> None:
+def test_health_and_metadata_equal_rest(stub: Any) -> None:
     assert stub.ServerLive(pb.ServerLiveRequest(), timeout=20).live
     assert stub.ServerReady(pb.ServerReadyRequest(), timeout=20).ready
     assert stub.ModelReady(pb.ModelReadyRequest(name="tiny"), timeout=20).ready
@@ -55,7 +55,7 @@ def test_health_and_metadata_answer_as_over_rest(stub: Any) -> None:
     assert (metadata.platform, list(metadata.inputs[0].shape)) == ("onnx_onnxv1", [-1, 1, 8, 8])
 
 
-def test_a_grpc_answer_names_the_bundle_and_the_process(
+def test_answer_names_bundle_and_process(
     stub: Any, server: Running, bundle: Bundle, image: np.ndarray[Any, Any]
 ) -> None:
     _, call = stub.ModelInfer.with_call(_request(image, raw=True), timeout=20)
@@ -74,18 +74,18 @@ def test_a_grpc_answer_names_the_bundle_and_the_process(
         (True, {"contents": {"fp32_contents": [1.0]}}, "image: has contents beside raw_input_contents"),
         (False, {"shape": [128]}, "image: shape"),
         (False, {"datatype": "FLOAT"}, "image: unknown datatype 'FLOAT'"),
-        (False, {"datatype": "FP16"}, "image: FP16 travels in raw_input_contents only"),
-        (False, {"datatype": "BF16"}, "image: BF16 travels in raw_input_contents only"),
+        (False, {"datatype": "FP16"}, "image: FP16 must be in raw_input_contents"),
+        (False, {"datatype": "BF16"}, "image: BF16 must be in raw_input_contents"),
         (
             True,
             {"parameters": {"shared_memory_region": {"string_param": "r"}}},
             "shared_memory_region' is not supported",
         ),
-        (False, {"contents": {"int_contents": [1] * 128}}, "image: FP32 travels in fp32_contents, not in int_contents"),
+        (False, {"contents": {"int_contents": [1] * 128}}, "image: FP32 must be in fp32_contents, not in int_contents"),
         (False, {"contents": {}}, "image: data with 0 elements"),
     ],
 )
-def test_a_malformed_grpc_request_is_an_invalid_argument_with_a_sentence(
+def test_malformed_request_is_an_invalid_argument(
     stub: Any, image: np.ndarray[Any, Any], raw: bool, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
@@ -94,7 +94,7 @@ def test_a_malformed_grpc_request_is_an_invalid_argument_with_a_sentence(
     assert named in caught.value.details()
 
 
-def test_raw_contents_must_be_as_many_as_inputs(stub: Any, image: np.ndarray[Any, Any]) -> None:
+def test_raw_contents_must_match_the_number_of_inputs(stub: Any, image: np.ndarray[Any, Any]) -> None:
     request = _request(image, raw=True)
     request.raw_input_contents.append(b"")
     with pytest.raises(grpc.RpcError) as caught:
@@ -102,14 +102,14 @@ def test_raw_contents_must_be_as_many_as_inputs(stub: Any, image: np.ndarray[Any
     assert caught.value.details() == "raw_input_contents: 2 given for 1 inputs"
 
 
-def test_values_the_model_cannot_compute_with_are_an_invalid_argument(stub: Any, image: np.ndarray[Any, Any]) -> None:
+def test_values_the_model_rejects_are_an_invalid_argument(stub: Any, image: np.ndarray[Any, Any]) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.ModelInfer(_request(image + 1000, raw=True), timeout=20)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "indices element out of data bounds" in caught.value.details()
 
 
-def test_an_unknown_model_is_not_found(stub: Any, image: np.ndarray[Any, Any]) -> None:
+def test_unknown_model_is_not_found(stub: Any, image: np.ndarray[Any, Any]) -> None:
     request = _request(image, raw=True)
     request.model_name = "other"
     with pytest.raises(grpc.RpcError) as caught:
@@ -117,13 +117,13 @@ def test_an_unknown_model_is_not_found(stub: Any, image: np.ndarray[Any, Any]) -
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_message_over_the_limit_is_refused_before_it_is_read(stub: Any) -> None:
+def test_oversized_message_is_rejected(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.ModelInfer(pb.ModelInferRequest(raw_input_contents=[b"\0" * 200_000]), timeout=20)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_no_client_can_unload_the_model(stub: Any) -> None:
+def test_clients_cannot_unload_the_model(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="tiny"), timeout=20)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve.errors import Gone
+from serve.errors import ClientDisconnected
 from serve.http1 import connection
 from serve.http1.connection import Connection, HttpRequest
 from serve.http1.listener import Listener
@@ -51,7 +51,7 @@ class Echo:
         while more:
             try:
                 piece, more = await request.receive()
-            except Gone:
+            except ClientDisconnected:
                 self.saw_gone.set()
                 return
             body += piece

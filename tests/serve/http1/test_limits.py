@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from serve.errors import Gone
+from serve.errors import ClientDisconnected
 from serve.http1 import limits
 from serve.http1.connection import Connection, HttpRequest
 from serve.http1.listener import Listener
@@ -35,7 +35,7 @@ class Application:
         while more:
             try:
                 piece, more = await request.receive()
-            except Gone:
+            except ClientDisconnected:
                 return
             size += len(piece)
         waits = request.path == "/waits"
@@ -161,10 +161,10 @@ def test_one_that_does_not_take_its_answer_is_cut_off(close: bytes) -> None:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)  # the kernel has taken all it takes
         sweep(listener, 0)
-        sweep(listener, limits.WRITE_SECONDS - 1)
+        sweep(listener, limits.WRITE_TIMEOUT_SECONDS - 1)
         await asyncio.sleep(0)
         assert len(state.connections) == 1
-        sweep(listener, limits.WRITE_SECONDS + 1)
+        sweep(listener, limits.WRITE_TIMEOUT_SECONDS + 1)
         while state.connections:
             await asyncio.sleep(0.001)
         writer.transport.abort()
@@ -235,7 +235,7 @@ def test_where_all_are_being_served_a_new_one_is_reported() -> None:
 def test_the_service_requests_as_many_files_as_it_may_have_and_keeps_some() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        most, of_grpc = limits.most_connections(), limits.most_rpc_connections()
+        most, of_grpc = limits.max_http_connections(), limits.max_grpc_connections()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert soft == resource.RLIM_INFINITY or most + of_grpc < soft
         assert soft in (hard, resource.RLIM_INFINITY) or most == 16 << 10
