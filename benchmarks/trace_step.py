@@ -82,9 +82,10 @@ class StepTrace:
 def trace_step() -> StepTrace:
     settings = {"epochs": 1, "batch_size": 8, "device": "cpu", "log_every": 1000}
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": settings}, source="trace")
-    task, group = LineTask(), ProcessGroup(Rank(), torch.device("cpu"))
-    splits = [Samples(split, task.data(split)) for split in ("train", "validation")]
-    trainer = Trainer(task, config, group, *splits, batch_size=8)
+    task: Any = LineTask()
+    group = ProcessGroup(Rank(), torch.device("cpu"))
+    train, validation = (Samples(split, task.data(split)) for split in ("train", "validation"))
+    trainer = Trainer(task, config, group, train, validation, 8)
     trace: Any = StepTrace()
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder), group, trainer.order, resumed_step=0, attempt=1)

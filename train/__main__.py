@@ -70,7 +70,9 @@ def train(run: Run, root: Path) -> None:
         store = CheckpointStore(place, config.keep_checkpoints, identity, group, config.timeout_seconds)
         snapshots = None
         if config.snapshot_every:
-            snapshots = MemorySnapshots(open_snapshot_folder(run), socket.gethostname(), identity, group, config.timeout_seconds)
+            snapshots = MemorySnapshots(
+                open_snapshot_folder(run), socket.gethostname(), identity, group, config.timeout_seconds
+            )
         resume_point = find_resume_point(store, snapshots, run.partial("train"), identity, group)
         trainer_class = ParameterServerTrainer if config.strategy == "parameter_server" and group.size > 1 else Trainer
         with open_recorded_weights(run, root, make, group, resumes=resume_point.saved is not None) as create_model:
@@ -177,14 +179,21 @@ class ResumePoint(NamedTuple):
 
 
 def find_resume_point(
-    store: CheckpointStore, snapshots: MemorySnapshots | None, directory: Path, identity: Mapping[str, Any], group: ProcessGroup
+    store: CheckpointStore,
+    snapshots: MemorySnapshots | None,
+    directory: Path,
+    identity: Mapping[str, Any],
+    group: ProcessGroup,
 ) -> ResumePoint:
     """Find the newest state; all take part. It comes before the model is created, which then needs no weights."""
     saved = store.newest()
     step = saved.progress.step if saved else 0
     if snapshots is not None:
         snapshot = find_newest_snapshot(
-            snapshots, identity, group, lambda progress: progress.step > step and _is_on_disk(progress, store, directory)
+            snapshots,
+            identity,
+            group,
+            lambda progress: progress.step > step and _is_on_disk(progress, store, directory),
         )
         if snapshot is not None:
             return ResumePoint(snapshot, "snapshot")
@@ -245,7 +254,7 @@ def describe_samples(samples: Samples) -> dict[str, str]:
     if samples.in_memory:  # items of a dataset may be random
         rows = sorted({*(len(samples) * i // _COMPARED_ROWS for i in range(_COMPARED_ROWS)), len(samples) - 1})
         rows_only = Samples(samples.split, samples.batch(rows))
-        facts |= {f"the values of column {name}": digest_parts(sample_digests(rows_only, [name]))[:8] for name in first}
+        facts |= {f"the content of column {name}": digest_parts(sample_digests(rows_only, [name]))[:8] for name in first}
     return facts
 
 

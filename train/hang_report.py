@@ -65,7 +65,7 @@ class ProcessReport:
     place: str  # in the source
     still_seconds: float  # without moving
     exchanges: str = ""  # unfinished collectives; only while it hangs
-    thread_stacks: str = ""  # only while it hangs
+    stacks: str = ""  # only while it hangs
 
 
 @dataclass(frozen=True)

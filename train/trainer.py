@@ -281,7 +281,7 @@ def _slices(config: Train, group: ProcessGroup, order: BatchOrder) -> int:
     slices = config.elastic_shards if exact else group.data_size
     if order.smallest_batch < slices:
         what = "shards" if exact else "processes"
-        raise ConfigError(f"train.batch_size={order.batch_size} evicted some of {slices} {what} without work")
+        raise ConfigError(f"train.batch_size={order.batch_size} leaves some of {slices} {what} without work")
     return slices
 
 

@@ -18,7 +18,7 @@ from pipeline.contract.errors import PipelineError, read_error
 from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, RunFile
 
-from ..nursery import launch
+from ..fork_server import launch
 
 # 37 training samples, a number that no batch and no world divides; tanh keeps every gradient smooth.
 TASK = """
@@ -76,7 +76,7 @@ class Project:
         path.write_text(path.read_text().replace(old, new))
 
     def train(self, run: Run, processes: int = 1, **env: str) -> subprocess.CompletedProcess[str]:
-        return launch(("-m", "train", str(run.path)), self.root, processes, {"PIPE_LEASH": "0", **env})
+        return launch(("-m", "train", str(run.path)), self.root, processes, {"PIPE_PARENT_WATCH": "0", **env})
 
     def _splits(self) -> dict[str, Any]:
         scope: dict[str, Any] = {}

@@ -16,22 +16,22 @@ from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
 from train.batch_size import (
     BATCH_SIZE_FILE,
-    Choice,
-    Saved,
-    Timed,
-    Trial,
+    BatchSizeChoice,
+    SavedActivations,
+    StepProbe,
+    Timing,
     budget_bytes,
-    describe,
+    candidate_sizes,
+    describe_choice,
     fastest,
     free_bytes,
-    held_bytes,
+    interpolate_bytes,
+    is_still_gaining,
     micro_batches,
-    predicted,
-    sizes,
-    still_gaining,
+    model_bytes,
 )
 from train.optim import make_optimizer
-from train.process_group import Group
+from train.process_group import ProcessGroup
 
 from .conftest import Project, equal, failure, journal, weights
 
@@ -43,8 +43,8 @@ POOR = """        import os
 """
 
 
-def timed(*speeds: float) -> list[Timed]:
-    return [Timed(8 << i, speed) for i, speed in enumerate(speeds)]
+def timed(*speeds: float) -> list[Timing]:
+    return [Timing(8 << i, speed) for i, speed in enumerate(speeds)]
 
 
 def choice(run: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def choice(run: Any) -> dict[str, Any]:
 def test_sizes_are_powers_of_two_from_two_samples_a_micro_batch_to_the_whole_split(
     samples: int, processes: int, accumulate: int, expected: list[int]
 ) -> None:
-    assert sizes(samples, processes, accumulate) == expected
+    assert candidate_sizes(samples, processes, accumulate) == expected
 
 
 def test_the_largest_slice_and_its_largest_micro_batch_are_tried() -> None:
@@ -80,16 +80,16 @@ def test_the_fastest_is_taken_and_of_two_alike_the_smaller() -> None:
 
 
 def test_timing_ends_after_two_doublings_without_a_gain() -> None:
-    assert still_gaining([])
-    assert still_gaining(timed(100, 90))
-    assert still_gaining(timed(100, 90, 120))
-    assert not still_gaining(timed(100, 90, 101))
+    assert is_still_gaining([])
+    assert is_still_gaining(timed(100, 90))
+    assert is_still_gaining(timed(100, 90, 120))
+    assert not is_still_gaining(timed(100, 90, 101))
 
 
-def test_the_choice_is_told_with_what_it_was_chosen_from() -> None:
-    told = describe(Choice(16, 64, "memory", tuple(timed(1000, 2000))))
+def test_the_choice_is_reported_with_what_it_was_chosen_from() -> None:
+    told = describe_choice(BatchSizeChoice(16, 64, "memory", tuple(timed(1000, 2000))))
     speeds = "samples/s by size: 8: 1,000, 16: 2,000"
-    assert told == f"batch size 16 ({speeds}; the largest that fits is 64, for want of memory)"
+    assert told == f"batch size 16 ({speeds}; the largest that fits is 64, limited by memory)"
 
 
 def test_trials_leave_no_trace_in_the_weights_and_a_resumed_run_does_not_choose_again(project: Project) -> None:
@@ -126,16 +126,19 @@ def test_what_does_not_fit_one_process_fits_none(project: Project) -> None:
     assert (found["largest"], found["limit"]) == (16, "memory")
 
 
-def test_a_budget_that_holds_not_even_the_smallest_batch_is_refused_with_a_mend(project: Project) -> None:
+def test_a_budget_that_holds_not_even_the_smallest_batch_is_refused_with_a_fix(project: Project) -> None:
     for narrow, wide in (("Linear(3, 8)", "Linear(3, 99999)"), ("Linear(8, 1)", "Linear(99999, 1)")):
         project.replace(narrow, wide)
-    run = project.run(batch_size="auto", memory_mb=1)
+    project.replace(
+        "class Tiny:", "import train.batch_size\ntrain.batch_size.budget_bytes = lambda group: 1 << 20\n\n\nclass Tiny:"
+    )
+    run = project.run(batch_size="auto")
     assert project.train(run).returncode != 0
     assert isinstance(failure(run), ResourceError)
-    assert "a batch of 2 does not fit 1 MiB a process; raise train.memory_mb" in str(failure(run))
+    assert "a batch of 2 does not fit 1 MiB per process; to fix it, raise train.accumulate" in str(failure(run))
 
 
-ALONE = Group(Rank(), torch.device("cpu"))
+ALONE = ProcessGroup(Rank(), torch.device("cpu"))
 
 
 def container(folder: Path, limit: str) -> Path:
@@ -150,22 +153,21 @@ def test_a_container_with_a_limit_has_no_more_than_that_but_may_drop_its_file_ca
     assert free_bytes(container(tmp_path, "max")) > 1 << 20
 
 
-def test_a_budget_is_what_was_named_or_else_a_part_of_what_is_free() -> None:
-    assert budget_bytes(3, ALONE) == 3 << 20
-    assert 0 < budget_bytes(0, ALONE) < 1.2 * free_bytes()
+def test_a_budget_is_a_part_of_the_free_memory() -> None:
+    assert 0 < budget_bytes(ALONE) < 1.2 * free_bytes()
 
 
 def test_what_autograd_keeps_grows_by_the_sample_and_weights_are_not_counted() -> None:
     model = nn.Sequential(nn.Linear(100, 50), nn.Tanh(), nn.Linear(50, 10))
     found = {}
     for size in (4, 8, 64):
-        saved = Saved(model)
+        saved = SavedActivations(model)
         with saved.counting():
             model(torch.zeros(size, 100)).sum()
         found[size] = saved.bytes
     per_sample = 4 * (100 + 50)  # the input, and the answer of tanh, which the next layer needs too
     assert found == {size: size * per_sample for size in found}
-    assert predicted({4: found[4], 8: found[8]}, 64) == found[64]
+    assert interpolate_bytes({4: found[4], 8: found[8]}, 64) == found[64]
 
 
 def test_weights_gradients_and_the_two_moments_of_adam_are_held() -> None:
@@ -173,7 +175,7 @@ def test_weights_gradients_and_the_two_moments_of_adam_are_held() -> None:
     optimizer = make_optimizer(model, "adamw", 0.0)
     torch.autograd.backward(model(torch.ones(2, 100)).sum())
     optimizer.step()
-    assert held_bytes(model, optimizer) == pytest.approx(4 * 4 * 1010, abs=32)  # and a counter for each parameter
+    assert model_bytes(model, optimizer) == pytest.approx(4 * 4 * 1010, abs=32)  # and a counter for each parameter
 
 
 CPU = torch.device("cpu")
@@ -199,8 +201,8 @@ class Wide:
         return {}
 
 
-def trial(task: Wide, **train: Any) -> Trial:
-    return Trial(task, Train(**train), Samples("train", task.data("train")), CPU)  # type: ignore[arg-type]
+def trial(task: Wide, **train: Any) -> StepProbe:
+    return StepProbe(task, Train(**train), Samples("train", task.data("train")), CPU)  # type: ignore[arg-type]
 
 
 def test_the_estimate_is_the_same_every_time_and_grows_by_what_a_sample_keeps() -> None:
@@ -220,7 +222,7 @@ def test_the_model_is_the_one_that_will_be_trained() -> None:
     """What begins with pretrained weights is not built by the task's model()."""
     task, model = Wide(), nn.Linear(256, 3)
     samples = Samples("train", task.data("train"))
-    assert Trial(task, Train(), samples, CPU, lambda: model).model is model  # type: ignore[arg-type]
+    assert StepProbe(task, Train(), samples, CPU, lambda: model).model is model  # type: ignore[arg-type]
 
 
 def test_a_step_is_timed() -> None:

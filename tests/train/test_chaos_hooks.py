@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.contract.attempts import ChaosEvent, Kill, Record, now
 from pipeline.contract.processes import Rank
-from train.chaos_hooks import Trap
-from train.process_group import Group
+from train.chaos_hooks import ChaosEvent, ChaosHook, ChaosLog, Kill
+from train.process_group import ProcessGroup
 
 
 class Dead(BaseException):
@@ -20,11 +20,11 @@ class Process:
     """One life of a training process of two, which steps on when it is told to."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.group = Group(Rank(rank, world_size=2), torch.device("cpu"))
-        self.trap = Trap(folder, self.group, die=_die)
+        self.group = ProcessGroup(Rank(rank, world_size=2), torch.device("cpu"))
+        self.trap = ChaosHook(folder, self.group, kill=_die)
 
     def step(self, step: int) -> None:
-        self.group.watch.at(step - 1, "update")
+        self.group.heartbeat.at(step - 1, "update")
         self.trap("step")
 
 
@@ -32,13 +32,13 @@ def _die() -> None:
     raise Dead
 
 
-def planned(folder: Path, *kills: Kill) -> Record:
-    record = Record(folder)
-    record.schedule(kills)
+def planned(folder: Path, *kills: Kill) -> ChaosLog:
+    record = ChaosLog(folder)
+    record.write_schedule(kills)
     return record
 
 
-def made(record: Record) -> list[tuple[int, int, int]]:
+def made(record: ChaosLog) -> list[tuple[int, int, int]]:
     return [(event.number, event.rank, event.step) for event in record.events() if event.event == "kill"]
 
 
@@ -104,12 +104,12 @@ def test_training_waits_at_its_limit_for_a_kill_from_outside(tmp_path: Path) -> 
 
 def test_a_kill_is_claimed_once(tmp_path: Path) -> None:
     record = planned(tmp_path, Kill(place="step", step=1))
-    assert (record.next(), record.claim(0), record.claim(0), record.next()) == (0, True, False, 1)
+    assert (record.next_kill(), record.claim(0), record.claim(0), record.next_kill()) == (0, True, False, 1)
 
 
-def test_the_record_keeps_what_it_was_told_in_order(tmp_path: Path) -> None:
+def test_the_record_keeps_what_it_was_reported_in_order(tmp_path: Path) -> None:
     record = planned(tmp_path)
-    told = [ChaosEvent(event="born", time=now(), rank=rank) for rank in range(3)]
+    told = [ChaosEvent(event="born", time=time.time(), rank=rank) for rank in range(3)]
     for event in told:
-        record.tell(event)
+        record.append(event)
     assert record.events() == told

@@ -12,8 +12,8 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import forward, open_split
 from pipeline.contract.task import load_task
 from train.checkpoint.store import CheckpointStore
-from train.parameter_server import Asynchronous
-from train.process_group import Group
+from train.parameter_server import ParameterServerTrainer
+from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
@@ -26,11 +26,11 @@ WAYS: list[dict[str, Any]] = [
     {"compress": "bf16"},
     {"compress": "powersgd"},
     {"compress": "topk"},
-    {"sync": "local_sgd"},
-    {"sync": "local_sgd", "sync_overlap": True},
-    {"sync": "diloco"},
-    {"sync": "diloco", "sync_overlap": True},
-    {"sync": "parameter_server"},
+    {"strategy": "local_sgd"},
+    {"strategy": "local_sgd", "sync_overlap": True},
+    {"strategy": "diloco"},
+    {"strategy": "diloco", "sync_overlap": True},
+    {"strategy": "parameter_server"},
     {"accumulate": 2},
 ]
 
@@ -42,19 +42,19 @@ def test_every_way_is_within_a_point_of_the_plain_one(tmp_path: Path) -> None:
     assert {str(way): found for way, found in zip(WAYS, others, strict=True) if found < plain - 0.01} == {}, plain
 
 
-def accuracies(group: Group, directory: Path) -> list[float]:
+def accuracies(group: ProcessGroup, directory: Path) -> list[float]:
     """On the validation and the test split together: 720 pictures."""
     task = load_task("task.py:Digits", DIGITS)
     train, validation, test = (open_split(task, name) for name in ("train", "validation", "test"))
     found = []
     for i, way in enumerate([{}, *WAYS]):
         words = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {**PLAIN, **way}}
-        kind = Asynchronous if "parameter_server" in way.values() else Trainer
+        kind = ParameterServerTrainer if "parameter_server" in way.values() else Trainer
         made = kind(task, parse_config(words, source="test"), group, train, validation, 64)
         store = CheckpointStore(directory / str(i), 1, {}, group)
         progress = made.fit(Progress(), store, None)
         model = task.model()
-        model.load_state_dict(store.load(progress.best_step).whole("weights."))
+        model.load_state_dict(store.load(progress.best_step).read_all("weights."))
         model.eval()
         right = [
             task.metrics(forward(model, task, batch), batch)["accuracy"]

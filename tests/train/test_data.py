@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import StageError
 from pipeline.contract.processes import Rank
-from train.data import Feed, Job, fits
-from train.process_group import Group
+from train.data import BatchLoader, LoadRequest, fits_on_gpu
+from train.process_group import ProcessGroup
 
 from .conftest import Project, equal, failure, weights
 
-CPU = Group(Rank(), torch.device("cpu"))
+CPU = ProcessGroup(Rank(), torch.device("cpu"))
 
 
 class Noisy(Dataset[dict[str, Any]]):
@@ -37,13 +37,13 @@ class Noisy(Dataset[dict[str, Any]]):
         return {"x": torch.tensor([index, random.random(), np.random.random(), torch.rand(()).item()])}
 
 
-def jobs(steps: range, parts: int = 1) -> list[Job]:
+def jobs(steps: range, parts: int = 1) -> list[LoadRequest]:
     found = [(step, part) for step in steps for part in range(parts)]
-    return [Job(step, part, np.arange(3) + 3 * (step % 5) + part) for step, part in found]
+    return [LoadRequest(step, part, np.arange(3) + 3 * (step % 5) + part) for step, part in found]
 
 
-def fetched(workers: int, wanted: list[Job], seed: int = 1) -> list[Tensor]:
-    feed = Feed(Samples("train", Noisy()), CPU, seed, workers)
+def fetched(workers: int, wanted: list[LoadRequest], seed: int = 1) -> list[Tensor]:
+    feed = BatchLoader(Samples("train", Noisy()), CPU, seed, workers)
     feed.start(wanted)
     try:
         return [feed.fetch(job)["x"] for job in wanted]
@@ -67,7 +67,7 @@ def test_a_feed_that_starts_in_the_middle_gives_what_one_from_the_start_gives_th
 def test_seed_step_part_and_slice_each_draw_something_else() -> None:
     same = np.arange(3)
     found = [
-        fetched(0, [Job(step, part, same, number)], seed)[0][:, 1:]
+        fetched(0, [LoadRequest(step, part, same, number)], seed)[0][:, 1:]
         for seed, step, part, number in ((1, 2, 3, 0), (2, 2, 3, 0), (1, 3, 3, 0), (1, 2, 2, 0), (1, 2, 3, 1))
     ]
     for i, left in enumerate(found):
@@ -85,43 +85,43 @@ def test_what_samples_draw_is_not_drawn_from_the_model(workers: int) -> None:
     assert found[1:] == expected[1:]
 
 
-def test_what_a_worker_raises_is_told_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_worker_raises_is_reported_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Noisy, "broken", (4,))
-    with pytest.raises(StageError, match=r"^ValueError: no picture 4 \(test_feed\.py, line \d+\)$"):
+    with pytest.raises(StageError, match=r"^ValueError: no picture 4 \(test_data\.py, line \d+\)$"):
         fetched(2, jobs(range(4)))
 
 
 def test_before_it_starts_a_feed_with_workers_loads_here() -> None:
     """Trial and warm-up passes take a batch or two, in any order."""
-    feed = Feed(Samples("train", Noisy()), CPU, seed=1, workers=2)
+    feed = BatchLoader(Samples("train", Noisy()), CPU, seed=1, workers=2)
     for job in reversed(jobs(range(3))):
         assert torch.equal(feed.fetch(job)["x"], fetched(0, [job])[0])
 
 
-def test_columns_are_indexed_in_the_order_asked_for_and_need_no_worker() -> None:
+def test_columns_are_indexed_in_the_order_requested_and_need_no_worker() -> None:
     columns = {"x": torch.arange(40.0).reshape(20, 2), "mask": torch.arange(20) % 2 == 0}
-    feed = Feed(Samples("train", columns), CPU, seed=0, workers=2)
+    feed = BatchLoader(Samples("train", columns), CPU, seed=0, workers=2)
     feed.start(iter(()))
-    found = feed.fetch(Job(0, 0, np.array([7, 3, 3])))
+    found = feed.fetch(LoadRequest(0, 0, np.array([7, 3, 3])))
     assert found["x"].tolist() == [[14, 15], [6, 7], [6, 7]]
     assert found["mask"].tolist() == [False, False, False]
 
 
 def test_columns_move_to_a_gpu_only_where_they_are_a_small_part_of_it() -> None:
-    assert fits(1 << 30, 10 << 30)
-    assert not fits(3 << 30, 10 << 30)
+    assert fits_on_gpu(1 << 30, 10 << 30)
+    assert not fits_on_gpu(3 << 30, 10 << 30)
 
 
 SPY = """
 import sys, time, numpy as np, torch
-from train.data import Workers
-from types import SimpleNamespace as Job
+from train.data import LoaderWorkers
+from types import SimpleNamespace as LoadRequest
 
 def load(job):
     return {"x": torch.zeros(1)}
 
-workers = Workers(load, (Job(step=i, slice=0, part=0) for i in range(10**6)), 2, pinned=False)
-workers.next(Job(step=0, slice=0, part=0))
+workers = LoaderWorkers(load, (LoadRequest(step=i, slice=0, part=0) for i in range(10**6)), 2, pinned=False)
+workers.next(LoadRequest(step=0, slice=0, part=0))
 import multiprocessing
 print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 time.sleep(60)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.verify import prove_run
-from train.process_group import Group
+from pipeline.verify import ledger_verification
+from train.process_group import ProcessGroup
 from train.state import Progress
 
 from .conftest import Project, equal
@@ -18,7 +18,7 @@ from .parallel.conftest import resumed as resumed_run
 from .parallel.conftest import trained as trained_run
 from .together import resumed, together, trained, weights
 
-WORDS: dict[str, Any] = {"elastic": "exact", "epochs": 3, "batch_size": 30, "checkpoint_every": 3}  # 15 steps
+WORDS: dict[str, Any] = {"elastic_shards": 4, "epochs": 3, "batch_size": 30, "checkpoint_every": 3}  # 15 steps
 Ended = tuple[dict[str, Tensor], Progress]
 
 
@@ -31,12 +31,12 @@ def test_exact_training_goes_from_one_process_to_two_to_four_to_three_and_ends_i
             assert progress == judged
 
 
-def alone(group: Group, directory: Path) -> Ended:
+def alone(group: ProcessGroup, directory: Path) -> Ended:
     made, progress = trained(group, directory, **WORDS)
     return weights(made), progress
 
 
-def going_on(group: Group, directory: Path, after: int) -> Ended:
+def going_on(group: ProcessGroup, directory: Path, after: int) -> Ended:
     made, progress = resumed(group, directory, after, **WORDS)
     return weights(made), progress
 
@@ -47,12 +47,12 @@ def test_training_goes_from_two_processes_to_three_to_one_with_the_same_samples_
     last = resumed_run(project, then, "last", after=8, processes=1)
     assert_close(last, whole)
     assert len(losses(last)) == 15
-    proof = prove_run(last)
+    proof = ledger_verification(last)
     assert (proof.fault, proof.lost, proof.repeated, proof.processes) == ("", 0, 0, (1, 3))
 
 
 def test_an_exact_run_of_the_train_step_has_the_bits_of_one_with_three_processes(project: Project) -> None:
-    words = {"elastic": "exact", "elastic_shards": 3, "precision": "bf16"}
+    words = {"elastic_shards": 3, "precision": "bf16"}
     one, three = trained_run(project, "one", 1, **words), trained_run(project, "three", 3, **words)
     assert equal(model_of(one), model_of(three))
     assert losses(one) == losses(three)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from train.expert_balance import Routing, is_router, summary
+from train.expert_balance import ExpertBalance, is_router, load_summary
 
 from .parallel.mixture import single
 
@@ -30,9 +30,9 @@ class TinyRouter(nn.Module):
         return logits, weights, chosen
 
 
-def routing(model: nn.Module, rate: float = 0.001, **more: Any) -> tuple[Any, Routing]:
-    strategy: Any = SimpleNamespace(module=model, counting=True, lockstep=True, **more)
-    return strategy, Routing(strategy, single(), rate)
+def routing(model: nn.Module, **more: Any) -> tuple[Any, ExpertBalance]:
+    strategy: Any = SimpleNamespace(module=model, counts_samples=True, lockstep=True, **more)
+    return strategy, ExpertBalance(strategy, single())
 
 
 TOKENS = torch.tensor([[4.0, 3.0, 1.0, 0.0], [4.0, 3.0, 1.0, 0.0], [4.0, 1.0, 3.0, 0.0]])
@@ -42,11 +42,11 @@ def test_loads_entropy_and_bias_follow_what_the_router_chose() -> None:
     router = TinyRouter()
     _, found = routing(router)
     router(TOKENS)
-    found.stepped()
+    found.after_update()
     assert dict(router.named_buffers())["e_score_correction_bias"].tolist() == pytest.approx(
         [-0.001, -0.001, 0.001, 0.001]
     )
-    told = found.told()
+    told = found.metrics()
     assert told["expert_loads"] == [[3, 2, 1, 0]]
     assert told["expert_load_max_over_mean"] == {"layer_0": 2.0}
     shares = TOKENS[0].sigmoid() / TOKENS[0].sigmoid().sum()
@@ -54,21 +54,21 @@ def test_loads_entropy_and_bias_follow_what_the_router_chose() -> None:
     assert told["experts"] == pytest.approx(
         {"load_max_over_mean": 2.0, "router_entropy": entropy, "dropped_tokens": 0.0}
     )
-    assert found.told() == {}  # no step since
+    assert found.metrics() == {}  # no step since
 
 
 def test_a_choice_that_no_expert_serves_counts_as_dropped() -> None:
-    assert summary([[3.0, 2.0, 1.5, 3.0, 6.0]])["experts"]["dropped_tokens"] == 1.0
+    assert load_summary([[3.0, 2.0, 1.5, 3.0, 6.0]])["experts"]["dropped_tokens"] == 1.0
 
 
-@pytest.mark.parametrize("what", ["rate", "frozen", "no bias"])
+@pytest.mark.parametrize("what", ["frozen", "no bias"])
 def test_the_bias_stays_where_it_is_not_trained(what: str) -> None:
     router = TinyRouter(biased=what != "no bias").requires_grad_(what != "frozen")
-    _, found = routing(router, 0.0 if what == "rate" else 0.001)
+    _, found = routing(router)
     router(TOKENS)
-    found.stepped()
+    found.after_update()
     assert all(not buffer.any() for buffer in router.buffers())
-    assert found.told()["expert_loads"] == [[3, 2, 1, 0]]
+    assert found.metrics()["expert_loads"] == [[3, 2, 1, 0]]
 
 
 def test_passes_of_validation_of_others_and_those_made_again_are_not_counted() -> None:
@@ -76,23 +76,23 @@ def test_passes_of_validation_of_others_and_those_made_again_are_not_counted() -
     strategy, found = routing(router)
     router.eval()(TOKENS)
     router.train()
-    strategy.counting = False
+    strategy.counts_samples = False
     router(TOKENS)
-    strategy.counting = True
+    strategy.counts_samples = True
     logits, *_ = checkpoint(router, TOKENS.clone().requires_grad_(), use_reentrant=False)
     logits.sum().backward()
-    found.stepped()
-    assert found.told()["expert_loads"] == [[3, 2, 1, 0]]
+    found.after_update()
+    assert found.metrics()["expert_loads"] == [[3, 2, 1, 0]]
 
 
-def test_many_experts_are_told_by_layer_only() -> None:
+def test_many_experts_are_reported_by_layer_only() -> None:
     layer = [1.0] * 600 + [10.0, 20.0, 600.0]
-    assert "expert_loads" in summary([layer])
-    assert summary([layer, layer]).keys() == {"experts", "expert_load_max_over_mean"}
+    assert "expert_loads" in load_summary([layer])
+    assert load_summary([layer, layer]).keys() == {"experts", "expert_load_max_over_mean"}
 
 
 def test_a_layer_that_never_ran_is_left_out() -> None:
-    told = summary([[0.0, 0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.5, 2.0, 4.0]])
+    told = load_summary([[0.0, 0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.5, 2.0, 4.0]])
     assert told["expert_load_max_over_mean"] == {"layer_1": 1.5}
     assert told["expert_loads"] == [[3, 1]]
 
@@ -102,12 +102,12 @@ def test_the_count_is_traced_by_a_compiler() -> None:
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     _, found = routing(compiled)  # type: ignore[arg-type]  # published as a function
     compiled(TOKENS)
-    found.stepped()
-    assert found.told()["expert_loads"] == [[3, 2, 1, 0]]
+    found.after_update()
+    assert found.metrics()["expert_loads"] == [[3, 2, 1, 0]]
 
 
-def test_a_model_without_routers_tells_nothing() -> None:
+def test_a_model_without_routers_shows_nothing() -> None:
     assert not is_router(nn.Linear(4, 4))
     _, found = routing(nn.Linear(4, 4))
-    found.stepped()
-    assert found.told() == {}
+    found.after_update()
+    assert found.metrics() == {}

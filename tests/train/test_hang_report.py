@@ -15,20 +15,20 @@ import psutil
 import pytest
 
 from train.hang_report import (
-    Doing,
-    Report,
-    Standstill,
-    Tripwire,
+    Activity,
+    Hang,
+    ProcessReport,
+    StackDump,
     culprits,
-    cut_off,
-    describe,
+    describe_collective,
+    describe_hang,
+    is_network_cut,
     kernel_state,
+    kill_process,
     locate,
     process_start,
-    put_down,
-    sentence,
-    stacks,
-    unfinished,
+    thread_stacks,
+    unfinished_collectives,
     why_silent,
 )
 
@@ -41,9 +41,9 @@ def sleeper() -> Iterator[psutil.Popen]:
             process.kill()
 
 
-def test_the_stacks_of_a_process_are_those_of_all_threads_but_the_asking_one() -> None:
+def test_the_stacks_of_a_process_are_those_of_all_threads_but_the_requesting_one() -> None:
     found = []
-    thread = threading.Thread(target=lambda: found.append(stacks()), name="asker")
+    thread = threading.Thread(target=lambda: found.append(thread_stacks()), name="asker")
     thread.start()
     thread.join()
     assert found[0].startswith("thread MainThread, innermost call last:\n")
@@ -51,9 +51,9 @@ def test_the_stacks_of_a_process_are_those_of_all_threads_but_the_asking_one() -
     assert "asker" not in found[0]
 
 
-def test_a_tripwire_writes_the_stacks_when_nobody_rearms_it(tmp_path: Path) -> None:
+def test_a_tripwire_writes_the_stacks_when_no_one_rearms_it(tmp_path: Path) -> None:
     path = tmp_path / "frozen"
-    wire = Tripwire(path, 0.3)
+    wire = StackDump(path, 0.3)
     for _ in range(3):
         wire.rearm()
         time.sleep(0.05)
@@ -69,7 +69,7 @@ def test_a_tripwire_writes_the_stacks_when_nobody_rearms_it(tmp_path: Path) -> N
     assert not path.exists()
 
 
-def test_a_stopped_process_is_told_as_such(sleeper: psutil.Popen) -> None:
+def test_a_stopped_process_is_reported_as_such(sleeper: psutil.Popen) -> None:
     started = sleeper.create_time()
     for text in ("its interpreter is blocked in native code", "it is stopped (SIGSTOP)"):
         end = time.monotonic() + 20
@@ -81,12 +81,12 @@ def test_a_stopped_process_is_told_as_such(sleeper: psutil.Popen) -> None:
 
 
 def test_a_process_is_put_down_only_where_it_is_the_very_one(sleeper: psutil.Popen) -> None:
-    put_down(sleeper.pid, sleeper.create_time() - 60)
+    kill_process(sleeper.pid, sleeper.create_time() - 60)
     assert sleeper.is_running()
     assert why_silent(sleeper.pid, sleeper.create_time() - 60) == "it has ended"
-    put_down(sleeper.pid, sleeper.create_time())
+    kill_process(sleeper.pid, sleeper.create_time())
     assert sleeper.wait(timeout=20) == -signal.SIGKILL
-    put_down(sleeper.pid, 0.0)  # and is no error where it is gone
+    kill_process(sleeper.pid, 0.0)  # and is no error where it is gone
 
 
 def test_the_start_of_this_process_is_what_others_see_of_it() -> None:
@@ -97,15 +97,15 @@ def test_the_start_of_this_process_is_what_others_see_of_it() -> None:
 WAITER = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
-from train.hang_report import record_exchanges, unfinished
+from train.hang_report import enable_flight_recorder, unfinished_collectives
 
-record_exchanges()
+enable_flight_recorder()
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
 dist.all_reduce(torch.ones(3))
-before = unfinished()
+before = unfinished_collectives()
 if sys.argv[2] == "0":
     threading.Thread(target=dist.all_reduce, args=(torch.ones(5),), daemon=True).start()
-    while not (found := unfinished()):
+    while not (found := unfinished_collectives()):
         time.sleep(0.01)
     print(repr([before, found]), flush=True)
 sys.stdin.read()
@@ -113,7 +113,7 @@ os._exit(0)
 """
 
 
-def test_an_exchange_that_is_not_finished_is_told_with_its_number_and_size(tmp_path: Path) -> None:
+def test_an_exchange_that_is_not_finished_is_reported_with_its_number_and_size(tmp_path: Path) -> None:
     started = [
         subprocess.Popen(
             [sys.executable, "-c", WAITER, str(tmp_path / "meet"), str(rank)],
@@ -133,34 +133,37 @@ def test_an_exchange_that_is_not_finished_is_told_with_its_number_and_size(tmp_p
             process.communicate()
 
 
-def test_without_a_recorder_nothing_is_told() -> None:
-    assert unfinished() == ""
+def test_without_a_recorder_nothing_is_reported() -> None:
+    assert unfinished_collectives() == ""
 
 
 def test_an_exchange_of_several_tensors_names_them_all() -> None:
     entry = {"is_p2p": True, "p2p_seq_id": 4, "profiling_name": "gloo:send", "input_sizes": [[2, 3], [1]]}
-    assert describe({**entry, "input_dtypes": ["Float", "Long"]}) == "gloo:send, no. 4, of [2, 3] Float and [1] Long"
+    assert (
+        describe_collective({**entry, "input_dtypes": ["Float", "Long"]})
+        == "gloo:send, no. 4, of [2, 3] Float and [1] Long"
+    )
 
 
-WAITING, OURS, USERS = Doing.WAITING, Doing.OUR_CODE, Doing.USERS_CODE
+WAITING, OURS, USERS = Activity.WAITING, Activity.PIPE_CODE, Activity.USER_CODE
 
 
-def report(rank: int, doing: Doing = WAITING, still: float = 30, **more: Any) -> Report:
+def report(rank: int, activity: Activity = WAITING, still: float = 30, **more: Any) -> ProcessReport:
     values = {"host": "node", "pid": 40 + rank, "started": 0.0, "beat": 9, "step": 4, "phase": "update", **more}
     values.setdefault("place", "")
-    return Report(rank=rank, doing=doing, still_seconds=still, **values)
+    return ProcessReport(rank=rank, activity=activity, still_seconds=still, **values)
 
 
-def blamed(*reports: Report, silent: set[int] = frozenset()) -> list[int]:  # type: ignore[assignment]
+def blamed(*reports: ProcessReport, silent: set[int] = frozenset()) -> list[int]:  # type: ignore[assignment]
     return [one.rank for one in culprits(reports, silent, timeout_seconds=30)]
 
 
-def test_nobody_is_to_blame_while_somebody_moves() -> None:
+def test_no_one_is_to_blame_while_someone_moves() -> None:
     assert blamed(report(0), report(1, USERS, still=5)) == []
     assert blamed(report(0), report(1, USERS, still=30)) == [1]
 
 
-def test_long_work_of_all_at_the_same_place_is_no_standstill() -> None:
+def test_long_work_of_all_at_the_same_place_is_no_hang() -> None:
     assert blamed(report(0, USERS), report(1, USERS)) == []
     assert blamed(report(0, WAITING), report(1, WAITING)) == []
 
@@ -189,15 +192,15 @@ def test_several_may_be_to_blame() -> None:
 
 def test_all_that_wait_in_an_exchange_are_cut_off_from_each_other() -> None:
     exchanging: dict[str, Any] = {"exchanges": "gloo:all_reduce, no. 7, of [12] Float"}
-    assert cut_off([report(0, **exchanging), report(1, **exchanging)], timeout_seconds=30)
-    assert not cut_off([report(0, **exchanging), report(1)], 30), "one has nothing to wait for"
-    assert not cut_off([report(0, **exchanging), report(1, USERS, **exchanging)], 30), "one computes"
-    assert not cut_off([report(0, **exchanging), report(1, still=5, **exchanging)], 30), "one has just moved"
+    assert is_network_cut([report(0, **exchanging), report(1, **exchanging)], timeout_seconds=30)
+    assert not is_network_cut([report(0, **exchanging), report(1)], 30), "one has nothing to wait for"
+    assert not is_network_cut([report(0, **exchanging), report(1, USERS, **exchanging)], 30), "one computes"
+    assert not is_network_cut([report(0, **exchanging), report(1, still=5, **exchanging)], 30), "one has just moved"
 
 
-def test_a_sentence_tells_where_all_wait_for_each_other() -> None:
+def test_a_sentence_shows_where_all_wait_for_each_other() -> None:
     exchanging: dict[str, Any] = {"place": "the backward pass", "exchanges": "gloo:all_reduce, no. 7, of [12] Float"}
-    text = sentence(Standstill([report(0, **exchanging), report(1, host="other", **exchanging)], []))
+    text = describe_hang(Hang([report(0, **exchanging), report(1, host="other", **exchanging)], []))
     assert text.startswith(
         "all 2 processes have waited for each other for 30 s: rank 0, 1 at step 4, update (the backward pass; "
         "gloo:all_reduce, no. 7, of [12] Float); the network between them is cut or too slow (node, other). "
@@ -207,26 +210,26 @@ def test_a_sentence_tells_where_all_wait_for_each_other() -> None:
 def test_a_sentence_names_rank_host_process_step_phase_and_where_the_others_wait() -> None:
     hung = report(1, USERS, phase="forward and backward", place="task.py, line 7, loss")
     others = [report(0, place="the collective all_reduce"), report(2, place="the collective all_reduce")]
-    text = sentence(Standstill([others[0], hung, others[1]], [hung]))
+    text = describe_hang(Hang([others[0], hung, others[1]], [hung]))
     assert text.startswith(
-        "rank 1 on node (process 41) has not moved for 30 s from step 4, forward and backward (task.py, line 7, loss). "
+        "rank 1 on node (process 41) has made no progress for 30 s from step 4, forward and backward (task.py, line 7, loss). "
         "Waiting for it: rank 0, 2 at step 4, update (the collective all_reduce). "
     )
     assert "raise train.timeout_seconds" in text
 
 
-def test_a_silent_process_is_told_as_such() -> None:
-    text = sentence(Standstill([report(0), report(1)], [report(1)], {1: ""}))
+def test_a_silent_process_is_reported_as_such() -> None:
+    text = describe_hang(Hang([report(0), report(1)], [report(1)], {1: ""}))
     assert "rank 1 on node (process 41) does not answer: stopped, stuck in native code" in text
-    told = sentence(Standstill([report(0), report(1)], [report(1)], {1: "it is stopped (SIGSTOP)"}))
+    told = describe_hang(Hang([report(0), report(1)], [report(1)], {1: "it is stopped (SIGSTOP)"}))
     assert "rank 1 on node (process 41) does not answer: it is stopped (SIGSTOP); last seen at step 4" in told
 
 
-def test_the_innermost_frame_of_the_users_code_tells_the_place(tmp_path: Path) -> None:
-    doing, place = locate(sys._getframe(), Path(__file__).parent)
-    assert doing == USERS
-    assert place.startswith("test_standstill.py, line ")
-    assert place.endswith("test_the_innermost_frame_of_the_users_code_tells_the_place")
+def test_the_innermost_frame_of_the_users_code_shows_the_place(tmp_path: Path) -> None:
+    activity, place = locate(sys._getframe(), Path(__file__).parent)
+    assert activity == USERS
+    assert place.startswith("test_hang_report.py, line ")
+    assert place.endswith("test_the_innermost_frame_of_the_users_code_shows_the_place")
     assert locate(sys._getframe(), tmp_path)[0] == OURS
 
 

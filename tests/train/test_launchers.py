@@ -41,7 +41,7 @@ def test_an_address_left_by_an_earlier_launch_is_not_taken(project: Project) -> 
     finish(late, task_of(project, run, 0))
 
 
-def test_a_process_that_nobody_joins_says_what_it_waited_for(project: Project) -> None:
+def test_a_process_that_no_one_joins_states_what_it_waited_for(project: Project) -> None:
     run = project.run(timeout_seconds=1)
     alone = task_of(project, run, 1)
     alone.communicate(timeout=60)
@@ -52,7 +52,7 @@ def test_a_process_that_nobody_joins_says_what_it_waited_for(project: Project) -
 
 @pytest.mark.long
 @needs_mpirun
-def test_a_bug_under_mpirun_ends_every_process_and_is_told_with_its_rank(project: Project) -> None:
+def test_a_bug_under_mpirun_ends_every_process_and_is_reported_with_its_rank(project: Project) -> None:
     project.replace(
         "    def loss(self, outputs, batch):\n",
         "    def loss(self, outputs, batch):\n"

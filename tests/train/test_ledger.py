@@ -8,34 +8,35 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from pipeline.contract.attempts import CHAOS_VARIABLE, Kill, Place, Record
 from pipeline.contract.errors import ResourceError
 from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run
-from pipeline.verify import prove_run, verify_ledger
-from train.batch_order import Order
+from pipeline.verify import ledger_verification, verify_run_ledger
+from train.batch_order import BatchOrder
+from train.chaos_hooks import CHAOS_VARIABLE, ChaosLog, Kill, KillPoint
 from train.checkpoint.store import CheckpointStore
-from train.ledger import Ledger, prove, read_lines
-from train.process_group import Group
+from train.ledger import Ledger, read_lines, verify_ledger
+from train.parameter_server import ParameterServerTrainer
+from train.process_group import ProcessGroup
 from train.state import Progress
 
 from .conftest import Project
 from .together import together, trainer
 
-ORDER = Order(samples=37, batch_size=8, seed=0)
+ORDER = BatchOrder(samples=37, batch_size=8, seed=0)
 CPU = torch.device("cpu")
 
 
 def ledger(directory: Path, resumed: int = 0, attempt: int = 1) -> Ledger:
-    return Ledger(directory, Group(Rank(), CPU), ORDER, resumed, attempt)
+    return Ledger(directory, ProcessGroup(Rank(), CPU), ORDER, resumed, attempt)
 
 
 def feed(made: Ledger, *steps: int) -> None:
     """Each in two micro-batches."""
     for step in steps:
         half = ORDER.size(step) // 2
-        made.fed(step, ORDER.batch(step)[:half])
-        made.fed(step, ORDER.batch(step)[half:])
+        made.record(step, ORDER.batch(step)[:half])
+        made.record(step, ORDER.batch(step)[half:])
 
 
 def commit(made: Ledger, step: int) -> None:
@@ -45,7 +46,7 @@ def commit(made: Ledger, step: int) -> None:
 
 
 def proven(directory: Path, steps: int) -> str:
-    return prove(read_lines(directory / "ledger.jsonl"), ORDER, steps).fault
+    return verify_ledger(read_lines(directory / "ledger.jsonl"), ORDER, steps).fault
 
 
 def test_micro_batches_of_a_step_are_one_line(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_a_commit_that_comes_late_writes_no_line_of_a_later_checkpoint(tmp_path:
 def test_a_step_that_was_refused_and_fed_again_counts_once(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     feed(made, 0)
-    made.refused(0)
+    made.discard(0)
     feed(made, 0)
     commit(made, 1)
     assert proven(tmp_path, 1) == ""
@@ -98,7 +99,7 @@ def test_a_step_that_was_refused_and_fed_again_counts_once(tmp_path: Path) -> No
 
 def test_what_was_really_fed_is_written_and_not_what_was_planned(tmp_path: Path) -> None:
     made = ledger(tmp_path)
-    made.fed(0, ORDER.batch(0)[::-1])
+    made.record(0, ORDER.batch(0)[::-1])
     commit(made, 1)
     assert proven(tmp_path, 1) == "line 1: step 1 was made of samples that no step has"
 
@@ -121,7 +122,7 @@ def test_at_a_start_lines_of_steps_that_will_be_made_again_and_half_lines_are_dr
     assert capsys.readouterr().err == ""
 
 
-def test_a_ledger_that_lacks_lines_of_the_checkpoint_is_told_at_once(
+def test_a_ledger_that_lacks_lines_of_the_checkpoint_is_reported_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = ledger(tmp_path)
@@ -148,10 +149,10 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 CREWS: dict[str, tuple[int, dict[str, Any]]] = {
     "micro-batches": (3, {"accumulate": 2}),
     "shares that change": (2, {"balance": "auto"}),
-    "cut layers": (2, {"parallel": "fsdp", "accumulate": 3}),
-    "rows of stages": (2, {"pipeline": 2, "accumulate": 2}),
-    "far apart": (2, {"sync": "local_sgd"}),
-    "a parameter server": (3, {"sync": "parameter_server", "staleness": 0}),
+    "cut layers": (2, {"strategy": "fsdp", "accumulate": 3}),
+    "rows of stages": (2, {"pipeline_parallel": 2, "accumulate": 2}),
+    "far apart": (2, {"strategy": "local_sgd"}),
+    "a parameter server": (3, {"strategy": "parameter_server", "epochs": 2}),
 }
 
 
@@ -160,51 +161,52 @@ def test_however_processes_share_a_batch_its_line_is_the_planned_one(tmp_path: P
     """Two epochs of 10 steps; the 149 samples are divided by no number of processes."""
     size, words = CREWS[crew]
     orders = together(kept, size, tmp_path, words)
-    proof = prove(read_lines(tmp_path / "ledger.jsonl"), orders[0], 20)
+    proof = verify_ledger(read_lines(tmp_path / "ledger.jsonl"), orders[0], 20)
     assert (proof.fault, proof.lost, proof.repeated, proof.processes) == ("", 0, 0, (size, size))
 
 
-def kept(group: Group, directory: Path, words: dict[str, Any]) -> Order:
-    group = Group(group.rank, group.device, words.get("pipeline", 1))
+def kept(group: ProcessGroup, directory: Path, words: dict[str, Any]) -> BatchOrder:
+    group = ProcessGroup(group.rank, group.device, words.get("pipeline_parallel", 1))
+    ParameterServerTrainer.MAX_STALENESS = 0
     made = trainer(group, **{"epochs": 2, **words})
     book = Ledger(directory, group, made.order, 0, attempt=1)
     made.fit(Progress(), CheckpointStore(directory / "checkpoints", 9, {}, group), None, ledger=book)
     return made.order
 
 
-def killed(project: Project, run: Run, place: Place, processes: int) -> None:
+def killed(project: Project, run: Run, place: KillPoint, processes: int) -> None:
     """Train until a process dies there after the seventh step; checkpoints are of every second one."""
     folder = project.root / "chaos"
-    Record(folder).schedule([Kill(place=place, step=7, rank=processes - 1 if place == "step" else 0)])
+    ChaosLog(folder).write_schedule([Kill(place=place, step=7, rank=processes - 1 if place == "step" else 0)])
     done = project.train(run, processes, **{CHAOS_VARIABLE: str(folder)})
     assert done.returncode == -9, done.stderr
 
 
 @pytest.mark.parametrize(("place", "processes"), [("step", 1), ("step", 3), ("ledger", 2)])
 def test_killed_and_resumed_with_other_processes_every_sample_counts_once(
-    project: Project, place: Place, processes: int
+    project: Project, place: KillPoint, processes: int
 ) -> None:
     run = project.run(checkpoint_every=2)
     killed(project, run, place, processes=2)
-    assert "training is unfinished, proven up to " in next(verify_ledger(run))
+    assert "training is unfinished, verified up to " in next(verify_run_ledger(run))
     done = project.train(run, processes)
     assert done.returncode == 0, done.stderr
     assert "resumed from the checkpoint of step" in done.stdout
-    proof = prove_run(run)
+    proof = ledger_verification(run)
     assert (proof.fault, proof.lost, proof.repeated, proof.attempts) == ("", 0, 0, 2)
     assert proof.processes == (min(2, processes), max(2, processes))
-    assert next(verify_ledger(run)).startswith("ledger: 15 steps, 3 epochs, every one of 37 samples exactly once")
+    assert next(verify_run_ledger(run)).startswith("ledger: 15 steps, 3 epochs, every one of 37 samples exactly once")
 
 
 def test_noting_and_collecting_costs_less_than_a_hundredth_of_a_step_of_ten_milliseconds(tmp_path: Path) -> None:
     """A checkpoint every 100 steps of 64 samples; what the disk needs to sync is the checkpoint's own affair."""
-    order = Order(100 * 64, 64, seed=0)
-    made = Ledger(tmp_path, Group(Rank(), CPU), order, 0, attempt=1)
+    order = BatchOrder(100 * 64, 64, seed=0)
+    made = Ledger(tmp_path, ProcessGroup(Rank(), CPU), order, 0, attempt=1)
     spent = []
     for _ in range(5):
         started = time.thread_time()
         for step in range(100):
-            made.fed(step, order.batch(step))
+            made.record(step, order.batch(step))
         made.collect(100)
         spent.append(time.thread_time() - started)
     assert min(spent) < 0.01 * 100 * 0.010

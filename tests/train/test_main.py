@@ -52,7 +52,7 @@ def columns(**changes: Any) -> dict[str, str]:
         ({"x": np.zeros((100, 3))}, "column x is (3,) torch.float32 on rank 0, 2 and (3,) torch.float64 on rank 1"),
         ({"y": None}, "column y is () torch.int64 on rank 0, 2 and missing on rank 1"),
         ({"x": np.zeros((99, 3), np.float32), "y": np.arange(99)}, "its length is 100 on rank 0, 2 and 99 on rank 1"),
-        ({"y": np.arange(100)[::-1].copy()}, "what is in column y is "),
+        ({"y": np.arange(100)[::-1].copy()}, "the content of column y is "),
     ],
 )
 def test_what_differs_is_named_with_the_ranks(changes: dict[str, Any], told: str) -> None:
@@ -84,7 +84,7 @@ def test_a_split_that_differs_between_processes_is_refused_before_the_first_step
     project.replace("self.counts[split], 3", 'self.counts[split] - int(__import__("os").environ["RANK"]), 3')
     assert project.train(run, processes=2).returncode != 0
     assert str(failure(run)).startswith(
-        "data('train') differs between processes: its length is 37 on rank 0 and 36 on rank 1; it must give"
+        "data('train') differs between processes: its length is 37 on rank 0 and 36 on rank 1; to fix it"
     )
     assert not (run.partial("train") / "checkpoints").exists()
 
@@ -93,7 +93,7 @@ def test_a_split_smaller_than_the_world_is_refused(project: Project) -> None:
     project.replace('"validation": 11', '"validation": 1')
     run = project.run()
     assert project.train(run, processes=2).returncode != 0
-    assert "data('validation'): 1 samples for 2 processes; lower train.processes" in str(failure(run))
+    assert "data('validation'): 1 samples for 2 processes; to fix it, lower train.processes" in str(failure(run))
 
 
 IN_LOSS = "    def loss(self, outputs, batch):\n"

@@ -14,18 +14,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.contract.errors import ResourceError
 from pipeline.contract.processes import Rank
-from train.batch_order import Order
-from train.data import Feed
-from train.metrics import Journal, Meter, Window, gpu_utilization, memory_mb
+from train.batch_order import BatchOrder
+from train.data import BatchLoader
+from train.metrics import MetricsLog, StepMeter, StepWindow, gpu_utilization, memory_mb
 from train.optim import Precision
 from train.parallel.base import Stopwatch, Strategy, Traffic
-from train.process_group import Group
+from train.process_group import ProcessGroup
 
 from .conftest import Project, journal, weights
 
 
 def write(directory: Path, resumed: int, steps: range) -> None:
-    journal = Journal(directory, resumed)
+    journal = MetricsLog(directory, resumed)
     for step in steps:
         journal.record(step, 0, {"loss": step + resumed / 10, "lr": 0.5})
     journal.close()
@@ -42,14 +42,14 @@ def scalars(directory: Path, tag: str) -> list[tuple[int, Any]]:
 
 
 def test_every_step_has_its_line_as_soon_as_it_is_done(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 0)
+    journal = MetricsLog(tmp_path, 0)
     journal.record(1, 0, {"loss": 2.0})
     assert lines(tmp_path) == [{"step": 1, "epoch": 0, "loss": 2.0}]
     journal.close()
 
 
 def test_tensorboard_shows_training_and_validation_apart(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 0)
+    journal = MetricsLog(tmp_path, 0)
     journal.record(1, 0, {"loss": 2.0})
     journal.record(1, 0, {"validation": {"loss": 3.0, "accuracy": 0.5}})
     journal.close()
@@ -89,20 +89,20 @@ def test_training_from_the_start_forgets_everything(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, name: str) -> None:
     """A directory where a file belongs, and a file where a directory does."""
     (tmp_path / name).mkdir() if "." in name else (tmp_path / name).touch()
-    with pytest.raises(ResourceError, match=rf"cannot write {tmp_path / name}: .*; mend that, then"):
-        Journal(tmp_path, 0)
+    with pytest.raises(ResourceError, match=rf"cannot write {tmp_path / name}: .*; to fix it: correct that, then"):
+        MetricsLog(tmp_path, 0)
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
-def test_rights_and_read_only_disks_are_told_the_same_way(
+def test_rights_and_read_only_disks_are_reported_the_same_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refuse(self: Path, *_: object) -> None:
         raise OSError(code, os.strerror(code), str(self))
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ResourceError, match=f"metrics.jsonl: {os.strerror(code).lower()}; mend that"):
-        Journal(tmp_path, 0)
+    with pytest.raises(ResourceError, match=f"metrics.jsonl: {os.strerror(code).lower()}; to fix it"):
+        MetricsLog(tmp_path, 0)
 
 
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ LOSS = 'return nn.functional.mse_loss(outputs, batch["target"])'
 STEEP = LOSS + ' * (1e36 if torch.is_grad_enabled() and (batch["index"] == 5).any() else 1.0)'
 
 
-class Three(Group):
+class Three(ProcessGroup):
     """The first of three processes; the others lost 1 and 2, waited half of the time, and hold more memory."""
 
     def total(self, values: Any) -> list[float]:
@@ -119,14 +119,16 @@ class Three(Group):
         return [broken + 0, loss + 3, exposed + 1.0, memory[0], 1e6, 2e6]
 
 
-def meter(traffic: Traffic, together: bool = False) -> Meter:
-    strategy = SimpleNamespace(traffic=traffic, stopwatch=Stopwatch(CPU, traffic), together=together)
+def meter(traffic: Traffic, together: bool = False) -> StepMeter:
+    strategy = SimpleNamespace(traffic=traffic, stopwatch=Stopwatch(CPU, traffic), collective_forward=together)
     feed = SimpleNamespace(waited_seconds=0.0)
-    return Meter(cast("Strategy", strategy), cast("Feed", feed), Precision("fp32", CPU), Three(Rank(0, 0, 3), CPU))
+    return StepMeter(
+        cast("Strategy", strategy), cast("BatchLoader", feed), Precision("fp32", CPU), Three(Rank(0, 0, 3), CPU)
+    )
 
 
-def window(*losses: float) -> Window:
-    made = Window()
+def window(*losses: float) -> StepWindow:
+    made = StepWindow()
     for loss in losses:
         made.add(torch.tensor(loss), torch.tensor(0.5), samples=10)
     return made
@@ -137,7 +139,7 @@ def test_a_line_is_of_all_processes_and_of_the_steps_since_the_line_before() -> 
     made = meter(traffic)
     traffic.sent_bytes += 300
     found = made.measure(window(1.0, 2.0, 3.0))
-    assert not found.broken
+    assert not found.is_nonfinite
     assert found.values["loss"] == pytest.approx(9 / 30), "sums over slices of all processes, by samples"
     assert found.values["sent_bytes_per_step"] == 100
     assert found.values["communication_share"] == pytest.approx(1 / 3)
@@ -146,7 +148,7 @@ def test_a_line_is_of_all_processes_and_of_the_steps_since_the_line_before() -> 
     assert made.measure(window(1.0)).values["sent_bytes_per_step"] == 0
 
 
-def test_what_was_not_measured_is_not_told() -> None:
+def test_what_was_not_measured_is_not_reported() -> None:
     found = meter(Traffic()).measure(window(1.0)).values
     assert "communication_share" in meter(Traffic(exposed_seconds=1.0)).measure(window(1.0)).values
     assert "communication_share" not in meter(Traffic(exposed_seconds=1.0), together=True).measure(window(1.0)).values
@@ -158,12 +160,12 @@ def test_memory_is_the_most_this_process_has_held() -> None:
     assert gpu_utilization(CPU) is None
 
 
-def test_fp16_survives_an_overflow_of_one_process_and_tells_it_everywhere(project: Project) -> None:
+def test_fp16_survives_an_overflow_of_one_process_and_shows_it_everywhere(project: Project) -> None:
     project.replace(LOSS, STEEP)
     run = project.run(epochs=1, precision="fp16", log_every=1)
     done = project.train(run, processes=2)
     assert done.returncode == 0, done.stderr
-    steep = next(step for step in range(5) if 5 in Order(37, 8, 0).batch(step))
+    steep = next(step for step in range(5) if 5 in BatchOrder(37, 8, 0).batch(step))
     lines = [line for line in journal(run) if "loss" in line]
     counts = [0, *(line["overflow_steps"] for line in lines)]
     assert counts[steep + 1] == counts[steep] + 1

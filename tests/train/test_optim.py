@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from train.optim import LeanAdamW, Precision, learning_rate, make_optimizer, seed_step
+from train.optim import FusedAdamW, Precision, learning_rate, make_optimizer, seed_step
 
 FAULTS = """
 import resource, sys, torch
-from train.optim import keep_freed_memory
-if sys.argv[1] == "keep" and not keep_freed_memory():
+from train.optim import tune_malloc
+if sys.argv[1] == "keep" and not tune_malloc():
     sys.exit(3)
 
 def step():
@@ -47,7 +47,7 @@ def faults(mode: str) -> int:
     return int(done.stdout)
 
 
-def test_memory_of_one_step_serves_the_next_without_asking_the_kernel() -> None:
+def test_memory_of_one_step_serves_the_next_without_requesting_the_kernel() -> None:
     assert faults("keep") < 100 < faults("default")
 
 
@@ -77,14 +77,14 @@ def steps(of: nn.Module, optimizer: torch.optim.Optimizer, count: int, unused: i
 @pytest.mark.parametrize("unused", [-1, 0, 2])
 def test_the_lean_step_is_torchs_own_to_the_bit(unused: int) -> None:
     left, right = model(), model()
-    lean = steps(left, LeanAdamW(groups(left), fused=True), 5, unused)
+    lean = steps(left, FusedAdamW(groups(left), fused=True), 5, unused)
     plain = steps(right, torch.optim.AdamW(groups(right), fused=True), 5, unused)
     assert all(torch.equal(*pair) for pair in zip(lean, plain, strict=True))
 
 
 def test_it_goes_on_from_loaded_state_as_torchs_own() -> None:
     left, right = model(), model()
-    optimizers = LeanAdamW(groups(left), fused=True), torch.optim.AdamW(groups(right), fused=True)
+    optimizers = FusedAdamW(groups(left), fused=True), torch.optim.AdamW(groups(right), fused=True)
     for of, optimizer in zip((left, right), optimizers, strict=True):
         steps(of, optimizer, 3)
     optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
@@ -94,7 +94,7 @@ def test_it_goes_on_from_loaded_state_as_torchs_own() -> None:
 
 def test_hooks_are_called_once() -> None:
     made = model()
-    optimizer, called = LeanAdamW(groups(made), fused=True), []
+    optimizer, called = FusedAdamW(groups(made), fused=True), []
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     steps(made, optimizer, 2)
     assert called == [1, 1]
@@ -102,7 +102,7 @@ def test_hooks_are_called_once() -> None:
 
 def test_an_overflow_that_a_scaler_found_changes_nothing() -> None:
     left, right = model(), model()
-    optimizers = LeanAdamW(groups(left), fused=True), torch.optim.AdamW(groups(right), fused=True)
+    optimizers = FusedAdamW(groups(left), fused=True), torch.optim.AdamW(groups(right), fused=True)
     found = []
     for of, optimizer in zip((left, right), optimizers, strict=True):
         before = steps(of, optimizer, 2)
@@ -117,7 +117,7 @@ def test_parameters_of_several_types_are_left_to_torch() -> None:
     mixed = model()
     mixed[2].to(torch.bfloat16)  # type: ignore[index]
     assert type(make_optimizer(mixed, "adamw", 0.1)) is torch.optim.AdamW
-    assert type(make_optimizer(model(), "adamw", 0.1)) is LeanAdamW
+    assert type(make_optimizer(model(), "adamw", 0.1)) is FusedAdamW
 
 
 CPU = torch.device("cpu")
@@ -132,13 +132,13 @@ def test_what_was_counted_and_the_scale_go_on_in_a_resumed_run() -> None:
     first.step(optimizer)
     first.overflows += 1
     second.restore(first.state())
-    assert second.told() == first.told() == {"loss_scale": 2.0**15, "overflow_steps": 1}
+    assert second.metrics() == first.metrics() == {"loss_scale": 2.0**15, "overflow_steps": 1}
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_what_is_not_scaled_has_nothing_to_keep_or_tell(kind: str) -> None:
+def test_what_is_not_scaled_has_nothing_to_keep_or_show(kind: str) -> None:
     made = Precision(kind, CPU)  # type: ignore[arg-type]
-    assert made.state() == made.told() == {}
+    assert made.state() == made.metrics() == {}
 
 
 def rates(total: int, warmup: float, kind: Literal["cosine", "constant"] = "cosine") -> list[float]:

@@ -13,10 +13,10 @@ from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import write_json
 from pipeline.contract.processes import Rank
 from train import process_group
-from train.process_group import Group, choose_device, lost_contact, meet, place_of
+from train.process_group import ProcessGroup, choose_device, is_lost_contact, open_store, rendezvous_file
 
 
-def test_asking_for_a_gpu_that_is_not_there_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requesting_for_a_gpu_that_is_not_there_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"train\.device=cuda, but torch sees no CUDA device"):
         choose_device("cuda", Rank())
@@ -32,7 +32,7 @@ def test_without_a_gpu_auto_takes_the_cpu_and_with_one_the_wish_for_a_cpu_is_kep
 
 
 def test_a_process_alone_needs_no_collectives() -> None:
-    group = Group(Rank(), torch.device("cpu"))
+    group = ProcessGroup(Rank(), torch.device("cpu"))
     assert group.total([1.0, 2.5]) == [1.0, 2.5]
     assert group.gather("x") == ["x"]
     assert group.share(7) == 7
@@ -47,8 +47,8 @@ def test_a_process_alone_needs_no_collectives() -> None:
         (ValueError("gloo"), False),
     ],
 )
-def test_a_lost_neighbour_is_told_from_a_bug(error: Exception, lost: bool) -> None:
-    assert lost_contact(error) is lost
+def test_a_lost_neighbour_is_reported_from_a_bug(error: Exception, lost: bool) -> None:
+    assert is_lost_contact(error) is lost
 
 
 FIRST, SECOND = (Rank(rank, rank, 2, local_size=2, job="a") for rank in (0, 1))
@@ -56,8 +56,8 @@ FIRST, SECOND = (Rank(rank, rank, 2, local_size=2, job="a") for rank in (0, 1))
 
 def test_the_first_process_opens_and_the_others_find_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
-        waits = pool.submit(meet, SECOND, "", tmp_path, 20)
-        opened = meet(FIRST, "", tmp_path, 20)
+        waits = pool.submit(open_store, SECOND, "", tmp_path, 20)
+        opened = open_store(FIRST, "", tmp_path, 20)
         found = waits.result(timeout=20)
     assert opened is not None
     assert found is not None
@@ -66,8 +66,8 @@ def test_the_first_process_opens_and_the_others_find_it(tmp_path: Path) -> None:
 
 
 def test_processes_of_one_machine_meet_where_no_other_machine_comes(tmp_path: Path) -> None:
-    store = meet(FIRST, "", tmp_path, 5)
-    told = json.loads(place_of(FIRST, tmp_path).read_text())
+    store = open_store(FIRST, "", tmp_path, 5)
+    told = json.loads(rendezvous_file(FIRST, tmp_path).read_text())
     assert told["host"] == "127.0.0.1"
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", told["port"]), timeout=5)
@@ -75,35 +75,35 @@ def test_processes_of_one_machine_meet_where_no_other_machine_comes(tmp_path: Pa
 
 
 def test_processes_of_several_machines_meet_at_the_name_of_the_first(tmp_path: Path) -> None:
-    store = meet(Rank(0, 0, 2, local_size=1), "", tmp_path, 5)
+    store = open_store(Rank(0, 0, 2, local_size=1), "", tmp_path, 5)
     told = json.loads((tmp_path / "meeting-unnamed.json").read_text())
     assert told["host"] == socket.gethostname()
     socket.create_connection(("127.0.0.2", told["port"]), timeout=5).close()
     assert store is not None
 
 
-def test_an_address_where_nobody_answers_is_not_taken(tmp_path: Path) -> None:
+def test_an_address_where_no_one_answers_is_not_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    write_json(place_of(SECOND, tmp_path), {"host": "127.0.0.1", "port": port, "mark": "old"})
-    assert process_group._knock(place_of(SECOND, tmp_path)) is None
+    write_json(rendezvous_file(SECOND, tmp_path), {"host": "127.0.0.1", "port": port, "mark": "old"})
+    assert process_group._connect_to_store(rendezvous_file(SECOND, tmp_path)) is None
 
 
 def test_the_store_of_another_launch_is_not_taken(tmp_path: Path) -> None:
     """Its port was given anew: the address left behind leads to a living store, but not to ours."""
-    store = meet(FIRST, "", tmp_path, 5)
-    place = place_of(FIRST, tmp_path)
-    assert process_group._knock(place) is not None
+    store = open_store(FIRST, "", tmp_path, 5)
+    place = rendezvous_file(FIRST, tmp_path)
+    assert process_group._connect_to_store(place) is not None
     write_json(place, {**json.loads(place.read_text()), "mark": "old"})
-    assert process_group._knock(place) is None
+    assert process_group._connect_to_store(place) is None
     assert store is not None
 
 
 def test_what_is_no_store_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_KNOCK_SECONDS", 1)
+    monkeypatch.setattr(process_group, "_CONNECT_TIMEOUT_SECONDS", 1)
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
         write_json(tmp_path / "place", {"host": "127.0.0.1", "port": other.getsockname()[1], "mark": "old"})
-        told = pool.submit(process_group._knock, tmp_path / "place")
+        told = pool.submit(process_group._connect_to_store, tmp_path / "place")
         while not told.done():
             other.settimeout(0.1)
             with contextlib.suppress(TimeoutError):
@@ -112,11 +112,11 @@ def test_what_is_no_store_is_not_taken(tmp_path: Path, monkeypatch: pytest.Monke
         assert told.result(timeout=20) is None
 
 
-def test_a_place_the_launcher_or_the_user_told_comes_before_ones_own(tmp_path: Path) -> None:
-    assert meet(Rank(0, 0, 2, master="head:29500"), "other:1", tmp_path, 5) is None
+def test_a_place_the_launcher_or_the_user_reported_comes_before_ones_own(tmp_path: Path) -> None:
+    assert open_store(Rank(0, 0, 2, master="head:29500"), "other:1", tmp_path, 5) is None
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with ThreadPoolExecutor() as pool:
-        waits = [pool.submit(meet, rank, f"127.0.0.1:{port}", tmp_path, 20) for rank in (SECOND, FIRST)]
+        waits = [pool.submit(open_store, rank, f"127.0.0.1:{port}", tmp_path, 20) for rank in (SECOND, FIRST)]
         assert None not in [wait.result(timeout=30) for wait in waits]
     assert list(tmp_path.iterdir()) == []

@@ -8,17 +8,17 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from train.profiling import (
-    SHARES,
+    SHARES_FILE,
     TRACE_FILE,
-    Shares,
+    CommunicationShares,
     Timeline,
-    clock_shifts_ns,
-    length,
-    merge,
+    clock_offsets_ns,
+    communication_shares,
+    merge_timelines,
     phase,
-    shares,
     traced_steps,
-    uncovered,
+    uncovered_length,
+    union_length,
 )
 
 from .conftest import Project, equal, weights
@@ -40,14 +40,14 @@ def timeline(host: str, events: list[dict[str, Any]], base_ns: int = 0, clock_ns
 
 
 def test_the_length_of_spans_counts_what_they_share_once() -> None:
-    assert length([]) == 0
-    assert length([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
+    assert union_length([]) == 0
+    assert union_length([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
 
 
 def test_what_is_covered_is_left_out() -> None:
-    assert uncovered([(0, 10)], []) == 10
-    assert uncovered([(0, 4), (3, 10)], [(2, 5), (4, 6), (20, 30)]) == 6
-    assert uncovered([(2, 3)], [(0, 10)]) == 0
+    assert uncovered_length([(0, 10)], []) == 10
+    assert uncovered_length([(0, 4), (3, 10)], [(2, 5), (4, 6), (20, 30)]) == 6
+    assert uncovered_length([(2, 3)], [(0, 10)]) == 0
 
 
 def test_an_exchange_is_exposed_where_its_process_computes_nothing() -> None:
@@ -61,7 +61,10 @@ def test_an_exchange_is_exposed_where_its_process_computes_nothing() -> None:
         span("aten::add", 40, 95, pid=1),
         span("gloo:all_reduce", 50, 120, pid=1),  # of which 20 are after the last step
     ]
-    assert shares(events) == {"rank 0": Shares(0.4, 0.2), "rank 1": Shares(0.5, 0.05)}
+    assert communication_shares(events) == {
+        "rank 0": CommunicationShares(0.4, 0.2),
+        "rank 1": CommunicationShares(0.5, 0.05),
+    }
 
 
 def test_with_a_gpu_it_is_the_kernels_that_count() -> None:
@@ -73,11 +76,11 @@ def test_with_a_gpu_it_is_the_kernels_that_count() -> None:
         span("ncclDevKernel_AllReduce_Sum_f32", 40, 80, category="kernel"),
         span("Memcpy HtoD", 75, 80, category="gpu_memcpy"),
     ]
-    assert shares(events) == {"rank 0": Shares(0.4, 0.15)}
+    assert communication_shares(events) == {"rank 0": CommunicationShares(0.4, 0.15)}
 
 
 def test_a_process_without_traced_steps_has_no_shares() -> None:
-    assert shares([span("gloo:all_reduce", 0, 1)]) == {"rank 0": Shares(0.0, 0.0)}
+    assert communication_shares([span("gloo:all_reduce", 0, 1)]) == {"rank 0": CommunicationShares(0.0, 0.0)}
 
 
 def test_processes_become_named_lanes_and_steps_get_their_numbers() -> None:
@@ -88,7 +91,7 @@ def test_processes_become_named_lanes_and_steps_get_their_numbers() -> None:
         {"ph": "M", "name": "thread_name", "pid": 77, "tid": 1, "ts": 0, "args": {"name": "main"}},
         {"ph": "X", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": 0, "ts": 0, "dur": 9},
     ]
-    merged = merge([timeline("a", own), timeline("b", own)], first_step=40)
+    merged = merge_timelines([timeline("a", own), timeline("b", own)], first_step=40)
     names = [(event["pid"], event["args"]["name"]) for event in merged if event["name"] == "process_name"]
     assert names == [(0, "rank 0 (a)"), (1, "rank 1 (b)")]
     assert [(event["pid"], event["name"]) for event in merged if event["ph"] == "X"] == [(0, "step 41"), (1, "step 41")]
@@ -99,15 +102,15 @@ def test_processes_become_named_lanes_and_steps_get_their_numbers() -> None:
 def test_times_count_from_the_first_event_whatever_each_process_counts_from() -> None:
     first = timeline("a", [span("x", 100, 110)], base_ns=1_000_000)
     second = timeline("a", [span("x", 0, 10)], base_ns=1_120_000)  # 20 µs later
-    assert [event["ts"] for event in merge([first, second], 0) if event["ph"] == "X"] == [0, 20]
+    assert [event["ts"] for event in merge_timelines([first, second], 0) if event["ph"] == "X"] == [0, 20]
 
 
 def test_clocks_of_other_machines_are_set_by_the_moments_at_which_all_met() -> None:
     first = timeline("a", [span("x", 0, 1)])
     near = timeline("a", [span("x", 0, 1)], clock_ns=30_000)  # the same clock, read a little later
     far = timeline("b", [span("x", 5, 6)], clock_ns=7_000)  # 7 µs fast
-    assert clock_shifts_ns([first, near, far]) == [0, 0, -7_000]
-    assert [event["ts"] for event in merge([first, near, far], 0) if event["ph"] == "X"] == [2, 2, 0]
+    assert clock_offsets_ns([first, near, far]) == [0, 0, -7_000]
+    assert [event["ts"] for event in merge_timelines([first, near, far], 0) if event["ph"] == "X"] == [2, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -132,10 +135,10 @@ def test_two_processes_stand_as_two_lanes_in_one_file_with_the_exchange_under_th
     project: Project,
 ) -> None:
     project.replace("nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)", DEEP)
-    plain, traced = (
-        project.run(name, trace=trace, trace_steps=[2, 3], epochs=2, bucket_mb=0.3)
-        for name, trace in (("plain", False), ("traced", True))
+    project.replace(
+        "class Tiny:", "from train.parallel.ddp import DDPStrategy\nDDPStrategy.BUCKET_CAP_MB = 0.3\n\n\nclass Tiny:"
     )
+    plain, traced = (project.run(name, trace=trace, epochs=2) for name, trace in (("plain", False), ("traced", True)))
     for run in (plain, traced):
         done = project.train(run, processes=2)
         assert done.returncode == 0, done.stderr
@@ -151,18 +154,18 @@ def test_two_processes_stand_as_two_lanes_in_one_file_with_the_exchange_under_th
         named = {event["name"] for event in own}
         assert named >= {"data", "forward", "backward", "exchange", "update", "gloo:all_reduce"}
         assert [event["name"] for event in sorted(own, key=start) if event["name"].startswith("step ")] == [
-            f"step {i}" for i in (2, 3, 4)
+            f"step {i}" for i in range(3, 8)
         ]
         assert overlaps(own)
-    facts = json.loads((traced.partial("train") / SHARES).read_text())
+    facts = json.loads((traced.partial("train") / SHARES_FILE).read_text())
     for rank in ("rank 0", "rank 1"):
         assert 0 < facts[rank]["exposed"] <= facts[rank]["communication"] <= 1
 
 
-def test_a_process_alone_has_its_timeline_and_training_that_ends_too_early_says_so(project: Project) -> None:
+def test_a_process_alone_has_its_timeline_and_training_that_ends_too_early_states_it(project: Project) -> None:
     alone = project.run("alone", trace=True, epochs=1)
     assert project.train(alone).returncode == 0
-    facts = json.loads((alone.partial("train") / SHARES).read_text())
+    facts = json.loads((alone.partial("train") / SHARES_FILE).read_text())
     assert facts == {"first_step": 1, "steps": 4, "rank 0": {"communication": 0.0, "exposed": 0.0}}
     short = project.run("short", trace=True, epochs=1, batch_size=37)
     assert "no timeline: training ended after 1 steps" in project.train(short).stdout

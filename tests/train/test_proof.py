@@ -7,60 +7,60 @@ import numpy as np
 import pytest
 
 from pipeline.contract.errors import BundleError
-from train.batch_order import Order
-from train.ledger import Line, digest_of, prove, read_lines
+from train.batch_order import BatchOrder
+from train.ledger import LedgerLine, batch_digest, read_lines, verify_ledger
 
-ORDER = Order(samples=37, batch_size=8, seed=3)  # 5 steps an epoch
+ORDER = BatchOrder(samples=37, batch_size=8, seed=3)  # 5 steps an epoch
 STEPS = 20
 
 
-def line(step: int, order: Order = ORDER, attempt: int = 1, processes: int = 2) -> Line:
+def line(step: int, order: BatchOrder = ORDER, attempt: int = 1, processes: int = 2) -> LedgerLine:
     ids = order.batch(step - 1)
-    return Line(
+    return LedgerLine(
         step=step,
         epoch=order.epoch_of(step - 1),
         samples=len(ids),
-        digest=digest_of(ids),
+        digest=batch_digest(ids),
         processes=processes,
         attempt=attempt,
     )
 
 
-def lines(steps: int = STEPS) -> list[Line]:
+def lines(steps: int = STEPS) -> list[LedgerLine]:
     return [line(step) for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(37, 8), (8, 8), (5, 100), (64, 1), (1, 1), (1437, 64)])
 def test_the_lines_of_an_undisturbed_training_are_whole(samples: int, batch_size: int) -> None:
-    order = Order(samples, batch_size, seed=1)
+    order = BatchOrder(samples, batch_size, seed=1)
     steps = 3 * order.steps_per_epoch
-    proof = prove([line(step, order) for step in range(1, steps + 1)], order, steps)
+    proof = verify_ledger([line(step, order) for step in range(1, steps + 1)], order, steps)
     assert (proof.fault, proof.lost, proof.repeated) == ("", 0, 0)
     assert (proof.steps, proof.epochs, proof.samples) == (steps, 3, samples)
 
 
-def test_attempts_and_numbers_of_processes_are_told() -> None:
+def test_attempts_and_numbers_of_processes_are_reported() -> None:
     told = [line(1), line(2, processes=1), line(3, attempt=2, processes=4), *lines(5)[3:]]
     told[3:] = [one.model_copy(update={"attempt": 4}) for one in told[3:]]
-    proof = prove(told, ORDER, 5)
+    proof = verify_ledger(told, ORDER, 5)
     assert (proof.fault, proof.attempts, proof.processes) == ("", 3, (1, 4))
 
 
 def test_a_training_that_is_under_way_is_proven_as_far_as_it_came() -> None:
-    proof = prove(lines(7), ORDER, 7)
+    proof = verify_ledger(lines(7), ORDER, 7)
     assert (proof.fault, proof.lost, proof.repeated, proof.epochs) == ("", 0, 0, 1)
-    assert prove([], ORDER, 0).fault == ""
+    assert verify_ledger([], ORDER, 0).fault == ""
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 6, 19])
 def test_a_missing_line_is_named_and_its_samples_are_lost(step: int) -> None:
-    proof = prove([one for one in lines() if one.step != step], ORDER, STEPS)
+    proof = verify_ledger([one for one in lines() if one.step != step], ORDER, STEPS)
     assert proof.fault == f"line {step}: the line of step {step} is missing, this one is of step {step + 1}"
     assert (proof.lost, proof.repeated) == (ORDER.size(step - 1), 0)
 
 
 def test_missing_last_lines_are_named() -> None:
-    proof = prove(lines(18), ORDER, STEPS)
+    proof = verify_ledger(lines(18), ORDER, STEPS)
     assert proof.fault == "the line of step 19 is missing, 20 steps were made"
     assert proof.lost == ORDER.size(18) + ORDER.size(19)
 
@@ -69,7 +69,7 @@ def test_missing_last_lines_are_named() -> None:
 def test_a_doubled_line_is_named_and_its_samples_are_repeated(step: int) -> None:
     told = lines()
     told.insert(step, told[step - 1])
-    proof = prove(told, ORDER, STEPS)
+    proof = verify_ledger(told, ORDER, STEPS)
     assert proof.fault == f"line {step + 1}: a second line of step {step}"
     assert (proof.lost, proof.repeated) == (0, ORDER.size(step - 1))
 
@@ -77,7 +77,7 @@ def test_a_doubled_line_is_named_and_its_samples_are_repeated(step: int) -> None
 def test_lines_that_changed_places_are_named_though_nothing_is_lost() -> None:
     told = lines()
     told[7], told[11] = told[11], told[7]
-    proof = prove(told, ORDER, STEPS)
+    proof = verify_ledger(told, ORDER, STEPS)
     assert proof.fault == "line 8: out of order, it is of step 12"
     assert (proof.lost, proof.repeated) == (0, 0)
 
@@ -89,7 +89,7 @@ def test_steps_that_were_made_of_each_others_samples_are_named() -> None:
         digests = told[left].digest, told[right].digest
         for place, digest in ((left, digests[1]), (right, digests[0])):
             told[place] = told[place].model_copy(update={"digest": digest})
-        proof = prove(told, ORDER, STEPS)
+        proof = verify_ledger(told, ORDER, STEPS)
         assert proof.fault == f"line {left + 1}: step {left + 1} was made of the samples of step {right + 1}"
         if moved is not None:
             assert (proof.lost, proof.repeated) == (moved, moved)
@@ -102,8 +102,8 @@ def test_samples_that_no_step_has_are_named_and_the_planned_ones_count_as_lost()
     told = lines()
     forged = ORDER.batch(8).copy()
     forged[[0, 1]] = forged[[1, 0]]
-    told[8] = told[8].model_copy(update={"digest": digest_of(forged)})
-    proof = prove(told, ORDER, STEPS)
+    told[8] = told[8].model_copy(update={"digest": batch_digest(forged)})
+    proof = verify_ledger(told, ORDER, STEPS)
     assert proof.fault == "line 9: step 9 was made of samples that no step has"
     assert (proof.lost, proof.repeated) == (ORDER.size(8), 0)
 
@@ -120,18 +120,18 @@ def test_a_number_that_was_altered_is_named(change: dict[str, int], sentence: st
     told = lines()
     told[8] = told[8].model_copy(update=change)
     place = 10 if "attempt" in change else 9
-    assert prove(told, ORDER, STEPS).fault == f"line {place}: {sentence}"
+    assert verify_ledger(told, ORDER, STEPS).fault == f"line {place}: {sentence}"
 
 
 def test_a_line_beyond_the_last_step_is_named_and_its_samples_are_too_many() -> None:
-    proof = prove(lines(21), ORDER, STEPS)
+    proof = verify_ledger(lines(21), ORDER, STEPS)
     assert proof.fault == "line 21: step 21 is beyond the last one, 20"
     assert (proof.lost, proof.repeated) == (0, ORDER.size(20))
 
 
 def test_the_lines_of_another_seed_prove_nothing() -> None:
-    other = Order(ORDER.samples, ORDER.batch_size, seed=4)
-    proof = prove([line(step, other) for step in range(1, STEPS + 1)], ORDER, STEPS)
+    other = BatchOrder(ORDER.samples, ORDER.batch_size, seed=4)
+    proof = verify_ledger([line(step, other) for step in range(1, STEPS + 1)], ORDER, STEPS)
     assert proof.fault == "line 1: step 1 was made of samples that no step has"
     assert proof.lost == 4 * ORDER.samples
 
@@ -141,7 +141,9 @@ def test_no_damage_goes_unnoticed_and_what_is_lost_or_repeated_is_counted() -> N
     draw = random.Random(7)
     for _ in range(100):
         copies = [draw.choice([0, 1, 1, 1, 2]) for _ in range(STEPS)]
-        proof = prove([one for one, count in zip(lines(), copies, strict=True) for _ in range(count)], ORDER, STEPS)
+        proof = verify_ledger(
+            [one for one, count in zip(lines(), copies, strict=True) for _ in range(count)], ORDER, STEPS
+        )
         lost = sum(ORDER.size(step) for step, count in enumerate(copies) if count == 0)
         repeated = sum(ORDER.size(step) for step, count in enumerate(copies) if count == 2)
         assert (proof.lost, proof.repeated) == (lost, repeated)
@@ -150,13 +152,13 @@ def test_no_damage_goes_unnoticed_and_what_is_lost_or_repeated_is_counted() -> N
 
 def test_the_digest_is_of_eight_little_endian_bytes_a_sample_in_their_order() -> None:
     ids = np.array([1, 258])
-    found = digest_of(ids)
+    found = batch_digest(ids)
     assert found == "d4b6538234c2adfd24929c81adbc1bbced94c961ef3e778b83c8a0e558fb6198"
-    assert found != digest_of(ids[::-1].copy())
-    assert found == digest_of(ids.astype(">i8"))
+    assert found != batch_digest(ids[::-1].copy())
+    assert found == batch_digest(ids.astype(">i8"))
 
 
-def write(path: Path, told: list[Line], end: str = "") -> Path:
+def write(path: Path, told: list[LedgerLine], end: str = "") -> Path:
     path.write_text("".join(f"{one.model_dump_json()}\n" for one in told) + end)
     return path
 
@@ -179,6 +181,6 @@ def test_a_row_that_is_no_line_is_named(tmp_path: Path, row: str) -> None:
         read_lines(path, growing=True)
 
 
-def test_a_ledger_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_ledger_that_is_gone_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="nothing tells which samples were used"):
         read_lines(tmp_path / "ledger.jsonl")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.contract.errors import DataError
-from train.batch_order import Order
+from train.batch_order import BatchOrder
 
 from .conftest import Project, equal, failure, journal, weights
 
@@ -83,7 +83,7 @@ def test_a_loss_that_breaks_on_one_rank_alone_stops_both_and_keeps_the_checkpoin
         'batch["target"]) + (float("nan") if torch.is_grad_enabled() and (batch["index"] == 5).any() else 0.0)\n',
     )
     run = project.run(epochs=1, checkpoint_every=1)
-    order = Order(37, 8, 0)
+    order = BatchOrder(37, 8, 0)
     step = next(i for i in range(5) if 5 in order.batch(i))
     rank = int(np.flatnonzero(order.batch(step) == 5)[0] >= len(order.batch(step)) // 2)
     started = time.monotonic()
@@ -96,7 +96,7 @@ def test_a_loss_that_breaks_on_one_rank_alone_stops_both_and_keeps_the_checkpoin
     assert kept == [f"step-{number:08d}" for number in range(1, step + 1)][-2:]
 
 
-def test_a_bug_on_the_second_rank_is_told_with_its_line_and_not_as_a_lost_neighbour(project: Project) -> None:
+def test_a_bug_on_the_second_rank_is_reported_with_its_line_and_not_as_a_lost_neighbour(project: Project) -> None:
     project.replace(
         "    def loss(self, outputs, batch):\n",
         '    def loss(self, outputs, batch):\n        import os\n        assert os.environ["RANK"] == "0", "mine"\n',

@@ -10,10 +10,10 @@ from torch._dynamo.utils import counters
 
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.processes import Rank
-from train.batch_order import Order
+from train.batch_order import BatchOrder
 from train.parallel.base import Stopwatch, Strategy, Traffic
-from train.process_group import Group
-from train.trainer import Balance, Pauses, check_compiler, cut, sizes_differ
+from train.process_group import ProcessGroup
+from train.trainer import BatchBalance, CheckpointPauses, batch_sizes_differ, check_compiler, split_by_speed
 
 from .conftest import Project, equal, journal, weights
 from .test_trainer_more import Line, config, trainer
@@ -33,15 +33,15 @@ SLOW = """    def loss(self, outputs, batch):
 def test_slices_are_consecutive_complete_and_never_empty_while_there_is_a_sample_for_each(
     count: int, speeds: list[float]
 ) -> None:
-    found = cut(count, speeds)
+    found = split_by_speed(count, speeds)
     assert [i for part in found for i in part] == list(range(count))
     assert len(found) == len(speeds)
     assert count < len(speeds) or min(map(len, found)) >= 1
 
 
 def test_slices_are_as_large_as_processes_are_fast() -> None:
-    assert list(map(len, cut(400, [3.0, 1.0]))) == pytest.approx([300, 100], abs=1)
-    assert list(map(len, cut(100, [1.0, 1.0]))) == [50, 50]
+    assert list(map(len, split_by_speed(400, [3.0, 1.0]))) == pytest.approx([300, 100], abs=1)
+    assert list(map(len, split_by_speed(100, [1.0, 1.0]))) == [50, 50]
 
 
 class Watched:
@@ -52,18 +52,18 @@ class Watched:
         self.stopwatch = Stopwatch(CPU, self.traffic)
 
 
-class Two(Group):
+class Two(ProcessGroup):
     """The first of two processes; the other one does four samples a second."""
 
     def gather(self, value: Any) -> list[Any]:
         return [value, 4.0]
 
 
-def balance(kind: Any, samples_per_second: float, steps: int) -> Balance:
+def balance(kind: Any, samples_per_second: float, steps: int) -> BatchBalance:
     strategy = Watched()
-    made = Balance(kind, Two(Rank(0, 0, 2), CPU), cast("Strategy", strategy))
+    made = BatchBalance(kind, Two(Rank(0, 0, 2), CPU), cast("Strategy", strategy))
     for _ in range(steps):
-        strategy.traffic.own_seconds += len(made.slice_of(100)) / samples_per_second
+        strategy.traffic.compute_seconds += len(made.slice_of(100)) / samples_per_second
         made.observe(100)
     return made
 
@@ -71,17 +71,17 @@ def balance(kind: Any, samples_per_second: float, steps: int) -> Balance:
 def test_slices_follow_the_measured_speeds() -> None:
     made = balance("auto", samples_per_second=12.0, steps=100)
     assert len(made.slice_of(100)) == pytest.approx(75, abs=1)
-    assert made.told() == {"batch_share": {"rank 0": pytest.approx(0.75), "rank 1": pytest.approx(0.25)}}
+    assert made.metrics() == {"batch_share": {"rank 0": pytest.approx(0.75), "rank 1": pytest.approx(0.25)}}
 
 
 def test_slices_stay_equal_until_speeds_are_known() -> None:
     assert len(balance("auto", samples_per_second=12.0, steps=5).slice_of(100)) == 50
 
 
-def test_equal_slices_stay_equal_and_are_not_told() -> None:
+def test_equal_slices_stay_equal_and_are_not_reported() -> None:
     made = balance("equal", samples_per_second=12.0, steps=100)
     assert len(made.slice_of(100)) == 50
-    assert made.told() == {}
+    assert made.metrics() == {}
 
 
 def test_a_process_three_times_slower_gets_less_and_the_step_time_falls_while_gradients_stay_exact(
@@ -110,14 +110,14 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is 
 
 
 def test_sizes_differ_unless_batches_and_slices_divide() -> None:
-    assert not sizes_differ(Order(samples=64, batch_size=8, seed=0), cuts=2)
-    assert sizes_differ(Order(samples=64, batch_size=8, seed=0), cuts=3)
-    assert sizes_differ(Order(samples=65, batch_size=8, seed=0), cuts=1)
-    assert sizes_differ(Order(samples=60, batch_size=8, seed=0), cuts=1)  # 8 batches: 7.5 samples each
+    assert not batch_sizes_differ(BatchOrder(samples=64, batch_size=8, seed=0), cuts=2)
+    assert batch_sizes_differ(BatchOrder(samples=64, batch_size=8, seed=0), cuts=3)
+    assert batch_sizes_differ(BatchOrder(samples=65, batch_size=8, seed=0), cuts=1)
+    assert batch_sizes_differ(BatchOrder(samples=60, batch_size=8, seed=0), cuts=1)  # 8 batches: 7.5 samples each
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_missing_compiler_is_told_at_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_a_missing_compiler_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"train\.compile=true: no compiler \(.+\) on " + device):
         check_compiler(torch.device(device))
@@ -129,11 +129,11 @@ def test_training_without_a_compiler_stops_before_its_first_step(monkeypatch: py
         trainer(Line(), config(compile=True))
 
 
-def graphs(group: Group) -> int:
+def graphs(group: ProcessGroup) -> int:
     """How many are made for batches of 5, cut in two."""
     counters.clear()
     made = trainer(Line(), config(compile=True, accumulate=2))
-    assert {len(job.indices) for step in range(3) for job in made._jobs(step)} == {2, 3}
+    assert {len(job.indices) for step in range(3) for job in made._requests(step)} == {2, 3}
     for step in range(3):
         made._step(step)
     found: int = counters["stats"]["unique_graphs"]
@@ -154,27 +154,29 @@ def test_compiled_training_by_two_processes_is_that_of_plain_ones_and_resumes_to
 ) -> None:
     """Batches of 7 and 8 for two processes and two micro-batches; the cut run goes on with another size first."""
     plain = project.run("plain", accumulate=2, epochs=2)
-    whole, cut = (project.run(name, accumulate=2, epochs=2, compile=True, checkpoint_every=1) for name in "wc")
+    whole, split_by_speed = (
+        project.run(name, accumulate=2, epochs=2, compile=True, checkpoint_every=1) for name in "wc"
+    )
     for run in (plain, whole):
         done = project.train(run, processes=2)
         assert done.returncode == 0, done.stderr
     for name, tensor in weights(plain).items():
         torch.testing.assert_close(weights(whole)[name], tensor, rtol=1e-4, atol=1e-5)
-    shutil.copytree(whole.partial("train"), cut.partial("train"))
-    for later in sorted((cut.partial("train") / "checkpoints").glob("step-*"))[1:]:
+    shutil.copytree(whole.partial("train"), split_by_speed.partial("train"))
+    for later in sorted((split_by_speed.partial("train") / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(later)
-    done = project.train(cut, processes=2)
+    done = project.train(split_by_speed, processes=2)
     assert "resumed from the checkpoint" in done.stdout, done.stderr
-    assert equal(weights(cut), weights(whole))
+    assert equal(weights(split_by_speed), weights(whole))
 
 
-def test_a_line_tells_the_mean_of_its_pauses_and_the_end_their_sum() -> None:
-    pauses = Pauses()
-    assert pauses.told() == {}
+def test_a_line_shows_the_mean_of_its_pauses_and_the_end_their_sum() -> None:
+    pauses = CheckpointPauses()
+    assert pauses.metrics() == {}
     for _ in range(2):
         with pauses.measured():
             time.sleep(0.02)
-    told = pauses.told()["checkpoint_seconds"]
+    told = pauses.metrics()["checkpoint_seconds"]
     assert told >= 0.02
     assert pauses.seconds == pytest.approx(2 * told)
-    assert (pauses.count, pauses.told()) == (2, {})
+    assert (pauses.count, pauses.metrics()) == (2, {})

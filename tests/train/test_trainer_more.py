@@ -15,11 +15,11 @@ from pipeline.contract.errors import DataError
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.optim import make_optimizer
-from train.process_group import Group
+from train.process_group import ProcessGroup
 from train.state import Progress
-from train.trainer import Trainer, judge_epoch
+from train.trainer import Trainer, update_best
 
-CPU = Group(Rank(), torch.device("cpu"))
+CPU = ProcessGroup(Rank(), torch.device("cpu"))
 
 
 class Line:
@@ -137,29 +137,31 @@ def test_a_gradient_that_is_not_finite_stops_too_and_its_weights_are_not_touched
 
 
 def test_training_stops_after_as_many_epochs_without_gain_as_patience_allows(tmp_path: Path) -> None:
-    made, progress = fit(tmp_path, Line(), epochs=50, patience=2, lr=1e-30)  # a rate too small for float32 to move
+    made, progress = fit(
+        tmp_path, Line(), epochs=50, early_stopping_patience=2, lr=1e-30
+    )  # a rate too small for float32 to move
     assert progress.step == 3 * made.order.steps_per_epoch
     assert progress.best_step == made.order.steps_per_epoch
 
 
 def test_going_on_after_patience_ran_out_does_nothing(tmp_path: Path) -> None:
-    made, progress = fit(tmp_path, Line(), epochs=50, patience=2, lr=1e-30)
+    made, progress = fit(tmp_path, Line(), epochs=50, early_stopping_patience=2, lr=1e-30)
     assert made.fit(progress, CheckpointStore(tmp_path, 2, {}), None) == progress
 
 
 def test_a_better_epoch_becomes_the_best_and_patience_starts_anew() -> None:
-    found = judge_epoch(Progress(step=20, best_step=10, best_loss=0.5, stale_epochs=3), {"loss": 0.4, "accuracy": 0.9})
+    found = update_best(Progress(step=20, best_step=10, best_loss=0.5, stale_epochs=3), {"loss": 0.4, "accuracy": 0.9})
     assert found == Progress(20, 20, 0.4, {"loss": 0.4, "accuracy": 0.9}, 0)
 
 
 @pytest.mark.parametrize("loss", [0.5, 0.6])
 def test_an_epoch_without_gain_keeps_the_best_and_is_counted(loss: float) -> None:
     before = Progress(step=20, best_step=10, best_loss=0.5, best_validation={"loss": 0.5}, stale_epochs=1)
-    assert judge_epoch(before, {"loss": loss}) == Progress(20, 10, 0.5, {"loss": 0.5}, 2)
+    assert update_best(before, {"loss": loss}) == Progress(20, 10, 0.5, {"loss": 0.5}, 2)
 
 
 def test_the_first_epoch_is_the_best_so_far_however_bad() -> None:
-    assert judge_epoch(Progress(step=5), {"loss": 1e9}).best_step == 5
+    assert update_best(Progress(step=5), {"loss": 1e9}).best_step == 5
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])

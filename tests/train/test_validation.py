@@ -20,7 +20,7 @@ from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
 from train.optim import Precision
 from train.parallel.base import Objective, Strategy
-from train.process_group import Group
+from train.process_group import ProcessGroup
 from train.trainer import Trainer
 from train.validation import check_texts, check_tokenizer, validate
 
@@ -65,17 +65,19 @@ def test_texts_that_fit_are_taken(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("value", "named"), [(16, 16), (-100, -100)])
-def test_an_id_that_the_embedding_has_not_is_told_with_both_numbers(model: nn.Module, value: int, named: int) -> None:
+def test_an_id_that_the_embedding_has_not_is_reported_with_both_numbers(
+    model: nn.Module, value: int, named: int
+) -> None:
     ids = np.ones((2, 4), int)
     ids[1, 2] = value
-    with pytest.raises(DataError, match=rf"data\('train'\).*`input_ids` holds the id {named}.* embedding has 16 rows"):
+    with pytest.raises(DataError, match=rf"data\('train'\).*`input_ids` has the id {named}.* embedding has 16 rows"):
         check_texts(TASK, model, [split(input_ids=ids)])
 
 
-def test_a_text_beyond_the_models_positions_is_told_and_a_packed_row_is_none(model: nn.Module) -> None:
+def test_a_text_beyond_the_models_positions_is_reported_and_a_packed_row_is_none(model: nn.Module) -> None:
     task: Any = Words()
     ids = np.ones((1, 13), int)
-    with pytest.raises(DataError, match=r"a text has 13 positions, but the model knows 12 \(max_position_embeddings"):
+    with pytest.raises(DataError, match=r"a text has 13 positions, but the model has 12 \(max_position_embeddings"):
         check_texts(task, model, [split(input_ids=ids)])
     task.inputs = ("input_ids", "position_ids")
     check_texts(task, model, [split(input_ids=ids, position_ids=[[*range(12), 0]])])
@@ -83,11 +85,11 @@ def test_a_text_beyond_the_models_positions_is_told_and_a_packed_row_is_none(mod
         check_texts(task, model, [split(input_ids=ids, position_ids=[[*range(13)]])])
 
 
-def test_of_items_the_first_is_looked_at(model: nn.Module) -> None:
+def test_of_items_the_first_is_checked(model: nn.Module) -> None:
     class Items(list[dict[str, Any]]):
         pass
 
-    with pytest.raises(DataError, match="holds the id 16"):
+    with pytest.raises(DataError, match="has the id 16"):
         check_texts(TASK, model, [Samples("train", Items([{"input_ids": torch.tensor([16])}]))])  # type: ignore[arg-type]
 
 
@@ -95,8 +97,8 @@ def test_training_refuses_before_its_first_step() -> None:
     task: Any = Words()
     values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {"batch_size": 2, "device": "cpu"}}
     texts = split(input_ids=np.full((2, 3), 40))
-    with pytest.raises(DataError, match="holds the id 40"):
-        Trainer(task, parse_config(values, source="test"), Group(Rank(), torch.device("cpu")), texts, texts, 2)
+    with pytest.raises(DataError, match="has the id 40"):
+        Trainer(task, parse_config(values, source="test"), ProcessGroup(Rank(), torch.device("cpu")), texts, texts, 2)
 
 
 def tokenizer(folder: Path, highest: int) -> Path:
@@ -105,7 +107,7 @@ def tokenizer(folder: Path, highest: int) -> Path:
     return folder
 
 
-def test_a_tokenizer_of_another_model_is_told_with_its_file(model: nn.Module, tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model_is_reported_with_its_file(model: nn.Module, tmp_path: Path) -> None:
     check_tokenizer(tmp_path, model)
     check_tokenizer(tokenizer(tmp_path, 15), model)
     with pytest.raises(DataError, match=r"tokenizer.json: its highest id is 16, but the model's embedding has 16 rows"):
@@ -134,7 +136,7 @@ class Echo:
 def run(values: list[float], size: int, task: Any = None, model: nn.Module | None = None) -> dict[str, float]:
     samples = Samples("validation", {"x": torch.tensor(values)[:, None]})
     task = task or Echo()
-    group = Group(Rank(), CPU)
+    group = ProcessGroup(Rank(), CPU)
     strategy = Strategy(model or nn.Identity(), Objective(task, Precision("fp32", CPU)), group, Train())
     return validate(task, strategy, samples, group, size)
 
@@ -147,7 +149,7 @@ def test_the_mean_is_over_samples_and_not_over_batches(size: int) -> None:
     }
 
 
-def test_the_model_is_judged_in_evaluation_mode_and_given_back_in_training_mode() -> None:
+def test_the_model_is_evaluated_in_evaluation_mode_and_given_back_in_training_mode() -> None:
     model = nn.Sequential(nn.Dropout(0.9)).train()
     assert run([1.0] * 50, 10, model=model)["loss"] == 1.0
     assert model.training

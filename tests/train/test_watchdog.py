@@ -38,7 +38,7 @@ FOUND = Hang([WAITS, HUNG], [HUNG])
 def test_a_report_begins_with_the_sentence_and_has_a_section_for_each_process(tmp_path: Path) -> None:
     path = HangReports(tmp_path / "stalls").write(FOUND, lambda one: f"more of {one.rank}")
     first, waits, hung = path.read_text().split("== ")
-    assert first.startswith("rank 1 on b (process 42) has not moved for 30 s from step 4, data")
+    assert first.startswith("rank 1 on b (process 42) has made no progress for 30 s from step 4, data")
     assert waits.splitlines()[0] == "rank 0 on a (process 42), still for 30.0 s"
     assert "unfinished: gloo:all_reduce, no. 3, of [2] Float" in waits
     assert hung.splitlines() == [
@@ -85,7 +85,7 @@ def end(processes: list[ForkedProcess]) -> None:
 @pytest.mark.parametrize(
     ("hang", "told"),
     [
-        (ASLEEP, "has not moved for"),
+        (ASLEEP, "has made no progress for"),
         (STOPPED, "does not answer: it is stopped (SIGSTOP)"),
         (FROZEN, "does not answer: its interpreter is blocked in native code"),
     ],
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_cannot_be_written_is_what_a_process_is_at(tmp_path: P
         group.heartbeat.at(3, "checkpoint")
         watchman.publish()
         told = json.loads(watchman.path(0).read_text())
-        assert (told["activity"], told["place"].split(",")[0]) == (Activity.PIPE_CODE, "folder.py")
+        assert (told["activity"], told["place"].split(",")[0]) == (Activity.PIPE_CODE, "storage.py")
         group.heartbeat.at(4, "data")
         watchman.publish()
         assert json.loads(watchman.path(0).read_text())["place"].startswith("watchman.py"), "it has gone on"

@@ -131,8 +131,8 @@ def _spec(options: argparse.Namespace) -> WorkerSpec:
         read_timeout=min(_STORE_READ_SECONDS, options.timeout),
         **_RENDEZVOUS_TIMES,
     )
-    backend, store = create_backend(parameters)
-    backend = LocalClockBackend(backend, _RENDEZVOUS_TIMES["last_call_timeout"])
+    c10d_backend, store = create_backend(parameters)
+    backend = LocalClockBackend(c10d_backend, _RENDEZVOUS_TIMES["last_call_timeout"])
     return WorkerSpec(
         role="train",
         local_world_size=options.processes,

@@ -8,14 +8,14 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from pipeline.contract.errors import ResourceError, read_error
-from pipeline.service.process import any_port
+from pipeline.service.process import unused_port
 from train.elastic.store import listen, main
 
 
-def test_machines_meet_in_a_store_that_is_a_process_of_its_own(tmp_path: Path) -> None:
-    port = any_port()
+def test_machines_meet_in_a_store_that_is_a_process_own(tmp_path: Path) -> None:
+    port = unused_port()
     argv = [sys.executable, "-m", "train.elastic.store", str(tmp_path), f"127.0.0.1:{port}"]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PIPE_LEASH": "1"}, text=True)
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PIPE_PARENT_WATCH": "1"}, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     with process:
@@ -27,7 +27,7 @@ def test_machines_meet_in_a_store_that_is_a_process_of_its_own(tmp_path: Path) -
         assert process.wait(timeout=20) == 143, "it goes with the node that started it"
 
 
-def test_a_port_that_is_taken_is_told_with_its_mend(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_reported_with_its_fix(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main([str(tmp_path), address]) == ResourceError.exit_code
