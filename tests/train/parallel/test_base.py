@@ -1,69 +1,81 @@
+"""The stopwatch of the passes, with a clock that the test sets."""
+
 from __future__ import annotations
 
-import time
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.autograd import Variable
 
 from train.parallel.base import Stopwatch, Traffic
 
-WAIT, WORK = 0.05, 0.02
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def advance(self, seconds: float) -> None:
+        self.seconds += seconds
 
 
-def step(stopwatch: Stopwatch, work: float) -> None:
-    """A step that works, and then waits in a callback of autograd as DistributedDataParallel does."""
-    weight = nn.Parameter(torch.ones(3))
-    stopwatch.start()
-    time.sleep(work)
-    loss = (weight * 2).sum()
-    stopwatch.expect_last_backward(loss)
-    engine = Variable._execution_engine
-    register: Any = weight.register_post_accumulate_grad_hook  # published without types
-    register(lambda _: engine.queue_callback(lambda: time.sleep(WAIT)))
-    torch.autograd.backward(loss)
-    stopwatch.stop()
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
-def test_stopwatch_separates_waiting_from_computing() -> None:
-    traffic = Traffic()
+@pytest.fixture
+def traffic() -> Traffic:
+    return Traffic()
+
+
+@pytest.fixture
+def stopwatch(clock: Clock, traffic: Traffic) -> Stopwatch:
     stopwatch = Stopwatch(torch.device("cpu"), traffic)
-    began = time.perf_counter()
+    stopwatch._now = clock.now
+    return stopwatch
+
+
+def test_stopwatch_separates_waiting_from_computing(stopwatch: Stopwatch, traffic: Traffic, clock: Clock) -> None:
+    """The backward pass waits in a callback of autograd, as in DistributedDataParallel."""
     for _ in range(2):
-        step(stopwatch, WORK)
-    elapsed = time.perf_counter() - began
+        weight = nn.Parameter(torch.ones(3))
+        stopwatch.start()
+        clock.advance(2.0)
+        loss = (weight * 2).sum()
+        stopwatch.expect_last_backward(loss)
+        register: Any = weight.register_post_accumulate_grad_hook  # it has no types
+        register(lambda _: Variable._execution_engine.queue_callback(lambda: clock.advance(5.0)))
+        torch.autograd.backward(loss)
+        stopwatch.stop()
     assert (traffic.compute_seconds, traffic.exposed_seconds) == (0.0, 0.0), "totals are updated by collect()"
-    stopwatch.collect()
-    assert 2 * WAIT <= traffic.exposed_seconds <= elapsed - 2 * WORK
-    assert 2 * WORK <= traffic.compute_seconds <= elapsed - 2 * WAIT
-    before = traffic.exposed_seconds
-    stopwatch.collect()
-    assert traffic.exposed_seconds == before, "nothing counts twice"
+    for _ in range(2):  # the second time adds nothing
+        stopwatch.collect()
+        assert (traffic.compute_seconds, traffic.exposed_seconds) == (4.0, 10.0)
 
 
-def test_blocking_exchange_does_not_count_as_computing() -> None:
-    traffic = Traffic()
-    stopwatch = Stopwatch(torch.device("cpu"), traffic)
-    began = time.perf_counter()
+def test_blocking_exchange_does_not_count_as_computing(stopwatch: Stopwatch, traffic: Traffic, clock: Clock) -> None:
     stopwatch.start()
+    clock.advance(1.0)
     loss = nn.Parameter(torch.ones(3)).sum()
     with stopwatch.waiting():
-        time.sleep(WAIT)
+        clock.advance(3.0)
     stopwatch.expect_last_backward(loss)
     torch.autograd.backward(loss)
     stopwatch.stop()
-    with stopwatch.waiting():  # after the passes: of their time nothing is taken
-        time.sleep(WAIT)
+    with stopwatch.waiting():  # after the passes
+        clock.advance(4.0)
     stopwatch.collect()
-    assert traffic.exposed_seconds >= 2 * WAIT
-    assert 0 <= traffic.compute_seconds <= time.perf_counter() - began - 2 * WAIT
+    assert (traffic.compute_seconds, traffic.exposed_seconds) == (1.0, 7.0)
 
 
-def test_passes_without_an_exchange_are_not_measured() -> None:
-    traffic = Traffic()
-    stopwatch = Stopwatch(torch.device("cpu"), traffic)
+def test_passes_without_an_exchange_are_not_measured(stopwatch: Stopwatch, traffic: Traffic, clock: Clock) -> None:
     stopwatch.start()
+    clock.advance(1.0)
     torch.autograd.backward(nn.Parameter(torch.ones(3)).sum())
     stopwatch.stop()
     stopwatch.collect()
