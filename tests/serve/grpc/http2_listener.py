@@ -11,7 +11,7 @@ import uvloop
 
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import ACK, FRAME_HEADER, ErrorCode, Frame
-from serve.grpc.listener import RpcListener
+from serve.grpc.listener import GrpcListener
 from tests.serve.grpc.http2_frames import CLIENT_PREFACE, EchoApplication, bodies, request
 
 HANG_TIMEOUT_SECONDS = 10.0
@@ -52,7 +52,7 @@ Errors = list[str]
 
 
 class RunningListener:
-    def __init__(self, app: EchoApplication, listener: RpcListener, errors: Errors) -> None:
+    def __init__(self, app: EchoApplication, listener: GrpcListener, errors: Errors) -> None:
         self.app, self.listener, self.errors = app, listener, errors
         self.place = listener.socket.getsockname()
         self._writers: list[asyncio.StreamWriter] = []
@@ -79,7 +79,7 @@ def run_with_listener(scenario: Callable[[RunningListener], Awaitable[Any]]) -> 
             sock.bind(("127.0.0.1", 0))
             errors: Errors = []
             app = EchoApplication()
-            listener = RpcListener(app, sock, refused=errors.append)
+            listener = GrpcListener(app, sock, count_rejected=errors.append)
             await listener.start()
             port = RunningListener(app, listener, errors)
             try:

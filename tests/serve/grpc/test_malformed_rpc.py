@@ -1,4 +1,4 @@
-"""gRPC calls no client should make, made by one wrong step each: each a status with a sentence, and no harm done."""
+"""Malformed gRPC calls: each gets a status with a message, and none harms the server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Case = tuple[Any, grpc.StatusCode, str]
 
 
 def tensor(**changes: Any) -> Any:
-    said = {"name": "image", "datatype": "FP32", "shape": [1, 1, 8, 8], **changes}
-    return {key: value for key, value in said.items() if value is not None}
+    fields = {"name": "image", "datatype": "FP32", "shape": [1, 1, 8, 8], **changes}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def typed(*inputs: Any, **fields: Any) -> Any:
@@ -124,9 +124,7 @@ def stub(server: Running) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("message", "code", "named"), CASES, ids=map(str, range(len(CASES))))
-def test_a_malformed_call_is_refused_with_a_sentence(
-    stub: Any, message: Any, code: grpc.StatusCode, named: str
-) -> None:
+def test_malformed_call_is_rejected_with_a_message(stub: Any, message: Any, code: grpc.StatusCode, named: str) -> None:
     with pytest.raises(grpc.RpcError) as error:
         stub.ModelInfer(message, timeout=20)
     assert error.value.code() is code, (str(message)[:300], error.value.details())
@@ -135,7 +133,7 @@ def test_a_malformed_call_is_refused_with_a_sentence(
     assert len(error.value.details()) < 1000
 
 
-def test_bytes_that_are_no_message_are_refused(server: Running) -> None:
+def test_invalid_protobuf_is_rejected(server: Running) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
         for path in ("ModelInfer", "ModelMetadata"):
             call = channel.unary_unary(f"/inference.GRPCInferenceService/{path}")
@@ -145,7 +143,7 @@ def test_bytes_that_are_no_message_are_refused(server: Running) -> None:
                 assert (error.value.code(), error.value.details()) == (INVALID, f"the bytes are no message of {path}")
 
 
-def test_after_all_of_them_the_server_is_as_it_was(server: Running, stub: Any) -> None:
+def test_malformed_calls_leak_no_memory(server: Running, stub: Any) -> None:
     sizes = []
     for _ in range(4):
         for message, _, _ in CASES:
@@ -154,19 +152,19 @@ def test_after_all_of_them_the_server_is_as_it_was(server: Running, stub: Any) -
         sizes.append(psutil.Process(server.process.pid).memory_info().rss)
     answer = stub.ModelInfer(raw(), timeout=20)
     assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [0.0] * 10
-    assert sizes[3] - sizes[1] < 4 << 20, sizes  # at first what is kept for reuse fills up
+    assert sizes[3] - sizes[1] < 4 << 20, sizes  # at first, caches fill up
     assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_a_compressed_message_that_swells_beyond_the_limit_is_refused(stub: Any, compression: Any) -> None:
+def test_decompression_bomb_is_rejected(stub: Any, compression: Any) -> None:
     with pytest.raises(grpc.RpcError) as error:
         stub.ModelInfer(raw(sizes=(50 << 20,)), timeout=20, compression=compression)
     assert error.value.code() is TOO_MUCH
     assert stub.ModelInfer(raw(), timeout=20, compression=compression).model_name == "tiny"
 
 
-def test_metadata_that_is_far_too_long_is_refused(stub: Any) -> None:
+def test_oversized_metadata_is_rejected(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as error:
         stub.ModelInfer(raw(), timeout=20, metadata=[("x-much", "y" * 100_000)])
     assert error.value.code() is TOO_MUCH

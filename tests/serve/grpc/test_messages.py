@@ -15,14 +15,14 @@ from tests.serve.grpc.http2_frames import FUZZ_SETTINGS, decode_fields
 
 @FUZZ_SETTINGS
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
-def test_a_sentence_survives_the_header(text: str) -> None:
-    said = messages.escaped(text)
-    assert all(0x20 <= byte < 0x7F for byte in said)
-    assert urllib.parse.unquote(said.decode()) == text
+def test_percent_encoding_round_trip(text: str) -> None:
+    encoded = messages.percent_encode(text)
+    assert all(0x20 <= byte < 0x7F for byte in encoded)
+    assert urllib.parse.unquote(encoded.decode()) == text
 
 
-def test_a_failure_is_a_number_and_a_sentence() -> None:
-    assert decode_fields(messages.failure("NOT_FOUND", "no 100 %")) == {
+def test_status_headers_have_code_and_message() -> None:
+    assert decode_fields(messages.status_headers("NOT_FOUND", "no 100 %")) == {
         b"grpc-status": b"5",
         b"grpc-message": b"no 100 %25",
     }
@@ -30,30 +30,30 @@ def test_a_failure_is_a_number_and_a_sentence() -> None:
 
 @FUZZ_SETTINGS
 @given(message=st.binary(max_size=100))
-def test_what_is_wrapped_is_unwrapped(message: bytes) -> None:
-    assert messages.unwrap(messages.wrap(message), 100) == (message, False)
+def test_message_framing_round_trip(message: bytes) -> None:
+    assert messages.unframe_message(messages.frame_message(message), 100) == (message, False)
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"),
+    ("header", "seconds"),
     [(b"2H", 7200.0), (b"3M", 180.0), (b"20S", 20.0), (b"5m", 0.005), (b"7u", 7e-6), (b"99999999n", 0.099999999)],
 )
-def test_a_deadline_has_a_unit(said: bytes, seconds: float) -> None:
-    assert parse_grpc_timeout(said) == pytest.approx(seconds)
+def test_timeout_units(header: bytes, seconds: float) -> None:
+    assert parse_grpc_timeout(header) == pytest.approx(seconds)
 
 
-def test_without_one_there_is_no_end() -> None:
+def test_missing_timeout_is_infinite() -> None:
     assert parse_grpc_timeout(None) == float("inf")
 
 
-@pytest.mark.parametrize("said", [b"", b"S", b"5", b"5x", b"-1S", b"1.5S", b"123456789S", b"5 S", b"\xb2S"])
-def test_what_is_no_deadline_is_refused(said: bytes) -> None:
+@pytest.mark.parametrize("header", [b"", b"S", b"5", b"5x", b"-1S", b"1.5S", b"123456789S", b"5 S", b"\xb2S"])
+def test_invalid_timeout_is_rejected(header: bytes) -> None:
     with pytest.raises(InvalidPayload, match="grpc-timeout"):
-        parse_grpc_timeout(said)
+        parse_grpc_timeout(header)
 
 
 @pytest.mark.parametrize("cut", [[1, 1, 1, 1, 1], [5], [2, 4], [3, 90]])
-def test_a_message_is_known_to_be_too_large_by_its_first_bytes(cut: list[int]) -> None:
+def test_oversized_message_is_detected_by_its_prefix(cut: list[int]) -> None:
     data = b"\0\0\0\0\x65" + b"x" * 1000
     parts, position = [], 0
     for size in cut:
@@ -64,7 +64,7 @@ def test_a_message_is_known_to_be_too_large_by_its_first_bytes(cut: list[int]) -
     messages.check_size(parts, position, 1000)
 
 
-def test_a_message_longer_than_it_states_is_too_large_as_well() -> None:
+def test_message_longer_than_its_prefix_is_rejected() -> None:
     messages.check_size([b"\0\0\0\0\x01" + b"x" * 100], 105, 100)
     with pytest.raises(TooLarge):
         messages.check_size([b"\0\0\0\0\x01" + b"x" * 101], 106, 100)

@@ -1,4 +1,4 @@
-"""gRPC's own clients against our server: many calls on one channel, large ones, and its end under them."""
+"""grpcio clients against the server: many calls on one channel, large messages, and shutdown."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 from pipeline.contract.signature import Limits
-from tests.serve.load import SECONDS, Answer, Clients
-from tests.serve.odd import slow
+from tests.serve.load_clients import SECONDS, Answer, Clients
+from tests.serve.special_models import slow
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
@@ -34,7 +34,7 @@ Numbers = np.ndarray[Any, Any]
 
 @pytest.fixture(scope="module")
 def adding(module_launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    """Adds one to numbers below one, as many as there are."""
+    """A service that adds one to numbers."""
     return module_launcher(slow(tmp_path_factory.mktemp("adding") / "bundle", LARGE))
 
 
@@ -45,46 +45,48 @@ def channel(adding: Running) -> Iterator[grpc.Channel]:
         yield made
 
 
-def asked(numbers: Numbers) -> Any:
+def infer_request(numbers: Numbers) -> Any:
     tensor = {"name": "x", "datatype": "FP32", "shape": [len(numbers), 1]}
     return pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[numbers.tobytes()])
 
 
-def one(number: float) -> Numbers:
+def single(number: float) -> Numbers:
     return np.full(1, number, np.float32)
 
 
-def told(answer: Any) -> Numbers:
+def output(answer: Any) -> Numbers:
     return np.frombuffer(answer.raw_output_contents[0], np.float32)
 
 
-def test_hundreds_of_calls_at_once_on_one_channel_each_get_their_own_answer(channel: grpc.Channel) -> None:
+def test_concurrent_calls_on_one_channel_get_their_own_answers(channel: grpc.Channel) -> None:
     stub = GRPCInferenceServiceStub(channel)
-    given = [np.full(1 + number % 3, -number, np.float32) for number in range(500)]
-    calls = [stub.ModelInfer.future(asked(numbers), timeout=SECONDS) for numbers in given]
-    for numbers, call in zip(given, calls, strict=True):
-        np.testing.assert_array_equal(told(call.result()), numbers + 1)
+    inputs = [np.full(1 + number % 3, -number, np.float32) for number in range(500)]
+    calls = [stub.ModelInfer.future(infer_request(numbers), timeout=SECONDS) for numbers in inputs]
+    for numbers, call in zip(inputs, calls, strict=True):
+        np.testing.assert_array_equal(output(call.result()), numbers + 1)
 
 
-def test_so_do_those_of_the_client_for_event_loops(adding: Running) -> None:
-    async def ask_all() -> None:
+def test_concurrent_calls_of_the_asyncio_client(adding: Running) -> None:
+    async def request_all() -> None:
         async with aio.insecure_channel(f"127.0.0.1:{adding.grpc_port}") as channel:
             stub = GRPCInferenceServiceStub(channel)
-            given = [one(-number) for number in range(200)]
-            answers = await asyncio.gather(*(stub.ModelInfer(asked(numbers), timeout=SECONDS) for numbers in given))
-            assert [told(answer)[0] for answer in answers] == [1 - number for number in range(200)]
+            inputs = [single(-number) for number in range(200)]
+            answers = await asyncio.gather(
+                *(stub.ModelInfer(infer_request(numbers), timeout=SECONDS) for numbers in inputs)
+            )
+            assert [output(answer)[0] for answer in answers] == [1 - number for number in range(200)]
 
-    asyncio.run(ask_all())
+    asyncio.run(request_all())
 
 
 @pytest.mark.parametrize("size", [1, 16_000, 17_000, 300_000, ROWS])
-def test_messages_of_every_size_go_both_ways(channel: grpc.Channel, size: int) -> None:
+def test_messages_of_every_size(channel: grpc.Channel, size: int) -> None:
     numbers = -np.arange(size, dtype=np.float32)
-    answer = GRPCInferenceServiceStub(channel).ModelInfer(asked(numbers), timeout=SECONDS)
-    np.testing.assert_array_equal(told(answer), numbers + 1)
+    answer = GRPCInferenceServiceStub(channel).ModelInfer(infer_request(numbers), timeout=SECONDS)
+    np.testing.assert_array_equal(output(answer), numbers + 1)
 
 
-def test_a_client_with_the_smallest_of_windows_gets_all_of_it(adding: Running) -> None:
+def test_client_with_small_windows_gets_whole_answers(adding: Running) -> None:
     options = [
         *ENDLESS,
         ("grpc.http2.lookahead_bytes", 1),
@@ -93,29 +95,34 @@ def test_a_client_with_the_smallest_of_windows_gets_all_of_it(adding: Running) -
     ]
     numbers = -np.arange(200_000, dtype=np.float32)
     with grpc.insecure_channel(f"127.0.0.1:{adding.grpc_port}", options) as channel:
-        calls = [GRPCInferenceServiceStub(channel).ModelInfer.future(asked(numbers), timeout=SECONDS) for _ in range(4)]
+        calls = [
+            GRPCInferenceServiceStub(channel).ModelInfer.future(infer_request(numbers), timeout=SECONDS)
+            for _ in range(4)
+        ]
         for call in calls:
-            np.testing.assert_array_equal(told(call.result()), numbers + 1)
+            np.testing.assert_array_equal(output(call.result()), numbers + 1)
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_a_large_compressed_message_is_read(channel: grpc.Channel, compression: grpc.Compression) -> None:
+def test_large_compressed_message(channel: grpc.Channel, compression: grpc.Compression) -> None:
     numbers = np.full(500_000, -7, np.float32)
-    answer = GRPCInferenceServiceStub(channel).ModelInfer(asked(numbers), timeout=SECONDS, compression=compression)
-    assert set(told(answer)) == {-6}
+    answer = GRPCInferenceServiceStub(channel).ModelInfer(
+        infer_request(numbers), timeout=SECONDS, compression=compression
+    )
+    assert set(output(answer)) == {-6}
 
 
-def test_many_large_messages_at_once_are_refused_rather_than_take_all_memory(channel: grpc.Channel) -> None:
+def test_memory_of_large_messages_is_limited(channel: grpc.Channel) -> None:
     stub = GRPCInferenceServiceStub(channel)
     numbers = -np.ones(ROWS, np.float32)
-    calls = [stub.ModelInfer.future(asked(numbers), timeout=SECONDS) for _ in range(6)]
+    calls = [stub.ModelInfer.future(infer_request(numbers), timeout=SECONDS) for _ in range(6)]
     codes = [call.code() for call in calls]
     assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
     assert grpc.StatusCode.OK in codes
-    np.testing.assert_array_equal(told(stub.ModelInfer(asked(numbers[:1]), timeout=SECONDS)), [0])
+    np.testing.assert_array_equal(output(stub.ModelInfer(infer_request(numbers[:1]), timeout=SECONDS)), [0])
 
 
-def test_pings_that_keep_a_channel_alive_are_answered(adding: Running) -> None:
+def test_keepalive_pings_are_answered(adding: Running) -> None:
     options = [
         ("grpc.keepalive_time_ms", 20),
         ("grpc.keepalive_timeout_ms", 5000),
@@ -126,22 +133,22 @@ def test_pings_that_keep_a_channel_alive_are_answered(adding: Running) -> None:
         stub = GRPCInferenceServiceStub(channel)
         states: list[Any] = []
         channel.subscribe(states.append)
-        long = stub.ModelInfer(asked(one(8)), timeout=SECONDS)  # thousands of rounds of work
-        assert told(long)[0] == 9
-        assert told(stub.ModelInfer(asked(one(-1)), timeout=SECONDS))[0] == 0
+        long = stub.ModelInfer(infer_request(single(8)), timeout=SECONDS)  # takes a while
+        assert output(long)[0] == 9
+        assert output(stub.ModelInfer(infer_request(single(-1)), timeout=SECONDS))[0] == 0
         assert grpc.ChannelConnectivity.TRANSIENT_FAILURE not in states
 
 
-def test_calls_that_are_cancelled_leave_the_others_alone(channel: grpc.Channel) -> None:
+def test_cancelled_calls_do_not_affect_others(channel: grpc.Channel) -> None:
     stub = GRPCInferenceServiceStub(channel)
-    calls = [stub.ModelInfer.future(asked(one(-number)), timeout=SECONDS) for number in range(300)]
+    calls = [stub.ModelInfer.future(infer_request(single(-number)), timeout=SECONDS) for number in range(300)]
     for call in calls[::2]:
         call.cancel()
-    assert [told(call.result())[0] for call in calls[1::2]] == [1 - number for number in range(1, 300, 2)]
+    assert [output(call.result())[0] for call in calls[1::2]] == [1 - number for number in range(1, 300, 2)]
 
 
-class Crowd(Clients):
-    """Many callers on one channel, each with one call at a time."""
+class ChannelClients(Clients):
+    """Many threads on one channel, each with one call at a time."""
 
     def __init__(self, port: int) -> None:
         super().__init__()
@@ -157,15 +164,15 @@ class Crowd(Clients):
 
     def _call(self, stub: Any) -> None:
         while not (self._stop.is_set() or self.refused.is_set()):
-            number, asked_at = -next(self._numbers), time.monotonic()
+            number, sent_at = -next(self._numbers), time.monotonic()
             try:
-                answer, call = stub.ModelInfer.with_call(asked(one(number)), timeout=SECONDS)
+                answer, call = stub.ModelInfer.with_call(infer_request(single(number)), timeout=SECONDS)
             except grpc.RpcError as error:
                 self._failed(error)
                 continue
-            assert told(answer)[0] == number + 1
-            said = dict(call.trailing_metadata())
-            self.heard.append(Answer(asked_at, said["x-served-by"], said["x-bundle-digest"]))
+            assert output(answer)[0] == number + 1
+            metadata = dict(call.trailing_metadata())
+            self.heard.append(Answer(sent_at, metadata["x-served-by"], metadata["x-bundle-digest"]))
 
     def _failed(self, error: Any) -> None:
         if "Connection refused" in error.details():
@@ -174,18 +181,18 @@ class Crowd(Clients):
             self.failures.append(f"{error.code()} {error.details()}")
 
 
-@pytest.mark.long  # two services are started, beside the crowd
-def test_crowded_channels_lose_no_call_to_a_successor_nor_to_the_end(start: Launcher, tmp_path: Path) -> None:
+@pytest.mark.long  # starts two services
+def test_no_call_is_lost_at_handover_and_shutdown(start: Launcher, tmp_path: Path) -> None:
     bundle = slow(tmp_path / "bundle")
     old = start(bundle)
     new = start(bundle, port=old.port, grpc_port=old.grpc_port, standby=True)
-    load, pid = Crowd(old.grpc_port), str(new.process.pid)
+    load, pid = ChannelClients(old.grpc_port), str(new.process.pid)
     with load.running(clients=2):
         load.answers(100)
         new.signal(signal.SIGUSR1)
         new.wait_for("ready url=")
         load.answers(50)
-        assert pid not in load.served_by, "a connection stays where it is until it is told to go"
+        assert pid not in load.served_by, "a connection stays open until the server drains it"
         assert old.stop() == 0
         load.answers(100, by=pid)
         assert not load.refused.is_set()

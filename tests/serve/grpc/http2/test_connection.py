@@ -119,7 +119,7 @@ def test_connection_with_a_call_is_not_idle() -> None:
 
 
 def test_full_listener_closes_idle_connections_and_rejects_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "most_rpc_connections", lambda: 1)
+    monkeypatch.setattr(listener, "max_grpc_connections", lambda: 1)
 
     async def scenario(port: RunningListener) -> None:
         first = await port.open()
