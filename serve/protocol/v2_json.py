@@ -21,6 +21,12 @@ _FIELDS = ("id", "parameters", "inputs", "outputs", "model_name")
 _INPUT = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT = ("name", "parameters")
 
+FLAT_JSON_MIN_BYTES = 8 << 10  # with less, orjson is as fast
+_SAMPLE_BYTES = 256
+_Buffer: TypeAlias = tuple[Literal["d", "i", "u"], type[np.generic]]
+_FLOAT: _Buffer = ("d", np.float64)
+_BUFFERS: dict[str, _Buffer] = {"FP": _FLOAT, "BF": _FLOAT, "IN": ("i", np.int64), "UI": ("u", np.uint64)}
+
 
 class JsonOutput(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """One requested output."""
@@ -58,9 +64,9 @@ def read_v2_json(text: bytes | memoryview) -> JsonRequest:
 def validate_fields(fields: Mapping[str, Any]) -> JsonRequest:
     _check_keys(fields, "body", _FIELDS)
     return JsonRequest(
-        inputs=[_tensor(one, f"inputs.{index}") for index, one in enumerate(_list(fields, "inputs", ""))],
+        inputs=[_tensor(item, f"inputs.{index}") for index, item in enumerate(_list(fields, "inputs", ""))],
         id=_text(fields, "id", "", ""),
-        outputs=[_output(one, f"outputs.{index}") for index, one in enumerate(_list(fields, "outputs", "", []))],
+        outputs=[_output(item, f"outputs.{index}") for index, item in enumerate(_list(fields, "outputs", "", []))],
         parameters=_parameters(fields, "parameters"),
         model_name=_text(fields, "model_name", "", "") or None,
     )
@@ -72,34 +78,34 @@ def check_index(fields: Mapping[str, Any]) -> None:
     flag(fields, "ready", "body", default=True)
 
 
-def flag(parameters: Parameters, name: str, place: str, *, default: bool) -> bool:
+def flag(parameters: Parameters, name: str, where: str, *, default: bool) -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
-        raise InvalidPayload(f"{place}: {name} must be true or false")
+        raise InvalidPayload(f"{where}: {name} must be true or false")
     return value
 
 
-def _tensor(one: Any, where: str) -> Tensor:
-    _check_keys(one, where, _INPUT)
-    name, datatype = _text(one, "name", where), _text(one, "datatype", where)
-    return Tensor(name, datatype, _shape(one, where), one.get("data"), _parameters(one, f"{where}.parameters"))
+def _tensor(fields: Any, where: str) -> Tensor:
+    _check_keys(fields, where, _INPUT)
+    name, datatype = _text(fields, "name", where), _text(fields, "datatype", where)
+    return Tensor(name, datatype, _shape(fields, where), fields.get("data"), _parameters(fields, f"{where}.parameters"))
 
 
-def _output(one: Any, where: str) -> JsonOutput:
-    _check_keys(one, where, _OUTPUT)
-    return JsonOutput(_text(one, "name", where), _parameters(one, f"{where}.parameters"))
+def _output(fields: Any, where: str) -> JsonOutput:
+    _check_keys(fields, where, _OUTPUT)
+    return JsonOutput(_text(fields, "name", where), _parameters(fields, f"{where}.parameters"))
 
 
-def _check_keys(one: Any, where: str, known: Sequence[str]) -> None:
-    if not isinstance(one, dict):
+def _check_keys(fields: Any, where: str, known: Sequence[str]) -> None:
+    if not isinstance(fields, dict):
         raise InvalidPayload(f"{where}: must be a JSON object")
-    for key in one:
+    for key in fields:
         if key not in known:
             raise InvalidPayload(f'{where}: unknown field "{key[:80]}"; known fields: {", ".join(known)}')
 
 
-def _text(one: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
-    value = one.get(key)
+def _text(fields: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
+    value = fields.get(key)
     value = default if value is None else value  # some clients write null for missing fields
     if type(value) is str:
         return value
@@ -107,8 +113,8 @@ def _text(one: Mapping[str, Any], key: str, where: str, default: str | None = No
     raise InvalidPayload(f"{place}: {'is missing' if value is None else 'must be a string'}")
 
 
-def _list(one: Mapping[str, Any], key: str, where: str, default: list[Any] | None = None) -> list[Any]:
-    value = one.get(key)
+def _list(fields: Mapping[str, Any], key: str, where: str, default: list[Any] | None = None) -> list[Any]:
+    value = fields.get(key)
     value = default if value is None else value
     if type(value) is list:
         return value
@@ -116,29 +122,21 @@ def _list(one: Mapping[str, Any], key: str, where: str, default: list[Any] | Non
     raise InvalidPayload(f"{place}: {'is missing' if value is None else 'must be a list'}")
 
 
-def _shape(one: Mapping[str, Any], where: str) -> list[int]:
-    shape = _list(one, "shape", where)
+def _shape(fields: Mapping[str, Any], where: str) -> list[int]:
+    shape = _list(fields, "shape", where)
     for axis in shape:
         if type(axis) is not int or axis < 0:
             raise InvalidPayload(f"{where}.shape: must hold integers from 0 on")
     return shape
 
 
-def _parameters(one: Mapping[str, Any], where: str) -> Parameters:
-    value = one.get("parameters")
+def _parameters(fields: Mapping[str, Any], where: str) -> Parameters:
+    value = fields.get("parameters")
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(item, bool | int | float | str) for item in value.values()):
         raise InvalidPayload(f"{where}: must be a JSON object of numbers, strings, true and false")
     return value
-
-
-FLAT_JSON_MIN_BYTES = 8 << 10  # with less, orjson is as fast
-
-_SAMPLE_BYTES = 256
-_Buffer: TypeAlias = tuple[Literal["d", "i", "u"], type[np.generic]]
-_FLOAT: _Buffer = ("d", np.float64)
-_BUFFERS: dict[str, _Buffer] = {"FP": _FLOAT, "BF": _FLOAT, "IN": ("i", np.int64), "UI": ("u", np.uint64)}
 
 
 def is_flat_json(text: bytes) -> bool:
@@ -150,23 +148,23 @@ def is_flat_json(text: bytes) -> bool:
 def read_flat_json(text: bytes) -> dict[str, Any] | None:
     """Return the fields, with arrays of numbers as data; None where the body has another form or an error."""
     try:
-        fields = _fields(simdjson.Parser().parse(text))
-        inputs = [_fields(one) for one in fields["inputs"]]
+        fields = _unique_fields(simdjson.Parser().parse(text))
+        inputs = [_unique_fields(item) for item in fields["inputs"]]
         # More brackets than these mean nested lists.
         lists = 1 + 2 * len(inputs) + ("outputs" in fields)
         if count_up_to(lists, text, b"[") != lists:
             return None
-        found = [{key: _input(key, value, one["datatype"]) for key, value in one.items()} for one in inputs]
+        tensors = [{key: _input(key, value, item["datatype"]) for key, value in item.items()} for item in inputs]
     except (ValueError, TypeError, KeyError, RuntimeError):  # all errors of simdjson, and unexpected fields
         return None
-    return {key: found if key == "inputs" else _plain(value) for key, value in fields.items()}
+    return {key: tensors if key == "inputs" else _plain(value) for key, value in fields.items()}
 
 
-def _fields(found: Any) -> dict[str, Any]:
+def _unique_fields(value: Any) -> dict[str, Any]:
     """Return the fields by name; raises TypeError for repeated names, which simdjson and orjson read differently."""
-    if not isinstance(found, simdjson.Object) or len(names := list(found.keys())) != len(set(names)):
+    if not isinstance(value, simdjson.Object) or len(names := list(value.keys())) != len(set(names)):
         raise TypeError
-    return {name: found[name] for name in names}
+    return {name: value[name] for name in names}
 
 
 def _input(key: str, value: Any, datatype: Any) -> Any:
