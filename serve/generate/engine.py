@@ -245,7 +245,7 @@ class Engine:
             )
 
     def admit(self, sequences: int, deadline: float) -> None:
-        """Raise Busy or Expired where the queue has no room."""
+        """Raise Busy or DeadlineExceeded where the queue has no room."""
         if time.monotonic() >= deadline:
             raise DeadlineExceeded("the deadline passed before the first token")
         free = max(0, self.limits.sequences - self.running)  # requests of the same moment do not wait for each other

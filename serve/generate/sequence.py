@@ -84,7 +84,7 @@ class SequenceGroup:
             self._changed.set()
 
     async def next_chunks(self) -> list[Chunk]:
-        """Wait for new chunks; raises Expired at the deadline, even during a run of the model."""
+        """Wait for new chunks; raises DeadlineExceeded at the deadline, even during a run of the model."""
         delay = None
         if self.request.deadline < math.inf:
             delay = max(0.0, self.request.deadline - time.monotonic()) + _TICK_SECONDS
