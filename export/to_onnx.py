@@ -26,7 +26,7 @@ from onnxscript import opset18 as op  # what torch translates to, before it conv
 from torch import Tensor, nn
 
 from export.trace import Trace, Traced, inspect, owner, place
-from pipeline.contract.bundle import check_inside
+from pipeline.contract.bundle import check_external_data_files
 from pipeline.contract.data import Samples, name_outputs
 from pipeline.contract.errors import BundleError, ConfigError, StageError
 from pipeline.contract.settings.stages import Export
@@ -128,7 +128,7 @@ def tensor_specs(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, 
 def check_external_data(path: Path) -> None:
     """Weights kept outside the file are plain files beside it, named without any path."""
     try:
-        check_inside(path)
+        check_external_data_files(path)
     except BundleError as error:
         raise StageError(str(error)) from error
 

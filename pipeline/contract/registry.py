@@ -196,7 +196,7 @@ def _current_user() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-_HOW_TO_FIX = "restore it, or name another champion with `pipe promote`"
+_HOW_TO_FIX = "restore it, or name another champion with `pipe registry promote`"
 _FETCHED = ".champions"  # below the runs: bundles downloaded from a registry
 _MANIFEST = "manifest.json"
 

@@ -105,7 +105,7 @@ def test_it_is_a_classifier_with_a_baseline_that_reads_the_text(task: Any) -> No
 def test_the_baseline_is_the_one_that_validation_likes_best(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Words say nothing here, characters all."""
+    """Only characters are informative here, not words."""
     load_class("task.py:Classify", CLASSIFY)
     tfidf = importlib.import_module("tfidf")
     train = [(f"{'left' if i % 2 else 'right'}{i}", i % 2) for i in range(40)]
@@ -200,10 +200,10 @@ def test_probabilities_come_with_the_names_of_the_packages(codec: Any, task: Any
     arrays = codec.decode(task.example())
     with torch.no_grad():
         logits = model(*[torch.from_numpy(arrays[name]) for name in task.inputs]).numpy()
-    for told, row in zip(codec.encode({"logits": logits}), logits, strict=True):
-        assert told["package"] == task.classes[row.argmax()]
-        assert sum(told["probabilities"].values()) == pytest.approx(1)
-        assert list(told["probabilities"]) == list(task.classes)
+    for prediction, row in zip(codec.encode({"logits": logits}), logits, strict=True):
+        assert prediction["package"] == task.classes[row.argmax()]
+        assert sum(prediction["probabilities"].values()) == pytest.approx(1)
+        assert list(prediction["probabilities"]) == list(task.classes)
 
 
 @pytest.mark.parametrize(

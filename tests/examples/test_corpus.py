@@ -51,7 +51,7 @@ def test_no_document_stands_in_two_splits_or_twice(corpus: Any, library: Path) -
     splits = [corpus.documents(split) for split in corpus.SPLITS]
     assert all(splits)
     together = [text for split in splits for text in split]
-    assert len(together) == len(set(together)) == 3 + 40, "what all files share is told once, in training"
+    assert len(together) == len(set(together)) == 3 + 40, "what all files share is used once, in training"
 
 
 def test_a_file_belongs_to_one_split_and_other_peoples_code_to_none(corpus: Any, library: Path) -> None:

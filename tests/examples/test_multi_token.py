@@ -39,23 +39,23 @@ def batch_of(task: Any, split: str = "train") -> dict[str, torch.Tensor]:
     return samples.batch(range(min(4, len(samples))))
 
 
-def further_of(task: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def multi_token_logits(task: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     found: Any = forward(model, task, batch)
     rest: torch.Tensor = found[:, batch["input_ids"].shape[1] :]
     return rest
 
 
 def test_its_own_loss_falls_with_that_of_the_next_token(task: Any, model: Any) -> None:
-    batch, told = batch_of(task), []
+    batch, losses = batch_of(task), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     for _ in range(10):
         outputs = forward(model, task, batch)
-        told.append(-task.metrics(outputs, batch)["minus_multi_token_loss"].mean().item())
+        losses.append(-task.metrics(outputs, batch)["minus_multi_token_loss"].mean().item())
         optimizer.zero_grad()
         task.loss(outputs, batch).backward()
         optimizer.step()
-    assert told[0] == pytest.approx(math.log(280), rel=0.05), "as good as chance"
-    assert told[-1] < 0.7 * told[0]
+    assert losses[0] == pytest.approx(math.log(280), rel=0.05), "as good as chance"
+    assert losses[-1] < 0.7 * losses[0]
     assert all(p.grad is not None for name, p in model.named_parameters() if "layers.2.eh_proj" in name)
 
 
@@ -72,12 +72,12 @@ def test_the_loss_is_that_of_the_next_token_and_a_share_of_the_further_one(task:
 def test_a_place_knows_the_token_after_it_and_not_the_one_it_is_to_state(task: Any, model: Any) -> None:
     batch = batch_of(task, "test")
     place = 40
-    said = further_of(task, model.eval(), batch)[:, place]
+    expected = multi_token_logits(task, model.eval(), batch)[:, place]
     for ahead, same in ((1, False), (2, True)):
         ids = batch["input_ids"].clone()
         ids[:, place + ahead] = 77
-        found = further_of(task, model, {**batch, "input_ids": ids})[:, place]
-        assert torch.allclose(found, said, atol=1e-6) == same, f"{ahead} further on"
+        found = multi_token_logits(task, model, {**batch, "input_ids": ids})[:, place]
+        assert torch.allclose(found, expected, atol=1e-6) == same, f"{ahead} further on"
 
 
 @torch.no_grad()
@@ -93,9 +93,9 @@ def test_its_answers_are_those_of_the_plain_model(task: Any, model: Any) -> None
     torch.testing.assert_close(plain(input_ids=ids).logits[0], row)
     assert type(plain).__name__ == "DeepseekV3ForCausalLM"
     assert not [name for name in plain.state_dict() if name.startswith("model.layers.2.")], "nothing of it is exported"
-    judged = task.metrics(task.baseline()(batch), batch)
-    assert set(judged) == set(task.metrics(both, batch)) == set(task.metrics(alone, batch)), "of a champion, too"
-    assert judged["minus_multi_token_loss"].tolist() == pytest.approx([-math.log(280)] * len(both), rel=1e-4)
+    metrics = task.metrics(task.baseline()(batch), batch)
+    assert set(metrics) == set(task.metrics(both, batch)) == set(task.metrics(alone, batch)), "of a champion, too"
+    assert metrics["minus_multi_token_loss"].tolist() == pytest.approx([-math.log(280)] * len(both), rel=1e-4)
 
 
 @pytest.mark.long  # an export takes ten seconds; what is exported, the test before this one looks at

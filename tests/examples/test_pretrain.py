@@ -106,10 +106,10 @@ def test_the_baseline_states_in_a_place_what_comes_after_it(pretrain: Any) -> No
 def test_the_baseline_is_the_one_that_validation_likes_best(
     pretrain: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, asked = pretrain.data, set[str]()
+    data, splits = pretrain.data, set[str]()
 
     def seen(split: str) -> Any:
-        asked.add(split)
+        splits.add(split)
         return data(split)
 
     monkeypatch.setattr(pretrain, "data", seen)
@@ -123,7 +123,7 @@ def test_the_baseline_is_the_one_that_validation_likes_best(
     best = min(bits, key=bits.__getitem__)
     assert capsys.readouterr().out.startswith(f"baseline: order {best}, discount ")
     assert len(set(bits.values())) > 1
-    assert asked == {"validation"}
+    assert splits == {"validation"}
 
 
 def test_the_files_are_an_official_folder_and_the_same_every_time(pretrain: Any, tmp_path: Path) -> None:

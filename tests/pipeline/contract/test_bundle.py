@@ -165,9 +165,9 @@ def test_a_file_of_the_manifests_own_name_deeper_down_is_sealed_too(bundle: Path
 def test_a_file_that_has_another_name_elsewhere_is_refused(bundle: Path) -> None:
     os.link(bundle / "codec.py", bundle.parent / "codec.py")
     os.link(bundle / "codec.py", bundle.parent / "again.py")
-    said = refusal(bundle)
-    assert "codec.py: has 2 hard links elsewhere" in said
-    assert "`cp -r`" in said
+    message = refusal(bundle)
+    assert "codec.py: has 2 hard links elsewhere" in message
+    assert "`cp -r`" in message
 
 
 def test_what_later_runs_reuse_has_names_in_them_and_nowhere_else(bundle: Path) -> None:
@@ -217,13 +217,13 @@ def test_a_provenance_is_about_the_bundle_it_lies_in(bundle: Path) -> None:
     body = statement(open_bundle(bundle).manifest, raw, {"name": "pairs"}, {"torch": "2"}, {"python": "3"})
     write_json(bundle / PROVENANCE, body)
     digest = open_bundle(bundle).digest
-    assert seal(bundle) == digest, "it is not part of what it tells of"
-    for change, said in (
+    assert seal(bundle) == digest, "a statement is not part of its own subject"
+    for change, message in (
         ({"subject": []}, "is about another bundle"),
         ({"_type": "x"}, "is not an in-toto statement"),
     ):
         write_json(bundle / PROVENANCE, {**body, **change})
-        assert said in refusal(bundle)
+        assert message in refusal(bundle)
     (bundle / PROVENANCE).write_text("{")
     assert "not valid JSON" in refusal(bundle)
 
@@ -236,7 +236,7 @@ def leads_to_a_tensor(kind: Descriptor, seen: frozenset[str] = frozenset()) -> b
 
 
 def test_every_way_to_a_tensor_that_onnx_knows_is_followed() -> None:
-    """Held against ONNX's own schema, in which a later version may open another one."""
+    """Compare with the schema of ONNX, to which a later version may add messages."""
     waiting: list[Descriptor] = [onnx.ModelProto.DESCRIPTOR]
     found: dict[str, dict[int, str]] = {}
     while waiting:

@@ -33,11 +33,11 @@ from pipeline.contract.data import (
     cut_texts,
     fingerprint,
     forward,
+    mask_between_texts,
     name_outputs,
     one_text_per_row,
     pack_texts,
     sample_digests,
-    mask_between_texts,
 )
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.task import Task
@@ -338,7 +338,7 @@ def test_a_long_text_is_cut_and_an_end_without_anything_to_predict_is_left_out()
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_a_packed_text_gives_the_logits_it_gives_alone(name: str) -> None:
-    """Though masks are given, and models keep a cache unless they are told not to: both would let texts through."""
+    """Masks and caches, which models keep by default, would both mix texts."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     texts = ids_of(5, 9, 1, 14, 3, 2)

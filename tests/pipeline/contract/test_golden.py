@@ -108,14 +108,14 @@ CACHE = TensorSpec(name="past", datatype="FP32", shape=("batch", 1, "past", 2))
 
 
 class Summing:
-    """Says the sum of all real ids so far, weighted by their positions; remembers how it was asked."""
+    """Return the sum of all real ids so far, weighted by position, and record the calls."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
 
     def __call__(self, feed: Mapping[str, Any]) -> dict[str, Any]:
         ids, mask, past = feed["input_ids"], feed["attention_mask"], feed["past"]
-        self.asked.append((past.shape[2], ids.shape[1]))
+        self.calls.append((past.shape[2], ids.shape[1]))
         assert mask.shape[1] == past.shape[2] + ids.shape[1]
         new = np.stack([ids, feed["position_ids"]], axis=-1)[:, None].astype(np.float32)
         present = np.concatenate([past, new], axis=2)
@@ -148,10 +148,10 @@ def test_company_padding_and_pieces_change_no_answer(chunk: int) -> None:
 def test_a_prompt_is_read_once_and_then_one_position_at_a_time() -> None:
     run = Summing()
     greedy(decoder(run), [[1, 2, 3]], 3)
-    assert run.asked == [(0, 3), (3, 1), (4, 1)]
+    assert run.calls == [(0, 3), (3, 1), (4, 1)]
     run = Summing()
     greedy(decoder(run), [[1, 2, 3]], 1, chunk=2)
-    assert run.asked == [(0, 2), (2, 1)]
+    assert run.calls == [(0, 2), (2, 1)]
 
 
 def test_a_row_that_ended_stays_as_it_is_while_others_go_on() -> None:
@@ -164,7 +164,7 @@ def test_a_row_that_ended_stays_as_it_is_while_others_go_on() -> None:
 def test_nothing_is_computed_once_all_rows_ended() -> None:
     run, first = Summing(), counted([4], 1)[0]
     assert greedy(decoder(run, end=(first,)), [[4]], 6)[0].tokens == [first]
-    assert len(run.asked) == 1
+    assert len(run.calls) == 1
 
 
 def test_how_far_a_token_is_ahead_is_reported() -> None:

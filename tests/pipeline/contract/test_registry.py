@@ -79,7 +79,7 @@ def test_another_bundle_in_its_place_is_refused(runs: Path, entry: Entry) -> Non
 
 def test_one_that_was_altered_is_refused(runs: Path, entry: Entry) -> None:
     (runs / PLACE / "codec.py").write_text("evil")
-    with pytest.raises(BundleError, match=r"champion .*codec\.py: content changed.*`pipe promote`"):
+    with pytest.raises(BundleError, match=r"champion .*codec\.py: content changed.*`pipe registry promote`"):
         champion_bundle(entry, runs, "")
 
 

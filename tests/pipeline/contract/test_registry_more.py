@@ -18,8 +18,8 @@ from pipeline.contract.registry import (
     PREVIOUS,
     Change,
     Entry,
-    Registry,
     ProposedChange,
+    Registry,
     change_registry,
     read_registry,
 )
@@ -31,7 +31,7 @@ def entry(name: str) -> Entry:
     return Entry(bundle=f"bundle-{name}", checkpoint=f"checkpoint-{name}", path=f"{name}/export/bundle")
 
 
-def told(*names: str, to: str = CHAMPION) -> Registry:
+def registry_with(*names: str, to: str = CHAMPION) -> Registry:
     return Registry(tuple(Change(at="now", name=to, entry=entry(name), reason="deployed") for name in names))
 
 
@@ -57,32 +57,32 @@ def runs(tmp_path: Path) -> Path:
 
 def test_without_a_champion_there_is_no_one_to_beat() -> None:
     assert Registry().champion_for("checkpoint-a") is None
-    assert told("a", to="canary").champion_for(None) is None
+    assert registry_with("a", to="canary").champion_for(None) is None
 
 
 def test_a_candidate_must_beat_the_champion() -> None:
-    assert told("a", "b").champion_for("checkpoint-c") == entry("b")
-    assert told("a", "b").champion_for(None) == entry("b")
+    assert registry_with("a", "b").champion_for("checkpoint-c") == entry("b")
+    assert registry_with("a", "b").champion_for(None) == entry("b")
 
 
 def test_the_champion_itself_must_beat_the_one_before() -> None:
-    assert told("a", "b").champion_for("checkpoint-b") == entry("a")
-    assert told("a").champion_for("checkpoint-a") is None
-    assert told("a", "b", "a").champion_for("checkpoint-a") == entry("b")
+    assert registry_with("a", "b").champion_for("checkpoint-b") == entry("a")
+    assert registry_with("a").champion_for("checkpoint-a") is None
+    assert registry_with("a", "b", "a").champion_for("checkpoint-a") == entry("b")
 
 
 def test_names_are_a_fold_over_the_history() -> None:
-    assert told("a").names == {CHAMPION: entry("a")}
-    assert told("a", "b").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
-    assert told("a", "b", "b").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
-    assert Registry(told("a").history + told("b", "c", to="canary").history).names == {
+    assert registry_with("a").names == {CHAMPION: entry("a")}
+    assert registry_with("a", "b").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
+    assert registry_with("a", "b", "b").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
+    assert Registry(registry_with("a").history + registry_with("b", "c", to="canary").history).names == {
         CHAMPION: entry("a"), "canary": entry("c"),
     }  # fmt: skip
 
 
 def test_before_a_name_meant_what_it_means_it_meant_something_else() -> None:
-    assert told("a", "b", "c", "b").before(CHAMPION) == entry("c")
-    assert told("a", "a").before(CHAMPION) is None
+    assert registry_with("a", "b", "c", "b").before(CHAMPION) == entry("c")
+    assert registry_with("a", "a").before(CHAMPION) is None
     assert Registry().before(CHAMPION) is None
 
 
@@ -98,7 +98,7 @@ def test_what_is_written_is_read_wherever_it_stands(runs: Path, word: str) -> No
 
 
 def test_a_change_rests_on_the_history_as_it_was_when_it_counted(runs: Path, word: str) -> None:
-    """Whoever comes second is asked again, with what the first one did before his eyes."""
+    """The second writer decides again, with the first change in the history."""
     seen: list[int] = []
 
     def decide(registry: Registry) -> ProposedChange:
@@ -175,7 +175,7 @@ def test_writers_that_are_killed_leave_a_whole_history_with_all_they_were_report
     os.close(reader)
     found = read_registry(runs, "")
     assert set(heard) <= set(range(1, len(found.history) + 1))
-    assert len(set(heard)) == len(heard), "two were told that the same change is theirs"
+    assert len(set(heard)) == len(heard), "two writers got the same change"
     assert give(runs, "after").names[CHAMPION] == entry("after")
 
 
@@ -225,12 +225,12 @@ def test_a_change_that_was_altered_taken_out_or_damaged_is_named(runs: Path) -> 
     whole = second.read_text()
     assert second.stat().st_mode & 0o222 == 0
     second.chmod(0o644)
-    for text, said in (
+    for text, message in (
         (whole.replace("bundle-b", "bundle-x"), r"000003\.json: does not follow"),
         ("{", r"000002\.json: damaged"),
     ):
         second.write_text(text)
-        with pytest.raises(PipelineError, match=said):
+        with pytest.raises(PipelineError, match=message):
             read_registry(runs, "")
     second.unlink()
     with pytest.raises(PipelineError, match=r"000002\.json is missing"):

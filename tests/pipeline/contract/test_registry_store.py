@@ -24,7 +24,7 @@ class Lax(MemoryFileSystem):  # type: ignore[misc]
 
 
 class Plain(MemoryFileSystem):  # type: ignore[misc]
-    """Asks first and writes then: between the two is time for another."""
+    """Checks first and writes afterwards, so another writer can come between."""
 
     protocol = "plain"
 
@@ -74,7 +74,7 @@ def at(kind: str) -> str:
 
 
 @pytest.fixture(params=["folder", "no links", "memory", "http-like"])
-def shelf(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RegistryStore:
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RegistryStore:
     if request.param == "no links":
 
         def refuse(*_: Any) -> None:
@@ -82,58 +82,58 @@ def shelf(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(os, "link", refuse)
     return (
-        FolderStore(tmp_path / "shelf") if request.param in ("folder", "no links") else ObjectStore(at(request.param))
+        FolderStore(tmp_path / "store") if request.param in ("folder", "no links") else ObjectStore(at(request.param))
     )
 
 
-def test_what_is_there_is_never_replaced(shelf: RegistryStore) -> None:
-    assert shelf.names() == []
-    assert shelf.create("one", b"first")
-    assert not shelf.create("one", b"second")
-    assert shelf.read(["one"]) == [b"first"]
-    assert "one" in shelf.names()
+def test_what_is_there_is_never_replaced(store: RegistryStore) -> None:
+    assert store.names() == []
+    assert store.create("one", b"first")
+    assert not store.create("one", b"second")
+    assert store.read(["one"]) == [b"first"]
+    assert "one" in store.names()
 
 
-def test_files_come_and_go_whole(shelf: RegistryStore, tmp_path: Path) -> None:
+def test_files_come_and_go_whole(store: RegistryStore, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
-    assert not shelf.has("deep/er/file")
-    shelf.upload(tmp_path / "file", "deep/er/file")
-    assert shelf.has("deep/er/file")
-    shelf.download("deep/er/file", tmp_path / "again")
+    assert not store.has("deep/er/file")
+    store.upload(tmp_path / "file", "deep/er/file")
+    assert store.has("deep/er/file")
+    store.download("deep/er/file", tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == b"content"
 
 
 def test_a_request_that_was_sent_twice_is_known_as_ones_own() -> None:
-    shelf = ObjectStore(at("memory"))
-    assert shelf.create("one", b"mine")
-    assert shelf.create("one", b"mine")
+    store = ObjectStore(at("memory"))
+    assert store.create("one", b"mine")
+    assert store.create("one", b"mine")
 
 
 @pytest.mark.parametrize("kind", ["lax", "plain"])
 def test_where_two_writers_could_undo_each_other_nothing_is_written(kind: str) -> None:
-    shelf = ObjectStore(at(kind))
+    store = ObjectStore(at(kind))
     with pytest.raises(ConfigError, match=r"concurrent writers could overwrite each other.*use a folder"):
-        shelf.create("one", b"x")
-    assert shelf.names() in ([], ["exclusive"])
+        store.create("one", b"x")
+    assert store.names() in ([], ["exclusive"])
 
 
 def test_what_another_process_wrote_is_seen_though_the_folder_was_listed_before() -> None:
     url = at("remembering")
-    shelf = ObjectStore(url)
-    shelf.create("one", b"x")
-    shelf.names()
-    MemoryFileSystem().pipe_file(f"{shelf._path}/two", b"theirs")
-    assert not shelf.create("two", b"mine")
-    assert shelf.read(["two"]) == [b"theirs"]
+    store = ObjectStore(url)
+    store.create("one", b"x")
+    store.names()
+    MemoryFileSystem().pipe_file(f"{store._path}/two", b"theirs")
+    assert not store.create("two", b"mine")
+    assert store.read(["two"]) == [b"theirs"]
 
 
 def test_a_store_that_fails_is_no_store_that_has_it() -> None:
-    shelf = ObjectStore(at("http-like"))
-    shelf.create("one", b"x")
+    store = ObjectStore(at("http-like"))
+    store.create("one", b"x")
     Http.code = 503
     try:
         with pytest.raises(ResourceError, match=r"cannot write the registry http-like://.*conditionNotMet"):
-            shelf.create("one", b"y")
+            store.create("one", b"y")
     finally:
         Http.code = 412
 
@@ -142,15 +142,15 @@ def test_a_store_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pyte
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no credentials")
 
-    shelf = ObjectStore(at("memory"))
+    store = ObjectStore(at("memory"))
     for method in ("ls", "cat", "exists", "put_file", "get_file"):
         monkeypatch.setattr(MemoryFileSystem, method, fail)
     for ask in (
-        shelf.names,
-        lambda: shelf.read(["one"]),
-        lambda: shelf.has("one"),
-        lambda: shelf.upload(tmp_path, "one"),
-        lambda: shelf.download("one", tmp_path),
+        store.names,
+        lambda: store.read(["one"]),
+        lambda: store.has("one"),
+        lambda: store.upload(tmp_path, "one"),
+        lambda: store.download("one", tmp_path),
     ):
         with pytest.raises(ResourceError, match=r"the registry memory://.* cannot be reached: RuntimeError: no cred"):
             ask()

@@ -62,8 +62,8 @@ def test_the_names_of_a_signature_are_at_hand_and_are_no_part_of_its_file() -> N
     signature = Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
     assert signature.input_specs == {"x": spec}
     assert signature.output_names == ("x",)
-    told = {"inputs", "outputs", "codec", "requires", "limits", "runtime", "generation", "variant"}
-    assert set(signature.model_dump()) == told
+    fields = {"inputs", "outputs", "codec", "requires", "limits", "runtime", "generation", "variant"}
+    assert set(signature.model_dump()) == fields
 
 
 def test_requests_are_merged_where_all_share_a_named_axis_and_rounding_does_not_look_at_the_batch() -> None:

@@ -59,10 +59,10 @@ def test_an_unsigned_bundle_is_refused_before_anything_of_it_is_checked(bundle: 
 
 def test_one_signed_by_another_key_is_refused_and_both_are_named(signed: Path, tmp_path: Path) -> None:
     other = new_key(tmp_path / "other")
-    said = refused(signed, Trust(tmp_path / "other.pub"))
-    assert "is signed by SHA256:" in said
-    assert f"not by a key of {tmp_path}/other.pub" in said
-    assert other not in said
+    message = refused(signed, Trust(tmp_path / "other.pub"))
+    assert "is signed by SHA256:" in message
+    assert f"not by a key of {tmp_path}/other.pub" in message
+    assert other not in message
 
 
 def test_one_of_several_keys_is_enough(signed: Path, trust: Trust, tmp_path: Path) -> None:
@@ -177,14 +177,14 @@ def test_what_is_no_key_of_ours_is_named(key: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no\.key: cannot be read"):
         private_key(tmp_path / "no.key")
     text = elliptic.public_key().public_bytes(SSH, serialization.PublicFormat.OpenSSH).decode()
-    for content, said in (
+    for content, message in (
         (key.read_text(), "is a private key, which must stay secret"),
         ("", "has no public key"),
         (text, "has a key that is not ed25519"),
         ("ssh-ed25519 AAAA", "a public key in it cannot be read"),
     ):
         (tmp_path / "public").write_text(content)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             Trust(tmp_path / "public").keys()
     with pytest.raises(ConfigError, match=r"gone: cannot be read as a file of public keys"):
         Trust(tmp_path / "gone").keys()

@@ -1,4 +1,4 @@
-"""Every step reads the files that prepare made, or says that it cannot."""
+"""Loading of tasks, and of the files that a task shares with its codec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import train
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.task import Classifier, HasBaseline, HasExample, shared_file_digests, load_class, load_task, open_task
+from pipeline.contract.task import (
+    Classifier,
+    HasBaseline,
+    HasExample,
+    load_class,
+    load_task,
+    open_task,
+    shared_file_digests,
+)
 
 TASK = """
 class Net:
@@ -161,7 +169,7 @@ def test_an_import_that_failed_can_be_fixed_and_tried_again(root: Path) -> None:
     path.write_text("1 / 0\n")
     with pytest.raises(ConfigError):
         load_class("my_task.py:Net", root)
-    path.write_text("class Net: ...  # mended\n")
+    path.write_text("class Net: ...  # fixed\n")
     assert load_class("my_task.py:Net", root).__name__ == "Net"
 
 

@@ -38,7 +38,7 @@ def test_pipe_yaml_has_at_most_150_settings() -> None:
 
 
 @pytest.mark.parametrize("name", OLD_SETTINGS)
-def test_an_old_name_gives_one_error_that_says_what_to_write(name: str) -> None:
+def test_an_old_name_gives_an_error_that_names_the_new_one(name: str) -> None:
     section, setting = name.split(".")
     with pytest.raises(ConfigError) as caught:
         parse_config({**MINIMAL, section: {setting: 1}}, "pipe.yaml")
@@ -62,7 +62,7 @@ def test_no_old_name_is_a_setting_and_every_advised_one_is() -> None:
         ({"deploy": {"mode": "inferenceservice"}}, "write `deploy.target=kserve`"),
     ],
 )
-def test_an_old_value_gives_an_error_that_says_what_to_write(section: dict[str, Any], message: str) -> None:
+def test_an_old_value_gives_an_error_that_names_the_new_one(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_config({**MINIMAL, **section}, "pipe.yaml")
 
