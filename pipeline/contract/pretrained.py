@@ -89,7 +89,7 @@ def _refuse_unknown(pretrained: Pretrained) -> None:
 
 def _weight_names(folder: Path) -> list[str]:
     if (folder / WEIGHT_INDEX).is_file():
-        return sorted(_indexed(folder))
+        return sorted(_files_in_index(folder))
     if (folder / WEIGHT_FILE).is_file():
         return [WEIGHT_FILE]
     if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
@@ -102,7 +102,7 @@ def _weight_names(folder: Path) -> list[str]:
     raise ConfigError(f"model.pretrained: neither {WEIGHT_FILE} nor {WEIGHT_INDEX} in {folder}")
 
 
-def _indexed(folder: Path) -> set[str]:
+def _files_in_index(folder: Path) -> set[str]:
     """Return the files that an index names, all in its folder."""
     index = folder / WEIGHT_INDEX
     body = _read_json(index)

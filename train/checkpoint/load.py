@@ -169,7 +169,7 @@ def open_checkpoint(storage: Storage, step: int, identity: Mapping[str, Any]) ->
     """Check all files of a checkpoint in this process, and return it."""
     manifest = _read_manifest(storage, step, identity)
     if problem := find_damage(storage, step, manifest.files):
-        raise _damaged(step, problem)
+        raise _damage_error(step, problem)
     return SavedCheckpoint(storage, manifest)
 
 
@@ -194,7 +194,7 @@ def _check_together(storage: Storage, step: int, identity: Mapping[str, Any], gr
     own = manifest.files[group.rank.rank :: group.size]
     for problem in group.gather(find_damage(storage, step, own)):
         if problem:
-            raise _damaged(step, problem)
+            raise _damage_error(step, problem)
     return manifest
 
 
@@ -202,7 +202,7 @@ def _read_manifest(storage: Storage, step: int, identity: Mapping[str, Any]) -> 
     try:
         manifest = decode_manifest(storage.manifest(step))
     except (OSError, DamagedCheckpoint) as error:
-        raise _damaged(step, error) from error
+        raise _damage_error(step, error) from error
     if manifest.identity != identity:
         raise StageError(f"checkpoint step-{step:08d} belongs to other data or another batch order")
     return manifest
@@ -220,5 +220,5 @@ def find_damage(storage: Storage, step: int, files: Iterable[FileRecord]) -> str
     return ""
 
 
-def _damaged(step: int, reason: object) -> DamagedCheckpoint:
+def _damage_error(step: int, reason: object) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"checkpoint step-{step:08d} is damaged: {reason}")

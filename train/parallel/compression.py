@@ -64,7 +64,7 @@ class Compressor(abc.ABC):
     def restore(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027  only error feedback has a state
         """Take back what `state` returned; without tensors compression starts afresh."""
 
-    def _counted(self, tensor: Tensor) -> Tensor:
+    def _count_bytes(self, tensor: Tensor) -> Tensor:
         """Return the tensor, after adding its bytes to the traffic."""
         self._traffic.sent_bytes += tensor.nbytes
         return tensor
@@ -110,9 +110,9 @@ class Float16Compressor(Compressor):
         buffer = bucket.buffer()
         largest = torch.linalg.vector_norm(buffer, math.inf).float().nan_to_num(nan=math.inf)
         with self._stopwatch.waiting():
-            dist.all_reduce(self._counted(largest), dist.ReduceOp.MAX)
+            dist.all_reduce(self._count_bytes(largest), dist.ReduceOp.MAX)
         factor = self._factors[bucket.index()] = power_of_two_below(largest)
-        compressed = self._counted((buffer * (factor / self._world_size)).half())
+        compressed = self._count_bytes((buffer * (factor / self._world_size)).half())
 
         def decompress(done: Future[list[Tensor]]) -> Tensor:
             buffer.copy_(done.value()[0])
@@ -192,7 +192,7 @@ class TopKCompressor(ErrorFeedbackCompressor):
         remainder = buffer.clone()
         remainder[chosen] -= values.to(buffer.dtype)
         positions = chosen.to(torch.int32 if buffer.numel() < 1 << 31 else torch.int64)
-        message = self._counted(torch.cat([positions.view(torch.int32), values.view(torch.int32)]))
+        message = self._count_bytes(torch.cat([positions.view(torch.int32), values.view(torch.int32)]))
         received = [torch.empty_like(message) for _ in range(self._world_size)]
         with self._stopwatch.waiting():
             dist.all_gather(received, message)
@@ -259,7 +259,7 @@ class PowerSGDCompressor(ErrorFeedbackCompressor):
             return []
         flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(self._world_size)
         with self._stopwatch.waiting():
-            dist.all_reduce(self._counted(flat))
+            dist.all_reduce(self._count_bytes(flat))
         averages = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [average.view_as(tensor) for average, tensor in zip(averages, tensors, strict=True)]
 

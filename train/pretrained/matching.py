@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ _INTEGERS = {
 }
 # What peft adds to the name of a layer that it wraps.
 _PEFT_NAMES = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
-Value = TypeVar("Value")
 
 
 @dataclass
