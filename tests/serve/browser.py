@@ -36,7 +36,7 @@ class Browser:
     def __init__(self, profile: Path) -> None:
         assert PROGRAM is not None
         argv = [PROGRAM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        self.asked: list[str] = []
+        self.requested_urls: list[str] = []
         self.complaints: list[str] = []
         self.signed_in, self._password = 0, ""
         self._numbers, self._session = itertools.count(1), ""
@@ -82,14 +82,14 @@ class Browser:
             self.signed_in += 1
             self._say("Fetch.continueWithAuth", requestId=told["requestId"], authChallengeResponse=typed)
         if event.get("method") == "Network.requestWillBeSent":
-            self.asked.append(told["request"]["url"])
+            self.requested_urls.append(told["request"]["url"])
         elif event.get("method") == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(told["exceptionDetails"]))
         elif event.get("method") == "Log.entryAdded" and told["entry"]["source"] in ("security", "javascript"):
             self.complaints.append(told["entry"]["text"])
 
     def open(self, url: str, *, width: int = 1200, height: int = 1000, dark: bool = False) -> None:
-        self.asked.clear()
+        self.requested_urls.clear()
         self.complaints.clear()
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600

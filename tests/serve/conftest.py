@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from tests.serve.doubling import (
+from tests.serve.bundles import TRICKY, build, digits
+from tests.serve.bundles import seal as seal_again
+from tests.serve.doubling_model import (
     model,  # noqa: F401  # fixtures
     pool,  # noqa: F401  # fixtures
 )
-from tests.serve.sealed import TRICKY, build, digits
-from tests.serve.sealed import seal as seal_again
 
 ROOT = Path(__file__).resolve().parents[2]
 

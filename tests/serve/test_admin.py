@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
 from tests.serve.conftest import Launcher, Running
-from tests.serve.load import SECONDS, Clients, GrpcLoad, Load
+from tests.serve.load_clients import SECONDS, Clients, GrpcLoad, Load
 
 TOKEN = "a-token-of-more-than-32-characters"
 

@@ -21,13 +21,13 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.golden import difference
 from pipeline.contract.signature import NUMPY_TYPES
 from serve.runtime.session import Session
-from tests.serve.typed import build
+from tests.serve.identity_models import build
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
 
 
-JUDGE = Path(__file__).with_name("triton_judge.py")
+CLIENT_CHECKS = Path(__file__).with_name("triton_client_checks.py")
 EVERY: dict[str, tuple[str, list[int | str]]] = {
     kind.lower(): (kind, ["batch", 2]) for kind in NUMPY_TYPES if kind != "BF16"
 }
@@ -38,7 +38,7 @@ def test_tritons_clients_get_right_answers_in_every_way_they_ask(
     module_launcher: Launcher, tmp_path: Path, seal: Callable[[Path], str], specs: dict[str, Any]
 ) -> None:
     running = module_launcher(build(tmp_path / "bundle", specs, seal))
-    argv = [sys.executable, str(JUDGE), f"127.0.0.1:{running.port}", f"127.0.0.1:{running.grpc_port}"]
+    argv = [sys.executable, str(CLIENT_CHECKS), f"127.0.0.1:{running.port}", f"127.0.0.1:{running.grpc_port}"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

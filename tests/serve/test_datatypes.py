@@ -18,7 +18,7 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 from pipeline.contract.signature import NUMPY_TYPES
 from serve.grpc.messages import _CONTENTS
 from serve.protocol.tensors import to_raw
-from tests.serve.typed import build, sample
+from tests.serve.identity_models import build, sample
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
-from tests.serve.malformed import BINARY, GOOD_V1, GOOD_V2, JSON, RAW, V1, V2, image
+from tests.serve.malformed_requests import BINARY, GOOD_V1, GOOD_V2, JSON, RAW, V1, V2, image
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running

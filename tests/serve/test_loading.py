@@ -11,7 +11,7 @@ from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import BundleError
 from serve.loading import batch_sizes, load_predictor, warm_up
 from serve.runtime.predictor import Predictor
-from tests.serve.odd import mixing, slow
+from tests.serve.special_models import mixing, slow
 
 
 def test_requests_of_a_model_that_mixes_rows_run_alone_and_it_is_stated_why(

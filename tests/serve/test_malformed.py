@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.golden import difference
-from tests.serve.malformed import JSON, V1, cases, v1
+from tests.serve.malformed_requests import JSON, V1, cases, v1
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running

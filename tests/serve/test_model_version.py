@@ -20,7 +20,7 @@ from serve.loading import load_predictor
 from serve.model_version import ModelVersion
 from serve.request_context import TIMEOUT_HEADER, RequestContext
 from serve.runtime.batcher import BatchingOptions
-from tests.serve.odd import mixing, slow
+from tests.serve.special_models import mixing, slow
 
 LIMITS = Limits(max_batch_size=16, max_body_bytes=1 << 20, max_waiting=5, deadline_seconds=7)
 RUNTIME = Runtime(provider="cpu", threads=1, batch_rows=9, batch_delay_ms=3)

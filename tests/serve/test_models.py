@@ -17,8 +17,8 @@ from serve.errors import Conflict, NotFound
 from serve.loading import load_predictor
 from serve.models import ModelManager, OnnxDataPlane
 from serve.options import parse_options
-from tests.serve.doubling import Client
-from tests.serve.sealed import build, digits
+from tests.serve.bundles import build, digits
+from tests.serve.doubling_model import Client
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.serve.generate import tiny
-from tests.serve.typed import build
+from tests.serve.identity_models import build
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running

@@ -22,9 +22,9 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 
 from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.service.process import send_request
+from tests.serve.bundles import TOO_BRIGHT
 
 from .conftest import Running
-from .sealed import TOO_BRIGHT
 
 SOURCES = [*sorted((SOURCE_ROOT / "serve").rglob("*.py")), *sorted((SOURCE_ROOT / "pipeline" / "spec").rglob("*.py"))]
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

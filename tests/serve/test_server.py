@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.serve.load import SECONDS, GrpcLoad, Load
+from tests.serve.load_clients import SECONDS, GrpcLoad, Load
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running

@@ -20,7 +20,7 @@ from serve.__main__ import _load, _shadow
 from serve.loading import load_predictor
 from serve.models import ModelManager, OnnxDataPlane
 from serve.options import Options, parse_options
-from tests.serve.sealed import seal
+from tests.serve.bundles import seal
 
 Spoil = Callable[[Path], None]
 

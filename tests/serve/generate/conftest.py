@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.contract.bundle import open_bundle
 from serve.generate.model import LanguageModel
-from serve.loading import prove
+from serve.loading import load_predictor
 from tests.serve.generate import tiny
 
 
@@ -21,7 +21,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def language_model(tiny_path: Path) -> LanguageModel:
-    found = prove(open_bundle(tiny_path), None, None).language_model
+    found = load_predictor(open_bundle(tiny_path), None, None).language_model
     assert found is not None
     return found
 

@@ -17,7 +17,7 @@ import jsonschema
 import openai
 import pytest
 
-from serve.routes import PATHS, find
+from serve.routes import PATHS, find_route
 from tests.serve.generate import tiny
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def test_graph_serves_raw_tensors_over_v2(server: Running) -> None:
 
 def test_openapi_document_describes_every_route(server: Running) -> None:
     document = httpx.get(f"{server.url}/openapi.json", timeout=20).json()
-    named = {find(path, method.upper()).kind for path, item in document["paths"].items() for method in item}
+    named = {find_route(path, method.upper()).kind for path, item in document["paths"].items() for method in item}
     assert named == set(PATHS)
     fields = {"model": "tiny", "prompt": "x", "max_tokens": 3, "stop": ["q"], "seed": None}
     answer = httpx.post(f"{server.url}/openai/v1/completions", json=fields)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from pipeline.contract.errors import InvalidPayload
-from serve.errors import Busy, Expired, Gone
+from serve.errors import Busy, DeadlineExceeded, ClientDisconnected
 from serve.generate.engine import Engine, EngineLimits
 from serve.generate.model import LanguageModel
 from serve.generate.sampling import Sampling
 from serve.generate.sequence import Chunk, GenerationOptions, SequenceGroup, TextSequence
-from tests.serve.doubling import Client
+from tests.serve.doubling_model import Client
 from tests.serve.generate import tiny
 
 LIMITS = EngineLimits(sequences=4, waiting=64, cache_bytes=1 << 24, prefill_tokens=16, prefill_tokens_while_decoding=6)
@@ -183,7 +183,7 @@ def test_disconnected_client_is_removed_from_the_batch(
         other = asyncio.create_task(harness.tokens(PROMPTS[4], 30))
         await anext(chunks)
         left.append(True)
-        with pytest.raises(Gone):
+        with pytest.raises(ClientDisconnected):
             await _all(chunks)
         return await other
 
@@ -206,9 +206,9 @@ def test_deadline_holds_in_the_queue_and_during_generation(language_model: Langu
         held = harness.engine.generate(harness.sequences(PROMPTS[1], 55))
         await anext(held)
         soon = time.monotonic() + 0.01
-        with pytest.raises(Expired, match="the deadline passed before the text was complete"):
+        with pytest.raises(DeadlineExceeded, match="the deadline passed before the text was complete"):
             await harness.chunks(harness.sequences(PROMPTS[0], 5, deadline=soon))
-        with pytest.raises(Expired, match="before the first token"):
+        with pytest.raises(DeadlineExceeded, match="before the first token"):
             await harness.chunks(harness.sequences(PROMPTS[0], 5, deadline=time.monotonic()))
         await held.aclose()
 

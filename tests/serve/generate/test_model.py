@@ -17,7 +17,7 @@ from serve.generate.engine import Engine
 from serve.generate.model import LanguageModel, TextGenerator
 from serve.generate.openai_api import parse_chat
 from serve.generate.tokenizer import ModelTokenizer
-from serve.loading import prove
+from serve.loading import load_predictor
 from tests.serve.generate import tiny
 
 
@@ -27,7 +27,7 @@ def test_independent_rows_allow_batching(language_model: LanguageModel) -> None:
 
 def test_rows_that_influence_each_other_disable_batching(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bundle = open_bundle(tiny.build(tmp_path / "bundle", leak=0.3))
-    found = prove(bundle, None, None).language_model
+    found = load_predictor(bundle, None, None).language_model
     assert found is not None
     assert "differ by" in found.unbatched_reason
     assert "texts=one-by-one" in caplog.text

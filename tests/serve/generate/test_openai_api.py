@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.contract.errors import InvalidPayload
-from serve.errors import Busy, Expired, Refusal, Unauthorized, Unknown
+from serve.errors import Busy, DeadlineExceeded, RequestError, Unauthorized, NotFound
 from serve.generate.openai_api import (
     DONE,
     Choice,
@@ -100,18 +100,18 @@ def test_chat_stream_begins_with_role_and_ends_with_done() -> None:
 @pytest.mark.parametrize(
     ("refusal", "kind", "param", "code"),
     [
-        (Refusal("n: expected `int`"), "invalid_request_error", "n", "invalid"),
-        (Refusal("body: not valid JSON: line 3"), "invalid_request_error", "body", "invalid"),
-        (Refusal("this model has no chat template; ask: elsewhere"), "invalid_request_error", None, "invalid"),
+        (RequestError("n: expected `int`"), "invalid_request_error", "n", "invalid"),
+        (RequestError("body: not valid JSON: line 3"), "invalid_request_error", "body", "invalid"),
+        (RequestError("this model has no chat template; ask: elsewhere"), "invalid_request_error", None, "invalid"),
         (Unauthorized("no key: none"), "invalid_request_error", None, "invalid_api_key"),
-        (Unknown("no model 'x'; there are y"), "invalid_request_error", None, "model_not_found"),
-        (Unknown("POST /openai/v1/x: not found"), "invalid_request_error", None, "not_found"),
+        (NotFound("no model 'x'; there are y"), "invalid_request_error", None, "model_not_found"),
+        (NotFound("POST /openai/v1/x: not found"), "invalid_request_error", None, "not_found"),
         (Busy("full: try again"), "server_error", None, "busy"),
-        (Expired("late"), "server_error", None, "expired"),
+        (DeadlineExceeded("late"), "server_error", None, "expired"),
         (None, "server_error", None, "internal"),
     ],
 )
-def test_every_error_has_openais_format(refusal: Refusal | None, kind: str, param: str | None, code: str) -> None:
+def test_every_error_has_openais_format(refusal: RequestError | None, kind: str, param: str | None, code: str) -> None:
     error = error_body(refusal)["error"]
     assert (error["type"], error["param"], error["code"]) == (kind, param, code)
     assert error["message"] == ("internal error; the server's log has the details" if refusal is None else str(refusal))

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from pipeline.contract.files import write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
-from tests.serve.sealed import seal
+from tests.serve.bundles import seal
 
 HEADS, WIDTH, LAYERS, POSITIONS = 2, 8, 2, 96
 SIZE = HEADS * WIDTH

@@ -48,7 +48,7 @@ def page(browser: Browser, server: Running) -> Iterator[Browser]:
     """The page of the digits bundle. No test may load anything from elsewhere or violate the policy."""
     browser.open(f"{server.url}/")
     yield browser
-    assert [url for url in browser.asked if not url.startswith((f"{server.url}/", "data:"))] == []
+    assert [url for url in browser.requested_urls if not url.startswith((f"{server.url}/", "data:"))] == []
     assert browser.complaints == []
 
 

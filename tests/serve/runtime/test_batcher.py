@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from serve.runtime.batcher import Array, Arrays, Batcher, BatchingOptions, RunTimeEstimate
-from tests.serve.doubling import MERGING, Client, Model, ask, behind_a_gate, rows, run, together
+from tests.serve.doubling_model import MERGING, Client, Model, ask, behind_a_gate, rows, run, together
 
 
 def test_waiting_requests_run_as_one_batch(model: Model, pool: ThreadPoolExecutor) -> None:

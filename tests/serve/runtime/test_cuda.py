@@ -28,7 +28,7 @@ def test_fallback_is_logged_and_readable(
         session = Session(bundle, "auto", 1)
     assert (session.provider, session.fallback) == (CPU, NO_CUDA)
     assert NO_CUDA in caplog.text
-    assert capfd.readouterr().out == ""  # ONNX Runtime was not asked for a provider it does not have
+    assert capfd.readouterr().out == ""  # ONNX Runtime got no request for a provider it does not have
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from pipeline.contract.files import write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
-from tests.serve.sealed import seal
+from tests.serve.bundles import seal
 
 CODEC = """
 class Plain:

@@ -9,7 +9,7 @@ import pytest
 
 from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
 from serve.runtime.batcher import Batcher, BatchingOptions
-from tests.serve.doubling import MERGING, Model, ask, behind_a_gate, rows, run, together
+from tests.serve.doubling_model import MERGING, Model, ask, behind_a_gate, rows, run, together
 
 
 def test_anyone_who_is_cancelled_while_it_waits_is_not_computed(model: Model, pool: ThreadPoolExecutor) -> None:

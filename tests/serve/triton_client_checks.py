@@ -1,6 +1,6 @@
 """Asks a service that gives back what it is given all that Triton's own clients can ask; run as a program.
 
-In a process of its own: the clients' protobuf descriptors bear the names of kserve's. Prints what went wrong by check.
+In a process of its own: the clients' protobuf descriptors have the names of kserve's. Prints what went wrong by check.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Judge:
         self.refused(lambda: infer("tiny", inputs, model_version="9"), "no version '9'")
         self.refused(lambda: infer("tiny", inputs[1:]), "is missing")
         self.refused(lambda: infer("tiny", inputs, sequence_id=5), "the service keeps no state")
-        self.refused(lambda: self.client.load_model("tiny"), "never by its clients")
-        self.refused(lambda: self.client.unload_model("tiny"), "never by its clients")
+        self.refused(lambda: self.client.load_model("tiny"), "never by clients")
+        self.refused(lambda: self.client.unload_model("tiny"), "never by clients")
         wish = self.module.InferRequestedOutput(f"{next(iter(self.arrays))}_out", class_count=2)
         self.refused(lambda: infer("tiny", inputs, outputs=[wish]), "'classification' is not supported")
 

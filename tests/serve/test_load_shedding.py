@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from pipeline.contract.signature import Limits, Runtime
-from tests.serve.odd import slow
+from tests.serve.special_models import slow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 
 from serve.protocol.tensors import to_raw
 from tests.serve.conftest import Launcher, Running
-from tests.serve.odd import worded
+from tests.serve.special_models import worded
 
 TEXTS = ["a", "", "wörter", "nine long"]
 ANSWERS = ['{"next":2.0}', '{"next":1.0}', '{"next":7.0}', "long"]

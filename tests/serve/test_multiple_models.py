@@ -14,7 +14,7 @@ import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
-from tests.serve.typed import build, build_constant
+from tests.serve.identity_models import build, build_constant
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
