@@ -1,4 +1,4 @@
-"""Read, override and check `pipe.yaml`; an unknown setting or a wrong type is an error that says how to fix it."""
+"""Read, override and check `pipe.yaml`; an unknown setting or a wrong type is an error with a fix."""
 
 from __future__ import annotations
 

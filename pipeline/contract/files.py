@@ -38,7 +38,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> ResourceError:
-    """Return an error that says why a file cannot be written: a file in place of a folder, permissions, a full disk."""
+    """Return an error with the reason: a file in place of a folder, permissions, a full disk."""
     place = f"{error.filename}: " if error.filename not in (None, str(path)) else ""
     reason = os.strerror(error.errno or 0).lower()
     return ResourceError(f"cannot write {path}: {place}{reason}; to fix it: correct that, then `pipe run --resume`")

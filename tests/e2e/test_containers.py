@@ -35,7 +35,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def containers() -> Iterator[Containers]:
-    """With a base image. In a short path of its own: the tools make sockets below it."""
+    """Container tools with a base image, in a short path: the tools create sockets below it."""
     folder = Path(tempfile.mkdtemp(prefix="pipe-"))
     made = Containers.make(folder)
     try:
@@ -61,9 +61,9 @@ def project(finished: ProjectFolder, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def packed(project: ProjectFolder, containers: Containers, address: str) -> dict[str, Any]:
-    """What `pipe package` says after it built, pushed and made a modelcar."""
+    """The record of `pipe package` after it built and pushed an image and a modelcar."""
     containers.call("buildah", "push", "--tls-verify=false", BASE, f"docker://{address}/base:1")
-    words = [f"package.base={address}/base:1", "package.builder=buildah", "package.build=require"]
+    words = [f"package.base_image={address}/base:1", "package.builder=buildah"]
     options = ("--push", "--modelcar", "-o", "json")
     named = f"package.image={address}/team/sides"
     done = project.pipe("package", *words, named, *options, env=containers.env, seconds=1200)
@@ -82,14 +82,14 @@ def test_the_service_is_small_and_without_torch(containers: Containers, packed: 
     with containers.mounted(packed["reference"]) as root, containers.mounted(BASE) as base:
         size = megabytes(root) - megabytes(base)
         packages = next(root.glob("venv/lib/python3*/site-packages"))
-        assert (packages / "kserve").is_dir(), "looked at in the right place"
+        assert (packages / "kserve").is_dir(), "the right folder"
         assert not list(packages.glob("torch*"))
         assert not list(packages.glob("nvidia*"))
     print(f"{size:.0f} MB beyond the base")
     assert size <= LIMIT_MEGABYTES
 
 
-def test_it_serves_as_a_restricted_pod_does_and_drains_without_losing_a_request(
+def test_image_serves_in_a_restricted_pod_and_drains_all_requests(
     containers: Containers, packed: dict[str, Any], run: Run
 ) -> None:
     port = free_pair()
@@ -98,14 +98,14 @@ def test_it_serves_as_a_restricted_pod_does_and_drains_without_losing_a_request(
         wait_for(lambda: process.poll() is not None or ready(port), 60)
         assert process.poll() is None, process.stdout.read() if process.stdout else ""
         assert check_golden("127.0.0.1", port, run.bundle()) > 0
-        with Crowd(port) as crowd:
-            wait_for(lambda: len(crowd.answers) > 50)
+        with Clients(port) as clients:
+            wait_for(lambda: len(clients.answers) > 50)
             containers.call("podman", "kill", "--signal", "TERM", "service")
             assert process.wait(timeout=40) == 0
-        assert set(crowd.answers) <= {200, 503}
-        assert crowd.lost == []
-        said = process.stdout.read() if process.stdout else ""
-    filters = [json.loads(line)["level"] for line in said.splitlines() if "socket filter" in line]
+        assert set(clients.answers) <= {200, 503}
+        assert clients.lost == []
+        stderr = process.stdout.read() if process.stdout else ""
+    filters = [json.loads(line)["level"] for line in stderr.splitlines() if "socket filter" in line]
     assert set(filters) <= {"info"}, "what a restricted pod may not do is no news"
 
 
@@ -114,7 +114,7 @@ def test_it_runs_as_no_one_and_can_write_nowhere_but_in_tmp(containers: Containe
     assert containers.run("--entrypoint", "python", packed["reference"], "-c", program) == "10001 []"
 
 
-def test_the_image_states_which_bundle_it_holds_and_what_it_is_built_on(
+def test_image_is_annotated_with_its_bundle_and_base(
     containers: Containers, packed: dict[str, Any], run: Run, address: str
 ) -> None:
     reference = parse_reference(packed["reference"])
@@ -164,7 +164,7 @@ def test_every_step_runs_in_the_training_image(containers: Containers, project: 
         pytest.skip("no wheel of torch for CPU in a folder of PIP_FIND_LINKS")
     (project.folder / "wheels").mkdir()
     (project.folder / "wheels" / wheel.name).symlink_to(wheel)
-    words = ("package.wheels=wheels", f"package.base={BASE}", "package.builder=buildah", "package.build=require")
+    words = (f"package.base_image={BASE}", "package.builder=buildah")
     done = project.pipe("package", "--train", *words, "-o", "json", env=containers.env, seconds=1200)
     image = json.loads(done.stdout)["image"]
     fresh = project.folder / "runs" / "in-pods"
@@ -196,8 +196,8 @@ def ready(port: int) -> bool:
         return False
 
 
-class Crowd:
-    """Asks one thing after the other until nobody listens any more; a request that was taken must be answered."""
+class Clients:
+    """Send one request after the other until the port is closed; each accepted request must be answered."""
 
     def __init__(self, port: int) -> None:
         self._port, self._thread = port, threading.Thread(target=self._ask)
@@ -215,7 +215,7 @@ class Crowd:
             except OSError as error:
                 self.lost.append(error)
 
-    def __enter__(self) -> Crowd:
+    def __enter__(self) -> Clients:
         self._thread.start()
         return self
 

@@ -8,7 +8,7 @@ from pipeline.contract.run import Run
 from .project_folder import ProjectFolder
 
 
-def test_a_modelcar_is_made_of_a_bundle_that_is_there_and_nothing_else_runs(copied: ProjectFolder) -> None:
+def test_modelcar_is_made_from_an_existing_bundle_only(copied: ProjectFolder) -> None:
     before = copied.latest
     record = json.loads(copied.pipe("package", "--modelcar", "-o", "json").stdout)
     run = Run(copied.runs / record["run"])
@@ -37,4 +37,4 @@ def test_of_the_training_image_the_context_is_made_where_nothing_is_built(copied
     assert sorted(path.name for path in (folder / "context" / "project").iterdir()) == [
         "codec.py", "pipe.yaml", "points.py", "task.py",
     ]  # fmt: skip
-    assert record["reason"] == "package.build is never"
+    assert record["reason"] == "package.builder is none"

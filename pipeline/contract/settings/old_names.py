@@ -1,6 +1,6 @@
 """Name what replaced each setting that `pipe.yaml` no longer has, and upgrade the configurations of older runs.
 
-A user who writes an old name gets an error that says what to write now. Only recorded configurations are upgraded.
+A user who writes an old name gets an error that names the new one. Only recorded configurations are upgraded.
 """
 
 from __future__ import annotations

@@ -48,15 +48,15 @@ def test_replaced_command_names_the_new_one(old: str, new: str, pipe: Pipe) -> N
 
 def test_a_word_that_is_no_command_is_a_usage_error(pipe: Pipe) -> None:
     assert pipe("rum", expect=2).stderr == "error: No such command 'rum'. Did you mean 'run'; see `pipe --help`\n"
-    said = pipe("gc", "--keep", "0", expect=2).stderr
-    assert said.startswith("error: Invalid value for '--keep'") and said.count("\n") == 1
+    stderr = pipe("gc", "--keep", "0", expect=2).stderr
+    assert stderr.startswith("error: Invalid value for '--keep'") and stderr.count("\n") == 1
 
 
 def test_the_command_alone_shows_its_help(pipe: Pipe) -> None:
     assert pipe(expect=2).stderr.startswith("Usage: pipe")
 
 
-def test_commands_that_look_leave_nothing_behind(pipe: Pipe, starter: Path) -> None:
+def test_read_only_commands_create_nothing(pipe: Pipe, starter: Path) -> None:
     before = sorted(starter.iterdir())
     for command in ("status", "stop", "gc", "plan"):
         pipe(command)
@@ -70,7 +70,7 @@ def test_commands_that_look_leave_nothing_behind(pipe: Pipe, starter: Path) -> N
         (["run", "--resume", "2026"], ["run", "--resume", "2026"]),
         (["run", "--resume", "runs/20260101-000000-aaaa"], ["run", "--resume", "runs/20260101-000000-aaaa"]),
         (["run", "--resume", "train"], ["run", "--resume", "latest", "train"]),
-        (["run", "--resume", "package.base=a/b"], ["run", "--resume", "latest", "package.base=a/b"]),
+        (["run", "--resume", "package.base_image=a/b"], ["run", "--resume", "latest", "package.base_image=a/b"]),
         (["run", "--resume", "-o", "json"], ["run", "--resume", "latest", "-o", "json"]),
         (["run", "train", "--render"], ["run", "train", "--render", "default"]),
         (["run", "--render", "folder"], ["run", "--render", "folder"]),
@@ -81,11 +81,11 @@ def test_commands_that_look_leave_nothing_behind(pipe: Pipe, starter: Path) -> N
         (["serve", "--", "-C", "x"], ["serve", "--", "-C", "x"]),
     ],
 )
-def test_an_option_that_stands_alone_gets_its_default(typed: list[str], meant: list[str]) -> None:
+def test_option_without_value_gets_its_default(typed: list[str], meant: list[str]) -> None:
     assert complete_arguments(typed) == meant
 
 
-def test_another_folder_can_be_worked_in(pipe: Pipe, starter: Path, tmp_path: Path) -> None:
+def test_project_option_selects_the_folder(pipe: Pipe, starter: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     assert pipe("-C", str(starter), "plan", here=tmp_path / "elsewhere").stdout == pipe("plan").stdout
     assert list((tmp_path / "elsewhere").iterdir()) == []
@@ -98,5 +98,5 @@ def test_project_folder_that_does_not_exist_is_an_error(pipe: Pipe, tmp_path: Pa
 
 def test_a_file_in_the_place_of_the_runs_is_named(pipe: Pipe, starter: Path) -> None:
     (starter / "runs").touch()
-    said = pipe("run", expect=2).stderr
-    assert said == f"error: {starter / 'runs'}: is a file, but must be the folder of runs; move it away\n"
+    stderr = pipe("run", expect=2).stderr
+    assert stderr == f"error: {starter / 'runs'}: is a file, but must be the folder of runs; move it away\n"
