@@ -7,19 +7,19 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pipeline.chaos.attack import Due, DueKill, kills_of, never
+from pipeline.chaos.attack import DueKill, NextKill, kill_events, no_kill
 from train.chaos_hooks import ChaosEvent, Kill
 
 Victim = Literal["worker", "launcher", "pipe"]
 
 
-def failures(every_seconds: float, victim: Victim, processes: int, seed: int) -> Due:
+def failures(every_seconds: float, victim: Victim, processes: int, seed: int) -> NextKill:
     """From the first step on; of workers each in turn. Without a time between them there are none."""
     if not every_seconds:
-        return never
+        return no_kill
 
     def due(events: Sequence[ChaosEvent], _began: float) -> DueKill:
-        made = kills_of(events)
+        made = kill_events(events)
         since = made[-1].time if made else 0.0
         back = next((event.time for event in events if event.event == "step" and event.born > since), None)
         if back is None:  # the next failure waits for a training that it can hit

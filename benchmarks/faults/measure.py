@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.failures import Victim, failures
-from pipeline.chaos.attack import kills_of
+from pipeline.chaos.attack import kill_events
 from pipeline.chaos.campaign import Campaign
-from pipeline.chaos.verdict import journal, recoveries
+from pipeline.chaos.verdict import recoveries, training_log
 from pipeline.contract.run import Run
 from pipeline.history import Project
 from train.chaos_hooks import ChaosEvent
@@ -56,13 +56,13 @@ def measure(course: Course, every: Sequence[float], folder: Path) -> dict[str, A
     prepared = campaign.prepare(config)
     step_seconds, rows = 0.0, []
     for seconds in (0.0, *every):
-        run = campaign.another(prepared, config)
+        run = campaign.new_run(prepared, config)
         due = failures(seconds, course.victim, course.processes, course.seed)
         attack = campaign.attack(run, [], due, lambda _: None)
         attack.train()
         ended = time.time()
         step_seconds = step_seconds or median_step(run)
-        rows.append(row_of(seconds, run, attack.record.events(), ended, step_seconds, attack.by_hand))
+        rows.append(row_of(seconds, run, attack.log.events(), ended, step_seconds, attack.by_hand))
         print(line(rows[-1]), file=sys.stderr, flush=True)
     return {"course": asdict(course), "step_ms": 1e3 * step_seconds, "rows": [asdict(row) for row in rows]}
 
@@ -84,13 +84,13 @@ def row_of(
     first = next(event.time for event in events if event.event == "step")
     steps = json.loads((run.output("train") / "summary.json").read_text())["steps"]
     back = [seconds for _, seconds in recoveries(events, None) if seconds is not None]
-    blocked = [1e3 * line["checkpoint_seconds"] for line in journal(run) if "checkpoint_seconds" in line]
+    blocked = [1e3 * line["checkpoint_seconds"] for line in training_log(run) if "checkpoint_seconds" in line]
     return Row(
         every_seconds=every,
         goodput=step_seconds * steps / (ended - first),
         steps=steps,
         seconds=ended - first,
-        kills=len(kills_of(events)),
+        kills=len(kill_events(events)),
         by_hand=by_hand,
         recovery_p50=percentile(back, 0.5),
         recovery_p99=percentile(back, 0.99),
@@ -101,7 +101,7 @@ def row_of(
 
 def median_step(run: Run) -> float:
     """Of windows of a few steps; those with a checkpoint in them are the fewer."""
-    found: float = statistics.median(line["step_seconds"] for line in journal(run) if "step_seconds" in line)
+    found: float = statistics.median(line["step_seconds"] for line in training_log(run) if "step_seconds" in line)
     return found
 
 

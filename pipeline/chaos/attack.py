@@ -1,4 +1,4 @@
-"""One training under attack: `pipe run --resume` as often as it takes, and the kills that come from outside."""
+"""One training with kills: repeat `pipe run --resume` until it is done, and kill processes from outside."""
 
 from __future__ import annotations
 
@@ -13,143 +13,143 @@ from typing import TypeAlias
 
 import psutil
 
-from pipeline.contract.attempts import CHAOS_VARIABLE, ChaosEvent, Kill, Record
 from pipeline.contract.errors import StageError
 from pipeline.contract.run import Run
-from pipeline.processes import leashed
+from pipeline.processes import child_process
+from train.chaos_hooks import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Kill
 
 _POLL_SECONDS = 0.01
-_TOLD_LINES = 3
+_LOG_LINES = 3
 
-DueKill: TypeAlias = tuple[float, Kill] | None  # when to kill whom
-Due: TypeAlias = Callable[
-    [Sequence[ChaosEvent], float], DueKill
-]  # from what happened, and when the command was started
+DueKill: TypeAlias = tuple[float, Kill] | None  # time and kill
+NextKill: TypeAlias = Callable[[Sequence[ChaosEvent], float], DueKill]  # of the events and the start of the command
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Of a training that nobody disturbed; kills at random moments are drawn from it."""
+class ReferenceTiming:
+    """Durations of a training without kills; the times of random kills are derived from them."""
 
     start_seconds: float  # from the command to the first step
-    room_seconds: float  # that training takes for the steps between a moment's beginning and its end
+    hold_seconds: float  # duration of the steps in which a random kill can happen
 
 
 @dataclass
 class Attack:
-    """The processes of one run; `told` hears of every kill."""
+    """The processes of one run; `on_events` is called after every event."""
 
     folder: Path  # of the project
     run: Run
-    record: Record
-    due: Due
-    patience_seconds: float
-    told: Callable[[Sequence[ChaosEvent]], None]
-    by_hand: int = 0  # resumes that training should not have needed
+    log: ChaosLog
+    next_kill: NextKill
+    hang_seconds: float
+    on_events: Callable[[Sequence[ChaosEvent]], None]
+    by_hand: int = 0  # resumes that should not have been necessary
     _events: list[ChaosEvent] = field(default_factory=list)
-    _read: int = 0  # bytes of the record
+    _read: int = 0  # bytes of the log
 
     def train(self) -> None:
-        """To its end, through all kills; raises when it cannot be brought there."""
+        """Train to the end through all kills; raise if that is impossible."""
         while True:
-            made = len(kills_of(self._events))
-            status, excused = self._live()
+            before = len(kill_events(self._events))
+            status, excused = self._run_command()
             if status == 0:
                 return
-            if len(kills_of(self._events)) == made:
-                raise StageError(f"training ended, though nobody killed it: {self._last_words()}")
+            if len(kill_events(self._events)) == before:
+                raise StageError(f"training ended without a kill: {self._last_lines()}")
             self.by_hand += not excused
 
-    def _live(self) -> tuple[int, bool]:
-        """One command; its exit status, and whether a kill of ours explains that."""
+    def _run_command(self) -> tuple[int, bool]:
+        """Run one command; return its exit status and whether one of our kills explains it."""
         argv = ("python", "-m", "pipeline", "-C", str(self.folder), "run", "--resume", str(self.run.path))
-        env = {"PYTHONSAFEPATH": "1", CHAOS_VARIABLE: str(self.record.folder)}
-        began, excused = time.time(), False
-        with self._output.open("ab") as output, leashed(argv, self.folder, env, output) as process:
-            pipe = psutil.Process(process.pid)
+        env = {"PYTHONSAFEPATH": "1", CHAOS_VARIABLE: str(self.log.folder)}
+        started, excused = time.time(), False
+        with self._output.open("ab") as output, child_process(argv, self.folder, env, output) as process:
+            command_process = psutil.Process(process.pid)
             while process.poll() is None:
-                self._look()
-                excused |= self._kill(pipe, began)
-                self._check_alive(began)
+                self._read_events()
+                excused |= self._kill(command_process, started)
+                self._check_alive(started)
                 time.sleep(_POLL_SECONDS)
-        self._look()
+        self._read_events()
         return process.returncode, excused
 
-    def _look(self) -> None:
-        if (size := self.record.size()) > self._read:  # a hundred looks a second must not slow training down
-            self._read, self._events = size, self.record.events()
-            self.told(self._events)
+    def _read_events(self) -> None:
+        if (size := self.log.size()) > self._read:  # parsing a hundred times per second would slow down training
+            self._read, self._events = size, self.log.events()
+            self.on_events(self._events)
 
-    def _kill(self, pipe: psutil.Process, began: float) -> bool:
-        """Make the kill that is due from outside; whether the command has to end with it."""
-        at, kill = self.due(self._events, began) or (math.inf, None)
+    def _kill(self, command_process: psutil.Process, started: float) -> bool:
+        """Make the next kill from outside if it is due; return whether it ends the command."""
+        at, kill = self.next_kill(self._events, started) or (math.inf, None)
         if kill is None or time.time() < at:
             return False
-        with contextlib.suppress(psutil.NoSuchProcess):  # it is ending already: the next life will have it
-            ours, below = [pipe, *pipe.children()], pipe.children(recursive=True)
-            victim, moment = choose(kill, self._events, pipe, below), time.time()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself; retried after the restart
+            own, descendants = [command_process, *command_process.children()], command_process.children(recursive=True)
+            victim, moment = choose_victim(kill, self._events, command_process, descendants), time.time()
             if victim is not None:
                 victim.send_signal(signal.SIGKILL)
-                number = len(kills_of(self._events))
-                self.record.claim(number)
-                self.record.tell(ChaosEvent(event="kill", time=moment, number=number, pid=victim.pid))
-                self._look()
-                return victim in ours
+                number = len(kill_events(self._events))
+                self.log.claim(number)
+                self.log.append(ChaosEvent(event="kill", time=moment, number=number, pid=victim.pid))
+                self._read_events()
+                return victim in own
         return False
 
-    def _check_alive(self, began: float) -> None:
-        last = max([began, self._wrote(), *(event.time for event in self._events)])
-        if time.time() - last > self.patience_seconds:
-            raise StageError(f"training stands still for {self.patience_seconds:.0f} s: {self._last_words()}")
+    def _check_alive(self, started: float) -> None:
+        last = max([started, self._last_write(), *(event.time for event in self._events)])
+        if time.time() - last > self.hang_seconds:
+            raise StageError(f"training has hung for {self.hang_seconds:.0f} s: {self._last_lines()}")
 
-    def _wrote(self) -> float:
-        """When the journal had its last line."""
+    def _last_write(self) -> float:
+        """Return when the training log was last written."""
         try:
             return (self.run.partial("train") / "metrics.jsonl").stat().st_mtime
         except FileNotFoundError:
             return 0.0
 
-    def _last_words(self) -> str:
+    def _last_lines(self) -> str:
         lines = [line for line in self._output.read_text(errors="replace").splitlines() if line.strip()]
-        return " / ".join(lines[-_TOLD_LINES:]) or "it said nothing"
+        return " / ".join(lines[-_LOG_LINES:]) or "no output"
 
     @property
     def _output(self) -> Path:
-        return self.record.folder / "pipe.log"
+        return self.log.folder / "pipe.log"
 
 
-def kills_of(events: Sequence[ChaosEvent]) -> list[ChaosEvent]:
+def kill_events(events: Sequence[ChaosEvent]) -> list[ChaosEvent]:
     return [event for event in events if event.event == "kill"]
 
 
-def never(_events: Sequence[ChaosEvent], _began: float) -> DueKill:
-    """Nobody is killed from outside."""
+def no_kill(_events: Sequence[ChaosEvent], _started: float) -> DueKill:
+    """Kill no process from outside."""
     return None
 
 
-def as_scheduled(kills: Sequence[Kill], timing: Timing, events: Sequence[ChaosEvent], began: float) -> DueKill:
-    """The next kill, when it comes from outside and its time is known."""
-    made = kills_of(events)
-    if len(made) >= len(kills):
+def next_scheduled_kill(
+    kills: Sequence[Kill], timing: ReferenceTiming, events: Sequence[ChaosEvent], started: float
+) -> DueKill:
+    """Return the next kill if it comes from outside and its time is known."""
+    done = kill_events(events)
+    if len(done) >= len(kills):
         return None
-    kill = kills[len(made)]
+    kill = kills[len(done)]
     if kill.place == "start":
-        return max([began, *(event.time for event in made)]) + kill.share * timing.start_seconds, kill
-    ready = [event for event in events if event.event == "ready" and event.number == len(made)]
+        return max([started, *(event.time for event in done)]) + kill.share * timing.start_seconds, kill
+    ready = [event for event in events if event.event == "ready" and event.number == len(done)]
     if kill.place == "moment" and ready:
-        return ready[0].time + kill.share * timing.room_seconds, kill
+        return ready[0].time + kill.share * timing.hold_seconds, kill
     return None
 
 
-def choose(
-    kill: Kill, events: Sequence[ChaosEvent], pipe: psutil.Process, below: Sequence[psutil.Process]
+def choose_victim(
+    kill: Kill, events: Sequence[ChaosEvent], command_process: psutil.Process, descendants: Sequence[psutil.Process]
 ) -> psutil.Process | None:
-    """Never a process that is not below ours."""
+    """Return the process to kill, always a descendant of the command."""
     if kill.who == "pipe":
-        return pipe
+        return command_process
     if kill.place == "start":
-        return max(below, key=lambda process: process.create_time(), default=None)
+        return max(descendants, key=lambda process: process.create_time(), default=None)
     rank = kill.rank if kill.who == "worker" else 0
-    born = [event for event in events if event.event == "born" and event.rank == rank]
-    wanted = (born[-1].pid if kill.who == "worker" else born[-1].parent) if born else 0
-    return next((process for process in below if process.pid == wanted), None)
+    starts = [event for event in events if event.event == "born" and event.rank == rank]
+    pid = (starts[-1].pid if kill.who == "worker" else starts[-1].parent) if starts else 0
+    return next((process for process in descendants if process.pid == pid), None)

@@ -1,10 +1,7 @@
-"""The whole of `pipe chaos`: the user's training once undisturbed, then under attack, and both beside each other.
+"""`pipe chaos`: train once without kills, then with kills, and compare the two trainings.
 
-The user's own training made small: what `pipe chaos` overrides, as a pure function of configuration and data.
-
-Which kills `pipe chaos` makes: a pure function of how many, the seed, the steps and the processes.
-
-What is said of every kill while training is under attack.
+The user's training is reduced to few steps. The schedule of kills depends only on their number, the seed, the number of
+steps and of processes.
 """
 
 from __future__ import annotations
@@ -23,43 +20,43 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.chaos.attack import Attack, Due, Timing, as_scheduled, kills_of, never
-from pipeline.chaos.verdict import Made, Training, journal, judge, made
-from pipeline.contract.attempts import ChaosEvent, Kill, Place, Record
+from pipeline.chaos.attack import Attack, NextKill, ReferenceTiming, kill_events, next_scheduled_kill, no_kill
+from pipeline.chaos.verdict import KillResult, Training, compare_training, kill_results, training_log
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError, PipelineError, StageError
 from pipeline.contract.run import Run
 from pipeline.history import Project, create_run, link_outputs, write_record
+from train.chaos_hooks import ChaosEvent, ChaosLog, Kill, KillPoint
 
-_EPOCHS = 2  # the fewest that have an end in their midst
-_BATCH_SIZE = 64  # in place of `auto`, which may find another one each time
-_NEVER_TIRED = 1000  # restarts in a row: kills at one place come often without a new checkpoint
+_EPOCHS = 2  # so that one ends during the training
+_BATCH_SIZE = 64  # instead of `auto`, which may choose another size each time
+_MAX_RESTARTS = 1000  # many kills happen without a new checkpoint in between
 
 
-def small(config: Config, samples: int, kills: int, words: list[str]) -> Config:
-    """A checkpoint at every step, and as many steps as there are kills at a step's end; `words` come last."""
+def reduced_config(config: Config, samples: int, kills: int, overrides: list[str]) -> Config:
+    """Return a short training with a checkpoint at every step; `overrides` of the user are applied last."""
     train = config.train
     batch_size = _BATCH_SIZE if train.batch_size == "auto" else train.batch_size
-    per_epoch = max(FEWEST_STEPS, step_ends(kills)) // _EPOCHS
+    per_epoch = max(MIN_STEPS, count_step_kills(kills)) // _EPOCHS
     wanted = per_epoch * batch_size - (batch_size > 1)  # so that batches differ in size
     epochs = _EPOCHS if wanted <= samples else -(-_EPOCHS * per_epoch * batch_size // samples)
     found = override_config(
         config,
         [
             f"train.batch_size={batch_size}",
-            f"train.samples={wanted if wanted < samples else 0}",
+            f"train.max_samples={wanted if wanted < samples else 0}",
             f"train.epochs={max(_EPOCHS, epochs)}",
-            f"train.restarts={_NEVER_TIRED}",
+            f"train.restarts={_MAX_RESTARTS}",
             "train.checkpoint_every=1",
             "train.checkpoints=",
             "train.log_every=1",
             "train.nodes=1",
             "train.rendezvous=",
-            "train.patience=0",
+            "train.early_stopping_patience=0",
             "train.trace=false",
             "train.balance=equal",
             "train.deterministic=true",
-            *words,
+            *overrides,
         ],
     )
     _check_comparable(found)
@@ -67,33 +64,41 @@ def small(config: Config, samples: int, kills: int, words: list[str]) -> Config:
 
 
 def _check_comparable(config: Config) -> None:
-    """Two trainings that nobody disturbs have to end with the same bits."""
+    """Check that two trainings without kills end with the same bits."""
     train = config.train
-    if train.sync == "parameter_server":
+    if train.strategy == "parameter_server":
         raise ConfigError(
-            "pipe chaos compares weights to the bit, and with train.sync=parameter_server they depend on who is "
-            "faster; add train.sync=allreduce"
+            "pipe chaos compares weights to the bit, and with train.strategy=parameter_server they depend on the "
+            "speed of the processes; to fix it: add train.strategy=ddp"
         )
     if train.balance == "auto" or not train.deterministic:
         raise ConfigError(
-            "pipe chaos compares weights to the bit: leave train.balance=equal and train.deterministic=true"
+            "pipe chaos compares weights to the bit; to fix it: use train.balance=equal and train.deterministic=true"
         )
 
 
-FEWEST_STEPS = 8  # of a training, so that a kill in its midst has a before and an after
-ROOM_STEPS = 3  # that training may go on while a kill from outside is on its way
+MIN_STEPS = 8  # of a training, so that there are steps before and after a kill
+HOLD_STEPS = 3  # during which a kill from outside can happen
 
-# What is dealt, again and again, until there are as many kills as were asked for.
-DEALT = (
+# Repeated until there are as many kills as requested.
+KILL_KINDS = (
     "step", "write", "rename", "renamed", "ledger", "pipe", "other worker", "launcher", "step", "first worker",
     "start", "step", "write", "step", "step", "renamed", "step", "rename", "step", "step",
 )  # fmt: skip
-_PLACES: tuple[Place, ...] = ("start", "moment", "step", "ledger", "write", "rename", "renamed")  # as a step meets them
+_PLACES: tuple[KillPoint, ...] = (
+    "start",
+    "moment",
+    "step",
+    "ledger",
+    "write",
+    "rename",
+    "renamed",
+)  # in the order of a step
 
 
 def schedule(kills: int, seed: int, steps: int, processes: int) -> tuple[Kill, ...]:
-    """In the order they are made. Where there are as many kills at step ends as steps, every step's end has one."""
-    dealt = [DEALT[i % len(DEALT)] for i in range(kills)]
+    """Return the kills in order. With enough kills at step ends, every step has one."""
+    dealt = [KILL_KINDS[i % len(KILL_KINDS)] for i in range(kills)]
     count, drawn = Counter(dealt), Counter[str]()
     random_numbers = random.Random(f"{kills} {seed} {steps} {processes}")
     found = []
@@ -112,134 +117,139 @@ def _kill(kind: str, turn: int, of: int, steps: int, processes: int, draw: rando
     if kind in ("ledger", "write", "rename", "renamed"):
         place: Any = kind
         return Kill(place=place, step=draw.randint(1, steps), rank=draw.randrange(processes))
-    step = draw.randint(1, max(1, steps - ROOM_STEPS))
-    kill = Kill(place="moment", step=step, hold=step + ROOM_STEPS, share=draw.random())
+    step = draw.randint(1, max(1, steps - HOLD_STEPS))
+    kill = Kill(place="moment", step=step, hold=step + HOLD_STEPS, share=draw.random())
     if kind in ("launcher", "pipe"):
         return kill.model_copy(update={"who": kind})
     rank = draw.randrange(1, processes) if kind == "other worker" and processes > 1 else 0
     return kill.model_copy(update={"rank": rank})
 
 
-def step_ends(kills: int) -> int:
-    """How many of so many kills stand at the end of a step."""
-    return sum(DEALT[i % len(DEALT)] == "step" for i in range(kills))
+def count_step_kills(kills: int) -> int:
+    """Return how many of the kills are at the end of a step."""
+    return sum(KILL_KINDS[i % len(KILL_KINDS)] == "step" for i in range(kills))
 
 
-Say = Callable[[str], None]
+Print = Callable[[str], None]
 
 
-class Teller:
-    """A line for each kill, when it is known how long training took to come back."""
+class KillReporter:
+    """Prints a line for each kill once it is known how long the recovery took."""
 
-    def __init__(self, kills: Sequence[Kill], before: int, total: int, say: Say) -> None:
-        self._kills, self._before, self._total, self._say = kills, before, total, say
-        self._told = 0
+    def __init__(self, kills: Sequence[Kill], before: int, total: int, report: Print) -> None:
+        self._kills, self._before, self._total, self._report = kills, before, total, report
+        self._reported = 0
 
     def __call__(self, events: Sequence[ChaosEvent]) -> None:
-        found = list(made(self._kills, events, None))
-        count = len(kills_of(events))
-        while self._told < count and (found[self._told].seconds is not None or self._told + 1 < count):
-            self._say(line(found[self._told], self._before + self._told + 1, self._total))
-            self._told += 1
+        found = list(kill_results(self._kills, events, None))
+        count = len(kill_events(events))
+        while self._reported < count and (found[self._reported].seconds is not None or self._reported + 1 < count):
+            self._report(describe_kill(found[self._reported], self._before + self._reported + 1, self._total))
+            self._reported += 1
 
 
-def line(one: Made, number: int, total: int) -> str:
-    back = "the next kill came first" if one.seconds is None else f"next step after {one.seconds:.1f} s"
-    return f"kill {number} of {total}: {one.place}, from step {one.step} on: {back}"
+def describe_kill(kill: KillResult, number: int, total: int) -> str:
+    back = "the next kill came first" if kill.seconds is None else f"next step after {kill.seconds:.1f} s"
+    return f"kill {number} of {total}: {kill.place}, from step {kill.step} on: {back}"
 
 
-_PATIENCE_SECONDS = 120.0  # beyond train.timeout_seconds, in which a hanging process is found by itself
+_EXTRA_HANG_SECONDS = 120.0  # beyond train.timeout_seconds, after which training detects a hang itself
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The training that nobody disturbed."""
+    """The training without kills."""
 
     run: Run
     steps: int
     processes: int
-    timing: Timing
+    timing: ReferenceTiming
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """`typed` is the folder that `pipe` is told to work in."""
+    """One `pipe chaos`; `project_folder` is the folder given on the command line."""
 
     project: Project
-    typed: Path
+    project_folder: Path
     folder: Path
-    say: Say
+    report: Print
 
     @classmethod
-    def begin(cls, project: Project, typed: Path, say: Say) -> Campaign:
+    def begin(cls, project: Project, project_folder: Path, report: Print) -> Campaign:
         folder = project.runs / "chaos" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
         folder.mkdir(parents=True)
-        return cls(project, typed.resolve(), folder, say)
+        return cls(project, project_folder.resolve(), folder, report)
 
     @contextlib.contextmanager
-    def kept_when_broken(self) -> Iterator[None]:
+    def keep_on_failure(self) -> Iterator[None]:
         try:
             yield
         except PipelineError:
-            self.say(f"everything is kept in {self.folder}")
+            self.report(f"all files are kept in {self.folder}")
             raise
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         shutil.rmtree(self.folder)
 
     def prepare(self, config: Config) -> Run:
-        """A run whose `prepare` all others share."""
+        """Run prepare once for all trainings."""
         run = create_run(self.folder, config, ("prepare",), parent="")
-        self.attack(run, [], never, lambda _: None).train()
+        self.attack(run, [], no_kill, lambda _: None).train()
         return run
 
-    def small(self, prepared: Run, kills: int, words: Sequence[str]) -> Config:
+    def reduced_config(self, prepared: Run, kills: int, overrides: Sequence[str]) -> Config:
         data = json.loads((prepared.output("prepare") / "data.json").read_text())
-        return small(prepared.config, data["splits"]["train"]["samples"], kills, list(words))
+        return reduced_config(prepared.config, data["splits"]["train"]["samples"], kills, list(overrides))
 
-    def undisturbed(self, prepared: Run, config: Config) -> Reference:
-        run = self.another(prepared, config)
-        attack, began = self.attack(run, [], never, lambda _: None), time.time()
+    def train_reference(self, prepared: Run, config: Config) -> Reference:
+        run = self.new_run(prepared, config)
+        attack, began = self.attack(run, [], no_kill, lambda _: None), time.time()
         attack.train()
         summary = json.loads((run.output("train") / "summary.json").read_text())
-        first = next(event for event in attack.record.events() if event.event == "step")
-        seconds = statistics.median(line["step_seconds"] for line in journal(run) if "step_seconds" in line)
-        self.say(f"undisturbed: {summary['steps']} steps, the first after {first.time - began:.1f} s")
-        timing = Timing(first.time - began, ROOM_STEPS * seconds)
+        first = next(event for event in attack.log.events() if event.event == "step")
+        seconds = statistics.median(row["step_seconds"] for row in training_log(run) if "step_seconds" in row)
+        self.report(f"without kills: {summary['steps']} steps, the first after {first.time - began:.1f} s")
+        timing = ReferenceTiming(first.time - began, HOLD_STEPS * seconds)
         return Reference(run, summary["steps"], summary["world_size"], timing)
 
-    def disturbed(self, prepared: Run, reference: Reference, kills: int, seed: int) -> Iterator[Training]:
-        """Trainings, until all kills were made or one does not come to its end."""
+    def train_with_kills(self, prepared: Run, reference: Reference, kills: int, seed: int) -> Iterator[Training]:
+        """Yield trainings until all kills were made or one does not finish."""
         left = schedule(kills, seed, reference.steps, reference.processes)
         done = 0
         while left:
-            training = self._disturb(prepared, reference, left, done)
+            training = self._train_with_kills(prepared, reference, left, done)
             yield training
             if training.fault or not training.made:
                 return
             left, done = left[len(training.made) :], done + len(training.made)
 
-    def _disturb(self, prepared: Run, reference: Reference, kills: Sequence[Kill], before: int) -> Training:
-        run = self.another(prepared, reference.run.config)
-        teller = Teller(kills, before, before + len(kills), self.say)
-        attack, fault = self.attack(run, kills, functools.partial(as_scheduled, kills, reference.timing), teller), ""
+    def _train_with_kills(self, prepared: Run, reference: Reference, kills: Sequence[Kill], before: int) -> Training:
+        run = self.new_run(prepared, reference.run.config)
+        reporter = KillReporter(kills, before, before + len(kills), self.report)
+        attack, fault = (
+            self.attack(run, kills, functools.partial(next_scheduled_kill, kills, reference.timing), reporter),
+            "",
+        )
         try:
             attack.train()
         except StageError as error:
             fault = str(error)
-        events = attack.record.events()
-        found = tuple(made(kills, events, None if fault else time.time()))
-        return judge(run, reference.run, found, attack.by_hand, fault)
+        events = attack.log.events()
+        found = tuple(kill_results(kills, events, None if fault else time.time()))
+        return compare_training(run, reference.run, found, attack.by_hand, fault)
 
-    def another(self, prepared: Run, config: Config) -> Run:
+    def new_run(self, prepared: Run, config: Config) -> Run:
         run = create_run(self.folder, config, ("prepare", "train"), parent=prepared.id)
         record = prepared.read().steps["prepare"]
         link_outputs(prepared, run, record)
-        write_record(run, record.model_copy(update={"reused_from": prepared.id, "reason": "prepared once"}))
+        write_record(run, record.model_copy(update={"reused_from": prepared.id, "reason": "shared by all trainings"}))
         return run
 
-    def attack(self, run: Run, kills: Sequence[Kill], due: Due, told: Callable[[Sequence[ChaosEvent]], None]) -> Attack:
-        record = Record(run.path / "chaos")
-        record.schedule(kills)
-        patience = run.config.train.timeout_seconds + _PATIENCE_SECONDS
-        return Attack(self.typed, run, record, due, patience, told)
+    def attack(
+        self, run: Run, kills: Sequence[Kill], next_kill: NextKill, on_events: Callable[[Sequence[ChaosEvent]], None]
+    ) -> Attack:
+        log = ChaosLog(run.path / "chaos")
+        log.write_schedule(kills)
+        hang_seconds = run.config.train.timeout_seconds + _EXTRA_HANG_SECONDS
+        return Attack(self.project_folder, run, log, next_kill, hang_seconds, on_events)

@@ -1,7 +1,4 @@
-"""What became of the kills: a row for every kind of place, and whether everything held.
-
-A disturbed training beside the undisturbed one: samples are counted, curves and weights compared.
-"""
+"""The verdict of `pipe chaos`: recovery times per kind of kill, lost samples, and a comparison with the reference."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.contract.attempts import ChaosEvent, Kill
 from pipeline.contract.errors import PipelineError
 from pipeline.contract.run import Run
-from pipeline.verify import prove_run
+from pipeline.verify import ledger_verification
+from train.chaos_hooks import ChaosEvent, Kill
 
 _STARTING, _OTHER = "while processes start", "at any moment: another worker"
 _INSIDE = {
@@ -35,8 +32,8 @@ PLACES = (*_INSIDE.values(), _MOMENTS["worker"], _OTHER, _MOMENTS["launcher"], _
 
 
 @dataclass(frozen=True)
-class Made:
-    """One kill, and how long until training had made its next step; None where the next kill came first."""
+class KillResult:
+    """One kill and the seconds until the next step; None if the next kill came first."""
 
     place: str
     step: int
@@ -54,24 +51,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Training:
-    """One disturbed training beside the undisturbed one."""
+    """One training with kills, compared with the reference training."""
 
     run: str  # its path
-    made: tuple[Made, ...]
-    by_hand: int  # resumes that should not have been needed
-    fault: str  # why it did not come to its end
+    made: tuple[KillResult, ...]
+    by_hand: int  # resumes that should not have been necessary
+    fault: str  # why it did not finish
     lost: int
     repeated: int
-    ledger: str  # what is wrong with it
+    ledger: str  # the first error in it
     weights: str  # SHA-256
-    differs: str  # the first thing that is not as in the undisturbed one
+    differs: str  # the first difference to the reference
 
     @property
     def held(self) -> bool:
         return not (self.fault or self.by_hand or self.lost or self.repeated or self.ledger or self.differs)
 
 
-def place_of(kill: Kill) -> str:
+def describe_place(kill: Kill) -> str:
     if kill.place == "start":
         return _STARTING
     if kill.place != "moment":
@@ -79,15 +76,15 @@ def place_of(kill: Kill) -> str:
     return _OTHER if kill.rank else _MOMENTS[kill.who]
 
 
-def made(kills: Sequence[Kill], events: Sequence[ChaosEvent], ended: float | None) -> Iterator[Made]:
-    """`ended`: when training was complete; the last kill may leave no step to make."""
+def kill_results(kills: Sequence[Kill], events: Sequence[ChaosEvent], ended: float | None) -> Iterator[KillResult]:
+    """Yield a result per kill; `ended` is when training finished, as no step may follow the last kill."""
     for event, back in recoveries(events, ended):
         kill = kills[event.number]
-        yield Made(place_of(kill), kill.step, back)
+        yield KillResult(describe_place(kill), kill.step, back)
 
 
 def recoveries(events: Sequence[ChaosEvent], ended: float | None) -> Iterator[tuple[ChaosEvent, float | None]]:
-    """Each kill, and the seconds until the first step of processes born after it and before the next kill."""
+    """Yield each kill with the seconds until the first step of processes that were started after it."""
     found = [event for event in events if event.event == "kill"]
     for event, following in itertools.zip_longest(found, found[1:]):
         until = following.time if following else math.inf
@@ -96,8 +93,8 @@ def recoveries(events: Sequence[ChaosEvent], ended: float | None) -> Iterator[tu
         yield event, back - event.time if back else None
 
 
-def rows(trainings: Sequence[Training]) -> list[Row]:
-    """A kill that the next one overtook is recovered from when that one is."""
+def recovery_rows(trainings: Sequence[Training]) -> list[Row]:
+    """Return a row per kind of kill. A kill followed by another one counts as recovered if the other does."""
     found = []
     for place in PLACES:
         kills = [(training, one) for training in trainings for one in training.made if one.place == place]
@@ -118,7 +115,7 @@ def _row(place: str, kills: int, recoveries: int, seconds: Sequence[float]) -> R
 
 @dataclass(frozen=True)
 class Verdict:
-    asked: int
+    requested_kills: int
     steps: int
     processes: int
     trainings: tuple[Training, ...]
@@ -129,7 +126,7 @@ class Verdict:
 
     @property
     def held(self) -> bool:
-        return self.kills == self.asked and all(training.held for training in self.trainings)
+        return self.kills == self.requested_kills and all(training.held for training in self.trainings)
 
     @property
     def lost(self) -> int:
@@ -144,18 +141,18 @@ class Verdict:
         return all(not training.differs and not training.fault for training in self.trainings)
 
     def sentence(self) -> str:
-        """It held, or what did not."""
+        """Return the verdict in one sentence."""
         if not self.held:
             return "did NOT hold: " + "; ".join(self._complaints())
         times = "a training" if len(self.trainings) == 1 else f"{len(self.trainings)} trainings"
         return (
             f"held: {self.kills} kills in {times} of {self.steps} steps on {self.processes} processes; every sample "
-            "was used exactly once in each epoch, and the weights are those of the undisturbed training to the bit"
+            "was used exactly once in each epoch, and the weights are equal to the reference training to the bit"
         )
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for every kind of place, and one for all."""
-        found = [asdict(row) for row in rows(self.trainings)]
+        """Return a row per kind of kill, and one for all."""
+        found = [asdict(row) for row in recovery_rows(self.trainings)]
         seconds = [one.seconds for training in self.trainings for one in training.made if one.seconds is not None]
         whole = _row("all", self.kills, sum(row["recoveries"] for row in found), seconds)
         return [
@@ -164,7 +161,7 @@ class Verdict:
         ]
 
     def text(self) -> str:
-        """What is counted over all trainings; where to look when something did not hold; the verdict last."""
+        """Return totals over all trainings, commands to inspect failed ones, and the verdict."""
         lines = [
             f"samples lost      {self.lost}",
             f"samples repeated  {self.repeated}",
@@ -174,16 +171,16 @@ class Verdict:
             if not training.held:
                 run = training.run
                 lines += [
-                    f"kept              {run}",
-                    f"more              pipe verify {run}; pipe log train --run {run}",
+                    f"run               {run}",
+                    f"inspect           pipe verify {run}; pipe logs train --run {run}",
                 ]
         return "\n".join([*lines, self.sentence()])
 
     def as_json(self) -> dict[str, Any]:
         counted = {"kills": self.kills, "lost": self.lost, "repeated": self.repeated, "equal": self.equal}
-        told = {"held": self.held, "verdict": self.sentence(), "steps": self.steps, "processes": self.processes}
-        places = [asdict(row) for row in rows(self.trainings)]
-        return {**told, **counted, "places": places, "trainings": [asdict(training) for training in self.trainings]}
+        summary = {"held": self.held, "verdict": self.sentence(), "steps": self.steps, "processes": self.processes}
+        places = [asdict(row) for row in recovery_rows(self.trainings)]
+        return {**summary, **counted, "places": places, "trainings": [asdict(training) for training in self.trainings]}
 
     def _complaints(self) -> Iterator[str]:
         for training in self.trainings:
@@ -192,7 +189,7 @@ class Verdict:
             if training.lost or training.repeated:
                 yield f"{training.lost} samples were lost and {training.repeated} repeated"
             yield from filter(None, (training.fault, training.ledger, training.differs))
-        if missing := self.asked - self.kills:
+        if missing := self.requested_kills - self.kills:
             yield f"{missing} of the kills were not made"
 
 
@@ -200,41 +197,43 @@ def _short(value: Any) -> Any:
     return round(value, 1) if isinstance(value, float) else value
 
 
-_COMPARED = ("step", "loss", "grad_norm", "lr", "validation")  # of every line of the journal: not what depends on time
+_COMPARED = ("step", "loss", "grad_norm", "lr", "validation")  # of the training log; without values that depend on time
 
 
-def judge(run: Run, reference: Run, found: tuple[Made, ...], by_hand: int, fault: str) -> Training:
-    """Counted from the ledger, compared with what the undisturbed training left."""
+def compare_training(run: Run, reference: Run, found: tuple[KillResult, ...], by_hand: int, fault: str) -> Training:
+    """Count samples from the ledger and compare the training with the reference."""
     lost = repeated = 0
     ledger = weights = differs = ""
     if not fault:
         try:
-            proof = prove_run(run)
+            proof = ledger_verification(run)
             lost, repeated, ledger = proof.lost, proof.repeated, proof.fault
         except PipelineError as error:
             ledger = str(error)
-        weights = weights_of(run)
+        weights = weights_digest(run)
         differs = difference(run, reference)
     return Training(str(run.path), found, by_hand, fault, lost, repeated, ledger, weights, differs)
 
 
 def difference(run: Run, reference: Run) -> str:
-    """The first line of the journal that is not the same, else the weights."""
-    for left, right in zip(curve(reference), curve(run), strict=False):
+    """Describe the first different line of the training log, or different weights."""
+    for left, right in zip(compared_values(reference), compared_values(run), strict=False):
         if left != right:
-            return f"from step {right['step']} on, training went another way than undisturbed: {left} became {right}"
-    if len(curve(run)) != len(curve(reference)):
-        return f"the journal has {len(curve(run))} lines, and {len(curve(reference))} undisturbed"
-    return "" if weights_of(run) == weights_of(reference) else "the final weights differ from the undisturbed ones"
+            return f"training differs from the reference from step {right['step']} on: {left} became {right}"
+    if len(compared_values(run)) != len(compared_values(reference)):
+        return (
+            f"the training log has {len(compared_values(run))} lines, the reference {len(compared_values(reference))}"
+        )
+    return "" if weights_digest(run) == weights_digest(reference) else "the final weights differ from the reference"
 
 
-def weights_of(run: Run) -> str:
+def weights_digest(run: Run) -> str:
     return run.read().steps["train"].outputs["model.safetensors"]
 
 
-def journal(run: Run) -> list[dict[str, Any]]:
+def training_log(run: Run) -> list[dict[str, Any]]:
     return [json.loads(row) for row in (run.output("train") / "metrics.jsonl").read_text().splitlines()]
 
 
-def curve(run: Run) -> list[dict[str, Any]]:
-    return [{name: row[name] for name in _COMPARED if name in row} for row in journal(run)]
+def compared_values(run: Run) -> list[dict[str, Any]]:
+    return [{name: row[name] for name in _COMPARED if name in row} for row in training_log(run)]

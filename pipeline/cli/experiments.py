@@ -13,7 +13,7 @@ from pipeline.cli.run import finish, make_request, run_facts
 from pipeline.contract.errors import ConfigError
 from pipeline.display import Display
 from pipeline.history import load_history, lock_runs
-from pipeline.tune.record import StudyFile, study_folder, read_study, study_trials
+from pipeline.tune.record import StudyFile, read_study, study_folder, study_trials
 
 if TYPE_CHECKING:
     from pipeline.tune.search import SearchRequest
@@ -95,15 +95,15 @@ def chaos(
 
     project = project_of(context)
     campaign = Campaign.begin(project, context.obj, _print_with_time)
-    with campaign.kept_when_broken():
+    with campaign.keep_on_failure():
         prepared = campaign.prepare(project.config(words or []))
-        reference = campaign.undisturbed(prepared, campaign.small(prepared, kills, words or []))
-        trainings = tuple(campaign.disturbed(prepared, reference, kills, seed))
+        reference = campaign.train_reference(prepared, campaign.reduced_config(prepared, kills, words or []))
+        trainings = tuple(campaign.train_with_kills(prepared, reference, kills, seed))
     verdict = Verdict(kills, reference.steps, reference.processes, trainings)
     emit(output, verdict.as_json(), f"{table(verdict.table())}\n\n{verdict.text()}")
     if not verdict.held:
         raise typer.Exit(1)
-    campaign.forget()
+    campaign.remove()
 
 
 def _print_with_time(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The process of one worker: `python -m pipeline.tune STUDY …`, started by `pipe tune` and on its leash."""
+"""The process of one worker: `python -m pipeline.tune STUDY …`, started by `pipe tune` and stopped with it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from pipeline.contract.processes import watch_parent
 from pipeline.display import Display
 from pipeline.history import find_project
 from pipeline.tune.record import read_study
-from pipeline.tune.trial import work
+from pipeline.tune.trial import run_worker
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="pipeline.tune", description="one worker of a search")
     parser.add_argument("study")
     parser.add_argument("--project", type=Path, required=True)
-    parser.add_argument("--workers", type=int, required=True, help="how many share this machine")
-    parser.add_argument("--errors", type=Path, required=True, help="where an error is left")
+    parser.add_argument("--workers", type=int, required=True, help="number of workers on this machine")
+    parser.add_argument("--errors", type=Path, required=True, help="folder for an error file")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     watch_parent()
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _stop)
     project = find_project(options.project)
     try:
         body = read_study(project.runs, options.study)
-        work(body, project, lambda: project.config(options.overrides), options.workers, Display(live=False).report)
+        run_worker(
+            body, project, lambda: project.config(options.overrides), options.workers, Display(live=False).report
+        )
     except KeyboardInterrupt:
         return Interrupted.exit_code
     except PipelineError as error:
@@ -38,8 +40,8 @@ def main() -> int:
     return 0
 
 
-def _leave(signal_number: int, _frame: FrameType | None) -> None:
-    """The trial's processes are ended; whoever comes next goes on with it."""
+def _stop(signal_number: int, _frame: FrameType | None) -> None:
+    """Stop the processes of the trial; another worker can continue it."""
     raise KeyboardInterrupt(signal_number)
 
 

@@ -1,4 +1,4 @@
-"""What stands on disk of a search, read without Optuna: its identity, and which runs are its trials."""
+"""Records of studies that are readable without Optuna: what defines a study, and which runs are its trials."""
 
 from __future__ import annotations
 
@@ -16,45 +16,51 @@ from pipeline.data_checks.champion import CHAMPION_PART
 from pipeline.history import History, Project, now
 from pipeline.plan import key_parts
 
-_CODE = ("task", "codec")  # searched, each choice is another file perhaps
+_SOURCE_SETTINGS = ("task", "codec")  # each choice in the search space may be another file
 
 
 class StudyFile(Frozen):
-    """`study.json`; the trials themselves stand in Optuna's journal beside it."""
+    """`study.json`; the trials are in Optuna's journal next to it."""
 
     name: str
     created: str
     metric: str
     direction: Literal["maximize", "minimize"]
-    space: tuple[str, ...]  # the searched keys
-    parts: Mapping[str, str]  # what its trials have in common
+    space: tuple[str, ...]  # the searched settings
+    parts: Mapping[str, str]  # key parts that all its trials have in common
 
 
-def folder_of(runs: Path, study: str) -> Path:
+def study_folder(runs: Path, study: str) -> Path:
     return runs / "tune" / study
 
 
 def read_study(runs: Path, name: str) -> StudyFile:
-    path = folder_of(runs, name) / "study.json"
+    path = study_folder(runs, name) / "study.json"
     try:
         return StudyFile.model_validate_json(path.read_text())
     except ValueError as error:
-        raise PipelineError(f"{path}: damaged: {str(error).splitlines()[0]}; move {path.parent} away") from error
+        raise PipelineError(
+            f"{path}: damaged: {str(error).splitlines()[0]}; to fix it: move {path.parent} away"
+        ) from error
 
 
-def identity(config: Config, project: Project) -> dict[str, str]:
-    """All that trials depend on but do not vary: their steps' key parts without the searched keys, and the question."""
+def study_parts(config: Config, project: Project) -> dict[str, str]:
+    """Return what trials depend on but do not vary: key parts without searched settings, and the search itself."""
     space = config.tune.space
     parts: dict[str, str] = {}
     for variant in _variants(config):
         for step in ("prepare", "train"):
             parts |= key_parts(step, variant, project, {})
-    parts = {name: value for name, value in parts.items() if name.removeprefix("config:") not in space and name != CHAMPION_PART}
-    parts |= {f"config:tune.space.{key}": _words(axis.model_dump(exclude_defaults=True)) for key, axis in space.items()}
+    parts = {
+        name: value
+        for name, value in parts.items()
+        if name.removeprefix("config:") not in space and name != CHAMPION_PART
+    }
+    parts |= {f"config:tune.space.{key}": _json(axis.model_dump(exclude_defaults=True)) for key, axis in space.items()}
     return parts | {f"config:tune.{name}": str(getattr(config.tune, name)) for name in ("metric", "direction")}
 
 
-def name_of(parts: Mapping[str, str]) -> str:
+def study_name(parts: Mapping[str, str]) -> str:
     return digest_mapping(parts)[:8]
 
 
@@ -72,60 +78,60 @@ def write_study(folder: Path, config: Config, parts: Mapping[str, str]) -> None:
 
 
 def all_studies(runs: Path) -> list[StudyFile]:
-    """Newest first."""
-    found = [read_study(runs, path.parent.name) for path in (runs / "tune").glob("*/study.json")]
-    return sorted(found, key=lambda study: study.created, reverse=True)
+    """Return all studies, newest first."""
+    studies = [read_study(runs, path.parent.name) for path in (runs / "tune").glob("*/study.json")]
+    return sorted(studies, key=lambda study: study.created, reverse=True)
 
 
-def trials_of(study: str, history: History) -> dict[int, tuple[Run, RunFile]]:
-    """The run of each trial; of a trial that was begun twice, the newest."""
-    found: dict[int, tuple[Run, RunFile]] = {}
+def study_trials(study: str, history: History) -> dict[int, tuple[Run, RunFile]]:
+    """Return the newest run of each trial."""
+    trials: dict[int, tuple[Run, RunFile]] = {}
     for run, body in history:
         if body.study == study and body.trial is not None:
-            found.setdefault(body.trial, (run, body))
-    return found
+            trials.setdefault(body.trial, (run, body))
+    return trials
 
 
 def count_trials(runs: Path, history: History) -> list[dict[str, object]]:
-    return [{"study": study.name, "runs": len(trials_of(study.name, history))} for study in all_studies(runs)]
+    return [{"study": study.name, "runs": len(study_trials(study.name, history))} for study in all_studies(runs)]
 
 
-def outcome_of(run: Run, metric: str) -> float | None:
-    """The metric of the weights that a trial kept; None when that is missing, as it is where it was not finite."""
+def trial_value(run: Run, metric: str) -> float | None:
+    """Return the metric of a trial's best weights; None if it is missing or not finite."""
     summary = json.loads((run.output("train") / "summary.json").read_text())
     value: float | None = summary["best_validation"].get(metric)
     return value
 
 
 def needed_runs(runs: Path, history: History) -> set[str]:
-    """What must not be removed: the best trial of each study, and those it will go on with."""
+    """Return the runs that must be kept: the best trial of each study, and unfinished ones."""
     needed: set[str] = set()
     for study in all_studies(runs):
-        trials = trials_of(study.name, history).values()
-        needed |= {run.id for run, body in trials if _state(body) in ("", "running", "interrupted")}
-        if best := _best(study, [run for run, body in trials if _state(body) == "done"]):
+        trials = study_trials(study.name, history).values()
+        needed |= {run.id for run, body in trials if _train_status(body) in ("", "running", "interrupted")}
+        if best := _best(study, [run for run, body in trials if _train_status(body) == "done"]):
             needed.add(best.id)
     return needed
 
 
 def _best(study: StudyFile, done: Iterable[Run]) -> Run | None:
-    values = {run: value for run in done if (value := outcome_of(run, study.metric)) is not None}
+    values = {run: value for run in done if (value := trial_value(run, study.metric)) is not None}
     choose = max if study.direction == "maximize" else min
     return choose(values, key=lambda run: values[run], default=None)
 
 
-def _state(body: RunFile) -> str:
+def _train_status(body: RunFile) -> str:
     return body.steps["train"].status if "train" in body.steps else ""
 
 
 def _variants(config: Config) -> list[Config]:
-    """The configuration with each choice of code; mostly there is but one."""
-    found = [config]
-    for key in _CODE:
+    """Return the configuration with each choice of task and codec; usually there is only one."""
+    variants = [config]
+    for key in _SOURCE_SETTINGS:
         if axis := config.tune.space.get(key):
-            found += [override_config(config, [f"{key}={choice}"], "tune.space") for choice in axis.choices]
-    return found
+            variants += [override_config(config, [f"{key}={choice}"], "tune.space") for choice in axis.choices]
+    return variants
 
 
-def _words(values: Mapping[str, object]) -> str:
+def _json(values: Mapping[str, object]) -> str:
     return json.dumps(values)

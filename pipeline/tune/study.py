@@ -1,6 +1,6 @@
-"""One study: who tries what next, so that all workers together make `tune.trials` trials, each of them once.
+"""A study shared by workers on several machines: each trial is claimed by one worker, and continued if that is killed.
 
-Optuna's journal of a study: one file that several workers, on several machines, append to.
+Trials are stored in Optuna's journal, a file that all workers append to.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
 from pipeline.contract.settings.stages import Tune
-from pipeline.history import FileLock, try_lock, exclusive_lock
+from pipeline.history import FileLock, exclusive_lock, try_lock
 
 State: TypeAlias = Literal["done", "pruned", "refused", "failed", "running", "unfinished"]
-STARTUP_TRIALS = 5  # that finish before the median prunes any
-WARMUP_EPOCHS = 1  # that a trial trains before it may be pruned
+STARTUP_TRIALS = 5  # that must finish before the median pruner starts
+WARMUP_EPOCHS = 1  # of a trial before it may be pruned
 _SEED = 0
-# A pruned trial is a bad one to the sampler; of a failed one it learns nothing.
-_TOLD = {"pruned": TrialState.PRUNED, "refused": TrialState.PRUNED, "failed": TrialState.FAIL}
+# The sampler treats pruned trials as bad ones and ignores failed ones.
+_OPTUNA_STATES = {"pruned": TrialState.PRUNED, "refused": TrialState.PRUNED, "failed": TrialState.FAIL}
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a trial ended; `blamed` says that its own settings were at fault."""
+class TrialResult:
+    """The end of a trial; `caused_by_settings` is true if it failed because of its settings."""
 
     state: Literal["done", "pruned", "refused", "failed"]
     value: float | None = None
     reason: str = ""
-    blamed: bool = False
+    caused_by_settings: bool = False
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A trial that is this worker's, as long as the lock is held."""
+    """A trial that belongs to this worker as long as it holds the lock."""
 
     trial: optuna.Trial
     values: Mapping[str, Any]
-    held: FileLock
+    lock: FileLock
 
     @property
     def number(self) -> int:
@@ -80,63 +80,63 @@ class Study:
         return len(trials) >= self._tune.trials and all(trial.state.is_finished() for trial in trials)
 
     def claim(self) -> Claim | None:
-        """A trial whose worker is gone, or else a further one; None when the others work on all that are left."""
+        """Claim an abandoned trial or start a new one; None if other workers have all remaining ones."""
         with exclusive_lock(self._folder / "claim.lock"):
             trials = self.trials
             for number in [trial.number for trial in trials if not trial.state.is_finished()]:
-                if held := self._abandoned(number):
-                    return self._claimed(self._reopened(number), held)
+                if lock := self._lock_if_abandoned(number):
+                    return self._make_claim(self._reopen(number), lock)
             if len(trials) >= self._tune.trials:
                 return None
-            held = try_lock(self._lock(len(trials)))
-            assert held, "numbers are given out here alone"
-            self._study.sampler = sampler_of(_SEED, len(trials))
-            return self._claimed(self._study.ask(), held)
+            lock = try_lock(self._lock(len(trials)))
+            assert lock, "only this method starts trials"
+            self._study.sampler = make_sampler(_SEED, len(trials))
+            return self._make_claim(self._study.ask(), lock)
 
-    def tell(self, claim: Claim, ending: Ending) -> None:
-        claim.trial.set_user_attr("state", ending.state)
-        claim.trial.set_user_attr("reason", ending.reason)
-        if ending.state == "done":
-            self._study.tell(claim.number, ending.value)
+    def tell(self, claim: Claim, result: TrialResult) -> None:
+        claim.trial.set_user_attr("state", result.state)
+        claim.trial.set_user_attr("reason", result.reason)
+        if result.state == "done":
+            self._study.tell(claim.number, result.value)
         else:
-            state = TrialState.PRUNED if ending.blamed else _TOLD[ending.state]
+            state = TrialState.PRUNED if result.caused_by_settings else _OPTUNA_STATES[result.state]
             self._study.tell(claim.number, state=state)
-        claim.held.release()
+        claim.lock.release()
         self._lock(claim.number).unlink(missing_ok=True)
 
-    def state_of(self, trial: FrozenTrial) -> State:
+    def trial_state(self, trial: FrozenTrial) -> State:
         if trial.state.is_finished():
             state: State = trial.user_attrs["state"]
             return state
-        if held := self._abandoned(trial.number):
-            held.release()
+        if lock := self._lock_if_abandoned(trial.number):
+            lock.release()
             return "unfinished"
         return "running"
 
-    def best_first(self) -> list[FrozenTrial]:
-        """Complete trials by value, then the others as they came."""
+    def ranked_trials(self) -> list[FrozenTrial]:
+        """Return complete trials by value, best first, then the others in order."""
         sign = -1 if self._tune.direction == "maximize" else 1
         complete = [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
         others = [trial for trial in self.trials if trial.state != TrialState.COMPLETE]
         return [*sorted(complete, key=lambda trial: sign * (trial.value or 0.0)), *others]
 
     def best(self) -> FrozenTrial | None:
-        return next((trial for trial in self.best_first() if trial.state == TrialState.COMPLETE), None)
+        return next((trial for trial in self.ranked_trials() if trial.state == TrialState.COMPLETE), None)
 
-    def _abandoned(self, number: int) -> FileLock | None:
-        """The lock of a trial that nobody works on; its worker may have told it and gone a moment ago."""
-        held = try_lock(self._lock(number))
-        if held and self.trials[number].state.is_finished():
-            held.release()
+    def _lock_if_abandoned(self, number: int) -> FileLock | None:
+        """Return the lock of a trial without a worker, unless it has just been finished."""
+        lock = try_lock(self._lock(number))
+        if lock and self.trials[number].state.is_finished():
+            lock.release()
             return None
-        return held
+        return lock
 
-    def _claimed(self, trial: optuna.Trial, held: FileLock) -> Claim:
-        return Claim(trial, {name: _suggest(trial, name, kind) for name, kind in self._space.items()}, held)
+    def _make_claim(self, trial: optuna.Trial, lock: FileLock) -> Claim:
+        return Claim(trial, {name: _suggest(trial, name, kind) for name, kind in self._space.items()}, lock)
 
-    def _reopened(self, number: int) -> optuna.Trial:
-        """As it was left; what it lacks of its settings is drawn when it is claimed."""
-        self._study.sampler = sampler_of(_SEED, number)
+    def _reopen(self, number: int) -> optuna.Trial:
+        """Reopen an unfinished trial; settings that it lacks are sampled when it is claimed."""
+        self._study.sampler = make_sampler(_SEED, number)
         study_id = self._storage.get_study_id_from_name(self.name)
         return optuna.Trial(self._study, self._storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
@@ -145,7 +145,7 @@ class Study:
 
 
 def make_pruner(tune: Tune) -> BasePruner:
-    """Steps are epochs, counted from one."""
+    """Return the pruner; its steps are epochs, counted from one."""
     if tune.pruner == "median":
         return MedianPruner(n_startup_trials=STARTUP_TRIALS, n_warmup_steps=WARMUP_EPOCHS)
     if tune.pruner == "halving":
@@ -153,8 +153,8 @@ def make_pruner(tune: Tune) -> BasePruner:
     return NopPruner()
 
 
-def sampler_of(seed: int, number: int) -> optuna.samplers.BaseSampler:
-    """A new one for each trial: workers never draw the same, and a search that was stopped draws what it would have."""
+def make_sampler(seed: int, number: int) -> optuna.samplers.BaseSampler:
+    """Return a sampler with a seed per trial, so that workers differ and a resumed search samples the same values."""
     drawn = hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4]
     return optuna.samplers.TPESampler(seed=int.from_bytes(drawn, "big"))
 
@@ -173,9 +173,9 @@ def open_journal(path: Path) -> JournalStorage:
 
 
 class KernelLock(JournalFileOpenLock):
-    """Held by the kernel: Optuna's own locks are files, and one that a killed process left stops everybody for 30 s.
+    """A lock that the kernel releases when a process is killed; Optuna's own lock files block all others for 30 s.
 
-    A process killed while it wrote leaves half a line, which would spoil the next one: it is cut off first.
+    An incomplete line of a killed process is truncated first, as it would corrupt the next line.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -186,7 +186,7 @@ class KernelLock(JournalFileOpenLock):
     def acquire(self) -> bool:
         self._held = self._journal.with_suffix(".lock").open("a")
         fcntl.flock(self._held, fcntl.LOCK_EX)
-        cut_half_line(self._journal)
+        truncate_incomplete_line(self._journal)
         return True
 
     def release(self) -> None:
@@ -195,8 +195,8 @@ class KernelLock(JournalFileOpenLock):
             self._held = None
 
 
-def cut_half_line(path: Path) -> None:
-    """Of a file whose last line has no end, that line."""
+def truncate_incomplete_line(path: Path) -> None:
+    """Remove the last line of a file if it does not end with a newline."""
     with path.open("r+b") as file:
         size = place = file.seek(0, 2)
         while place and _byte(file, place - 1) != b"\n":

@@ -1,8 +1,6 @@
-"""One trial: an ordinary run up to training, watched while it trains and ended early where others did better.
+"""Workers and trials: a trial is an ordinary run up to training, pruned early if other trials are better.
 
-The validation values of a training under way, read from its growing `metrics.jsonl`.
-
-One worker: takes trials until there are none, and says a line for each.
+Validation values are read from the growing `metrics.jsonl` of the training.
 """
 
 from __future__ import annotations
@@ -25,29 +23,29 @@ from pipeline.display import Display
 from pipeline.history import Project, load_history
 from pipeline.plan import describe_changes
 from pipeline.runner import RunRequest, check_config, resume_run, run_pipeline
-from pipeline.tune.record import StudyFile, folder_of, identity, name_of, outcome_of, trials_of
-from pipeline.tune.search import STEPS, as_overrides, distributions
-from pipeline.tune.study import Claim, Ending, Study
+from pipeline.tune.record import StudyFile, study_folder, study_name, study_parts, study_trials, trial_value
+from pipeline.tune.search import TRIAL_STEPS, as_overrides, search_space
+from pipeline.tune.study import Claim, Study, TrialResult
 
 
-class Watch(Display):
-    """Says nothing; tells the study each epoch's value and asks whether to go on."""
+class TrialMonitor(Display):
+    """A display without output that reports each epoch's value to the study and prunes the trial."""
 
     def __init__(self, trial: optuna.Trial, metric: str) -> None:
         super().__init__(live=False)
         self._trial, self._metric = trial, metric
-        self._curve = Curve(metric)
-        found = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-        self._reported = set(found)  # by whoever had the trial before
+        self._reader = MetricReader(metric)
+        reported = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        self._reported = set(reported)  # by an earlier worker
 
     def report(self, text: str) -> None:
-        """The run's own logs have it all."""
+        """Ignored: the logs of the run have it."""
 
     def failed(self, error: PipelineError) -> None:
-        """Why it failed is part of the trial's line."""
+        """Ignored: the reason is part of the trial's line."""
 
     def end(self, text: str) -> None:
-        """What was written last is reported when the step is whole."""
+        """Ignored: the last epochs are reported when the step is complete."""
 
     def tick(self) -> None:
         assert self._run is not None
@@ -55,76 +53,78 @@ class Watch(Display):
             raise Pruned(f"after epoch {max(self._reported)}")
 
     def report_epochs(self, directory: Path) -> bool:
-        """Whether there was anything to tell."""
-        told = False
-        for epoch, value in self._curve.read(directory / "metrics.jsonl"):
+        """Report new epochs; return whether there were any."""
+        has_new = False
+        for epoch, value in self._reader.read(directory / "metrics.jsonl"):
             if value is None:
-                raise Pruned(f"validation tells no finite `{self._metric}`; is that the name tune.metric should have?")
+                raise Pruned(f"validation has no finite `{self._metric}`; to fix it: check tune.metric")
             if epoch not in self._reported:
                 self._reported.add(epoch)
                 self._trial.report(value, epoch)
-                told = True
-        return told
+                has_new = True
+        return has_new
 
 
-def run_trial(claim: Claim, project: Project, base: Config, order: RunRequest) -> tuple[Ending, Run | None]:
-    """Whatever is the trial's own fault is how it ends; what is the machine's stops the search, which can go on."""
+def run_trial(claim: Claim, project: Project, base: Config, request: RunRequest) -> tuple[TrialResult, Run | None]:
+    """Run a trial; its errors are its result, errors of the machine stop the search."""
     try:
         config = override_config(base, as_overrides(claim.values), source="trial")
         check_config(config)
     except ConfigError as error:
-        return Ending("refused", reason=str(error).removeprefix("trial: ")), None
-    watch = Watch(claim.trial, base.tune.metric)
+        return TrialResult("refused", reason=str(error).removeprefix("trial: ")), None
+    monitor = TrialMonitor(claim.trial, base.tune.metric)
     try:
-        return _train(watch, project, config, replace(order, steps=STEPS, trial=claim.number))
+        return _train_trial(monitor, project, config, replace(request, steps=TRIAL_STEPS, trial=claim.number))
     except Pruned as error:
-        ending = Ending("pruned", reason=str(error))
+        result = TrialResult("pruned", reason=str(error))
     except ResourceError:
         raise
     except PipelineError as error:
-        ending = Ending("failed", reason=str(error), blamed=isinstance(error, ConfigError | DataError))
-    return ending, run_of(project, order.study, claim.number)
+        result = TrialResult("failed", reason=str(error), caused_by_settings=isinstance(error, ConfigError | DataError))
+    return result, find_trial_run(project, request.study, claim.number)
 
 
-def run_of(project: Project, study: str, number: int) -> Run | None:
-    found = trials_of(study, load_history(project.runs)).get(number)
+def find_trial_run(project: Project, study: str, number: int) -> Run | None:
+    found = study_trials(study, load_history(project.runs)).get(number)
     return found[0] if found else None
 
 
-def _train(watch: Watch, project: Project, config: Config, order: RunRequest) -> tuple[Ending, Run]:
-    """From the start, or from the checkpoint its earlier worker left."""
-    assert order.trial is not None
-    run = run_of(project, order.study, order.trial)
+def _train_trial(
+    monitor: TrialMonitor, project: Project, config: Config, request: RunRequest
+) -> tuple[TrialResult, Run]:
+    """Train from the start, or from the checkpoint of an earlier worker."""
+    assert request.trial is not None
+    run = find_trial_run(project, request.study, request.trial)
     if run is None:
-        run = run_pipeline(project, config, order, watch)
-    elif _pruned(run):
-        return Ending("pruned", reason="before its worker was gone"), run
+        run = run_pipeline(project, config, request, monitor)
+    elif _was_pruned(run):
+        return TrialResult("pruned", reason="before its worker was stopped"), run
     else:
-        resume_run(project, run, order, watch)
-    watch.report(run.output("train"))
-    value = outcome_of(run, config.tune.metric)
-    assert value is not None, "an epoch without it ended the trial"
-    return Ending("done", value), run
+        resume_run(project, run, request, monitor)
+    monitor.report_epochs(run.output("train"))
+    value = trial_value(run, config.tune.metric)
+    assert value is not None, "an epoch without the metric prunes the trial"
+    return TrialResult("done", value), run
 
 
-def _pruned(run: Run) -> bool:
+def _was_pruned(run: Run) -> bool:
     record = run.read().steps.get("train")
     return record is not None and record.status == "pruned"
 
 
-class Curve:
-    """Each epoch's value once, though a resumed training writes its file anew."""
+class MetricReader:
+    """Reads each epoch's value once, although a resumed training rewrites the file."""
 
     def __init__(self, metric: str) -> None:
         self._metric = metric
-        self._file, self._place = 0, 0  # inode, and how much of it is read
-        self._known: set[int] = set()
+        self._inode, self._offset = 0, 0
+        self._seen: set[int] = set()
 
     def read(self, path: Path) -> Iterator[tuple[int, float | None]]:
-        """(epoch, counted from one, value) of what was added; None where the metric is missing or not finite."""
+        """Yield new epochs, counted from one, with their values; None if the metric is missing or not finite."""
         for line in self._added(path):
-            if "validation" in line and line["epoch"] not in self._known:
-                self._known.add(line["epoch"])
+            if "validation" in line and line["epoch"] not in self._seen:
+                self._seen.add(line["epoch"])
                 yield line["epoch"] + 1, line["validation"].get(self._metric)
 
     def _added(self, path: Path) -> list[dict[str, Any]]:
@@ -132,65 +132,65 @@ class Curve:
             return []
         with path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
-            file.seek(self._place if inode == self._file else 0)
+            file.seek(self._offset if inode == self._inode else 0)
             data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]  # a half line is read again when it is whole
-            self._file, self._place = inode, file.tell() - len(data) + len(whole)
+            whole = data[: data.rfind(b"\n") + 1]  # an incomplete line is read again later
+            self._inode, self._offset = inode, file.tell() - len(data) + len(whole)
         return [json.loads(line) for line in whole.splitlines()]
 
 
 _POLL_SECONDS = 0.5
-_HOPELESS = 3  # trials in which not one epoch was measured
+_MAX_UNMEASURED_TRIALS = 3  # trials without a single measured epoch
 
 
-def work(
-    body: StudyFile, project: Project, read_config: Callable[[], Config], workers: int, say: Callable[[str], None]
+def run_worker(
+    body: StudyFile, project: Project, read_config: Callable[[], Config], workers: int, report: Callable[[str], None]
 ) -> None:
-    """Until every trial of the study is finished, be it by this worker or by others."""
-    config = _unchanged(body, project, read_config())
-    study = Study(folder_of(project.runs, body.name), config.tune, distributions(config))
-    order = RunRequest((), study=study.name, cores=max(1, (os.cpu_count() or 1) // workers))
+    """Run trials until all trials of the study are finished, by this worker or others."""
+    config = _check_unchanged(body, project, read_config())
+    study = Study(study_folder(project.runs, body.name), config.tune, search_space(config))
+    request = RunRequest((), study=study.name, cores=max(1, (os.cpu_count() or 1) // workers))
     while not study.finished:
-        config = _unchanged(body, project, read_config())
+        config = _check_unchanged(body, project, read_config())
         claim = study.claim()
-        if claim is None:  # the others may yet be killed and leave a trial
+        if claim is None:  # other workers may still be killed and abandon a trial
             time.sleep(_POLL_SECONDS)
             continue
         started = time.monotonic()
-        ending, run = run_trial(claim, project, config, order)
-        study.tell(claim, ending)
-        say(describe(claim, ending, run, time.monotonic() - started, study.best()))
-        if ending.state == "failed" and hopeless(study.trials):
-            raise StageError(f"no trial got through its first epoch, {len(study.trials)} were tried; {ending.reason}")
+        result, run = run_trial(claim, project, config, request)
+        study.tell(claim, result)
+        report(describe_trial(claim, result, run, time.monotonic() - started, study.best()))
+        if result.state == "failed" and nothing_was_measured(study.trials):
+            raise StageError(f"no trial finished its first epoch in {len(study.trials)} trials: {result.reason}")
 
 
-def hopeless(trials: list[FrozenTrial]) -> bool:
-    """Several were trained and none got anywhere: what is wrong is not their settings."""
+def nothing_was_measured(trials: list[FrozenTrial]) -> bool:
+    """Whether several trials were trained without a measured epoch, so that not their settings are the cause."""
     trained = [trial for trial in trials if trial.user_attrs.get("state") not in (None, "refused")]
-    return len(trained) >= _HOPELESS and not any(trial.intermediate_values for trial in trials)
+    return len(trained) >= _MAX_UNMEASURED_TRIALS and not any(trial.intermediate_values for trial in trials)
 
 
-def describe(claim: Claim, ending: Ending, run: Run | None, seconds: float, best: FrozenTrial | None) -> str:
-    """A trial's line."""
-    words = [f"trial {claim.number}: {ending.state}"]
-    if ending.value is not None:
-        words.append(f"{ending.value:.4f}" + (", the best so far" if best and best.number == claim.number else ""))
-    settings = " ".join(as_overrides({name: shown(value) for name, value in claim.values.items()}))
-    words.append(f"({settings}; {seconds:.1f} s{f', run {run.id}' if run else ''})")
-    return " ".join(words) + (f": {ending.reason}" if ending.reason else "")
+def describe_trial(claim: Claim, result: TrialResult, run: Run | None, seconds: float, best: FrozenTrial | None) -> str:
+    """Return the line that is printed for a trial."""
+    parts = [f"trial {claim.number}: {result.state}"]
+    if result.value is not None:
+        parts.append(f"{result.value:.4f}" + (", the best so far" if best and best.number == claim.number else ""))
+    settings = " ".join(as_overrides({name: rounded(value) for name, value in claim.values.items()}))
+    parts.append(f"({settings}; {seconds:.1f} s{f', run {run.id}' if run else ''})")
+    return " ".join(parts) + (f": {result.reason}" if result.reason else "")
 
 
-def shown(value: Any) -> Any:
-    """Four digits are enough for people."""
+def rounded(value: Any) -> Any:
+    """Round floats to four digits."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def _unchanged(body: StudyFile, project: Project, config: Config) -> Config:
-    """A file edited in the meantime must not be mixed into the study."""
-    parts = identity(config, project)
-    if name_of(parts) != body.name:
+def _check_unchanged(body: StudyFile, project: Project, config: Config) -> Config:
+    """Stop if sources or settings changed, as such trials do not belong to the study."""
+    parts = study_parts(config, project)
+    if study_name(parts) != body.name:
         raise ConfigError(
-            f"{describe_changes(body.parts, parts)} while the search went on; trials so far are kept with study {body.name}, "
-            "`pipe tune` again begins a new one"
+            f"{describe_changes(body.parts, parts)} during the search; its trials are kept in study {body.name}, "
+            "`pipe tune` starts a new one"
         )
     return config

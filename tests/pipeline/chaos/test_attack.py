@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pipeline.chaos.attack import Timing, as_scheduled, choose
+from pipeline.chaos.attack import ReferenceTiming, choose_victim, next_scheduled_kill
 from train.chaos_hooks import ChaosEvent, Kill
 
-TIMING = Timing(start_seconds=4.0, room_seconds=0.6)
+TIMING = ReferenceTiming(start_seconds=4.0, hold_seconds=0.6)
 
 
 def event(kind: str, time: float, **more: int) -> ChaosEvent:
@@ -19,21 +19,21 @@ def event(kind: str, time: float, **more: int) -> ChaosEvent:
 
 
 def due_at(kills: list[Kill], events: list[ChaosEvent]) -> float | None:
-    found = as_scheduled(kills, TIMING, events, 10.0)
+    found = next_scheduled_kill(kills, TIMING, events, 10.0)
     return found[0] if found else None
 
 
-def test_a_kill_inside_a_process_is_not_made_from_outside() -> None:
+def test_kill_inside_a_process_is_not_made_from_outside() -> None:
     assert due_at([Kill(place="step", step=1)], []) is None
 
 
-def test_a_kill_at_any_moment_comes_within_the_steps_after_training_is_ready_for_it() -> None:
+def test_random_kill_happens_within_the_held_steps() -> None:
     kills = [Kill(place="moment", who="pipe", step=1, share=0.5)]
     assert due_at(kills, [event("born", 11.0)]) is None
     assert due_at(kills, [event("ready", 12.0, number=0)]) == pytest.approx(12.3)
 
 
-def test_a_kill_at_the_start_comes_within_the_time_that_a_start_takes() -> None:
+def test_start_kill_happens_during_startup() -> None:
     kills = [Kill(place="start", step=1, share=0.25), Kill(place="start", step=1, share=0.5)]
     assert due_at(kills, []) == 11.0
     assert due_at(kills, [event("kill", 20.0, number=0)]) == 22.0
@@ -48,18 +48,18 @@ def below() -> Iterator[psutil.Process]:
     process.communicate(b"\n", timeout=10)
 
 
-def test_the_victim_is_the_process_that_was_born_last_with_that_rank_or_its_parent(below: psutil.Process) -> None:
+def test_victim_is_the_newest_process_of_the_rank_or_its_parent(below: psutil.Process) -> None:
     pipe = psutil.Process()
     born = [event("born", 1.0, rank=1, pid=1), event("born", 2.0, rank=1, pid=below.pid, parent=1)]
     born.append(event("born", 2.0, rank=0, pid=1, parent=below.pid))
-    assert choose(Kill(place="moment", step=1, rank=1), born, pipe, [below]) == below
-    assert choose(Kill(place="moment", step=1, who="launcher"), born, pipe, [below]) == below
-    assert choose(Kill(place="moment", step=1, who="pipe"), born, pipe, [below]) == pipe
-    assert choose(Kill(place="start", step=1), born, pipe, [below]) == below
+    assert choose_victim(Kill(place="moment", step=1, rank=1), born, pipe, [below]) == below
+    assert choose_victim(Kill(place="moment", step=1, who="launcher"), born, pipe, [below]) == below
+    assert choose_victim(Kill(place="moment", step=1, who="pipe"), born, pipe, [below]) == pipe
+    assert choose_victim(Kill(place="start", step=1), born, pipe, [below]) == below
 
 
-def test_a_process_that_is_not_below_ours_is_never_killed(below: psutil.Process) -> None:
+def test_only_descendants_are_killed(below: psutil.Process) -> None:
     born = [event("born", 1.0, rank=0, pid=os.getppid(), parent=1)]
     for kill in (Kill(place="moment", step=1), Kill(place="moment", step=1, who="launcher")):
-        assert choose(kill, born, psutil.Process(), [below]) is None
-    assert choose(Kill(place="start", step=1), born, psutil.Process(), []) is None
+        assert choose_victim(kill, born, psutil.Process(), [below]) is None
+    assert choose_victim(Kill(place="start", step=1), born, psutil.Process(), []) is None

@@ -4,26 +4,26 @@ from collections import Counter
 
 import pytest
 
-from pipeline.chaos.campaign import DEALT, schedule, small, step_ends
+from pipeline.chaos.campaign import KILL_KINDS, count_step_kills, reduced_config, schedule
 from pipeline.contract.config import Config, parse_config
 from pipeline.contract.errors import ConfigError
 
 
-def test_the_same_numbers_give_the_same_kills_and_another_seed_gives_others() -> None:
+def test_schedule_depends_on_the_seed() -> None:
     assert schedule(50, 7, 18, 2) == schedule(50, 7, 18, 2)
     assert schedule(50, 7, 18, 2) != schedule(50, 8, 18, 2)
 
 
 @pytest.mark.parametrize(("kills", "steps", "processes"), [(1, 8, 1), (5, 8, 1), (20, 9, 2), (50, 18, 3), (100, 40, 2)])
-def test_as_many_kills_as_requested_in_the_order_training_meets_them(kills: int, steps: int, processes: int) -> None:
+def test_schedule_has_the_requested_kills_in_order(kills: int, steps: int, processes: int) -> None:
     found = schedule(kills, 7, steps, processes)
     assert len(found) == kills
     assert [kill.step for kill in found] == sorted(kill.step for kill in found)
     assert all(1 <= kill.step <= steps and 0 <= kill.rank < processes and 0 <= kill.share < 1 for kill in found)
 
 
-def test_every_kind_of_place_and_of_victim_has_its_kills() -> None:
-    found = Counter(schedule(len(DEALT), 7, 18, 2))
+def test_schedule_covers_every_place_and_victim() -> None:
+    found = Counter(schedule(len(KILL_KINDS), 7, 18, 2))
     places = Counter((kill.place, kill.who) for kill in found)
     assert places.keys() == {
         ("step", "worker"), ("write", "worker"), ("rename", "worker"), ("renamed", "worker"), ("ledger", "worker"),
@@ -33,14 +33,14 @@ def test_every_kind_of_place_and_of_victim_has_its_kills() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_every_step_ends_with_a_kill_where_there_are_enough(seed: int) -> None:
-    steps = step_ends(50)
+def test_every_step_ends_with_a_kill_if_there_are_enough(seed: int) -> None:
+    steps = count_step_kills(50)
     ends = [kill for kill in schedule(50, seed, steps, 2) if kill.place == "step"]
     assert [kill.step for kill in ends] == list(range(1, steps + 1))
     assert {kill.rank for kill in ends} == {0, 1}
 
 
-def test_a_kill_from_outside_finds_training_still_under_way() -> None:
+def test_kill_from_outside_leaves_steps_to_train() -> None:
     outside = [kill for kill in schedule(200, 7, 18, 2) if kill.place == "moment"]
     assert all(kill.step < kill.hold <= 18 for kill in outside)
 
@@ -53,35 +53,37 @@ def config(**train: object) -> Config:
 
 
 @pytest.mark.parametrize("kills", [20, 50, 100])
-def test_a_large_split_is_cut_to_as_many_steps_as_there_are_kills_at_step_ends(kills: int) -> None:
-    train = small(config(batch_size=64, epochs=300), 1_000_000, kills, []).train
-    assert train.epochs * -(-train.max_samples // 64) == step_ends(kills) // 2 * 2
+def test_large_split_is_cut_to_the_number_of_step_kills(kills: int) -> None:
+    train = reduced_config(config(batch_size=64, epochs=300), 1_000_000, kills, []).train
+    assert train.epochs * -(-train.max_samples // 64) == count_step_kills(kills) // 2 * 2
     assert train.epochs == 2
     assert train.max_samples % 64, "batches differ in size"
 
 
-def test_a_small_split_is_gone_through_more_often() -> None:
-    train = small(config(batch_size=64), 130, 50, []).train
+def test_small_split_is_repeated() -> None:
+    train = reduced_config(config(batch_size=64), 130, 50, []).train
     assert train.max_samples == 0
-    assert train.epochs * 3 >= step_ends(50)
+    assert train.epochs * 3 >= count_step_kills(50)
 
 
-def test_a_few_kills_have_steps_before_and_after() -> None:
-    train = small(config(batch_size=1), 1000, 1, []).train
+def test_few_kills_have_steps_before_and_after() -> None:
+    train = reduced_config(config(batch_size=1), 1000, 1, []).train
     assert train.epochs * train.max_samples == 8
 
 
-def test_every_step_is_saved_and_training_does_not_tire_of_starting_again() -> None:
-    train = small(config(nodes=4, rendezvous="h:1", early_stopping_patience=2, balance="auto"), 1000, 10, []).train
+def test_reduced_training_saves_every_step_and_restarts_often() -> None:
+    train = reduced_config(
+        config(nodes=4, rendezvous="h:1", early_stopping_patience=2, balance="auto"), 1000, 10, []
+    ).train
     assert (train.checkpoint_every, train.nodes, train.early_stopping_patience, train.balance) == (1, 1, 0, "equal")
     assert train.restarts >= 100
 
 
-def test_what_is_typed_comes_last() -> None:
-    assert small(config(), 1000, 10, ["train.processes=3", "train.epochs=5"]).train.epochs == 5
+def test_overrides_of_the_user_come_last() -> None:
+    assert reduced_config(config(), 1000, 10, ["train.processes=3", "train.epochs=5"]).train.epochs == 5
 
 
 @pytest.mark.parametrize("words", [["train.strategy=parameter_server"], ["train.deterministic=false"]])
-def test_trainings_that_end_otherwise_each_time_are_refused(words: list[str]) -> None:
+def test_nondeterministic_training_is_rejected(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="pipe chaos compares weights to the bit"):
-        small(config(), 1000, 10, words)
+        reduced_config(config(), 1000, 10, words)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.chaos.verdict import Made, Training, Verdict, made, rows
+from pipeline.chaos.verdict import KillResult, Training, Verdict, kill_results, recovery_rows
 from train.chaos_hooks import ChaosEvent, Kill
 
 KILLS = (
@@ -15,7 +15,11 @@ KILLS = (
 )
 HELD = Training(
     run="runs/one",
-    made=(Made("at a step's end", 1, 2.0), Made("at a step's end", 2, 4.0), Made("while processes start", 2, None)),
+    made=(
+        KillResult("at a step's end", 1, 2.0),
+        KillResult("at a step's end", 2, 4.0),
+        KillResult("while processes start", 2, None),
+    ),
     by_hand=0,
     fault="",
     lost=0,
@@ -34,7 +38,7 @@ def stepped(born: float, time: float) -> ChaosEvent:
     return ChaosEvent(event="step", time=time, born=born)
 
 
-def test_a_kill_is_recovered_from_by_the_first_step_of_processes_born_after_it() -> None:
+def test_recovery_ends_with_the_first_step_of_new_processes() -> None:
     events = [
         stepped(0.0, 1.0),
         killed(0, 1.5),
@@ -43,34 +47,34 @@ def test_a_kill_is_recovered_from_by_the_first_step_of_processes_born_after_it()
         killed(1, 5.0),
         stepped(6.0, 7.5),
     ]
-    assert [one.seconds for one in made(KILLS, events, None)] == [2.5, 2.5]
+    assert [one.seconds for one in kill_results(KILLS, events, None)] == [2.5, 2.5]
 
 
-def test_a_kill_that_the_next_one_overtook_has_no_time_own() -> None:
+def test_overtaken_kill_has_no_recovery_time() -> None:
     events = [killed(0, 1.0), stepped(2.0, 3.0), killed(1, 4.0), killed(2, 5.0), stepped(6.0, 7.0), killed(3, 8.0)]
-    assert [one.seconds for one in made(KILLS, events, 8.5)] == [2.0, None, 2.0, 0.5]
-    assert [one.place for one in made(KILLS, events, 8.5)] == [
+    assert [one.seconds for one in kill_results(KILLS, events, 8.5)] == [2.0, None, 2.0, 0.5]
+    assert [one.place for one in kill_results(KILLS, events, 8.5)] == [
         "at a step's end", "at any moment: launcher", "while processes start", "after a checkpoint's rename",
     ]  # fmt: skip
 
 
-def test_the_table_has_a_row_for_every_kind_of_place() -> None:
-    found = rows([HELD, HELD])
+def test_table_has_a_row_per_kind_of_place() -> None:
+    found = recovery_rows([HELD, HELD])
     assert [(row.place, row.kills, row.recoveries, row.p50_seconds, row.max_seconds) for row in found] == [
         ("at a step's end", 4, 4, 3.0, 4.0),
         ("while processes start", 2, 2, None, None),
     ]
 
 
-def test_the_kill_that_training_did_not_come_back_from_is_no_recovery() -> None:
-    found = rows([replace(HELD, fault="training stands still")])
+def test_unfinished_training_is_no_recovery() -> None:
+    found = recovery_rows([replace(HELD, fault="training has hung")])
     assert {row.place: row.kills - row.recoveries for row in found} == {
         "at a step's end": 0,
         "while processes start": 1,
     }
 
 
-def test_it_holds_when_nothing_was_lost_and_the_weights_are_equal() -> None:
+def test_verdict_holds_without_loss_and_with_equal_weights() -> None:
     verdict = Verdict(3, 8, 2, (HELD,))
     assert verdict.held
     assert verdict.text().splitlines()[-1].startswith("held: 3 kills in a training of 8 steps on 2 processes; ")
@@ -81,18 +85,18 @@ def test_it_holds_when_nothing_was_lost_and_the_weights_are_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "problem"),
     [
         ({"lost": 3, "repeated": 1}, "3 samples were lost and 1 repeated"),
         ({"differs": "the final weights differ"}, "the final weights differ"),
         ({"ledger": "line 4: a second line of step 3"}, "line 4: a second line of step 3"),
         ({"by_hand": 2}, "training had to be resumed by hand 2 times"),
-        ({"fault": "training stands still"}, "training stands still"),
+        ({"fault": "training has hung"}, "training has hung"),
         ({"made": ()}, "3 of the kills were not made"),
     ],
 )
-def test_whatever_does_not_hold_is_stated_and_where_to_look(changes: dict[str, object], told: str) -> None:
+def test_failed_verdict_names_the_problem(changes: dict[str, object], problem: str) -> None:
     verdict = Verdict(3, 8, 2, (replace(HELD, **changes),))  # type: ignore[arg-type]
     assert not verdict.held
-    assert verdict.sentence() == f"did NOT hold: {told}"
+    assert verdict.sentence() == f"did NOT hold: {problem}"
     assert ("pipe verify runs/one" in verdict.text()) == ("made" not in changes)

