@@ -16,11 +16,11 @@ STATEFUL = (
 # An order of samples that is one step behind after a resume.
 BEHIND = (
     "class Sides:",
-    """from train.batch_order import Order
+    """from train.batch_order import BatchOrder
 
-batch_of = Order.batch
+batch_of = BatchOrder.batch
 if list(Path.cwd().glob("runs/chaos/*/*/train.partial/ledger.jsonl")):
-    Order.batch = lambda order, step: batch_of(order, max(0, step - 1))
+    BatchOrder.batch = lambda order, step: batch_of(order, max(0, step - 1))
 
 
 class Sides:""",
@@ -44,7 +44,7 @@ def test_killed_training_loses_nothing_and_the_folder_is_not_kept(project: Proje
 
 
 @pytest.mark.long
-def test_a_task_with_a_state_own_is_found_out_and_everything_is_kept(project: ProjectFolder) -> None:
+def test_task_with_hidden_state_is_detected_and_its_files_are_kept(project: ProjectFolder) -> None:
     project.replace("task.py", *STATEFUL)
     done = project.pipe("chaos", "train.processes=1", "--kills", "1", "--seed", "7", expect=1, seconds=300)
     assert "final weights     DIFFERENT" in done.stdout
@@ -66,7 +66,7 @@ def test_samples_that_a_broken_resume_loses_and_repeats_are_counted(project: Pro
     assert f"{found['lost']} samples were lost and {found['repeated']} repeated" in found["verdict"]
 
 
-def test_a_chaos_that_is_killed_itself_leaves_no_process_behind(project: ProjectFolder) -> None:
+def test_killed_chaos_command_leaves_no_process(project: ProjectFolder) -> None:
     chaos = psutil.Popen(
         [*PIPE, "chaos", "--kills", "1"], cwd=project.folder, env=environment({}), stderr=-3, stdout=-3
     )

@@ -1,4 +1,4 @@
-"""A machine whose clock is wrong: Python there is told so before anything else is imported."""
+"""Shift the clock of one machine: Python there gets another time before anything else is imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-# `datetime.now` asks the kernel itself, and its class can be no other, for another machine unpickles what it makes. So
+# `datetime.now` calls the kernel itself, and its class can be no other, for another machine unpickles what it makes. So
 # the word is put into the class, past its lock. Timers (time.monotonic) are not the clock's.
 _SHIFT = """
 import ctypes

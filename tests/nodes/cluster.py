@@ -32,35 +32,35 @@ _PACE = """            time.sleep(float(PACE.read_text()))
 
 @dataclass
 class Command:
-    """A `pipe` command on one of the machines; what it says goes to a file."""
+    """A `pipe` command on one of the machines; its output goes to a file."""
 
-    door: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]
     output: Path
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         return self.output.read_text()
 
     def ends(self, expect: int = 0, seconds: float = 90) -> str:
-        assert self.door.wait(timeout=seconds) == expect, self.said
-        return self.said
+        assert self.process.wait(timeout=seconds) == expect, self.text
+        return self.text
 
 
 @dataclass
 class Cluster:
-    """All machines are on, and the first is where the road is walked."""
+    """Machines that are all on; the first one leads."""
 
     project: ProjectFolder
     machines: tuple[Machine, ...]
-    words: tuple[str, ...]  # of `pipe run train`
-    environments: dict[str, Mapping[str, str]] = field(default_factory=dict)  # what a machine has in its own
+    arguments: tuple[str, ...]  # of `pipe run train`
+    environments: dict[str, Mapping[str, str]] = field(default_factory=dict)  # environment variables of a machine
     commands: dict[str, Command] = field(default_factory=dict)  # the newest of each machine
     count: int = 0  # of all commands
 
-    def begin(self) -> None:
+    def start_all(self) -> None:
         """`pipe run` on the first machine, `pipe join` on the others."""
         first, *others = self.machines
-        self.type(first, "run", "train", *self.words)
+        self.type(first, "run", "train", *self.arguments)
         wait_for(lambda: all_runs(self.project.runs) and (self.run.path / "logs" / "train.log").exists())
         for machine in others:
             self.join(machine)
@@ -74,18 +74,18 @@ class Cluster:
         output = self.project.folder.with_name(f"{machine.name}-{self.count}-{words[0]}.txt")
         self.count += 1
         with output.open("wb") as file:
-            door = machine.start([*PIPE, *words], self.project.folder, env, file)
-        self.commands[machine.name] = Command(door, output)
+            process = machine.start([*PIPE, *words], self.project.folder, env, file)
+        self.commands[machine.name] = Command(process, output)
 
     def resume(self) -> None:
         """On the first machine, and the others come where they have ended."""
         first, *others = self.machines
         self.type(first, "run", "--resume", self.run.id)
         for machine in others:
-            if self.commands[machine.name].door.poll() is not None:
+            if self.commands[machine.name].process.poll() is not None:
                 self.join(machine)
 
-    def ask_to_end(self, machine: Machine) -> None:
+    def terminate(self, machine: Machine) -> None:
         """As an eviction does: SIGTERM to the command that was typed there."""
         machine.processes("-m")[0].terminate()
 
@@ -122,11 +122,11 @@ class Cluster:
 
     @property
     def step(self) -> int:
-        """How many steps are done, as the journal tells."""
+        """The number of steps done, from metrics.jsonl."""
         lines = lines_of(self.run.partial("train") / "metrics.jsonl")
         return max((line["step"] for line in lines), default=0)
 
-    def trains(self, processes: int, steps: int = 3) -> None:
+    def wait_until_training(self, processes: int, steps: int = 3) -> None:
         """Wait until so many processes have made some more steps together."""
         wait_for(lambda: self._world() == processes, _SECONDS)
         before = self.step
@@ -159,7 +159,7 @@ def cluster(folder: Path, *words: str) -> Iterator[Cluster]:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that somebody is writing."""
+    """Return the complete lines of a file that is being written."""
     if not path.exists():
         return []
     whole, _, _ = path.read_text().rpartition("\n")

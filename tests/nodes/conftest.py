@@ -1,4 +1,4 @@
-"""Every test here needs a network of its own: the skip says why where there can be none."""
+"""Every test here needs network namespaces: the skip explains why where they are not available."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights of the same training by one process that nobody disturbs."""
+    """The weights of the same training by one process without faults."""
     project = ProjectFolder.create(tmp_path_factory.mktemp("undisturbed") / "sides")
     project.pipe("run", "train", *TRAINING)
     return project.weights

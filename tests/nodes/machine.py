@@ -1,4 +1,4 @@
-"""A host of the test network with processes, mounts and a name of its own: a machine, to those that run on it."""
+"""A machine for tests: a host of the test network with its own processes, mounts and host name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 from benchmarks.network import Host
 
 # The first process of a machine ends when our end of its standard input is closed, and takes all the others along.
-_INIT = "hostname $0; echo up; exec env --ignore-signal=CHLD cat"  # nobody waits for orphans here
+_INIT = "hostname $0; echo up; exec env --ignore-signal=CHLD cat"  # orphans are not waited for
 _ENTER = 'cd "$0" && exec "$@"'  # from within: a folder that was opened outside shows the mounts of outside
 _SECONDS = 20
 

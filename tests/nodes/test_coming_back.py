@@ -1,6 +1,6 @@
-"""Faults that end training on all machines until somebody resumes it: one training meets them all, one after the other.
+"""Faults that end training on all machines until it is resumed: one training meets them all in turn.
 
-What counts stands in the last test, as in test_going_on.py.
+The last test checks the result, as in test_going_on.py.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ pytestmark = pytest.mark.long  # a minute and a half
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster(tmp_path_factory.mktemp("coming-back") / "sides", "train.timeout_seconds=60") as three:
-        three.begin()
+        three.start_all()
         yield three
 
 
 @pytest.fixture
 def three(training: Cluster) -> Cluster:
-    training.trains(processes=3)
+    training.wait_until_training(processes=3)
     return training
 
 
 def test_joined_machines_wait_for_a_lost_coordinator_that_resumes(three: Cluster) -> None:
     first, *others = three.machines
     first.lose()
-    wait_for(lambda: all("pipe run --resume" in three.commands[machine.name].said for machine in others))
+    wait_for(lambda: all("pipe run --resume" in three.commands[machine.name].text for machine in others))
     first.boot()
     three.resume()
-    three.trains(processes=3)
+    three.wait_until_training(processes=3)
 
 
 @pytest.mark.long
@@ -47,18 +47,18 @@ def test_a_full_disk_is_reported_with_its_host_and_training_goes_on_when_there_i
         assert "disk full on node0" in command.ends(expect=2)
     first.do("umount", str(folder))
     three.resume()
-    three.trains(processes=3)
+    three.wait_until_training(processes=3)
 
 
 def test_machines_that_are_all_reported_to_leave_lose_no_step(three: Cluster) -> None:
     wait_for(lambda: 3 <= three.step % 10 <= 7)  # far from the checkpoints at the ends of epochs
     made = three.step
     for machine in three.machines:
-        three.ask_to_end(machine)
+        three.terminate(machine)
     for command in three.commands.values():
         assert f"pipe run --resume {three.run.id}" in command.ends(expect=130)
     three.resume()
-    three.trains(processes=3)
+    three.wait_until_training(processes=3)
     assert three.began >= made, "no step was lost"
 
 

@@ -31,7 +31,7 @@ def pair() -> Iterator[tuple[Machine, ...]]:
                 machine.lose()
 
 
-def says(machine: Machine, program: str, folder: Path, **env: str) -> str:
+def run_python(machine: Machine, program: str, folder: Path, **env: str) -> str:
     path = folder / f"{machine.name}.txt"
     with path.open("wb") as output:
         door = machine.start([sys.executable, "-c", program], folder, {**os.environ, **env}, output)
@@ -52,7 +52,7 @@ def test_a_lost_machine_takes_all_its_processes_along_and_boots_again(
     assert len(other.processes("sleep")) == 1
     lost.boot()
     assert lost.processes("sleep") == []
-    assert says(lost, "import socket; print(socket.gethostname())", tmp_path) == "node0"
+    assert run_python(lost, "import socket; print(socket.gethostname())", tmp_path) == "node0"
 
 
 def test_a_mount_is_seen_on_its_own_machine_alone(pair: tuple[Machine, ...], tmp_path: Path) -> None:
@@ -60,15 +60,15 @@ def test_a_mount_is_seen_on_its_own_machine_alone(pair: tuple[Machine, ...], tmp
     (tmp_path / "disk").mkdir()
     small.do("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "disk"))
     size = "import shutil; print(shutil.disk_usage('disk').total)"
-    assert says(small, size, tmp_path) == str(64 << 10)
-    assert int(says(other, size, tmp_path)) > 64 << 10
+    assert run_python(small, size, tmp_path) == str(64 << 10)
+    assert int(run_python(other, size, tmp_path)) > 64 << 10
     small.do("umount", str(tmp_path / "disk"))
 
 
 def test_the_clock_of_one_machine_is_an_hour_ahead(pair: tuple[Machine, ...], tmp_path: Path) -> None:
     clocks = "import datetime, time; print(time.time(), datetime.datetime.now(datetime.UTC).timestamp())"
     env = shifted(tmp_path / "clock", seconds=3600)
-    ahead = [float(word) for word in says(pair[0], clocks, tmp_path, PYTHONSAFEPATH="1", **env).split()]
+    ahead = [float(word) for word in run_python(pair[0], clocks, tmp_path, PYTHONSAFEPATH="1", **env).split()]
     assert all(3595 < clock - time.time() < 3605 for clock in ahead)
 
 

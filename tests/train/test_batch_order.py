@@ -16,9 +16,7 @@ def test_every_sample_comes_exactly_once_an_epoch(samples: int, batch_size: int)
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(37, 8), (9, 8), (1437, 64), (1000, 999)])
-def test_batches_of_an_epoch_differ_by_one_at_most_and_never_exceed_what_was_requested(
-    samples: int, batch_size: int
-) -> None:
+def test_batch_sizes_of_an_epoch_differ_by_one_at_most(samples: int, batch_size: int) -> None:
     order = BatchOrder(samples, batch_size, seed=0)
     sizes = [len(order.batch(i)) for i in range(order.steps_per_epoch)]
     assert max(sizes) - min(sizes) <= 1
@@ -26,7 +24,7 @@ def test_batches_of_an_epoch_differ_by_one_at_most_and_never_exceed_what_was_req
     assert min(sizes) == order.smallest_batch
 
 
-def test_a_batch_is_a_function_of_seed_and_step_whatever_was_requested_before() -> None:
+def test_batch_depends_on_seed_and_step_only() -> None:
     expected = BatchOrder(37, 8, seed=5).batch(13).tolist()
     order = BatchOrder(37, 8, seed=5)
     for step in (99, 0, 50, 7):

@@ -62,18 +62,18 @@ def choice(run: Any) -> dict[str, Any]:
         (20, 2, 100, [20]),
     ],
 )
-def test_sizes_are_powers_of_two_from_two_samples_a_micro_batch_to_the_whole_split(
+def test_candidate_sizes_are_powers_of_two_up_to_the_split(
     samples: int, processes: int, accumulate: int, expected: list[int]
 ) -> None:
     assert candidate_sizes(samples, processes, accumulate) == expected
 
 
-def test_the_largest_slice_and_its_largest_micro_batch_are_tried() -> None:
+def test_largest_micro_batch_of_largest_slice_is_measured() -> None:
     assert micro_batches(64, 3, 4) == (4, 6)
     assert micro_batches(4, 4, 8) == (1, 1)
 
 
-def test_the_fastest_is_taken_and_of_two_alike_the_smaller() -> None:
+def test_fastest_batch_size_wins_and_the_smaller_of_two_equals() -> None:
     assert fastest(timed(100, 200, 150)) == 16
     assert fastest(timed(100, 199, 200)) == 16
     assert fastest(timed(100)) == 8
@@ -86,13 +86,13 @@ def test_timing_ends_after_two_doublings_without_a_gain() -> None:
     assert not is_still_gaining(timed(100, 90, 101))
 
 
-def test_the_choice_is_reported_with_what_it_was_chosen_from() -> None:
+def test_chosen_batch_size_is_printed_with_the_alternatives() -> None:
     told = describe_choice(BatchSizeChoice(16, 64, "memory", tuple(timed(1000, 2000))))
     speeds = "samples/s by size: 8: 1,000, 16: 2,000"
     assert told == f"batch size 16 ({speeds}; the largest that fits is 64, limited by memory)"
 
 
-def test_trials_leave_no_trace_in_the_weights_and_a_resumed_run_does_not_choose_again(project: Project) -> None:
+def test_measuring_leaves_weights_unchanged_and_resume_keeps_the_choice(project: Project) -> None:
     """The task draws random numbers, and keeps statistics in buffers: both must be as without trials."""
     project.replace("nn.Tanh()", "nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2)")
     run = project.run("auto", batch_size="auto", epochs=2)
@@ -126,7 +126,7 @@ def test_what_does_not_fit_one_process_fits_none(project: Project) -> None:
     assert (found["largest"], found["limit"]) == (16, "memory")
 
 
-def test_a_budget_that_holds_not_even_the_smallest_batch_is_refused_with_a_fix(project: Project) -> None:
+def test_too_little_memory_for_any_batch_is_an_error(project: Project) -> None:
     for narrow, wide in (("Linear(3, 8)", "Linear(3, 99999)"), ("Linear(8, 1)", "Linear(99999, 1)")):
         project.replace(narrow, wide)
     project.replace(
@@ -147,17 +147,17 @@ def container(folder: Path, limit: str) -> Path:
     return folder
 
 
-def test_a_container_with_a_limit_has_no_more_than_that_but_may_drop_its_file_caches(tmp_path: Path) -> None:
+def test_free_memory_respects_the_container_limit(tmp_path: Path) -> None:
     assert free_bytes(container(tmp_path, "100")) == 100 - 70 + 20
     assert free_bytes(container(tmp_path, "10")) == 0
     assert free_bytes(container(tmp_path, "max")) > 1 << 20
 
 
-def test_a_budget_is_a_part_of_the_free_memory() -> None:
+def test_budget_is_a_share_of_the_free_memory() -> None:
     assert 0 < budget_bytes(ALONE) < 1.2 * free_bytes()
 
 
-def test_what_autograd_keeps_grows_by_the_sample_and_weights_are_not_counted() -> None:
+def test_saved_activations_grow_per_sample_without_weights() -> None:
     model = nn.Sequential(nn.Linear(100, 50), nn.Tanh(), nn.Linear(50, 10))
     found = {}
     for size in (4, 8, 64):
@@ -170,7 +170,7 @@ def test_what_autograd_keeps_grows_by_the_sample_and_weights_are_not_counted() -
     assert interpolate_bytes({4: found[4], 8: found[8]}, 64) == found[64]
 
 
-def test_weights_gradients_and_the_two_moments_of_adam_are_held() -> None:
+def test_model_bytes_include_gradients_and_adam_moments() -> None:
     model = nn.Linear(100, 10)
     optimizer = make_optimizer(model, "adamw", 0.0)
     torch.autograd.backward(model(torch.ones(2, 100)).sum())
@@ -205,7 +205,7 @@ def trial(task: Wide, **train: Any) -> StepProbe:
     return StepProbe(task, Train(**train), Samples("train", task.data("train")), CPU)  # type: ignore[arg-type]
 
 
-def test_the_estimate_is_the_same_every_time_and_grows_by_what_a_sample_keeps() -> None:
+def test_memory_estimate_is_repeatable_and_linear_in_samples() -> None:
     first, second = trial(Wide()), trial(Wide())
     found = [first.needed_bytes(size) for size in (2, 4, 8, 32)]
     assert found == [second.needed_bytes(size) for size in (2, 4, 8, 32)]

@@ -11,13 +11,12 @@ import torch
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import forward, open_split
 from pipeline.contract.task import load_task
+from tests.train.distributed import run_distributed
 from train.checkpoint.store import CheckpointStore
 from train.parameter_server import ParameterServerTrainer
 from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
-
-from .together import together
 
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "digits"
 PLAIN: dict[str, Any] = {"epochs": 25, "batch_size": 64, "lr": 0.004, "device": "cpu", "checkpoint_every": 0}
@@ -36,8 +35,8 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.long
-def test_every_way_is_within_a_point_of_the_plain_one(tmp_path: Path) -> None:
-    plain, *others = together(accuracies, 2, tmp_path, seconds=1200)[0]
+def test_every_strategy_reaches_the_accuracy_of_one_process(tmp_path: Path) -> None:
+    plain, *others = run_distributed(accuracies, 2, tmp_path, seconds=1200)[0]
     assert plain > 0.97
     assert {str(way): found for way, found in zip(WAYS, others, strict=True) if found < plain - 0.01} == {}, plain
 

@@ -51,7 +51,7 @@ def fetched(workers: int, wanted: list[LoadRequest], seed: int = 1) -> list[Tens
         feed.stop()
 
 
-def test_workers_draw_the_batches_that_a_process_without_them_draws() -> None:
+def test_workers_load_the_same_batches_as_the_main_process() -> None:
     wanted = jobs(range(6), parts=2)
     found = [torch.stack(fetched(workers, wanted)) for workers in (0, 1, 2)]
     assert torch.equal(found[0], found[1])
@@ -59,12 +59,12 @@ def test_workers_draw_the_batches_that_a_process_without_them_draws() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_feed_that_starts_in_the_middle_gives_what_one_from_the_start_gives_there(workers: int) -> None:
+def test_loading_from_the_middle_gives_the_same_batches(workers: int) -> None:
     whole, rest = fetched(workers, jobs(range(6))), fetched(workers, jobs(range(4, 6)))
     assert torch.equal(torch.stack(whole[4:]), torch.stack(rest))
 
 
-def test_seed_step_part_and_slice_each_draw_something_else() -> None:
+def test_random_numbers_depend_on_seed_step_part_and_slice() -> None:
     same = np.arange(3)
     found = [
         fetched(0, [LoadRequest(step, part, same, number)], seed)[0][:, 1:]
@@ -75,7 +75,7 @@ def test_seed_step_part_and_slice_each_draw_something_else() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_samples_draw_is_not_drawn_from_the_model(workers: int) -> None:
+def test_loading_samples_does_not_change_the_models_random_numbers(workers: int) -> None:
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     expected = torch.rand(2), np.random.random(), random.random()
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
@@ -85,20 +85,20 @@ def test_what_samples_draw_is_not_drawn_from_the_model(workers: int) -> None:
     assert found[1:] == expected[1:]
 
 
-def test_what_a_worker_raises_is_reported_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_worker_is_reported_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Noisy, "broken", (4,))
     with pytest.raises(StageError, match=r"^ValueError: no picture 4 \(test_data\.py, line \d+\)$"):
         fetched(2, jobs(range(4)))
 
 
-def test_before_it_starts_a_feed_with_workers_loads_here() -> None:
+def test_batches_are_loaded_in_process_before_workers_start() -> None:
     """Trial and warm-up passes take a batch or two, in any order."""
     feed = BatchLoader(Samples("train", Noisy()), CPU, seed=1, workers=2)
     for job in reversed(jobs(range(3))):
         assert torch.equal(feed.fetch(job)["x"], fetched(0, [job])[0])
 
 
-def test_columns_are_indexed_in_the_order_requested_and_need_no_worker() -> None:
+def test_columns_are_indexed_in_order_without_workers() -> None:
     columns = {"x": torch.arange(40.0).reshape(20, 2), "mask": torch.arange(20) % 2 == 0}
     feed = BatchLoader(Samples("train", columns), CPU, seed=0, workers=2)
     feed.start(iter(()))
@@ -107,7 +107,7 @@ def test_columns_are_indexed_in_the_order_requested_and_need_no_worker() -> None
     assert found["mask"].tolist() == [False, False, False]
 
 
-def test_columns_move_to_a_gpu_only_where_they_are_a_small_part_of_it() -> None:
+def test_only_small_columns_move_to_the_gpu() -> None:
     assert fits_on_gpu(1 << 30, 10 << 30)
     assert not fits_on_gpu(3 << 30, 10 << 30)
 
@@ -166,7 +166,7 @@ def test_workers_end_when_the_training_process_is_killed() -> None:
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_training_with_workers_gives_the_weights_of_training_without(drawn: Project) -> None:
+def test_workers_do_not_change_the_trained_weights(drawn: Project) -> None:
     one, two = drawn.run("one", accumulate=2), drawn.run("two", accumulate=2, workers=2)
     for run in (one, two):
         done = drawn.train(run, processes=2)

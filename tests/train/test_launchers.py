@@ -22,8 +22,8 @@ needs_mpirun = pytest.mark.skipif(
 
 
 @needs_mpirun
-def test_the_weights_are_the_same_under_every_launcher_bit_for_bit(project: Project) -> None:
-    """Under torchrun's own words here; torchrun itself walks the road in tests/e2e."""
+def test_every_launcher_trains_identical_weights(project: Project) -> None:
+    """With torchrun's own options here; tests/e2e run it for a whole pipeline."""
     runs = {name: project.run(name) for name in ("torchrun", "mpirun", "srun")}
     assert project.train(runs["torchrun"], processes=2).returncode == 0
     finish(start(project, mpirun(2, module(runs["mpirun"]))))
@@ -36,12 +36,12 @@ def test_the_weights_are_the_same_under_every_launcher_bit_for_bit(project: Proj
 def test_an_address_left_by_an_earlier_launch_is_not_taken(project: Project) -> None:
     run = project.run(epochs=1)
     late = task_of(project, run, 1)
-    stale = {"host": "127.0.0.1", "port": 9, "mark": "old"}  # nobody listens on the port that discards
+    stale = {"host": "127.0.0.1", "port": 9, "mark": "old"}  # the discard port, on which no process listens
     write_json(run.path / f"meeting-{Rank.from_env(slurm(1)).job}.json", stale)
     finish(late, task_of(project, run, 0))
 
 
-def test_a_process_that_no_one_joins_states_what_it_waited_for(project: Project) -> None:
+def test_a_process_that_waits_in_vain_reports_for_what(project: Project) -> None:
     run = project.run(timeout_seconds=1)
     alone = task_of(project, run, 1)
     alone.communicate(timeout=60)
@@ -52,7 +52,7 @@ def test_a_process_that_no_one_joins_states_what_it_waited_for(project: Project)
 
 @pytest.mark.long
 @needs_mpirun
-def test_a_bug_under_mpirun_ends_every_process_and_is_reported_with_its_rank(project: Project) -> None:
+def test_a_bug_under_mpirun_is_reported_with_its_rank(project: Project) -> None:
     project.replace(
         "    def loss(self, outputs, batch):\n",
         "    def loss(self, outputs, batch):\n"
@@ -68,7 +68,7 @@ def test_a_bug_under_mpirun_ends_every_process_and_is_reported_with_its_rank(pro
 
 @pytest.mark.long
 @needs_mpirun
-def test_a_killed_runner_takes_all_processes_of_mpirun_along(project: Project) -> None:
+def test_processes_of_mpirun_end_with_a_killed_runner(project: Project) -> None:
     project.replace(
         "    def loss(self, outputs, batch):\n",
         "    def loss(self, outputs, batch):\n"

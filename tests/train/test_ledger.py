@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +11,7 @@ from pipeline.contract.errors import ResourceError
 from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run
 from pipeline.verify import ledger_verification, verify_run_ledger
+from tests.train.distributed import run_distributed, trainer
 from train.batch_order import BatchOrder
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosLog, Kill, KillPoint
 from train.checkpoint.store import CheckpointStore
@@ -21,7 +21,6 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 
 from .conftest import Project
-from .together import together, trainer
 
 ORDER = BatchOrder(samples=37, batch_size=8, seed=0)
 CPU = torch.device("cpu")
@@ -65,7 +64,7 @@ def test_nothing_is_written_before_its_checkpoint_is(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "ledger.jsonl") == []
 
 
-def test_lines_of_a_checkpoint_that_came_to_nothing_are_written_with_the_next(tmp_path: Path) -> None:
+def test_lines_of_a_failed_checkpoint_are_written_with_the_next(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     feed(made, 0, 1)
     made.collect(2)
@@ -74,7 +73,7 @@ def test_lines_of_a_checkpoint_that_came_to_nothing_are_written_with_the_next(tm
     assert proven(tmp_path, 3) == ""
 
 
-def test_a_commit_that_comes_late_writes_no_line_of_a_later_checkpoint(tmp_path: Path) -> None:
+def test_a_late_commit_writes_no_lines_of_a_later_checkpoint(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     feed(made, 0, 1)
     first = made.collect(2)
@@ -88,7 +87,7 @@ def test_a_commit_that_comes_late_writes_no_line_of_a_later_checkpoint(tmp_path:
     assert proven(tmp_path, 3) == ""
 
 
-def test_a_step_that_was_refused_and_fed_again_counts_once(tmp_path: Path) -> None:
+def test_a_discarded_and_repeated_step_counts_once(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     feed(made, 0)
     made.discard(0)
@@ -97,7 +96,7 @@ def test_a_step_that_was_refused_and_fed_again_counts_once(tmp_path: Path) -> No
     assert proven(tmp_path, 1) == ""
 
 
-def test_what_was_really_fed_is_written_and_not_what_was_planned(tmp_path: Path) -> None:
+def test_the_ledger_records_the_samples_really_used(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     made.record(0, ORDER.batch(0)[::-1])
     commit(made, 1)
@@ -106,7 +105,7 @@ def test_what_was_really_fed_is_written_and_not_what_was_planned(tmp_path: Path)
 
 @pytest.mark.parametrize("resumed", [0, 3, 5])
 @pytest.mark.parametrize("harm", ["", '{"step": 6, "epo', "\x00\x00\n", '{"step": "six"}\n'])
-def test_at_a_start_lines_of_steps_that_will_be_made_again_and_half_lines_are_dropped(
+def test_lines_of_repeated_steps_and_half_lines_are_dropped(
     tmp_path: Path, harm: str, resumed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = ledger(tmp_path)
@@ -122,7 +121,7 @@ def test_at_a_start_lines_of_steps_that_will_be_made_again_and_half_lines_are_dr
     assert capsys.readouterr().err == ""
 
 
-def test_a_ledger_that_lacks_lines_of_the_checkpoint_is_reported_at_once(
+def test_missing_lines_of_the_checkpoint_are_reported_at_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = ledger(tmp_path)
@@ -157,10 +156,10 @@ CREWS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("crew", CREWS)
-def test_however_processes_share_a_batch_its_line_is_the_planned_one(tmp_path: Path, crew: str) -> None:
+def test_lines_match_the_plan_for_every_strategy(tmp_path: Path, crew: str) -> None:
     """Two epochs of 10 steps; the 149 samples are divided by no number of processes."""
     size, words = CREWS[crew]
-    orders = together(kept, size, tmp_path, words)
+    orders = run_distributed(kept, size, tmp_path, words)
     proof = verify_ledger(read_lines(tmp_path / "ledger.jsonl"), orders[0], 20)
     assert (proof.fault, proof.lost, proof.repeated, proof.processes) == ("", 0, 0, (size, size))
 
@@ -196,17 +195,3 @@ def test_killed_and_resumed_with_other_processes_every_sample_counts_once(
     assert (proof.fault, proof.lost, proof.repeated, proof.attempts) == ("", 0, 0, 2)
     assert proof.processes == (min(2, processes), max(2, processes))
     assert next(verify_run_ledger(run)).startswith("ledger: 15 steps, 3 epochs, every one of 37 samples exactly once")
-
-
-def test_noting_and_collecting_costs_less_than_a_hundredth_of_a_step_of_ten_milliseconds(tmp_path: Path) -> None:
-    """A checkpoint every 100 steps of 64 samples; what the disk needs to sync is the checkpoint's own affair."""
-    order = BatchOrder(100 * 64, 64, seed=0)
-    made = Ledger(tmp_path, ProcessGroup(Rank(), CPU), order, 0, attempt=1)
-    spent = []
-    for _ in range(5):
-        started = time.thread_time()
-        for step in range(100):
-            made.record(step, order.batch(step))
-        made.collect(100)
-        spent.append(time.thread_time() - started)
-    assert min(spent) < 0.01 * 100 * 0.010

@@ -25,7 +25,7 @@ from .launching import finish, task_of
 
 
 class Items:
-    """A data set that is asked for its items one by one; each time it draws them anew."""
+    """A dataset whose items are random at each access."""
 
     def __init__(self, widths: list[int]) -> None:
         self._widths = widths
@@ -65,7 +65,7 @@ def test_equal_splits_agree() -> None:
     assert first_disagreement([columns()]) == ""
 
 
-def test_samples_drawn_anew_in_every_process_agree_by_their_shape() -> None:
+def test_random_samples_are_compared_by_shape() -> None:
     found = [describe_samples(Samples("train", Items([3, 3, 3]))) for _ in range(2)]  # type: ignore[arg-type]
     assert first_disagreement(found) == ""
 
@@ -79,7 +79,7 @@ def test_half_precision_is_compared_as_any_other() -> None:
     assert first_disagreement([columns(x=torch.ones(100, dtype=torch.bfloat16))] * 2) == ""
 
 
-def test_a_split_that_differs_between_processes_is_refused_before_the_first_step(project: Project) -> None:
+def test_a_split_that_differs_between_processes_is_an_error(project: Project) -> None:
     run = project.run()
     project.replace("self.counts[split], 3", 'self.counts[split] - int(__import__("os").environ["RANK"]), 3')
     assert project.train(run, processes=2).returncode != 0
@@ -97,7 +97,7 @@ def test_a_split_smaller_than_the_world_is_refused(project: Project) -> None:
 
 
 IN_LOSS = "    def loss(self, outputs, batch):\n"
-# Nobody comes far beyond the step at which all are to be killed, however late that is seen.
+# No process gets far beyond the step at which all are killed, however late the test sees it.
 SLOW = """\
         import pathlib, time
         time.sleep(0.01)
@@ -157,13 +157,13 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def resumed_from(said: str) -> tuple[str, int]:
-    found = re.search(r"resumed from the (\w+) of step (\d+) of 52", said)
-    assert found is not None, said
+def resumed_from(output: str) -> tuple[str, int]:
+    found = re.search(r"resumed from the (\w+) of step (\d+) of 52", output)
+    assert found is not None, output
     return found[1], int(found[2])
 
 
-def test_all_processes_killed_cost_no_more_steps_than_lie_between_two_snapshots(slow: Project, run: Run) -> None:
+def test_a_kill_costs_at_most_the_steps_since_the_snapshot(slow: Project, run: Run) -> None:
     whole = slow.run("whole", **WORDS)
     came_to = killed_after(slow, run, 12)
     assert not list((run.partial("train") / "checkpoints").glob("step-*")), "none was due"
@@ -173,7 +173,7 @@ def test_all_processes_killed_cost_no_more_steps_than_lie_between_two_snapshots(
     assert step % 5 == 0
     assert came_to - step <= 2 * 5, "the newest may have been under way"
     finish_both(slow, whole)
-    assert equal(weights(run), weights(whole)), "the same bits as if nobody had been killed"
+    assert equal(weights(run), weights(whole)), "the same bits as without kills"
     lines = read_lines(run.partial("train") / "ledger.jsonl")
     assert [line.step for line in lines] == list(range(1, 53))
     assert [line.digest for line in lines] == [
@@ -187,7 +187,7 @@ def finish_both(project: Project, run: Run) -> str:
     return (project.root / f"{run.id}-0.txt").read_text()
 
 
-def test_a_checkpoint_that_is_newer_comes_before_a_snapshot(slow: Project) -> None:
+def test_a_newer_checkpoint_is_preferred_to_a_snapshot(slow: Project) -> None:
     run = slow.run("killed", **WORDS, **{**SNAPSHOTS, "snapshot": "memory:12"})
     try:
         killed_after(slow, run, 14, checkpoint=13)
@@ -197,7 +197,7 @@ def test_a_checkpoint_that_is_newer_comes_before_a_snapshot(slow: Project) -> No
         shutil.rmtree(open_snapshot_folder(run), ignore_errors=True)
 
 
-def test_without_its_memory_training_goes_on_from_the_checkpoint(slow: Project, run: Run) -> None:
+def test_a_lost_snapshot_falls_back_to_the_checkpoint(slow: Project, run: Run) -> None:
     killed_after(slow, run, 23, checkpoint=13)
     shutil.rmtree(open_snapshot_folder(run))
     assert resumed_from(finish_both(slow, run)) == ("checkpoint", 13)

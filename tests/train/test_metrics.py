@@ -58,7 +58,7 @@ def test_tensorboard_shows_training_and_validation_apart(tmp_path: Path) -> None
     assert scalars(tmp_path, "validation/accuracy") == [(1, 0.5)]
 
 
-def test_steps_that_are_done_again_have_one_line_each_and_it_is_the_new_one(tmp_path: Path) -> None:
+def test_repeated_steps_keep_only_their_new_line(tmp_path: Path) -> None:
     write(tmp_path, 0, range(1, 7))
     write(tmp_path, 3, range(4, 7))
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [
@@ -134,7 +134,7 @@ def window(*losses: float) -> StepWindow:
     return made
 
 
-def test_a_line_is_of_all_processes_and_of_the_steps_since_the_line_before() -> None:
+def test_a_line_covers_all_processes_since_the_last_line() -> None:
     traffic = Traffic(sent_bytes=1000, exposed_seconds=5.0)
     made = meter(traffic)
     traffic.sent_bytes += 300
@@ -160,7 +160,7 @@ def test_memory_is_the_most_this_process_has_held() -> None:
     assert gpu_utilization(CPU) is None
 
 
-def test_fp16_survives_an_overflow_of_one_process_and_shows_it_everywhere(project: Project) -> None:
+def test_fp16_overflow_of_one_process_is_reported_on_all(project: Project) -> None:
     project.replace(LOSS, STEEP)
     run = project.run(epochs=1, precision="fp16", log_every=1)
     done = project.train(run, processes=2)

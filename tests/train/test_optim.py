@@ -47,7 +47,7 @@ def faults(mode: str) -> int:
     return int(done.stdout)
 
 
-def test_memory_of_one_step_serves_the_next_without_requesting_the_kernel() -> None:
+def test_freed_memory_is_reused_by_the_next_step() -> None:
     assert faults("keep") < 100 < faults("default")
 
 
@@ -75,14 +75,14 @@ def steps(of: nn.Module, optimizer: torch.optim.Optimizer, count: int, unused: i
 
 
 @pytest.mark.parametrize("unused", [-1, 0, 2])
-def test_the_lean_step_is_torchs_own_to_the_bit(unused: int) -> None:
+def test_fused_adamw_matches_torch_bit_for_bit(unused: int) -> None:
     left, right = model(), model()
     lean = steps(left, FusedAdamW(groups(left), fused=True), 5, unused)
     plain = steps(right, torch.optim.AdamW(groups(right), fused=True), 5, unused)
     assert all(torch.equal(*pair) for pair in zip(lean, plain, strict=True))
 
 
-def test_it_goes_on_from_loaded_state_as_torchs_own() -> None:
+def test_fused_adamw_continues_from_loaded_state() -> None:
     left, right = model(), model()
     optimizers = FusedAdamW(groups(left), fused=True), torch.optim.AdamW(groups(right), fused=True)
     for of, optimizer in zip((left, right), optimizers, strict=True):
@@ -123,7 +123,7 @@ def test_parameters_of_several_types_are_left_to_torch() -> None:
 CPU = torch.device("cpu")
 
 
-def test_what_was_counted_and_the_scale_go_on_in_a_resumed_run() -> None:
+def test_resume_keeps_loss_scale_and_overflow_count() -> None:
     first, second = Precision("fp16", CPU), Precision("fp16", CPU)
     model = nn.Linear(2, 1)
     optimizer = make_optimizer(model, "sgd", 0.0)
@@ -136,7 +136,7 @@ def test_what_was_counted_and_the_scale_go_on_in_a_resumed_run() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_what_is_not_scaled_has_nothing_to_keep_or_show(kind: str) -> None:
+def test_without_fp16_there_is_no_scaler_state(kind: str) -> None:
     made = Precision(kind, CPU)  # type: ignore[arg-type]
     assert made.state() == made.metrics() == {}
 

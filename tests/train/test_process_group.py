@@ -16,13 +16,13 @@ from train import process_group
 from train.process_group import ProcessGroup, choose_device, is_lost_contact, open_store, rendezvous_file
 
 
-def test_requesting_for_a_gpu_that_is_not_there_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_an_error_not_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"train\.device=cuda, but torch sees no CUDA device"):
         choose_device("cuda", Rank())
 
 
-def test_without_a_gpu_auto_takes_the_cpu_and_with_one_the_wish_for_a_cpu_is_kept(
+def test_auto_device_prefers_a_gpu_and_cpu_is_respected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -54,7 +54,7 @@ def test_a_lost_neighbour_is_reported_from_a_bug(error: Exception, lost: bool) -
 FIRST, SECOND = (Rank(rank, rank, 2, local_size=2, job="a") for rank in (0, 1))
 
 
-def test_the_first_process_opens_and_the_others_find_it(tmp_path: Path) -> None:
+def test_first_process_opens_the_store_and_others_find_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(open_store, SECOND, "", tmp_path, 20)
         opened = open_store(FIRST, "", tmp_path, 20)
@@ -65,7 +65,7 @@ def test_the_first_process_opens_and_the_others_find_it(tmp_path: Path) -> None:
     assert found.get("word") == b"said"
 
 
-def test_processes_of_one_machine_meet_where_no_other_machine_comes(tmp_path: Path) -> None:
+def test_store_listens_on_localhost_for_one_machine(tmp_path: Path) -> None:
     store = open_store(FIRST, "", tmp_path, 5)
     told = json.loads(rendezvous_file(FIRST, tmp_path).read_text())
     assert told["host"] == "127.0.0.1"
@@ -74,7 +74,7 @@ def test_processes_of_one_machine_meet_where_no_other_machine_comes(tmp_path: Pa
     assert store is not None
 
 
-def test_processes_of_several_machines_meet_at_the_name_of_the_first(tmp_path: Path) -> None:
+def test_store_of_several_machines_is_published_by_host_name(tmp_path: Path) -> None:
     store = open_store(Rank(0, 0, 2, local_size=1), "", tmp_path, 5)
     told = json.loads((tmp_path / "meeting-unnamed.json").read_text())
     assert told["host"] == socket.gethostname()
@@ -82,7 +82,7 @@ def test_processes_of_several_machines_meet_at_the_name_of_the_first(tmp_path: P
     assert store is not None
 
 
-def test_an_address_where_no_one_answers_is_not_taken(tmp_path: Path) -> None:
+def test_an_unreachable_address_is_ignored(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     write_json(rendezvous_file(SECOND, tmp_path), {"host": "127.0.0.1", "port": port, "mark": "old"})
@@ -112,7 +112,7 @@ def test_what_is_no_store_is_not_taken(tmp_path: Path, monkeypatch: pytest.Monke
         assert told.result(timeout=20) is None
 
 
-def test_a_place_the_launcher_or_the_user_reported_comes_before_ones_own(tmp_path: Path) -> None:
+def test_an_address_from_launcher_or_user_takes_precedence(tmp_path: Path) -> None:
     assert open_store(Rank(0, 0, 2, master="head:29500"), "other:1", tmp_path, 5) is None
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -24,7 +24,7 @@ from train.profiling import (
 from .conftest import Project, equal, weights
 
 
-def test_a_phase_is_named_in_a_timeline_and_costs_nothing_without_one() -> None:
+def test_phases_are_named_in_a_timeline() -> None:
     assert phase("one") is phase("two")
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as timeline, phase("forward"):
         sum(range(10))
@@ -39,7 +39,7 @@ def timeline(host: str, events: list[dict[str, Any]], base_ns: int = 0, clock_ns
     return Timeline(host, tuple(clock_ns + i * 1000 for i in range(5)), base_ns, events)
 
 
-def test_the_length_of_spans_counts_what_they_share_once() -> None:
+def test_union_length_counts_overlaps_once() -> None:
     assert union_length([]) == 0
     assert union_length([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
 
@@ -50,7 +50,7 @@ def test_what_is_covered_is_left_out() -> None:
     assert uncovered_length([(2, 3)], [(0, 10)]) == 0
 
 
-def test_an_exchange_is_exposed_where_its_process_computes_nothing() -> None:
+def test_communication_without_computation_is_exposed() -> None:
     events = [
         span("step 1", 0, 100),
         span("aten::mm", 0, 50),
@@ -99,13 +99,13 @@ def test_processes_become_named_lanes_and_steps_get_their_numbers() -> None:
     assert [event["pid"] for event in merged if event["name"] == "thread_name"] == [0, 1]
 
 
-def test_times_count_from_the_first_event_whatever_each_process_counts_from() -> None:
+def test_merged_times_start_at_the_first_event() -> None:
     first = timeline("a", [span("x", 100, 110)], base_ns=1_000_000)
     second = timeline("a", [span("x", 0, 10)], base_ns=1_120_000)  # 20 µs later
     assert [event["ts"] for event in merge_timelines([first, second], 0) if event["ph"] == "X"] == [0, 20]
 
 
-def test_clocks_of_other_machines_are_set_by_the_moments_at_which_all_met() -> None:
+def test_clocks_of_machines_are_aligned_by_collectives() -> None:
     first = timeline("a", [span("x", 0, 1)])
     near = timeline("a", [span("x", 0, 1)], clock_ns=30_000)  # the same clock, read a little later
     far = timeline("b", [span("x", 5, 6)], clock_ns=7_000)  # 7 µs fast
@@ -125,13 +125,13 @@ def test_clocks_of_other_machines_are_set_by_the_moments_at_which_all_met() -> N
         (3, 5, 100, 100, range(101, 101)),
     ],
 )
-def test_the_traced_steps_lie_within_training_and_after_one_that_is_not_traced(
+def test_traced_steps_lie_within_training_after_a_warm_up(
     first: int, count: int, start: int, total: int, expected: range
 ) -> None:
     assert traced_steps(first, count, start, total) == expected
 
 
-def test_two_processes_stand_as_two_lanes_in_one_file_with_the_exchange_under_the_computation(
+def test_two_processes_give_one_file_with_two_lanes(
     project: Project,
 ) -> None:
     project.replace("nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)", DEEP)
@@ -162,7 +162,7 @@ def test_two_processes_stand_as_two_lanes_in_one_file_with_the_exchange_under_th
         assert 0 < facts[rank]["exposed"] <= facts[rank]["communication"] <= 1
 
 
-def test_a_process_alone_has_its_timeline_and_training_that_ends_too_early_states_it(project: Project) -> None:
+def test_single_process_timeline_and_too_short_training(project: Project) -> None:
     alone = project.run("alone", trace=True, epochs=1)
     assert project.train(alone).returncode == 0
     facts = json.loads((alone.partial("train") / SHARES_FILE).read_text())

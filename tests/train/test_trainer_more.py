@@ -23,7 +23,7 @@ CPU = ProcessGroup(Rank(), torch.device("cpu"))
 
 
 class Line:
-    """Fits y = x · w on 20 samples; counts what it was asked for."""
+    """Fits y = x · w on 20 samples; counts how often each sample is loaded."""
 
     inputs = ("x",)
     outputs = ("y",)
@@ -75,7 +75,7 @@ def validation_loss(progress: Progress) -> float:
     return progress.best_loss
 
 
-def test_every_sample_is_counted_once_an_epoch_in_the_order_of_the_plan(tmp_path: Path) -> None:
+def test_every_sample_is_used_once_per_epoch_in_order(tmp_path: Path) -> None:
     task = Line()
     made, progress = fit(tmp_path, task, epochs=2)
     planned = [int(i) for step in range(progress.step) for i in made.order.batch(step)]
@@ -102,7 +102,7 @@ def test_half_precision_reaches_a_similar_loss(tmp_path: Path, precision: str) -
     assert half < 0.2
 
 
-def test_fp16_forgives_a_gradient_that_overflows_and_lowers_its_scale(tmp_path: Path) -> None:
+def test_fp16_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
     made = trainer(Line(), config(precision="fp16"))
     scaler = made._precision.scaler
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**127})  # the scaled loss is infinite at once
@@ -115,7 +115,7 @@ def test_fp16_forgives_a_gradient_that_overflows_and_lowers_its_scale(tmp_path: 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("log_every", [1, 10])
-def test_a_loss_that_is_not_finite_stops_at_its_step_though_its_gradient_is_finite(
+def test_nonfinite_loss_with_finite_gradient_stops_training(
     tmp_path: Path, value: float, precision: str, log_every: int
 ) -> None:
     task = Line()
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_stops_at_its_step_though_its_gradient_is_fini
     assert CheckpointStore(tmp_path, 2, {}).steps() == [4]
 
 
-def test_a_gradient_that_is_not_finite_stops_too_and_its_weights_are_not_touched(tmp_path: Path) -> None:
+def test_nonfinite_gradient_stops_before_the_update(tmp_path: Path) -> None:
     made = trainer(Line(), config())
     before = weights(made)
     made.strategy.model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
@@ -136,7 +136,7 @@ def test_a_gradient_that_is_not_finite_stops_too_and_its_weights_are_not_touched
     assert weights(made)[: len(before)] == before
 
 
-def test_training_stops_after_as_many_epochs_without_gain_as_patience_allows(tmp_path: Path) -> None:
+def test_early_stopping_after_patience_epochs(tmp_path: Path) -> None:
     made, progress = fit(
         tmp_path, Line(), epochs=50, early_stopping_patience=2, lr=1e-30
     )  # a rate too small for float32 to move

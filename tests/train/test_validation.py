@@ -65,16 +65,14 @@ def test_texts_that_fit_are_taken(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("value", "named"), [(16, 16), (-100, -100)])
-def test_an_id_that_the_embedding_has_not_is_reported_with_both_numbers(
-    model: nn.Module, value: int, named: int
-) -> None:
+def test_token_id_beyond_the_embedding_is_an_error(model: nn.Module, value: int, named: int) -> None:
     ids = np.ones((2, 4), int)
     ids[1, 2] = value
     with pytest.raises(DataError, match=rf"data\('train'\).*`input_ids` has the id {named}.* embedding has 16 rows"):
         check_texts(TASK, model, [split(input_ids=ids)])
 
 
-def test_a_text_beyond_the_models_positions_is_reported_and_a_packed_row_is_none(model: nn.Module) -> None:
+def test_text_beyond_the_models_positions_is_an_error(model: nn.Module) -> None:
     task: Any = Words()
     ids = np.ones((1, 13), int)
     with pytest.raises(DataError, match=r"a text has 13 positions, but the model has 12 \(max_position_embeddings"):
@@ -142,14 +140,14 @@ def run(values: list[float], size: int, task: Any = None, model: nn.Module | Non
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_the_mean_is_over_samples_and_not_over_batches(size: int) -> None:
+def test_validation_mean_is_over_samples(size: int) -> None:
     assert run([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 28.0], size) == {
         "loss": pytest.approx(7.0),
         "square": pytest.approx(875 / 7),
     }
 
 
-def test_the_model_is_evaluated_in_evaluation_mode_and_given_back_in_training_mode() -> None:
+def test_validation_uses_eval_mode_and_restores_train_mode() -> None:
     model = nn.Sequential(nn.Dropout(0.9)).train()
     assert run([1.0] * 50, 10, model=model)["loss"] == 1.0
     assert model.training

@@ -13,10 +13,10 @@ from pipeline.contract.processes import (
     PARENT_WATCH_VARIABLE,
     TERMINATED,
     Rank,
-    was_terminated,
     describe_exit,
-    split_address,
     hide_packages,
+    split_address,
+    was_terminated,
 )
 
 
@@ -40,18 +40,18 @@ def test_anything_else_is_a_mistake(address: str) -> None:
         (3, "rank 1 exited with status 3"),
     ],
 )
-def test_an_end_is_reported_by_its_status(status: int, said: str) -> None:
+def test_exit_statuses_are_described(status: int, said: str) -> None:
     assert describe_exit("rank 1", status) == said
 
 
-def test_who_was_requested_to_go_is_reported_from_who_was_killed() -> None:
+def test_termination_is_distinguished_from_a_kill() -> None:
     assert [was_terminated(status) for status in (-15, 143, -9, 1)] == [True, True, False, False]
 
 
 _VALIDATOR = "kubernetes_validate"
 
 
-def test_a_package_counts_as_not_installed_within_and_is_there_again_after() -> None:
+def test_hidden_packages_cannot_be_imported_until_afterwards() -> None:
     sys.modules.pop("colorsys", None)
     with hide_packages("colorsys"):
         with pytest.raises(ImportError):
@@ -62,7 +62,7 @@ def test_a_package_counts_as_not_installed_within_and_is_there_again_after() -> 
     assert sys.modules["colorsys"] is colorsys
 
 
-def test_what_is_in_memory_already_stays() -> None:
+def test_imported_packages_are_not_hidden() -> None:
     with hide_packages("sys"):
         import sys as found
     assert found is sys
@@ -72,10 +72,10 @@ def test_what_is_in_memory_already_stays() -> None:
     "program",
     [
         "from serve.__main__ import service_class; service_class()",
-        "from k8s.cluster.api import client_package; client_package()",
+        "from k8s.cluster.api import import_client; import_client()",
     ],
 )
-def test_neither_the_service_nor_a_command_on_a_cluster_loads_the_validator_of_manifests(program: str) -> None:
+def test_manifest_validator_is_never_imported(program: str) -> None:
     """It is installed here, where tests use it, and costs a service a second of its start."""
     told = f"import sys; print('kubernetes' in sys.modules, {_VALIDATOR!r} in sys.modules)"
     done = subprocess.run(
@@ -88,7 +88,7 @@ def test_neither_the_service_nor_a_command_on_a_cluster_loads_the_validator_of_m
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 
-# Says when it holds the leash, then works until it is told to stop through another pipe.
+# Reports when it watches its parent, then works until it is stopped through another pipe.
 PROGRAM = (
     "import os, sys; from pipeline.contract.processes import watch_parent; watch_parent(); "
     "print('held', flush=True); os.read({stop}, 1)"
@@ -96,8 +96,8 @@ PROGRAM = (
 
 
 @contextmanager
-def leashed(env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
-    """A process, the end of the leash the runner holds, and the pipe that ends its work."""
+def watched_process(env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """Yield a process, the runner's end of its standard input, and the pipe that ends its work."""
     read_end, write_end = os.pipe()
     stop_read, stop_write = os.pipe()
     process = subprocess.Popen(
@@ -120,23 +120,23 @@ def leashed(env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], int,
         os.close(stop_write)
 
 
-def test_a_process_goes_when_the_runner_is_gone() -> None:
-    with leashed({PARENT_WATCH_VARIABLE: "1"}) as (process, write_end, _):
+def test_process_ends_when_its_parent_is_gone() -> None:
+    with watched_process({PARENT_WATCH_VARIABLE: "1"}) as (process, write_end, _):
         assert process.poll() is None
         os.close(write_end)
         assert process.wait(timeout=10) == TERMINATED
 
 
 def test_bytes_on_the_parent_watch_do_not_end_the_process() -> None:
-    with leashed({PARENT_WATCH_VARIABLE: "1"}) as (process, write_end, stop):
+    with watched_process({PARENT_WATCH_VARIABLE: "1"}) as (process, write_end, stop):
         os.write(write_end, b"hello")
         os.write(stop, b"x")
         assert process.wait(timeout=10) == 0
         os.close(write_end)
 
 
-def test_a_process_that_its_launcher_gave_the_null_device_is_not_on_the_parent_watch() -> None:
-    """Its end-of-file says nothing of the runner: mpirun hands the leash to its first process alone."""
+def test_null_device_as_standard_input_is_not_watched() -> None:
+    """Its end-of-file has nothing to do with the runner: mpirun passes standard input to its first process only."""
     env = {**os.environ, PARENT_WATCH_VARIABLE: "1"}
     program = (
         "import threading; from pipeline.contract.processes import watch_parent; "
@@ -148,8 +148,8 @@ def test_a_process_that_its_launcher_gave_the_null_device_is_not_on_the_parent_w
     assert done.stdout == b"1\n"
 
 
-def test_a_process_that_no_one_leashed_works_on_without_standard_input() -> None:
-    with leashed({}) as (process, write_end, stop):
+def test_process_without_the_variable_is_not_watched() -> None:
+    with watched_process({}) as (process, write_end, stop):
         os.close(write_end)
         os.write(stop, b"x")
         assert process.wait(timeout=10) == 0
@@ -157,13 +157,13 @@ def test_a_process_that_no_one_leashed_works_on_without_standard_input() -> None
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 8, 97])
-def test_slices_cover_every_item_once_in_order_and_differ_by_one_at_most(world_size: int, count: int) -> None:
+def test_slices_cover_every_item_and_differ_by_one_at_most(world_size: int, count: int) -> None:
     slices = [Rank(rank, rank, world_size).slice_of(count) for rank in range(world_size)]
     assert [i for part in slices for i in part] == list(range(count))
     assert max(map(len, slices)) - min(map(len, slices)) <= 1
 
 
-def test_a_process_started_alone_is_the_first_of_one() -> None:
+def test_a_process_without_launcher_is_rank_0_of_1() -> None:
     assert Rank.from_env({}) == Rank(0, 0, 1)
     assert Rank.from_env({}).first
 
@@ -181,18 +181,18 @@ HOROVOD = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", 
 
 
 @pytest.mark.parametrize("env", [TORCHRUN, OPEN_MPI, MPICH, SRUN, HOROVOD], ids=lambda env: next(iter(env)))
-def test_each_launcher_shows_the_place(env: dict[str, str]) -> None:
+def test_rank_is_read_from_each_launchers_variables(env: dict[str, str]) -> None:
     found = Rank.from_env(env)
     assert (found.rank, found.local_rank, found.world_size) == (3, 1, 4)
     assert not found.first
 
 
 @pytest.mark.parametrize("outer", [OPEN_MPI, MPICH, SRUN], ids=lambda env: next(iter(env)))
-def test_torchrun_counts_before_the_launcher_that_started_it(outer: dict[str, str]) -> None:
+def test_torchrun_takes_precedence_over_the_launcher_that_started_it(outer: dict[str, str]) -> None:
     assert Rank.from_env({**outer, "RANK": "5", "WORLD_SIZE": "8"}).rank == 5
 
 
-def test_the_script_of_an_sbatch_is_alone_though_its_job_has_tasks() -> None:
+def test_sbatch_script_is_rank_0_of_1() -> None:
     script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
     assert Rank.from_env(script) == Rank()
 
@@ -205,14 +205,14 @@ def test_slurm_shows_whether_all_processes_are_on_this_machine(per_node: str, si
     assert Rank.from_env(env).all_local is local
 
 
-def test_a_launch_has_a_name_own_which_all_its_processes_share() -> None:
+def test_all_processes_of_a_launch_have_the_same_job_id() -> None:
     first = {**SRUN, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
     assert Rank.from_env(first).job == Rank.from_env({**first, "SLURM_PROCID": "1"}).job != ""
     for later in ({"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "8"}, {"SLURM_RESTART_COUNT": "1"}):
         assert Rank.from_env({**first, **later}).job != Rank.from_env(first).job
-    assert Rank.from_env(MPICH).job == "", "MPICH does not tell"
+    assert Rank.from_env(MPICH).job == "", "MPICH has no id"
 
 
-def test_the_meeting_place_is_known_when_both_halves_are() -> None:
+def test_master_needs_both_address_and_port() -> None:
     assert Rank.from_env({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "29500"}).master == "head:29500"
     assert Rank.from_env({**SRUN, "MASTER_ADDR": "head"}).master == ""

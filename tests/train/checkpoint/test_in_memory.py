@@ -33,7 +33,7 @@ from train.checkpoint.load import SavedCheckpoint
 from train.process_group import ProcessGroup
 from train.state import Progress, State
 
-from ..together import together
+from tests.train.distributed import run_distributed
 
 IDENTITY = {"samples": 37}
 Values = tuple[int, float, float, float]
@@ -173,12 +173,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def three(folder: Path) -> list[dict[str, Any]]:
-    return together(run_on_three_machines, 3, folder, seconds=120)
+    return run_distributed(run_on_three_machines, 3, folder, seconds=120)
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    return together(run_on_two_processes, 2, folder, seconds=120)
+    return run_distributed(run_on_two_processes, 2, folder, seconds=120)
 
 
 @pytest.mark.parametrize("lost", ["", "a"])

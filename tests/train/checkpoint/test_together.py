@@ -20,7 +20,7 @@ from train.process_group import ProcessGroup, is_lost_contact
 from train.state import Progress, State
 
 from ..conftest import equal
-from ..together import together, trained, trainer, weights
+from tests.train.distributed import run_distributed, trained, trainer, weights
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 STEP = 10
@@ -145,7 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     (folder / "sharded").mkdir()
-    return together(run_two_processes, 2, folder, seconds=120)
+    return run_distributed(run_two_processes, 2, folder, seconds=120)
 
 
 def load_in_three(group: ProcessGroup, folder: Path) -> tuple[list[tuple[dict[str, Tensor], int]], float]:
@@ -158,7 +158,7 @@ def test_one_and_three_processes_load_what_two_wrote(folder: Path) -> None:
     """Whatever strategy they use: FSDP shards differently, DDP needs all weights."""
     expected = torch.load(folder / "sharded" / "whole.pt")
     assert len(expected) == 8
-    in_three = together(load_in_three, 3, folder)
+    in_three = run_distributed(load_in_three, 3, folder)
     single = load(ProcessGroup(Rank(), torch.device("cpu")), folder / "sharded", {})
     for weights_loaded, count in [single, *(result for loaded, _ in in_three for result in loaded)]:
         assert equal(weights_loaded, expected)
@@ -212,8 +212,8 @@ def test_killed_process_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     """Wherever it is killed in a checkpoint; the next attempt continues and removes what was left."""
     places = ("write", "rename", "renamed")
     for place in places:
-        assert together(save_and_die, 2, tmp_path / place, place, lost=[0]) == ["lost contact"]
-    for steps in together(continue_after_kill, 2, tmp_path, places):
+        assert run_distributed(save_and_die, 2, tmp_path / place, place, lost=[0]) == ["lost contact"]
+    for steps in run_distributed(continue_after_kill, 2, tmp_path, places):
         assert steps == [1, 1, 2], "after the rename the new checkpoint is complete"
     assert list(tmp_path.glob("*/.step-*")) == []
 

@@ -24,11 +24,11 @@ SLOW = "        import time; time.sleep(0.01)\n"
 HANG = """
         import os, pathlib
         Tiny.calls = getattr(Tiny, "calls", 0) + torch.is_grad_enabled()
-        if Tiny.calls >= 60:
+        if Tiny.calls >= 30:
             pathlib.Path(f"hangs-{os.getpid()}").touch()
             time.sleep(600)
 """
-LONG: dict[str, Any] = {"epochs": 24, "checkpoint_every": 0}  # 120 steps
+LONG: dict[str, Any] = {"epochs": 14, "checkpoint_every": 0}  # 70 steps
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def slow(project: Project) -> Project:
     return project
 
 
-def start_two(project: Project, run: Run, steps: int = 20) -> list[ForkedProcess]:
+def start_two(project: Project, run: Run, steps: int = 10) -> list[ForkedProcess]:
     """Two processes that have made so many steps together."""
     processes = [task_of(project, run, rank) for rank in (0, 1)]
     await_step(run, steps, *processes)
@@ -71,7 +71,7 @@ def test_all_processes_end_after_the_same_step_and_none_is_repeated(slow: Projec
     os.kill(processes[1].pid, signal.SIGTERM)
     assert [process.wait(timeout=30) for process in processes] == [Evicted.exit_code] * 2
     assert "ended by SIGTERM (rank 1)" in str(failure(run))
-    assert 20 < final_step(run) < 120
+    assert 10 < final_step(run) < 70
     finish(*[task_of(slow, run, rank) for rank in (0, 1)])
     finish(*[task_of(slow, whole, rank) for rank in (0, 1)])
     assert equal(weights(run), weights(whole))
@@ -98,10 +98,10 @@ def test_a_single_process_ends_after_its_step(slow: Project) -> None:
     run = slow.run(**LONG)
     out = slow.root / "out.txt"
     process = ForkedProcess(module(run)[1:], slow.root, {PARENT_WATCH_VARIABLE: "0"}, out, out)
-    await_step(run, 20, process)
+    await_step(run, 10, process)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=30) == Evicted.exit_code
-    assert final_step(run) > 20
+    assert final_step(run) > 10
 
 
 def test_a_stopped_process_is_not_waited_for(slow: Project) -> None:
@@ -140,9 +140,9 @@ def test_a_second_signal_ends_a_process_at_once(slow: Project) -> None:
 def test_torchrun_passes_the_signal_on_and_waits_for_the_checkpoint(slow: Project) -> None:
     run = slow.run(**LONG)
     launcher = start(slow, torchrun(2, module(run)))
-    await_step(run, 20)
+    await_step(run, 10)
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode != 0
-    assert final_step(run) > 20, output
+    assert final_step(run) > 10, output
     assert "rank 0, 1" in str(failure(run))

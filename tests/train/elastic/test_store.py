@@ -15,7 +15,9 @@ from train.elastic.store import listen, main
 def test_machines_meet_in_a_store_that_is_a_process_own(tmp_path: Path) -> None:
     port = unused_port()
     argv = [sys.executable, "-m", "train.elastic.store", str(tmp_path), f"127.0.0.1:{port}"]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PIPE_PARENT_WATCH": "1"}, text=True)
+    process = subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PIPE_PARENT_WATCH": "1"}, text=True
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     with process:

@@ -18,7 +18,7 @@ from train.parallel.ddp import DDPStrategy
 from train.process_group import ProcessGroup
 
 from ..conftest import equal
-from ..together import resumed, together, trained, weights
+from tests.train.distributed import resumed, run_distributed, trained, weights
 
 
 class Task:
@@ -117,7 +117,7 @@ def run_scenarios(group: ProcessGroup, folder: Path) -> Results:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    return together(run_scenarios, 2, tmp_path_factory.mktemp("runs"), seconds=120)
+    return run_distributed(run_scenarios, 2, tmp_path_factory.mktemp("runs"), seconds=120)
 
 
 def test_compressors_average_gradients_and_send_the_promised_bytes(
@@ -179,11 +179,11 @@ def test_compressed_runs_learn_and_resume_to_the_same_bits(results: list[Results
 def train_and_resume(group: ProcessGroup, folder: Path) -> dict[str, float]:
     losses: dict[str, float] = {}
     for compress in ("none", "fp16", "bf16", "powersgd:1", "topk:0.1"):
-        settings: dict[str, Any] = {"compress": compress, "checkpoint_every": 7}
+        settings: dict[str, Any] = {"compress": compress, "checkpoint_every": 7, "epochs": 5}
         result, progress = trained(group, folder / compress, **settings)
         assert progress.best_loss is not None
         losses[compress] = progress.best_loss
-        again, _ = resumed(group, folder / compress, 49, **settings)
+        again, _ = resumed(group, folder / compress, 35, **settings)
         assert equal(weights(again), weights(result)), compress
     return losses
 

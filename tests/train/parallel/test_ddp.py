@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from train.parallel.ddp import BufferSnapshot, DDPStrategy, has_only_running_statistics
 from train.process_group import ProcessGroup
 
-from ..together import together, trainer, weights
+from tests.train.distributed import run_distributed, trainer, weights
 
 
 def test_buffer_snapshot_restores_running_statistics() -> None:
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def test_buckets_change_messages_but_not_gradients() -> None:
     """32 · 3 + 16 · 32 numbers and more in five layers: a bucket of 500 bytes holds few of them."""
-    found, other = together(runs, 2)
+    found, other = run_distributed(runs, 2)
     numbers = sum(tensor.numel() for name, tensor in found["one bucket"][0].items() if not is_statistic(name))
     for case, (held, buckets, sent) in found.items():
         wanted = found["micro-batches" if "micro" in case else "one bucket"][0]

@@ -19,7 +19,7 @@ from train.parallel.deterministic import DeterministicAllReduce, DeterministicSt
 from train.process_group import ProcessGroup
 from train.state import Progress
 
-from ..together import Wave, together, trainer, weights
+from tests.train.distributed import Wave, run_distributed, trainer, weights
 
 SETTINGS: dict[str, Any] = {"elastic_shards": 4, "epochs": 2, "batch_size": 30, "log_every": 1}
 
@@ -203,7 +203,7 @@ def run_scenarios(group: ProcessGroup, folder: Path) -> dict[str, Any]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """The results of all processes, by their number."""
     sizes = (1, 2, 3, 4)
-    return {size: together(run_scenarios, size, tmp_path_factory.mktemp("run"), seconds=240) for size in sizes}
+    return {size: run_distributed(run_scenarios, size, tmp_path_factory.mktemp("run"), seconds=240) for size in sizes}
 
 
 Results = dict[int, list[dict[str, Any]]]
@@ -227,7 +227,7 @@ def test_other_shards_or_seed_give_other_bits(results: Results) -> None:
 
 @pytest.mark.long
 def test_compiled_model_trains_the_same_bits() -> None:
-    assert len({together(compiled, size, seconds=300)[0] for size in (1, 2, 3)}) == 1
+    assert len({run_distributed(compiled, size, seconds=300)[0] for size in (1, 2, 3)}) == 1
 
 
 def compiled(group: ProcessGroup) -> str:

@@ -15,9 +15,9 @@ from train.parallel.local_sgd import LocalSGDStrategy, OuterOptimizer
 from train.process_group import ProcessGroup
 
 from ..conftest import equal
-from ..together import resumed, together, trained, trainer, weights
+from tests.train.distributed import resumed, run_distributed, trained, trainer, weights
 
-STEPS = 80  # 8 epochs of 10
+EPOCHS, STEPS = 5, 50
 CASES: dict[str, dict[str, Any]] = {
     "local_sgd": {"strategy": "local_sgd"},
     "local_sgd with overlap": {"strategy": "local_sgd", "sync_overlap": True},
@@ -31,7 +31,7 @@ def train_cases(group: ProcessGroup, folder: Path) -> dict[str, tuple[float, int
     LocalSGDStrategy.OUTER_MOMENTUM = 0.3  # for so few steps
     results = {}
     for case, settings in CASES.items():
-        settings = {"sync_every": 4, **settings}
+        settings = {"sync_every": 4, "epochs": EPOCHS, **settings}
         plain, progress = trained(group, folder / case, **settings, checkpoint_every=0)
         saving, _ = trained(group, folder / case, **settings, checkpoint_every=37)
         again, _ = resumed(group, folder / case, 37, **settings)
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[Results]:
-    return together(run_scenarios, 2, folder, seconds=120)
+    return run_distributed(run_scenarios, 2, folder, seconds=120)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -73,7 +73,7 @@ def test_run_learns_sends_the_promised_bytes_and_resumes_to_the_same_bits(result
     assert loss < 0.04  # the targets vary by 0.36
     assert same, "with checkpoints, and resumed in the middle of an exchange"
     exchanges = sum(1 for step in range(1, STEPS + 1) if step % 4 == 0 or step % 10 == 0)
-    assert sent == 4 * (exchanges * numbers + 8 * 64)  # and running statistics, once an epoch
+    assert sent == 4 * (exchanges * numbers + EPOCHS * 64)  # and running statistics, once an epoch
     assert results[1].runs[case][:2] == (loss, sent)
 
 

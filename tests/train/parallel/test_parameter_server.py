@@ -22,7 +22,7 @@ from train.process_group import ProcessGroup, is_lost_contact
 from train.state import Progress
 
 from ..conftest import Project, equal, journal
-from ..together import Wave, resumed, together, trainer, weights
+from tests.train.distributed import Wave, resumed, run_distributed, trainer, weights
 
 SETTINGS: dict[str, Any] = {"strategy": "parameter_server", "epochs": 4, "log_every": 3}
 
@@ -44,7 +44,7 @@ def sleep(loss: Tensor) -> Tensor:
 
 
 def test_slow_worker_does_not_slow_others(tmp_path: Path) -> None:
-    for saved, updates in together(train_with_slow_worker, 2, tmp_path):
+    for saved, updates in run_distributed(train_with_slow_worker, 2, tmp_path):
         assert saved
         assert updates == 40
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -77,7 +77,7 @@ def updates_of(saved: SavedCheckpoint) -> int:
 
 
 def test_run_learns_and_resumes_at_the_end_of_an_epoch(tmp_path: Path) -> None:
-    for loss, updates in together(train_and_resume, 3, tmp_path):
+    for loss, updates in run_distributed(train_and_resume, 3, tmp_path):
         assert loss < 0.05  # the targets vary by 0.36
         assert updates == 80
 
@@ -102,7 +102,7 @@ def hang(loss: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("action", [die, hang])
 def test_dead_or_hanging_worker_ends_all_with_a_clear_error(action: Any) -> None:
-    results = together(train_beside_failing_worker, 3, action, lost=[1])
+    results = run_distributed(train_beside_failing_worker, 3, action, lost=[1])
     assert results[0] == "rank 1 ended, or sent no gradient within train.timeout_seconds; see the log"
     assert results[1] == "lost contact"
 
@@ -119,7 +119,7 @@ def train_beside_failing_worker(group: ProcessGroup, action: Any) -> str:
 
 
 def test_loss_that_is_not_finite_is_reported_with_step_and_rank() -> None:
-    results = together(train_with_broken_loss, 2, lost=[0])
+    results = run_distributed(train_with_broken_loss, 2, lost=[0])
     assert "the loss is not finite at step" in results[0]
     assert "on rank 1;" in results[0]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from train.process_group import ProcessGroup
 
-from ..together import together
+from tests.train.distributed import run_distributed
 from .dispatch import Values, dispatched
 from .mixture import resumed_in, single, store, trained_in
 from .pretrained import PretrainedRun, train_pretrained
@@ -123,7 +123,7 @@ def kind_of(name: str) -> str:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("two")
-    return folder, together(train_in_two, 2, folder, seconds=240)
+    return folder, run_distributed(train_in_two, 2, folder, seconds=240)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def train_in_four(group: ProcessGroup, folder: Path) -> dict[str, Tensor | None]
 
 @pytest.mark.long
 def test_four_processes_train_and_predict_like_one(tmp_path: Path) -> None:
-    outputs = together(train_in_four, 4, tmp_path, seconds=400)
+    outputs = run_distributed(train_in_four, 4, tmp_path, seconds=400)
     outputs_by_name = by_name(outputs)
     for name in FOUR:
         assert_same(tmp_path, name, outputs_by_name, kind_of(name))

@@ -21,7 +21,7 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from ..together import together
+from tests.train.distributed import run_distributed
 from .official import write_official
 from .test_architectures import Labelling, Labels, ids, load
 from .test_sharing import whole
@@ -63,7 +63,7 @@ def fit(group: ProcessGroup, folder: Path, settings: dict[str, object]) -> tuple
 def test_two_processes_train_the_weights_of_one(tmp_path: Path, kind: str, settings: dict[str, object]) -> None:
     folder = write_official(tmp_path / kind, kind)
     single, bytes_read, _ = fit(ProcessGroup(Rank(), torch.device("cpu")), folder, {})
-    results = together(fit, 2, folder, settings, seconds=200)
+    results = run_distributed(fit, 2, folder, settings, seconds=200)
     for weights, _, _ in results:
         own = {name: tensor for name, tensor in weights.items() if not tensor.isnan().any()}
         torch.testing.assert_close(own, {name: single[name] for name in own}, rtol=1e-3, atol=1e-4)

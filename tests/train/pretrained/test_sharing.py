@@ -24,7 +24,7 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from ..together import Wave, together
+from tests.train.distributed import Wave, run_distributed
 from .folders import Tower, tower_state, write_folder
 
 
@@ -98,7 +98,7 @@ def single(folder: Path) -> Result:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Result]]:
     """The results of two processes with every strategy: starting them takes longer than training."""
-    return together(train_with_every_strategy, 2, folder)
+    return run_distributed(train_with_every_strategy, 2, folder)
 
 
 def tower_bytes() -> int:
@@ -118,7 +118,7 @@ def test_fsdp_process_reads_only_its_shards(ranks: list[dict[str, Result]]) -> N
 @pytest.mark.long
 def test_split_and_sharded_layers_equal_those_of_one_process(folder: Path, single: Result) -> None:
     """The whole model is run before it is split, one block at a time."""
-    found = together(train, 4, folder, {"strategy": "fsdp", "tensor_parallel": 2})
+    found = run_distributed(train, 4, folder, {"strategy": "fsdp", "tensor_parallel": 2})
     assert_same_as_single(found, single)
     assert max(one.parameter_bytes for one in found) < tower_bytes() / 2
 

@@ -46,7 +46,7 @@ def test_attempts_and_numbers_of_processes_are_reported() -> None:
     assert (proof.fault, proof.attempts, proof.processes) == ("", 3, (1, 4))
 
 
-def test_a_training_that_is_under_way_is_proven_as_far_as_it_came() -> None:
+def test_unfinished_training_is_verified_up_to_its_last_step() -> None:
     proof = verify_ledger(lines(7), ORDER, 7)
     assert (proof.fault, proof.lost, proof.repeated, proof.epochs) == ("", 0, 0, 1)
     assert verify_ledger([], ORDER, 0).fault == ""
@@ -74,7 +74,7 @@ def test_a_doubled_line_is_named_and_its_samples_are_repeated(step: int) -> None
     assert (proof.lost, proof.repeated) == (0, ORDER.size(step - 1))
 
 
-def test_lines_that_changed_places_are_named_though_nothing_is_lost() -> None:
+def test_lines_out_of_order_are_reported() -> None:
     told = lines()
     told[7], told[11] = told[11], told[7]
     proof = verify_ledger(told, ORDER, STEPS)
@@ -82,7 +82,7 @@ def test_lines_that_changed_places_are_named_though_nothing_is_lost() -> None:
     assert (proof.lost, proof.repeated) == (0, 0)
 
 
-def test_steps_that_were_made_of_each_others_samples_are_named() -> None:
+def test_swapped_samples_of_steps_are_reported() -> None:
     """In one epoch every sample was still used once; between two epochs samples are lost and repeated."""
     for left, right, moved in ((6, 8, 0), (3, 17, None)):
         told = lines()
@@ -98,7 +98,7 @@ def test_steps_that_were_made_of_each_others_samples_are_named() -> None:
             assert proof.repeated > 0
 
 
-def test_samples_that_no_step_has_are_named_and_the_planned_ones_count_as_lost() -> None:
+def test_unknown_samples_are_reported_and_planned_ones_are_lost() -> None:
     told = lines()
     forged = ORDER.batch(8).copy()
     forged[[0, 1]] = forged[[1, 0]]
@@ -123,7 +123,7 @@ def test_a_number_that_was_altered_is_named(change: dict[str, int], sentence: st
     assert verify_ledger(told, ORDER, STEPS).fault == f"line {place}: {sentence}"
 
 
-def test_a_line_beyond_the_last_step_is_named_and_its_samples_are_too_many() -> None:
+def test_a_line_beyond_the_last_step_is_reported() -> None:
     proof = verify_ledger(lines(21), ORDER, STEPS)
     assert proof.fault == "line 21: step 21 is beyond the last one, 20"
     assert (proof.lost, proof.repeated) == (0, ORDER.size(20))
@@ -136,7 +136,7 @@ def test_the_lines_of_another_seed_prove_nothing() -> None:
     assert proof.lost == 4 * ORDER.samples
 
 
-def test_no_damage_goes_unnoticed_and_what_is_lost_or_repeated_is_counted() -> None:
+def test_any_damage_is_noticed_and_counted() -> None:
     """Lines are dropped and doubled at random: the counts are those of a list that was kept by hand."""
     draw = random.Random(7)
     for _ in range(100):
@@ -150,7 +150,7 @@ def test_no_damage_goes_unnoticed_and_what_is_lost_or_repeated_is_counted() -> N
         assert bool(proof.fault) == (set(copies) != {1})
 
 
-def test_the_digest_is_of_eight_little_endian_bytes_a_sample_in_their_order() -> None:
+def test_digest_uses_eight_little_endian_bytes_per_sample() -> None:
     ids = np.array([1, 258])
     found = batch_digest(ids)
     assert found == "d4b6538234c2adfd24929c81adbc1bbced94c961ef3e778b83c8a0e558fb6198"
@@ -167,7 +167,7 @@ def test_a_ledger_reads_as_it_was_written(tmp_path: Path) -> None:
     assert read_lines(write(tmp_path / "ledger.jsonl", lines())) == lines()
 
 
-def test_half_a_line_counts_for_nothing_while_the_ledger_grows_and_is_damage_after(tmp_path: Path) -> None:
+def test_half_a_line_is_allowed_only_while_training(tmp_path: Path) -> None:
     path = write(tmp_path / "ledger.jsonl", lines(3), end='{"step": 4, "epo')
     assert read_lines(path, growing=True) == lines(3)
     with pytest.raises(BundleError, match=r"ledger.jsonl, line 4: not a line of the ledger"):
@@ -182,5 +182,5 @@ def test_a_row_that_is_no_line_is_named(tmp_path: Path, row: str) -> None:
 
 
 def test_a_ledger_that_is_gone_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="nothing tells which samples were used"):
+    with pytest.raises(BundleError, match="without it, the samples used are unknown"):
         read_lines(tmp_path / "ledger.jsonl")

@@ -1,4 +1,4 @@
-"""Functions run by several real processes that joined gloo: cheaper than a whole train step for each case."""
+"""Run functions in several real processes with a gloo group: cheaper than a whole train step for each case."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def weights(made: Trainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in made.strategy.model.state_dict().items()}
 
 
-def together(
+def run_distributed(
     work: Callable[..., Found], size: int, *arguments: Any, seconds: float = 60, lost: Collection[int] = ()
 ) -> list[Found]:
     """`work(group, *arguments)` on every process; it must be a function of a module, so that they can import it.
 
-    Those of the ranks in `lost` do not come back, and nobody waits for them.
+    The ranks in `lost` do not return, and are not waited for.
     """
     context = fork_context()
     with tempfile.TemporaryDirectory() as directory:
