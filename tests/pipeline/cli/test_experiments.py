@@ -45,7 +45,7 @@ def study(project: Project) -> Study:
 
 def test_search_without_a_space_is_an_error(pipe: Pipe, starter: Path) -> None:
     stderr = pipe("tune", expect=2).stderr
-    assert stderr.startswith("error: tune.space is empty; name what to search")
+    assert stderr.startswith("error: tune.space is empty; to fix it: name settings to search")
     assert stderr.count("\n") == 1
     assert not (starter / "runs").exists()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +67,9 @@ def test_lock_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.kill()
-    study.ask()  # Optuna's own lock would block for 30 s
+    with path.with_suffix(".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Optuna's own lock would be held for 30 s
+    study.ask()
 
 
 def test_lock_can_be_taken_again(tmp_path: Path) -> None:
@@ -77,15 +80,15 @@ def test_lock_can_be_taken_again(tmp_path: Path) -> None:
         lock.release()
 
 
-# Another worker, which draws its settings and is killed at its work.
+# Another worker, which is killed during a trial.
 WORKER = """
 import os, sys
 from pathlib import Path
 from pipeline.contract.config import parse_config
-from pipeline.tune.search import distributions
+from pipeline.tune.search import search_space
 from pipeline.tune.study import Study
 config = parse_config(eval(sys.argv[2]), "test")
-claim = Study(Path(sys.argv[1]), config.tune, distributions(config)).claim()
+claim = Study(Path(sys.argv[1]), config.tune, search_space(config)).claim()
 claim.trial.report(0.5, 1)
 os.kill(os.getpid(), 9)
 """
