@@ -42,7 +42,7 @@ def _rejected_record(run: Run) -> StepRecord:
     if record is None or not (run.output("evaluate") / "verdict.json").is_file():
         raise ConfigError(f"run {run.id} has no verdict yet; `pipe run --resume {run.id}` continues it")
     if record.status == OVERRIDDEN:
-        raise ConfigError(f"run {run.id} is {run.override(verdict_digest(run))} already; an override cannot be changed")
+        raise ConfigError(f"run {run.id} is {run.override(verdict_digest(run))}; an override cannot be changed")
     verdict = run.verdict()["verdict"]
     if record.status != "rejected" or verdict != "fail":
         raise ConfigError(f"run {run.id} was not rejected, its verdict is `{verdict}`; there is nothing to override")

@@ -1,4 +1,4 @@
-"""What holds for every test: the user code one test imports is gone before the next."""
+"""Fixtures of all tests: the user code that one test imports is removed before the next."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 @pytest.fixture(autouse=True)
-def _no_user_code_stays(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Projects name their files alike: a `codec` left in sys.modules would be taken for the next project's."""
+def _remove_user_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove modules of projects: a `codec` left in sys.modules would be used by the next project."""
     users = (f"{_EXAMPLES}{os.sep}", f"{tmp_path_factory.getbasetemp().resolve()}{os.sep}")
     yield
     sys.path[:] = [place for place in sys.path if not f"{place}{os.sep}".startswith(users)]

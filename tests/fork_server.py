@@ -1,4 +1,4 @@
-"""Processes that are born with torch in memory: a step costs its work, not seconds of imports in each process."""
+"""A fork server for tests: processes start with torch already imported, which saves seconds in each of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process
 
 
 def fork_context() -> ForkServerContext:
-    """One a test process, started at first use with the environment of that moment."""
+    """Return the context of the server, which is started at first use with the environment of that moment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     os.environ.update(_ONE_THREAD)
@@ -35,7 +35,7 @@ def fork_context() -> ForkServerContext:
 
 
 class ForkedProcess:
-    """A process of the nursery that runs `-m module …` or a program; waited for and ended like one of subprocess."""
+    """A forked process that runs `-m module …` or a program, with the interface of `subprocess.Popen`."""
 
     def __init__(self, argv: Sequence[str], folder: Path, env: Mapping[str, object], out: Path, err: Path) -> None:
         words = {name: str(value) for name, value in env.items()}
@@ -61,7 +61,7 @@ class ForkedProcess:
         return self.process.exitcode
 
     def communicate(self, timeout: float) -> tuple[str, None]:
-        """What was written to its standard output until its end."""
+        """Wait for the end and return the standard output."""
         self.wait(timeout)
         return self._out.read_text(), None
 
@@ -72,7 +72,7 @@ class ForkedProcess:
 def launch(
     argv: Sequence[str], folder: Path, processes: int, env: Mapping[str, str], seconds: float = 90
 ) -> subprocess.CompletedProcess[str]:
-    """The same in several processes, as torchrun would: when one fails, the rest are ended."""
+    """Run a program in several processes as torchrun does: when one fails, end the others."""
     out, err = folder / "stdout.txt", folder / "stderr.txt"
     for path in (out, err):
         path.write_text("")
@@ -86,7 +86,7 @@ def launch(
 
 
 def _wait(processes: Sequence[BaseProcess], deadline: float) -> int:
-    """The status of the process that failed first, or 0."""
+    """Return the status of the process that failed first, or 0."""
     try:
         while time.monotonic() < deadline:
             codes = [process.exitcode for process in processes]

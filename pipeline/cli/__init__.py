@@ -25,7 +25,7 @@ _FOLDER_OPTIONS = ("-C", "--project")
 
 def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
-    watch_parent()  # `pipe chaos` runs commands of its own, which must end with it
+    watch_parent()  # `pipe chaos` starts commands, which must end with it
     try:
         sys.exit(app(complete_arguments(sys.argv[1:]), prog_name="pipe", standalone_mode=False))
     except typer.TyperException as error:  # an unknown command, an option without its value

@@ -110,9 +110,7 @@ def _swap(request: ServiceStart, old: LiveService) -> tuple[LiveService, int]:
     elif old.bundle == live.bundle:
         _print(f"already live at {live.url}; golden answers are equal")
     else:
-        _print(
-            f"switched from bundle {old.bundle[:12]}, which stays loaded; `pipe registry rollback` switches back"
-        )
+        _print(f"switched from bundle {old.bundle[:12]}, which stays loaded; `pipe registry rollback` switches back")
         _print(f"live at {live.url} (gRPC {live.grpc_port}, pid {live.pid})")
     return live, golden_count
 

@@ -65,7 +65,7 @@ class Containers:
         return done.stdout.strip()
 
     def make_base(self) -> None:
-        """Debian with Python and pip, which asks the index that this machine asks and trusts whom it trusts."""
+        """Debian with Python and pip, with this machine's package index and certificates."""
         root = self.folder / "root"
         packages = "--include=python3,python3-pip,ca-certificates"
         self.call("debootstrap", "--variant=minbase", packages, _SUITE, str(root), _MIRROR, seconds=1100)
@@ -144,7 +144,7 @@ def _answers(port: int) -> bool:
 
 
 def wheel_for_cpu(env: Mapping[str, str]) -> Path | None:
-    """A wheel of torch without CUDA, in a folder pip is told of; the one on the index brings gigabytes of it."""
+    """A wheel of torch without CUDA, in a folder that pip searches; the one of the index installs gigabytes of CUDA."""
     for place in env.get("PIP_FIND_LINKS", "").split():
         if found := sorted(Path(place).glob("torch-*+cpu-*.whl")):
             return found[-1]

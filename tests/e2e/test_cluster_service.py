@@ -57,9 +57,7 @@ def cluster_of(project: ProjectFolder) -> dict[str, Any]:
     return found
 
 
-def test_a_bundle_goes_to_the_cluster_is_replaced_tried_beside_and_taken_back(
-    api: ApiServer, copied: ProjectFolder
-) -> None:
+def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiServer, copied: ProjectFolder) -> None:
     first = copied.latest
     api.service = lambda path, body: answers(serving(api, copied), path)
     done = copied.pipe("deploy", first.id, *ON_CLUSTER)
@@ -69,9 +67,9 @@ def test_a_bundle_goes_to_the_cluster_is_replaced_tried_beside_and_taken_back(
 
     copied.pipe("run", "--until", "package", *NEXT)
     second = copied.latest
-    told = copied.pipe("deploy", second.id, *ON_CLUSTER, "--dry-run", "--exit-code", expect=4).stdout
-    assert f"pipe-road/bundle: {first.bundle().digest} → {second.bundle().digest}" in told
-    assert serving(api, copied).digest == first.bundle().digest, "it was only looked at"
+    stdout = copied.pipe("deploy", second.id, *ON_CLUSTER, "--dry-run", "--exit-code", expect=4).stdout
+    assert f"pipe-road/bundle: {first.bundle().digest} → {second.bundle().digest}" in stdout
+    assert serving(api, copied).digest == first.bundle().digest, "nothing was deployed"
     copied.pipe("deploy", second.id, *ON_CLUSTER)
     assert copied.pipe("deploy", "--dry-run", "--exit-code").stdout == "nothing would change\n"
     found = cluster_of(copied)
@@ -84,7 +82,7 @@ def test_a_bundle_goes_to_the_cluster_is_replaced_tried_beside_and_taken_back(
     api.nodes.replicas = 1
     api.pod = lambda pod, path, body: answers(serving(api, copied, "sides-canary"), path)
     done = copied.pipe("deploy", second.id, *ON_CLUSTER, "--canary", "50")
-    assert "canary: 1 pod beside 1 get about 50 % of the requests" in done.stderr
+    assert "canary: 1 pod next to 1 get about 50 % of the requests" in done.stderr
     assert cluster_of(copied)["canary"]["bundle"] == second.bundle().digest
     assert serving(api, copied).digest == first.bundle().digest
 

@@ -1,4 +1,4 @@
-"""The section DeepSeek of docs/training.md as it is written, and distilled models of both kinds; all are taught next to nothing.
+"""The DeepSeek section of docs/training.md, run as it is written, and distilled models of both kinds, barely trained.
 
 Every command of the document is typed in its order. What differs is said in `typed`: paths and addresses that exist,
 a small part of the data, little training, and a gate that lets pass what has learned so little.
@@ -44,7 +44,7 @@ def projects(tmp_path: Path) -> Iterator[tuple[ProjectFolder, ProjectFolder]]:
 
 
 def small(folder: Path) -> None:
-    """A twelfth of the library's files, and few documents to judge by."""
+    """A twelfth of the library's files, and few documents to evaluate on."""
     for file, old, new in (
         ("corpus.py", 'sorted(library.rglob("*.py"))', 'sorted(library.rglob("*.py"))[::12]'),
         ("pretrain/task.py", '{"validation": 96, "test": 192}', '{"validation": 4, "test": 8}'),
@@ -91,7 +91,7 @@ def test_the_commands_of_the_document_lead_to_answers(
     weights, address = official(tmp_path / "weights", "qwen2"), f"127.0.0.1:{unused_port()}"
     ports = {project.folder.name: project.port for project in projects}
     waiting: list[subprocess.Popen[str]] = []
-    told: list[str] = []
+    stdout: list[str] = []
     pretrain, classify = projects
     for words in (typed(words, weights, address, ports) for words in document()):
         if "train.nodes=2" in words:
@@ -101,10 +101,10 @@ def test_the_commands_of_the_document_lead_to_answers(
         if words[2] == "join":
             ended(waiting.pop(), ["run", "of two nodes"])
         if words[2] == "predict":
-            told.append(done)
+            stdout.append(done)
     assert not waiting
-    assert len(told) == 3
-    assert_answers(told)
+    assert len(stdout) == 3
+    assert_answers(stdout)
     assert_lineage(pretrain, classify)
 
 
@@ -140,8 +140,8 @@ def ended(process: subprocess.Popen[str], words: list[str]) -> str:
     return out
 
 
-def assert_answers(told: list[str]) -> None:
-    for text in told:
+def assert_answers(stdout: list[str]) -> None:
+    for text in stdout:
         for answer in json.loads(text)["predictions"]:
             assert answer["package"] in answer["probabilities"]
             assert sum(answer["probabilities"].values()) == pytest.approx(1)
@@ -180,8 +180,8 @@ def test_a_distilled_model_is_loaded_adapted_trained_exported_and_served(
     run = classify.latest
     assert json.loads((run.output("train") / "summary.json").read_text())["steps"] == 1
     assert json.loads((run.output("prepare") / "files" / "config.json").read_text())["model_type"] == kind
-    (classify.folder / "asked.json").write_text(json.dumps({"instances": ["import xml.dom\n\nparser.feed(data)"]}))
-    assert_answers([classify.pipe("predict", "asked.json", "-o", "json").stdout])
+    (classify.folder / "request.json").write_text(json.dumps({"instances": ["import xml.dom\n\nparser.feed(data)"]}))
+    assert_answers([classify.pipe("predict", "request.json", "-o", "json").stdout])
     status, headers, found = classify.ask("/v1/models/deepseek-classify:predict", {"instances": ["import os", "a = 1"]})
     assert (status, len(found["predictions"])) == (200, 2), headers
     status, _, found = classify.ask("/v1/models/deepseek-classify:predict", {"instances": [" "]})

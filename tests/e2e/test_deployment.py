@@ -68,7 +68,7 @@ def live(project: ProjectFolder, first: Run) -> LiveService:
 
 
 class Client(threading.Thread):
-    """Asks one question after the other, on a connection of its own each, until told to stop."""
+    """Sends one request after the other, each on a new connection, until the block ends."""
 
     def __init__(self, port: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Client(threading.Thread):
 
 
 class Keeper(Client):
-    """Keeps its connection until an answer says that it closes."""
+    """Keeps its connection until the server closes it."""
 
     def __init__(self, port: int) -> None:
         super().__init__(port)
@@ -131,13 +131,13 @@ def _champion(project: ProjectFolder, name: str = "champion") -> str:
     return read_registry(project.runs, "").names[name].bundle
 
 
-def test_a_new_bundle_is_swapped_in_and_rolled_back_in_the_same_process_and_no_request_fails(
+def test_bundle_is_swapped_and_rolled_back_without_failed_requests(
     project: ProjectFolder, live: LiveService, first: Run, second: Run
 ) -> None:
     old, new = first.bundle().digest, second.bundle().digest
     with Client(live.port) as client:
-        said = project.deploy(second).stderr
-        assert f"switched from bundle {old[:12]}, which stays loaded" in said
+        stderr = project.deploy(second).stderr
+        assert f"switched from bundle {old[:12]}, which stays loaded" in stderr
         assert (_champion(project), _champion(project, "previous")) == (new, old)
         assert "it was still loaded and gets all requests again" in project.pipe("registry", "rollback").stdout
     assert client.errors == []
@@ -151,13 +151,13 @@ def test_a_new_bundle_is_swapped_in_and_rolled_back_in_the_same_process_and_no_r
     assert _champion(project) == old
 
 
-def test_other_options_need_a_new_process_which_takes_the_port_over_and_no_request_fails(
+def test_new_process_takes_over_the_port_without_failed_requests(
     project: ProjectFolder, live: LiveService, first: Run
 ) -> None:
     with Client(live.port) as client, Keeper(live.port) as keeper:
-        said = project.pipe("deploy", first.id, f"deploy.port={project.port}", "serve.page=false").stderr
-    assert "a new process takes over: packages, the service's own source or its options have changed" in said
-    assert f"took over from pid {live.pid} (bundle {live.bundle[:12]})" in said
+        stderr = project.pipe("deploy", first.id, f"deploy.port={project.port}", "serve.page=false").stderr
+    assert "a new process takes over: packages, the service's own source or its options have changed" in stderr
+    assert f"took over from pid {live.pid} (bundle {live.bundle[:12]})" in stderr
     new = read_live(project.runs)
     assert new is not None
     for one in (client, keeper):
@@ -179,8 +179,8 @@ def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(
         "rollout.canary_percent=30",
         f"serve.shadow={first.id}",
     )
-    said, run = project.pipe(*words).stderr, project.latest
-    assert f"canary at {live.url}: 0.3 of the requests, the rest to bundle {live.bundle[:12]}" in said
+    stderr, run = project.pipe(*words).stderr, project.latest
+    assert f"canary at {live.url}: 0.3 of the requests, the rest to bundle {live.bundle[:12]}" in stderr
     assert _champion(project) == live.bundle, "a canary is no champion yet"
     with Client(live.port) as client:
         wait_for(lambda: len(client.answers) > 60, seconds=20)
@@ -203,8 +203,8 @@ def _answers(project: ProjectFolder, count: int) -> set[str]:
 def test_a_bundle_that_fails_leaves_the_old_one_live(
     project: ProjectFolder, live: LiveService, first: Run, second: Run
 ) -> None:
-    said = project.deploy(second, expect=2, env={"TINY_CODEC": "broken"}).stderr
-    assert "golden requests failed: ValueError: this codec is broken here" in said.splitlines()[-1]
+    stderr = project.deploy(second, expect=2, env={"TINY_CODEC": "broken"}).stderr
+    assert "golden requests failed: ValueError: this codec is broken here" in stderr.splitlines()[-1]
     assert read_live(project.runs) == live
     assert _answers(project, 1) == {first.bundle().digest} == {_champion(project)}
 
@@ -213,9 +213,9 @@ def test_a_process_that_fails_leaves_the_old_one_live(
     project: ProjectFolder, live: LiveService, first: Run, second: Run
 ) -> None:
     words = ("deploy", second.id, f"deploy.port={project.port}", "serve.page=false")
-    said = project.pipe(*words, expect=1, env={"TINY_CODEC": "broken"}).stderr
-    assert "the service ended while starting" in said.splitlines()[-1]
-    assert "this codec is broken here" in said
+    stderr = project.pipe(*words, expect=1, env={"TINY_CODEC": "broken"}).stderr
+    assert "the service ended while starting" in stderr.splitlines()[-1]
+    assert "this codec is broken here" in stderr
     assert read_live(project.runs) == live
     assert _answers(project, 1) == {first.bundle().digest} == {_champion(project)}
     assert processes_of(project.latest) == [], "the one that failed was ended"
@@ -240,17 +240,17 @@ def test_a_service_that_died_is_reported_and_started_again(
     assert project.request("/v2/health/ready")[0] == 200
 
 
-def test_a_taken_port_is_left_alone_and_the_next_free_one_stated_aloud(project: ProjectFolder, first: Run) -> None:
+def test_next_free_port_is_used_when_the_port_is_taken(project: ProjectFolder, first: Run) -> None:
     project.pipe("stop")
     with socket.socket() as foreigner:
         foreigner.bind(("127.0.0.1", 0))
         foreigner.listen()
         port = foreigner.getsockname()[1]
-        said = project.pipe("deploy", first.id, f"deploy.port={port}").stderr
+        stderr = project.pipe("deploy", first.id, f"deploy.port={port}").stderr
     live = read_live(project.runs)
     assert live is not None
     assert live.port > port
-    assert f"port {port} is taken; using {live.port}" in said
+    assert f"port {port} is taken; using {live.port}" in stderr
     assert project.request("/v2/health/ready")[0] == 200
 
 
@@ -258,9 +258,7 @@ def test_the_services_log_can_be_read(project: ProjectFolder, live: LiveService)
     assert f"bundle={live.bundle[:12]}" in project.pipe("logs", "service", "--run", live.run).stdout
 
 
-def test_without_a_cluster_the_manifests_are_there_and_the_exit_status_states_it_is_not_done(
-    project: ProjectFolder, first: Run
-) -> None:
+def test_deploy_without_a_cluster_writes_manifests_and_fails(project: ProjectFolder, first: Run) -> None:
     target = ("deploy.target=kubernetes", f"deploy.image={IMAGE}")
     done = project.pipe("deploy", first.id, *target, expect=1, env=NO_CLUSTER)
     manifests = project.latest.output("deploy") / "manifests"
@@ -278,21 +276,21 @@ def test_only_rendering_is_a_success(project: ProjectFolder, first: Run, tmp_pat
     assert "kustomization.yaml" in rendered
 
 
-def test_keys_and_tls_are_requested_of_others_and_known_to_our_own_commands(
+def test_commands_know_the_api_keys_and_tls_of_the_service(
     project: ProjectFolder, live: LiveService, first: Run
 ) -> None:
     certificate = certificates.make(project.folder, "localhost")
     (project.folder / "keys").write_text("a-key-of-the-tests\n")
     words = ["serve.api_keys=keys", "serve.tls_certificate=tls.crt", "serve.tls_key=tls.key"]
-    said = project.pipe("deploy", first.id, f"deploy.port={project.port}", *words).stderr
+    stderr = project.pipe("deploy", first.id, f"deploy.port={project.port}", *words).stderr
     closed = read_live(project.runs)
     assert closed is not None
-    assert f"took over from pid {live.pid}" in said, "as safe as it was asked to be, though the bundle is the same"
+    assert f"took over from pid {live.pid}" in stderr, "the same bundle, but other options"
     assert closed.url == f"https://127.0.0.1:{project.port}"
     assert json.loads(project.pipe("predict", "-o", "json").stdout)["predictions"]
     stranger = Access(tls_certificate=str(certificate.certificate))
     assert send_request("127.0.0.1", project.port, "GET", "/v2", access=stranger)[0] == 401
     assert send_request("127.0.0.1", project.port, "GET", "/v2", access=closed.access)[0] == 200
-    said = project.pipe("deploy", first.id, f"deploy.port={project.port}", *words).stderr
-    assert f"already live at {closed.url}" in said
+    stderr = project.pipe("deploy", first.id, f"deploy.port={project.port}", *words).stderr
+    assert f"already live at {closed.url}" in stderr
     assert "a-key-of-the-tests" not in (project.runs / "live.json").read_text()

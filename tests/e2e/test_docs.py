@@ -60,8 +60,8 @@ def project(tmp_path: Path) -> Iterator[ProjectFolder]:
 
 @pytest.mark.long
 def test_adding_a_model_works_as_it_is_written(project: ProjectFolder) -> None:
-    """Literally: every block in order, in one folder, save that the port is one that is free here."""
-    folder, said = project.folder, ""
+    """Run every block in order in one folder, changing only the port."""
+    folder, printed = project.folder, ""
     for language, body in blocks(SOURCE_ROOT / "docs" / "your-own-model.md"):
         if named := _FILE.match(body):
             assert language in ("python", "yaml")
@@ -78,9 +78,9 @@ def test_adding_a_model_works_as_it_is_written(project: ProjectFolder) -> None:
             assert words[0] == "pipe"
             done = subprocess.run([*PIPE, *words[1:]], cwd=folder, env=environment({}), capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
-            said += done.stdout
-    assert '"flower": "setosa"' in said
-    assert "ended flowers" in said
+            printed += done.stdout
+    assert '"flower": "setosa"' in printed
+    assert "stopped flowers" in printed
 
 
 def readme_commands() -> list[list[str]]:
@@ -141,7 +141,8 @@ def test_every_command_a_document_names_exists_with_its_options() -> None:
 def test_every_step_a_document_requests_exists() -> None:
     for document in DOCUMENTS:
         for command, *arguments in commands_in(document):
-            names = [word for word in arguments if word.isalpha() and word.islower()]
+            values = {arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word == "--workflow"}
+            names = [word for word in arguments if word.isalpha() and word.islower() and word not in values]
             if command in ("run", "plan"):
                 assert {name for name in names if name != "all"} <= set(STEPS), document.name
 

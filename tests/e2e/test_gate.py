@@ -10,20 +10,20 @@ def verdict_of(project: ProjectFolder) -> dict[str, Any]:
     return project.latest.verdict()
 
 
-def test_a_rejected_candidate_stops_the_pipeline_and_an_overridden_one_is_on_record_for_ever(
+def test_a_rejected_candidate_stops_the_pipeline_and_an_overridden_one_is_recorded(
     copied: ProjectFolder,
 ) -> None:
     floor = "evaluate.require={accuracy: 1.5}"
-    said = copied.pipe("run", "--until", "export", floor, expect=3).stderr
-    assert "below the required 1.5" in said.splitlines()[-1]
+    stderr = copied.pipe("run", "--until", "export", floor, expect=3).stderr
+    assert "below the required 1.5" in stderr.splitlines()[-1]
     run = copied.latest
     assert run.read().steps["evaluate"].status == "rejected"
     assert verdict_of(copied)["verdict"] == "fail"
     assert not run.output("export").exists()
     reason = "wanted for a demonstration"
     assert "continues it" in copied.pipe("gate", "override", run.id, "--reason", reason).stdout
-    told = copied.pipe("run", "--resume", run.id).stderr
-    assert "evaluate: " in told and "evaluate | " not in told, "it is not judged again"
+    resumed = copied.pipe("run", "--resume", run.id).stderr
+    assert "evaluate: " in resumed and "evaluate | " not in resumed, "it is not evaluated again"
     assert copied.latest.id == run.id
     assert reason in (run.bundle_path / "card.md").read_text()
     assert run.bundle().manifest.verdict == "overridden"

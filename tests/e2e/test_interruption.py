@@ -19,7 +19,7 @@ TRAIN = ("run", "train", "--force", "train")
 
 @pytest.fixture
 def expected(finished: ProjectFolder) -> bytes:
-    """The weights of a training that nobody disturbed."""
+    """The weights of an undisturbed training."""
     return finished.weights
 
 
@@ -32,20 +32,18 @@ def until_held(project: ProjectFolder) -> Run:
 
 
 @pytest.mark.long
-def test_a_killed_worker_costs_nothing_where_training_may_not_begin_again_by_itself(
-    copied: ProjectFolder, expected: bytes
-) -> None:
+def test_resume_after_a_killed_worker_loses_nothing(copied: ProjectFolder, expected: bytes) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN, "train.restarts=0") as pipe:
         run = until_held(copied)
         victim = workers_of(run)[-1]
         victim.kill()
-        _, said = pipe.communicate(timeout=60)
-    assert pipe.returncode == 1, said
-    assert re.search(r"error: train: rank 1 on \S+ was killed \(SIGKILL\), by hand or by the kernel", said)
-    assert f"to continue after fixing it: pipe run --resume {run.id}" in said
+        _, stderr = pipe.communicate(timeout=60)
+    assert pipe.returncode == 1, stderr
+    assert re.search(r"error: train: rank 1 on \S+ was killed \(SIGKILL\), by hand or by the kernel", stderr)
+    assert f"to continue after fixing it: pipe run --resume {run.id}" in stderr
     assert processes_of(run) == []
-    said = copied.pipe("run", "--resume").stderr
-    assert "resumed from the checkpoint of step 50 of 120" in said
+    stderr = copied.pipe("run", "--resume").stderr
+    assert "resumed from the checkpoint of step 50 of 120" in stderr
     assert copied.latest.id == run.id, "a resumed run goes on in its own directory"
     assert copied.weights == expected
     lines = [json.loads(line) for line in (run.output("train") / "metrics.jsonl").read_text().splitlines()]
@@ -54,7 +52,7 @@ def test_a_killed_worker_costs_nothing_where_training_may_not_begin_again_by_its
 
 
 @pytest.mark.long
-def test_a_killed_pipe_takes_its_processes_along_and_a_damaged_checkpoint_is_passed_over(
+def test_killed_pipe_ends_its_processes_and_resume_skips_a_damaged_checkpoint(
     copied: ProjectFolder, expected: bytes
 ) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN) as pipe:
@@ -71,19 +69,19 @@ def test_a_killed_pipe_takes_its_processes_along_and_a_damaged_checkpoint_is_pas
     assert copied.weights == expected
 
 
-def test_a_second_run_is_reported_who_works_here_and_an_interrupted_one_states_how_to_go_on(
+def test_second_run_names_the_lock_owner_and_interrupted_run_how_to_continue(
     copied: ProjectFolder,
 ) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied)
-        said = copied.pipe("run", "all", expect=2).stderr
-        assert f"(pid {pipe.pid} on " in said
-        assert len(said.splitlines()) == 1
+        stderr = copied.pipe("run", "all", expect=2).stderr
+        assert f"(pid {pipe.pid} on " in stderr
+        assert len(stderr.splitlines()) == 1
         copied.pipe("status")  # looking is allowed at any time
         assert "train" in copied.plan()
         end_with(signal.SIGTERM, pipe, run)
-    said = copied.pipe("run", "prepare").stderr
-    assert f"note: run {run.id} is unfinished; `pipe run --resume` continues it" in said
+    stderr = copied.pipe("run", "prepare").stderr
+    assert f"note: run {run.id} is unfinished; `pipe run --resume` continues it" in stderr
     with copied.paused_training(HELD_AFTER, "run", "--resume", run.id) as pipe:
         wait_for(lambda: "resumed from the checkpoint of step 50 of 120" in run.log("train").read_text())
         end_with(signal.SIGINT, pipe, run)
@@ -94,7 +92,7 @@ def test_an_interrupted_training_goes_on_from_the_very_step_it_came_to(copied: P
     with copied.paused_training(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied)
         pipe.send_signal(signal.SIGTERM)
-        walk_on(copied, pipe)
+        step_until_end(copied, pipe)
         ended_well(pipe, run)
     step = int(max(path.name for path in copied.checkpoints.glob("step-*"))[5:])
     assert step > 50, "beyond the last one that was due"
@@ -104,7 +102,7 @@ def test_an_interrupted_training_goes_on_from_the_very_step_it_came_to(copied: P
     assert copied.weights == expected
 
 
-def walk_on(project: ProjectFolder, pipe: subprocess.Popen[str]) -> None:
+def step_until_end(project: ProjectFolder, pipe: subprocess.Popen[str]) -> None:
     """A step at a time, until the command ends."""
     aside = project.folder / "next"
     for steps in range(HELD_AFTER + 1, 120):
@@ -121,10 +119,10 @@ def end_with(sent: signal.Signals, pipe: subprocess.Popen[str], run: Run) -> Non
 
 
 def ended_well(pipe: subprocess.Popen[str], run: Run) -> None:
-    _, said = pipe.communicate(timeout=90)
-    assert pipe.returncode == 130, said
-    assert said.splitlines()[-1] == f"error: interrupted; nothing is lost, `pipe run --resume {run.id}` continues"
-    assert "Traceback" not in said
+    _, stderr = pipe.communicate(timeout=90)
+    assert pipe.returncode == 130, stderr
+    assert stderr.splitlines()[-1] == f"error: interrupted; nothing is lost, `pipe run --resume {run.id}` continues"
+    assert "Traceback" not in stderr
     assert processes_of(run) == []
 
 
@@ -133,8 +131,8 @@ def test_interrupting_a_command_that_only_looks_ends_it_as_quietly(finished: Pro
     try:
         assert follow.stdout.readline()
         follow.send_signal(signal.SIGINT)
-        _, said = follow.communicate(timeout=10)
+        _, stderr = follow.communicate(timeout=10)
     finally:
         if follow.poll() is None:
             follow.kill()
-    assert (follow.returncode, "Traceback" in said) == (130, False)
+    assert (follow.returncode, "Traceback" in stderr) == (130, False)

@@ -20,33 +20,33 @@ def fresh(tmp_path: Path) -> ProjectFolder:
 
 def test_an_empty_split_is_reported(fresh: ProjectFolder) -> None:
     fresh.replace("points.py", '"validation": 60', '"validation": 0')
-    said = fresh.pipe("run", expect=2).stderr.splitlines()
-    assert said[-1] == "error: prepare: data('validation'): the split is empty"
-    assert sum("the split is empty" in line for line in said) == 1
+    output = fresh.pipe("run", expect=2).stderr.splitlines()
+    assert output[-1] == "error: prepare: data('validation'): the split is empty"
+    assert sum("the split is empty" in line for line in output) == 1
 
 
 def test_a_task_without_a_required_method_is_reported(fresh: ProjectFolder) -> None:
     fresh.replace("task.py", "def loss(", "def lost(")
-    said = fresh.pipe("run", expect=2).stderr.splitlines()[-1]
-    assert said == "error: prepare: task.py:Sides: has no method loss(outputs, batch); every task needs it"
+    output = fresh.pipe("run", expect=2).stderr.splitlines()[-1]
+    assert output == "error: prepare: task.py:Sides: has no method loss(outputs, batch); every task needs it"
 
 
 @pytest.mark.long
-def test_a_loss_that_is_not_finite_names_its_step_and_ranks_and_keeps_the_checkpoints(copied: ProjectFolder) -> None:
+def test_loss_that_is_not_finite_names_step_and_rank(copied: ProjectFolder) -> None:
     """The samples of the second rank turn bad at the fourth epoch; two passes come before the first step."""
     bad = "functional.cross_entropy(outputs, batch['label']) * (float('nan') if self.steps > 37 and RANK else 1)"
     copied.replace("task.py", 'functional.cross_entropy(outputs, batch["label"])', bad)
     copied.replace("task.py", "HOLD = ", 'RANK = int(__import__("os").environ.get("RANK", "0"))\nHOLD = ')
-    said = copied.pipe("run", "train", expect=2).stderr
-    assert re.search(r"the loss is not finite at step 3\d on rank 1; checkpoints made so far are kept", said)
-    assert said.splitlines()[-1].startswith("error: train: the loss is not finite")
-    assert "Traceback" not in said
+    output = copied.pipe("run", "train", expect=2).stderr
+    assert re.search(r"the loss is not finite at step 3\d on rank 1; checkpoints made so far are kept", output)
+    assert output.splitlines()[-1].startswith("error: train: the loss is not finite")
+    assert "Traceback" not in output
     assert (copied.checkpoints / "step-00000030" / "manifest.json").is_file()
 
 
 @pytest.fixture
 def tight(fresh: ProjectFolder) -> Iterator[tuple[ProjectFolder, tuple[str, ...], Path]]:
-    """A project whose runs stand on a small file system that nobody else sees: how to enter it, and where it is."""
+    """A project whose runs are on a small private file system: the project, the prefix to enter it, and its path."""
     if os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("nsenter"):
         pytest.skip("a file system of one's own needs root, unshare and nsenter")
     fresh.runs.mkdir()
@@ -67,7 +67,7 @@ def tight(fresh: ProjectFolder) -> Iterator[tuple[ProjectFolder, tuple[str, ...]
 
 
 @pytest.mark.long
-def test_a_full_disk_stops_training_in_one_line_and_it_goes_on_when_there_is_space(
+def test_training_resumes_after_a_full_disk(
     tight: tuple[ProjectFolder, tuple[str, ...], Path],
 ) -> None:
     project, inside, runs = tight
@@ -77,11 +77,11 @@ def test_a_full_disk_stops_training_in_one_line_and_it_goes_on_when_there_is_spa
     # Each checkpoint of this wider model takes about half of what is left.
     project.replace("task.py", "nn.Linear(2, 64), nn.ReLU(), nn.Dropout(0.05), nn.Linear(64, 2)",
                    "nn.Linear(2, 9000), nn.ReLU(), nn.Linear(9000, 2)")  # fmt: skip
-    said = project.pipe("run", "train", "train.epochs=4", "train.processes=1", prefix=inside, expect=2).stderr
-    last = said.splitlines()[-1]
+    output = project.pipe("run", "train", "train.epochs=4", "train.processes=1", prefix=inside, expect=2).stderr
+    last = output.splitlines()[-1]
     assert f"disk full on {socket.gethostname()} while writing the checkpoint of step" in last
     assert "free some space, then `pipe run --resume`" in last
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     filler.unlink()
     assert "resumed from the checkpoint of step" in project.pipe("run", "--resume", prefix=inside).stderr
     assert wait_for(lambda: list(runs.glob("*/train/model.safetensors")), seconds=5)

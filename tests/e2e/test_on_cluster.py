@@ -1,4 +1,4 @@
-"""The road with its steps as Jobs, on a cluster whose pods really run the argv they are given."""
+"""The pipeline with its steps as Jobs, on a simulated cluster whose pods really run their commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/operations.md quotes is what is said, and its table leads to its sections."""
+"""The messages that docs/operations.md quotes are those of the code, and its table links to its sections."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import Event, GiveUp, attempts_from, describe_restart
 from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.training.node import describe_give_up
-from train.hang_report import Activity, Hang, ProcessReport
-from train.hang_report import describe_hang as standstill
+from train.hang_report import Activity, Hang, ProcessReport, describe_hang
 
 DOCUMENT = SOURCE_ROOT / "docs" / "operations.md"
 KILLED = describe_exit("rank 1 on node1", -9)
@@ -28,7 +27,7 @@ def quoted() -> str:
 
 
 def news(*attempts: tuple[Sequence[str], int, str]) -> str:
-    """What is told of the last of some attempts: their hosts, the step they began from, and what ended them."""
+    """Describe the last of some attempts: their hosts, the step they started from, and what ended them."""
     lines: list[dict[str, Any]] = [{"event": "launch", "attempt": 0}]
     for number, (hosts, step, reason) in enumerate(attempts, start=1):
         lines.append({"event": "start", "attempt": number, "hosts": hosts, "processes": len(hosts), "step": step})
@@ -44,11 +43,11 @@ def all_wait() -> str:
         ProcessReport(rank, host, 1, 0.0, 1, 433, "forward and backward", Activity.WAITING, place, 60.0, exchange)
         for rank, host in enumerate(THREE)
     ]
-    return standstill(Hang(reports, ()))
+    return describe_hang(Hang(reports, ()))
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         describe_give_up(GiveUp(KILLED, 4, 400), allowed=3),
         news((THREE, 380, KILLED), (THREE, 400, "")),
@@ -57,9 +56,9 @@ def all_wait() -> str:
         all_wait().partition(". Where")[0],
     ],
 )
-def test_what_the_document_quotes_is_what_is_stated(said: str) -> None:
-    assert said, "nothing would be found everywhere"
-    assert said in quoted()
+def test_what_the_document_quotes_is_what_is_stated(output: str) -> None:
+    assert output, "nothing would be found everywhere"
+    assert output in quoted()
 
 
 def test_every_section_is_linked_at_the_top() -> None:

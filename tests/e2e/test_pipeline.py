@@ -16,7 +16,7 @@ from .project_folder import PIPE, ProjectFolder, environment
 
 @pytest.fixture
 def first(finished: ProjectFolder) -> Run:
-    """The run that walked the whole road."""
+    """The finished run of the whole pipeline."""
     return all_runs(finished.runs)[-1]
 
 
@@ -68,8 +68,8 @@ def processor_seconds() -> float:
 
 
 def test_an_unchanged_rerun_reuses_all_but_deploy_and_states_why(copied: ProjectFolder, first: Run) -> None:
-    said = copied.pipe("run", "all").stderr
-    assert f"export: reused, unchanged since {first.id}" in said
+    stderr = copied.pipe("run", "all").stderr
+    assert f"export: reused, unchanged since {first.id}" in stderr
     steps = copied.latest.read().steps
     assert {name for name, record in steps.items() if record.reused_from == first.id} == set(STEPS) - {"deploy"}
     assert steps["train"].digest == first.read().steps["train"].digest
@@ -87,7 +87,7 @@ def test_an_unchanged_rerun_takes_under_a_second(copied: ProjectFolder) -> None:
 
 
 @pytest.mark.long
-def test_a_pipe_behind_the_command_ends_with_it_though_the_service_lives_on(copied: ProjectFolder) -> None:
+def test_service_does_not_keep_the_output_of_its_command_open(copied: ProjectFolder) -> None:
     """The service must not have inherited the writing end; nor does it mind that its starter is gone."""
     copied.deploy(copied.latest)
     command = " ".join([*PIPE, "run", "all", "2>&1", "|", "cat"])
@@ -122,7 +122,7 @@ def test_a_changed_setting_is_named_with_both_its_values(copied: ProjectFolder) 
     assert copied.plan("train.lr=0.05")["train"] == ("run", "train.lr 0.02 → 0.05")
 
 
-def test_a_flipped_byte_in_an_output_reruns_its_step_to_the_same_bytes(copied: ProjectFolder) -> None:
+def test_changed_output_is_made_again_with_the_same_bytes(copied: ProjectFolder) -> None:
     before = copied.latest
     path = before.output("prepare") / "data.json"
     good = path.read_bytes()
@@ -140,7 +140,7 @@ def test_a_deleted_output_reruns_its_step(copied: ProjectFolder) -> None:
     assert "changed on disk" in reason
 
 
-def test_a_step_requested_from_the_middle_needs_those_before_it_up_to_date(copied: ProjectFolder) -> None:
+def test_from_needs_the_steps_before_it_up_to_date(copied: ProjectFolder) -> None:
     assert copied.plan("--from", "export")["export"][0] == "reuse"
     assert "--from starts after train" in copied.pipe("plan", "--from", "export", "train.lr=1", expect=2).stderr
 

@@ -22,7 +22,7 @@ TRAIN = ("run", "train", "--force", "train")
 
 @pytest.fixture
 def expected(finished: ProjectFolder) -> bytes:
-    """The weights of a training that nobody disturbed."""
+    """The weights of an undisturbed training."""
     return finished.weights
 
 
@@ -33,7 +33,7 @@ def until_held(project: ProjectFolder, known: str) -> Run:
 
 
 def let_go(project: ProjectFolder) -> None:
-    """Of the hold, so that whoever reads it never finds half a number."""
+    """Let training continue; the file is replaced atomically, so that no reader finds half a number."""
     aside = project.folder / "hold.new"
     aside.write_text("1000")
     aside.replace(project.folder / "hold")
@@ -52,13 +52,13 @@ def test_a_killed_worker_agent_and_node_cost_nothing(copied: ProjectFolder, expe
         running_module(run, "pipeline.training.node")[0].kill()
         wait_for(lambda: len(read_attempts(run.path).attempts) == 4)
         let_go(copied)
-        _, said = pipe.communicate(timeout=90)
-    assert pipe.returncode == 0, said
+        _, stderr = pipe.communicate(timeout=90)
+    assert pipe.returncode == 0, stderr
     assert re.search(
-        r"rank \d on \S+ was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(1 of 3 without", said
+        r"rank \d on \S+ was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(1 of 3 without", stderr
     )
-    assert re.search(r"was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(2 of 3 without", said)
-    assert re.search(r"the node on \S+ was killed \(SIGKILL\); starting again .* step 50 \(3 of 3 without", said)
+    assert re.search(r"was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(2 of 3 without", stderr)
+    assert re.search(r"the node on \S+ was killed \(SIGKILL\); starting again .* step 50 \(3 of 3 without", stderr)
     assert copied.weights == expected
     assert processes_of(run) == []
     assert read_attempts(run.path).seconds_lost > 0
@@ -71,20 +71,20 @@ def test_a_killed_worker_agent_and_node_cost_nothing(copied: ProjectFolder, expe
 @pytest.mark.long
 def test_training_that_always_loses_a_process_ends_with_the_reason(copied: ProjectFolder) -> None:
     at_every_step(copied, "assert self.steps < 3 or __import__('os').kill(__import__('os').getpid(), 9)")
-    said = copied.pipe(*TRAIN, "train.restarts=1", "train.processes=1", expect=1).stderr
+    stderr = copied.pipe(*TRAIN, "train.restarts=1", "train.processes=1", expect=1).stderr
     assert re.search(
         r"error: train: training was lost 2 times in a row from the beginning \(train\.restarts=1\), at last because "
         r"rank 0 on \S+ was killed \(SIGKILL\), by hand or by the kernel because memory ran out",
-        said,
+        stderr,
     )
-    assert f"to continue after fixing it: pipe run --resume {copied.latest.id}" in said
+    assert f"to continue after fixing it: pipe run --resume {copied.latest.id}" in stderr
 
 
 @pytest.mark.long
 def test_an_error_that_would_come_again_is_not_tried_again(copied: ProjectFolder) -> None:
     at_every_step(copied, 'assert self.steps < 3, "mine"')
-    said = copied.pipe(*TRAIN, "train.processes=1", expect=1).stderr
-    assert "AssertionError: mine (task.py, line" in said
+    stderr = copied.pipe(*TRAIN, "train.processes=1", expect=1).stderr
+    assert "AssertionError: mine (task.py, line" in stderr
     assert len(read_attempts(copied.latest.path).attempts) == 1
 
 
@@ -100,8 +100,8 @@ def pair(copied: ProjectFolder) -> tuple[ProjectFolder, tuple[str, ...]]:
     return copied, (*TRAIN, "train.nodes=1:2", "train.processes=1", "train.timeout_seconds=30", where)
 
 
-def join(project: ProjectFolder, run: Run, said: Path) -> subprocess.Popen[bytes]:
-    with said.open("wb") as output:
+def join(project: ProjectFolder, run: Run, stderr: Path) -> subprocess.Popen[bytes]:
+    with stderr.open("wb") as output:
         return subprocess.Popen(
             [*PIPE, "join", run.id], cwd=project.folder, env=environment({}), stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT,
@@ -122,9 +122,9 @@ def test_a_machine_joins_and_is_lost_and_training_goes_on(
         let_go(project)
         psutil.Process(other.pid).kill()
         other.wait(timeout=10)
-        _, said = pipe.communicate(timeout=90)
-    assert pipe.returncode == 0, said
-    assert f"on each other machine, in this folder: pipe join {run.id}" in said
+        _, stderr = pipe.communicate(timeout=90)
+    assert pipe.returncode == 0, stderr
+    assert f"on each other machine, in this folder: pipe join {run.id}" in stderr
     last = read_attempts(run.path).attempts[-1]
     assert (last.after, len(last.hosts)) == ("loss", 1)
     assert last.step >= 50
@@ -132,7 +132,7 @@ def test_a_machine_joins_and_is_lost_and_training_goes_on(
 
 
 @pytest.mark.long
-def test_a_machine_waits_for_the_one_that_leads_and_goes_on_with_it(
+def test_machine_waits_for_the_first_one_and_continues_with_it(
     pair: tuple[ProjectFolder, tuple[str, ...]], tmp_path: Path
 ) -> None:
     project, words = pair
@@ -158,5 +158,5 @@ def test_a_machine_waits_for_the_one_that_leads_and_goes_on_with_it(
 
 def test_too_few_machines_are_waited_for_and_then_reported(copied: ProjectFolder) -> None:
     where = f"train.rendezvous=127.0.0.1:{unused_port()}"
-    said = copied.pipe(*TRAIN, "train.nodes=2:3", "train.timeout_seconds=3", where, expect=1).stderr
-    assert re.search(r"train\.nodes=2:3: 1 of 2 machines came within 3 s; on each other machine, .*: pipe join", said)
+    stderr = copied.pipe(*TRAIN, "train.nodes=2:3", "train.timeout_seconds=3", where, expect=1).stderr
+    assert re.search(r"train\.nodes=2:3: 1 of 2 machines came within 3 s; on each other machine, .*: pipe join", stderr)

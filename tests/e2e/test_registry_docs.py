@@ -24,7 +24,7 @@ DOCUMENT = OPERATIONS.partition("\n## Registry\n")[2].partition("\n## Bundle con
 
 
 def another(run: Run) -> Run:
-    """A later run with another bundle, and a record that says so."""
+    """A later run with another bundle, recorded as such."""
     later = Run(run.path.with_name("29990101-000000-ffff"))
     shutil.copytree(run.path, later.path)
     bundle = later.bundle_path
@@ -48,13 +48,13 @@ def test_the_commands_work_one_after_the_other(copied: ProjectFolder, monkeypatc
     later = another(first)
     monkeypatch.chdir(copied.folder)
     blocks = re.findall(r"^```sh\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
-    said = {}
+    stderr = {}
     for line in "".join(blocks).splitlines():
         done = CliRunner().invoke(app, shlex.split(line)[1:])
         assert (done.exit_code, done.exception) == (0, None), f"{line}\n{done.output}\n{done.exception!r}"
-        said[line] = done.stdout
-    names = {row["name"]: row["run"] for row in json.loads(said["pipe registry list -o json"])["names"]}
+        stderr[line] = done.stdout
+    names = {row["name"]: row["run"] for row in json.loads(stderr["pipe registry list -o json"])["names"]}
     assert names == {"champion": first.id, "previous": later.id, "staging": later.id}
-    assert "slow on Mondays" not in said["pipe registry history"]
-    assert "signed by SHA256:" in said["pipe verify --key team.key.pub"]
+    assert "slow on Mondays" not in stderr["pipe registry history"]
+    assert "signed by SHA256:" in stderr["pipe verify --key team.key.pub"]
     assert Path("team.key").stat().st_mode & 0o777 == 0o600

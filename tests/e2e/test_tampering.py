@@ -61,6 +61,6 @@ def test_a_manifest_sealed_by_hand_does_not_help(copied: ProjectFolder, bundle: 
 
 def test_a_tampered_bundle_is_not_deployed(copied: ProjectFolder, bundle: Path) -> None:
     known = len(all_runs(copied.runs))
-    said = copied.pipe("deploy", expect=2).stderr
-    assert "export/bundle/model.onnx changed on disk; it must not be deployed" in said
+    output = copied.pipe("deploy", expect=2).stderr
+    assert "export/bundle/model.onnx changed on disk; it must not be deployed" in output
     assert len(all_runs(copied.runs)) == known

@@ -58,14 +58,14 @@ def workers_of(pipe: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in psutil.Process(pipe.pid).children() if "pipeline.tune" in child.cmdline()]
 
 
-def test_a_search_that_is_interrupted_and_then_killed_goes_on_with_the_same_trial(project: ProjectFolder) -> None:
+def test_interrupted_and_killed_search_continues_the_same_trial(project: ProjectFolder) -> None:
     with project.paused_training(HELD_AFTER, "tune") as pipe:
         run = until_held(project, 0)
         pipe.send_signal(signal.SIGINT)
-        _, said = pipe.communicate(timeout=90)
-    assert pipe.returncode == 130, said
-    assert said.splitlines()[-1] == "error: interrupted; no trial is lost, the same command goes on"
-    assert "Traceback" not in said
+        _, output = pipe.communicate(timeout=90)
+    assert pipe.returncode == 130, output
+    assert output.splitlines()[-1] == "error: interrupted; no trial is lost, the same command goes on"
+    assert "Traceback" not in output
     assert processes_of(run) == []
     assert [trial["state"] for trial in tuned(project, "status")["trials"]] == ["unfinished"]
 
@@ -74,11 +74,11 @@ def test_a_search_that_is_interrupted_and_then_killed_goes_on_with_the_same_tria
         workers = workers_of(pipe)
         assert len(workers) == 1
         workers[0].kill()
-        _, said = pipe.communicate(timeout=90)
-        wait_for(lambda: not processes_of(run))  # they look at their leash when they are up
-    assert pipe.returncode == 1, said
+        _, output = pipe.communicate(timeout=90)
+        wait_for(lambda: not processes_of(run))  # they check their parent once they have started
+    assert pipe.returncode == 1, output
     ended = "error: the workers ended with status -9 before the search was complete; the same command goes on"
-    assert said.splitlines()[-1] == ended
+    assert output.splitlines()[-1] == ended
 
     found = tuned(project, "--workers", "2")
     assert {trial["trial"]: trial["state"] for trial in found["trials"]} == {0: "done", 1: "done"}
@@ -91,7 +91,7 @@ def test_a_search_that_is_interrupted_and_then_killed_goes_on_with_the_same_tria
     assert found["steps"] == {"prepare": "done", "train": "done", "evaluate": "done"}
 
 
-def test_a_second_search_on_the_same_runs_joins_and_takes_over_the_trial_of_a_killed_one(
+def test_second_search_takes_over_the_trial_of_a_killed_one(
     project: ProjectFolder,
 ) -> None:
     with project.paused_training(HELD_AFTER, "tune") as first:
@@ -108,17 +108,17 @@ def test_a_second_search_on_the_same_runs_joins_and_takes_over_the_trial_of_a_ki
         try:
             until_held(project, 1)
             assert [trial["state"] for trial in tuned(project, "status")["trials"]] == ["running", "running"]
-            said = project.pipe("run", "all", expect=2).stderr
-            assert "`pipe tune" in said and "is working here" in said, "nobody else changes the runs meanwhile"
+            output = project.pipe("run", "all", expect=2).stderr
+            assert "`pipe tune" in output and "is working here" in output, "no other command may change the runs"
             workers = workers_of(first)
             first.kill()
             wait_for(lambda: not any(worker.is_running() for worker in workers))
             (project.folder / "held longer").write_text("1000")
             (project.folder / "held longer").replace(project.folder / "hold")  # never seen half written
-            answer, said = second.communicate(timeout=90)
+            answer, output = second.communicate(timeout=90)
         finally:
             second.kill()
-    assert second.returncode == 0, said
+    assert second.returncode == 0, output
     found = json.loads(answer)
     assert {trial["trial"]: trial["state"] for trial in found["trials"]} == {0: "done", 1: "done"}
     assert "resumed from the checkpoint of step 10 of 30" in run.log("train").read_text()

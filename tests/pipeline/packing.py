@@ -22,7 +22,7 @@ from pipeline.steps import package
 
 MakeRun = Callable[..., Run]
 PutBuilders = Callable[..., Path]
-BASE = "127.0.0.1:1/python:3.11-slim"  # no registry answers there, and none elsewhere is asked
+BASE = "127.0.0.1:1/python:3.11-slim"  # no registry answers there, and no other one is used
 DIGEST = "5" * 64
 PUSHED = "7" * 64
 

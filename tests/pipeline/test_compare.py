@@ -53,7 +53,9 @@ def test_runs_that_were_evaluated_on_different_test_data_are_reported_apart() ->
         {"run": "three", "test": "a"},
     ]
     assert describe_different_tests(rows) == ""
-    assert "do not compare (a: one, three; b: four)" in describe_different_tests([*rows, {"run": "four", "test": "b"}])
+    assert "cannot be compared (a: one, three; b: four)" in describe_different_tests(
+        [*rows, {"run": "four", "test": "b"}]
+    )
 
 
 def test_rows_get_the_same_columns_in_the_order_they_appear() -> None:

@@ -34,7 +34,7 @@ def display(run: Run, capsys: pytest.CaptureFixture[str]) -> Display:
     return display
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def printed_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Lines on standard error without their times; standard output is for data."""
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -52,10 +52,10 @@ def test_what_a_step_writes_is_shown_under_its_name(
 ) -> None:
     run.log("train").write_text("epoch 1\nhalf a li")
     display.tick()
-    assert told(capsys) == ["train | epoch 1"]
+    assert printed_lines(capsys) == ["train | epoch 1"]
     run.log("train").write_text("epoch 1\nhalf a line\n")
     display.tick()
-    assert told(capsys) == ["train | half a line"]
+    assert printed_lines(capsys) == ["train | half a line"]
 
 
 def test_what_an_earlier_attempt_wrote_is_not_shown_again(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_what_an_earlier_attempt_wrote_is_not_shown_again(run: Run, capsys: pyte
     display = Display(live=False)
     display.start(run, "train", "resumed")
     display.tick()
-    assert told(capsys) == ["train: resumed"]
+    assert printed_lines(capsys) == ["train: resumed"]
 
 
 def test_the_launchers_own_words_and_tracebacks_stay_in_the_log(
@@ -71,7 +71,7 @@ def test_the_launchers_own_words_and_tracebacks_stay_in_the_log(
 ) -> None:
     run.log("train").write_text(f"{NOISE}\nepoch 1\nTraceback (most recent call last):\n  File x\nValueError\n")
     display.tick()
-    assert told(capsys) == ["train | epoch 1"]
+    assert printed_lines(capsys) == ["train | epoch 1"]
 
 
 def test_what_torchs_profiler_states_of_itself_stays_in_the_log(
@@ -79,16 +79,16 @@ def test_what_torchs_profiler_states_of_itself_stays_in_the_log(
 ) -> None:
     run.log("train").write_text(f"epoch 1\n{PROFILER}\nepoch 2\n")
     display.tick()
-    assert told(capsys) == ["train | epoch 1", "train | epoch 2"]
+    assert printed_lines(capsys) == ["train | epoch 1", "train | epoch 2"]
     assert step_tail(["one", PROFILER, "two"]) == ["one", "two"]
 
 
-def test_a_failed_step_shows_its_last_lines_its_log_and_how_to_go_on(
+def test_failed_step_shows_its_last_lines_and_how_to_continue(
     run: Run, display: Display, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.log("train").write_text("epoch 1\nValueError: no\n")
     display.failed(StageError("train: no"))
-    assert told(capsys) == [
+    assert printed_lines(capsys) == [
         "    epoch 1",
         "    ValueError: no",
         f"log: {run.log('train')}",
@@ -101,14 +101,14 @@ def test_a_users_mistake_is_reported_without_its_log(
 ) -> None:
     run.log("train").write_text("epoch 1\n")
     display.failed(ConfigError("no"))
-    assert "    epoch 1" not in told(capsys)
+    assert "    epoch 1" not in printed_lines(capsys)
 
 
 def test_a_rejected_candidate_has_nothing_to_resume(
     run: Run, display: Display, capsys: pytest.CaptureFixture[str]
 ) -> None:
     display.failed(GateError("no"))
-    assert told(capsys) == [f"log: {run.log('train')}"]
+    assert printed_lines(capsys) == [f"log: {run.log('train')}"]
 
 
 def test_the_tail_is_what_the_step_stated_before_its_launcher_did() -> None:
@@ -136,7 +136,7 @@ def test_the_newest_whole_training_line_is_found_behind_validation_and_half_line
     assert last_metrics(journal) == LINE
 
 
-def test_progress_is_reported_with_what_is_left_as_far_as_that_is_known() -> None:
+def test_progress_includes_the_remaining_time_where_known() -> None:
     assert describe_metrics(LINE, None) == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
     whole = {**LINE, "total_steps": 500}
     assert describe_metrics(whole, 65.4) == "epoch 2, step 20/500, loss 0.5000, 12,346 samples/s, 1:05 left"
@@ -148,9 +148,9 @@ def test_a_terminal_gets_bars_and_the_same_words(run: Run, capsys: pytest.Captur
     display.start(run, "train", "never run [red]")
     display.tick()
     display.end("done in 1.0 s")
-    said = capsys.readouterr().err
-    assert "train: never run [red]" in said
-    assert "train: done in 1.0 s" in said
+    printed = capsys.readouterr().err
+    assert "train: never run [red]" in printed
+    assert "train: done in 1.0 s" in printed
 
 
 def test_the_bar_of_training_fills_as_its_journal_grows(run: Run) -> None:
@@ -212,6 +212,6 @@ def test_only_the_last_minutes_count() -> None:
     assert pace.seconds_left(5400 + 1000) == pytest.approx(100, rel=0.2)
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.2, "0:00"), (7, "0:07"), (754, "12:34"), (3723, "1:02:03")])
-def test_times_are_read_as_on_a_clock(seconds: float, told: str) -> None:
-    assert format_duration(seconds) == told
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (7, "0:07"), (754, "12:34"), (3723, "1:02:03")])
+def test_durations_are_formatted_as_on_a_clock(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

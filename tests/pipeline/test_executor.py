@@ -56,21 +56,21 @@ def test_an_interrupted_step_is_cancelled_or_left_as_answered(
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
         api.add({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "tiny-runs"}, "spec": {}})
         api.nodes.program = lambda pod: 0 if pod.gone.wait(30) else 1
-        asked: list[str] = []
+        questions: list[str] = []
 
         def ask(question: str) -> bool:
-            asked.append(question)
+            questions.append(question)
             return cancel
 
         def interrupt() -> None:
             raise KeyboardInterrupt
 
-        said: list[str] = []
-        executor = ClusterExecutor(project.root, said.append, ask)
+        reported: list[str] = []
+        executor = ClusterExecutor(project.root, reported.append, ask)
         with pytest.raises(KeyboardInterrupt):
             executor.run_step(run, record, interrupt)
         assert len([path for path in api.objects if "/jobs/" in path]) == left
-        assert asked == [f"job/{said[1].split('job/')[1].split()[0]} runs on the cluster. Cancel it? [Y/n] "]
+        assert questions == [f"job/{reported[1].split('job/')[1].split()[0]} runs on the cluster. Cancel it? [Y/n] "]
         step = Step("prepare", "run", "", record.key, {})
         assert executor.is_running(run, step) is bool(left)
     finally:

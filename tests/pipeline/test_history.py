@@ -114,7 +114,7 @@ def named(runs: Path, *names: str) -> None:
         (runs / name / "run.json").write_text("{}")
 
 
-def test_a_run_is_found_by_its_id_its_beginning_its_path_or_as_the_latest(tmp_path: Path) -> None:
+def test_run_is_found_by_id_prefix_path_or_latest(tmp_path: Path) -> None:
     named(tmp_path, "20260101-100000-aaaa", "20260102-100000-bbbb")
     (tmp_path / "manifests").mkdir()  # not a run
     assert find_run(tmp_path, "latest").id == "20260102-100000-bbbb"
@@ -202,9 +202,7 @@ def test_the_folder_is_made_when_it_is_missing(tmp_path: Path) -> None:
         assert (tmp_path / "new" / "runs").is_dir()
 
 
-def test_an_owner_caught_while_it_writes_its_name_is_refused_all_the_same(
-    tmp_path: Path, holder: subprocess.Popen[str]
-) -> None:
+def test_lock_with_a_half_written_owner_is_respected(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     (tmp_path / ".lock").write_text("")
     with pytest.raises(ResourceError, match="another `pipe` is working here"), lock_runs(tmp_path):
         pass
@@ -219,16 +217,16 @@ def test_those_who_share_it_keep_out_those_who_do_not(tmp_path: Path) -> None:
 
 
 def test_one_who_is_reported_waits_until_it_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    told: list[str] = []
+    waits: list[str] = []
 
-    def tell(text: str) -> None:
-        told.append(text)
+    def on_wait(text: str) -> None:
+        waits.append(text)
         holder.kill()
 
-    with lock_runs(tmp_path, on_wait=tell):
+    with lock_runs(tmp_path, on_wait=on_wait):
         assert holder.wait(timeout=10) == -9
-    assert len(told) == 1
-    assert f"(pid {holder.pid} on " in told[0]
+    assert len(waits) == 1
+    assert f"(pid {holder.pid} on " in waits[0]
 
 
 def test_a_name_that_is_no_longer_true_does_not_stay(tmp_path: Path) -> None:

@@ -37,9 +37,7 @@ def record_of(run: Run) -> StepRecord:
     return run.read().steps["evaluate"]
 
 
-def test_a_reason_lets_a_rejected_run_go_on_and_names_the_verdict_it_is_about(
-    new_run: NewRun, project: Project
-) -> None:
+def test_override_names_the_verdict_it_is_about(new_run: NewRun, project: Project) -> None:
     run = evaluated(new_run())
     given = override_verdict(run, "  shown on\nMonday ")
     assert (given.reason, given.verdict) == ("shown on Monday", verdict_digest(run))
@@ -67,14 +65,14 @@ def test_only_a_failed_verdict_can_be_overridden_and_only_once(new_run: NewRun) 
         override_verdict(run, "why not")
     other = evaluated(new_run())
     override_verdict(other, "first")
-    with pytest.raises(ConfigError, match=r"overridden by .*: first; a word that was given stays"):
+    with pytest.raises(ConfigError, match=r"overridden by .*: first; an override cannot be changed"):
         override_verdict(other, "second")
 
 
 def test_a_verdict_that_changed_on_disk_is_not_overridden(new_run: NewRun) -> None:
     run = evaluated(new_run())
     (run.output("evaluate") / "verdict.json").write_text(json.dumps(FAILED | {"summary": "accuracy 0.9"}))
-    with pytest.raises(BundleError, match=r"evaluate/verdict\.json changed on disk since it was judged"):
+    with pytest.raises(BundleError, match=r"evaluate/verdict\.json changed on disk"):
         override_verdict(run, "why not")
 
 
@@ -87,21 +85,21 @@ def test_an_override_reuses_the_evaluation_and_reruns_the_export(
     run = evaluated(run, key=key)
 
     def step(name: str) -> tuple[str, str]:
-        road = PipelineRun(
+        pipeline_run = PipelineRun(
             project, config, RunRequest(("evaluate", "export")), [(run, run.read())], outputs=dict(before)
         )
-        road.outputs["evaluate"] = outputs_with_override(run, record_of(run))
-        found = road.decide(name)
+        pipeline_run.outputs["evaluate"] = outputs_with_override(run, record_of(run))
+        found = pipeline_run.decide(name)
         return found.action, found.key
 
-    assert step("evaluate")[0] == "run", "what was rejected is judged again"
+    assert step("evaluate")[0] == "run", "a rejected candidate is evaluated again"
     export = step("export")[1]
     override_verdict(run, "one")
     assert step("evaluate") == ("reuse", key)
     assert step("export")[1] != export
-    said = Override(at="later", by="ann", reason="another", verdict=verdict_digest(run))
+    printed = Override(at="later", by="ann", reason="another", verdict=verdict_digest(run))
     first = step("export")[1]
-    write_override(run.path, said)
+    write_override(run.path, printed)
     assert step("export")[1] != first, "the reason is part of the bundle"
 
 
@@ -111,17 +109,17 @@ def test_the_same_verdict_reached_again_is_let_pass_and_another_is_not(
     first, again, other = evaluated(new_run()), new_run(), new_run()
     given = override_verdict(first, "for a reproduction")
     history = load_history(project.runs)
-    road = PipelineRun(project, config, RunRequest(("evaluate",)), history)
+    pipeline_run = PipelineRun(project, config, RunRequest(("evaluate",)), history)
     for run, summary in ((again, FAILED["summary"]), (other, "accuracy 0.4")):
         run.partial("evaluate").mkdir()
         write_json(run.partial("evaluate") / "verdict.json", {**FAILED, "summary": summary})
     record = StepRecord(step="evaluate", status="running", key="k", parts={})
     display = Display(live=False)
     display.start(again, "evaluate", "again")
-    done = _finish_step(road, again, record, GateError("rejected"), display)
+    done = _finish_step(pipeline_run, again, record, GateError("rejected"), display)
     assert (done.status, done.reason, read_override(again.path)) == ("overridden", "rejected", given)
     with pytest.raises(GateError):
-        _finish_step(road, other, record, GateError("rejected"), display)
+        _finish_step(pipeline_run, other, record, GateError("rejected"), display)
     assert record_of(other).status == "rejected"
     assert reuse_override(other, [first]) is None
 
@@ -142,7 +140,7 @@ def test_the_commands_explain_a_verdict_and_go_past_it(new_run: NewRun, folder: 
     assert (found["run"], found["verdict"], found["override"]["reason"]) == (run.id, "fail", "a test")
     assert found["rules"] == [RULE]
     write_json(run.output("evaluate") / "verdict.json", {**FAILED, "verdict": "pass"})
-    with pytest.raises(BundleError, match=r"verdict\.json changed on disk since it was judged"):
+    with pytest.raises(BundleError, match=r"verdict\.json changed on disk"):
         pipe("explain", run.id)
 
 

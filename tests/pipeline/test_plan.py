@@ -67,7 +67,7 @@ def test_a_new_version_of_a_package_counts_where_it_matters(
     assert changed(before, all_parts(config, project)) == {"export": {"version:onnxscript"}}
 
 
-def test_a_new_version_of_what_the_task_imports_counts_in_every_step_that_runs_it(
+def test_version_of_an_imported_package_counts_in_every_step_that_runs_it(
     config: Config, project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "shapes.py").write_text("import sklearn.svm\n\n\ndef size(): ...\n")
@@ -204,7 +204,7 @@ def test_no_name_or_all_means_every_step() -> None:
     assert select_steps([], None, None) == select_steps(["all"], None, None) == STEPS
 
 
-def test_steps_come_in_the_order_of_the_pipeline_whatever_the_order_of_words() -> None:
+def test_steps_are_selected_in_the_order_of_the_pipeline() -> None:
     assert select_steps(["export", "prepare"], None, None) == ("prepare", "export")
 
 
@@ -245,12 +245,12 @@ def test_an_input_that_does_not_exist_yet_is_unknown() -> None:
     assert input_parts("train", {"prepare": {"data.json": "abc"}}) == {"input:prepare/data.json": "abc"}
 
 
-def test_an_equal_key_is_reused_and_the_run_that_made_it_is_named() -> None:
+def test_equal_key_is_reused_and_names_its_run() -> None:
     step = decided(PARTS, ("second", done(PARTS, reused_from="first")), ("first", done(PARTS)))
     assert (step.action, step.source, step.reason) == ("reuse", "second", "unchanged since first")
 
 
-def test_an_older_run_with_the_same_key_is_found_behind_a_newer_one() -> None:
+def test_older_run_with_the_same_key_is_reused() -> None:
     other = {**PARTS, "config:train.lr": "0.1"}
     assert decided(PARTS, ("new", done(other)), ("old", done(PARTS))).source == "old"
 
@@ -300,7 +300,7 @@ def test_a_changed_file_is_named_and_our_own_reported_from_the_users() -> None:
     )
 
 
-def test_another_champion_to_compare_data_with_is_reported_where_nothing_else_is_news() -> None:
+def test_new_champion_is_a_reason_only_if_nothing_else_changed() -> None:
     past = [("first", done({**PARTS, "rival:champion": "none"}))]
     assert explain_change({**PARTS, "rival:champion": "b"}, past) == "champion changed"
     assert explain_change({**PARTS, "rival:champion": "b", "source:task.py": "d"}, past) == "task.py changed"

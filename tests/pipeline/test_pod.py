@@ -72,7 +72,7 @@ def test_another_command_than_the_images_own_is_refused(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
     with pytest.raises(ConfigError) as caught:
         run_in_pod("prepare", Run(run), ("python", "-m", "prepare"), config_text(tiny))
-    assert f"prepare: the workflow says `python -m prepare`, this image `{OURS} {run}`" in str(caught.value)
+    assert f"prepare: the workflow runs `python -m prepare`, but this image needs `{OURS} {run}`" in str(caught.value)
 
 
 def test_a_step_whose_inputs_are_missing_does_not_make_them(tiny: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,20 +83,22 @@ def test_a_step_whose_inputs_are_missing_does_not_make_them(tiny: Project, monke
     assert not (run / "prepare").exists()
 
 
-@pytest.mark.parametrize(("text", "said"), [("", "does not say what"), ("{", "not JSON"), ("{}", "`name` is missing")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "has no configuration"), ("{", "not JSON"), ("{}", "`name` is missing")]
+)
 def test_a_run_that_cannot_be_made_is_reported(
-    text: str, said: str, tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str, message: str, tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(CONFIG_VARIABLE, text)
     run = tiny.runs / "wf-1"
-    asked = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         assert main(["prepare", str(run), "--", *OURS.split(), str(run)]) == 2
     finally:
-        signal.signal(signal.SIGTERM, asked)
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert said in told
+        signal.signal(signal.SIGTERM, handler)
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ")
+    assert message in stderr
     assert not run.exists()
 
 
@@ -117,7 +119,7 @@ def test_a_pod_that_takes_part_waits_until_the_first_has_begun(tiny: Project) ->
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stderr is not None
-        assert "waiting until the first pod has made it ready" in process.stderr.readline()
+        assert "waiting for the first pod to run the steps before" in process.stderr.readline()
         run.path.mkdir(parents=True)
         (run.path / "run.json").write_text("{}")
         assert process.poll() is None
@@ -130,8 +132,8 @@ def test_a_pod_waits_for_the_one_it_takes_the_place_of(
     tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its lock may outlive it on a volume of the network; to fail then would end the whole Job."""
-    run, walked = Run(tiny.runs / "wf-1"), threading.Event()
-    monkeypatch.setattr("pipeline.pod.resume_road", lambda *_: walked.set())
+    run, started = Run(tiny.runs / "wf-1"), threading.Event()
+    monkeypatch.setattr("pipeline.pod.resume_run", lambda *_: started.set())
     argv = ("python", "-m", "pipeline.training.node", str(run.path))
     with ThreadPoolExecutor(1) as pods:
         with lock_runs(run.path):
@@ -139,24 +141,24 @@ def test_a_pod_waits_for_the_one_it_takes_the_place_of(
             while "is working here; waiting for it" not in capsys.readouterr().err:
                 assert not begun.done()
                 time.sleep(0.01)
-            assert not walked.is_set()
+            assert not started.is_set()
         begun.result(timeout=30)
-    assert walked.is_set()
+    assert started.is_set()
 
 
 def test_what_may_pass_is_tried_again_by_another_pod(
     tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lost(*_: object, **__: object) -> None:
-        raise LostContact("train: nobody answers")
+        raise LostContact("train: no answer")
 
-    monkeypatch.setattr("pipeline.pod.walk", lost)
-    asked = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("pipeline.pod.run_in_pod", lost)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         assert main(["train", str(tiny.runs / "wf-1"), "--", "python"]) == PASSING_EXIT_CODE
     finally:
-        signal.signal(signal.SIGTERM, asked)
-    assert "nobody answers" in capsys.readouterr().err
+        signal.signal(signal.SIGTERM, handler)
+    assert "no answer" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -199,22 +201,22 @@ def test_a_rendered_workflow_runs_the_whole_pipeline(tiny: Project, tmp_path: Pa
     _, file = render_workflow(tiny, config, "argo", str(tmp_path / "out"))
     made = yaml.safe_load(file.read_text())
     templates = {template["name"]: template for template in made["spec"]["templates"]}
-    for task in templates["road"]["dag"]["tasks"][:-1]:
+    for task in templates["pipeline"]["dag"]["tasks"][:-1]:
         container = templates[task["name"]]["container"]
         done = start(tiny, *_words(container, tiny), **_environment(container, tiny))
         assert done.returncode == 0, done.stderr
-    run = Run(tiny.runs / "road-abcde")
+    run = Run(tiny.runs / "pipeline-abcde")
     assert {name: record.status for name, record in run.read().steps.items()} == dict.fromkeys(STEPS[:-1], "done")
     assert run.bundle().manifest.verdict in ("pass", "no-baseline")
 
 
 def _submitted(text: str, project: Project) -> str:
     """What Argo puts in for its variables, and the volume of this machine."""
-    return text.replace("{{workflow.name}}", "road-abcde").replace(f"{RUNS_FOLDER}/", f"{project.runs}/")
+    return text.replace("{{workflow.name}}", "pipeline-abcde").replace(f"{RUNS_FOLDER}/", f"{project.runs}/")
 
 
 @pytest.mark.long
-def test_a_pod_that_is_evicted_leaves_a_run_that_another_goes_on_with(tiny: Project) -> None:
+def test_run_of_an_evicted_pod_is_continued_by_another(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
     slow = override_config(tiny.config(), ["train.epochs=100"], "test")  # long enough to be caught at it
     env = {CONFIG_VARIABLE: json.dumps(slow.model_dump(mode="json"))}
@@ -239,7 +241,7 @@ def test_a_pod_that_is_evicted_leaves_a_run_that_another_goes_on_with(tiny: Proj
 
 @pytest.mark.long
 def test_pods_of_a_workflow_train_together(tiny: Project, tmp_path: Path) -> None:
-    """Those of the JobSet that Argo makes: the first keeps the books, and all meet where the run says."""
+    """Pods of the JobSet that Argo makes: the first keeps the records, and all use its rendezvous."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
     words = ["train.image=" + IMAGE, "train.nodes=2", "train.processes=1", "cluster.workload=jobset"]
@@ -254,7 +256,7 @@ def test_pods_of_a_workflow_train_together(tiny: Project, tmp_path: Path) -> Non
     with ThreadPoolExecutor(2) as pods:
         done = list(pods.map(lambda number: _pod(container, tiny, number), ("0", "1")))
     assert [pod.returncode for pod in done] == [0, 0], "".join(pod.stderr for pod in done)
-    run = Run(tiny.runs / "road-abcde")
+    run = Run(tiny.runs / "pipeline-abcde")
     assert run.read().steps["train"].status == "done"
     assert len(list((run.path / "logs").glob("train*.log"))) == 2
 

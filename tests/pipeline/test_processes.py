@@ -65,9 +65,9 @@ def test_mpirun_names_it_in_a_sentence() -> None:
     assert find_killed_process(f"noise\n{MPIRUN}\n") == KilledProcess(1, "node1", signal.SIGSEGV)
 
 
-@pytest.mark.parametrize(("told", "number"), [("Killed", 9), ("Segmentation fault (core dumped)", 11)])
-def test_srun_names_it_by_what_the_signal_means(told: str, number: int) -> None:
-    assert find_killed_process(f"srun: error: node7: task 5: {told}\n") == KilledProcess(5, "node7", number)
+@pytest.mark.parametrize(("description", "number"), [("Killed", 9), ("Segmentation fault (core dumped)", 11)])
+def test_srun_names_it_by_what_the_signal_means(description: str, number: int) -> None:
+    assert find_killed_process(f"srun: error: node7: task 5: {description}\n") == KilledProcess(5, "node7", number)
     assert find_killed_process("srun: error: node7: task 5: Exited with exit code 1\n") is None
 
 
@@ -77,7 +77,7 @@ def test_horovodrun_names_it_by_a_shells_status() -> None:
     assert find_killed_process(log.format(143)) is None, "it ended that one itself"
 
 
-def test_a_sentence_states_who_and_how() -> None:
+def test_killed_process_is_described_by_rank_host_and_signal() -> None:
     assert str(KilledProcess(1, "node1", 9)).startswith(
         "rank 1 on node1 was killed (SIGKILL), by hand or by the kernel"
     )
@@ -98,7 +98,7 @@ def test_the_installed_torchrun_still_writes_such_a_table() -> None:
     assert (found.rank, found.signal) == (1, signal.SIGKILL)
 
 
-# A step that says its pid and then waits, on its leash, for ever.
+# A step that prints its pid and then waits until its parent ends.
 WAITING = (
     "import os, time; from pipeline.contract.processes import watch_parent; watch_parent(); "
     "print(os.getpid(), flush=True); time.sleep(60)"
@@ -163,7 +163,9 @@ def test_both_streams_go_to_the_log_after_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_step_runs_in_the_project_with_its_environment(tmp_path: Path) -> None:
-    launch("import os; print(os.getcwd(), os.environ['WORD'], os.environ['PIPE_PARENT_WATCH'])", tmp_path / "log", WORD="w")
+    launch(
+        "import os; print(os.getcwd(), os.environ['WORD'], os.environ['PIPE_PARENT_WATCH'])", tmp_path / "log", WORD="w"
+    )
     assert (tmp_path / "log").read_text() == f"{tmp_path} w 1\n"
 
 
@@ -176,11 +178,13 @@ def test_ticks_come_while_a_step_runs(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_step_first(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=SOURCE_ROOT, stderr=subprocess.PIPE)
+    runner = subprocess.Popen(
+        [sys.executable, "-c", RUNNER, str(log), WAITING], cwd=SOURCE_ROOT, stderr=subprocess.PIPE
+    )
     pid = waited_for(log)
     runner.send_signal(signal.SIGINT)
-    _, said = runner.communicate(timeout=20)
-    assert b"KeyboardInterrupt" in said
+    _, output = runner.communicate(timeout=20)
+    assert b"KeyboardInterrupt" in output
     assert not psutil.pid_exists(pid), "the runner waits for its end"
 
 
@@ -199,16 +203,16 @@ def test_a_step_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> Non
 
 def test_who_interrupts_twice_is_not_made_to_wait(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    deaf = "import os, signal, time; signal.signal(15, lambda *_: print('told', flush=True)); " + WAITING
+    deaf = "import os, signal, time; signal.signal(15, lambda *_: print('SIGTERM', flush=True)); " + WAITING
     runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), deaf], cwd=SOURCE_ROOT, stderr=subprocess.PIPE)
     pid = pid_in(log)
     runner.send_signal(signal.SIGINT)
-    while "told" not in log.read_text():
+    while "SIGTERM" not in log.read_text():
         assert runner.poll() is None
         time.sleep(0.02)
     runner.send_signal(signal.SIGINT)
-    _, said = runner.communicate(timeout=20)
-    assert b"KeyboardInterrupt" in said
+    _, output = runner.communicate(timeout=20)
+    assert b"KeyboardInterrupt" in output
     assert gone(pid)
 
 
@@ -241,7 +245,7 @@ def test_without_a_choice_every_device_counts(tmp_path: Path) -> None:
 
 def test_a_log_that_cannot_be_written_is_reported_before_the_step_starts(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
-    with pytest.raises(ResourceError, match=r"cannot write .*logs/train\.log: .*exists; fix that"):
+    with pytest.raises(ResourceError, match=r"cannot write .*logs/train\.log: .*exists; to fix it"):
         prepare_log(tmp_path / "logs" / "train.log")
 
 

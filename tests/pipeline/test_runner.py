@@ -28,7 +28,7 @@ from pipeline.runner import (
 from .conftest import NewRun
 
 
-def test_a_run_goes_on_elsewhere_and_is_known_by_what_it_began_with(project: Project, new_run: NewRun) -> None:
+def test_resumed_run_with_other_machines_keeps_its_key(project: Project, new_run: NewRun) -> None:
     run = new_run()
     before = key_parts("train", run.config, project, {})
     found = override_resumed(run, ["train.processes=4", "train.restarts=9"])
@@ -89,27 +89,25 @@ def test_a_run_whose_step_was_cut_short_is_unfinished(project: Project, new_run:
     assert latest_unfinished(project).id == run.id
 
 
-def test_a_rejected_run_is_not_resumed_behind_the_users_back(project: Project, new_run: NewRun) -> None:
+def test_rejected_run_is_not_resumed_implicitly(project: Project, new_run: NewRun) -> None:
     run = recorded(new_run(), "train", "rejected")
     with pytest.raises(ConfigError, match=f"run {run.id} was rejected by the gate"):
         latest_unfinished(project)
 
 
-def test_several_machines_without_a_meeting_place_are_a_mistake(config: Config) -> None:
+def test_several_machines_without_a_rendezvous_are_an_error(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"needs train\.rendezvous=HOST:PORT"):
         check_config(override_config(config, ["train.nodes=2"]))
     check_config(override_config(config, ["train.nodes=2", "train.rendezvous='head:29500'"]))
 
 
-def test_a_preview_knows_the_outputs_of_what_is_reused_and_forgets_them_after(
-    project: Project, config: Config, new_run: NewRun
-) -> None:
+def test_preview_uses_reused_outputs_only_while_it_runs(project: Project, config: Config, new_run: NewRun) -> None:
     run = recorded(new_run(), "prepare")
     key = PipelineRun(project, config, RunRequest(("prepare",)), []).decide("prepare").key
     write_record(run, run.read().steps["prepare"].model_copy(update={"key": key}))
-    road = PipelineRun(project, config, RunRequest(("prepare", "train")), load_history(project.runs))
-    assert [(step.name, step.action) for step in road.preview()] == [("prepare", "reuse"), ("train", "run")]
-    assert road.outputs == {}
+    pipeline_run = PipelineRun(project, config, RunRequest(("prepare", "train")), load_history(project.runs))
+    assert [(step.name, step.action) for step in pipeline_run.preview()] == [("prepare", "reuse"), ("train", "run")]
+    assert pipeline_run.outputs == {}
 
 
 def test_a_step_before_the_start_must_not_run(project: Project, config: Config) -> None:
@@ -118,8 +116,8 @@ def test_a_step_before_the_start_must_not_run(project: Project, config: Config) 
         PipelineRun(project, config, order, []).preview()
 
 
-def test_a_steps_own_words_become_the_error_and_its_record(project: Project, folder: Path, config: Config) -> None:
-    """The task has no data(): the real prepare step says so."""
+def test_error_of_a_step_becomes_the_error_of_the_run(project: Project, folder: Path, config: Config) -> None:
+    """The task has no data(): the real prepare step reports it."""
     with pytest.raises(ConfigError, match=r"^prepare: task\.py:T: has no method model\(\)"):
         run_pipeline(project, config, RunRequest(("prepare",)), QUIET)
     run, body = load_history(project.runs)[0]
@@ -128,14 +126,14 @@ def test_a_steps_own_words_become_the_error_and_its_record(project: Project, fol
     assert not run.output("prepare").exists()
 
 
-def test_a_process_that_leaves_no_reason_is_reported_by_its_end(
+def test_process_without_an_error_is_reported_by_its_exit_status(
     project: Project, folder: Path, config: Config, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "task.py").write_text("import os\n\n\nclass T:\n    os.kill(os.getpid(), 9)\n")
     with pytest.raises(StageError, match="prepare: its process was killed by signal 9 and left no reason"):
         run_pipeline(project, config, RunRequest(("prepare",)), QUIET)
-    said = capfd.readouterr().err
-    assert f"pipe run --resume {load_history(project.runs)[0][0].id}" in said
+    message = capfd.readouterr().err
+    assert f"pipe run --resume {load_history(project.runs)[0][0].id}" in message
 
 
 def test_the_cores_of_an_order_are_shared_out_among_its_processes(
@@ -159,7 +157,7 @@ def test_a_pruned_run_is_not_unfinished(project: Project, new_run: NewRun) -> No
         latest_unfinished(project)
 
 
-def test_only_a_whole_bundle_is_deployed_again(project: Project, config: Config) -> None:
+def test_only_an_undamaged_bundle_is_deployed_again(project: Project, config: Config) -> None:
     run = recorded(create_run(project.runs, config, ("export", "package"), parent=""), "export")
     with pytest.raises(ConfigError, match=f"run {run.id} has no finished package"):
         redeploy(project, run, [], QUIET)
@@ -175,20 +173,18 @@ def test_only_a_whole_bundle_is_deployed_again(project: Project, config: Config)
     assert len(load_history(project.runs)) == 1
 
 
-def test_a_train_step_that_left_no_model_on_this_machine_is_no_finished_one(new_run: NewRun) -> None:
+def test_train_step_without_a_model_on_this_machine_fails(new_run: NewRun) -> None:
     run = new_run()
     run.partial("train").mkdir()
-    told = find_failure(run, "train", 0, "")
-    assert told is not None
-    assert "this machine has no model" in str(told)
+    failure = find_failure(run, "train", 0, "")
+    assert failure is not None
+    assert "this machine has no model" in str(failure)
     (run.partial("train") / "model.safetensors").touch()
     assert find_failure(run, "train", 0, "") is None
     assert find_failure(run, "prepare", 0, "") is None
 
 
-def test_words_of_manifests_that_were_only_written_are_not_those_of_the_next_deployment(
-    project: Project, config: Config
-) -> None:
+def test_rendered_run_is_not_the_source_of_the_next_deployment(project: Project, config: Config) -> None:
     first = recorded(create_run(project.runs, config, ("export", "package"), parent=""), "export")
     for word in ("deploy.min_replicas=3", "deploy.render=true"):
         words = override_config(config, ["deploy.target=kubernetes", word])

@@ -23,7 +23,7 @@ ORDER = BatchOrder(samples=150, batch_size=64, seed=0)  # three steps an epoch, 
 def row(step: int) -> str:
     ids = ORDER.batch(step - 1)
     attempt = 1 if step < 5 else 3
-    told = LedgerLine(
+    summary = LedgerLine(
         step=step,
         epoch=ORDER.epoch_of(step - 1),
         samples=len(ids),
@@ -31,7 +31,7 @@ def row(step: int) -> str:
         processes=2 * attempt,
         attempt=attempt,
     )
-    return f"{told.model_dump_json()}\n"
+    return f"{summary.model_dump_json()}\n"
 
 
 def write(directory: Path, rows: list[str]) -> None:
@@ -93,8 +93,8 @@ def test_an_unfinished_training_is_proven_as_far_as_its_lines_go(run: Run) -> No
     run.output("train").rename(run.partial("train"))
     (run.partial("train") / "summary.json").unlink()
     write(run.partial("train"), [row(step) for step in range(1, 5)] + ['{"step": 5'])
-    told = "4 steps, 1 epoch, every one of 150 samples exactly once in each; 1 attempt, 2 processes"
-    assert list(verify_run_ledger(run)) == [f"ledger: training is unfinished, verified up to {told}"]
+    summary = "4 steps, 1 epoch, every one of 150 samples exactly once in each; 1 attempt, 2 processes"
+    assert list(verify_run_ledger(run)) == [f"ledger: training is unfinished, verified up to {summary}"]
     write(run.partial("train"), [])
     assert list(verify_run_ledger(run)) == []
 
@@ -123,7 +123,7 @@ def test_a_forged_digest_is_raised(run: Run) -> None:
     rows = [row(step) for step in range(1, 7)]
     rows[3] = json.dumps({**json.loads(rows[3]), "digest": "0" * 64}) + "\n"
     write(run.output("train"), rows)
-    with pytest.raises(BundleError, match="line 4: step 4 was made of samples that no step has"):
+    with pytest.raises(BundleError, match="line 4: step 4 was trained on samples that no step has"):
         list(verify_run_ledger(run))
 
 

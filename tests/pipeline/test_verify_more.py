@@ -139,7 +139,7 @@ def test_a_whole_chain_is_reported_link_by_link(run: Run) -> None:
         "the verdict is about this checkpoint",
         "ledger: 1 step, 1 epoch, every one of 5 samples exactly once in each; 1 attempt, 2 processes",
         "the bundle descends from this data, this checkpoint and this verdict",
-        f"bundle {run.bundle().digest[:12]}: 6 files are as the manifest says",
+        f"bundle {run.bundle().digest[:12]}: 6 files match the manifest",
         "golden requests are answered as at export",
         "the container holds this bundle",
     ]
@@ -211,7 +211,7 @@ def test_a_container_made_of_another_bundle_is_reported(run: Run) -> None:
         list(verify_run(run))
 
 
-def test_a_model_that_answers_otherwise_is_caught_though_its_manifest_was_written_anew(run: Run) -> None:
+def test_changed_model_fails_golden_requests_despite_a_new_manifest(run: Run) -> None:
     perturb(run.bundle_path)
     open_bundle(run.bundle_path)  # every digest agrees
     with pytest.raises(BundleError, match="golden requests: y"):
@@ -229,7 +229,7 @@ def test_an_override_that_was_taken_away_breaks_the_chain(run: Run) -> None:
     assert "the verdict was overridden by ann, noon: why not" in list(verify_run(run))
 
 
-def test_a_signature_is_part_of_the_run_and_of_those_that_reuse_it(run: Run, new_run: NewRun, tmp_path: Path) -> None:
+def test_signature_is_recorded_and_reused_by_later_runs(run: Run, new_run: NewRun, tmp_path: Path) -> None:
     keyid = new_key(tmp_path / "key")
     trust = Trust(tmp_path / "key.pub")
     with pytest.raises(BundleError, match="is not signed"):

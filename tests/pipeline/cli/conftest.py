@@ -1,4 +1,4 @@
-"""Run commands, in this process where possible: a process of its own costs half a second."""
+"""Run commands, in this process where possible: starting one costs half a second."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def pipe(starter: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe:
 
 @pytest.fixture
 def pipe_process(starter: Path) -> Pipe:
-    """Run a command in a process of its own."""
+    """Run a command in a new process."""
 
     def run(*words: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}

@@ -70,8 +70,8 @@ def test_a_report_can_be_written_anywhere(pipe: Pipe, run: Run, tmp_path: Path) 
     target = tmp_path / "page.html"
     assert pipe("report", "--file", str(target)).stdout == f"{target}\n"
     assert run.id in target.read_text()
-    said = json.loads(pipe("report", "-o", "json").stdout)
-    assert said == {"run": run.id, "report": str(run.path / "report.html")}
+    output = json.loads(pipe("report", "-o", "json").stdout)
+    assert output == {"run": run.id, "report": str(run.path / "report.html")}
 
 
 def test_run_that_does_not_exist_is_an_error(pipe: Pipe) -> None:

@@ -60,7 +60,7 @@ def test_a_syntax_error_is_reported_with_its_line(pipe: Pipe, starter: Path) -> 
     assert "task.py, line 3: expected ':'" in complaint(pipe, "run")
 
 
-def test_a_local_module_that_an_installed_one_hides_is_reported(pipe: Pipe, starter: Path) -> None:
+def test_project_module_hidden_by_a_package_is_an_error(pipe: Pipe, starter: Path) -> None:
     (starter / "train.py").write_text("x = 1\n")
     task = starter / "task.py"
     task.write_text("from train import x\n" + task.read_text())
@@ -80,13 +80,13 @@ def test_there_is_nothing_to_resume_before_the_first_run(pipe: Pipe) -> None:
     assert "nothing to resume" in pipe("run", "--resume", expect=2).stderr
 
 
-def test_a_resumed_run_computes_what_it_began_with(pipe: Pipe, starter: Path) -> None:
+def test_resume_rejects_settings_that_change_the_result(pipe: Pipe, starter: Path) -> None:
     pipe("run", "prepare", "--force", "prepare")
     (run,) = (path.parent.name for path in starter.glob("runs/*/run.json"))
     assert "train.lr changes what the run computes" in pipe("run", "--resume", run, "train.lr=1", expect=2).stderr
 
 
-def test_training_on_several_machines_needs_a_meeting_place(pipe: Pipe) -> None:
+def test_several_machines_need_a_rendezvous_address(pipe: Pipe) -> None:
     assert "train.nodes=2 needs train.rendezvous=HOST:PORT" in complaint(pipe, "run", "train.nodes=2")
 
 
@@ -111,7 +111,7 @@ def test_a_plan_with_changes_can_be_reported_by_its_exit_status(pipe: Pipe) -> N
     pipe("plan", expect=0)
 
 
-def test_naming_a_step_plans_it_with_all_it_reads_from(pipe: Pipe) -> None:
+def test_plan_of_a_step_includes_its_prerequisites(pipe: Pipe) -> None:
     assert [row["name"] for row in json.loads(pipe("plan", "evaluate", "-o", "json").stdout)] == [
         "prepare", "train", "evaluate",
     ]  # fmt: skip

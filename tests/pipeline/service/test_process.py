@@ -256,7 +256,10 @@ def test_golden_answers_are_counted(serve: Serve, bundle: Bundle) -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({V1: (200, "digest", {"predictions": [2.1]})}, r"predictions\[0\]: expected 2.0, found 2.1; what is served is not"),
+        (
+            {V1: (200, "digest", {"predictions": [2.1]})},
+            r"predictions\[0\]: expected 2.0, found 2.1; what is served is not",
+        ),
         ({V2: (200, "digest", {"outputs": []})}, "the answer has no output y"),
         ({V1: (500, "digest", {"error": "no"})}, "answered 500: .*no"),
         ({V1: (200, "another", {"predictions": [2.0]})}, "answered by another bundle than digest"),
@@ -273,7 +276,7 @@ def test_latency_is_what_a_client_sees(serve: Serve, bundle: Bundle) -> None:
     assert found["requests"] == 50
 
 
-def test_a_service_that_ends_at_its_start_is_reported_by_its_last_words(tmp_path: Path) -> None:
+def test_service_that_ends_while_starting_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("one\ntwo\nthree\nno such model\n")
     process = subprocess.Popen([sys.executable, "-c", ""])

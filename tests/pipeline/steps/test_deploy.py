@@ -68,14 +68,14 @@ def test_a_canary_is_no_champion_yet(new_run: NewRun, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def source(new_run: NewRun, config: Config, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run with a bundle, which would be deployed as its configuration says."""
+    """A run with a bundle, which would be deployed with its own configuration."""
     monkeypatch.setattr(deploy, "deployable", lambda source, words: (override_config(config, words), []))
     monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "b" * 64))
     return new_run()
 
 
 def serve(run: Run, config: Config, bundle: str) -> None:
-    """As if a service of this bundle were live here, with the very options that are asked for."""
+    """Record a live service of this bundle with the requested options."""
     stamp = process_stamp(fixed_options(config, OPEN_ACCESS))
     deploy = config.deploy
     ports = {"port": deploy.port, "requested_port": deploy.port, "grpc_port": 1, "admin_port": 1}
@@ -85,24 +85,24 @@ def serve(run: Run, config: Config, bundle: str) -> None:
     write_live(run.runs, live)
 
 
-def told(project: Project, source: Run, *words: str) -> str:
+def preview_text(project: Project, source: Run, *words: str) -> str:
     return deploy.lines(deploy.preview(project, source, words, print))
 
 
 def test_where_nothing_serves_the_service_is_new(project: Project, source: Run) -> None:
-    assert told(project, source) == "service/tiny: new"
+    assert preview_text(project, source) == "service/tiny: new"
 
 
 def test_what_serves_already_changes_nothing(project: Project, source: Run, config: Config) -> None:
     serve(source, config, "b" * 64)
-    assert told(project, source) == "nothing would change"
+    assert preview_text(project, source) == "nothing would change"
 
 
 def test_another_bundle_and_another_process_are_reported(project: Project, source: Run, config: Config) -> None:
     serve(source, config, "a" * 64)
-    assert told(project, source) == "service/tiny: bundle aaaaaaaaaaaa → bbbbbbbbbbbb"
-    found = told(project, source, "deploy.port=1234")
-    assert "service/tiny: a new process takes over: another address is asked for" in found
+    assert preview_text(project, source) == "service/tiny: bundle aaaaaaaaaaaa → bbbbbbbbbbbb"
+    found = preview_text(project, source, "deploy.port=1234")
+    assert "service/tiny: a new process takes over: the address has changed" in found
 
 
 def test_on_a_cluster_only_what_changes_is_reported(
@@ -115,7 +115,7 @@ def test_on_a_cluster_only_what_changes_is_reported(
     ]
     monkeypatch.setattr("k8s.deploy.preview", lambda *_: changes)
     monkeypatch.setattr(deploy, "image_on_cluster", lambda *_: "tiny@sha256:0")
-    assert told(project, source, "deploy.target=kubernetes") == "service/tiny: new\npdb/tiny: a: 1 → 2"
+    assert preview_text(project, source, "deploy.target=kubernetes") == "service/tiny: new\npdb/tiny: a: 1 → 2"
 
 
 @pytest.mark.parametrize(("changes", "words", "status"), [(1, ["--exit-code"], 4), (0, ["--exit-code"], 0), (1, [], 0)])

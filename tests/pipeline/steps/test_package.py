@@ -43,7 +43,7 @@ def registry() -> Iterator[RegistryServer]:
     server.stop()
 
 
-def test_without_a_builder_it_states_who_was_looked_for_and_how_to_build_by_hand(
+def test_missing_builder_is_reported_with_the_command_to_build_by_hand(
     make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
 ) -> None:
     builders(docker=NO_DAEMON)
@@ -96,7 +96,7 @@ def test_a_failed_build_is_loud_and_the_local_pipeline_goes_on(
     run = make_run()
     record = pack(run)
     assert (record["builder"], record["image_digest"]) == ("docker", None)
-    assert "docker ended with status 3" in record["reason"]
+    assert "docker exited with status 3" in record["reason"]
     out, err = capsys.readouterr()
     assert "WARNING" in err
     assert "no space left on device" in err
@@ -131,7 +131,7 @@ def test_what_is_pushed_is_known_by_the_digest_the_registry_gave(
     assert left == {"context", "image.json", "sbom.cdx.json"}
 
 
-def test_a_registry_of_this_machine_is_spoken_to_without_tls(make_run: MakeRun, builders: PutBuilders) -> None:
+def test_a_registry_of_this_machine_needs_no_tls(make_run: MakeRun, builders: PutBuilders) -> None:
     folder = builders(podman=WORKING)
     pack(make_run(package={**REGISTRY, "image": "127.0.0.1:5000/twice"}))
     assert "--tls-verify=false" in (folder / "called").read_text()
@@ -148,13 +148,13 @@ def test_the_bundle_is_in_the_annotations(builder: str, make_run: MakeRun, build
     assert line.startswith("docker buildx build --load" if builder == "docker" else f"{builder} build")
 
 
-@pytest.mark.parametrize("said", [None, "Usage: docker buildx build, of long ago"], ids=["without", "old"])
+@pytest.mark.parametrize("printed", [None, "Usage: docker buildx build, of long ago"], ids=["without", "old"])
 def test_docker_without_annotations_states_it(
-    said: str | None, make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
+    printed: str | None, make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = builders(docker=WORKING)
-    if said:
-        (folder / "buildx").write_text(said)
+    if printed:
+        (folder / "buildx").write_text(printed)
     pack(make_run())
     assert "--annotation" not in (folder / "called").read_text()
     assert "docker build --tag" in (folder / "called").read_text()
@@ -166,8 +166,8 @@ def test_a_base_whose_digest_no_one_shows_is_stated_aloud(
 ) -> None:
     builders(podman=WORKING)
     assert pack(make_run())["base_digest"] is None
-    assert f"WARNING: package.base_image={BASE} is a tag" in (said := capsys.readouterr().err)
-    assert "127.0.0.1:1 does not answer" in said
+    assert f"WARNING: package.base_image={BASE} is a tag" in (printed := capsys.readouterr().err)
+    assert "127.0.0.1:1 does not answer" in printed
 
 
 def test_the_base_is_taken_by_the_digest_its_registry_gives(
@@ -184,7 +184,7 @@ def test_the_base_is_taken_by_the_digest_its_registry_gives(
     assert f"--build-arg BASE={registry.host}/library/python@{digest}" in called
     assert f"--annotation org.opencontainers.image.base.digest={digest}" in called
     by_digest = {"base_image": f"registry.invalid/python@{digest}"}
-    assert pack(make_run("second", package=by_digest))["base_digest"] == digest, "nobody is asked"
+    assert pack(make_run("second", package=by_digest))["base_digest"] == digest, "no registry is requested"
 
 
 def test_the_bill_of_materials_is_of_the_image_that_was_built(make_run: MakeRun, builders: PutBuilders) -> None:
@@ -214,17 +214,17 @@ def test_a_refused_push_states_who_refused_and_why(make_run: MakeRun, builders: 
 
 
 @pytest.mark.parametrize(
-    ("package", "said"),
+    ("package", "printed"),
     [
         ({"push": True}, "names no registry"),
         ({**REGISTRY, "builder": "none"}, "nothing to push"),
     ],
 )
 def test_a_push_that_cannot_be_is_refused_before_anything_is_built(
-    package: dict[str, Any], said: str, make_run: MakeRun, builders: PutBuilders
+    package: dict[str, Any], printed: str, make_run: MakeRun, builders: PutBuilders
 ) -> None:
     folder = builders(podman=WORKING)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=printed):
         pack(make_run(package=package))
     assert not (folder / "called").exists()
 
@@ -351,7 +351,7 @@ def test_wheels_of_the_project_go_along(make_run: MakeRun) -> None:
     assert (context_of(run) / "wheels" / name).is_file()
 
 
-def test_the_dockerfile_names_base_and_bundle_and_runs_as_no_one_in_particular(make_run: MakeRun) -> None:
+def test_dockerfile_names_base_and_bundle_and_an_unprivileged_user(make_run: MakeRun) -> None:
     run = make_run(package={**NEVER, "base_image": "registry.example/python:3.12-slim"})
     pack(run)
     lines = (context_of(run) / "Dockerfile").read_text().splitlines()
@@ -424,20 +424,20 @@ def test_as_a_process_it_leaves_its_error_for_the_runner(make_run: MakeRun) -> N
 
 def make(project: Project, **package: Any) -> tuple[dict[str, Any], list[str]]:
     """The record, and what was said."""
-    said: list[str] = []
+    printed: list[str] = []
     body = {"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "package": {"base_image": BASE, **package}}
-    return package_training(project, parse_config(body, "test"), os.environ, said.append), said
+    return package_training(project, parse_config(body, "test"), os.environ, printed.append), printed
 
 
 def test_a_project_becomes_an_image_named_by_its_context(project: Project, builders: PutBuilders) -> None:
     builders(podman=WORKING)
-    record, said = make(project)
+    record, printed = make(project)
     folder = project.runs / "images" / f"train-{record['context'][:12]}"
     assert record["image"] == f"tiny-train:{record['context'][:12]}"
     assert json.loads((folder / "image.json").read_text()) == record
     assert (record["image_digest"], record["accelerator"]) == (f"sha256:{DIGEST}", "cpu")
     assert {path.name for path in folder.iterdir()} == {"context", "image.json", "sbom.cdx.json"}
-    assert said == [f"train.image={record['image']}"]
+    assert printed == [f"train.image={record['image']}"]
 
 
 def test_an_unchanged_project_is_not_built_again_and_a_changed_one_is(project: Project, builders: PutBuilders) -> None:
@@ -456,9 +456,9 @@ def test_an_unchanged_project_is_not_built_again_and_a_changed_one_is(project: P
 def test_one_that_was_not_pushed_yet_is(project: Project, builders: PutBuilders) -> None:
     builders(podman=WORKING)
     make(project, image="r.example/twice")
-    record, said = make(project, image="r.example/twice", push=True)
+    record, printed = make(project, image="r.example/twice", push=True)
     assert record["reference"] == f"r.example/twice-train@sha256:{PUSHED}"
-    assert said == [f"train.image={record['reference']}"]
+    assert printed == [f"train.image={record['reference']}"]
 
 
 def test_without_an_image_there_is_nothing_to_train_with(project: Project, builders: PutBuilders) -> None:

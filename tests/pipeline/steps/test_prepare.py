@@ -92,15 +92,13 @@ def test_a_task_without_classes_has_no_balance(root: Path) -> None:
     assert report(run)["splits"]["test"]["classes"] is None
 
 
-def test_a_sample_in_two_splits_stops_the_pipeline_and_both_places_are_named(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sample_in_two_splits_stops_the_pipeline(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(root, '"test": 20', '"test": 15')  # the last of validation is the first of test
     run = new_run(root)
     assert run_step("prepare", prepare, [str(run.path), "--root", str(root)]) == DataError.exit_code == 2
-    told = capsys.readouterr()
-    assert "test[0] = validation[5]" in told.err
-    assert "duplicate: test[0] = validation[5]" in told.out
+    captured = capsys.readouterr()
+    assert "test[0] = validation[5]" in captured.err
+    assert "duplicate: test[0] = validation[5]" in captured.out
     assert report(run)["duplicates"] == [{"a": place("validation", 5), "b": place("test", 0)}]
 
 
@@ -108,14 +106,14 @@ def test_a_leak_may_be_accepted_aloud(root: Path, capsys: pytest.CaptureFixture[
     edit(root, '"test": 20', '"test": 12')
     run = new_run(root, prepare={"leaks": "warn"})
     prepare(run, root)
-    assert "warning: 4 samples stand in more than one split" in capsys.readouterr().err
+    assert "warning: 4 samples are in more than one split" in capsys.readouterr().err
     assert report(run)["duplicate_count"] == 4
 
 
 def test_a_leak_counts_though_its_label_differs(root: Path) -> None:
     edit(root, '"test": 20', '"test": 10')
     edit(root, "        return {", '        label = label + (split == "test")\n        return {')
-    with pytest.raises(DataError, match="6 samples stand in more than one split"):
+    with pytest.raises(DataError, match="6 samples are in more than one split"):
         prepare(new_run(root), root)
 
 
@@ -170,7 +168,7 @@ FILES = """
 """
 
 
-def test_files_that_model_and_codec_share_are_made_read_and_named_by_digest(root: Path) -> None:
+def test_shared_files_are_made_and_recorded_by_digest(root: Path) -> None:
     (root / "prepared_task.py").write_text(TASK.replace("x = np", "assert self.words; x = np") + FILES)
     run = new_run(root)
     (run.partial("prepare") / "files").mkdir()
