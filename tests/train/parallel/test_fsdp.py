@@ -24,7 +24,7 @@ def test_interrupted_run_resumes_bit_for_bit_and_with_ddp(project: Project) -> N
     settings = {"checkpoint_every": 7, "keep_checkpoints": 9}
     project.replace("nn.Tanh()", DEEP.replace("DROP", "0.2"))
     whole = trained(project, "whole", 2, strategy="fsdp", **settings)
-    assert equal(weights(resumed(project, whole, "cut", 7, 2, strategy="fsdp", **settings)), weights(whole))
+    assert equal(weights(resumed(project, whole, "resumed", 7, 2, strategy="fsdp", **settings)), weights(whole))
     assert_close(resumed(project, whole, "ddp", 7, 2, **settings), whole)
 
 

@@ -39,7 +39,7 @@ def test_interrupted_pipeline_resumes_bit_for_bit(project: Project) -> None:
     project.replace("nn.Tanh()", "nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.2)")
     settings = {"pipeline_parallel": 2, "accumulate": 2, "epochs": 1, "checkpoint_every": 2, "keep_checkpoints": 9}
     whole = trained(project, "whole", 2, **settings)
-    assert equal(checkpoint(resumed(project, whole, "cut", 2, 2, **settings), 5), checkpoint(whole, 5))
+    assert equal(checkpoint(resumed(project, whole, "resumed", 2, 2, **settings), 5), checkpoint(whole, 5))
 
 
 def test_model_whose_stages_need_more_than_their_arguments_is_refused(transformer: Project) -> None:
