@@ -54,7 +54,7 @@ def missing_champion_note(registry: Registry, runs: Path) -> str:
         return ""
     return (
         f"the champion's run {entry.run} is not here, so the data was not compared with the champion's training "
-        "data; to fix it: restore the run, or choose another champion with `pipe promote`"
+        "data; to fix it: restore the run, or choose another champion with `pipe registry promote`"
     )
 
 

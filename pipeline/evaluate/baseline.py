@@ -87,7 +87,7 @@ def _validated(task: Task, predict: Predictor) -> Predictor:
     return predictor
 
 
-_FIX = "to fix it: restore the bundle, or name another champion with `pipe promote`"
+_FIX = "to fix it: restore the bundle, or name another champion with `pipe registry promote`"
 _ORT_SEVERITY_ERROR = 3  # warnings about missing GPUs do not matter here
 
 

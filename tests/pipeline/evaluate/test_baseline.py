@@ -100,7 +100,7 @@ def test_champion_is_not_compared_with_itself(project: Project) -> None:
 
 def test_missing_champion_bundle_is_named_with_a_fix(project: Project) -> None:
     shutil.rmtree(project.crown("right"))
-    with pytest.raises(BundleError, match=r"champion \w{12}: .*old/export/bundle is gone, .*`pipe promote`"):
+    with pytest.raises(BundleError, match=r"champion \w{12}: .*old/export/bundle is gone, .*`pipe registry promote`"):
         evaluate(project.run("right"), project.root)
 
 
