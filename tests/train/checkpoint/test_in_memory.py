@@ -33,7 +33,7 @@ from train.checkpoint.load import SavedCheckpoint
 from train.process_group import ProcessGroup
 from train.state import Progress, State
 
-from tests.train.distributed import run_distributed
+from ..distributed import run_distributed
 
 IDENTITY = {"samples": 37}
 Values = tuple[int, float, float, float]

@@ -20,7 +20,7 @@ from train.process_group import ProcessGroup, is_lost_contact
 from train.state import Progress, State
 
 from ..conftest import equal
-from tests.train.distributed import run_distributed, trained, trainer, weights
+from ..distributed import run_distributed, trained, trainer, weights
 
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 STEP = 10

@@ -18,7 +18,7 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from tests.train.distributed import trainer
+from ..distributed import trainer
 
 SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 7, "lr": 0.1, "optimizer": "sgd", "log_every": 1}
 

@@ -18,7 +18,7 @@ from train.parallel.ddp import DDPStrategy
 from train.process_group import ProcessGroup
 
 from ..conftest import equal
-from tests.train.distributed import resumed, run_distributed, trained, weights
+from ..distributed import resumed, run_distributed, trained, weights
 
 
 class Task:

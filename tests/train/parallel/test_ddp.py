@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from train.parallel.ddp import BufferSnapshot, DDPStrategy, has_only_running_statistics
 from train.process_group import ProcessGroup
 
-from tests.train.distributed import run_distributed, trainer, weights
+from ..distributed import run_distributed, trainer, weights
 
 
 def test_buffer_snapshot_restores_running_statistics() -> None:

@@ -19,7 +19,7 @@ from train.parallel.deterministic import DeterministicAllReduce, DeterministicSt
 from train.process_group import ProcessGroup
 from train.state import Progress
 
-from tests.train.distributed import Wave, run_distributed, trainer, weights
+from ..distributed import Wave, run_distributed, trainer, weights
 
 SETTINGS: dict[str, Any] = {"elastic_shards": 4, "epochs": 2, "batch_size": 30, "log_every": 1}
 

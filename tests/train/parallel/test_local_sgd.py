@@ -15,7 +15,7 @@ from train.parallel.local_sgd import LocalSGDStrategy, OuterOptimizer
 from train.process_group import ProcessGroup
 
 from ..conftest import equal
-from tests.train.distributed import resumed, run_distributed, trained, trainer, weights
+from ..distributed import resumed, run_distributed, trained, trainer, weights
 
 EPOCHS, STEPS = 5, 50
 CASES: dict[str, dict[str, Any]] = {

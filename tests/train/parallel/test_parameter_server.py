@@ -22,7 +22,7 @@ from train.process_group import ProcessGroup, is_lost_contact
 from train.state import Progress
 
 from ..conftest import Project, equal, journal
-from tests.train.distributed import Wave, resumed, run_distributed, trainer, weights
+from ..distributed import Wave, resumed, run_distributed, trainer, weights
 
 SETTINGS: dict[str, Any] = {"strategy": "parameter_server", "epochs": 4, "log_every": 3}
 

@@ -173,7 +173,9 @@ def test_split_transformer_trains_the_weights_of_one_process(transformer: Projec
 def test_interrupted_run_resumes_bit_for_bit(transformer: Project) -> None:
     transformer.replace("nn.Dropout(0.0)", "nn.Dropout(0.1)")
     whole = trained(transformer, "whole", 2, tensor_parallel=2, **CHECKPOINTS)
-    assert equal(weights(resumed(transformer, whole, "resumed", 2, 2, tensor_parallel=2, **CHECKPOINTS)), weights(whole))
+    assert equal(
+        weights(resumed(transformer, whole, "resumed", 2, 2, tensor_parallel=2, **CHECKPOINTS)), weights(whole)
+    )
 
 
 PARALLELIZE = """

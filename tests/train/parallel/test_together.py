@@ -13,7 +13,7 @@ from torch import Tensor
 
 from train.process_group import ProcessGroup
 
-from tests.train.distributed import run_distributed
+from ..distributed import run_distributed
 from .dispatch import Values, dispatched
 from .mixture import resumed_in, single, store, trained_in
 from .pretrained import PretrainedRun, train_pretrained

@@ -21,7 +21,7 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from tests.train.distributed import run_distributed
+from ..distributed import run_distributed
 from .official import write_official
 from .test_architectures import Labelling, Labels, ids, load
 from .test_sharing import whole

@@ -24,7 +24,7 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from tests.train.distributed import Wave, run_distributed
+from ..distributed import Wave, run_distributed
 from .folders import Tower, tower_state, write_folder
 
 
