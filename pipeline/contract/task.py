@@ -314,7 +314,9 @@ def _execute(path: Path, name: str) -> Any:
     except (Exception, SystemExit) as error:  # a script without a main guard must not end the step
         del sys.modules[name]
         text = " ".join(str(error).split())
-        raise ConfigError(f"{path.name}: import failed: {type(error).__name__}: {text}") from error
+        internal = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("pipeline.")
+        fix = "; to fix it: import the name from `pipeline`" if internal else ""
+        raise ConfigError(f"{path.name}: import failed: {type(error).__name__}: {text}{fix}") from error
     return module
 
 

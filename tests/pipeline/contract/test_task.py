@@ -230,3 +230,9 @@ def test_a_classifier_has_classes_and_both_of_its_methods(root: Path) -> None:
     }
     write(root, {**WHOLE, **extra})
     assert isinstance(load_task("some_task.py:Net", root), Classifier)
+
+
+def test_an_import_from_a_former_internal_module_names_the_public_api(tmp_path: Path) -> None:
+    (tmp_path / "old_codec.py").write_text("from pipeline.spec.errors import InvalidPayload\n")
+    with pytest.raises(ConfigError, match="to fix it: import the name from `pipeline`"):
+        load_class("old_codec.py:Codec", tmp_path)
