@@ -52,7 +52,7 @@ class GrpcListener:
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def stop(self, grace_seconds: float) -> None:
-        """Answer every call that a client made before it was told of the end, within the grace period."""
+        """Answer every call that a client made before it learned of the end, within the grace period."""
         assert self._server is not None and self._sweeper is not None
         stop_accepting(self.socket)
         self._stopping = True
