@@ -167,7 +167,7 @@ def test_only_an_undamaged_bundle_is_deployed_again(project: Project, config: Co
         redeploy(project, run, [], QUIET)
     with pytest.raises(
         ConfigError,
-        match=r"train\.lr=1: a deployment changes deploy\.\*, rollout\.\* and serve\.\{.*api_keys.*\}",
+        match=r"train\.lr=1: a deployment may change only deploy\.\*, rollout\.\* and serve\.\{.*api_keys.*\}",
     ):
         redeploy(project, run, ["train.lr=1"], QUIET)
     assert len(load_history(project.runs)) == 1

@@ -67,7 +67,7 @@ def test_a_split_that_was_cut_is_the_one_that_counts(run: Run) -> None:
     write_json(run.output("prepare") / "data.json", {"splits": {"train": {"samples": 999}}})
     assert ledger_verification(Run(run.path)).lost
     body = json.loads((run.path / "run.json").read_text())
-    body["config"]["train"]["samples"] = 150
+    body["config"]["train"]["max_samples"] = 150
     write_json(run.path / "run.json", body)
     assert ledger_verification(Run(run.path)).fault == ""
 

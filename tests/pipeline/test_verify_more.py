@@ -141,7 +141,7 @@ def test_a_whole_chain_is_reported_link_by_link(run: Run) -> None:
         "the bundle descends from this data, this checkpoint and this verdict",
         f"bundle {run.bundle().digest[:12]}: 6 files match the manifest",
         "golden requests are answered as at export",
-        "the container holds this bundle",
+        "the container image has this bundle",
     ]
 
 
@@ -207,7 +207,7 @@ def test_a_ledger_that_was_forged_with_its_record_is_caught(run: Run) -> None:
 def test_a_container_made_of_another_bundle_is_reported(run: Run) -> None:
     write_json(run.output("package") / "image.json", {"bundle": "0" * 64})
     reseal(run, "package")
-    with pytest.raises(BundleError, match="made of another bundle"):
+    with pytest.raises(BundleError, match="made from another bundle"):
         list(verify_run(run))
 
 
@@ -222,7 +222,7 @@ def test_an_override_that_was_taken_away_breaks_the_chain(run: Run) -> None:
     (run.output("evaluate")).rename(run.partial("evaluate"))
     complete(run, "evaluate")
     write_record(run, run.read().steps["evaluate"].model_copy(update={"status": "overridden"}))
-    with pytest.raises(BundleError, match=r"override\.json: gone, or about another verdict"):
+    with pytest.raises(BundleError, match=r"override\.json: missing, or about another verdict"):
         list(verify_run(run))
     verdict = digest_file(run.output("evaluate") / "verdict.json")
     write_override(run.path, Override(at="noon", by="ann", reason="why not", verdict=verdict))

@@ -53,7 +53,7 @@ def test_a_shadow_is_refused_for_a_cluster(new_run: NewRun, monkeypatch: pytest.
     run = Run(new_run().path)
     monkeypatch.setattr(Run, "config", config)
     monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "one"))
-    with pytest.raises(ConfigError, match=r"serve\.shadow: a pod on a cluster holds one bundle"):
+    with pytest.raises(ConfigError, match=r"serve\.shadow: a pod on a cluster has only one bundle"):
         deploy.deploy(run, run.path)
 
 
@@ -69,7 +69,7 @@ def test_a_canary_is_no_champion_yet(new_run: NewRun, monkeypatch: pytest.Monkey
 @pytest.fixture
 def source(new_run: NewRun, config: Config, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run with a bundle, which would be deployed with its own configuration."""
-    monkeypatch.setattr(deploy, "deployable", lambda source, words: (override_config(config, words), []))
+    monkeypatch.setattr(deploy, "load_deployable", lambda source, words: (override_config(config, words), []))
     monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "b" * 64))
     return new_run()
 
