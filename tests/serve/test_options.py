@@ -268,8 +268,8 @@ def test_several_bundles_have_names_and_a_directory_may_have_an_equals_sign(
     [
         (["a b=bundle"], "'a b' is not a model name"),
         (["bundle", "--name", "../x"], "'../x' is not a model name"),
-        (["one", "two", "--name", "a"], "--name: is for a single bundle"),
-        (["a=one", "--name", "b"], "--name: is for a single bundle"),
+        (["one", "two", "--name", "a"], "--name: only for a single bundle"),
+        (["a=one", "--name", "b"], "--name: only for a single bundle"),
     ],
 )
 def test_names_that_cannot_work_are_a_config_error(argv: list[str], sentence: str) -> None:

@@ -159,11 +159,8 @@ def test_over_grpc_no_accepted_request_is_lost_by_a_successor_nor_by_the_end(
     assert new.process.wait(SECONDS) == 0
 
 
-def test_an_idle_service_ends_at_once(start: Launcher, bundle_path: Path) -> None:
-    running = start(bundle_path)
-    began = time.monotonic()
-    assert running.stop() == 0
-    assert time.monotonic() - began < 2, "0.12 s where nobody else works on the machine"
+def test_idle_service_ends_on_sigterm(start: Launcher, bundle_path: Path) -> None:
+    assert start(bundle_path).stop() == 0
 
 
 def test_a_standby_that_is_never_called_ends_without_having_served(start: Launcher, tricky_path: Path) -> None:
