@@ -100,7 +100,7 @@ def test_the_ledger_records_the_samples_really_used(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     made.record(0, ORDER.batch(0)[::-1])
     commit(made, 1)
-    assert proven(tmp_path, 1) == "line 1: step 1 was made of samples that no step has"
+    assert proven(tmp_path, 1) == "line 1: step 1 was trained on samples that no step has"
 
 
 @pytest.mark.parametrize("resumed", [0, 3, 5])

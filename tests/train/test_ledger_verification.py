@@ -61,7 +61,7 @@ def test_a_missing_line_is_named_and_its_samples_are_lost(step: int) -> None:
 
 def test_missing_last_lines_are_named() -> None:
     proof = verify_ledger(lines(18), ORDER, STEPS)
-    assert proof.fault == "the line of step 19 is missing, 20 steps were made"
+    assert proof.fault == "the line of step 19 is missing, 20 steps were trained"
     assert proof.lost == ORDER.size(18) + ORDER.size(19)
 
 
@@ -90,7 +90,7 @@ def test_swapped_samples_of_steps_are_reported() -> None:
         for place, digest in ((left, digests[1]), (right, digests[0])):
             told[place] = told[place].model_copy(update={"digest": digest})
         proof = verify_ledger(told, ORDER, STEPS)
-        assert proof.fault == f"line {left + 1}: step {left + 1} was made of the samples of step {right + 1}"
+        assert proof.fault == f"line {left + 1}: step {left + 1} was trained on the samples of step {right + 1}"
         if moved is not None:
             assert (proof.lost, proof.repeated) == (moved, moved)
         else:
@@ -104,7 +104,7 @@ def test_unknown_samples_are_reported_and_planned_ones_are_lost() -> None:
     forged[[0, 1]] = forged[[1, 0]]
     told[8] = told[8].model_copy(update={"digest": batch_digest(forged)})
     proof = verify_ledger(told, ORDER, STEPS)
-    assert proof.fault == "line 9: step 9 was made of samples that no step has"
+    assert proof.fault == "line 9: step 9 was trained on samples that no step has"
     assert (proof.lost, proof.repeated) == (ORDER.size(8), 0)
 
 
@@ -132,7 +132,7 @@ def test_a_line_beyond_the_last_step_is_reported() -> None:
 def test_the_lines_of_another_seed_prove_nothing() -> None:
     other = BatchOrder(ORDER.samples, ORDER.batch_size, seed=4)
     proof = verify_ledger([line(step, other) for step in range(1, STEPS + 1)], ORDER, STEPS)
-    assert proof.fault == "line 1: step 1 was made of samples that no step has"
+    assert proof.fault == "line 1: step 1 was trained on samples that no step has"
     assert proof.lost == 4 * ORDER.samples
 
 
