@@ -77,11 +77,11 @@ def launch(
     for path in (out, err):
         path.write_text("")
     job = {"TORCHELASTIC_RUN_ID": secrets.token_hex(4), "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    processes = [
+    started = [
         ForkedProcess(argv, folder, {**env, **job, "RANK": rank, "LOCAL_RANK": rank}, out, err).process
         for rank in range(processes)
     ]
-    status = _wait(processes, time.monotonic() + seconds)
+    status = _wait(started, time.monotonic() + seconds)
     return subprocess.CompletedProcess(list(argv), status, out.read_text(), err.read_text())
 
 

@@ -25,7 +25,7 @@ from pipeline.service.process import read_live, send_request, stop_process, unus
 
 TINY = Path(__file__).resolve().parents[1] / "project"
 PIPE = (sys.executable, "-m", "pipeline")
-_TIMEOUT_SECONDS = 120
+_TIMEOUT_SECONDS = 600  # only a hang takes this long
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def free_pair() -> int:
             return port
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
     """Poll until the condition is true, and return its value; the timeout is only for a hang."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -182,8 +182,10 @@ def test_a_distilled_model_is_loaded_adapted_trained_exported_and_served(
     assert json.loads((run.output("prepare") / "files" / "config.json").read_text())["model_type"] == kind
     (classify.folder / "request.json").write_text(json.dumps({"instances": ["import xml.dom\n\nparser.feed(data)"]}))
     assert_answers([classify.pipe("predict", "request.json", "-o", "json").stdout])
-    status, headers, found = classify.ask("/v1/models/deepseek-classify:predict", {"instances": ["import os", "a = 1"]})
+    status, headers, found = classify.request(
+        "/v1/models/deepseek-classify:predict", {"instances": ["import os", "a = 1"]}
+    )
     assert (status, len(found["predictions"])) == (200, 2), headers
-    status, _, found = classify.ask("/v1/models/deepseek-classify:predict", {"instances": [" "]})
+    status, _, found = classify.request("/v1/models/deepseek-classify:predict", {"instances": [" "]})
     assert status == 400 and "the text is empty" in found["error"]
     classify.pipe("stop")

@@ -183,7 +183,7 @@ def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(
     assert f"canary at {live.url}: 0.3 of the requests, the rest to bundle {live.bundle[:12]}" in stderr
     assert _champion(project) == live.bundle, "a canary is no champion yet"
     with Client(live.port) as client:
-        wait_for(lambda: len(client.answers) > 60, seconds=20)
+        wait_for(lambda: len(client.answers) > 60)
     share = sum(bundle == second.bundle().digest for _, bundle in client.answers) / len(client.answers)
     assert 0.02 < share < 0.7
     status = project.pipe("status").stdout
@@ -234,7 +234,7 @@ def test_a_service_that_died_is_reported_and_started_again(
 ) -> None:
     service = psutil.Process(live.pid)
     service.kill()
-    wait_for(lambda: not live.alive, seconds=10)
+    wait_for(lambda: not live.alive)
     assert "is gone; `pipe deploy` starts it" in project.pipe("status").stdout
     project.deploy(first)
     assert project.request("/v2/health/ready")[0] == 200

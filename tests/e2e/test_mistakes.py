@@ -84,4 +84,4 @@ def test_training_resumes_after_a_full_disk(
     assert "Traceback" not in output
     filler.unlink()
     assert "resumed from the checkpoint of step" in project.pipe("run", "--resume", prefix=inside).stderr
-    assert wait_for(lambda: list(runs.glob("*/train/model.safetensors")), seconds=5)
+    assert wait_for(lambda: list(runs.glob("*/train/model.safetensors")))

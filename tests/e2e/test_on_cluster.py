@@ -108,7 +108,7 @@ def test_a_killed_pipe_finds_its_training_again_which_went_on(api: ApiServer, pr
         wait_for(lambda: any("-train-" in pod for pod in list(api.nodes.pods)))
         wait_for(lambda: (project.latest.path / "logs" / "train").exists())
         process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.wait(300)
     done = project.pipe("run", "--resume")
     assert "was started before; following it" in done.stderr
     records = project.latest.read().steps
@@ -127,7 +127,7 @@ def test_an_interrupted_training_is_cancelled_and_goes_on_from_its_checkpoint(
         wait_for(lambda: all_runs(project.runs) and project.latest.partial("train").exists())
         wait_for(lambda: list(project.checkpoints.glob("*")))
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(300) == 130
         assert not [path for path in api.objects if "/jobs/" in path or "/pods/" in path]
     assert project.latest.read().steps["train"].status == "interrupted"
     project.pipe("run", "--resume")

@@ -92,7 +92,7 @@ def test_service_does_not_keep_the_output_of_its_command_open(copied: ProjectFol
     copied.deploy(copied.latest)
     command = " ".join([*PIPE, "run", "all", "2>&1", "|", "cat"])
     done = subprocess.run(
-        ["sh", "-c", command], cwd=copied.folder, env=environment({}), capture_output=True, timeout=60
+        ["sh", "-c", command], cwd=copied.folder, env=environment({}), capture_output=True, timeout=300
     )
     assert b"already live" in done.stdout
     assert copied.request("/v2/health/ready")[0] == 200

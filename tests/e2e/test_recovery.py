@@ -52,7 +52,7 @@ def test_a_killed_worker_agent_and_node_cost_nothing(copied: ProjectFolder, expe
         running_module(run, "pipeline.training.node")[0].kill()
         wait_for(lambda: len(read_attempts(run.path).attempts) == 4)
         let_go(copied)
-        _, stderr = pipe.communicate(timeout=90)
+        _, stderr = pipe.communicate(timeout=300)
     assert pipe.returncode == 0, stderr
     assert re.search(
         r"rank \d on \S+ was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(1 of 3 without", stderr
@@ -121,14 +121,14 @@ def test_a_machine_joins_and_is_lost_and_training_goes_on(
         assert (story.attempts[1].after, len(story.attempts[1].hosts)) == ("change", 2)
         let_go(project)
         psutil.Process(other.pid).kill()
-        other.wait(timeout=10)
-        _, stderr = pipe.communicate(timeout=90)
+        other.wait(timeout=300)
+        _, stderr = pipe.communicate(timeout=300)
     assert pipe.returncode == 0, stderr
     assert f"on each other machine, in this folder: pipe join {run.id}" in stderr
     last = read_attempts(run.path).attempts[-1]
     assert (last.after, len(last.hosts)) == ("loss", 1)
     assert last.step >= 50
-    wait_for(lambda: processes_of(run) == [], seconds=20)
+    wait_for(lambda: processes_of(run) == [])
 
 
 @pytest.mark.long
@@ -151,7 +151,7 @@ def test_machine_waits_for_the_first_one_and_continues_with_it(
         )
         let_go(project)
         project.pipe("run", "--resume", run.id)
-    assert other.wait(timeout=30) == 0, output.read_text()
+    assert other.wait(timeout=300) == 0, output.read_text()
     assert len(read_attempts(run.path).attempts) >= 2
     assert processes_of(run) == []
 

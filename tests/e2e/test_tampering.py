@@ -30,7 +30,7 @@ def bundle(copied: ProjectFolder) -> Path:
 def serve(bundle: Path) -> subprocess.CompletedProcess[str]:
     """The server ends by itself when it refuses; one that served would run into the time limit."""
     command = [sys.executable, "-m", "serve", str(bundle), "--port", str(free_pair())]
-    return subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
 
 
 def seal_anew(bundle: Path) -> None:

@@ -62,7 +62,7 @@ def test_interrupted_and_killed_search_continues_the_same_trial(project: Project
     with project.paused_training(HELD_AFTER, "tune") as pipe:
         run = until_held(project, 0)
         pipe.send_signal(signal.SIGINT)
-        _, output = pipe.communicate(timeout=90)
+        _, output = pipe.communicate(timeout=300)
     assert pipe.returncode == 130, output
     assert output.splitlines()[-1] == "error: interrupted; no trial is lost, the same command goes on"
     assert "Traceback" not in output
@@ -74,7 +74,7 @@ def test_interrupted_and_killed_search_continues_the_same_trial(project: Project
         workers = workers_of(pipe)
         assert len(workers) == 1
         workers[0].kill()
-        _, output = pipe.communicate(timeout=90)
+        _, output = pipe.communicate(timeout=300)
         wait_for(lambda: not processes_of(run))  # they check their parent once they have started
     assert pipe.returncode == 1, output
     ended = "error: the workers ended with status -9 before the search was complete; the same command goes on"
@@ -115,7 +115,7 @@ def test_second_search_takes_over_the_trial_of_a_killed_one(
             wait_for(lambda: not any(worker.is_running() for worker in workers))
             (project.folder / "held longer").write_text("1000")
             (project.folder / "held longer").replace(project.folder / "hold")  # never seen half written
-            answer, output = second.communicate(timeout=90)
+            answer, output = second.communicate(timeout=300)
         finally:
             second.kill()
     assert second.returncode == 0, output

@@ -169,7 +169,7 @@ def test_training_alone_makes_its_run_and_trains_with_others(tiny: Project, tmp_
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
     words = ["train.image=" + IMAGE, "train.nodes=2", "train.processes=1", "cluster.executor=kubernetes"]
     if standing:
-        text = (SOURCE_ROOT / "k8s" / "train" / "base" / "job.yaml").read_text()
+        text = (SOURCE_ROOT / "k8s" / "manifests" / "train" / "base" / "job.yaml").read_text()
         text = text.replace("train.nodes=1", "train.nodes=2").replace("train.processes=2", "train.processes=1")
     else:
         files = render_training(tiny, override_config(tiny.config(), words, "test"), str(tmp_path / "out"))
