@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.config import Config, load_config, override_config, parse_config, parse_recorded
+from pipeline.contract.config import Config, load_config, override_config, parse_config
 from pipeline.contract.errors import ConfigError, ConflictError
 
 MINIMAL: dict[str, Any] = {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:DigitsCodec"}
