@@ -1,6 +1,6 @@
 """The DeepSeek section of docs/training.md, run as it is written, and distilled models of both kinds, barely trained.
 
-Every command of the document is typed in its order. What differs is said in `typed`: paths and addresses that exist,
+Every command of the document runs in its order. `typed` has the differences: paths and addresses that exist,
 a small part of the data, little training, and a gate that lets pass what has learned so little.
 """
 

@@ -423,7 +423,7 @@ def test_as_a_process_it_leaves_its_error_for_the_runner(make_run: MakeRun) -> N
 
 
 def make(project: Project, **package: Any) -> tuple[dict[str, Any], list[str]]:
-    """The record, and what was said."""
+    """Return the record and the reported lines."""
     printed: list[str] = []
     body = {"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "package": {"base_image": BASE, **package}}
     return package_training(project, parse_config(body, "test"), os.environ, printed.append), printed
