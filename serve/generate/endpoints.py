@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from serve.errors import RequestError, NotFound
+from serve.errors import NotFound, RequestError
 from serve.generate import openai_api
 from serve.generate.model import TextGenerator
 from serve.generate.openai_api import (

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.errors import InvalidPayload
-from serve.errors import Busy, DeadlineExceeded, ClientDisconnected
+from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
 from serve.generate.kv_cache import CacheBudget, DecoderGraph, KVCache
 from serve.generate.sampling import TokenLogprob
 from serve.generate.sequence import Chunk, TextSequence, prompt_logprobs

@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from pipeline.contract.errors import InvalidPayload
-from serve.errors import RequestError, Unauthorized, NotFound
+from serve.errors import NotFound, RequestError, Unauthorized
 from serve.generate.sampling import Sampling, TokenLogprob
 from serve.generate.sequence import Chunk, GenerationOptions, Logprobs
 from serve.request_body import parse_object

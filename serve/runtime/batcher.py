@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from serve.errors import Busy, DeadlineExceeded, ClientDisconnected
+from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
 from serve.request_context import RequestContext
 
 Array = np.ndarray[Any, Any]
@@ -304,7 +304,9 @@ def reject_obsolete(item: RequestContext, now: float, done_at: float = -math.inf
         item.outputs.set_exception(ClientDisconnected("the client disconnected before its request was computed"))
         return True
     if now >= item.deadline:
-        item.outputs.set_exception(DeadlineExceeded("the deadline passed while the request waited; it was not computed"))
+        item.outputs.set_exception(
+            DeadlineExceeded("the deadline passed while the request waited; it was not computed")
+        )
         return True
     if done_at > item.deadline:
         item.outputs.set_exception(Busy("the requests before it took so long that its deadline cannot be met"))

@@ -39,7 +39,7 @@ class Predictor:
         self.bundle, self.signature = bundle, bundle.signature
         self.session = session
         # why requests are not merged into batches; empty where they may be
-        self.unbatched_reason = self.signature.why_alone
+        self.unbatched_reason = self.signature.unbatched_reason
         self.datatypes = {spec.name: spec.datatype for spec in bundle.signature.outputs}
         _check_installed(bundle)
         reference = f"codec.py:{bundle.signature.codec}"

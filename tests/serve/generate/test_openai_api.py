@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.contract.errors import InvalidPayload
-from serve.errors import Busy, DeadlineExceeded, RequestError, Unauthorized, NotFound
+from serve.errors import Busy, DeadlineExceeded, NotFound, RequestError, Unauthorized
 from serve.generate.openai_api import (
     DONE,
     Choice,

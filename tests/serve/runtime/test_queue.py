@@ -20,8 +20,8 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 from pipeline.contract.signature import Limits, Runtime
-from tests.serve.special_models import slow
 from tests.serve.bundles import seal
+from tests.serve.special_models import slow
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
