@@ -211,12 +211,12 @@ def _check_kfp(config: Config) -> None:
     if config.train.most_nodes > 1:
         raise ConfigError(
             f"train.nodes={config.train.nodes}: a step of Kubeflow Pipelines is one pod; set train.nodes=1, "
-            "or render the workflow with --engine argo"
+            "or render an Argo workflow (`--workflow argo`)"
         )
     if config.cluster.env_secret:
         raise ConfigError(
             "cluster.env_secret: Kubeflow Pipelines passes a Secret key by key; give the pods' service account access "
-            "to the object store instead, or render the workflow with --engine argo"
+            "to the object store instead, or render an Argo workflow (`--workflow argo`)"
         )
 
 

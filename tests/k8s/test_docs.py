@@ -83,9 +83,9 @@ def test_every_documented_rendering_works(tmp_path: Path) -> None:
         if words[:3] == ["pipe", "run", "train"]:
             assert render_training(project, project.config(overrides), str(tmp_path / words[4]))
             done += 1
-        if words[:3] == ["pipe", "render", "workflow"]:
-            engine = words[words.index("--engine") + 1]
-            for file in render_workflow(project, project.config(overrides), engine, str(tmp_path / words[3])):
+        if words[:2] == ["pipe", "plan"] and "--workflow" in words:
+            engine, folder = (words[words.index(option) + 1] for option in ("--workflow", "--render"))
+            for file in render_workflow(project, project.config(overrides), engine, str(tmp_path / folder)):
                 assert f"{file.parent.name}/{file.name}" in TEXT
             done += 1
     assert done == 3

@@ -265,7 +265,7 @@ def test_names_of_a_workflows_jobset_are_short_enough(configure: Configure) -> N
     ("engine", "settings", "message"),
     [
         (of_argo, {"train": {"nodes": 2}}, "set cluster.workload=jobset"),
-        (of_kfp, {"train": {"nodes": 2}}, "--engine argo"),
+        (of_kfp, {"train": {"nodes": 2}}, "--workflow argo"),
         (of_kfp, {"cluster": {"env_secret": "store"}}, "key by key"),
     ],
 )
