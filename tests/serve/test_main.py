@@ -137,4 +137,4 @@ def test_several_models_and_versions_are_served_by_one_process(
 
 def test_a_shadow_of_no_model_there_is_stops_the_start(bundle_path: Path, port: str) -> None:
     said = _refusal(bundle_path, "--port", port, "--shadow", f"big={bundle_path}")
-    assert "of which model? Write NAME=BUNDLE with one of tiny" in said
+    assert "which model? Write NAME=BUNDLE with one of tiny" in said
