@@ -82,6 +82,7 @@ try:
     make_strategy(torch.nn.Sequential(inner, outer), Objective(task, Precision("fp32", group.device)), group, config)
 except ConfigError as error:
     refusal = str(error)
+group.gather(None)  # the first process has the store, and must not end before the others are done with it
 if group.rank.first:
     print(*sizes)
     print(refusal)
