@@ -40,7 +40,7 @@ def reduced_config(config: Config, samples: int, kills: int, overrides: list[str
     per_epoch = max(MIN_STEPS, count_step_kills(kills)) // _EPOCHS
     wanted = per_epoch * batch_size - (batch_size > 1)  # so that batches differ in size
     epochs = _EPOCHS if wanted <= samples else -(-_EPOCHS * per_epoch * batch_size // samples)
-    found = override_config(
+    reduced = override_config(
         config,
         [
             f"train.batch_size={batch_size}",
@@ -59,8 +59,8 @@ def reduced_config(config: Config, samples: int, kills: int, overrides: list[str
             *overrides,
         ],
     )
-    _check_comparable(found)
-    return found
+    _check_comparable(reduced)
+    return reduced
 
 
 def _check_comparable(config: Config) -> None:
@@ -101,12 +101,12 @@ def schedule(kills: int, seed: int, steps: int, processes: int) -> tuple[Kill, .
     dealt = [KILL_KINDS[i % len(KILL_KINDS)] for i in range(kills)]
     count, drawn = Counter(dealt), Counter[str]()
     random_numbers = random.Random(f"{kills} {seed} {steps} {processes}")
-    found = []
+    planned = []
     for kind in dealt:
         turn = drawn[kind]
         drawn[kind] += 1
-        found.append(_kill(kind, turn, count[kind], steps, processes, random_numbers))
-    return tuple(sorted(found, key=lambda kill: (kill.step, _PLACES.index(kill.place))))
+        planned.append(_kill(kind, turn, count[kind], steps, processes, random_numbers))
+    return tuple(sorted(planned, key=lambda kill: (kill.step, _PLACES.index(kill.place))))
 
 
 def _kill(kind: str, turn: int, of: int, steps: int, processes: int, draw: random.Random) -> Kill:
@@ -141,10 +141,10 @@ class KillReporter:
         self._reported = 0
 
     def __call__(self, events: Sequence[ChaosEvent]) -> None:
-        found = list(kill_results(self._kills, events, None))
+        results = list(kill_results(self._kills, events, None))
         count = len(kill_events(events))
-        while self._reported < count and (found[self._reported].seconds is not None or self._reported + 1 < count):
-            self._report(describe_kill(found[self._reported], self._before + self._reported + 1, self._total))
+        while self._reported < count and (results[self._reported].seconds is not None or self._reported + 1 < count):
+            self._report(describe_kill(results[self._reported], self._before + self._reported + 1, self._total))
             self._reported += 1
 
 
@@ -236,8 +236,8 @@ class Campaign:
         except StageError as error:
             fault = str(error)
         events = attack.log.events()
-        found = tuple(kill_results(kills, events, None if fault else time.time()))
-        return compare_training(run, reference.run, found, attack.by_hand, fault)
+        results = tuple(kill_results(kills, events, None if fault else time.time()))
+        return compare_training(run, reference.run, results, attack.by_hand, fault)
 
     def new_run(self, prepared: Run, config: Config) -> Run:
         run = create_run(self.folder, config, ("prepare", "train"), parent=prepared.id)

@@ -85,8 +85,8 @@ def kill_results(kills: Sequence[Kill], events: Sequence[ChaosEvent], ended: flo
 
 def recoveries(events: Sequence[ChaosEvent], ended: float | None) -> Iterator[tuple[ChaosEvent, float | None]]:
     """Yield each kill with the seconds until the first step of processes that were started after it."""
-    found = [event for event in events if event.event == "kill"]
-    for event, following in itertools.zip_longest(found, found[1:]):
+    kills = [event for event in events if event.event == "kill"]
+    for event, following in itertools.zip_longest(kills, kills[1:]):
         until = following.time if following else math.inf
         steps = [step.time for step in events if step.event == "step" and event.time < step.born < until]
         back = steps[0] if steps else ended if following is None else None
@@ -95,7 +95,7 @@ def recoveries(events: Sequence[ChaosEvent], ended: float | None) -> Iterator[tu
 
 def recovery_rows(trainings: Sequence[Training]) -> list[Row]:
     """Return a row per kind of kill. A kill followed by another one counts as recovered if the other does."""
-    found = []
+    rows = []
     for place in PLACES:
         kills = [(training, one) for training in trainings for one in training.made if one.place == place]
         if not kills:
@@ -104,8 +104,8 @@ def recovery_rows(trainings: Sequence[Training]) -> list[Row]:
             bool(training.fault) and one is training.made[-1] and one.seconds is None for training, one in kills
         )
         seconds = [one.seconds for _, one in kills if one.seconds is not None]
-        found.append(_row(place, len(kills), len(kills) - stuck, seconds))
-    return found
+        rows.append(_row(place, len(kills), len(kills) - stuck, seconds))
+    return rows
 
 
 def _row(place: str, kills: int, recoveries: int, seconds: Sequence[float]) -> Row:
@@ -152,12 +152,12 @@ class Verdict:
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row per kind of kill, and one for all."""
-        found = [asdict(row) for row in recovery_rows(self.trainings)]
+        rows = [asdict(row) for row in recovery_rows(self.trainings)]
         seconds = [one.seconds for training in self.trainings for one in training.made if one.seconds is not None]
-        whole = _row("all", self.kills, sum(row["recoveries"] for row in found), seconds)
+        whole = _row("all", self.kills, sum(row["recoveries"] for row in rows), seconds)
         return [
             {name.replace("_seconds", " s"): _short(value) for name, value in row.items()}
-            for row in (*found, asdict(whole))
+            for row in (*rows, asdict(whole))
         ]
 
     def text(self) -> str:
@@ -200,7 +200,7 @@ def _short(value: Any) -> Any:
 _COMPARED = ("step", "loss", "grad_norm", "lr", "validation")  # of the training log; without values that depend on time
 
 
-def compare_training(run: Run, reference: Run, found: tuple[KillResult, ...], by_hand: int, fault: str) -> Training:
+def compare_training(run: Run, reference: Run, results: tuple[KillResult, ...], by_hand: int, fault: str) -> Training:
     """Count samples from the ledger and compare the training with the reference."""
     lost = repeated = 0
     ledger = weights = differs = ""
@@ -212,7 +212,7 @@ def compare_training(run: Run, reference: Run, found: tuple[KillResult, ...], by
             ledger = str(error)
         weights = weights_digest(run)
         differs = difference(run, reference)
-    return Training(str(run.path), found, by_hand, fault, lost, repeated, ledger, weights, differs)
+    return Training(str(run.path), results, by_hand, fault, lost, repeated, ledger, weights, differs)
 
 
 def difference(run: Run, reference: Run) -> str:

@@ -52,7 +52,7 @@ class CandidateSearch:
         """Return pairs that share a code, nearest first, without exact copies, as indices into all splits in order."""
         codes = np.concatenate(list(self.codes.values()))
         digests = np.concatenate(list(self.digests.values()))
-        split = np.repeat(np.arange(len(self.codes)), [len(found) for found in self.codes.values()])
+        split = np.repeat(np.arange(len(self.codes)), [len(part) for part in self.codes.values()])
         count, ranked = len(codes), np.empty((2, 0), np.int64)  # distance of the codes, and the pair as one number
         for left, right in _colliding_pairs(codes, split):
             near = nearness(codes[left], codes[right])
@@ -66,17 +66,17 @@ class CandidateSearch:
     def confirm(self, places: tuple[Integers, Integers], distances: Distances, limit: float) -> list[Pair]:
         """Return the pairs within the limit, in the order of the data."""
         left, right = places
-        names, starts = list(self.codes), np.cumsum([0, *(len(found) for found in self.codes.values())])
+        names, starts = list(self.codes), np.cumsum([0, *(len(part) for part in self.codes.values())])
         sides = [np.searchsorted(starts, side, side="right") - 1 for side in (left, right)]
-        found: list[Pair] = []
+        pairs: list[Pair] = []
         for i, a in enumerate(names):
             for j, b in enumerate(names[i + 1 :], i + 1):
                 chosen = (sides[0] == i) & (sides[1] == j)
                 first, second = left[chosen] - starts[i], right[chosen] - starts[j]
                 for x, y, d in zip(first, second, distances((a, first), (b, second)), strict=True):
                     if d <= limit:
-                        found.append(Pair((a, int(x)), (b, int(y)), float(d)))
-        return sorted(found, key=lambda pair: (pair.b, pair.a))
+                        pairs.append(Pair((a, int(x)), (b, int(y)), float(d)))
+        return sorted(pairs, key=lambda pair: (pair.b, pair.a))
 
 
 def _nearest_pairs(ranked: Integers) -> Integers:
@@ -168,7 +168,7 @@ def find_spaces(pilot: Mapping[str, Tensor], inputs: Sequence[str], total: int) 
     arrays = [name for name in dense if math.prod(pilot[name].shape[1:]) > 1]
     single = tuple(name for name in dense if name not in arrays)
     groups = [(name,) for name in arrays] + ([single] if single else [])
-    found, notes = [], []
+    spaces, notes = [], []
     for columns in groups:
         space = _build_space(pilot, columns, total)
         if space is None:
@@ -176,8 +176,8 @@ def find_spaces(pilot: Mapping[str, Tensor], inputs: Sequence[str], total: int) 
         elif not space.neighbor_distance:
             notes.append(f"{space.name}: samples of train do not differ, so near-duplicates cannot be detected")
         else:
-            found.append(space)
-    return found, notes
+            spaces.append(space)
+    return spaces, notes
 
 
 def is_image(column: Tensor) -> bool:
@@ -319,7 +319,7 @@ class TextColumn:
 
 def find_texts(pilot: Mapping[str, Tensor], inputs: Sequence[str]) -> list[TextColumn]:
     """Return the columns of token ids; masks and positions are not texts."""
-    found = []
+    columns = []
     for name in inputs:
         values = pilot[name]
         if values.ndim != 2 or values.shape[1] < 2 * _SHINGLE_TOKENS or feature_kind(values) != "ids":
@@ -331,8 +331,8 @@ def find_texts(pilot: Mapping[str, Tensor], inputs: Sequence[str]) -> list[TextC
             and counting < 0.5
             and (neighbor_distance := _neighbor_text_distance(ids[:_PILOT_SAMPLES]))
         ):
-            found.append(TextColumn(name, neighbor_distance))
-    return found
+            columns.append(TextColumn(name, neighbor_distance))
+    return columns
 
 
 def shingle_hashes(ids: Integers) -> Hashes:
@@ -342,8 +342,8 @@ def shingle_hashes(ids: Integers) -> Hashes:
     for i in range(_SHINGLE_TOKENS):
         mixed = (mixed ^ runs[:, :, i]) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
-    found = (mixed >> np.uint64(16)).astype(np.uint32)
-    return np.where((runs == runs[:, :, :1]).all(axis=2), _NO_SHINGLE, found)
+    hashes = (mixed >> np.uint64(16)).astype(np.uint32)
+    return np.where((runs == runs[:, :, :1]).all(axis=2), _NO_SHINGLE, hashes)
 
 
 def jaccard(a: Hashes, b: Hashes) -> float:
@@ -358,7 +358,7 @@ def _minhashes(hashes: Hashes) -> Hashes:
     """Return the minimum over shingles of each hash function (MinHash), in batches that fit into the CPU cache."""
     generator = np.random.Generator(np.random.PCG64(3))
     factors = generator.integers(0, 1 << 31, TABLES * _HASHES_PER_TABLE, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
-    found = np.empty((len(hashes), len(factors)), np.uint32)
+    minima = np.empty((len(hashes), len(factors)), np.uint32)
     for start in range(0, len(hashes), 256):
         part = hashes[start : start + 256]
         empty = part == _NO_SHINGLE
@@ -366,8 +366,8 @@ def _minhashes(hashes: Hashes) -> Hashes:
             mixed = part * factor
             mixed ^= mixed >> np.uint32(15)
             mixed[empty] = _NO_SHINGLE
-            found[start : start + 256, i] = mixed.min(axis=1)
-    return found
+            minima[start : start + 256, i] = mixed.min(axis=1)
+    return minima
 
 
 def _neighbor_text_distance(ids: Integers) -> float:

@@ -60,8 +60,8 @@ def as_floats(column: Tensor) -> Floats:
 
 def feature_values(kind: Kind, column: Tensor) -> Floats:
     """Return the features of each sample; NaN if it has no finite number."""
-    found = as_floats(column)
-    return _sums(found) if kind == "sums" else found
+    values = as_floats(column)
+    return _sums(values) if kind == "sums" else values
 
 
 def as_ids(column: Tensor) -> Integers:
@@ -156,7 +156,7 @@ def read_profile(path: Path) -> Profile | None:
 
 def choose_features(pilot: Mapping[str, Tensor]) -> tuple[Feature, ...]:
     """Choose features and the edges of their histograms from samples of the training split."""
-    found: list[Feature] = []
+    features: list[Feature] = []
     for column, values in pilot.items():
         if values[:1].numel() == 0:
             continue
@@ -164,15 +164,15 @@ def choose_features(pilot: Mapping[str, Tensor]) -> tuple[Feature, ...]:
         names = [column + name for name in feature_names(kind, tuple(values.shape[1:]))]
         if kind == "ids":
             ids = _frequent_ids(as_ids(values))
-            found.append(Feature(column=column, name=names[0], kind=kind, ids=tuple(ids.tolist())))
+            features.append(Feature(column=column, name=names[0], kind=kind, ids=tuple(ids.tolist())))
             continue
         numbers = feature_values(kind, values)
         if values.is_complex() and kind == "numbers":
             names = [f"{name} ({part})" for name in names for part in ("real", "imaginary")]
         for i, name in enumerate(names):
             edges = _edges(numbers[:, i])
-            found.append(Feature(column=column, name=name, kind=kind, edges=tuple(edges.tolist())))
-    return tuple(found)
+            features.append(Feature(column=column, name=name, kind=kind, edges=tuple(edges.tolist())))
+    return tuple(features)
 
 
 def _frequent_ids(ids: Integers) -> Integers:

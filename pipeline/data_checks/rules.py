@@ -32,20 +32,20 @@ def differences(
     features: tuple[Feature, ...], before: Mapping[str, Histogram], after: Mapping[str, Histogram]
 ) -> dict[str, Difference]:
     """Return differences by feature, for features with values on both sides."""
-    found = {}
+    result = {}
     for feature in features:
         a, b = before.get(feature.name), after.get(feature.name)
         if a is not None and b is not None and any(a.bins) and any(b.bins):
-            found[feature.name] = _id_difference(feature, a, b) if feature.kind == "ids" else _numeric_difference(a, b)
-    return found
+            result[feature.name] = _id_difference(feature, a, b) if feature.kind == "ids" else _numeric_difference(a, b)
+    return result
 
 
 def psi(before: Counts, after: Counts) -> float:
     """Return the population stability index; half a count is added to each bin to keep it finite."""
     a, b = before + 0.5, after + 0.5
     a, b = a / a.sum(), b / b.sum()
-    found: Floats = (b - a) * np.log(b / a)
-    return float(found.sum())
+    terms: Floats = (b - a) * np.log(b / a)
+    return float(terms.sum())
 
 
 def ks_p_value(distance: float, n: int, m: int) -> float:
@@ -164,8 +164,8 @@ def check_missing(
 ) -> Iterator[CheckResult]:
     """Yield a result per column of a split with missing numbers, or one if nothing is missing."""
     worst, parts = 0.0, _by_column(features)
-    for split, found in columns.items():
-        for name, facts in found.items():
+    for split, summaries in columns.items():
+        for name, facts in summaries.items():
             part, place = max(
                 [(_fraction(facts.missing, facts.values), name), *_missing_fractions(parts.get(name, []), split)]
             )
@@ -182,18 +182,18 @@ def check_missing(
 
 
 def _by_column(features: Sequence[Feature]) -> dict[str, list[Feature]]:
-    found: dict[str, list[Feature]] = {}
+    by_column: dict[str, list[Feature]] = {}
     for feature in features:
-        found.setdefault(feature.column, []).append(feature)
-    return found
+        by_column.setdefault(feature.column, []).append(feature)
+    return by_column
 
 
 def _missing_fractions(features: Sequence[Feature], split: str) -> Iterator[tuple[float, str]]:
     """Yield the fraction per number of a vector: one that is always missing is a small part of the whole."""
     for feature in features:
         if feature.kind == "numbers" and split in feature.splits:
-            found = feature.splits[split]
-            yield _fraction(found.samples - sum(found.bins), found.samples), feature.name
+            histogram = feature.splits[split]
+            yield _fraction(histogram.samples - sum(histogram.bins), histogram.samples), feature.name
 
 
 def _fraction(count: int, whole: int) -> float:
@@ -210,9 +210,9 @@ def check_split_schema(
 ) -> Iterator[CheckResult]:
     """Check that common columns have the same type and shape. `flexible`: axis sizes may differ, not their number."""
     train, good = columns["train"], True
-    for split, found in columns.items():
-        for name in sorted(found.keys() & train.keys()):
-            if difference := _schema_difference(train[name], found[name], flexible):
+    for split, summaries in columns.items():
+        for name in sorted(summaries.keys() & train.keys()):
+            if difference := _schema_difference(train[name], summaries[name], flexible):
                 good = False
                 detail = f"{difference} as in train.{name}; to fix it: make data() return the same for both"
                 yield CheckResult("schema", f"{split}.{name}", severity, False, detail)
@@ -281,17 +281,19 @@ def check_ranges(
         if feature.kind == "ids" or a is None or b is None or not any(a.bins) or not any(b.bins):
             continue
         shares.setdefault(feature.column, {})[feature.name] = max(_fraction_outside(b), _fraction_left(feature, a, b))
-    worst = max((share for found in shares.values() for share in found.values()), default=0.0)
-    for column, found in shares.items():
-        left = sorted((name for name, share in found.items() if share > _MAX_OUTSIDE), key=lambda name: -found[name])
+    worst = max((share for fractions in shares.values() for share in fractions.values()), default=0.0)
+    for column, fractions in shares.items():
+        left = sorted(
+            (name for name, share in fractions.items() if share > _MAX_OUTSIDE), key=lambda name: -fractions[name]
+        )
         if left:
-            a, b, share = before[left[0]], after[left[0]], found[left[0]]
+            a, b, share = before[left[0]], after[left[0]], fractions[left[0]]
             others = f" (also {join_names(left[1:])})" if len(left) > 1 else ""
             detail = (
                 f"{a.low:.4g} … {a.high:.4g} became {b.low:.4g} … {b.high:.4g}, and {share:.0%} of one is outside "
                 f"the other{others}; to fix it: look for a change of unit, scale or encoding"
             )
-            place = f"{where}.{left[0] if len(found) == 1 else column}"
+            place = f"{where}.{left[0] if len(fractions) == 1 else column}"
             text = detail if place.endswith(left[0]) else f"{left[0]}: {detail}"
             yield CheckResult("range", place, severity, False, text, share, _MAX_OUTSIDE, against)
     if worst <= _MAX_OUTSIDE:

@@ -218,9 +218,9 @@ def _ranks(query: Array) -> Array:
 def _ndcg(query: Array, gain: Floats, ties: Array, lists: Array, relevance: Floats) -> Floats:
     discount = 1 / np.log2(_ranks(query) + 2)
     share = np.bincount(ties, weights=gain) / np.bincount(ties)
-    found = np.bincount(query, weights=share[ties] * discount)
+    gained = np.bincount(query, weights=share[ties] * discount)
     best = relevance[np.lexsort((-relevance, lists))]
-    return _ratio(found, np.bincount(query, weights=best * discount))
+    return _ratio(gained, np.bincount(query, weights=best * discount))
 
 
 def _mrr(query: Array, relevant: Array, ties: Array) -> Floats:
@@ -247,8 +247,8 @@ def _auc(query: Array, relevant: Array, ties: Array) -> Floats:
 
 
 def _ratio(part: Array, whole: Array) -> Floats:
-    found: Floats = np.divide(part, whole, out=np.full(len(part), math.nan), where=whole > 0)
-    return found
+    ratios: Floats = np.divide(part, whole, out=np.full(len(part), math.nan), where=whole > 0)
+    return ratios
 
 
 Integers = np.ndarray[Any, Any]

@@ -85,8 +85,8 @@ def run_trial(claim: Claim, project: Project, base: Config, request: RunRequest)
 
 
 def find_trial_run(project: Project, study: str, number: int) -> Run | None:
-    found = study_trials(study, load_history(project.runs)).get(number)
-    return found[0] if found else None
+    entry = study_trials(study, load_history(project.runs)).get(number)
+    return entry[0] if entry else None
 
 
 def _train_trial(

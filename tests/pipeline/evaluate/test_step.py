@@ -19,7 +19,7 @@ from pipeline.contract.task import load_task
 from pipeline.contract.weights import save_weights
 from pipeline.service.process import unused_port
 
-from ...nursery import launch
+from ...fork_server import launch
 
 DIGITS = SOURCE_ROOT / "examples" / "digits"
 

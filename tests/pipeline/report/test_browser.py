@@ -48,7 +48,7 @@ def test_pages_fit_the_window_in_both_color_schemes_without_errors(
         url = (runs / name).as_uri()
         browser.open(url, width=width, dark=dark)
         assert browser.complaints == []
-        assert [one for one in browser.asked if one != url and not one.startswith("data:")] == []
+        assert [one for one in browser.requested_urls if one != url and not one.startswith("data:")] == []
         assert browser.value("document.documentElement.scrollWidth") <= width
         light = browser.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(one => one > 127)")
         assert light is not dark
