@@ -254,7 +254,9 @@ def describe_samples(samples: Samples) -> dict[str, str]:
     if samples.in_memory:  # items of a dataset may be random
         rows = sorted({*(len(samples) * i // _COMPARED_ROWS for i in range(_COMPARED_ROWS)), len(samples) - 1})
         rows_only = Samples(samples.split, samples.batch(rows))
-        facts |= {f"the content of column {name}": digest_parts(sample_digests(rows_only, [name]))[:8] for name in first}
+        facts |= {
+            f"the content of column {name}": digest_parts(sample_digests(rows_only, [name]))[:8] for name in first
+        }
     return facts
 
 

@@ -47,7 +47,7 @@ def test_stacks_contain_all_threads_except_the_calling_one() -> None:
     thread.start()
     thread.join()
     assert found[0].startswith("thread MainThread, innermost call last:\n")
-    assert "test_the_stacks_of_a_process" in found[0]
+    assert "test_stacks_contain_all_threads" in found[0]
     assert "asker" not in found[0]
 
 
@@ -230,7 +230,7 @@ def test_place_is_the_innermost_frame_of_user_code(tmp_path: Path) -> None:
     activity, place = locate(sys._getframe(), Path(__file__).parent)
     assert activity == USERS
     assert place.startswith("test_hang_report.py, line ")
-    assert place.endswith("test_the_innermost_frame_of_the_users_code_shows_the_place")
+    assert place.endswith("test_place_is_the_innermost_frame_of_user_code")
     assert locate(sys._getframe(), tmp_path)[0] == OURS
 
 
