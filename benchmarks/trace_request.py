@@ -107,7 +107,7 @@ def trace_requests(port: int, profiler: Profiler, traces: list[Trace]) -> None:
 def trace_prediction() -> Trace:
     """Start a service in this process and return the trace of one warm prediction."""
     from serve.__main__ import serve
-    from serve.options import parse
+    from serve.options import parse_options
 
     profiler = Profiler()
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
@@ -118,7 +118,7 @@ def trace_prediction() -> Trace:
         traces: list[Trace] = []
         client = threading.Thread(target=_when_listening, args=(port, profiler, traces))
         client.start()
-        serve(parse([str(bundle), "--port", str(port), "--grpc-port", "-1", "--log-format", "text"]))
+        serve(parse_options([str(bundle), "--port", str(port), "--grpc-port", "-1", "--log-format", "text"]))
         client.join()
     return min(traces, key=lambda trace: len(trace.calls))
 

@@ -31,7 +31,7 @@ from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import tokenizer_ids
 from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of, padded
 from pipeline.contract.signature import NUMPY_TYPES, Generation, Limits, Runtime, Signature, TensorSpec
-from pipeline.contract.sources import third_party_imports, project_sources
+from pipeline.contract.sources import project_sources, third_party_imports
 from pipeline.contract.task import Generates, HasExample, Task
 
 

@@ -5,9 +5,9 @@ The connections are opened before the clock starts and are kept open; one that t
 Not measured: more requests in flight than there are connections (the delay this causes is reported), and
 whether an answer is right, beyond its status and length.
 
-Of a processor it takes some 15 µs a request, as h2load does, and 60 where few come. (h2load can be held to a rate too,
-but cannot say when a request was due, and sends no more over a connection that was closed.) Both sides share the machine
-and take it from one another: the CPU time of each is reported.
+It takes some 15 µs of CPU time a request, as h2load does, and 60 at low rates. (h2load can be limited to a rate too, but
+does not know when a request was due, and sends no more over a connection that was closed.) Both sides share the
+machine: the CPU time of each is reported.
 """
 
 from __future__ import annotations

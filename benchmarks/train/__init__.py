@@ -1,1 +1,1 @@
-"""`python -m benchmarks.train`: the training loop against a bare one and its peers, words against a slow link, a GPU."""
+"""`python -m benchmarks.train`: the training loop beside a bare loop and its peers, on a slow link, on a GPU."""

@@ -10,7 +10,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from train.checkpoint.storage import Deed
+from train.checkpoint.storage import Action
 from train.checkpoint.store import CheckpointStore
 from train.process_group import ProcessGroup
 from train.state import State
@@ -24,7 +24,7 @@ class Copying(CheckpointStore):
         self._size, self._file = group.size, path / f"{group.rank.rank}"
         self._thread = Thread()
 
-    def save(self, state: State, before: Deed | None = None, after: Deed | None = None) -> None:  # noqa: ARG002
+    def save(self, state: State, before: Action | None = None, after: Action | None = None) -> None:  # noqa: ARG002
         if self._thread.ident:
             self._thread.join()
         row = torch.cat([self._part(tensor.detach()) for tensor in state.tensors.values()])

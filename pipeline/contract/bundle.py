@@ -157,9 +157,7 @@ def check_external_data_files(path: Path) -> None:
     for location in sorted(external_locations(path)):
         target = path.parent / location
         if not location or Path(location).name != location or target.is_symlink() or not target.is_file():
-            raise BundleError(
-                f"{path}: keeps weights in {location!r}, which is not a regular file next to it"
-            )
+            raise BundleError(f"{path}: keeps weights in {location!r}, which is not a regular file next to it")
 
 
 def _locations(raw: mmap.mmap) -> Iterator[str]:

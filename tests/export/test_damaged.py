@@ -85,7 +85,7 @@ def stopped_by(one: Subject) -> tuple[str, str]:
 
 CHECKS = {
     "not sound by ONNX's own rules": "checker",
-    "which is no plain file beside it": "weights",
+    "which is not a regular file next to it": "weights",
     "is in training mode": "training",
     "became fixed": "axes",
     "cannot load it": "runtime",

@@ -291,4 +291,4 @@ def test_a_file_that_prepare_did_not_make_is_named(root: Path) -> None:
 def test_a_file_altered_since_prepare_stops_the_export(root: Path) -> None:
     run = fed(root)
     (run.output("prepare") / "files" / "scale.txt").write_text("2.6")
-    assert "scale.txt: not as prepare left it" in refusal(run, root, DataError)
+    assert "scale.txt: changed since prepare" in refusal(run, root, DataError)

@@ -364,7 +364,7 @@ def test_weights_that_live_anywhere_else_are_refused(tmp_path: Path, location: s
     tensor = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, dims=[4], raw_data=b"0" * 16)
     onnx.external_data_helper.set_external_data(tensor, location)
     path.write_bytes(onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [tensor])).SerializeToString())
-    with pytest.raises(StageError, match=r"keeps weights in .*, which is no plain file beside it"):
+    with pytest.raises(StageError, match=r"keeps weights in .*, which is not a regular file next to it"):
         check_external_data(path)
 
 

@@ -7,11 +7,11 @@ import pytest
 from benchmarks.serve import __main__ as bench
 from benchmarks.serve import load
 from pipeline.contract.errors import ResourceError
-from pipeline.contract.sources import HOUSE
+from pipeline.contract.sources import SOURCE_ROOT
 
 
 def test_every_option_the_documentation_names_is_known() -> None:
-    section = (HOUSE / "docs/serving.md").read_text().partition("## Speed")[2]
+    section = (SOURCE_ROOT / "docs/serving.md").read_text().partition("## Speed")[2]
     for words in ("--quick", "--table open", "--table overload", "--workload conv", "--only ours", "--clients 32"):
         assert f"`{words}`" in section
         bench._parse(words.split())

@@ -14,7 +14,14 @@ import pytest
 from pipeline.contract.config import parse_config
 from pipeline.contract.errors import ConfigError, DataError, PipelineError, ResourceError
 from pipeline.contract.files import digest_bytes
-from pipeline.contract.pretrained import WEIGHT_INDEX, WEIGHT_FILE, commit_of, hub_id, locate_pretrained, open_pretrained
+from pipeline.contract.pretrained import (
+    WEIGHT_FILE,
+    WEIGHT_INDEX,
+    commit_of,
+    hub_id,
+    locate_pretrained,
+    open_pretrained,
+)
 from pipeline.contract.run import Run, RunFile, StepRecord
 from pipeline.contract.settings.stages import Model
 from pipeline.steps.pretrained import record
@@ -121,7 +128,11 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(folder: Pa
 
 @pytest.mark.parametrize(
     ("gone", "message"),
-    [("config.json", "no config.json in"), ("*.safetensors*", f"neither {WEIGHT_FILE} nor {WEIGHT_INDEX}"), ("", "no folder")],
+    [
+        ("config.json", "no config.json in"),
+        ("*.safetensors*", f"neither {WEIGHT_FILE} nor {WEIGHT_INDEX}"),
+        ("", "no folder"),
+    ],
 )
 def test_a_folder_without_what_it_needs_is_refused(folder: Path, gone: str, message: str) -> None:
     for path in folder.glob(gone) if gone else ():
@@ -194,7 +205,9 @@ def test_training_takes_the_commit_that_prepare_took(cache: Path, tmp_path: Path
     (cache.parents[1] / "refs" / "main").write_text("f" * 40)
     assert locate_pretrained(Model(pretrained="org/tiny"), tmp_path, COMMIT, SHARDS) == cache
     (cache / "config.json").unlink()
-    assert locate_pretrained(Model(pretrained="org/tiny"), tmp_path, COMMIT, ["config.json"]) == cache, "asked for again"
+    assert locate_pretrained(Model(pretrained="org/tiny"), tmp_path, COMMIT, ["config.json"]) == cache, (
+        "asked for again"
+    )
 
 
 def test_an_id_that_cannot_be_had_states_which_folder_to_give(cache: Path, tmp_path: Path) -> None:
