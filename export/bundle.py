@@ -21,7 +21,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from export.language_parity import prompts_of, settled
+from export.language_model import prompts_of, settled
 from export.parity import Arrays, open_session, run
 from export.to_onnx import tensor_specs
 from pipeline.contract.codec import FILES, Codec, build_codec, codec_class, required, shared_files

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.language_model import generation_of, traced_language
-from export.language_parity import verify_language
+from export.language_model import generation_of, traced_language, verify_language
 from export.parity import Arrays, compare_all, evaluated_outputs
 from export.parity_everywhere import answered, questions, rows_of
 from export.to_onnx import example, traced_of

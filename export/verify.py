@@ -20,8 +20,15 @@ from torch import nn
 
 from export.bundle import ModelProperties
 from export.fault_search import explain_difference
-from export.language_model import convert_language, generation_of
-from export.language_parity import language_feeds, prompts_of, verify_greedy, verify_language, verify_random
+from export.language_model import (
+    convert_language,
+    generation_of,
+    language_feeds,
+    prompts_of,
+    verify_greedy,
+    verify_language,
+    verify_random,
+)
 from export.optimize import Optimised, check_file, fit_runtime, forget_plain, optimise, put_back, versions_of
 from export.parity import (
     Arrays,

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pipeline.chaos.attack import DueKill, NextKill, kill_events, no_kill
+from pipeline.chaos.campaign import DueKill, NextKill, kill_events, no_kill
 from train.chaos_hooks import ChaosEvent, Kill
 
 Victim = Literal["worker", "launcher", "pipe"]

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.failures import Victim, failures
-from pipeline.chaos.attack import kill_events
-from pipeline.chaos.campaign import Campaign
+from pipeline.chaos.campaign import Campaign, kill_events
 from pipeline.chaos.verdict import recoveries, training_log
 from pipeline.contract.run import Run
 from pipeline.history import Project

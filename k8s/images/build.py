@@ -18,10 +18,9 @@ from pathlib import Path
 
 from packaging.utils import parse_wheel_filename
 
-from k8s.images.contents import packages_from_pins
+from k8s.images.contents import ACCELERATORS, PROJECT, locked_requirements, packages_from_pins
 from k8s.images.modelcar import bundle_annotations
 from k8s.images.registry import Reference, parse_reference
-from k8s.images.requirements import ACCELERATORS, PROJECT, locked_requirements
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import BundleError, ConfigError, StageError
 from pipeline.contract.files import digest_file, digest_mapping, digest_tree

@@ -13,8 +13,7 @@ import typer
 
 from pipeline.cli import experiments, gate, inspect, project, registry, run, service
 from pipeline.cli.app import app
-from pipeline.contract.errors import ConfigError, PipelineError
-from pipeline.contract.extras import missing_extra
+from pipeline.contract.errors import ConfigError, PipelineError, missing_extra
 from pipeline.contract.processes import watch_parent
 
 __all__ = ["app", "experiments", "gate", "inspect", "main", "project", "registry", "run", "service"]

@@ -53,7 +53,7 @@ def tune(
 
 def _emit_study(output: Output, order: SearchRequest, body: StudyFile, facts: dict[str, Any]) -> None:
     """Print the trials, best first, and the run of the best one."""
-    from pipeline.tune.study import Study
+    from pipeline.tune.search import Study
 
     tune = order.config.tune.model_copy(update={"metric": body.metric})
     study = Study(study_folder(order.project.runs, body.name), tune, {})

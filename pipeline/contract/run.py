@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.contract.config import Config, parse_recorded
-from pipeline.contract.errors import PipelineError, ResourceError, StageError, write_error
-from pipeline.contract.extras import missing_extra
+from pipeline.contract.errors import PipelineError, ResourceError, StageError, missing_extra, write_error
 from pipeline.contract.override import Override, read_override
 from pipeline.contract.processes import Rank, watch_parent
 from pipeline.contract.settings.section import Frozen

@@ -21,8 +21,17 @@ from pipeline.processes import Report
 from pipeline.runner import load_deployable
 from pipeline.service.cluster_record import record_deployment
 from pipeline.service.process import LiveService, measure_latency, read_live
-from pipeline.service.rollout import AdminClient, choose_rollout, process_stamp, promote, shadow_bundle, swap_bundle
-from pipeline.service.start import VERSION_DIGITS, ServiceStart, start
+from pipeline.service.rollout import (
+    VERSION_DIGITS,
+    AdminClient,
+    ServiceStart,
+    choose_rollout,
+    process_stamp,
+    promote,
+    shadow_bundle,
+    start,
+    swap_bundle,
+)
 
 
 def deploy(run: Run, root: Path) -> None:

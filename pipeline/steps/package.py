@@ -33,8 +33,7 @@ from k8s.images.contents import Package as Installed
 from k8s.images.contents import bill_of_materials, packages_from_pins, read_installed_packages
 from k8s.images.modelcar import ModelcarBase, bundle_annotations, write_modelcar
 from k8s.images.oci_layout import Layout
-from k8s.images.registry import BaseImage, Repository, parse_reference, resolve_base_image
-from k8s.images.registry_login import find_login
+from k8s.images.registry import BaseImage, Repository, find_login, parse_reference, resolve_base_image
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, GateError, StageError

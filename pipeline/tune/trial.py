@@ -24,8 +24,7 @@ from pipeline.history import Project, load_history
 from pipeline.plan import describe_changes
 from pipeline.runner import RunRequest, check_config, resume_run, run_pipeline
 from pipeline.tune.record import StudyFile, study_folder, study_name, study_parts, study_trials, trial_value
-from pipeline.tune.search import TRIAL_STEPS, as_overrides, search_space
-from pipeline.tune.study import Claim, Study, TrialResult
+from pipeline.tune.search import TRIAL_STEPS, Claim, Study, TrialResult, as_overrides, search_space
 
 
 class TrialMonitor(Display):

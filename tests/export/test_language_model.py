@@ -13,8 +13,7 @@ import torch
 from onnx import numpy_helper
 
 from export.bundle import Sources, fill
-from export.language_model import generation_of, kept_by
-from export.language_parity import _parts, prompts_of, verify_greedy, verify_language
+from export.language_model import _parts, generation_of, kept_by, prompts_of, verify_greedy, verify_language
 from export.model_card import card
 from export.parity import require_equal
 from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest

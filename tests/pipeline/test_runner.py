@@ -10,7 +10,6 @@ from pipeline.contract.errors import BundleError, ConfigError, StageError
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.settings.stages import Train
 from pipeline.display import Display
-from pipeline.executor import find_failure
 from pipeline.history import Project, create_run, load_history, seal_step, write_record
 from pipeline.plan import key_parts
 from pipeline.runner import (
@@ -19,6 +18,7 @@ from pipeline.runner import (
     PipelineRun,
     RunRequest,
     check_config,
+    find_failure,
     latest_unfinished,
     override_resumed,
     redeploy,

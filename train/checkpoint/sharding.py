@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from train.checkpoint.format import Chunk, Layout, make_layout
-from train.parallel.gradients import local_shard
+from train.parallel.base import local_shard
 
 Shape = tuple[torch.Size, torch.dtype]
 

@@ -17,9 +17,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
-from train.parallel.base import MicroBatch, Objective, Strategy
+from train.parallel.base import (
+    MicroBatch,
+    Objective,
+    Strategy,
+    average_gradients,
+    clip_gradients,
+    local_gradients,
+    local_shard,
+)
 from train.parallel.ddp import has_only_running_statistics
-from train.parallel.gradients import average_gradients, clip_gradients, local_gradients, local_shard
 from train.parallel.pipeline_split import TemporaryWeights, has_trained_parameters, units
 from train.parallel.tensor_parallel import split_experts, split_layers
 from train.pretrained.materialize import Materializer

@@ -18,8 +18,7 @@ from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasParallelize
-from train.parallel.base import MicroBatch, Objective, Strategy
-from train.parallel.gradients import average_gradients, clip_gradients
+from train.parallel.base import MicroBatch, Objective, Strategy, average_gradients, clip_gradients
 from train.parallel.pipeline_split import (
     SAMPLE_COUNTS,
     DryRun,

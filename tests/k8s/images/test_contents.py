@@ -14,12 +14,12 @@ from cyclonedx.validation.json import JsonStrictValidator
 from k8s.images.contents import (
     Package,
     bill_of_materials,
+    locked_requirements,
     package_url,
     packages_from_pins,
     parse_package_databases,
     read_installed_packages,
 )
-from k8s.images.requirements import locked_requirements
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import StageError
 from tests.pipeline.packing import tar_of

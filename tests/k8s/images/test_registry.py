@@ -7,8 +7,7 @@ import pytest
 
 from k8s.images.modelcar import write_modelcar
 from k8s.images.oci_layout import Layout
-from k8s.images.registry import Reference, RegistryClient, Repository, is_local, parse_reference
-from k8s.images.registry_login import Login
+from k8s.images.registry import Login, Reference, RegistryClient, Repository, is_local, parse_reference
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError, StageError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from k8s.images.registry_login import Login, find_login
+from k8s.images.registry import Login, find_login
 from pipeline.contract.errors import ConfigError
 
 HELPER = """#!/bin/sh

@@ -5,7 +5,7 @@ from importlib.metadata import version
 import pytest
 from packaging.requirements import Requirement
 
-from k8s.images.requirements import applies_to_image, lock_requirements, locked_requirements
+from k8s.images.contents import applies_to_image, lock_requirements, locked_requirements
 from pipeline.contract.errors import StageError
 
 

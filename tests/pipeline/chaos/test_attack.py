@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pipeline.chaos.attack import ReferenceTiming, choose_victim, next_scheduled_kill
+from pipeline.chaos.campaign import ReferenceTiming, choose_victim, next_scheduled_kill
 from train.chaos_hooks import ChaosEvent, Kill
 
 TIMING = ReferenceTiming(start_seconds=4.0, hold_seconds=0.6)

@@ -8,8 +8,7 @@ import pytest
 from pipeline.contract.run import StepRecord
 from pipeline.history import Project, create_run, find_project, write_record
 from pipeline.tune.record import study_folder, study_name, study_parts, write_study
-from pipeline.tune.search import search_space
-from pipeline.tune.study import Study, TrialResult
+from pipeline.tune.search import Study, TrialResult, search_space
 
 from .conftest import Pipe
 

@@ -5,7 +5,7 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 
-from pipeline.contract.extras import EXTRAS, missing_extra, missing_extra_in_log
+from pipeline.contract.errors import EXTRAS, missing_extra, missing_extra_in_log
 from pipeline.contract.sources import SOURCE_ROOT
 
 DISTRIBUTIONS = {  # of modules with another name

@@ -38,7 +38,7 @@ from pipeline.service.process import (
     wait_until_ready,
     write_live,
 )
-from pipeline.service.start import choose_ports
+from pipeline.service.rollout import choose_ports
 
 WAITING = "import time; print('up', flush=True); time.sleep(60)"
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

@@ -12,8 +12,17 @@ from pipeline.contract.registry import CHAMPION, PREVIOUS, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
 from pipeline.service.process import LiveService
-from pipeline.service.rollout import canary_share, choose_rollout, process_stamp, promote, rollback, shadow_bundle
-from pipeline.service.start import Ports, ServiceStart, argv
+from pipeline.service.rollout import (
+    Ports,
+    ServiceStart,
+    argv,
+    canary_share,
+    choose_rollout,
+    process_stamp,
+    promote,
+    rollback,
+    shadow_bundle,
+)
 
 from ..conftest import NewRun, bundle_of
 

@@ -11,8 +11,7 @@ import pytest
 
 from pipeline.contract.config import Config, parse_config
 from pipeline.history import Project
-from pipeline.tune.search import search_space
-from pipeline.tune.study import Study
+from pipeline.tune.search import Study, search_space
 
 TINY = Path(__file__).resolve().parents[2] / "project"
 SPACE = {"train.lr": {"low": 0.001, "high": 0.1, "log": True}, "train.batch_size": {"low": 20, "high": 40}}

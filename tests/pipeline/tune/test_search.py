@@ -11,8 +11,15 @@ from pipeline.contract.run import StepRecord, all_runs
 from pipeline.display import Display
 from pipeline.history import Project, create_run, write_record
 from pipeline.runner import PipelineRun, RunRequest
-from pipeline.tune.search import SearchRequest, as_overrides, assign_gpus, run_best_trial, run_search, search_space
-from pipeline.tune.study import TrialResult
+from pipeline.tune.search import (
+    SearchRequest,
+    TrialResult,
+    as_overrides,
+    assign_gpus,
+    run_best_trial,
+    run_search,
+    search_space,
+)
 
 from .conftest import MakeConfig
 

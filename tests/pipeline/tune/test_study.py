@@ -12,7 +12,7 @@ from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.trial import TrialState
 
 from pipeline.contract.sources import SOURCE_ROOT
-from pipeline.tune.study import (
+from pipeline.tune.search import (
     Claim,
     KernelLock,
     Study,
@@ -27,7 +27,7 @@ from .conftest import MakeConfig, open_study
 LOCK_HOLDER = """
 import sys, time
 from pathlib import Path
-from pipeline.tune.study import KernelLock
+from pipeline.tune.search import KernelLock
 KernelLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(60)
@@ -86,7 +86,7 @@ import os, sys
 from pathlib import Path
 from pipeline.contract.config import parse_config
 from pipeline.tune.search import search_space
-from pipeline.tune.study import Study
+from pipeline.tune.search import Study
 config = parse_config(eval(sys.argv[2]), "test")
 claim = Study(Path(sys.argv[1]), config.tune, search_space(config)).claim()
 claim.trial.report(0.5, 1)
@@ -212,8 +212,8 @@ def test_pruner_is_chosen_by_name(make_config: MakeConfig) -> None:
 def test_median_pruner_waits_for_trials_and_epochs(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.tune.study.STARTUP_TRIALS", 1)
-    monkeypatch.setattr("pipeline.tune.study.WARMUP_EPOCHS", 2)
+    monkeypatch.setattr("pipeline.tune.search.STARTUP_TRIALS", 1)
+    monkeypatch.setattr("pipeline.tune.search.WARMUP_EPOCHS", 2)
     study = open_study(tmp_path / "abc", make_config(trials=2))
     good = claimed(study)
     for epoch in (1, 2):

@@ -16,7 +16,7 @@ from pipeline.display import Display
 from pipeline.history import Project, load_history
 from pipeline.runner import RunRequest, latest_unfinished, run_pipeline
 from pipeline.tune.record import read_study, study_folder, study_name, study_parts, write_study
-from pipeline.tune.study import Study, TrialResult
+from pipeline.tune.search import Study, TrialResult
 from pipeline.tune.trial import MetricReader, TrialMonitor, describe_trial, nothing_was_measured, run_trial, run_worker
 
 from .conftest import MakeConfig, open_study
@@ -85,7 +85,7 @@ def test_worse_trial_is_pruned_and_its_run_records_it(
     tmp_path: Path, project: Project, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training is blocked in the second epoch, steps 5 to 8, and stopped there."""
-    monkeypatch.setattr("pipeline.tune.study.STARTUP_TRIALS", 1)
+    monkeypatch.setattr("pipeline.tune.search.STARTUP_TRIALS", 1)
     config = make_config({"train.lr": {"choices": [0.02]}}, trials=2)
     study = open_study(tmp_path / "abc", config)
     good = study.claim()

@@ -14,7 +14,7 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.pretrained import open_pretrained
 from train.optim import seed_step
-from train.parallel.gradients import local_shard
+from train.parallel.base import local_shard
 from train.pretrained.load import PretrainedModel, load_from_files
 from train.process_group import ProcessGroup
 from train.state import Progress

@@ -17,7 +17,7 @@ from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.optim import seed_step
-from train.parallel.gradients import local_shard
+from train.parallel.base import local_shard
 from train.parallel.pipeline_split import TemporaryWeights
 from train.pretrained.load import PretrainedModel, load_from_files
 from train.process_group import ProcessGroup
