@@ -1,6 +1,6 @@
 """Run the pipeline: decide each step when its turn comes, reuse or run it, and record what happened.
 
-Choose where a step runs, as a process on this machine or as a Job on a cluster, and find out why it failed.
+A step runs as a process on this machine or as a Job on a cluster. If it fails, `failure` finds out why.
 """
 
 from __future__ import annotations

@@ -1,25 +1,35 @@
-"""The life of the service: listen, take over a port, drain, end; kserve's ModelServer with its own start and stop."""
+"""The service process: HTTP and gRPC listeners, port take-over, drain and end, on kserve's ModelServer.
+
+`Listener` is an HTTP socket on uvicorn's server, `GrpcListener` the gRPC port; both end without losing a request.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
+import uvicorn
 import uvloop
 from kserve import ModelServer
 
 from serve.admin import Admin
 from serve.app import App
-from serve.grpc.listener import GrpcListener
+from serve.grpc.http2.connection import Connection as Http2Connection
+from serve.grpc.http2.connection import Host
+from serve.grpc.http2.streams import Application as Http2Application
 from serve.grpc.service import Calls
-from serve.http1.connection import Application
-from serve.http1.listener import Listener
+from serve.http1.connection import Application, Connection
+from serve.http1.limits import make_room, max_grpc_connections, max_http_connections
 from serve.logs import log_fields
 from serve.models import LoadedModel, ModelManager, OnnxDataPlane, OnnxModel
 from serve.options import Options
@@ -27,8 +37,159 @@ from serve.prometheus import Metrics
 from serve.request_log import RequestLog
 from serve.security import Security, Tls, reload_changed_files
 from serve.shadow import Shadow
-from serve.sockets import Sockets, take_over_port
+from serve.sockets import Sockets, stop_accepting, take_over_port
 from serve.tracing import Tracer
+
+_KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it
+_NOTICE_SECONDS = 0.1  # for the handshakes that are under way: one round trip
+_LINGER_SECONDS = 0.3
+_POLL_SECONDS = 0.005
+_DATE_SECONDS = 1.0  # how old the date header may be
+
+
+class Listener(uvicorn.Server):
+    def __init__(
+        self,
+        app: Application,
+        sock: socket.socket,
+        headers: Sequence[tuple[str, str]],
+        grace_seconds: int,
+        tls: ssl.SSLContext | None = None,
+        count_rejected: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        tls_options: dict[str, Any] = {} if tls is None else {"ssl_context_factory": lambda *_: tls}
+        super().__init__(
+            uvicorn.Config(
+                cast("Any", app),
+                interface="asgi3",  # keeps uvicorn from wrapping the application, which is no ASGI one
+                http=cast("Any", functools.partial(Connection, app=app, count_rejected=count_rejected)),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                headers=list(headers),
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=grace_seconds,
+                limit_concurrency=max_http_connections(),
+                **tls_options,
+            )
+        )
+        self.socket = sock
+        self.listening, self._stopping = asyncio.Event(), asyncio.Event()
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self.socket])
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Wait for the end, where uvicorn polls ten times a second."""
+        while not self.should_exit:
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _DATE_SECONDS)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the service, which has several listeners."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # uvicorn sets these at its first tick, which the first request may precede.
+        self.server_state.default_headers = list(self.config.encoded_headers)
+        await super().startup(sockets)
+        self.listening.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Check all connections once a second, which costs less than a timer in each."""
+        now = asyncio.get_running_loop().time()
+        for connection in tuple(self.server_state.connections):
+            connection.sweep(now)  # type: ignore[union-attr]  # they are all ours
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Give connections that have not sent their request yet time to, where uvicorn closes them at once."""
+        stop_accepting(self.socket)
+        await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
+        for server in self.servers:
+            server.close()
+        linger = time.monotonic() + _LINGER_SECONDS  # for requests on connections that were accepted
+        while self.server_state.connections and time.monotonic() < linger:
+            await asyncio.sleep(_POLL_SECONDS)
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+        for sock in sockets or ():
+            sock.close()
+
+
+_SWEEP_SECONDS = 1.0
+_BACKLOG = 2048
+_TLS_HANDSHAKE_SECONDS = 10.0
+
+
+class GrpcListener:
+    def __init__(
+        self,
+        app: Http2Application,
+        sock: socket.socket,
+        tls: ssl.SSLContext | None = None,
+        count_rejected: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.socket, self._tls = sock, tls
+        self.connections: set[Http2Connection] = set()
+        self._max_connections = max_grpc_connections()
+        self._stopping = False
+        self._host = Host(
+            app,
+            self.connections,
+            make_room=lambda: make_room(self.connections, self._max_connections),
+            on_error=count_rejected,
+            is_stopping=lambda: self._stopping,
+        )
+        self._server: asyncio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        handshake_timeout = None if self._tls is None else _TLS_HANDSHAKE_SECONDS
+        self._server = await loop.create_server(
+            self._connection, sock=self.socket, ssl=self._tls, ssl_handshake_timeout=handshake_timeout, backlog=_BACKLOG
+        )
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Answer every call that a client made before it learned of the end, within the grace period."""
+        assert self._server is not None and self._sweeper is not None
+        stop_accepting(self.socket)
+        self._stopping = True
+        for connection in tuple(self.connections):
+            connection.drain()
+        await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
+        self._server.close()
+        end = time.monotonic() + grace_seconds
+        while self.connections and time.monotonic() < end:
+            await asyncio.sleep(_POLL_SECONDS)
+        for connection in tuple(self.connections):
+            connection.transport.abort()
+        self._sweeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._sweeper
+
+    def _connection(self) -> Http2Connection:
+        return Http2Connection(self._host)
+
+    async def _sweep(self) -> None:
+        """Check all connections once a second, which costs less than a timer in each."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            for connection in tuple(self.connections):
+                connection.check_timeouts(loop.time())
+
 
 _GRACE_SECONDS = 25  # below the 30 that Kubernetes waits before it kills
 

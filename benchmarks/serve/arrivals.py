@@ -5,8 +5,8 @@ The connections are opened before the clock starts and are kept open; one that t
 Not measured: more requests in flight than there are connections (the delay this causes is reported), and
 whether an answer is right, beyond its status and length.
 
-It takes some 15 µs of CPU time a request, as h2load does, and 60 at low rates. (h2load can be limited to a rate too, but
-does not know when a request was due, and sends no more over a connection that was closed.) Both sides share the
+It takes some 15 µs of CPU time a request, as h2load does, and 60 at low rates. (h2load can be limited to a rate too,
+but does not know when a request was due, and sends no more over a connection that was closed.) Both sides share the
 machine: the CPU time of each is reported.
 """
 

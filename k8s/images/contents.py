@@ -1,8 +1,7 @@
-"""The bill of materials of an image, in CycloneDX: the installed packages, and the bundle's files with digests.
+"""What is in an image: exact versions of all packages it needs, and the bill of materials in CycloneDX.
 
-Packages are read from the layers of a saved image; nothing in the image is run.
-
-Exact versions of all packages that an image needs, from those installed here.
+Versions are those installed here. The bill lists the installed packages, read from the layers of a saved image, and the
+bundle's files with digests; nothing in the image is run.
 """
 
 from __future__ import annotations

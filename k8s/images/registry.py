@@ -1,6 +1,6 @@
-"""Image names and the OCI distribution API: push images, fetch blobs and manifests, without any container tool.
+"""Image names, registry logins and the OCI distribution API: push images and fetch blobs without a container tool.
 
-Registry logins, as stored by `docker login`, `podman login` or a credential helper.
+Logins are read as `docker login`, `podman login` or a credential helper stores them.
 """
 
 from __future__ import annotations

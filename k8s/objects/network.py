@@ -12,9 +12,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from k8s.objects import config_map
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import identity_labels, set_metadata
+from k8s.objects.manifests import identity_labels, mount_signature_keys, set_metadata
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.access import Access
@@ -149,7 +148,7 @@ def _use_tls(parts: dict[str, Object], deploy: Deploy) -> None:
 def mount_access(pod: Object, config: Config, access: Access) -> None:
     """Mount the Secret, pass its files to the service, and let the probes use HTTPS if it does."""
     if access.require_signature:
-        config_map.mount_signature_keys(pod, config)
+        mount_signature_keys(pod, config)
     files = {name: f"{_ACCESS_FOLDER}/{file}" for name, file in _SECRET_FILES.items() if getattr(access, name)}
     if not files:
         return

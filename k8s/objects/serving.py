@@ -1,24 +1,34 @@
-"""Objects that serve one bundle: a Deployment with Service, autoscaler and so on, or a KServe InferenceService."""
+"""Objects that serve one bundle: a Deployment with Service and autoscaler, or a KServe InferenceService.
+
+An InferenceService runs our container, or a ServingRuntime with KServe's storage; canaries included.
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from k8s.objects import config_map, inference_service, network, training
+from k8s.objects import network, training
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import (
     BUNDLE_ANNOTATION,
+    MAX_LABEL,
+    OPTIONS_ANNOTATION,
     check_image,
     check_pinned,
+    config_map_name,
+    fill_config_map,
     identity_labels,
     load_manifests,
+    options_digest,
+    refer_to_config_map,
     set_metadata,
 )
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
-from pipeline.contract.settings.stages import Serve
+from pipeline.contract.settings.stages import Deploy, Serve
 
 _OCI = "oci://"
 # Objects come after those they refer to.
@@ -35,9 +45,9 @@ def serving_objects(config: Config, bundle: Bundle, image: str, access: Access =
     parts = _load_parts(config)
     for kind, item in parts.items():
         labels = {**identity_labels(config.name, "serving"), "app.kubernetes.io/version": bundle.digest[:12]}
-        name = config_map.config_map_name(config) if kind == "ConfigMap" else config.name
+        name = config_map_name(config) if kind == "ConfigMap" else config.name
         set_metadata(item, name, config.deploy.namespace, labels, {BUNDLE_ANNOTATION: bundle.digest})
-    config_map.fill_config_map(parts["ConfigMap"], config, bundle, access)
+    fill_config_map(parts["ConfigMap"], config, bundle, access)
     network.fill_policy(parts["NetworkPolicy"], config)
     network.fill_routes(parts, config, bundle.signature.limits.max_body_bytes)
     parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] = identity_labels(config.name, "serving")
@@ -47,9 +57,9 @@ def serving_objects(config: Config, bundle: Bundle, image: str, access: Access =
     else:
         _fill_deployment(parts, config, image, access)
     if runtime is not None:
-        inference_service.use_storage(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
+        use_storage(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
     if config.deploy.by_kserve and config.deploy.render and config.rollout.canary_percent:
-        parts["InferenceService"] = inference_service.with_canary(parts["InferenceService"], config)
+        parts["InferenceService"] = with_canary(parts["InferenceService"], config)
     return [parts[kind] for kind in _ORDER if kind in parts]
 
 
@@ -64,7 +74,7 @@ def _load_parts(config: Config) -> dict[str, Object]:
     nodes = training.node_components(deploy.gpus, deploy)
     if not deploy.by_kserve:
         return load_manifests("serve", [*nodes, *network.components(deploy)])
-    parts = load_manifests("kserve", [*nodes, *inference_service.components(deploy)])
+    parts = load_manifests("kserve", [*nodes, *components(deploy)])
     if deploy.storage_uri:
         parts["ServingRuntime"] = load_manifests("kserve", ["storage"])["ServingRuntime"]
     return parts
@@ -91,7 +101,7 @@ def _fill_inference_service(parts: dict[str, Object], config: Config, image: str
     service = parts["InferenceService"]
     predictor = service["spec"]["predictor"]
     predictor.update(_pod_metadata(predictor, service, parts["ConfigMap"]))
-    inference_service.set_replicas(service, config.deploy)
+    set_replicas(service, config.deploy)
     _fill_pod(predictor, config, image, access)
 
 
@@ -100,7 +110,7 @@ def _pod_metadata(own: Object, owner: Object, settings: Object) -> Object:
     metadata = owner["metadata"]
     annotations = {
         BUNDLE_ANNOTATION: metadata["annotations"][BUNDLE_ANNOTATION],
-        config_map.OPTIONS_ANNOTATION: config_map.options_digest(settings),
+        OPTIONS_ANNOTATION: options_digest(settings),
     }
     return {"labels": {**own["labels"], **metadata["labels"]}, "annotations": annotations}
 
@@ -117,7 +127,7 @@ def _fill_pod(pod: Object, config: Config, image: str, access: Access) -> None:
         "limits": {"memory": deploy.memory},
     }
     training.set_node_placement(pod, container, deploy.gpus, deploy, deploy.image_pull_secret)
-    config_map.refer_to_config_map(container, config_map.config_map_name(config), config)
+    refer_to_config_map(container, config_map_name(config), config)
     network.mount_access(pod, config, access)
 
 
@@ -135,11 +145,122 @@ def _check_settings(config: Config) -> None:
             check_pinned(uri.removeprefix(_OCI), f"deploy.{setting}")
     _check_local_settings(config.serve)
     network.check_settings(deploy)
-    inference_service.check_host(config)
-    inference_service.check_canary(config)
+    check_host(config)
+    check_canary(config)
 
 
 def _check_local_settings(serve: Serve) -> None:
     """A pod has only the bundle of its image, so it cannot run a second one next to it."""
     if serve.shadow:
         raise ConfigError("serve.shadow: is for the local service; leave it out: on a cluster a mesh mirrors requests")
+
+
+_KNATIVE_CONCURRENCY = 8  # requests in flight per pod, where `deploy.target_concurrency` is not set
+_MODEL_FOLDER = "/mnt/models"  # where KServe mounts the files of `storageUri`
+_COMMAND = ["python", "-m", "serve", _MODEL_FOLDER, "--host=0.0.0.0", "--port=8080", "--grpc-port=8081"]
+_VERSION_LABEL = "app.kubernetes.io/version"
+_SCALING_FIELDS = (
+    "autoScaling", "maxReplicas", "scaleMetric", "scaleMetricType", "scaleTarget", "containerConcurrency",
+)  # fmt: skip
+
+
+def components(deploy: Deploy) -> list[str]:
+    return ["knative"] if deploy.by_knative else []
+
+
+def set_replicas(service: Object, deploy: Deploy) -> None:
+    """Set the number of replicas, and the target that Knative scales by."""
+    predictor = service["spec"]["predictor"]
+    predictor["minReplicas"], predictor["maxReplicas"] = deploy.min_replicas, deploy.max_replicas
+    if deploy.by_knative:
+        predictor["scaleTarget"] = deploy.target_concurrency or _KNATIVE_CONCURRENCY
+
+
+def use_storage(parts: dict[str, Object], runtime: Object, deploy: Deploy, run: str) -> None:
+    """Move the predictor's container into the runtime; the bundle comes from its URI instead of the image.
+
+    `{run}` in the URI, as for a bundle on the volume of the runs, is replaced by the run's name.
+    """
+    service = parts["InferenceService"]
+    predictor = service["spec"]["predictor"]
+    (container,) = predictor.pop("containers")
+    runtime["spec"]["containers"] = [_runtime_container(container)]
+    predictor["model"] = {
+        "modelFormat": dict(_model_format(runtime)),
+        "runtime": runtime["metadata"]["name"],
+        "storageUri": deploy.storage_uri.replace("{run}", run),
+    }
+    parts["ServingRuntime"] = runtime
+    if deploy.storage_secret:
+        parts["ServiceAccount"]["secrets"] = [{"name": deploy.storage_secret}]
+
+
+def _runtime_container(container: Object) -> Object:
+    """Add the command that serves the mounted bundle, after the image."""
+    head = {field: container[field] for field in ("name", "image", "imagePullPolicy")}
+    return {**head, "command": list(_COMMAND), **{field: container[field] for field in container if field not in head}}
+
+
+def _model_format(runtime: Object) -> dict[str, str]:
+    model_format: dict[str, str] = runtime["spec"]["supportedModelFormats"][0]
+    return model_format
+
+
+def with_canary(candidate: Object, config: Config) -> Object:
+    """Return a service that sends a percentage of the requests to the candidate, and the rest to the stable version.
+
+    Knative keeps the stable revision itself; in Standard mode the object describes both versions.
+    """
+    percent = int(config.rollout.canary_percent)
+    split = copy.deepcopy(candidate)
+    predictor = split["spec"]["predictor"]
+    if config.deploy.by_knative:
+        predictor["canaryTrafficPercent"] = percent
+        return split
+    split["spec"]["canary"] = [{"predictor": _canary_predictor(candidate), "trafficPercent": percent}]
+    predictor["model"]["storageUri"] = config.deploy.stable_storage_uri
+    del predictor["annotations"][BUNDLE_ANNOTATION], predictor["labels"][_VERSION_LABEL]  # those of the candidate
+    return split
+
+
+def check_host(config: Config) -> None:
+    """Check the length of KServe's host name: KServe would retry a name that is too long for ever."""
+    host = f"{config.name}-predictor-{config.deploy.namespace}"
+    if config.deploy.by_kserve and len(host) > MAX_LABEL:
+        raise ConfigError(
+            f"deploy.namespace: KServe derives the host name {host!r} from the model's name and the namespace, and it "
+            f"has {len(host)} characters, but at most {MAX_LABEL} are allowed; shorten one of the names, or set "
+            "deploy.target=kubernetes"
+        )
+
+
+def check_canary(config: Config) -> None:
+    """Check what KServe requires of a canary that is in its object."""
+    deploy, percent = config.deploy, config.rollout.canary_percent
+    if not percent or not deploy.by_kserve:
+        return
+    if percent != int(percent):
+        raise ConfigError(f"rollout.canary_percent={percent:g}: KServe takes whole numbers")
+    if deploy.by_knative:
+        return
+    if not deploy.render:
+        raise ConfigError(
+            "rollout.canary_percent: in KServe's Standard mode no request can choose the version, so golden requests "
+            "cannot check it; set deploy.target=kserve-knative or deploy.target=kubernetes, or render the manifests "
+            "(`pipe deploy --render`), apply them, and render them again without it when the canary has proved good"
+        )
+    uris = (deploy.storage_uri, deploy.stable_storage_uri)
+    if not all(uris) or uris[0] == uris[1]:
+        raise ConfigError(
+            "rollout.canary_percent: in Standard mode KServe distinguishes the versions by where their bundles are "
+            "stored; set deploy.storage_uri and deploy.stable_storage_uri, or deploy.target=kserve-knative"
+        )
+
+
+def _canary_predictor(candidate: Object) -> dict[str, Any]:
+    """Return the canary's predictor, with its own name and one replica: KServe does not scale canaries."""
+    predictor = {name: value for name, value in candidate["spec"]["predictor"].items() if name not in _SCALING_FIELDS}
+    # The CRD requires the container's name here, but not in the stable predictor.
+    model = {"name": "kserve-container", **predictor["model"]}
+    name = f"v-{predictor['annotations'][BUNDLE_ANNOTATION][:8]}"
+    return copy.deepcopy({**predictor, "model": model, "name": name, "minReplicas": 1})

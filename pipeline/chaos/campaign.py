@@ -1,9 +1,7 @@
 """`pipe chaos`: train once without kills, then with kills, and compare the two trainings.
 
 The user's training is reduced to few steps. The schedule of kills depends only on their number, the seed, the number of
-steps and of processes.
-
-One training with kills: repeat `pipe run --resume` until it is done, and kill processes from outside.
+steps and of processes. The training with kills repeats `pipe run --resume` until it is done.
 """
 
 from __future__ import annotations

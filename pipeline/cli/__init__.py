@@ -11,12 +11,12 @@ from types import FrameType
 
 import typer
 
-from pipeline.cli import experiments, gate, inspect, project, registry, run, service
+from pipeline.cli import experiments, inspect, project, registry, run, service
 from pipeline.cli.app import app
 from pipeline.contract.errors import ConfigError, PipelineError, missing_extra
 from pipeline.contract.processes import watch_parent
 
-__all__ = ["app", "experiments", "gate", "inspect", "main", "project", "registry", "run", "service"]
+__all__ = ["app", "experiments", "inspect", "main", "project", "registry", "run", "service"]
 
 _RUN = re.compile(r"latest$|\d|[^=]*/")  # a run after `--resume`; no step and no setting begins like this
 _FOLDER_OPTIONS = ("-C", "--project")

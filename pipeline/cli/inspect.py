@@ -1,4 +1,4 @@
-"""Commands that only read: status, logs, compare, report, verify."""
+"""Commands on finished work: status, logs, compare, report, verify, and `pipe gate`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import typer
 
 from pipeline.cli.app import Output, OutputOption, RunName, app, emit, project_of, table
 from pipeline.compare import align_columns, describe_different_tests, differences, result_row
-from pipeline.contract.errors import ConfigError
+from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.override import read_override
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import STEPS, Run
 from pipeline.contract.signing import Trust
-from pipeline.history import Project, find_run, load_history
+from pipeline.history import Project, find_run, load_history, lock_runs
+from pipeline.override import override_verdict, verdict_digest
 from pipeline.service.cluster_record import read_cluster_status
 from pipeline.service.process import LiveService, read_live
 from pipeline.service.rollout import AdminClient
@@ -208,7 +209,10 @@ def verify(
     output: OutputOption = Output.text,
 ) -> None:
     """Check every digest of the chain and repeat the golden requests."""
-    from pipeline.verify import verify_bundle, verify_run  # onnxruntime is slow to load
+    from pipeline.verify import (
+        verify_bundle,
+        verify_run,  # onnxruntime is slow to load
+    )
 
     is_bundle, trust = (Path(target) / "manifest.json").is_file(), Trust(key) if key else None
     run = None if is_bundle else find_run(project_of(context).runs, target)
@@ -219,3 +223,68 @@ def verify(
             print(sentence)
     if output is Output.json:
         emit(output, {"verified": True, "checked": checked}, "")
+
+
+gate = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Explain or override a gate verdict.")
+app.add_typer(gate, name="gate")
+
+
+@gate.command("explain")
+def explain(
+    context: typer.Context,
+    run: RunName = "latest",
+    against: Annotated[
+        str, typer.Option("--against", metavar="RUN", help="Compare with this run, sample by sample.")
+    ] = "",
+    output: OutputOption = Output.text,
+) -> None:
+    """Explain each rule of a verdict: its numbers, how they were computed, what would have changed it."""
+    from pipeline.evaluate.results import describe_verdict
+    from pipeline.evaluate.results import explain as explain_verdict  # numpy is slow to load
+
+    runs = project_of(context).runs
+    explained = with_verdict(find_run(runs, run))
+    if against:
+        return _compare(explained, with_verdict(find_run(runs, against)), output)
+    override = explained.override(verdict_digest(explained))
+    verdict = explain_verdict(explained.verdict(), override.model_dump() if override else None)
+    facts = {"run": explained.id, **verdict}
+    return emit(output, facts, "\n".join([f"run {explained.id}", *describe_verdict(facts)]))
+
+
+def _compare(run: Run, other: Run, output: Output) -> None:
+    """Compare two runs anew: their stored verdicts may be about different baselines."""
+    from pipeline.evaluate.compare_runs import (
+        compare_runs,
+        describe_comparison,  # numpy is slow to load
+    )
+
+    facts = compare_runs(run, other, run.config.evaluate)
+    emit(output, facts, "\n".join(describe_comparison(facts)))
+
+
+@gate.command("override")
+def override(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run the gate rejected.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason; it is recorded permanently.")],
+    output: OutputOption = Output.text,
+) -> None:
+    """Let a rejected model pass; author, time and reason go into its card and its service."""
+    rejected = find_run(project_of(context).runs, run)
+    with lock_runs(rejected.runs):
+        given = override_verdict(rejected, reason)
+    text = f"run {rejected.id} is {given}\n`pipe run --resume {rejected.id}` continues it"
+    emit(output, {"run": rejected.id, **given.model_dump()}, text)
+
+
+def with_verdict(run: Run) -> Run:
+    """Return the run, or raise where it has no verdict, or one that changed on disk."""
+    if not (run.output("evaluate") / "verdict.json").is_file():
+        raise ConfigError(f"run {run.id} has no verdict yet; `pipe run --resume {run.id}` continues it")
+    record = run.read().steps.get("evaluate")
+    if record is not None and record.outputs.get("verdict.json") not in (None, verdict_digest(run)):
+        raise BundleError(
+            f"run {run.id}: evaluate/verdict.json changed on disk; `pipe run --resume {run.id}` evaluates again"
+        )
+    return run

@@ -1,7 +1,4 @@
-"""Errors that a user can fix, and the files by which a step's process reports one to the command line.
-
-Optional dependencies: which extra of the package installs a module that is missing.
-"""
+"""Errors that a user can fix, the files by which a step reports one, and the extra that installs a missing module."""
 
 from __future__ import annotations
 

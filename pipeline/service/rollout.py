@@ -1,6 +1,6 @@
-"""Roll out a bundle to the local service: swap it in, run a canary, go back; and promote it in the registry.
+"""Start the local service and roll out bundles to it: swap, canary, rollback, and promotion in the registry.
 
-Start the local service: a new process is verified on a standby port, then takes over the public one.
+A new process is verified on a standby port before it takes over the public one.
 """
 
 from __future__ import annotations

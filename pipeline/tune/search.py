@@ -1,8 +1,7 @@
-"""Run a search: open its study, start workers, run the best trial to the end; and the search space for Optuna.
+"""Search for better settings: open a study, start workers, train the best trial to the end.
 
-A study shared by workers on several machines: each trial is claimed by one worker, and continued if that is killed.
-
-Trials are stored in Optuna's journal, a file that all workers append to.
+The study is shared by workers on several machines: each trial is claimed by one worker, and continued by another if that
+one is killed. Trials are stored in Optuna's journal, a file that all workers append to.
 """
 
 from __future__ import annotations

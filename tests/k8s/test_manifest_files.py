@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from k8s.objects import inference_service
+from k8s.objects import serving
 from k8s.objects.kustomize import build
 from k8s.objects.manifests import load_manifests
 from k8s.objects.training import as_jobset, as_trainjob
@@ -67,7 +67,7 @@ def test_a_stored_bundle_is_served_by_the_same_container() -> None:
     folder_objects = json.loads(json.dumps(runtime))
     deploy = {"target": "kserve", "storage_uri": "pvc://model-bundles/model"}
     config = parse_config({"name": "m", "task": "t.py:T", "codec": "c.py:C", "deploy": deploy}, "test")
-    inference_service.use_storage(parts, runtime, config.deploy, "run")
+    serving.use_storage(parts, runtime, config.deploy, "run")
     assert parts["ServingRuntime"] == folder_objects
     assert parts["InferenceService"] == load_manifests("kserve", ["storage"])["InferenceService"]
 

@@ -1,9 +1,8 @@
 """The base of all strategies: one process trains the whole model; the others override what differs.
 
-A strategy decides which tensors each process has, and how gradients and weights are exchanged. Beside it stand the
-objective (the task's loss in the configured precision) and the measurement of what the exchange costs.
-
-Sharded gradients: their norm over all processes, and their average over copies of the model.
+A strategy decides which tensors each process has, and how gradients and weights are exchanged. This module also has the
+objective (the task's loss in the configured precision), the measurement of what the exchange costs, and the norm and
+average of sharded gradients.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Loading pretrained weights: from the files that prepare recorded, into a task's model that has no memory yet.
+"""Load pretrained weights from the files that prepare recorded into a task's model on the meta device.
 
-Converting the weights of a folder to the names and layout of transformers' models.
-
-Official files have experts one by one, and an FP8 matrix with its scales; the models have experts in one tensor. How
-these belong together is transformers' own conversion table, translated here into sources of each weight.
+Weights are converted to the names and layout of transformers' models. Official files have experts one by one, and an FP8
+matrix with its scales; the models have experts in one tensor. transformers' own conversion table maps one to the other.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import uvloop
 
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import ACK, FRAME_HEADER, ErrorCode, Frame
-from serve.grpc.listener import GrpcListener
+from serve.server import GrpcListener
 from tests.serve.grpc.http2_frames import CLIENT_PREFACE, EchoApplication, bodies, request
 
 HANG_TIMEOUT_SECONDS = 10.0
