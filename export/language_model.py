@@ -1,7 +1,7 @@
 """Export a language model as one graph with a cache, and compare it with torch.
 
-The graph reads a prompt or one further token; its cache is an input and an output. The comparison covers logits at shapes
-that were not traced, and greedy generation token by token.
+The graph reads a prompt or one further token; its cache is an input and an output. The comparison covers logits at
+untraced shapes, and greedy generation token by token.
 """
 
 from __future__ import annotations

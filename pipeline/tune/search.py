@@ -1,7 +1,7 @@
 """Search for better settings: open a study, start workers, train the best trial to the end.
 
-The study is shared by workers on several machines: each trial is claimed by one worker, and continued by another if that
-one is killed. Trials are stored in Optuna's journal, a file that all workers append to.
+The study is shared by workers on several machines: each trial is claimed by one worker, and continued by another if
+that one is killed. Trials are stored in Optuna's journal, a file that all workers append to.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.service.process import send_request, unused_port
+from pipeline.service.process import send_request
+from tests.ports import free_port
 
 from .project_folder import wait_for
 
@@ -120,7 +121,7 @@ class Containers:
 @contextlib.contextmanager
 def registry(folder: Path) -> Iterator[str]:
     """Debian's, on a free port of this machine; its address."""
-    port = unused_port()
+    port = free_port()
     config = folder / "registry.yml"
     config.write_text(
         f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {folder}/registry}}}}\n"

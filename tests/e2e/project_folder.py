@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,8 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.run import Run, all_runs
-from pipeline.service.process import read_live, send_request, stop_process, unused_port
+from pipeline.service.process import read_live, send_request, stop_process
+from tests.ports import free_port
 
 TINY = Path(__file__).resolve().parents[1] / "project"
 PIPE = (sys.executable, "-m", "pipeline")
@@ -37,7 +37,7 @@ class ProjectFolder:
 
     @classmethod
     def with_free_port(cls, folder: Path) -> ProjectFolder:
-        return cls(folder, free_pair())
+        return cls(folder, free_port())
 
     @classmethod
     def create(cls, folder: Path) -> ProjectFolder:
@@ -156,18 +156,6 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a shell: nothing of pytest, plain text, a wide terminal."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PIPE_", "FORCE_"))}
     return {**kept, "NO_COLOR": "1", "COLUMNS": "200", **variables}
-
-
-def free_pair() -> int:
-    """Return a port that is free together with the next one, which gRPC uses."""
-    while True:
-        port = unused_port()
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> Any:

@@ -19,9 +19,10 @@ from k8s.images.registry import Repository, parse_reference
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.run import Run, all_runs
 from pipeline.service.process import check_golden, send_request
+from tests.ports import free_port
 
 from .containers import BASE, Containers, megabytes, registry, wheel_for_cpu, why_not
-from .project_folder import ProjectFolder, free_pair, wait_for
+from .project_folder import ProjectFolder, wait_for
 
 LIMIT_MEGABYTES = 450
 QUESTION = {"instances": [[0.0, 0.9]]}
@@ -92,7 +93,7 @@ def test_the_service_is_small_and_without_torch(containers: Containers, packed: 
 def test_image_serves_in_a_restricted_pod_and_drains_all_requests(
     containers: Containers, packed: dict[str, Any], run: Run
 ) -> None:
-    port = free_pair()
+    port = free_port()
     options = ("--host", "127.0.0.1", "--port", str(port), "--grpc-port", str(port + 1))
     with containers.running("--name", "service", packed["reference"], *options) as process:
         wait_for(lambda: process.poll() is not None or ready(port), 60)
@@ -148,7 +149,7 @@ def test_a_modelcar_comes_back_by_digest_and_is_served(containers: Containers, p
     car = packed["modelcar"]
     assert car["uri"] == f"oci://{car['reference']}"
     containers.call("buildah", "pull", "--tls-verify=false", car["reference"])
-    port = free_pair()
+    port = free_port()
     options = ("--host", "127.0.0.1", "--port", str(port), "--grpc-port", str(port + 1))
     with containers.mounted(car["reference"]) as root:
         assert open_bundle(root / "models").digest == packed["bundle"]

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.contract.pretrained import WEIGHT_INDEX
 from pipeline.contract.run import all_runs
 from pipeline.contract.sources import SOURCE_ROOT
-from pipeline.service.process import unused_port
+from tests.ports import free_port
 
 from .project_folder import PIPE, ProjectFolder, environment, wait_for
 
@@ -88,7 +88,7 @@ def typed(words: list[str], weights: Path, address: str, ports: dict[str, int]) 
 def test_the_commands_of_the_document_lead_to_answers(
     projects: tuple[ProjectFolder, ProjectFolder], tmp_path: Path
 ) -> None:
-    weights, address = official(tmp_path / "weights", "qwen2"), f"127.0.0.1:{unused_port()}"
+    weights, address = official(tmp_path / "weights", "qwen2"), f"127.0.0.1:{free_port()}"
     ports = {project.folder.name: project.port for project in projects}
     waiting: list[subprocess.Popen[str]] = []
     stdout: list[str] = []

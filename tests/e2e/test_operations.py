@@ -53,7 +53,7 @@ def all_wait() -> str:
         news((THREE, 380, KILLED), (THREE, 400, "")),
         news((THREE, 380, LOST), (TWO, 400, "")),
         news((TWO, 400, ""), (THREE, 460, "")),
-        all_wait().partition(". Where")[0],
+        all_wait().partition(". If")[0],
     ],
 )
 def test_what_the_document_quotes_is_what_is_stated(output: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run
-from pipeline.service.process import unused_port
+from tests.ports import free_port
 
 from .project_folder import PIPE, ProjectFolder, environment, processes_of, running_module, wait_for, workers_of
 
@@ -96,7 +96,7 @@ def at_every_step(project: ProjectFolder, statement: str) -> None:
 @pytest.fixture
 def pair(copied: ProjectFolder) -> tuple[ProjectFolder, tuple[str, ...]]:
     """Two machines, as far as one can be two: of one process each, which meet on a port of this one."""
-    where = f"train.rendezvous=127.0.0.1:{unused_port()}"
+    where = f"train.rendezvous=127.0.0.1:{free_port()}"
     return copied, (*TRAIN, "train.nodes=1:2", "train.processes=1", "train.timeout_seconds=30", where)
 
 
@@ -157,6 +157,8 @@ def test_machine_waits_for_the_first_one_and_continues_with_it(
 
 
 def test_too_few_machines_are_waited_for_and_then_reported(copied: ProjectFolder) -> None:
-    where = f"train.rendezvous=127.0.0.1:{unused_port()}"
+    where = f"train.rendezvous=127.0.0.1:{free_port()}"
     stderr = copied.pipe(*TRAIN, "train.nodes=2:3", "train.timeout_seconds=3", where, expect=1).stderr
-    assert re.search(r"train\.nodes=2:3: 1 of 2 machines came within 3 s; on each other machine, .*: pipe join", stderr)
+    assert re.search(
+        r"train\.nodes=2:3: 1 of 2 machines came within 3 s; to fix it, on each other machine, .*: pipe join", stderr
+    )

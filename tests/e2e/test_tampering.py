@@ -12,8 +12,9 @@ from onnx import numpy_helper
 from pipeline.contract.bundle import Ancestors, write_manifest
 from pipeline.contract.files import digest_file
 from pipeline.contract.run import all_runs
+from tests.ports import free_port
 
-from .project_folder import ProjectFolder, environment, free_pair
+from .project_folder import ProjectFolder, environment
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def bundle(copied: ProjectFolder) -> Path:
 
 def serve(bundle: Path) -> subprocess.CompletedProcess[str]:
     """The server ends by itself when it refuses; one that served would run into the time limit."""
-    command = [sys.executable, "-m", "serve", str(bundle), "--port", str(free_pair())]
+    command = [sys.executable, "-m", "serve", str(bundle), "--port", str(free_port())]
     return subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
 
 

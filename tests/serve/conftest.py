@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
+from tests.ports import free_port
 from tests.serve.bundles import TRICKY, build, digits
 from tests.serve.bundles import seal as seal_again
 from tests.serve.doubling_model import (
@@ -118,11 +118,7 @@ class Running:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
+    return [free_port() for _ in range(count)]
 
 
 @pytest.fixture(scope="session")

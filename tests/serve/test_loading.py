@@ -62,5 +62,5 @@ def test_a_size_the_model_cannot_run_stops_the_start(bundle: Bundle, monkeypatch
         return {}
 
     monkeypatch.setattr(predictor, "run", narrow)
-    with pytest.raises(BundleError, match=r"cannot run a batch of 8, .*: Reshape: 4 rows and no more; set"):
+    with pytest.raises(BundleError, match=r"cannot run a batch of 8, .*: Reshape: 4 rows and no more; to fix it: set"):
         warm_up(bundle, predictor)

@@ -17,7 +17,7 @@ from pipeline.contract.run import Run, RunFile
 from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.contract.task import load_task
 from pipeline.contract.weights import save_weights
-from pipeline.service.process import unused_port
+from tests.ports import free_port
 
 from ...fork_server import launch
 
@@ -52,7 +52,7 @@ def make_run(path: Path, weights: Path, **evaluate: object) -> Run:
 
 def start(run: Run, processes: int = 1) -> subprocess.CompletedProcess[str]:
     argv = ("-m", "pipeline.evaluate", str(run.path), "--root", str(DIGITS))
-    return launch(argv, run.path.parent, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())})
+    return launch(argv, run.path.parent, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
 
 
 def test_one_and_two_processes_score_every_sample_identically(tmp_path: Path, weights: Path) -> None:

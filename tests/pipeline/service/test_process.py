@@ -34,11 +34,11 @@ from pipeline.service.process import (
     service_environment,
     spawn,
     stop_process,
-    unused_port,
     wait_until_ready,
     write_live,
 )
 from pipeline.service.rollout import choose_ports
+from tests import ports
 
 WAITING = "import time; print('up', flush=True); time.sleep(60)"
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -282,14 +282,14 @@ def test_service_that_ends_while_starting_is_reported_with_its_last_lines(tmp_pa
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait(timeout=20)
     with pytest.raises(StageError, match="the service ended while starting: two / three / no such model"):
-        wait_until_ready(process, unused_port(), log, timeout_seconds=20)
+        wait_until_ready(process, ports.free_port(), log, timeout_seconds=20)
 
 
 def test_a_service_that_never_listens_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         with pytest.raises(StageError, match=r"was not ready within 0\.2 s"):
-            wait_until_ready(process, unused_port(), tmp_path / "log", timeout_seconds=0.2)
+            wait_until_ready(process, ports.free_port(), tmp_path / "log", timeout_seconds=0.2)
     finally:
         process.kill()
         process.wait()

@@ -122,7 +122,7 @@ def test_of_very_many_duplicates_the_first_are_listed_and_all_are_counted(root: 
     edit(root, "start + 6, dtype=np.float32)[:, None]", "start + 150, dtype=np.float32)[:, None] * (split != 'train')")
     edit(root, "np.array([0, 1, 1, 0, 1, 0])", "np.zeros(150, int)")
     run = new_run(root)
-    with pytest.raises(DataError, match=r"150 samples stand .*; the first 100 are listed in"):
+    with pytest.raises(DataError, match=r"150 samples are in more than one split.*; the first 100 are listed in"):
         prepare(run, root)
     assert (report(run)["duplicate_count"], len(report(run)["duplicates"])) == (150, 100)
 

@@ -14,7 +14,6 @@ from pipeline.contract.processes import AgentStatus
 from pipeline.contract.restarts import read_attempts, record_event
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Train
-from pipeline.service.process import unused_port
 from pipeline.training import node
 from pipeline.training.launchers import Rendezvous
 from pipeline.training.node import (
@@ -27,6 +26,7 @@ from pipeline.training.node import (
     read_rendezvous,
     withdraw_rendezvous,
 )
+from tests.ports import free_port
 
 from ..conftest import NewRun
 
@@ -34,7 +34,7 @@ from ..conftest import NewRun
 def training_node(run: Run, root: Path, joined: bool = False, **train: object) -> TrainingNode:
     settings = {
         "nodes": 2,
-        "rendezvous": f"127.0.0.1:{unused_port()}",
+        "rendezvous": f"127.0.0.1:{free_port()}",
         "timeout_seconds": 5,
         "processes": 1,
         **train,
@@ -194,7 +194,7 @@ def test_newest_rendezvous_is_found_until_it_is_withdrawn(new_run: NewRun) -> No
 def test_is_listening_detects_a_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert is_listening(f"127.0.0.1:{server.getsockname()[1]}")
-    assert not is_listening(f"127.0.0.1:{unused_port()}")
+    assert not is_listening(f"127.0.0.1:{free_port()}")
     assert not is_listening("no.such.host.invalid:1")
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from pipeline.contract.errors import ResourceError, read_error
-from pipeline.service.process import unused_port
+from tests.ports import free_port
 from train.elastic.store import listen, main
 
 
 def test_machines_meet_in_a_store_that_is_a_process_own(tmp_path: Path) -> None:
-    port = unused_port()
+    port = free_port()
     argv = [sys.executable, "-m", "train.elastic.store", str(tmp_path), f"127.0.0.1:{port}"]
     process = subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PIPE_PARENT_WATCH": "1"}, text=True
