@@ -22,7 +22,7 @@ import onnx
 import onnxscript
 import torch
 from onnxscript import FLOAT, INT32
-from onnxscript import opset18 as op  # what torch translates to, before it converts to the opset that was asked for
+from onnxscript import opset18 as op  # what torch translates to, before it converts to the requested opset
 from torch import Tensor, nn
 
 from export.trace import Trace, Traced, inspect, owner, place

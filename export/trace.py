@@ -141,8 +141,8 @@ def check_hidden(program: torch.export.ExportedProgram) -> None:
             )
         if "batch_norm" in name and _is_on(node):
             raise StageError(
-                f"{owner(node)}{place(node)}: batch normalisation by the batch at hand, so that an answer depends on "
-                "who asks beside; build it with track_running_stats=True, or give F.batch_norm training=self.training"
+                f"{owner(node)}{place(node)}: batch normalisation by the current batch, so the output depends on the "
+                "rest of the batch; build it with track_running_stats=True, or give F.batch_norm training=self.training"
             )
 
 

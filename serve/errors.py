@@ -45,7 +45,7 @@ class Unauthorized(RequestError):
 
     def __init__(self, text: str, *, browser: bool = False) -> None:
         super().__init__(text)
-        scheme = b"Basic" if browser else b"Bearer"  # a browser then asks its user for a password
+        scheme = b"Basic" if browser else b"Bearer"  # a browser then shows a password dialog
         self.headers = ((b"www-authenticate", scheme + b' realm="pipe", charset="UTF-8"'),)
 
 

@@ -29,7 +29,7 @@ def admit(request: RequestContext, version: ModelVersion) -> None:
 
 
 def set_deadline(request: RequestContext, version: ModelVersion) -> None:
-    """Use the time that the client gives in a header, or what the bundle says."""
+    """Use the time that the client gives in a header, or the bundle's default."""
     if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
         request.timeout_seconds = min(request.timeout_seconds, parse_timeout_header(given))
     timeout = request.timeout_seconds

@@ -1,4 +1,4 @@
-"""Histograms and counters of one model version, kept as plain numbers until Prometheus asks for them.
+"""Histograms and counters of one model version, kept as plain numbers until Prometheus scrapes them.
 
 They live and end with the version. `serve.prometheus` writes those of all versions.
 """
@@ -80,7 +80,7 @@ class ModelMetrics:
             self.flush()
 
     def flush(self) -> None:
-        """Bring the counters and histograms up to date; whoever reads them calls this first."""
+        """Bring the counters and histograms up to date; call this before reading them."""
         buffer, self._buffer = self._buffer, []
         for protocol, status, _, _ in buffer:
             self.requests[protocol, status] += 1

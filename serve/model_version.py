@@ -38,7 +38,7 @@ class Payload(Protocol):
 
     @property
     def timeout_seconds(self) -> float:
-        """How long the client waits by what the body says; valid once it is decoded."""
+        """The timeout in the body, valid once it is decoded."""
         ...
 
     def request_id(self) -> str:
@@ -56,7 +56,7 @@ class ModelVersion:
     """A version that has answered its golden requests."""
 
     canary: Canary | None = None
-    shadow: Shadow | None = None  # gets copies of requests and answers nobody
+    shadow: Shadow | None = None  # gets copies of requests; its responses are dropped
 
     def __init__(self, name: str, version: str, predictor: Predictor, pool: Executor) -> None:
         bundle, limits = predictor.bundle, predictor.signature.limits

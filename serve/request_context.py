@@ -113,7 +113,7 @@ def parse_timeout_parameter(value: Any) -> float:
         raise InvalidPayload(f"parameters: timeout {str(value)[:40]!r} is no whole number of microseconds from 0 on")
     try:
         return value / 1e6 if value else math.inf
-    except OverflowError:  # JSON has whole numbers of any length: longer than anybody waits
+    except OverflowError:  # JSON has whole numbers of any length: longer than any client waits
         return math.inf
 
 

@@ -128,7 +128,7 @@ _GPU_MEMORY_SHARE = 0.2  # of the free GPU memory, for columns
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Asks for one micro-batch of this process."""
+    """Request for one micro-batch of this process."""
 
     step: int
     part: int

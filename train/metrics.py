@@ -56,7 +56,7 @@ class MetricsLog:
             group = value if isinstance(value, Mapping) else {"": value}
             tags = {f"{name if inner else 'train'}/{inner or name}": number for inner, number in group.items()}
             points += [Summary.Value(tag=tag, simple_value=number) for tag, number in tags.items()]
-        writer: Any = self._board.file_writer  # its type stub says None
+        writer: Any = self._board.file_writer  # None in its type stub
         writer.add_summary(Summary(value=points), step)
 
 
@@ -153,7 +153,7 @@ def memory_mb(device: torch.device) -> float:
 
 
 def gpu_utilization(device: torch.device) -> float | None:
-    """Return the share of the last second in which the GPU was busy; None where NVML cannot tell."""
+    """Return the share of the last second in which the GPU was busy; None if NVML does not know."""
     if device.type != "cuda":
         return None
     try:

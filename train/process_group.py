@@ -1,6 +1,6 @@
 """The processes that train together: how they meet, their device and collectives, and each one's heartbeat.
 
-Where no launcher says where to meet, the first process opens a store and publishes its address in the run directory.
+Without a rendezvous address, the first process opens a store and publishes its address in the run directory.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class ProcessGroup:
 
 @contextlib.contextmanager
 def join_process_group(config: Train, rank: Rank, directory: Path) -> Iterator[ProcessGroup]:
-    """Join the other processes; they meet in the run directory where no launcher says where."""
+    """Join the other processes; without an address from the launcher they meet in the run directory."""
     device = choose_device(config.device, rank)
     model_size = config.tensor_parallel * config.pipeline_parallel
     if rank.world_size % model_size:

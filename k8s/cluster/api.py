@@ -83,7 +83,7 @@ class Connection:
     ) -> Response:
         """Return the response whatever its status; raise only if the server cannot be reached.
 
-        A request is repeated when the server asks for it (429 or 503 with Retry-After), and when the connection was cut
+        A request is repeated when the server requires it (429 or 503 with Retry-After), and when the connection was cut
         and the method is safe to repeat.
         """
         import urllib3

@@ -59,7 +59,7 @@ class Lease:
     def _acquire(self, wait_seconds: float, report: Callable[[str], None]) -> None:
         """Wait until the lease is free, or has not changed for its duration.
 
-        The holder's clock may differ from ours, so its renewal time is not read.
+        The holder's clock may differ from ours, so the time of its last update is not read.
         """
         deadline, reported = time.monotonic() + wait_seconds, ""
         version, unchanged_since = "", time.monotonic()

@@ -13,7 +13,7 @@ from pipeline.contract.run import Run, RunFile
 if TYPE_CHECKING:
     from pipeline.data_checks.profile import Profile
 
-CHAMPION_PART = "rival:champion"  # part of the key of prepare: the champion's bundle, or NO_CHAMPION
+CHAMPION_PART = "reference:champion"  # part of the key of prepare: the champion's bundle, or NO_CHAMPION
 NO_CHAMPION = "none that is trained on other data"
 _MAX_PAST_CHAMPIONS = 32  # champions of the past that are considered
 

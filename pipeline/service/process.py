@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from pydantic import AliasChoices, Field
 
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 from pipeline.contract.files import write_json
@@ -49,7 +48,7 @@ class LiveService(Frozen):
     host: str
     port: int
     grpc_port: int
-    requested_port: int = Field(validation_alias=AliasChoices("requested_port", "asked_port"))
+    requested_port: int
     since: str
     log: str
     access: Access = Access()

@@ -302,7 +302,7 @@ class Study:
             self._study.sampler = make_sampler(_SEED, len(trials))
             return self._make_claim(self._study.ask(), lock)
 
-    def tell(self, claim: Claim, result: TrialResult) -> None:
+    def record_result(self, claim: Claim, result: TrialResult) -> None:
         claim.trial.set_user_attr("state", result.state)
         claim.trial.set_user_attr("reason", result.reason)
         if result.state == "done":

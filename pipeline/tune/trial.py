@@ -157,7 +157,7 @@ def run_worker(
             continue
         started = time.monotonic()
         result, run = run_trial(claim, project, config, request)
-        study.tell(claim, result)
+        study.record_result(claim, result)
         report(describe_trial(claim, result, run, time.monotonic() - started, study.best()))
         if result.state == "failed" and nothing_was_measured(study.trials):
             raise StageError(f"no trial finished its first epoch in {len(study.trials)} trials: {result.reason}")

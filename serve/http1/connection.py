@@ -61,7 +61,7 @@ class HttpRequest(RequestContext):
         self.method, self.query = method, target[1]
         self.keep_alive = True  # the connection goes on after this request
         self.answering: asyncio.Task[None] | None = None
-        self.gone = False  # the client is, so nobody waits for a response
+        self.gone = False  # the client disconnected
         self.half_closed = False  # the client sends no more; it may be gone, or still listen
         self.started = self.answered = False  # a response has been begun, or written completely
         self._connection, self._http_1_1 = connection, http_1_1
@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
         self._received_bytes = len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:  # to a protocol we do not speak: go on as if it had not asked
+        except httptools.HttpParserUpgrade as upgrade:  # to an unsupported protocol: ignore the upgrade
             self._framing.resume()
             if rest := data[upgrade.args[0] :]:
                 self.data_received(rest)
@@ -496,9 +496,9 @@ class BodyFraming:
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser
-        self.replaying = False  # the parser gets the end of a head for the second time, and nobody is to notice
+        self.replaying = False  # the parser gets the end of a head for the second time, which must have no effect
         self.useful = False  # what was read last contained the end of a head or a part of a body
-        self._headers = b""  # that frame the body of the last request, if it asks to upgrade
+        self._headers = b""  # that frame the body of the last request, if it requests an upgrade
         self._overhead_bytes = 0  # since something useful was read
 
     def note_head(self, headers: Sequence[Header]) -> None:
@@ -513,7 +513,7 @@ class BodyFraming:
         return bool(self._headers)
 
     def resume(self) -> None:
-        """Let the parser read the body of a request that asks to upgrade, which it would skip."""
+        """Let the parser read the body of a request for an upgrade, which it would skip."""
         if self._headers:
             headers, self._headers = self._headers, b""
             self.replaying = True

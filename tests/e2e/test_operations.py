@@ -16,7 +16,7 @@ from train.hang_report import Activity, Hang, ProcessReport, describe_hang
 
 DOCUMENT = SOURCE_ROOT / "docs" / "operations.md"
 KILLED = describe_exit("rank 1 on node1", -9)
-LOST = "rank 0 lost contact with another process, which was killed, failed or hangs; the log tells which"
+LOST = "rank 0 lost contact with another process, which was killed, failed or hangs; see the log"
 THREE, TWO = ("node0", "node1", "node2"), ("node0", "node1")
 
 

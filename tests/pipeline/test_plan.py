@@ -301,9 +301,9 @@ def test_a_changed_file_is_named_and_our_own_reported_from_the_users() -> None:
 
 
 def test_new_champion_is_a_reason_only_if_nothing_else_changed() -> None:
-    past = [("first", done({**PARTS, "rival:champion": "none"}))]
-    assert explain_change({**PARTS, "rival:champion": "b"}, past) == "champion changed"
-    assert explain_change({**PARTS, "rival:champion": "b", "source:task.py": "d"}, past) == "task.py changed"
+    past = [("first", done({**PARTS, "reference:champion": "none"}))]
+    assert explain_change({**PARTS, "reference:champion": "b"}, past) == "champion changed"
+    assert explain_change({**PARTS, "reference:champion": "b", "source:task.py": "d"}, past) == "task.py changed"
 
 
 def test_files_that_came_and_went_are_reported() -> None:

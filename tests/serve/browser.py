@@ -31,7 +31,7 @@ Point = tuple[float, float]
 
 
 class Browser:
-    """One page. `asked` has every address it loaded anything from, `complaints` its errors of script and policy."""
+    """One page. `sent` has every address it loaded anything from, `complaints` its errors of script and policy."""
 
     def __init__(self, profile: Path) -> None:
         assert PROGRAM is not None
@@ -69,24 +69,24 @@ class Browser:
             self._note(answer)
 
     def sign_in(self, password: str) -> None:
-        """What a person types when the browser asks; once, as the browser remembers it."""
+        """What a person types when the browser requests; once, as the browser remembers it."""
         self._password = password
         self.call("Fetch.enable", handleAuthRequests=True)
 
     def _note(self, event: dict[str, Any]) -> None:
-        told = event.get("params", {})
+        received = event.get("params", {})
         if event.get("method") == "Fetch.requestPaused":
-            self._say("Fetch.continueRequest", requestId=told["requestId"])
+            self._say("Fetch.continueRequest", requestId=received["requestId"])
         elif event.get("method") == "Fetch.authRequired":
-            typed = {"response": "ProvideCredentials", "username": "anybody", "password": self._password}
+            typed = {"response": "ProvideCredentials", "username": "anyone", "password": self._password}
             self.signed_in += 1
-            self._say("Fetch.continueWithAuth", requestId=told["requestId"], authChallengeResponse=typed)
+            self._say("Fetch.continueWithAuth", requestId=received["requestId"], authChallengeResponse=typed)
         if event.get("method") == "Network.requestWillBeSent":
-            self.requested_urls.append(told["request"]["url"])
+            self.requested_urls.append(received["request"]["url"])
         elif event.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(told["exceptionDetails"]))
-        elif event.get("method") == "Log.entryAdded" and told["entry"]["source"] in ("security", "javascript"):
-            self.complaints.append(told["entry"]["text"])
+            self.complaints.append(json.dumps(received["exceptionDetails"]))
+        elif event.get("method") == "Log.entryAdded" and received["entry"]["source"] in ("security", "javascript"):
+            self.complaints.append(received["entry"]["text"])
 
     def open(self, url: str, *, width: int = 1200, height: int = 1000, dark: bool = False) -> None:
         self.requested_urls.clear()
@@ -113,7 +113,7 @@ class Browser:
         return found
 
     def text(self, selector: str) -> str:
-        """What the element says, once it is there."""
+        """What the element states, once it is there."""
         return str(self.wait(f"document.querySelector({json.dumps(selector)})?.textContent"))
 
     def place(self, selector: str, points: Sequence[Point]) -> list[Point]:

@@ -19,7 +19,7 @@ from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 TOO_BRIGHT = 100  # a value from which on the model itself fails
 LIMITS = Limits(max_batch_size=16, max_body_bytes=100_000)
 
-# Waits for a file or fails when the instance asks for it, so that a test decides when and where.
+# Waits for a file or fails when the instance requests it, so that a test decides when and where.
 TRICKY = """
 import time
 from pathlib import Path
@@ -43,7 +43,7 @@ class TrickyCodec:
 
 
 def _model(path: Path, seed: int) -> None:
-    """logits = flatten(image) @ weight, with weights nobody would guess; fails on a value beyond TOO_BRIGHT."""
+    """logits = flatten(image) @ weight, with weights that are hard to guess; fails on a value beyond TOO_BRIGHT."""
     weight = np.random.default_rng(seed).normal(size=(64, 10)).astype(np.float32)
     zeros = np.zeros(TOO_BRIGHT, np.float32)
     graph = helper.make_graph(

@@ -73,13 +73,13 @@ def own_bundle(bundle_path: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def seal() -> Callable[[Path], str]:
-    """Seal a changed bundle again, as somebody would who wants it believed."""
+    """Seal a changed bundle again, as someone would who wants it believed."""
     return seal_again
 
 
 @dataclass
 class Running:
-    """A service process, and what it has said."""
+    """A service process, and what it has printed."""
 
     process: subprocess.Popen[str]
     port: int
@@ -106,7 +106,7 @@ class Running:
     def wait_for(self, text: str, seconds: float = 30) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: text in self.log, seconds):
-                raise AssertionError(f"the service never said {text!r}:\n{self.log}")
+                raise AssertionError(f"the service never printed {text!r}:\n{self.log}")
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -67,9 +67,11 @@ class Client(RequestContext):
         self.deadline, self.is_disconnected = deadline, gone  # type: ignore[method-assign]
 
 
-async def ask(batcher: Batcher, arrays: Arrays, *names: str, request: RequestContext | None = None, **said: Any) -> Any:
+async def ask(
+    batcher: Batcher, arrays: Arrays, *names: str, request: RequestContext | None = None, **output: Any
+) -> Any:
     """Return the outputs as a list of numbers, if there is room."""
-    request = request or Client(**said)
+    request = request or Client(**output)
     check_capacity(batcher, request.deadline)
     outputs = await batcher.outputs(arrays, names or ("y",), request)
     return [float(value) for array in outputs.values() for value in array.ravel()]
@@ -85,8 +87,8 @@ async def behind_a_gate(model: Model, batcher: Batcher, *waiting: Coroutine[Any,
     return tasks
 
 
-async def together(*asked: Awaitable[list[float]]) -> list[list[float]]:
-    return [*await asyncio.gather(*asked)]
+async def together(*sent: Awaitable[list[float]]) -> list[list[float]]:
+    return [*await asyncio.gather(*sent)]
 
 
 @pytest.fixture

@@ -23,13 +23,13 @@ SECONDS = 20
 
 @dataclass(frozen=True)
 class Answer:
-    asked: float  # by the monotonic clock, before a byte of it was sent
+    sent: float  # by the monotonic clock, before a byte of it was sent
     by: str
     bundle: str
 
 
 class Clients(ABC):
-    """What they were told; `refused` when nobody listens any more: nothing was accepted then, nothing lost."""
+    """What they were notified; `refused` when no one listens any more: nothing was accepted then, nothing lost."""
 
     def __init__(self) -> None:
         self.heard: list[Answer] = []
@@ -61,7 +61,7 @@ class Clients(ABC):
 
     @abstractmethod
     def _client(self) -> None:
-        """One client: asks, and notes what it hears, until it is told to stop."""
+        """One client: requests, and notes what it hears, until it is notified to stop."""
 
 
 class Load(Clients):
@@ -93,13 +93,13 @@ class Load(Clients):
     def _ask(self, connection: http.client.HTTPConnection) -> None:
         more = True
         while more:
-            asked = time.monotonic()
+            sent = time.monotonic()
             connection.request("POST", "/v1/models/tiny:predict", self.body, {"content-type": "application/json"})
             response = connection.getresponse()
             text = response.read()
             if response.status != 200:
                 self.failures.append(f"{response.status} {text[:200]!r}")
-            self.heard.append(Answer(asked, response.headers["x-served-by"], response.headers["x-bundle-digest"]))
+            self.heard.append(Answer(sent, response.headers["x-served-by"], response.headers["x-bundle-digest"]))
             more = self.keep_alive and not response.will_close and not self._stop.is_set()
 
 
@@ -118,14 +118,14 @@ class GrpcLoad(Clients):
         with grpc.insecure_channel(f"127.0.0.1:{self.port}", options) as channel:
             stub = GRPCInferenceServiceStub(channel)
             while not (self._stop.is_set() or self.refused.is_set()):
-                asked = time.monotonic()
+                sent = time.monotonic()
                 try:
                     _, call = stub.ModelInfer.with_call(self.request, timeout=SECONDS)
                 except grpc.RpcError as error:
                     self._failed(error)
                 else:
-                    told = dict(call.trailing_metadata())
-                    self.heard.append(Answer(asked, told["x-served-by"], told["x-bundle-digest"]))
+                    received = dict(call.trailing_metadata())
+                    self.heard.append(Answer(sent, received["x-served-by"], received["x-bundle-digest"]))
 
     def _failed(self, error: Any) -> None:
         if "Connection refused" in error.details():

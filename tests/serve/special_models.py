@@ -1,4 +1,4 @@
-"""Sealed bundles of models with a habit: one takes as long as it is told, one mixes the rows of a batch."""
+"""Sealed bundles of models with a habit: one takes as long as it is notified, one mixes the rows of a batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CPU = Runtime(provider="cpu", threads=1)
 
 
 def slow(path: Path, limits: Limits = LIMITS, runtime: Runtime = CPU) -> Path:
-    """y = x + 1, after as many thousand rounds of work as the largest x says."""
+    """y = x + 1, after as many thousand rounds of work as the largest x states."""
     work = np.full((64, 64), 1 / 64, np.float32)
     body = helper.make_graph(
         [

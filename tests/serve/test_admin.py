@@ -20,20 +20,20 @@ TOKEN = "a-token-of-more-than-32-characters"
 
 
 @dataclass(frozen=True)
-class Told:
-    """A service, and what it is told over its admin port."""
+class AdminClient:
+    """A service, and a client of its admin port."""
 
     running: Running
     admin: httpx.Client
     public: httpx.Client
 
-    def tell(self, path: str, status: int = 200, **fields: Any) -> Any:
+    def send(self, path: str, status: int = 200, **fields: Any) -> Any:
         answer = self.admin.post(path, json={"model": "tiny", **fields})
         assert answer.status_code == status, answer.text
         return answer.json()
 
     def load(self, path: Path) -> str:
-        version: str = self.tell("/load", bundle=str(path))["version"]
+        version: str = self.send("/load", bundle=str(path))["version"]
         return version
 
     @property
@@ -58,7 +58,7 @@ def service(
     bundle_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     free_ports: Callable[[int], list[int]],
-) -> Iterator[Told]:
+) -> Iterator[AdminClient]:
     token = tmp_path_factory.mktemp("admin") / "token"
     token.touch(0o600)
     token.write_text(TOKEN)
@@ -69,15 +69,15 @@ def service(
         httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=SECONDS) as admin,
         httpx.Client(base_url=running.url, timeout=SECONDS) as public,
     ):
-        yield Told(running, admin, public)
+        yield AdminClient(running, admin, public)
     assert running.stop() == 0
 
 
 @pytest.fixture
-def told(service: Told, bundle_path: Path) -> Told:
+def client(service: AdminClient, bundle_path: Path) -> AdminClient:
     """With the digits bundle answering, whatever the test before has done."""
-    service.tell("/shadow")
-    service.tell("/switch", version=service.load(bundle_path))
+    service.send("/shadow")
+    service.send("/switch", version=service.load(bundle_path))
     return service
 
 
@@ -86,19 +86,19 @@ def other(other_path: Path) -> Bundle:
     return open_bundle(other_path)
 
 
-def test_without_the_token_nothing_is_reported_and_nothing_done(told: Told) -> None:
+def test_without_the_token_nothing_is_reported_and_nothing_done(client: AdminClient) -> None:
     for given in ("", "Bearer x", TOKEN, "Basic Og=="):
         for method, path in (("GET", "/"), ("POST", "/load"), ("POST", "/nothing")):
-            answer = told.admin.request(method, path, headers={"authorization": given})
+            answer = client.admin.request(method, path, headers={"authorization": given})
             assert answer.status_code == 401
             assert answer.headers["www-authenticate"].startswith("Bearer")
             assert answer.json() == {"error": "the admin interface needs its token: authorization: Bearer …"}
 
 
 @pytest.mark.parametrize("path", ["/load", "/switch", "/admin"])
-def test_the_public_port_knows_nothing_of_it(told: Told, path: str) -> None:
+def test_the_public_port_knows_nothing_of_it(client: AdminClient, path: str) -> None:
     headers = {"authorization": f"Bearer {TOKEN}"}
-    assert told.public.post(path, headers=headers).status_code == 404
+    assert client.public.post(path, headers=headers).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -117,88 +117,88 @@ def test_the_public_port_knows_nothing_of_it(told: Told, path: str) -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_with_its_reason(
-    told: Told, path: str, fields: dict[str, Any], status: int, sentence: str
+    client: AdminClient, path: str, fields: dict[str, Any], status: int, sentence: str
 ) -> None:
-    before = told.status
-    assert sentence in told.tell(path, status, **fields)["error"]
-    assert told.status == before
+    before = client.status
+    assert sentence in client.send(path, status, **fields)["error"]
+    assert client.status == before
 
 
-def test_what_is_no_json_or_no_post_is_refused(told: Told) -> None:
-    assert told.admin.post("/load", content=b"{").status_code == 400
-    assert told.admin.post("/load", content=b"[]").status_code == 400
-    assert told.admin.get("/load").headers["allow"] == "POST"
+def test_what_is_no_json_or_no_post_is_refused(client: AdminClient) -> None:
+    assert client.admin.post("/load", content=b"{").status_code == 400
+    assert client.admin.post("/load", content=b"[]").status_code == 400
+    assert client.admin.get("/load").headers["allow"] == "POST"
 
 
-def test_the_current_version_cannot_be_its_own_canary(told: Told) -> None:
-    said = told.tell("/canary", 409, version=told.status["current"], share=0.1)
-    assert "gets all requests already" in said["error"]
+def test_the_current_version_cannot_be_its_own_canary(client: AdminClient) -> None:
+    answer = client.send("/canary", 409, version=client.status["current"], share=0.1)
+    assert "gets all requests already" in answer["error"]
 
 
 def test_a_bundle_is_loaded_beside_switched_to_and_back(
-    told: Told, bundle: Bundle, other: Bundle, other_path: Path
+    client: AdminClient, bundle: Bundle, other: Bundle, other_path: Path
 ) -> None:
-    old = told.status["current"]
-    new = told.load(other_path)
-    assert told.digest() == bundle.digest, "loading changes nothing for anybody"
-    assert told.digest(version=new) == other.digest
-    assert told.load(other_path) == new, "once is enough"
-    told.tell("/switch", version=new)
-    assert (told.digest(), told.ask().json()["model_version"]) == (other.digest, new)
-    assert (told.status["current"], told.status["previous"]) == (new, old)
-    assert told.digest(version=old) == bundle.digest
-    told.tell("/switch", version=old)
-    assert told.digest() == bundle.digest
-    told.tell("/forget")
-    assert set(told.status["versions"]) == {old, new}, "the one before stays loaded"
+    old = client.status["current"]
+    new = client.load(other_path)
+    assert client.digest() == bundle.digest, "loading changes nothing for clients"
+    assert client.digest(version=new) == other.digest
+    assert client.load(other_path) == new, "once is enough"
+    client.send("/switch", version=new)
+    assert (client.digest(), client.ask().json()["model_version"]) == (other.digest, new)
+    assert (client.status["current"], client.status["previous"]) == (new, old)
+    assert client.digest(version=old) == bundle.digest
+    client.send("/switch", version=old)
+    assert client.digest() == bundle.digest
+    client.send("/forget")
+    assert set(client.status["versions"]) == {old, new}, "the one before stays loaded"
 
 
 def test_a_bundle_that_fails_leaves_the_old_one_serving_and_shows_why(
-    told: Told, bundle: Bundle, other_path: Path, tmp_path: Path, seal: Callable[[Path], str]
+    client: AdminClient, bundle: Bundle, other_path: Path, tmp_path: Path, seal: Callable[[Path], str]
 ) -> None:
     spoilt = Path(shutil.copytree(other_path, tmp_path / "spoilt"))
     golden = (spoilt / "golden.json").read_text()
     (spoilt / "golden.json").write_text(golden.replace('"digit": ', '"digit": 1'))
-    assert "golden.json: content changed since export" in told.tell("/load", 422, bundle=str(spoilt))["error"]
+    assert "golden.json: content changed since export" in client.send("/load", 422, bundle=str(spoilt))["error"]
     seal(spoilt)
-    assert "the model does not answer as it did at export" in told.tell("/load", 422, bundle=str(spoilt))["error"]
-    assert told.digest() == bundle.digest
-    assert told.public.get("/v2/health/ready").json()["ready"]
+    assert "the model does not answer as it did at export" in client.send("/load", 422, bundle=str(spoilt))["error"]
+    assert client.digest() == bundle.digest
+    assert client.public.get("/v2/health/ready").json()["ready"]
 
 
 def test_a_bundle_in_the_same_folder_with_another_codec_is_served_with_its_own(
-    told: Told, own_bundle: Path, seal: Callable[[Path], str], picture: list[Any]
+    client: AdminClient, own_bundle: Path, seal: Callable[[Path], str], picture: list[Any]
 ) -> None:
     codec = (own_bundle / "codec.py").read_text()
-    (own_bundle / "codec.py").write_text(codec + "\nTOLD = 1\n")
+    (own_bundle / "codec.py").write_text(codec + "\nCHANGED = 1\n")
     seal(own_bundle)
-    told.tell("/switch", version=told.load(own_bundle))
+    client.send("/switch", version=client.load(own_bundle))
     (own_bundle / "codec.py").write_text(codec + '\nDigitsCodec.encode = lambda self, outputs: ["no"]\n')
     seal(own_bundle)
-    assert "golden requests" in told.tell("/load", 422, bundle=str(own_bundle))["error"]
+    assert "golden requests" in client.send("/load", 422, bundle=str(own_bundle))["error"]
 
 
 def test_a_canary_answers_its_share_the_same_ids_always(
-    told: Told, bundle: Bundle, other: Bundle, other_path: Path
+    client: AdminClient, bundle: Bundle, other: Bundle, other_path: Path
 ) -> None:
-    told.tell("/canary", version=told.load(other_path), share=0.3)
+    client.send("/canary", version=client.load(other_path), share=0.3)
     ids = [f"id-{number}" for number in range(60)]
-    found = {request_id: told.digest(request_id=request_id) for request_id in ids}
+    found = {request_id: client.digest(request_id=request_id) for request_id in ids}
     share = sum(digest == other.digest for digest in found.values()) / len(ids)
     assert 0.1 < share < 0.5
-    assert {request_id: told.digest(request_id=request_id) for request_id in ids} == found
-    told.tell("/canary", version=told.status["canary"]["version"], share=0.0)
-    assert {told.digest(request_id=request_id) for request_id in ids} == {bundle.digest}
-    assert told.status["canary"] is None
+    assert {request_id: client.digest(request_id=request_id) for request_id in ids} == found
+    client.send("/canary", version=client.status["canary"]["version"], share=0.0)
+    assert {client.digest(request_id=request_id) for request_id in ids} == {bundle.digest}
+    assert client.status["canary"] is None
 
 
 def test_a_canary_answers_over_grpc_and_through_the_codec_too(
-    told: Told, bundle: Bundle, other: Bundle, other_path: Path, picture: list[Any]
+    client: AdminClient, bundle: Bundle, other: Bundle, other_path: Path, picture: list[Any]
 ) -> None:
-    told.tell("/canary", version=told.load(other_path), share=0.5)
+    client.send("/canary", version=client.load(other_path), share=0.5)
     for load in (
-        GrpcLoad(told.running.grpc_port),
-        Load(told.running.port, {"instances": [picture]}, keep_alive=True),
+        GrpcLoad(client.running.grpc_port),
+        Load(client.running.port, {"instances": [picture]}, keep_alive=True),
     ):
         with load.running(clients=2):
             load.answers(10, bundle=bundle.digest)
@@ -206,40 +206,42 @@ def test_a_canary_answers_over_grpc_and_through_the_codec_too(
         assert load.failures == []
 
 
-def test_a_shadow_is_reported_of_in_the_status_and_the_metrics(told: Told, other: Bundle, other_path: Path) -> None:
-    told.tell("/shadow", bundle=str(other_path))
-    assert told.ask().status_code == 200
+def test_a_shadow_is_reported_of_in_the_status_and_the_metrics(
+    client: AdminClient, other: Bundle, other_path: Path
+) -> None:
+    client.send("/shadow", bundle=str(other_path))
+    assert client.ask().status_code == 200
     for _ in range(1000):
-        if (shadow := told.status["shadow"])["other"] == 1:
+        if (shadow := client.status["shadow"])["other"] == 1:
             break
     assert (shadow["bundle"], shadow["same"], shadow["dropped"]) == (other.digest, 0, 0)
     assert shadow["max_difference"] > 0
-    told.tell("/shadow", bundle=str(other_path))
-    assert told.status["shadow"]["other"] == 1, "the same again goes on with its counts"
-    metrics = told.public.get("/metrics").text
+    client.send("/shadow", bundle=str(other_path))
+    assert client.status["shadow"]["other"] == 1, "the same again goes on with its counts"
+    metrics = client.public.get("/metrics").text
     assert f'pipe_shadow_requests_total{{digest="{other.digest}",model="tiny",result="other"}} 1.0' in metrics
-    told.tell("/shadow")
-    assert told.status["shadow"] is None
+    client.send("/shadow")
+    assert client.status["shadow"] is None
 
 
 @pytest.mark.parametrize("kind", ["kept connections", "new connections", "gRPC"])
 def test_switched_under_load_each_request_is_answered_by_one_or_the_other(
-    told: Told, bundle: Bundle, other: Bundle, other_path: Path, picture: list[Any], kind: str
+    client: AdminClient, bundle: Bundle, other: Bundle, other_path: Path, picture: list[Any], kind: str
 ) -> None:
     load: Clients
     if kind == "gRPC":
-        load = GrpcLoad(told.running.grpc_port)
+        load = GrpcLoad(client.running.grpc_port)
     else:
-        load = Load(told.running.port, {"instances": [picture]}, keep_alive=kind == "kept connections")
+        load = Load(client.running.port, {"instances": [picture]}, keep_alive=kind == "kept connections")
     with load.running(clients=4):
         load.answers(20, bundle=bundle.digest)
-        version = told.load(other_path)
-        told.tell("/switch", version=version)
+        version = client.load(other_path)
+        client.send("/switch", version=version)
         switched = time.monotonic()
         load.answers(20, bundle=other.digest)
     assert load.failures == []
     assert {one.bundle for one in load.heard} == {bundle.digest, other.digest}
-    assert {one.bundle for one in load.heard if one.asked > switched} == {other.digest}, "never back"
+    assert {one.bundle for one in load.heard if one.sent > switched} == {other.digest}, "never back"
 
 
 def test_a_token_that_others_may_read_stops_the_start(
@@ -254,8 +256,8 @@ def test_a_token_that_others_may_read_stops_the_start(
     assert running.process.wait(SECONDS) == 2
 
 
-def test_the_admin_port_is_of_this_machine_alone(told: Told) -> None:
-    port = told.admin.base_url.port
+def test_the_admin_port_is_of_this_machine_alone(client: AdminClient) -> None:
+    port = client.admin.base_url.port
     assert port is not None
     connection = http.client.HTTPConnection("127.0.0.2", port, timeout=SECONDS)
     with pytest.raises(ConnectionRefusedError):

@@ -41,9 +41,9 @@ def test_tritons_clients_get_right_answers_in_every_way_they_ask(
     argv = [sys.executable, str(CLIENT_CHECKS), f"127.0.0.1:{running.port}", f"127.0.0.1:{running.grpc_port}"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert len(told) == 17
-    assert {check: trouble for check, trouble in told.items() if trouble} == {}
+    received = json.loads(done.stdout)
+    assert len(received) == 17
+    assert {check: trouble for check, trouble in received.items() if trouble} == {}
     assert "Traceback" not in running.log
 
 

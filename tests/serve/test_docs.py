@@ -1,4 +1,4 @@
-"""`docs/serving.md`, typed line by line into a shell, answers as it says."""
+"""`docs/serving.md`, typed line by line into a shell, answers as it states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANYTHING = "…"
 
 @dataclass
 class Ran:
-    """A block: its text, what it printed, and what the document says it prints, if it does, as JSON or lines."""
+    """A block: its text, what it printed, and what the document states it prints, if it does, as JSON or lines."""
 
     text: str
     printed: str
@@ -151,11 +151,11 @@ def _same_lines(ran: Ran) -> None:
 
 
 def test_every_endpoint_is_requested_by_a_curl_line() -> None:
-    asked = set(re.findall(r"curl [^\n]*?localhost:80[78]0(\S*)", DOCUMENT))
+    sent = set(re.findall(r"curl [^\n]*?localhost:80[78]0(\S*)", DOCUMENT))
     named = {path: "story" if "openai" in path else "digits" for path, _ in PATHS.values()}
-    missing = [path for path, name in named.items() if path.replace("{model_name}", name) not in asked]
+    missing = [path for path, name in named.items() if path.replace("{model_name}", name) not in sent]
     assert missing == []
-    assert {"/v2/models/digits/ready", "/v2/models/digits/versions/1/infer"} <= asked
+    assert {"/v2/models/digits/ready", "/v2/models/digits/versions/1/infer"} <= sent
 
 
 @pytest.mark.parametrize(
@@ -168,17 +168,17 @@ def test_every_way_to_start_it_is_one_it_understands(line: str) -> None:
 
 
 def test_every_status_of_a_refusal_is_in_the_table() -> None:
-    told = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", DOCUMENT, re.MULTILINE) for code in row.split(",")}
+    received = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", DOCUMENT, re.MULTILINE) for code in row.split(",")}
     kinds: list[type[RequestError]] = [RequestError, *RequestError.__subclasses__()]
-    nobody_reads = {499, 409}  # the client left; of the admin interface
-    assert {int(kind.status) for kind in kinds} - nobody_reads <= told
+    undocumented = {499, 409}  # the client left; of the admin interface
+    assert {int(kind.status) for kind in kinds} - undocumented <= received
 
 
 def test_every_word_of_the_configuration_is_reported() -> None:
-    told = {"canary", "shadow", "shadow_share"}  # by their options, which have the same names
-    for name in Serve.model_fields.keys() - told:
+    received = {"canary", "shadow", "shadow_share"}  # by their options, which have the same names
+    for name in Serve.model_fields.keys() - received:
         assert re.search(rf"\b{name}\b", DOCUMENT), name
-    for name in told:
+    for name in received:
         assert f"--{name.replace('_', '-')}" in DOCUMENT
 
 

@@ -1,4 +1,4 @@
-"""Requests nobody thought of: good ones, broken at random. None is the server's fault, and none does it harm."""
+"""Requests no one thought of: good ones, broken at random. None is the server's fault, and none does it harm."""
 
 from __future__ import annotations
 

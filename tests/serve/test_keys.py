@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
         {b"x-api-key": FIRST.encode()},
         {b"authorization": b"Bearer " + FIRST.encode()},
         {b"authorization": b"bearer  " + SECOND.encode()},
-        {b"authorization": b"Basic " + base64.b64encode(b"anybody:" + SECOND.encode())},
+        {b"authorization": b"Basic " + base64.b64encode(b"anyone:" + SECOND.encode())},
     ],
 )
 def test_a_known_key_is_admitted_however_it_is_sent(file: Path, headers: dict[bytes, bytes]) -> None:
@@ -93,7 +93,7 @@ def test_a_changed_file_is_read_anew_and_a_wrong_one_changes_nothing(file: Path)
         ("clé-0123456789012345\n", "line 1: no key"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused_without_telling_what_it_holds(
+def test_a_file_that_is_wrong_is_rejected_without_printing_its_content(
     tmp_path: Path, text: str, sentence: str
 ) -> None:
     path = tmp_path / "keys"

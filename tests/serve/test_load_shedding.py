@@ -1,4 +1,4 @@
-"""Requests that are turned away on their heads: what they are told, that it is counted, and that nothing else is."""
+"""Requests that are rejected by their headers: the response, and what is counted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def body(rounds: float = 0.0) -> bytes:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher) -> Running:
-    """A slow model that takes one request at a time and lets two wait; it asks for a key."""
+    """A slow model that takes one request at a time and lets two wait; it requests a key."""
     folder = tmp_path_factory.mktemp("gate")
     (folder / "keys").write_text(KEY + "\n")
     (folder / "keys").chmod(0o600)
@@ -43,20 +43,20 @@ def running(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher)
 
 @pytest.fixture
 def full(running: Running) -> Iterator[httpx.Client]:
-    """Its queue is full, and somebody was refused already."""
+    """Its queue is full, and someone was refused already."""
     headers = {"authorization": f"Bearer {KEY}"}
     with (
         httpx.Client(base_url=running.url, headers=headers, timeout=60) as client,
         ThreadPoolExecutor(1 + MOST) as threads,
     ):
-        asked: list[Future[httpx.Response]] = []
+        sent: list[Future[httpx.Response]] = []
         while value(client, "pipe_queue_length") < MOST:
-            missing = 1 + MOST - len(asked) + sum(one.done() for one in asked)
-            asked += [threads.submit(client.post, PATH, content=body(LONG)) for _ in range(missing)]
+            missing = 1 + MOST - len(sent) + sum(one.done() for one in sent)
+            sent += [threads.submit(client.post, PATH, content=body(LONG)) for _ in range(missing)]
             time.sleep(0.01)
         assert client.post(PATH, content=body()).status_code == 503
         yield client
-        assert {one.result().status_code for one in asked} <= {200, 503}
+        assert {one.result().status_code for one in sent} <= {200, 503}
 
 
 def value(client: httpx.Client, name: str, label: str = "") -> float:
@@ -89,7 +89,7 @@ def test_a_body_that_comes_late_is_thrown_away_and_the_connection_goes_on(runnin
             answer.begin()
             assert (answer.status, answer.will_close) == (503, False)
             assert b"requests wait already" in answer.read()
-            sock.sendall(b"x" * 300_000)  # no JSON: nobody looks at it
+            sock.sendall(b"x" * 300_000)  # no JSON: no one looks at it
         sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n")
         answer = http.client.HTTPResponse(sock)
         answer.begin()
@@ -99,9 +99,9 @@ def test_a_body_that_comes_late_is_thrown_away_and_the_connection_goes_on(runnin
 def test_pipelined_requests_are_refused_in_their_order(running: Running, full: httpx.Client) -> None:
     text = body()
     lines = f"authorization: Bearer {KEY}\r\ncontent-length: {len(text)}\r\n"
-    asked = [f"POST {PATH} HTTP/1.1\r\nhost: x\r\nx-request-id: p{number}\r\n{lines}\r\n" for number in range(3)]
+    sent = [f"POST {PATH} HTTP/1.1\r\nhost: x\r\nx-request-id: p{number}\r\n{lines}\r\n" for number in range(3)]
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as sock:
-        sock.sendall(b"".join(head.encode() + text for head in asked))
+        sock.sendall(b"".join(head.encode() + text for head in sent))
         sock.shutdown(socket.SHUT_WR)
         found = b"".join(iter(lambda: sock.recv(1 << 16), b""))
     assert found.count(b"HTTP/1.1 503 ") == 3
@@ -111,7 +111,7 @@ def test_pipelined_requests_are_refused_in_their_order(running: Running, full: h
 
 def test_whatever_else_is_wrong_is_stated_as_ever(full: httpx.Client) -> None:
     wrong: list[tuple[str, dict[str, str], int]] = [
-        (PATH, {"authorization": "Bearer nobody"}, 401),
+        (PATH, {"authorization": "Bearer no one"}, 401),
         ("/v2/models/other/infer", {}, 404),
         (PATH + "/x", {}, 404),
         (PATH, {"x-request-timeout": "soon"}, 400),

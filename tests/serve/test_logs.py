@@ -29,7 +29,7 @@ def lines(request: pytest.FixtureRequest) -> Iterator[Lines]:
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # pytest's processes cannot tell each other of half a character
+    logger.propagate = False  # pytest's processes cannot exchange half a character
     yield handler
     logger.removeHandler(handler)
     logger.setLevel(before[0])
@@ -89,7 +89,7 @@ HOSTILE = "a\nready url=http://evil\r\x1b[2Jb\x85c\u2028d\u202ee\x00"
 
 @pytest.mark.parametrize("lines", [TextFormatter, JsonFormatter], indirect=True)
 def test_no_words_of_a_client_make_a_line_or_move_a_cursor(lines: Lines) -> None:
-    logging.getLogger("serve").warning("asked for %s", HOSTILE, extra=log_fields(path=HOSTILE, plain="x\x1b[31m"))
+    logging.getLogger("serve").warning("requested %s", HOSTILE, extra=log_fields(path=HOSTILE, plain="x\x1b[31m"))
     (line,) = lines.found
     assert line.isprintable()
     assert line.encode()

@@ -32,7 +32,7 @@ def _imported(modules: str) -> set[str]:
 
 
 def _refusal(bundle: Path, *options: str) -> str:
-    """What a service says that ends with exit code 2 before it listens."""
+    """What a service states that ends with exit code 2 before it listens."""
     argv = [sys.executable, "-m", "serve", str(bundle), "--grpc-port", "-1", "--log-format", "text", *options]
     done = subprocess.run(argv, env=ENV, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2, done.stderr
@@ -109,8 +109,8 @@ def test_a_service_states_where_it_listens_and_what_it_serves(own_bundle: Path, 
     running = start(own_bundle)
     assert running.stop() == 0
     short = open_bundle(own_bundle).digest[:12]
-    told = [line.split(" ", 3)[3].split()[0] for line in running.lines]
-    assert told == ["starting", "ready", "draining", "stopped"]
+    received = [line.split(" ", 3)[3].split()[0] for line in running.lines]
+    assert received == ["starting", "ready", "draining", "stopped"]
     assert all(f"bundle={short}" in line for line in running.lines)
     assert f"url={running.url} grpc=127.0.0.1:{running.grpc_port}" in running.lines[1]
 
@@ -136,5 +136,5 @@ def test_several_models_and_versions_are_served_by_one_process(
 
 
 def test_a_shadow_of_no_model_there_is_stops_the_start(bundle_path: Path, port: str) -> None:
-    said = _refusal(bundle_path, "--port", port, "--shadow", f"big={bundle_path}")
-    assert "which model? Write NAME=BUNDLE with one of tiny" in said
+    output = _refusal(bundle_path, "--port", port, "--shadow", f"big={bundle_path}")
+    assert "which model? Write NAME=BUNDLE with one of tiny" in output

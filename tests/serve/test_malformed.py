@@ -1,4 +1,4 @@
-"""Requests no client should send, asked of the real service: each a 4xx with a sentence, and no harm done."""
+"""Requests no client should send, sent to the real service: each a 4xx with a sentence, and no harm done."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_all_models_are_ready_or_none_is(
 def test_who_was_met_answers_though_it_is_let_go(
     plane: OnnxDataPlane, fleet: ModelManager, bundle: Bundle, other_path: Path, picture: list[Any], tmp_path: Path
 ) -> None:
-    """Two switches on, the first version is known no more; whoever has met it is answered by it."""
+    """Two switches on, the first version is known no more; the client that has met it is answered by it."""
     source = (bundle.path / "codec.py").read_text()
     third = build(tmp_path / "third", "DigitsCodec", source, [picture], digits, seed=9)
     met = plane.find_version("tiny")

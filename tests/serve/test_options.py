@@ -1,6 +1,6 @@
-"""A service that asks for keys and speaks TLS, asked by clients that do, by clients that do not, and renewed.
+"""A service that requests keys and speaks TLS, sent by clients that do, by clients that do not, and renewed.
 
-What whoever runs a service says otherwise than the bundle.
+What the client that runs a service states otherwise than the bundle.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def test_grpc_requests_the_same_keys_over_the_same_tls(closed: Closed) -> None:
 def test_many_large_calls_over_tls_are_answered(closed: Closed) -> None:
     channel, stub = _stub(closed)
     tensor = {"name": "image", "datatype": "FP32", "shape": [16, 1, 8, 8]}
-    asked = pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[b"\0" * 4096], id="7" * 60_000)
+    sent = pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[b"\0" * 4096], id="7" * 60_000)
     with channel:
-        calls = [stub.ModelInfer.future(asked, metadata=[("x-api-key", KEY)], timeout=20) for _ in range(100)]
+        calls = [stub.ModelInfer.future(sent, metadata=[("x-api-key", KEY)], timeout=20) for _ in range(100)]
         assert {len(call.result().id) for call in calls} == {60_000}
 
 
@@ -157,7 +157,7 @@ def test_grpc_without_tls_is_not_spoken(closed: Closed) -> None:
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.long  # the files are looked at every five seconds
+@pytest.mark.long  # the files are checked every five seconds
 def test_new_keys_and_a_new_certificate_are_taken_up_without_a_restart(closed: Closed, tmp_path: Path) -> None:
     successor = certificates.make(tmp_path, "localhost")
     closed.keys.write_text(LATER + "\n")
@@ -290,7 +290,7 @@ def test_an_option_that_a_variable_leaves_empty_is_the_bundles() -> None:
 
 
 MORE = ["--max-body-bytes", "5000", "--deadline-seconds", "0.5", "--max-cache-bytes", "9000"]
-SAID = ["--max-batch-size", "2", "--max-waiting", "7", "--batch-rows", "4", "--batch-delay-ms", "1.5"]
+OPTIONS = ["--max-batch-size", "2", "--max-waiting", "7", "--batch-rows", "4", "--batch-delay-ms", "1.5"]
 
 
 def test_every_word_that_travels_in_a_bundle_can_be_stated_at_the_start() -> None:
@@ -300,7 +300,7 @@ def test_every_word_that_travels_in_a_bundle_can_be_stated_at_the_start() -> Non
 
 def test_what_is_stated_holds_and_what_is_not_is_the_bundles(bundle: Bundle, pool: Executor) -> None:
     found = parse_options(
-        ["b", *SAID, "--max-body-bytes", "5000", "--deadline-seconds", "0.5", "--max-cache-bytes", "9000"]
+        ["b", *OPTIONS, "--max-body-bytes", "5000", "--deadline-seconds", "0.5", "--max-cache-bytes", "9000"]
     ).overrides.apply(bundle)
     assert found.signature.limits.model_dump() == {
         "max_batch_size": 2,

@@ -1,4 +1,4 @@
-"""Versions, probes and repository calls as the protocols have them, asked of the real service over HTTP and gRPC."""
+"""Versions, probes and repository calls as the protocols have them, sent to the real service over HTTP and gRPC."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_a_deadline_that_passes_is_reported_at_once_and_nothing_is_computed(
             model, batcher, ask(batcher, rows(1), deadline=soon), ask(batcher, rows(2), deadline=soon + 100)
         )
         with pytest.raises(DeadlineExceeded):
-            await late  # the gate is still closed: nobody waited for the one that runs
+            await late  # the gate is still closed: no one waited for the one that runs
         assert batcher.waiting == 1
         model.gate.set()
         assert [await first, await patient] == [[200], [4]]
@@ -65,16 +65,16 @@ def test_deadlines_are_reported_in_their_order_whatever_the_order_of_arrival(
 ) -> None:
     async def body() -> None:
         batcher, now = Batcher(model, MERGING, pool), time.monotonic()
-        told: list[float] = []
+        received: list[float] = []
 
         async def late(seconds: float) -> None:
             with pytest.raises(DeadlineExceeded):
                 await ask(batcher, rows(1), deadline=now + seconds)
-            told.append(seconds)
+            received.append(seconds)
 
         tasks = await behind_a_gate(model, batcher, late(0.6), late(0.2), late(0.4))
         await asyncio.gather(*tasks[1:])
-        assert told == [0.2, 0.4, 0.6]
+        assert received == [0.2, 0.4, 0.6]
         model.gate.set()
         await tasks[0]
 
@@ -129,15 +129,15 @@ def test_who_would_come_late_is_refused_before_the_run_and_who_waits_last_is_tri
 ) -> None:
     async def body() -> None:
         batcher, soon = Batcher(model, BatchingOptions(mergeable=True, max_rows=4), pool), time.monotonic() + 15
-        asked = (ask(batcher, rows(value), deadline=soon) for value in (1, 2, 3))
-        first, *late, last = await behind_a_gate(model, batcher, *asked, ask(batcher, rows(4), deadline=soon))
+        sent = (ask(batcher, rows(value), deadline=soon) for value in (1, 2, 3))
+        first, *late, last = await behind_a_gate(model, batcher, *sent, ask(batcher, rows(4), deadline=soon))
         batcher._estimate.record(0, 1, 100.0)  # a row takes minutes of late, or so it seems
         model.gate.set()
         assert await first == [200]
         for one in late:
             with pytest.raises(Busy, match="that its deadline cannot be met"):
                 await one
-        assert await last == [8], "else nobody would ever know that the estimate was wrong"
+        assert await last == [8], "else no one would ever know that the estimate was wrong"
 
     run(body)
 

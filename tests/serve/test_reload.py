@@ -14,12 +14,12 @@ def _watch(path: Path, reload: Callable[[], None], *changes: Callable[[], object
     """Make the changes one after the other, each once the last was seen."""
     seen = asyncio.Event()
 
-    def reload_and_tell() -> None:
+    def reload_and_report() -> None:
         seen.set()
         reload()
 
     async def main() -> None:
-        task = asyncio.create_task(reload_changed_files([ReloadedFiles("the file", (path,), reload_and_tell)], 0.001))
+        task = asyncio.create_task(reload_changed_files([ReloadedFiles("the file", (path,), reload_and_report)], 0.001))
         await asyncio.sleep(0.005)
         assert not seen.is_set()
         for change in changes:

@@ -47,15 +47,15 @@ def _message(**fields: Any) -> Any:
 
 
 def test_a_prediction_is_counted_once_in_every_place_it_belongs(server: Running, picture: list[Any]) -> None:
-    asked = [
+    sent = [
         ("pipe_requests_total", {"protocol": "v1", "code": "200", "model": "tiny"}),
         ("pipe_request_seconds_count", {"protocol": "v1"}),
         ("pipe_batch_requests_sum", {}),
         *[("pipe_phase_seconds_count", {"phase": phase}) for phase in ("read", "wait", "run", "write")],
     ]
-    before = [_sample(server, name, **labels) for name, labels in asked]
+    before = [_sample(server, name, **labels) for name, labels in sent]
     assert _post(server, {"instances": [picture, picture]}).status_code == 200
-    assert [_sample(server, name, **labels) for name, labels in asked] == [value + 1 for value in before]
+    assert [_sample(server, name, **labels) for name, labels in sent] == [value + 1 for value in before]
     assert _sample(server, "pipe_requests_in_flight") == 0
     assert _sample(server, "pipe_batch_rows_sum") == 2 * _sample(server, "pipe_batch_requests_sum")
 
@@ -89,9 +89,9 @@ def test_other_grpc_calls_bear_an_id_too(server: Running) -> None:
         assert dict(call.trailing_metadata())["x-request-id"] == "mine-8"
         with pytest.raises(grpc.RpcError) as refused:
             stub.ModelMetadata(pb.ModelMetadataRequest(name="none"), timeout=20)
-        told = dict(refused.value.trailing_metadata())
-        assert (refused.value.code(), told["x-served-by"]) == (grpc.StatusCode.NOT_FOUND, str(server.process.pid))
-        assert told["x-request-id"]
+        received = dict(refused.value.trailing_metadata())
+        assert (refused.value.code(), received["x-served-by"]) == (grpc.StatusCode.NOT_FOUND, str(server.process.pid))
+        assert received["x-request-id"]
 
 
 def test_the_bundle_and_where_it_runs_are_reported(server: Running, bundle: Bundle) -> None:
@@ -120,8 +120,8 @@ def test_a_head_that_is_no_http_is_counted_and_answered_with_an_id(server: Runni
         connection.sendall(b"HELLO\r\n\r\n")
         head = connection.makefile("rb").read().partition(b"\r\n\r\n")[0]
     assert head.startswith(b"HTTP/1.1 400 ")
-    (told,) = re.findall(rb"\r\nx-request-id: (\S+)", head)
-    server.wait_for(f"request_id={told.decode()}")
+    (received,) = re.findall(rb"\r\nx-request-id: (\S+)", head)
+    server.wait_for(f"request_id={received.decode()}")
     assert _sample(server, "pipe_rejected_total", reason="http_400") == before + 1
 
 
@@ -168,10 +168,10 @@ def test_the_log_is_json_with_the_id_of_what_failed_and_a_share_of_the_rest(
     assert "secret" not in failed.text
     assert server.stop() == 0
     lines = [json.loads(line) for line in server.lines]
-    told = [line for line in lines if line.get("request_id") == failed.headers["x-request-id"]]
-    assert [line["message"] for line in told] == ["request failed", "request"]
-    assert "a secret of the server" in told[0]["traceback"]
-    assert (told[1]["code"], told[1]["level"]) == (500, "warning")
+    received = [line for line in lines if line.get("request_id") == failed.headers["x-request-id"]]
+    assert [line["message"] for line in received] == ["request failed", "request"]
+    assert "a secret of the server" in received[0]["traceback"]
+    assert (received[1]["code"], received[1]["level"]) == (500, "warning")
     (good,) = [line for line in lines if line.get("request_id") == "good-1"]
     assert (good["path"], good["protocol"], good["model"], good["version"], good["code"]) == (
         PREDICT,

@@ -1,4 +1,4 @@
-"""schemathesis, a judge from outside: it reads `/openapi.json` and asks what fits it and what does not."""
+"""schemathesis, a judge from outside: it reads `/openapi.json` and requests what fits it and what does not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 ST = Path(sysconfig.get_path("scripts")) / "st"
-KEY = "a-key-that-nobody-guesses"
+KEY = "a-key-that-is-hard-to-guess"
 RULES = Path(__file__).parent / "schemathesis.toml"
 
 
@@ -62,7 +62,7 @@ def test_the_service_is_what_its_openapi_states_for_every_version_and_many_reque
 def test_a_service_that_requests_a_key_is_what_its_openapi_states(
     module_launcher: Launcher, bundle_path: Path, tmp_path: Path
 ) -> None:
-    """Among what is asked here is whether it lets anybody in without one."""
+    """Among what is requested here is whether it lets anyone in without one."""
     (tmp_path / "keys").write_text(f"{KEY}\n")
     server = module_launcher(bundle_path, options=["--api-keys", str(tmp_path / "keys")])
     _judge(server, tmp_path, "-n", "5", "-H", f"Authorization: Bearer {KEY}", seconds=200)

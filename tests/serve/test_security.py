@@ -140,28 +140,28 @@ def test_a_sentence_is_bounded_whatever_it_speaks_of(server: Running, path: str,
 
 def test_over_grpc_too(server: Running) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        asked = pb.ModelInferRequest(model_name="tiny")
-        asked.inputs.add(name=ENDLESS + "é\n", datatype="FP32", shape=[1])
+        sent = pb.ModelInferRequest(model_name="tiny")
+        sent.inputs.add(name=ENDLESS + "é\n", datatype="FP32", shape=[1])
         with pytest.raises(grpc.RpcError) as caught:
-            GRPCInferenceServiceStub(channel).ModelInfer(asked, timeout=20)
+            GRPCInferenceServiceStub(channel).ModelInfer(sent, timeout=20)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "unknown input 'nnn" in caught.value.details()
         assert len(caught.value.details()) <= 501
 
 
-NOBODY = ["setpriv", "--reuid", "10001", "--regid", "10001", "--clear-groups"]
+UNPRIVILEGED = ["setpriv", "--reuid", "10001", "--regid", "10001", "--clear-groups"]
 
 
-def _can_be_nobody() -> bool:
+def _can_drop_privileges() -> bool:
     """Mounts are changed by root alone, and the interpreter may stand where only root can read it."""
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
         return False
-    argv = ["unshare", "--mount", *NOBODY, sys.executable, "-c", "import serve.options"]
+    argv = ["unshare", "--mount", *UNPRIVILEGED, sys.executable, "-c", "import serve.options"]
     env = {**os.environ, "PYTHONPATH": str(SOURCE_ROOT)}
     return subprocess.run(argv, check=False, capture_output=True, env=env, cwd="/").returncode == 0
 
 
-# Every file system but /proc and /dev becomes read-only in a name space of its own, /tmp too; then nobody runs it.
+# Every file system but /proc and /dev becomes read-only in a name space of its own, /tmp too; then no one runs it.
 ALONE = """
 for place in $(awk '$2 !~ "^/(proc|sys|dev/pts|dev$)" { print $2 }' /proc/self/mounts); do
     mount -o remount,bind,ro "$place" || exit 9
@@ -172,7 +172,7 @@ exec setpriv --reuid 10001 --regid 10001 --clear-groups --no-new-privs --boundin
 
 @pytest.fixture
 def readable(bundle_path: Path) -> Iterator[Path]:
-    """The bundle where somebody else may read it."""
+    """The bundle where another user may read it."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(shutil.copytree(bundle_path, Path(folder) / "bundle"))
@@ -181,25 +181,25 @@ def readable(bundle_path: Path) -> Iterator[Path]:
 def test_it_runs_as_no_one_on_a_file_system_that_cannot_be_written(
     readable: Path, free_ports: Callable[[int], list[int]], picture: list[list[int]]
 ) -> None:
-    if not _can_be_nobody():
-        pytest.skip("needs root, unshare, setpriv and an interpreter that everybody may run")
+    if not _can_drop_privileges():
+        pytest.skip("needs root, unshare, setpriv and an interpreter that everyone may run")
     http_port, grpc_port = free_ports(2)
     argv = ["unshare", "--mount", "bash", "-c", ALONE, "alone", sys.executable, "-m", "serve", str(readable)]
     argv += ["--port", str(http_port), "--grpc-port", str(grpc_port), "--log-format", "text"]
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(SOURCE_ROOT), "PYTHONSAFEPATH": "1", "HOME": "/nowhere"}
     with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        said = [next(line for line in process.stderr if " ready url=" in line or "error" in line)]
+        output = [next(line for line in process.stderr if " ready url=" in line or "error" in line)]
         try:
             status = Path(f"/proc/{process.pid}/status").read_text()
             mounts = Path(f"/proc/{process.pid}/mounts").read_text().splitlines()
-            asked = {"instances": [picture]}
-            code, _, answer = send_request("127.0.0.1", http_port, "POST", "/v1/models/tiny:predict", asked)
+            sent = {"instances": [picture]}
+            code, _, answer = send_request("127.0.0.1", http_port, "POST", "/v1/models/tiny:predict", sent)
         finally:
             process.terminate()
-            said += process.stderr
+            output += process.stderr
             process.wait(30)
-    log = "".join(said)
+    log = "".join(output)
     assert "Uid:\t10001\t10001" in status, log
     assert "CapEff:\t0000000000000000" in status
     assert next(line.split()[3] for line in mounts if line.split()[1] == "/").startswith("ro")

@@ -117,7 +117,7 @@ def test_ended_under_load_no_accepted_request_is_lost(
 def test_a_successor_takes_over_the_port_under_load_without_a_gap(
     start: Launcher, tricky_path: Path, picture: list[Any], keep_alive: bool
 ) -> None:
-    """Who keeps a connection is answered by the old one until that says, with an answer, that it closes it."""
+    """Who keeps a connection is answered by the old one until that states, with an answer, that it closes it."""
     old = start(tricky_path)
     load = Load(old.port, {"instances": [{"image": picture}]}, keep_alive=keep_alive)
     with load.running(clients=4):

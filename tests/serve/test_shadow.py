@@ -22,7 +22,7 @@ SECONDS = 20
 
 
 class Watched(Predictor):
-    """Tells when it has answered so many requests; waits while its gate is closed."""
+    """Reports when it has answered so many requests; waits while its gate is closed."""
 
     def __init__(self, bundle: Bundle) -> None:
         super().__init__(bundle, Session(bundle, "cpu", 1))
@@ -51,8 +51,8 @@ def shadow(candidate: Watched, other_path: Path) -> Iterator[Shadow]:
 
 
 @pytest.fixture(scope="module")
-def asked(bundle: Bundle) -> tuple[dict[str, Array], dict[str, Array]]:
-    """What the current version was asked and answered."""
+def sent(bundle: Bundle) -> tuple[dict[str, Array], dict[str, Array]]:
+    """What the current version was requested and answered."""
     images = {"image": np.random.default_rng(2).random((4, 1, 8, 8)).astype(np.float32)}
     return images, load_predictor(bundle, "cpu", 1).run(images)
 
@@ -66,66 +66,66 @@ def _until(what: Callable[[], bool]) -> None:
     raise AssertionError("it never happened")
 
 
-def test_a_candidate_that_is_the_same_agrees(bundle: Bundle, bundle_path: Path, asked: Any) -> None:
+def test_a_candidate_that_is_the_same_agrees(bundle: Bundle, bundle_path: Path, sent: Any) -> None:
     with closing(open_shadow("tiny", bundle_path, bundle.signature, 1.0)) as shadow:
-        shadow.offer(*asked)
+        shadow.offer(*sent)
         _until(lambda: shadow.agreement.same == 1)
     assert shadow.agreement == Agreement(same=1, rows=4, rows_same_class=4, max_difference=0.0)
     assert shadow.status()["bundle"] == bundle.digest
 
 
-def test_a_candidate_that_is_another_is_measured(shadow: Shadow, candidate: Watched, asked: Any) -> None:
-    shadow.offer(*asked)
+def test_a_candidate_that_is_another_is_measured(shadow: Shadow, candidate: Watched, sent: Any) -> None:
+    shadow.offer(*sent)
     _until(lambda: shadow.agreement.other == 1)
-    images, outputs = asked
+    images, outputs = sent
     apart = np.abs(candidate.run(images)["logits"].astype(np.float64) - outputs["logits"])
     assert shadow.agreement.max_difference == pytest.approx(float(apart.max()))
     assert (shadow.agreement.same, shadow.agreement.rows) == (0, 4)
     assert shadow.agreement.rows_same_class < 4
 
 
-def test_a_busy_shadow_is_not_requested_and_no_one_waits_for_it(shadow: Shadow, candidate: Watched, asked: Any) -> None:
+def test_a_busy_shadow_is_not_requested_and_no_one_waits_for_it(shadow: Shadow, candidate: Watched, sent: Any) -> None:
     candidate.gate.clear()
-    shadow.offer(*asked)
+    shadow.offer(*sent)
     assert candidate.entered.wait(SECONDS)
     for _ in range(MAX_WAITING_COPIES + 5):
-        shadow.offer(*asked)
+        shadow.offer(*sent)
     assert shadow.agreement.dropped == 5
     candidate.gate.set()
     _until(lambda: shadow.agreement.other == MAX_WAITING_COPIES + 1)
 
 
 def test_a_candidate_that_fails_is_counted_and_reported_once(
-    shadow: Shadow, candidate: Watched, asked: Any, caplog: pytest.LogCaptureFixture
+    shadow: Shadow, candidate: Watched, sent: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     candidate.fails = True
-    shadow.offer(*asked)
-    shadow.offer(*asked)
+    shadow.offer(*sent)
+    shadow.offer(*sent)
     _until(lambda: shadow.agreement.failed == 2)
     assert caplog.text.count("shadow failed (logged once, then counted): no room") == 1
     candidate.fails = False
-    shadow.offer(*asked)
+    shadow.offer(*sent)
     _until(lambda: shadow.agreement.other == 1)
 
 
-def test_only_the_share_is_copied(candidate: Watched, other_path: Path, asked: Any) -> None:
+def test_only_the_share_is_copied(candidate: Watched, other_path: Path, sent: Any) -> None:
     with closing(Shadow("tiny", other_path, candidate, 0.0)) as shadow:
         for _ in range(100):
-            shadow.offer(*asked)
+            shadow.offer(*sent)
         assert shadow.agreement.dropped == 0
     assert not candidate.entered.is_set()
 
 
-def test_a_closed_shadow_ends_its_thread_even_when_it_was_full(shadow: Shadow, candidate: Watched, asked: Any) -> None:
+def test_a_closed_shadow_ends_its_thread_even_when_it_was_full(shadow: Shadow, candidate: Watched, sent: Any) -> None:
     candidate.gate.clear()
     for _ in range(MAX_WAITING_COPIES + 2):
-        shadow.offer(*asked)
+        shadow.offer(*sent)
     shadow.close()
     candidate.gate.set()
     shadow._thread.join(SECONDS)
     assert not shadow._thread.is_alive()
     before = shadow.agreement.dropped
-    shadow.offer(*asked)
+    shadow.offer(*sent)
     assert shadow.agreement.dropped == before
 
 

@@ -24,7 +24,7 @@ def _accepted(sock: socket.socket) -> int:
                 stack.enter_context(sock.accept()[0])
             except BlockingIOError:
                 return count
-    raise AssertionError("a thousand connections nobody made")
+    raise AssertionError("a thousand connections no one made")
 
 
 @contextlib.contextmanager

@@ -36,13 +36,13 @@ def client(running: Running) -> Iterator[httpx.Client]:
         yield found
 
 
-def asked(data: list[Any], **more: Any) -> dict[str, Any]:
+def sent(data: list[Any], **more: Any) -> dict[str, Any]:
     return {"inputs": [{"name": "instances", "shape": [len(data)], "datatype": "BYTES", "data": data}], **more}
 
 
 def test_texts_are_answered_as_v1_answers_them(client: httpx.Client) -> None:
     predictions = client.post("/v1/models/tiny:predict", json={"instances": TEXTS}).json()["predictions"]
-    answer = client.post("/v2/models/tiny/infer", json=asked(TEXTS, id="mine")).json()
+    answer = client.post("/v2/models/tiny/infer", json=sent(TEXTS, id="mine")).json()
     assert answer["outputs"] == [{"name": "predictions", "shape": [4], "datatype": "BYTES", "data": ANSWERS}]
     assert answer["id"] == "mine"
     assert [json.loads(one) if one.startswith("{") else one for one in ANSWERS] == predictions
@@ -76,12 +76,12 @@ def test_grpc_takes_them_too(running: Running, raw: bool) -> None:
 
 def test_the_tensors_of_the_graph_are_taken_as_ever_and_both_are_reported_of(client: httpx.Client) -> None:
     tensor = {"inputs": [{"name": "x", "shape": [2, 1], "datatype": "FP32", "data": [1.0, 2.0]}]}
-    answers = [client.post("/v2/models/tiny/infer", json=one).json() for one in (tensor, asked(TEXTS))]
+    answers = [client.post("/v2/models/tiny/infer", json=one).json() for one in (tensor, sent(TEXTS))]
     assert answers[0]["outputs"][0]["data"] == [2.0, 3.0]
-    told = client.get("/v2/models/tiny").json()
-    assert ([one["name"] for one in told["inputs"]], "instances" in told["properties"]) == (["x"], True)
+    received = client.get("/v2/models/tiny").json()
+    assert ([one["name"] for one in received["inputs"]], "instances" in received["properties"]) == (["x"], True)
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
-    for one, answer in zip((tensor, asked(TEXTS)), answers, strict=True):
+    for one, answer in zip((tensor, sent(TEXTS)), answers, strict=True):
         jsonschema.validate(one, schemas["tiny.1.InferRequest"])
         jsonschema.validate(answer, schemas["tiny.1.InferAnswer"])
 
@@ -89,11 +89,11 @@ def test_the_tensors_of_the_graph_are_taken_as_ever_and_both_are_reported_of(cli
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (asked([]), "instances: the batch is empty"),
-        (asked(["a"] * 17), "instances: a batch of 17 exceeds the limit of 16"),
-        (asked([1]), "instances: data holds values that are not strings"),
-        (asked(["a"], outputs=[{"name": "y"}]), "outputs: unknown output 'y'; the model has 'predictions'"),
-        ({"inputs": [*asked(["a"])["inputs"]] * 2}, "inputs: unknown input 'instances'; the model takes 'x'"),
+        (sent([]), "instances: the batch is empty"),
+        (sent(["a"] * 17), "instances: a batch of 17 exceeds the limit of 16"),
+        (sent([1]), "instances: data holds values that are not strings"),
+        (sent(["a"], outputs=[{"name": "y"}]), "outputs: unknown output 'y'; the model has 'predictions'"),
+        ({"inputs": [*sent(["a"])["inputs"]] * 2}, "inputs: unknown input 'instances'; the model takes 'x'"),
     ],
 )
 def test_what_is_no_list_of_texts_is_refused(client: httpx.Client, body: dict[str, Any], sentence: str) -> None:
@@ -103,5 +103,5 @@ def test_what_is_no_list_of_texts_is_refused(client: httpx.Client, body: dict[st
 
 def test_a_model_whose_instances_are_no_texts_takes_none(start: Launcher, bundle_path: Path) -> None:
     running = start(bundle_path)
-    answer = httpx.post(f"http://127.0.0.1:{running.port}/v2/models/tiny/infer", json=asked(["a"]))
+    answer = httpx.post(f"http://127.0.0.1:{running.port}/v2/models/tiny/infer", json=sent(["a"]))
     assert (answer.status_code, "unknown input 'instances'" in answer.json()["error"]) == (400, True)

@@ -16,7 +16,7 @@ from .conftest import Launcher
 
 
 class Client(threading.Thread):
-    """Asks without a pause until it is told that the connection closes."""
+    """Sends requests to without a pause until it is notified that the connection closes."""
 
     def __init__(self, port: int, pair: CertificatePair, body: str) -> None:
         super().__init__()

@@ -213,9 +213,9 @@ def test_a_service_sends_its_spans_before_it_ends(
     assert set(spans) == {"v1 tiny", "read", "wait", "run", "write"}
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
     request = spans["v1 tiny"]
-    told = {one.key: one.value.string_value for one in request.attributes}
-    assert told["pipe.request_id"] == answer.headers["x-request-id"]
-    assert told["pipe.bundle"] == answer.headers["x-bundle-digest"]
+    received = {one.key: one.value.string_value for one in request.attributes}
+    assert received["pipe.request_id"] == answer.headers["x-request-id"]
+    assert received["pipe.bundle"] == answer.headers["x-bundle-digest"]
     assert request.parent_span_id.hex() == PARENT
     assert all(request.start_time_unix_nano <= span.start_time_unix_nano for span in spans.values())
     assert all(span.end_time_unix_nano <= request.end_time_unix_nano for span in spans.values())

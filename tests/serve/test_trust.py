@@ -28,7 +28,7 @@ Spoil = Callable[[Path], None]
 @dataclass(frozen=True)
 class Given:
     key: Path
-    bundle: Path  # signed, and telling when its codec is loaded
+    bundle: Path  # signed, and reporting when its codec is loaded
     loaded: Path
     options: Options
 
@@ -73,7 +73,7 @@ def sealed_again(bundle: Path) -> None:
 
 
 REFUSED = pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "output"),
     [
         (unsigned, "is not signed"),
         (by_another, "is signed by SHA256:"),
@@ -104,12 +104,12 @@ WAYS = (enter_at_start, enter_as_shadow_at_start, enter_by_swap, enter_as_shadow
 
 @REFUSED
 def test_what_no_trusted_key_signed_is_refused_with_nothing_loaded(
-    given: Given, fleet: ModelManager, spoil: Spoil, said: str
+    given: Given, fleet: ModelManager, spoil: Spoil, output: str
 ) -> None:
     before = fleet.status()
     spoil(given.bundle)
     for enter in WAYS:
-        with pytest.raises(BundleError, match=said):
+        with pytest.raises(BundleError, match=output):
             enter(given, fleet)
     assert not given.loaded.exists()
     assert fleet.status() == before

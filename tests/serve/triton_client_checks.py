@@ -1,4 +1,4 @@
-"""Asks a service that gives back what it is given all that Triton's own clients can ask; run as a program.
+"""Sends requests to a service that gives back what it is given all that Triton's own clients can ask; run as a program.
 
 In a process of its own: the clients' protobuf descriptors have the names of kserve's. Prints what went wrong by check.
 """
@@ -85,12 +85,12 @@ class Judge:
         assert len(result.get_response(**self._as_json())["outputs"]) == 1
 
     def refused(self, ask: Callable[[], Any], sentence: str) -> None:
-        told = "it was not refused"
+        received = "it was not refused"
         try:
             ask()
         except InferenceServerException as error:
-            told = error.message()
-        assert sentence in told, told
+            received = error.message()
+        assert sentence in received, received
 
     def refusals(self) -> None:
         infer, inputs = self.client.infer, self.inputs()
@@ -159,7 +159,7 @@ def grpc_unknown(judge: Judge) -> None:
 
 
 def main(http: str, grpc: str) -> dict[str, str]:
-    told: dict[str, str] = {}
+    received: dict[str, str] = {}
     with over_http.InferenceServerClient(http, concurrency=4) as one, over_grpc.InferenceServerClient(grpc) as two:
         for name, judge in (("http", Judge(over_http, one)), ("grpc", Judge(over_grpc, two))):
             shared = [judge.health, judge.raw, judge.some_outputs, judge.refusals]
@@ -168,14 +168,14 @@ def main(http: str, grpc: str) -> dict[str, str]:
             checks |= {check.__name__: partial(check, judge) for check in own}
             packed: Any = http_compressed if name == "http" else grpc_compressed
             checks |= {f"{coding}": partial(packed, judge, coding) for coding in ("gzip", "deflate")}
-            told |= {f"{name}.{check}": _outcome(run) for check, run in checks.items()}
-    return told
+            received |= {f"{name}.{check}": _outcome(run) for check, run in checks.items()}
+    return received
 
 
 def _outcome(check: Callable[[], None]) -> str:
     try:
         check()
-    except Exception:  # every kind of failure is what is to be told
+    except Exception:  # every kind of failure is what is to be received
         return traceback.format_exc()
     return ""
 

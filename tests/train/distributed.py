@@ -55,7 +55,7 @@ class Wave:
 
 
 def trainer(group: ProcessGroup, task: Any = None, **train: Any) -> Trainer:
-    """Of 8 epochs with 10 steps each, unless told otherwise."""
+    """Of 8 epochs with 10 steps each, unless received otherwise."""
     task, words = task or Wave(), {"epochs": 8, "batch_size": 15, "lr": 0.02, "device": "cpu", **train}
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": words}, source="test")
     splits = Samples("train", task.data("train")), Samples("validation", task.data("validation"))
@@ -100,17 +100,19 @@ def run_distributed(
             started.append((process, ours))
         deadline = time.monotonic() + seconds
         try:
-            told = [_told(connection, deadline) for rank, (_, connection) in enumerate(started) if rank not in lost]
+            received = [
+                _receive(connection, deadline) for rank, (_, connection) in enumerate(started) if rank not in lost
+            ]
         finally:
             for process, _ in started:
                 process.kill()
                 process.join()
-    failed = [found for done, found in told if not done]
+    failed = [found for done, found in received if not done]
     assert not failed, "\n".join(failed)
-    return [found for _, found in told]
+    return [found for _, found in received]
 
 
-def _told(connection: Connection, deadline: float) -> tuple[bool, Any]:
+def _receive(connection: Connection, deadline: float) -> tuple[bool, Any]:
     """What a process returned, or why it did not."""
     if not connection.poll(max(0.0, deadline - time.monotonic())):
         return False, "no answer in time"

@@ -41,8 +41,8 @@ def start(project: Project, argv: tuple[str, ...], **env: str) -> subprocess.Pop
 
 def task_of(project: Project, run: Run, rank: int, **env: str) -> ForkedProcess:
     """One of two tasks that srun started; it has torch in memory already."""
-    said = project.root / f"{run.id}-{rank}.txt"
-    return ForkedProcess(module(run)[1:], project.root, {**ENVIRONMENT, **slurm(rank, **env)}, said, said)
+    output = project.root / f"{run.id}-{rank}.txt"
+    return ForkedProcess(module(run)[1:], project.root, {**ENVIRONMENT, **slurm(rank, **env)}, output, output)
 
 
 def slurm(rank: int, **more: str) -> dict[str, str]:
@@ -60,8 +60,8 @@ def slurm(rank: int, **more: str) -> dict[str, str]:
 
 
 def finish(*processes: subprocess.Popen[str] | ForkedProcess) -> None:
-    said = [process.communicate(timeout=90)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
+    output = [process.communicate(timeout=90)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(output)
 
 
 def left_over(run: Run) -> list[int]:

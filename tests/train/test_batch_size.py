@@ -87,9 +87,9 @@ def test_timing_ends_after_two_doublings_without_a_gain() -> None:
 
 
 def test_chosen_batch_size_is_printed_with_the_alternatives() -> None:
-    told = describe_choice(BatchSizeChoice(16, 64, "memory", tuple(timed(1000, 2000))))
+    received = describe_choice(BatchSizeChoice(16, 64, "memory", tuple(timed(1000, 2000))))
     speeds = "samples/s by size: 8: 1,000, 16: 2,000"
-    assert told == f"batch size 16 ({speeds}; the largest that fits is 64, limited by memory)"
+    assert received == f"batch size 16 ({speeds}; the largest that fits is 64, limited by memory)"
 
 
 def test_measuring_leaves_weights_unchanged_and_resume_keeps_the_choice(project: Project) -> None:

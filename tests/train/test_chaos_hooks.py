@@ -109,7 +109,7 @@ def test_a_kill_is_claimed_once(tmp_path: Path) -> None:
 
 def test_chaos_log_keeps_the_order_of_events(tmp_path: Path) -> None:
     log = planned(tmp_path)
-    told = [ChaosEvent(event="born", time=time.time(), rank=rank) for rank in range(3)]
-    for event in told:
+    received = [ChaosEvent(event="born", time=time.time(), rank=rank) for rank in range(3)]
+    for event in received:
         log.append(event)
-    assert log.events() == told
+    assert log.events() == received

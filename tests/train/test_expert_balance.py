@@ -46,12 +46,12 @@ def test_loads_entropy_and_bias_follow_what_the_router_chose() -> None:
     assert dict(router.named_buffers())["e_score_correction_bias"].tolist() == pytest.approx(
         [-0.001, -0.001, 0.001, 0.001]
     )
-    told = found.metrics()
-    assert told["expert_loads"] == [[3, 2, 1, 0]]
-    assert told["expert_load_max_over_mean"] == {"layer_0": 2.0}
+    received = found.metrics()
+    assert received["expert_loads"] == [[3, 2, 1, 0]]
+    assert received["expert_load_max_over_mean"] == {"layer_0": 2.0}
     shares = TOKENS[0].sigmoid() / TOKENS[0].sigmoid().sum()
     entropy = -float((shares * shares.log()).sum()) / math.log(4)
-    assert told["experts"] == pytest.approx(
+    assert received["experts"] == pytest.approx(
         {"load_max_over_mean": 2.0, "router_entropy": entropy, "dropped_tokens": 0.0}
     )
     assert found.metrics() == {}  # no step since
@@ -92,9 +92,9 @@ def test_many_experts_are_reported_by_layer_only() -> None:
 
 
 def test_a_layer_that_never_ran_is_left_out() -> None:
-    told = load_summary([[0.0, 0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.5, 2.0, 4.0]])
-    assert told["expert_load_max_over_mean"] == {"layer_1": 1.5}
-    assert told["expert_loads"] == [[3, 1]]
+    received = load_summary([[0.0, 0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.5, 2.0, 4.0]])
+    assert received["expert_load_max_over_mean"] == {"layer_1": 1.5}
+    assert received["expert_loads"] == [[3, 1]]
 
 
 def test_the_count_is_traced_by_a_compiler() -> None:

@@ -40,9 +40,9 @@ def test_the_lines_of_an_undisturbed_training_are_whole(samples: int, batch_size
 
 
 def test_attempts_and_numbers_of_processes_are_reported() -> None:
-    told = [line(1), line(2, processes=1), line(3, attempt=2, processes=4), *lines(5)[3:]]
-    told[3:] = [one.model_copy(update={"attempt": 4}) for one in told[3:]]
-    proof = verify_ledger(told, ORDER, 5)
+    received = [line(1), line(2, processes=1), line(3, attempt=2, processes=4), *lines(5)[3:]]
+    received[3:] = [one.model_copy(update={"attempt": 4}) for one in received[3:]]
+    proof = verify_ledger(received, ORDER, 5)
     assert (proof.fault, proof.attempts, proof.processes) == ("", 3, (1, 4))
 
 
@@ -67,17 +67,17 @@ def test_missing_last_lines_are_named() -> None:
 
 @pytest.mark.parametrize("step", [1, 5, 12, 20])
 def test_a_doubled_line_is_named_and_its_samples_are_repeated(step: int) -> None:
-    told = lines()
-    told.insert(step, told[step - 1])
-    proof = verify_ledger(told, ORDER, STEPS)
+    received = lines()
+    received.insert(step, received[step - 1])
+    proof = verify_ledger(received, ORDER, STEPS)
     assert proof.fault == f"line {step + 1}: a second line of step {step}"
     assert (proof.lost, proof.repeated) == (0, ORDER.size(step - 1))
 
 
 def test_lines_out_of_order_are_reported() -> None:
-    told = lines()
-    told[7], told[11] = told[11], told[7]
-    proof = verify_ledger(told, ORDER, STEPS)
+    received = lines()
+    received[7], received[11] = received[11], received[7]
+    proof = verify_ledger(received, ORDER, STEPS)
     assert proof.fault == "line 8: out of order, it is of step 12"
     assert (proof.lost, proof.repeated) == (0, 0)
 
@@ -85,11 +85,11 @@ def test_lines_out_of_order_are_reported() -> None:
 def test_swapped_samples_of_steps_are_reported() -> None:
     """In one epoch every sample was still used once; between two epochs samples are lost and repeated."""
     for left, right, moved in ((6, 8, 0), (3, 17, None)):
-        told = lines()
-        digests = told[left].digest, told[right].digest
+        received = lines()
+        digests = received[left].digest, received[right].digest
         for place, digest in ((left, digests[1]), (right, digests[0])):
-            told[place] = told[place].model_copy(update={"digest": digest})
-        proof = verify_ledger(told, ORDER, STEPS)
+            received[place] = received[place].model_copy(update={"digest": digest})
+        proof = verify_ledger(received, ORDER, STEPS)
         assert proof.fault == f"line {left + 1}: step {left + 1} was trained on the samples of step {right + 1}"
         if moved is not None:
             assert (proof.lost, proof.repeated) == (moved, moved)
@@ -99,11 +99,11 @@ def test_swapped_samples_of_steps_are_reported() -> None:
 
 
 def test_unknown_samples_are_reported_and_planned_ones_are_lost() -> None:
-    told = lines()
+    received = lines()
     forged = ORDER.batch(8).copy()
     forged[[0, 1]] = forged[[1, 0]]
-    told[8] = told[8].model_copy(update={"digest": batch_digest(forged)})
-    proof = verify_ledger(told, ORDER, STEPS)
+    received[8] = received[8].model_copy(update={"digest": batch_digest(forged)})
+    proof = verify_ledger(received, ORDER, STEPS)
     assert proof.fault == "line 9: step 9 was trained on samples that no step has"
     assert (proof.lost, proof.repeated) == (ORDER.size(8), 0)
 
@@ -117,10 +117,10 @@ def test_unknown_samples_are_reported_and_planned_ones_are_lost() -> None:
     ],
 )
 def test_a_number_that_was_altered_is_named(change: dict[str, int], sentence: str) -> None:
-    told = lines()
-    told[8] = told[8].model_copy(update=change)
+    received = lines()
+    received[8] = received[8].model_copy(update=change)
     place = 10 if "attempt" in change else 9
-    assert verify_ledger(told, ORDER, STEPS).fault == f"line {place}: {sentence}"
+    assert verify_ledger(received, ORDER, STEPS).fault == f"line {place}: {sentence}"
 
 
 def test_a_line_beyond_the_last_step_is_reported() -> None:
@@ -158,8 +158,8 @@ def test_digest_uses_eight_little_endian_bytes_per_sample() -> None:
     assert found == batch_digest(ids.astype(">i8"))
 
 
-def write(path: Path, told: list[LedgerLine], end: str = "") -> Path:
-    path.write_text("".join(f"{one.model_dump_json()}\n" for one in told) + end)
+def write(path: Path, received: list[LedgerLine], end: str = "") -> Path:
+    path.write_text("".join(f"{one.model_dump_json()}\n" for one in received) + end)
     return path
 
 

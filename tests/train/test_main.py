@@ -43,7 +43,7 @@ def columns(**changes: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "received"),
     [
         (
             {"x": np.zeros((100, 4), np.float32)},
@@ -55,9 +55,9 @@ def columns(**changes: Any) -> dict[str, str]:
         ({"y": np.arange(100)[::-1].copy()}, "the content of column y is "),
     ],
 )
-def test_what_differs_is_named_with_the_ranks(changes: dict[str, Any], told: str) -> None:
+def test_what_differs_is_named_with_the_ranks(changes: dict[str, Any], received: str) -> None:
     found = first_disagreement([columns(), columns(**changes), columns()])
-    assert found.startswith(told)
+    assert found.startswith(received)
 
 
 def test_equal_splits_agree() -> None:
@@ -167,8 +167,8 @@ def test_a_kill_costs_at_most_the_steps_since_the_snapshot(slow: Project, run: R
     whole = slow.run("whole", **WORDS)
     came_to = killed_after(slow, run, 12)
     assert not list((run.partial("train") / "checkpoints").glob("step-*")), "none was due"
-    said = finish_both(slow, run)
-    what, step = resumed_from(said)
+    output = finish_both(slow, run)
+    what, step = resumed_from(output)
     assert what == "snapshot"
     assert step % 5 == 0
     assert came_to - step <= 2 * 5, "the newest may have been under way"
@@ -217,6 +217,6 @@ def test_training_ends_with_a_line_for_people() -> None:
 
 
 def test_steps_that_were_skipped_are_reported() -> None:
-    told = describe_summary({**SUMMARY, "overflow_steps": 2, "loss_scale": 16384.0})
-    assert told.endswith("; best at step 30; 2 steps skipped for overflow, loss scale 16384")
+    received = describe_summary({**SUMMARY, "overflow_steps": 2, "loss_scale": 16384.0})
+    assert received.endswith("; best at step 30; 2 steps skipped for overflow, loss scale 16384")
     assert "; 1 step skipped" in describe_summary({**SUMMARY, "overflow_steps": 1, "loss_scale": 16384.0})

@@ -36,13 +36,13 @@ print((after - before) // 20)
 def faults(mode: str) -> int:
     """Pages the kernel hands out for one step of 24 MB, all freed after it.
 
-    Whether glibc gives such memory back depends on what else lies in the heap; told so, it always does.
+    Whether glibc gives such memory back depends on what else lies in the heap; received so, it always does.
     """
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     argv = [sys.executable, "-c", FAULTS, mode]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode == 3:
-        pytest.skip("the C library cannot be told to keep freed memory")
+        pytest.skip("the C library cannot be received to keep freed memory")
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

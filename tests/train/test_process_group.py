@@ -61,24 +61,24 @@ def test_first_process_opens_the_store_and_others_find_it(tmp_path: Path) -> Non
         found = waits.result(timeout=20)
     assert opened is not None
     assert found is not None
-    opened.set("word", "said")
-    assert found.get("word") == b"said"
+    opened.set("word", "output")
+    assert found.get("word") == b"output"
 
 
 def test_store_listens_on_localhost_for_one_machine(tmp_path: Path) -> None:
     store = open_store(FIRST, "", tmp_path, 5)
-    told = json.loads(rendezvous_file(FIRST, tmp_path).read_text())
-    assert told["host"] == "127.0.0.1"
+    received = json.loads(rendezvous_file(FIRST, tmp_path).read_text())
+    assert received["host"] == "127.0.0.1"
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.2", told["port"]), timeout=5)
+        socket.create_connection(("127.0.0.2", received["port"]), timeout=5)
     assert store is not None
 
 
 def test_store_of_several_machines_is_published_by_host_name(tmp_path: Path) -> None:
     store = open_store(Rank(0, 0, 2, local_size=1), "", tmp_path, 5)
-    told = json.loads((tmp_path / "meeting-unnamed.json").read_text())
-    assert told["host"] == socket.gethostname()
-    socket.create_connection(("127.0.0.2", told["port"]), timeout=5).close()
+    received = json.loads((tmp_path / "meeting-unnamed.json").read_text())
+    assert received["host"] == socket.gethostname()
+    socket.create_connection(("127.0.0.2", received["port"]), timeout=5).close()
     assert store is not None
 
 
@@ -103,13 +103,13 @@ def test_what_is_no_store_is_not_taken(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(process_group, "_CONNECT_TIMEOUT_SECONDS", 1)
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
         write_json(tmp_path / "place", {"host": "127.0.0.1", "port": other.getsockname()[1], "mark": "old"})
-        told = pool.submit(process_group._connect_to_store, tmp_path / "place")
-        while not told.done():
+        received = pool.submit(process_group._connect_to_store, tmp_path / "place")
+        while not received.done():
             other.settimeout(0.1)
             with contextlib.suppress(TimeoutError):
                 guest, _ = other.accept()
                 guest.close()
-        assert told.result(timeout=20) is None
+        assert received.result(timeout=20) is None
 
 
 def test_an_address_from_launcher_or_user_takes_precedence(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_checkpoint_pauses_are_averaged_per_line_and_summed() -> None:
     for _ in range(2):
         with pauses.measured():
             time.sleep(0.02)
-    told = pauses.metrics()["checkpoint_seconds"]
-    assert told >= 0.02
-    assert pauses.seconds == pytest.approx(2 * told)
+    received = pauses.metrics()["checkpoint_seconds"]
+    assert received >= 0.02
+    assert pauses.seconds == pytest.approx(2 * received)
     assert (pauses.count, pauses.metrics()) == (2, {})

@@ -1,7 +1,7 @@
 """Load pretrained weights from the files that prepare recorded into a task's model on the meta device.
 
 Weights are converted to the names and layout of transformers' models. Official files have experts one by one, and an
-FP8 matrix with its scales; the models have experts in one tensor. transformers' own conversion table maps one to the other.
+FP8 matrix with its scales; the models have experts in one tensor. transformers' conversion table maps one to the other.
 """
 
 from __future__ import annotations

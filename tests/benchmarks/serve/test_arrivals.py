@@ -1,4 +1,4 @@
-"""Requests that come at a fixed rate, against a small server that answers as it is told."""
+"""Requests that come at a fixed rate, against a small server that answers as it is notified."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def against(answer: Callable[[int], bytes], rate: float, seconds: float) -> Arri
             nonlocal count
             while (await reader.read(4096)).endswith(b"body"):
                 count += 1
-                told = answer(count)
-                writer.write(told)
-                if not told or b"close" in told:
+                received = answer(count)
+                writer.write(received)
+                if not received or b"close" in received:
                     break
             writer.close()
             await writer.wait_closed()

@@ -1,4 +1,4 @@
-"""What can be typed, and what is said where a program is missing."""
+"""What can be typed, and what is printed where a program is missing."""
 
 from __future__ import annotations
 

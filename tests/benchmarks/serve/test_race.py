@@ -49,8 +49,8 @@ def test_the_table_shows_both_ratios_and_failures() -> None:
 
 def test_overload_is_evaluated_by_predictions_and_all_that_was_no_clean_refusal() -> None:
     statuses = {200: 900, 503: 800, 504: 5}
-    told = Arrived(1707, 10.0, statuses, 300.0, 900.0, refused_p99_ms=3.0, late_p99_ms=0.1, cpu_seconds=1.0)
-    found = summarize("conv", 100.0, told, (0.1, 1.9))
+    received = Arrived(1707, 10.0, statuses, 300.0, 900.0, refused_p99_ms=3.0, late_p99_ms=0.1, cpu_seconds=1.0)
+    found = summarize("conv", 100.0, received, (0.1, 1.9))
     assert (found.goodput, found.refused, found.failed) == (90.0, 800, 7)
     assert (found.client_cores, found.service_cores) == (0.1, 1.9)
 

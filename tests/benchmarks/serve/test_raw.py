@@ -1,4 +1,4 @@
-"""The limit that everybody is held against."""
+"""The limit that everyone is compared with."""
 
 from __future__ import annotations
 

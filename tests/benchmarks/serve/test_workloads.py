@@ -1,4 +1,4 @@
-"""The nets are what they are said to be, and their bundles serve."""
+"""The nets are what they should be, and their bundles serve."""
 
 from __future__ import annotations
 

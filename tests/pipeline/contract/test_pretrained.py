@@ -1,6 +1,6 @@
 """What is read of a folder of weights, and what is refused before anything of it is read.
 
-Another project as the beginning: which of its runs is taken, and what is said where there is none.
+Another project as the beginning: which of its runs is taken, and what is printed where there is none.
 """
 
 from __future__ import annotations
@@ -114,16 +114,16 @@ def test_a_pickle_is_refused_with_how_to_convert_it(folder: Path) -> None:
     for path in (*folder.glob("*.safetensors"), folder / WEIGHT_INDEX):
         path.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}.")
-    told = refused(folder, ConfigError)
-    assert "pytorch_model.bin: a pickle, which can run code" in told
-    assert "torch.load('pytorch_model.bin', weights_only=True)" in told
+    received = refused(folder, ConfigError)
+    assert "pytorch_model.bin: a pickle, which can run code" in received
+    assert "torch.load('pytorch_model.bin', weights_only=True)" in received
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
-    told = refused(folder, ConfigError)
-    assert "model_type 'mamba' (architectures: MambaForCausalLM)" in told
-    assert "deepseek_v2, deepseek_v3, llama, qwen2, qwen3" in told
+    received = refused(folder, ConfigError)
+    assert "model_type 'mamba' (architectures: MambaForCausalLM)" in received
+    assert "deepseek_v2, deepseek_v3, llama, qwen2, qwen3" in received
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As the hub lays its files down: a snapshot of links to blobs. Nobody is asked over the network."""
+    """As the hub lays its files down: a snapshot of links to blobs. No one is requested over the network."""
     repository = tmp_path / "hub" / "models--org--tiny"
     plain = write(tmp_path / "plain")
     snapshot, blobs = repository / "snapshots" / COMMIT, repository / "blobs"
@@ -206,7 +206,7 @@ def test_training_takes_the_commit_that_prepare_took(cache: Path, tmp_path: Path
     assert locate_pretrained(Model(pretrained="org/tiny"), tmp_path, COMMIT, SHARDS) == cache
     (cache / "config.json").unlink()
     assert locate_pretrained(Model(pretrained="org/tiny"), tmp_path, COMMIT, ["config.json"]) == cache, (
-        "asked for again"
+        "requested again"
     )
 
 
@@ -285,11 +285,11 @@ def test_the_newest_run_that_is_trained_and_passed_is_taken(root: Path, other: P
 def test_training_takes_the_run_that_prepare_took_though_a_newer_one_is_there(root: Path, other: Path) -> None:
     first, newer = walked(other, 1), walked(other, 2)
     assert found(root, run=first.id) == first.path
-    assert found(root, run="20250101-000000-gone") == newer.path, "its digests tell whether it is as good"
+    assert found(root, run="20250101-000000-gone") == newer.path, "its digests report whether it is as good"
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "output"),
     [
         (None, "the project has no runs, so there are no weights to start from"),
         ({"train": "interrupted", "evaluate": ""}, "(the newest, 20260131-235901-0a1b: train interrupted)"),
@@ -298,13 +298,13 @@ def test_training_takes_the_run_that_prepare_took_though_a_newer_one_is_there(ro
     ],
 )
 def test_without_such_a_run_it_states_how_to_make_one(
-    root: Path, other: Path, state: dict[str, str] | None, said: str
+    root: Path, other: Path, state: dict[str, str] | None, output: str
 ) -> None:
     if state is not None:
         walked(other, 1, **state)
     with pytest.raises(ConfigError) as caught:
         found(root)
-    assert said in str(caught.value)
+    assert output in str(caught.value)
     assert str(caught.value).endswith("; to fix it: `cd ../other && pipe run all` first")
 
 
@@ -318,9 +318,9 @@ def test_a_verdict_that_is_gone_is_no_passed_one(root: Path, other: Path) -> Non
 def test_prepare_records_the_run_and_refuses_weights_that_are_not_those_it_trained(root: Path, other: Path) -> None:
     run = walked(other, 1)
     record(open_pretrained(found(root)), root)
-    told = json.loads((root / "pretrained.json").read_text())
-    assert told["run"] == run.id
-    assert told["files"][WEIGHT_FILE]["sha256"] == run.read().steps["train"].outputs[WEIGHT_FILE]
+    received = json.loads((root / "pretrained.json").read_text())
+    assert received["run"] == run.id
+    assert received["files"][WEIGHT_FILE]["sha256"] == run.read().steps["train"].outputs[WEIGHT_FILE]
     (run.output("train") / WEIGHT_FILE).write_bytes(b"others")
     with pytest.raises(DataError, match=rf"{WEIGHT_FILE}: changed since it was trained; run `pipe verify {run.id}`"):
         record(open_pretrained(found(root)), root)

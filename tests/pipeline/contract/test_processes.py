@@ -32,7 +32,7 @@ def test_anything_else_is_a_mistake(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "output"),
     [
         (-9, "rank 1 was killed (SIGKILL)"),
         (-11, "rank 1 was ended by SIGSEGV"),
@@ -40,8 +40,8 @@ def test_anything_else_is_a_mistake(address: str) -> None:
         (3, "rank 1 exited with status 3"),
     ],
 )
-def test_exit_statuses_are_described(status: int, said: str) -> None:
-    assert describe_exit("rank 1", status) == said
+def test_exit_statuses_are_described(status: int, output: str) -> None:
+    assert describe_exit("rank 1", status) == output
 
 
 def test_termination_is_distinguished_from_a_kill() -> None:
@@ -77,9 +77,9 @@ def test_imported_packages_are_not_hidden() -> None:
 )
 def test_manifest_validator_is_never_imported(program: str) -> None:
     """It is installed here, where tests use it, and costs a service a second of its start."""
-    told = f"import sys; print('kubernetes' in sys.modules, {_VALIDATOR!r} in sys.modules)"
+    received = f"import sys; print('kubernetes' in sys.modules, {_VALIDATOR!r} in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", f"{program}\n{told}"],
+        [sys.executable, "-c", f"{program}\n{received}"],
         capture_output=True,
         text=True,
         timeout=120,

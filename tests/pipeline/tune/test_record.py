@@ -79,7 +79,7 @@ def test_new_champion_makes_no_new_study(project: Project, make_config: MakeConf
     write_record(served, StepRecord(step="prepare", status="done", key="k", parts={"data": "other"}))
     entry = Entry(bundle="b", checkpoint="c", path=f"{served.id}/export/bundle")
     change_registry(project.runs, "", lambda _: ProposedChange(CHAMPION, entry, "deployed"))
-    assert key_parts("prepare", make_config(), project, {})["rival:champion"] == "b"
+    assert key_parts("prepare", make_config(), project, {})["reference:champion"] == "b"
     assert study_parts(make_config(), project) == before
 
 

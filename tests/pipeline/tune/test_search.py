@@ -53,7 +53,7 @@ def test_no_best_run_without_a_finished_trial(request_: SearchRequest) -> None:
     for reason in ("diverged", "no memory"):
         claim = study.claim()
         assert claim is not None
-        study.tell(claim, TrialResult("failed", reason=reason))
+        study.record_result(claim, TrialResult("failed", reason=reason))
     with pytest.raises(StageError, match=f"no trial of study {study.name} has finished: diverged; no memory"):
         run_best_trial(request_, study, ("prepare",), QUIET)
 
@@ -63,7 +63,7 @@ def test_best_trial_is_run_once(request_: SearchRequest, project: Project) -> No
     study = request_.study()
     claim = study.claim()
     assert claim is not None
-    study.tell(claim, TrialResult("done", 0.5))
+    study.record_result(claim, TrialResult("done", 0.5))
     config = override_config(request_.config, as_overrides(claim.values))
     run = create_run(project.runs, config, ("prepare",), "")
     run.output("prepare").mkdir()

@@ -72,7 +72,7 @@ def run_one(study: Study, project: Project, config: Config) -> tuple[TrialResult
     claim = study.claim()
     assert claim is not None
     ending, run = run_trial(claim, project, config, REQUEST)
-    study.tell(claim, ending)
+    study.record_result(claim, ending)
     return ending, run
 
 
@@ -91,7 +91,7 @@ def test_worse_trial_is_pruned_and_its_run_records_it(
     good = study.claim()
     assert good is not None
     good.trial.report(2.0, 1)  # better than any accuracy
-    study.tell(good, TrialResult("done", 2.0))
+    study.record_result(good, TrialResult("done", 2.0))
     (project.root / "hold").write_text("5")
     prepared(project, config)
     ending, run = run_one(study, project, config)
@@ -139,7 +139,7 @@ def test_missing_metric_prunes_the_trial(tmp_path: Path, study: Study) -> None:
     (tmp_path / "metrics.jsonl").write_text(validation(0, loss=1.0))
     with pytest.raises(Pruned, match="no finite `accurracy`"):
         TrialMonitor(claim.trial, "accurracy").report_epochs(tmp_path)
-    study.tell(claim, TrialResult("pruned"))
+    study.record_result(claim, TrialResult("pruned"))
 
 
 def test_values_of_an_earlier_worker_are_not_reported_again(tmp_path: Path, study: Study) -> None:
@@ -151,7 +151,7 @@ def test_values_of_an_earlier_worker_are_not_reported_again(tmp_path: Path, stud
     assert watch.report_epochs(tmp_path)
     assert not watch.report_epochs(tmp_path)
     assert study.trials[0].intermediate_values == {1: 0.5, 2: 0.75}
-    study.tell(claim, TrialResult("pruned"))
+    study.record_result(claim, TrialResult("pruned"))
 
 
 def trial(state: str, **epochs: float) -> FrozenTrial:
@@ -213,7 +213,7 @@ def test_changed_source_stops_the_search(project: Project, make_config: MakeConf
 def test_trial_line_shows_settings_as_overrides(tmp_path: Path, study: Study) -> None:
     claim = study.claim()
     assert claim is not None
-    study.tell(claim, TrialResult("done", 0.9))
+    study.record_result(claim, TrialResult("done", 0.9))
     line = describe_trial(claim, TrialResult("done", 0.9), None, 3.21, study.best())
     lr = float(f"{claim.values['train.lr']:.4g}")
     settings = f"train.lr={lr} train.batch_size={claim.values['train.batch_size']}"

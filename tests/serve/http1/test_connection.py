@@ -19,7 +19,7 @@ LOST = asyncio.TimeoutError
 
 
 class Echo:
-    """Answers with the method, the path and the body; remembers what it was asked."""
+    """Answers with the method, the path and the body; remembers the requests."""
 
     def __init__(self) -> None:
         self.requests: list[HttpRequest] = []
@@ -323,7 +323,7 @@ def test_a_stop_answers_what_was_requested_and_closes() -> None:
     [("content-length: 5", b"hello"), ("transfer-encoding: chunked", b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n")],
 )
 def test_a_body_behind_an_upgrade_no_one_makes_is_read(framing: str, body: bytes) -> None:
-    """Java's client asks for h2c with whatever it sends first."""
+    """Java's client requests h2c with whatever it sends first."""
     head = f"POST /a HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n{framing}\r\n\r\n"
     for pieces in ([head.encode() + body], [head.encode(), body], [head.encode(), body[:1], body[1:]]):
         answer = ask(*pieces, post("/b", b"x", close=True))

@@ -1,4 +1,4 @@
-"""Clients that only take up room: they are told, or ended, and nobody else is disturbed."""
+"""Clients that only take up room: they are reported, or ended, and no other client is disturbed."""
 
 from __future__ import annotations
 
