@@ -105,7 +105,7 @@ def run_all(study: Study) -> list[dict[str, float]]:
     found = []
     while claim := study.claim():
         found.append(dict(claim.values))
-        study.tell(claim, TrialResult("done", claim.values["train.lr"]))
+        study.record_result(claim, TrialResult("done", claim.values["train.lr"]))
     return found
 
 
@@ -143,7 +143,7 @@ def test_running_trial_cannot_be_claimed(study: Study, tmp_path: Path, make_conf
     assert other.claim() is None
     assert not other.finished
     assert [other.trial_state(trial) for trial in other.trials] == ["running"]
-    study.tell(first, TrialResult("done", 1.0))
+    study.record_result(first, TrialResult("done", 1.0))
     assert other.finished
 
 
@@ -156,7 +156,7 @@ def test_trial_of_a_killed_worker_continues_with_its_settings(
     claim = claimed(study)
     assert (claim.number, claim.values) == (0, drawn)
     assert study.trials[0].intermediate_values == {1: 0.5}
-    study.tell(claim, TrialResult("done", 1.0))
+    study.record_result(claim, TrialResult("done", 1.0))
     run_all(study)
     assert [trial.number for trial in study.trials] == [0, 1, 2]
 
@@ -167,7 +167,7 @@ def test_interrupted_search_samples_the_same_values(tmp_path: Path, make_config:
     study = open_study(tmp_path / "broken", config)
     for _ in range(12):
         claim = claimed(study)
-        study.tell(claim, TrialResult("done", claim.values["train.lr"]))
+        study.record_result(claim, TrialResult("done", claim.values["train.lr"]))
     claimed(study).lock.release()  # as a killed worker's is
     run_all(open_study(tmp_path / "broken", config))
     assert [trial.params for trial in study.trials] == whole
@@ -183,7 +183,7 @@ def test_results_are_reported_to_the_sampler(tmp_path: Path, make_config: MakeCo
         TrialResult("failed", reason="a bug"),
     ]
     for ending in endings:
-        study.tell(claimed(study), ending)
+        study.record_result(claimed(study), ending)
     states = [TrialState.COMPLETE, TrialState.PRUNED, TrialState.PRUNED, TrialState.PRUNED, TrialState.FAIL]
     assert [trial.state for trial in study.trials] == states
     assert [study.trial_state(trial) for trial in study.trials] == [ending.state for ending in endings]
@@ -197,7 +197,7 @@ def test_best_trial_comes_first_and_those_without_value_last(
     study = open_study(tmp_path / "abc", make_config(trials=3, metric=metric))
     assert study.best() is None
     for ending in (TrialResult("done", 0.0), TrialResult("done", 2.0), TrialResult("pruned")):
-        study.tell(claimed(study), ending)
+        study.record_result(claimed(study), ending)
     assert [trial.number for trial in study.ranked_trials()] == order
     best = study.best()
     assert best is not None and best.number == order[0]
@@ -219,10 +219,10 @@ def test_median_pruner_waits_for_trials_and_epochs(
     for epoch in (1, 2):
         good.trial.report(0.9, epoch)
         assert not good.trial.should_prune(), "there is no other trial"
-    study.tell(good, TrialResult("done", 0.9))
+    study.record_result(good, TrialResult("done", 0.9))
     bad = claimed(study)
     bad.trial.report(0.1, 1)
     assert not bad.trial.should_prune(), "its warm-up"
     bad.trial.report(0.1, 2)
     assert bad.trial.should_prune()
-    study.tell(bad, TrialResult("pruned"))
+    study.record_result(bad, TrialResult("pruned"))
