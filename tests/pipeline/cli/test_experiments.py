@@ -38,7 +38,7 @@ def study(project: Project) -> Study:
         run.output("train").mkdir()
         (run.output("train") / "summary.json").write_text(json.dumps({"best_validation": {"accuracy": value}}))
         write_record(run, StepRecord(step="train", status="done", key="k", parts={}))
-        study.tell(claim, TrialResult("done", value))
+        study.record_result(claim, TrialResult("done", value))
     return study
 
 
