@@ -96,7 +96,7 @@ class App:
         except Exception as error:
             response = self._failure(request, error)
             if self._refusals >= _REFUSALS_PER_TURN or not request.is_writable:
-                return self._answer(request, route, _already(response))
+                return self._answer(request, route, _as_coroutine(response))
             if not self._refusals:
                 asyncio.get_running_loop().call_soon(self._next_turn)
             self._refusals += 1
@@ -244,7 +244,7 @@ class App:
 
 
 async def _choose(request: HttpRequest, version: ModelVersion, payload: Payload) -> ModelVersion:
-    """Choose between a version and its canary, which has a queue of its own: about that one nothing was decided yet."""
+    """Choose between a version and its canary; the canary has its own queue, so admission is checked for it."""
     chosen = await version.choose(payload, request.id)
     if chosen is not version:
         request.model_version = chosen
@@ -252,7 +252,7 @@ async def _choose(request: HttpRequest, version: ModelVersion, payload: Payload)
     return chosen
 
 
-async def _already(response: Response) -> Response:
+async def _as_coroutine(response: Response) -> Response:
     return response
 
 

@@ -2,8 +2,9 @@
 
 Requests that find the queue full or cannot meet their deadline at the current throughput get 503 immediately, which
 costs a fraction of reading and computing them. HTTP decides by the head of a request. gRPC names the model in the
-message, so there the decision comes as soon as the message is parsed. Nothing decides again later: a request that was
-admitted is computed unless its deadline passes, or would pass during the run, or its client leaves.
+message, so there the decision comes as soon as the message is parsed. An admitted request is computed unless its
+deadline passes, or would pass during the run, or its client leaves. A canary has its own queue, so a request that is
+routed to it is checked against that one too; texts are admitted in generate/engine.py.
 
 A request whose body is still arriving holds no place in the queue, since slow clients must not keep others out. Where
 many bodies arrive at the same moment the queue may thus grow past its limit, by at most the number of connections.
@@ -23,7 +24,7 @@ _SAFETY_FACTOR = 1.6  # on the estimate: other processes may take the machine, a
 
 
 def admit(request: RequestContext, version: ModelVersion) -> None:
-    """Set the deadline of a prediction, or raise Busy or Expired."""
+    """Set the deadline of a prediction, or raise Busy or DeadlineExceeded."""
     set_deadline(request, version)
     check_capacity(version.batcher, request.deadline, version.arriving + version.decoding)
 
@@ -37,7 +38,7 @@ def set_deadline(request: RequestContext, version: ModelVersion) -> None:
 
 
 def check_capacity(batcher: Batcher, deadline: float, arriving: int = 0) -> None:
-    """Raise Busy or Expired where the queue has no room or is too slow; `arriving` requests are not in it yet."""
+    """Raise Busy or DeadlineExceeded if the queue is full or too slow; `arriving` requests are not in it yet."""
     now = time.monotonic()
     if now >= deadline:
         raise DeadlineExceeded("the deadline passed before the request could be computed")

@@ -1,4 +1,7 @@
-"""Rules of the gate: each with the measured value, its limit, how it was computed, and what would have changed it."""
+"""Rules of the gate: each with the measured value, its limit, how it was computed, and what would have changed it.
+
+The rules on slices and on calibration are in `slices.py` and `calibration.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ class Rule:
     passed: bool
     detail: str
     value: float | None = None  # the decisive value
-    limit: float | None = None  # that it was compared with
-    how: str = ""  # it was computed
-    change: str = ""  # that would have reversed the outcome
+    limit: float | None = None  # what the value was compared with
+    how: str = ""  # how the value was computed
+    change: str = ""  # what would have reversed the outcome
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,8 @@ def _lower_limit_rule(name: str, limit: float, candidate: Mapping[str, float]) -
 def comparison_rule(config: Evaluate, comparison: Comparison | None, why: str) -> Rule:
     """The interval's lower bound must lie above -margin (or, to be superior, above the margin), strictly.
 
-    Answers that equal the baseline's on every sample are not inferior even at margin 0, where no bound
-    could ever lie above: the retrained twin of a champion must not be turned away. `why` there is no comparison.
+    Answers that equal the baseline's on every sample are not inferior even at margin 0, so that an
+    identical retrained champion passes. `why`: the reason, if there is no comparison.
     """
     name, bound = config.rule, _bound(config)
     if comparison is None:

@@ -176,3 +176,11 @@ def test_every_example_of_configuration_is_one_that_pipe_takes() -> None:
     for name, body in examples:
         parse_config({**whole, **yaml.safe_load(body)}, source=name)
     assert len(examples) > 15
+
+
+def test_modules_named_in_the_architecture_exist() -> None:
+    named = set(re.findall(r"`((?:[\w-]+/)*[\w-]+\.py)`", (SOURCE_ROOT / "docs" / "architecture.md").read_text()))
+    files = [path.as_posix() for path in SOURCE_ROOT.rglob("*.py") if ".venv" not in path.parts]
+    assert len(named) > 20
+    users = {"codec.py", "train.py"}  # files of a project
+    assert [name for name in sorted(named - users) if not any(file.endswith(f"/{name}") for file in files)] == []

@@ -41,11 +41,11 @@ _COUNTS = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "accumulat
 
 COMPRESSED = {"fp16", "bf16", "powersgd", "topk"}
 LOCAL = {"local_sgd", "diloco"}
-LOOSE = {*LOCAL, "parameter_server"}  # processes do not have the same weights at every step
-IN_STEP = {"ddp", "fsdp", "horovod", *LOCAL}  # every process knows its next step
-WHOLE = "it needs the whole gradient in every process"
+WEIGHTS_DIFFER = {*LOCAL, "parameter_server"}  # processes do not have the same weights at every step
+NEXT_STEP_KNOWN = {"ddp", "fsdp", "horovod", *LOCAL}  # every process knows its next step
+NEEDS_WHOLE_GRADIENT = "it needs the whole gradient in every process"
 NUMBER = "use batch_size=64, or another number"
-OWN = "Horovod exchanges the gradients itself"
+HOROVOD_EXCHANGES = "Horovod exchanges the gradients itself"
 SHARDS = "it adds up whole gradients of shards"
 DDP = "use strategy=ddp"
 
@@ -58,14 +58,19 @@ RULES = (
         "it compresses whole gradients, at every step",
         "use compress=none (fsdp sends half with precision=bf16)",
     ),
-    Rule("compress", COMPRESSED, "tensor_parallel", {1}, WHOLE, "use compress=none"),
-    Rule("compress", COMPRESSED, "pipeline_parallel", {1}, WHOLE, "use compress=none"),
-    Rule("strategy", LOOSE, "tensor_parallel", {1}, WHOLE, DDP),
-    Rule("strategy", LOOSE, "pipeline_parallel", {1}, WHOLE, DDP),
+    Rule("compress", COMPRESSED, "tensor_parallel", {1}, NEEDS_WHOLE_GRADIENT, "use compress=none"),
+    Rule("compress", COMPRESSED, "pipeline_parallel", {1}, NEEDS_WHOLE_GRADIENT, "use compress=none"),
+    Rule("strategy", WEIGHTS_DIFFER, "tensor_parallel", {1}, NEEDS_WHOLE_GRADIENT, DDP),
+    Rule("strategy", WEIGHTS_DIFFER, "pipeline_parallel", {1}, NEEDS_WHOLE_GRADIENT, DDP),
     Rule(
-        "strategy", LOOSE, "precision", {"fp32", "bf16"}, "processes cannot agree on a loss scale", "use precision=bf16"
+        "strategy",
+        WEIGHTS_DIFFER,
+        "precision",
+        {"fp32", "bf16"},
+        "processes cannot agree on a loss scale",
+        "use precision=bf16",
     ),
-    Rule("strategy", LOOSE, "balance", {"equal"}, "processes do not wait at every step", "use balance=equal"),
+    Rule("strategy", WEIGHTS_DIFFER, "balance", {"equal"}, "processes do not wait at every step", "use balance=equal"),
     Rule("strategy", {"parameter_server"}, "accumulate", {1}, "every gradient is sent at once", "use accumulate=1"),
     Rule("sync_overlap", {True}, "strategy", LOCAL, "it is for exchanges every few steps", "use strategy=local_sgd"),
     Rule("strategy", {"fsdp"}, "pipeline_parallel", {1}, "it does not split pipeline stages", DDP),
@@ -89,8 +94,8 @@ RULES = (
     Rule(
         "expert_parallel", {MANY}, "compile", {False}, "the number of tokens changes at each step", "use compile=false"
     ),
-    Rule("expert_parallel", {MANY}, "compress", {"none"}, WHOLE, "use compress=none"),
-    Rule("expert_parallel", {MANY}, "strategy", {"ddp", "fsdp"}, WHOLE, DDP),
+    Rule("expert_parallel", {MANY}, "compress", {"none"}, NEEDS_WHOLE_GRADIENT, "use compress=none"),
+    Rule("expert_parallel", {MANY}, "strategy", {"ddp", "fsdp"}, NEEDS_WHOLE_GRADIENT, DDP),
     Rule(
         "expert_parallel",
         {MANY},
@@ -108,7 +113,12 @@ RULES = (
     Rule("balance", {"auto"}, "pipeline_parallel", {1}, "stages work in step", "use balance=equal"),
     Rule("workers", {1, MANY}, "balance", {"equal"}, "they load slices before their size is known", "use workers=0"),
     Rule(
-        "workers", {1, MANY}, "strategy", IN_STEP, "a process does not know its next step in advance", "use workers=0"
+        "workers",
+        {1, MANY},
+        "strategy",
+        NEXT_STEP_KNOWN,
+        "a process does not know its next step in advance",
+        "use workers=0",
     ),
     Rule("pipeline_parallel", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"),
     Rule("pipeline_parallel", {MANY}, "compile", {False}, "a stage is only a part of the model", "use compile=false"),
@@ -116,9 +126,9 @@ RULES = (
     Rule("batch_size", {"auto"}, "tensor_parallel", {1}, "its trials hold the whole model", NUMBER),
     Rule("batch_size", {"auto"}, "pipeline_parallel", {1}, "its memory depends on the schedule", NUMBER),
     Rule("batch_size", {"auto"}, "balance", {"equal"}, "its trials are of equal slices", NUMBER),
-    Rule("trace", {True}, "strategy", IN_STEP, "its processes have no common steps", "use trace=false"),
-    Rule("strategy", {"horovod"}, "tensor_parallel", {1}, OWN, DDP),
-    Rule("strategy", {"horovod"}, "pipeline_parallel", {1}, OWN, DDP),
+    Rule("trace", {True}, "strategy", NEXT_STEP_KNOWN, "its processes have no common steps", "use trace=false"),
+    Rule("strategy", {"horovod"}, "tensor_parallel", {1}, HOROVOD_EXCHANGES, DDP),
+    Rule("strategy", {"horovod"}, "pipeline_parallel", {1}, HOROVOD_EXCHANGES, DDP),
     Rule("strategy", {"horovod"}, "launcher", {"torchrun"}, "horovodrun takes its place", "use launcher=torchrun"),
     Rule(
         "strategy",
@@ -147,7 +157,14 @@ RULES = (
         "parts of a layer overflow separately",
         "use precision=bf16",
     ),
-    Rule("snapshot", {"memory"}, "strategy", IN_STEP, "its state is complete at epoch ends only", "use snapshot=none"),
+    Rule(
+        "snapshot",
+        {"memory"},
+        "strategy",
+        NEXT_STEP_KNOWN,
+        "its state is complete at epoch ends only",
+        "use snapshot=none",
+    ),
     Rule(
         "pipeline_parallel", {MANY}, "accumulate", {MANY}, "all stages but one would wait", "use accumulate=4, or more"
     ),
