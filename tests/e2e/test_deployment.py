@@ -52,9 +52,8 @@ def second(project: ProjectFolder) -> Run:
 def live(project: ProjectFolder, first: Run) -> LiveService:
     """The first run's bundle, served on the project's own port with the project's own options."""
     current = read_live(project.runs)
-    if not (
-        current and current.alive and (current.bundle, current.stamp) == (first.bundle().digest, STAMPS.get(project))
-    ):
+    expected = (first.bundle().digest, STAMPS.get(project), project.port)
+    if not (current and current.alive and (current.bundle, current.stamp, current.port) == expected):
         project.deploy(first)
         current = read_live(project.runs)
     assert current is not None
