@@ -34,7 +34,7 @@ types: $(VENV)/.dev
 
 # In the order of the files: sorted by their number of tests, files with few and long ones would run last.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not gpu"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long and not gpu"
 
 docs: $(VENV)/.dev  ## write docs/config.md from the settings in pipeline/contract/settings
 	$(BIN)/python -m pipeline.config_reference > docs/config.md
