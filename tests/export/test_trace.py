@@ -144,8 +144,8 @@ def seen(net: nn.Module) -> str:
     [
         (Functional, ("the model's own forward, test_trace.py line ", "dropout stays on", "training=self.training")),
         (Attention, ("dropout stays on in eval mode",)),
-        (OfTheBatch, ("`body.1` (BatchNorm1d)", "by the batch at hand", "track_running_stats=True")),
-        (BatchNormOn, ("by the batch at hand",)),
+        (OfTheBatch, ("`body.1` (BatchNorm1d)", "by the current batch", "track_running_stats=True")),
+        (BatchNormOn, ("by the current batch",)),
         (Counting, ("changes `calls` with every call", "only if self.training")),
         (Numbering, ("counts its calls: `made` changes with each", "a graph has it as a constant")),
         (Replacing, ("changes `calls` with every call",)),

@@ -227,8 +227,9 @@ def test_memory_of_large_bodies_is_limited(service: Service) -> None:
         rejected, _, _ = select.select(socks, [], [], 60)
         answer = rejected[0].recv(1000)
         assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"retry-after: 1" in answer
-        assert b"other requests' bodies take" in answer
+        assert b"retry-after: " in answer
+        # Of requests whose heads arrive together, admission rejects some before the memory is needed.
+        assert b"other requests' bodies take" in answer or b"requests wait already" in answer
         for sender in senders:
             sender.result()
         assert len(select.select(socks, [], [], 0)[0]) <= 4
