@@ -21,12 +21,12 @@ _STARTS = ("def ", "class ", "async def ", "@", "if __name__")
 def files() -> Mapping[str, str]:
     """Return the text of each file by its path below the library, sorted; read once per process."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    found = {}
+    texts = {}
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).with_suffix("").parts
         if not any(part in _SKIPPED or part.startswith(("config-", "_sysconfigdata")) for part in parts):
-            found["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
-    return found
+            texts["/".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
+    return texts
 
 
 def split_of(name: str) -> str:
@@ -37,14 +37,14 @@ def split_of(name: str) -> str:
 
 def definitions(text: str) -> Iterator[str]:
     """Yield consecutive pieces of a file, each starting at a definition without indentation."""
-    piece: list[str] = []
+    lines: list[str] = []
     for line in text.splitlines(keepends=True):
-        if line.startswith(_STARTS) and piece and not piece[-1].startswith("@"):
-            yield "".join(piece)
-            piece = []
-        piece.append(line)
-    if piece:
-        yield "".join(piece)
+        if line.startswith(_STARTS) and lines and not lines[-1].startswith("@"):
+            yield "".join(lines)
+            lines = []
+        lines.append(line)
+    if lines:
+        yield "".join(lines)
 
 
 @cache
@@ -52,11 +52,11 @@ def documents(split: str) -> tuple[str, ...]:
     """Return the definitions of a split's files, without duplicates and those of earlier splits."""
     seen: set[str] = set()
     for name in SPLITS:
-        found = [
+        pieces = [
             piece.strip() for path, text in files().items() if split_of(path) == name for piece in definitions(text)
         ]
-        kept = tuple(piece for piece in dict.fromkeys(found) if piece and piece not in seen)
+        documents_of_split = tuple(piece for piece in dict.fromkeys(pieces) if piece and piece not in seen)
         if name == split:
-            return kept
-        seen.update(kept)
+            return documents_of_split
+        seen.update(documents_of_split)
     raise ValueError(f"no split {split!r}; there are {', '.join(SPLITS)}")

@@ -20,15 +20,17 @@ def mask_between_documents(model: nn.Module) -> nn.Module:
 
 def document_mask(segments: Tensor) -> Tensor:
     """Return which positions each position attends to, [batch, 1, from, to]; padding attends to itself."""
-    place = torch.arange(segments.shape[1], device=segments.device)
-    earlier, itself = place[:, None] > place[None, :], place[:, None] == place[None, :]
-    same = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
-    return ((same & earlier) | itself)[:, None]
+    positions = torch.arange(segments.shape[1], device=segments.device)
+    earlier, same_position = positions[:, None] > positions[None, :], positions[:, None] == positions[None, :]
+    same_document = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
+    return ((same_document & earlier) | same_position)[:, None]
 
 
-def _widen(_model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    words = dict(zip(("input_ids", "attention_mask", "position_ids"), given, strict=False)) | named
-    mask = words.get("attention_mask")
-    if mask is not None and mask.ndim == 2 and words.get("past_key_values") is None:
-        words["attention_mask"] = document_mask(mask)
-    return (), words
+def _widen(
+    _model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    inputs = dict(zip(("input_ids", "attention_mask", "position_ids"), arguments, strict=False)) | keywords
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and inputs.get("past_key_values") is None:
+        inputs["attention_mask"] = document_mask(mask)
+    return (), inputs

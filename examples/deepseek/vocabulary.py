@@ -57,7 +57,7 @@ def require_loaded(file: Given | None) -> Given:
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> list[Sequence[int]]:
     """Return the ids of each text, with the special tokens for its beginning and end."""
-    return [[BEGIN, *found.ids, END] for found in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+    return [[BEGIN, *encoding.ids, END] for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
 
 def bytes_of(tokenizer: Tokenizer) -> list[int]:

@@ -86,8 +86,10 @@ class Digits:
 
     def slices(self, batch: dict[str, Tensor]) -> dict[str, list[str]]:
         """Evaluate thin, middle and thick strokes separately."""
-        ink = batch["image"].mean(dim=(1, 2, 3))
-        return {"stroke": ["thin" if one < THIN else "thick" if one > THICK else "middling" for one in ink.tolist()]}
+        darkness = batch["image"].mean(dim=(1, 2, 3))
+        return {
+            "stroke": ["thin" if mean < THIN else "thick" if mean > THICK else "middling" for mean in darkness.tolist()]
+        }
 
     def baseline(self) -> Any:
         train = self.data("train")

@@ -211,7 +211,7 @@ def test_probabilities_come_with_the_names_of_the_packages(codec: Any, task: Any
     [
         (" \n", r"instances\[1\]: the text is empty"),
         (["import os"], r"instances\[1\]: must be a text, found list"),
-        ("\udc80import", r"instances\[1\]: no valid UTF-8: half a character at place 0"),
+        ("\udc80import", r"instances\[1\]: no valid UTF-8: half a character at position 0"),
         ("value = 1\n" * 100, r"instances\[1\]: \d+ tokens, but the model takes at most 192"),
     ],
 )

@@ -183,7 +183,7 @@ def test_the_likeliest_next_tokens_are_reported_with_their_probabilities(codec: 
         ("", r"instances\[1\]: the text is empty"),
         (7, r"instances\[1\]: must be a text, found int"),
         (None, r"instances\[1\]: must be a text, found NoneType"),
-        ("x = '\ud800'", r"instances\[1\]: no valid UTF-8: half a character at place 5"),
+        ("x = '\ud800'", r"instances\[1\]: no valid UTF-8: half a character at position 5"),
         ("if x: " * 100, r"instances\[1\]: \d+ tokens, but the model takes at most 48"),
     ],
 )

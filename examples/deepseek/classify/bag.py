@@ -20,11 +20,11 @@ class Bag(nn.Module):
             nn.init.zeros_(table.weight)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        present = mask[:, :, None].to(self.tokens.weight.dtype)  # padding is on the left
-        scores = (self.tokens(ids) * present).sum(dim=1)
+        token_mask = mask[:, :, None].to(self.tokens.weight.dtype)  # padding is on the left
+        scores = (self.tokens(ids) * token_mask).sum(dim=1)
         for length, table in ((2, self.pairs), (3, self.triples)):
-            places = ids.shape[1] - length + 1
-            rows = sum(ids[:, i : i + places] * _FACTORS[i] for i in range(length)) % ROWS
-            scores = scores + (table(rows) * present[:, :places]).sum(dim=1)
-        scaled: Tensor = _SCALE * scores / present.sum(dim=1).sqrt()
-        return scaled
+            windows = ids.shape[1] - length + 1
+            rows = sum(ids[:, i : i + windows] * _FACTORS[i] for i in range(length)) % ROWS
+            scores = scores + (table(rows) * token_mask[:, :windows]).sum(dim=1)
+        logits: Tensor = _SCALE * scores / token_mask.sum(dim=1).sqrt()
+        return logits

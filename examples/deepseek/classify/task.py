@@ -106,9 +106,11 @@ class Classify:
         texts = [text for text, _ in self._snippets["test"]]
 
         def predict(batch: Mapping[str, Tensor]) -> Tensor:
-            known, labels = fitted([texts[i] for i in batch["index"].tolist()])
-            scores = torch.full((len(known), len(PACKAGES)), _NEVER)  # for packages without a training snippet
-            scores[:, labels] = torch.from_numpy(known).float()
+            log_probabilities, labels = fitted([texts[i] for i in batch["index"].tolist()])
+            scores = torch.full(
+                (len(log_probabilities), len(PACKAGES)), _NEVER
+            )  # for packages without a training snippet
+            scores[:, labels] = torch.from_numpy(log_probabilities).float()
             return scores
 
         return predict
@@ -121,7 +123,7 @@ class Classify:
     @cached_property
     def _snippets(self) -> dict[str, list[tuple[str, int]]]:
         """Split by definition, 60 % train, 20 % validation, 20 % test; drop snippets that occur twice."""
-        found: dict[str, list[tuple[str, int]]] = {split: [] for split in corpus.SPLITS}
+        snippets: dict[str, list[tuple[str, int]]] = {split: [] for split in corpus.SPLITS}
         seen = set[str]()
         for name, text in corpus.files().items():
             package = name.partition("/")[0]
@@ -131,17 +133,17 @@ class Classify:
                 for snippet in _snippets_of(definition):
                     if snippet not in seen:
                         seen.add(snippet)
-                        found[split].append((snippet, PACKAGES.index(package)))
-        return found
+                        snippets[split].append((snippet, PACKAGES.index(package)))
+        return snippets
 
 
 class Frozen(Classify):
     """Train only the head."""
 
     def adapt(self, folder: Path) -> nn.Module:
-        found = super().adapt(folder)
-        found.get_submodule("model").requires_grad_(False)
-        return found
+        model = super().adapt(folder)
+        model.get_submodule("model").requires_grad_(False)
+        return model
 
 
 class LowRank(Classify):
@@ -150,13 +152,13 @@ class LowRank(Classify):
     rank = 8
 
     def adapt(self, folder: Path) -> nn.Module:
-        found: Any = super().adapt(folder)
-        body = found.get_submodule("model")
+        model: Any = super().adapt(folder)
+        body = model.get_submodule("model")
         inject_adapter_in_model(LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules=_ATTENTION), body)
         # Evaluation and export load finished weights, which training never does, and use merged matrices.
-        found.register_load_state_dict_post_hook(_merge)
-        tuned: nn.Module = found
-        return tuned
+        model.register_load_state_dict_post_hook(_merge)
+        adapted: nn.Module = model
+        return adapted
 
 
 _NEVER = -100.0

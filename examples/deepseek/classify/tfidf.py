@@ -23,15 +23,17 @@ STRENGTHS = (10, 100)
 def fit_best(train: Labelled, validation: Labelled) -> Predict:
     """Return a function from texts to log-probabilities and the labels of their columns."""
     texts, labels = zip(*train, strict=True)
-    others, wanted = zip(*validation, strict=True)
-    found = []
+    validation_texts, validation_labels = zip(*validation, strict=True)
+    candidates = []
     for terms in TERMS:
         vectors = TfidfVectorizer(sublinear_tf=True, **terms)
-        known, unknown = vectors.fit_transform(texts), vectors.transform(others)
+        train_vectors, validation_vectors = vectors.fit_transform(texts), vectors.transform(validation_texts)
         for strength in STRENGTHS:
             with threadpool_limits(1):  # for sparse vectors, threads make the fit three times slower
-                model = LogisticRegression(C=strength, max_iter=1000).fit(known, labels)
-            found.append((float(model.score(unknown, wanted)), terms, vectors, model))
-    accuracy, terms, vectors, model = max(found, key=lambda one: one[0])
-    print(f"baseline: {terms}, C={model.C}: best of {len(found)} on validation, accuracy {accuracy:.4f}", flush=True)
-    return lambda tested: (model.predict_log_proba(vectors.transform(tested)), model.classes_)
+                model = LogisticRegression(C=strength, max_iter=1000).fit(train_vectors, labels)
+            candidates.append((float(model.score(validation_vectors, validation_labels)), terms, vectors, model))
+    accuracy, terms, vectors, model = max(candidates, key=lambda candidate: candidate[0])
+    print(
+        f"baseline: {terms}, C={model.C}: best of {len(candidates)} on validation, accuracy {accuracy:.4f}", flush=True
+    )
+    return lambda test_texts: (model.predict_log_proba(vectors.transform(test_texts)), model.classes_)

@@ -25,7 +25,7 @@ class TextCodec:
         self._config = json.loads((folder / "config.json").read_text())
 
     def decode(self, instances: Any) -> Arrays:
-        rows = [self._read(text, place) for place, text in enumerate(instances)]
+        rows = [self._read(text, index) for index, text in enumerate(instances)]
         width = max(map(len, rows))
         ids = np.full((len(rows), width), self._config["pad_token_id"], np.int64)
         mask, positions = np.zeros_like(ids), np.zeros_like(ids)
@@ -36,25 +36,25 @@ class TextCodec:
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **self._empty_cache(len(rows))}
 
     def encode(self, outputs: Arrays) -> list[Any]:
-        last = outputs["logits"][:, -1].astype(np.float64)
-        odds = np.exp(last - last.max(axis=1, keepdims=True))
-        odds /= odds.sum(axis=1, keepdims=True)
-        return [{"next": [self._describe_token(row, token) for token in np.argsort(-row)[:5]]} for row in odds]
+        scores = outputs["logits"][:, -1].astype(np.float64)
+        probabilities = np.exp(scores - scores.max(axis=1, keepdims=True))
+        probabilities /= probabilities.sum(axis=1, keepdims=True)
+        return [{"next": [self._describe_token(row, token) for token in np.argsort(-row)[:5]]} for row in probabilities]
 
-    def _read(self, text: Any, place: int) -> list[int]:
-        where = f"instances[{place}]"
+    def _read(self, text: Any, index: int) -> list[int]:
+        location = f"instances[{index}]"
         if not isinstance(text, str):
-            raise InvalidPayload(f"{where}: must be a text, found {type(text).__name__}")
+            raise InvalidPayload(f"{location}: must be a text, found {type(text).__name__}")
         if not text:
-            raise InvalidPayload(f"{where}: the text is empty")
+            raise InvalidPayload(f"{location}: the text is empty")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidPayload(f"{where}: no valid UTF-8: half a character at place {error.start}") from error
+            raise InvalidPayload(f"{location}: no valid UTF-8: half a character at position {error.start}") from error
         ids = [self._config["bos_token_id"], *self._tokenizer.encode(text, add_special_tokens=False).ids]
-        most = self._config["max_position_embeddings"]
-        if len(ids) > most:
-            raise InvalidPayload(f"{where}: {len(ids)} tokens, but the model takes at most {most}")
+        longest = self._config["max_position_embeddings"]
+        if len(ids) > longest:
+            raise InvalidPayload(f"{location}: {len(ids)} tokens, but the model takes at most {longest}")
         return ids
 
     def _empty_cache(self, rows: int) -> Arrays:
@@ -66,6 +66,6 @@ class TextCodec:
             for name, width in widths.items()
         }
 
-    def _describe_token(self, odds: np.ndarray[Any, Any], token: Any) -> dict[str, Any]:
+    def _describe_token(self, probabilities: np.ndarray[Any, Any], token: Any) -> dict[str, Any]:
         text = self._tokenizer.decode([int(token)], skip_special_tokens=False)
-        return {"text": text, "token": int(token), "probability": float(odds[token])}
+        return {"text": text, "token": int(token), "probability": float(probabilities[token])}

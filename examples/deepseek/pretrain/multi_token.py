@@ -23,10 +23,10 @@ class MultiTokenLayer(DeepseekV3DecoderLayer):  # type: ignore[misc]
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.shared_head = nn.ModuleDict({"norm": _norm(config)})
 
-    def forward(self, hidden: Tensor, following: Tensor, **places: Any) -> Tensor:
+    def forward(self, hidden: Tensor, following: Tensor, **positions: Any) -> Tensor:
         joined = self.eh_proj(torch.cat([self.enorm(following), self.hnorm(hidden)], dim=-1))
-        found: Tensor = self.shared_head["norm"](super().forward(joined, **places))
-        return found
+        normed: Tensor = self.shared_head["norm"](super().forward(joined, **positions))
+        return normed
 
 
 class MultiTokenModel(DeepseekV3ForCausalLM):  # type: ignore[misc]
@@ -40,7 +40,7 @@ class MultiTokenModel(DeepseekV3ForCausalLM):  # type: ignore[misc]
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """`attention_mask` is [batch, 1, from, to], as `language.mask_between_documents` makes it."""
+        """`attention_mask` is [batch, 1, from, to], as `language.document_mask` makes it."""
         body = self.model
         hidden = body(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
@@ -62,10 +62,10 @@ def without_multi_token(model: MultiTokenModel) -> DeepseekV3ForCausalLM:
     """Return the plain model of transformers with the same weights, without the additional layer."""
     model.next_token_only = True
     config = model.config
-    plain = DeepseekV3ForCausalLM(config)
-    extra = f"model.layers.{config.num_hidden_layers}."
-    plain.load_state_dict({name: t for name, t in model.state_dict().items() if not name.startswith(extra)})
-    return plain.eval()
+    plain_model = DeepseekV3ForCausalLM(config)
+    extra_layer = f"model.layers.{config.num_hidden_layers}."
+    plain_model.load_state_dict({name: t for name, t in model.state_dict().items() if not name.startswith(extra_layer)})
+    return plain_model.eval()
 
 
 def _norm(config: DeepseekV3Config) -> Any:

@@ -84,9 +84,9 @@ class Pretrain:
     def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
         """Pack documents for training; for evaluation, put one into each row, as in requests."""
         lay_out = pack_texts if split == "train" else one_text_per_row
-        found = lay_out(self._pieces(split)[: self.documents.get(split)], self.length, PAD)
-        lengths = np.asarray(bytes_of(require_loaded(self._tokenizer)))[found.ids] * (found.positions > 0)
-        columns = zip(self.inputs, (found.ids, found.segments, found.positions), strict=True)
+        packed = lay_out(self._pieces(split)[: self.documents.get(split)], self.length, PAD)
+        lengths = np.asarray(bytes_of(require_loaded(self._tokenizer)))[packed.ids] * (packed.positions > 0)
+        columns = zip(self.inputs, (packed.ids, packed.segments, packed.positions), strict=True)
         return {**dict(columns), "bytes": lengths.sum(axis=1)}
 
     def loss(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -94,8 +94,8 @@ class Pretrain:
 
     def metrics(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return negative bits per byte, as higher is better; the end token counts, although it has no bytes."""
-        surprise, counted = _token_losses(outputs, batch)
-        bits = surprise.double().sum(dim=1) / np.log(2)
+        losses, counted = _token_losses(outputs, batch)
+        bits = losses.double().sum(dim=1) / np.log(2)
         hits = ((outputs[:, :-1].argmax(dim=2) == batch["input_ids"][:, 1:]) & counted).sum(dim=1)
         return {
             "minus_bits_per_byte": -bits / batch["bytes"].clamp(min=1),
@@ -112,9 +112,9 @@ class Pretrain:
     def baseline(self) -> Any:
         """Return the n-gram model whose order and discount are best on the validation split."""
         counts = NGram(max(self.orders), self.size["vocab_size"]).fit(self._pieces("train"))
-        tried = [counts.with_order(order, discount) for order in self.orders for discount in self.discounts]
-        bits, best = min(((self._bits(model), model) for model in tried), key=lambda pair: pair[0])
-        settings = f"order {best.order}, discount {best.discount}: best of {len(tried)} on validation"
+        models = [counts.with_order(order, discount) for order in self.orders for discount in self.discounts]
+        bits, best = min(((self._bits(model), model) for model in models), key=lambda pair: pair[0])
+        settings = f"order {best.order}, discount {best.discount}: best of {len(models)} on validation"
         print(f"baseline: {settings}, {bits:.4f} bits per byte", flush=True)
         return lambda batch: _ngram_log_probabilities(best, batch)
 
@@ -124,11 +124,11 @@ class Pretrain:
     def _bits(self, counts: NGram) -> float:
         """Return the bits per byte on the validation split."""
         samples = Samples("validation", self.data("validation"))
-        found = [
+        losses = [
             Pretrain.metrics(self, _ngram_log_probabilities(counts, batch), batch)["minus_bits_per_byte"]
             for batch in samples.batches(range(len(samples)), 16)
         ]
-        return -float(torch.cat(found).mean())
+        return -float(torch.cat(losses).mean())
 
     def _pieces(self, split: str) -> list[Sequence[int]]:
         if split not in self._encoded:
@@ -152,8 +152,8 @@ class MultiToken(Pretrain):
     def metrics(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`minus_multi_token_loss` is in nats per token, like the loss."""
         logits, second = _parts(outputs, batch)
-        surprise, counted = _token_losses(second, batch, ahead=2)
-        negative_loss = -surprise.sum(dim=1) / counted.sum(dim=1).clamp(min=1)
+        losses, counted = _token_losses(second, batch, ahead=2)
+        negative_loss = -losses.sum(dim=1) / counted.sum(dim=1).clamp(min=1)
         return {**super().metrics(logits, batch), "minus_multi_token_loss": negative_loss}
 
     def language_model(self, model: Any) -> nn.Module:
@@ -163,25 +163,29 @@ class MultiToken(Pretrain):
 
 def _parts(outputs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Split into logits of the next and the second token; the baseline and a champion have a uniform second one."""
-    places = batch["input_ids"].shape[1]
-    logits, second = outputs[:, :places], outputs[:, places:]
+    length = batch["input_ids"].shape[1]
+    logits, second = outputs[:, :length], outputs[:, length:]
     return logits, second if second.shape[1] else torch.zeros_like(logits[:, 1:])
 
 
 def _ngram_log_probabilities(counts: NGram, batch: Mapping[str, Tensor]) -> Tensor:
-    ids, place = batch["input_ids"], batch["position_ids"]
-    found = torch.from_numpy(counts.log_probabilities(ids.reshape(-1).numpy(), place.reshape(-1).numpy()))
-    return found.reshape(*ids.shape, -1).roll(-1, dims=1).float()  # a model's logits are for the next position
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    log_probabilities = torch.from_numpy(
+        counts.log_probabilities(ids.reshape(-1).numpy(), positions.reshape(-1).numpy())
+    )
+    return (
+        log_probabilities.reshape(*ids.shape, -1).roll(-1, dims=1).float()
+    )  # a model's logits are for the next position
 
 
 def _token_losses(logits: Tensor, batch: Mapping[str, Tensor], ahead: int = 1) -> tuple[Tensor, Tensor]:
     """Return the loss in nats of every token with `ahead` tokens before it in its document, and their mask."""
     ids, segments = batch["input_ids"][:, ahead:], batch["attention_mask"]
     counted = (segments[:, ahead:] == segments[:, :-ahead]) & (segments[:, ahead:] != 0)
-    places = logits[:, : ids.shape[1]].float().transpose(1, 2)
-    return functional.cross_entropy(places, ids, reduction="none") * counted, counted
+    predictions = logits[:, : ids.shape[1]].float().transpose(1, 2)
+    return functional.cross_entropy(predictions, ids, reduction="none") * counted, counted
 
 
-def _per_row(surprise: Tensor, counted: Tensor) -> Tensor:
+def _per_row(losses: Tensor, counted: Tensor) -> Tensor:
     """Return the mean over rows, so that the mean over a batch is that over its parts."""
-    return (surprise.sum(dim=1) / counted.sum(dim=1).clamp(min=1)).mean()
+    return (losses.sum(dim=1) / counted.sum(dim=1).clamp(min=1)).mean()
