@@ -10,8 +10,8 @@ from typing import Any
 
 from k8s.cluster import smoke
 from k8s.cluster.canary import (
-    Canary,
-    KnativeCanary,
+    CanaryRollout,
+    KnativeCanaryRollout,
     canary_deployment,
     canary_name,
     canary_percent,
@@ -129,17 +129,17 @@ class Deployer:
 
     def run(self) -> dict[str, Any]:
         """Run the canary if one is configured, then give the new version all requests."""
-        live, rules = self.cluster.read(self.workload, self.namespace), self.config.rollout
-        if rules.canary_percent and (result := self._run_canary(live)) is not None:
+        live, rollout = self.cluster.read(self.workload, self.namespace), self.config.rollout
+        if rollout.canary_percent and (result := self._run_canary(live)) is not None:
             return {
-                "canary": rules.canary_percent,
+                "canary": rollout.canary_percent,
                 "canary_in_place": self.config.deploy.by_knative,
                 "canary_result": result,
                 "applied": [],
             }
         objects = [*network.access_secrets(self.config, self.access), *self.objects]
         self.check_lease()
-        applied = self.cluster.apply(objects, self.namespace, self.report, rules.force_conflicts)
+        applied = self.cluster.apply(objects, self.namespace, self.report, rollout.force_conflicts)
         self.report(f"applied {', '.join(applied)}")
         try:
             count = self._wait_and_check()
@@ -155,18 +155,18 @@ class Deployer:
             self.report("rollout.canary_percent: nothing serves yet, so this bundle gets all requests")
             return None
         by_knative = self.config.deploy.by_knative
-        same = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION) == self.bundle.digest
-        if same and not (by_knative and canary_percent(live) is not None):
+        is_live = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION) == self.bundle.digest
+        if is_live and not (by_knative and canary_percent(live) is not None):
             self.report("rollout.canary_percent: this bundle serves already")
             return None
-        canary_class = KnativeCanary if by_knative else Canary
+        canary_class = KnativeCanaryRollout if by_knative else CanaryRollout
         result = canary_class(
             cluster=self.cluster,
             namespace=self.namespace,
             bundle=self.bundle,
             candidate=self.workload if by_knative else canary_deployment(self.objects),
             stable=live,
-            rules=self.config.rollout,
+            settings=self.config.rollout,
             timeout_seconds=self.config.deploy.timeout_seconds,
             headers=self.access.headers(),
             https=bool(self.access.tls_key),
@@ -196,8 +196,10 @@ class Deployer:
 
 def _remaining_commands(config: Config, access: Access, directory: Path) -> str:
     """Return the commands that finish a deployment by hand."""
-    create = network.create_secret_command(config, access)
+    create_command = network.create_secret_command(config, access)
     context = ["--context", config.deploy.context] if config.deploy.context else []
-    apply = shlex.join(["kubectl", *context, "apply", "--server-side", "-k", str(directory)])
-    first = f"create the Secret, which is in no manifest, with `{create}`, then " if create else ""
-    return f"{first}apply them with `{apply}`"
+    apply_command = shlex.join(["kubectl", *context, "apply", "--server-side", "-k", str(directory)])
+    create_secret = (
+        f"create the Secret, which is in no manifest, with `{create_command}`, then " if create_command else ""
+    )
+    return f"{create_secret}apply them with `{apply_command}`"

@@ -140,40 +140,42 @@ class StepRunner:
             self.report(f"warning: parts of {kubectl_name(self.step_job.job)} are left on the cluster: {error}")
 
     def _wait_for_end(self, events: Events, watchers: Sequence[Watcher]) -> JobResult:
-        seen: dict[str, ObjectsByName] = {}
+        objects_by_kind: dict[str, ObjectsByName] = {}
         reported, stuck_since = "", None
         while True:
-            self._read_events(events, seen)
+            self._read_events(events, objects_by_kind)
             self.tick()
-            pods = list(seen.get("Pod", {}).values())
+            pods = list(objects_by_kind.get("Pod", {}).values())
             for error in (watcher.error for watcher in watchers if watcher.error):
                 raise error
-            if "Job" in seen and self._result(seen["Job"], pods):
-                return self._final_result(seen["Job"])
-            if "Job" in seen and "Pod" in seen:
-                reported = self._report_progress(seen["Job"], pods, reported)
+            if "Job" in objects_by_kind and self._result(objects_by_kind["Job"], pods):
+                return self._final_result(objects_by_kind["Job"])
+            if "Job" in objects_by_kind and "Pod" in objects_by_kind:
+                reported = self._report_progress(objects_by_kind["Job"], pods, reported)
             problems = unrecoverable_problems(pods)
             stuck_since = (stuck_since or time.monotonic()) if problems else None
             if stuck_since and time.monotonic() - stuck_since > self.timeout_seconds:
                 return JobResult(1, f"{problems}; waited {self.timeout_seconds:g} s for it")
 
-    def _read_events(self, events: Events, seen: dict[str, ObjectsByName]) -> None:
+    def _read_events(self, events: Events, objects_by_kind: dict[str, ObjectsByName]) -> None:
         """Read events until none comes for a moment."""
         try:
             while True:
                 kind, objects = events.get(timeout=_TICK_SECONDS)
-                if kind == "Job" and self._is_removed_after_end(seen, objects):
+                if kind == "Job" and self._is_removed_after_end(objects_by_kind, objects):
                     continue
-                seen[kind] = objects
+                objects_by_kind[kind] = objects
                 if kind == "Pod":
                     self._logs.follow(objects)
         except queue.Empty:
             return
 
-    def _is_removed_after_end(self, seen: Mapping[str, ObjectsByName], objects: ObjectsByName) -> bool:
-        """A cluster may delete a Job as soon as it has ended: its end, seen before, is what counts."""
-        before = self._own_job(seen.get("Job", {}).values())
-        return before is not None and self._own_job(objects.values()) is None and job_result(before, []) is not None
+    def _is_removed_after_end(self, objects_by_kind: Mapping[str, ObjectsByName], objects: ObjectsByName) -> bool:
+        """Return whether the Job was deleted after it ended: its result is known, so the event is ignored."""
+        known_job = self._own_job(objects_by_kind.get("Job", {}).values())
+        return (
+            known_job is not None and self._own_job(objects.values()) is None and job_result(known_job, []) is not None
+        )
 
     def _report_progress(self, jobs: ObjectsByName, pods: list[Object], reported: str) -> str:
         """Report the progress if it changed; return what was reported last."""
@@ -202,8 +204,10 @@ class StepRunner:
 
     def _own_job(self, jobs: Iterable[Object]) -> Object | None:
         """Return the Job with our key that is not being deleted."""
-        own = (job for job in jobs if job["metadata"]["labels"].get(KEY_LABEL) == self.step_job.labels[KEY_LABEL])
-        return next((job for job in own if "deletionTimestamp" not in job["metadata"]), None)
+        jobs_with_key = (
+            job for job in jobs if job["metadata"]["labels"].get(KEY_LABEL) == self.step_job.labels[KEY_LABEL]
+        )
+        return next((job for job in jobs_with_key if "deletionTimestamp" not in job["metadata"]), None)
 
     def _watch(self, name: str, kind: Mapping[str, Any], events: Events) -> Watcher:
         on_change = lambda objects: events.put((name, objects))  # noqa: E731
@@ -235,13 +239,13 @@ class StepRunner:
                 time.sleep(_TICK_SECONDS)
 
     def _list_once(self, kind: Mapping[str, Any]) -> list[Object]:
-        listed = list_objects(self.connection, kind, self.namespace, {"labelSelector": self.step_job.selector})
-        if not isinstance(listed, Response):
-            return listed.items
-        what = f"listing {kind['kind']}s"
-        if listed.status in TRANSIENT_STATUSES:
-            raise Unreachable(f"{what}: the API server answers {listed.status}: {listed.reason}")
-        raise api_error(listed, what, self.namespace, kind["apiVersion"])
+        listing = list_objects(self.connection, kind, self.namespace, {"labelSelector": self.step_job.selector})
+        if not isinstance(listing, Response):
+            return listing.items
+        subject = f"listing {kind['kind']}s"
+        if listing.status in TRANSIENT_STATUSES:
+            raise Unreachable(f"{subject}: the API server answers {listing.status}: {listing.reason}")
+        raise api_error(listing, subject, self.namespace, kind["apiVersion"])
 
     def _apply(self, item: Object, query: dict[str, str]) -> list[str]:
         """Apply one object; return the server's warnings."""

@@ -149,17 +149,17 @@ class Lines:
     def __iter__(self) -> Iterator[bytes]:
         import urllib3
 
-        rest = b""
+        remainder = b""
         try:
-            for part in self._response.stream(1 << 16):
-                *whole, rest = (rest + part).split(b"\n")
-                yield from whole
+            for chunk in self._response.stream(1 << 16):
+                *lines, remainder = (remainder + chunk).split(b"\n")
+                yield from lines
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:  # ValueError: closed by another thread
             raise StreamBroken(str(error)) from error
         finally:
             self._response.close()
-        if rest:
-            yield rest
+        if remainder:
+            yield remainder
 
     def close(self) -> None:
         """Wake up another thread that waits for the next line."""
@@ -199,8 +199,8 @@ def api_path(item: Mapping[str, Any], namespace: str, name: str = "") -> str:
 
 def plural(kind: str) -> str:
     """Return the resource name of a kind; every kind used here follows this rule."""
-    word = kind.lower()
-    return f"{word[:-1]}ies" if word.endswith("y") else f"{word}es" if word.endswith("s") else f"{word}s"
+    name = kind.lower()
+    return f"{name[:-1]}ies" if name.endswith("y") else f"{name}es" if name.endswith("s") else f"{name}s"
 
 
 def retry_after_seconds(response: Response) -> float | None:

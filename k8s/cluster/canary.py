@@ -59,29 +59,33 @@ class RequestCounts:
 
     requests: float = 0.0
     failed: float = 0.0
-    within: Mapping[float, float] = field(default_factory=dict)  # histogram: seconds → requests answered within them
+    answered_within: Mapping[float, float] = field(default_factory=dict)  # histogram: seconds → requests
 
     @property
     def timed(self) -> float:
-        return self.within.get(math.inf, 0.0)
+        return self.answered_within.get(math.inf, 0.0)
 
     def __add__(self, other: RequestCounts) -> RequestCounts:
-        bounds = self.within.keys() | other.within.keys()
-        within = {bound: self.within.get(bound, 0.0) + other.within.get(bound, 0.0) for bound in bounds}
-        return RequestCounts(self.requests + other.requests, self.failed + other.failed, within)
+        bounds = self.answered_within.keys() | other.answered_within.keys()
+        answered_within = {
+            bound: self.answered_within.get(bound, 0.0) + other.answered_within.get(bound, 0.0) for bound in bounds
+        }
+        return RequestCounts(self.requests + other.requests, self.failed + other.failed, answered_within)
 
-    def since(self, before: RequestCounts) -> RequestCounts:
+    def since(self, earlier: RequestCounts) -> RequestCounts:
         """Return the difference to an earlier reading; a counter that went down was reset by a restart."""
-        if self.requests < before.requests or self.failed < before.failed or self.timed < before.timed:
+        if self.requests < earlier.requests or self.failed < earlier.failed or self.timed < earlier.timed:
             return self
-        within = {bound: count - before.within.get(bound, 0.0) for bound, count in self.within.items()}
-        return RequestCounts(self.requests - before.requests, self.failed - before.failed, within)
+        answered_within = {
+            bound: count - earlier.answered_within.get(bound, 0.0) for bound, count in self.answered_within.items()
+        }
+        return RequestCounts(self.requests - earlier.requests, self.failed - earlier.failed, answered_within)
 
 
 def parse_request_counts(text: str, model: str) -> RequestCounts:
     """Read the counters of one model, over all protocols, from a pod's `/metrics`."""
     requests = failed = 0.0
-    within: dict[float, float] = {}
+    answered_within: dict[float, float] = {}
     for name, labels, value in _parse_metric_lines(text.splitlines()):
         if labels.get("model") != model:
             continue
@@ -90,8 +94,8 @@ def parse_request_counts(text: str, model: str) -> RequestCounts:
             failed += value if labels["code"].startswith("5") or labels["code"] in _SERVER_ERROR_CODES else 0.0
         elif name == "pipe_request_seconds_bucket":
             bound = float(labels["le"])
-            within[bound] = within.get(bound, 0.0) + value
-    return RequestCounts(requests, failed, within)
+            answered_within[bound] = answered_within.get(bound, 0.0) + value
+    return RequestCounts(requests, failed, answered_within)
 
 
 def _parse_metric_lines(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -100,19 +104,21 @@ def _parse_metric_lines(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, s
             yield match["name"], dict(_LABEL.findall(match["labels"] or "")), float(match["value"])
 
 
-def compare_versions(stable: RequestCounts, canary: RequestCounts, rules: Rollout) -> CanaryResult:
+def compare_versions(stable: RequestCounts, canary: RequestCounts, settings: Rollout) -> CanaryResult:
     """Decide whether the canary is not inferior in its rates of failed and of slow requests, with confidence."""
-    if min(stable.requests, canary.requests) < rules.min_requests:
+    if min(stable.requests, canary.requests) < settings.min_requests:
         counts = f"{canary.requests:.0f} requests to the canary and {stable.requests:.0f} to the stable version"
-        return CanaryResult("inconclusive", (f"{counts}, {rules.min_requests} of each are needed",))
-    if not rules.min_requests and not (stable.requests and canary.requests):
+        return CanaryResult("inconclusive", (f"{counts}, {settings.min_requests} of each are needed",))
+    if not settings.min_requests and not (stable.requests and canary.requests):
         return CanaryResult("promote", ("no requests to compare; the golden requests were answered as at export",))
     z = NormalDist().inv_cdf(_CONFIDENCE)
     failed = [(counts.failed, counts.requests) for counts in (canary, stable)]
-    comparisons = [_compare_rates("failed", failed[0], failed[1], rules.margin, z)]
+    comparisons = [_compare_rates("failed", failed[0], failed[1], settings.margin, z)]
     if stable.timed and canary.timed:
         threshold = _latency_threshold(stable)
-        slow = [(counts.timed - counts.within.get(threshold, 0.0), counts.timed) for counts in (canary, stable)]
+        slow = [
+            (counts.timed - counts.answered_within.get(threshold, 0.0), counts.timed) for counts in (canary, stable)
+        ]
         comparisons.append(_compare_rates(f"slower than {threshold * 1000:g} ms", slow[0], slow[1], _SLOW_MARGIN, z))
     worst_first: tuple[Outcome, ...] = ("roll back", "inconclusive", "promote")
     outcome = min((outcome for outcome, _ in comparisons), key=worst_first.index)
@@ -121,20 +127,22 @@ def compare_versions(stable: RequestCounts, canary: RequestCounts, rules: Rollou
 
 def _latency_threshold(stable: RequestCounts) -> float:
     """Return the smallest bucket bound within which most requests of the stable version are answered."""
-    bounds = (bound for bound, count in sorted(stable.within.items()) if count >= _FAST_FRACTION * stable.timed)
+    bounds = (
+        bound for bound, count in sorted(stable.answered_within.items()) if count >= _FAST_FRACTION * stable.timed
+    )
     return next(bounds, math.inf)
 
 
 def _compare_rates(
-    what: str, canary: tuple[float, float], stable: tuple[float, float], margin: float, z: float
+    subject: str, canary: tuple[float, float], stable: tuple[float, float], margin: float, z: float
 ) -> tuple[Outcome, str]:
     """Compare two rates by the interval of their difference (Newcombe's, from two Wilson intervals)."""
-    ours, theirs = canary[0] / canary[1], stable[0] / stable[1]
-    (our_low, our_high), (their_low, their_high) = _wilson_interval(*canary, z), _wilson_interval(*stable, z)
-    difference = ours - theirs
-    upper = difference + math.hypot(our_high - ours, theirs - their_low)
-    lower = difference - math.hypot(ours - our_low, their_high - theirs)
-    rates = f"{what}: {ours:.2%} compared with {theirs:.2%}"
+    canary_rate, stable_rate = canary[0] / canary[1], stable[0] / stable[1]
+    (canary_low, canary_high), (stable_low, stable_high) = _wilson_interval(*canary, z), _wilson_interval(*stable, z)
+    difference = canary_rate - stable_rate
+    upper = difference + math.hypot(canary_high - canary_rate, stable_rate - stable_low)
+    lower = difference - math.hypot(canary_rate - canary_low, stable_high - stable_rate)
+    rates = f"{subject}: {canary_rate:.2%} compared with {stable_rate:.2%}"
     if upper <= margin:
         return "promote", f"{rates}, at most {max(upper, 0):.2%} more"
     if lower > margin:
@@ -144,9 +152,9 @@ def _compare_rates(
 
 def _wilson_interval(count: float, total: float, z: float) -> tuple[float, float]:
     rate = count / total
-    middle = (rate + z * z / (2 * total)) / (1 + z * z / total)
-    spread = z / (1 + z * z / total) * math.sqrt(rate * (1 - rate) / total + z * z / (4 * total * total))
-    return max(0.0, middle - spread), min(1.0, middle + spread)
+    center = (rate + z * z / (2 * total)) / (1 + z * z / total)
+    half_width = z / (1 + z * z / total) * math.sqrt(rate * (1 - rate) / total + z * z / (4 * total * total))
+    return max(0.0, center - half_width), min(1.0, center + half_width)
 
 
 def traffic_steps(first: float) -> list[float]:
@@ -162,16 +170,16 @@ def replicas_for(percent: float, stable: int) -> int:
 def describe_traffic(percent: float, stable: int) -> str:
     """Describe the percentage that the pods really get, and the number of pods that the requested one needs."""
     pods = replicas_for(percent, stable)
-    actual = 100 * pods / (pods + stable)
-    text = f"{pods} pod{'s' * (pods > 1)} next to {stable} get about {actual:.0f} % of the requests"
-    if actual > percent + 1:
-        needed = math.ceil((100 - percent) / percent)
-        text += f" ({percent:g} % needs {needed} stable pods for each pod of the canary)"
+    actual_percent = 100 * pods / (pods + stable)
+    text = f"{pods} pod{'s' * (pods > 1)} next to {stable} get about {actual_percent:.0f} % of the requests"
+    if actual_percent > percent + 1:
+        needed_pods = math.ceil((100 - percent) / percent)
+        text += f" ({percent:g} % needs {needed_pods} stable pods for each pod of the canary)"
     return text
 
 
 @dataclass(frozen=True)
-class Canary:
+class CanaryRollout:
     """A canary of one bundle, as a second Deployment next to the stable one."""
 
     cluster: Cluster
@@ -179,7 +187,7 @@ class Canary:
     bundle: Bundle
     candidate: Object  # the canary's Deployment
     stable: Object  # the stable version's Deployment, as it is on the cluster
-    rules: Rollout
+    settings: Rollout
     timeout_seconds: float
     headers: Mapping[str, str]  # credentials of the service
     https: bool
@@ -194,10 +202,10 @@ class Canary:
         Without `rollout.auto` only the first step is made, and the canary stays until a person ends it.
         """
         try:
-            if not self.rules.auto:
-                self._set_traffic(self.rules.canary_percent)
+            if not self.settings.auto:
+                self._set_traffic(self.settings.canary_percent)
                 return CanaryResult("inconclusive", ("`pipe registry promote` or `pipe registry rollback` ends it",))
-            for percent in traffic_steps(self.rules.canary_percent):
+            for percent in traffic_steps(self.settings.canary_percent):
                 self._set_traffic(percent)
                 result = self._observe()
                 self.report(f"canary at {percent:g} %: {result.outcome}: {result.text}")
@@ -227,7 +235,7 @@ class Canary:
         self.report(f"canary: {describe_traffic(percent, stable_replicas)}")
         item = copy.deepcopy(self.candidate)
         item["spec"]["replicas"] = replicas_for(percent, stable_replicas)
-        self.cluster.apply([item], self.namespace, self.report, self.rules.force_conflicts)
+        self.cluster.apply([item], self.namespace, self.report, self.settings.force_conflicts)
         self.cluster.wait([item], self.namespace, self.timeout_seconds, self.report)
         for pod in self._canary_pods():
             count = smoke.check_pod(self.cluster, self.namespace, self._pod_address(pod), self.bundle, self.headers)
@@ -238,15 +246,17 @@ class Canary:
         stable_before, canary_before = self._read_counts()
         result = CanaryResult("inconclusive", ())
         for _ in range(self.attempts):
-            self.sleep(self.rules.observe_seconds)
+            self.sleep(self.settings.observe_seconds)
             self.check_lease()
             stable, canary = self._read_counts()
-            result = compare_versions(_sum_since(stable_before, stable), _sum_since(canary_before, canary), self.rules)
+            result = compare_versions(
+                _sum_since(stable_before, stable), _sum_since(canary_before, canary), self.settings
+            )
             if result.outcome != "inconclusive":
                 return result
             self.report(f"canary: {result.text}")
-        waited = self.attempts * self.rules.observe_seconds
-        return CanaryResult("roll back", (f"inconclusive after {waited} s: {result.text}",))
+        waited_seconds = self.attempts * self.settings.observe_seconds
+        return CanaryResult("roll back", (f"inconclusive after {waited_seconds} s: {result.text}",))
 
     def _read_counts(self) -> tuple[dict[str, RequestCounts], dict[str, RequestCounts]]:
         """Return the counters of the stable version's pods and of the canary's, by pod."""
@@ -269,7 +279,7 @@ class Canary:
         return ready_pods(self.cluster.pods(self.candidate, self.namespace))
 
     def _stable_pods(self) -> list[str]:
-        """The stable version's labels select the canary's pods as well, so those are taken out."""
+        """Return the stable version's pods: its labels select the canary's as well, so those are removed."""
         canary_pods = set(self._canary_pods())
         return [pod for pod in ready_pods(self.cluster.pods(self.stable, self.namespace)) if pod not in canary_pods]
 
@@ -300,13 +310,13 @@ def _is_ready(pod: Object) -> bool:
     return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
 
 
-def _sum_since(before: Mapping[str, RequestCounts], now: Mapping[str, RequestCounts]) -> RequestCounts:
-    new = (counts.since(before.get(pod, RequestCounts())) for pod, counts in now.items())
-    return sum(new, RequestCounts())
+def _sum_since(earlier: Mapping[str, RequestCounts], now: Mapping[str, RequestCounts]) -> RequestCounts:
+    increases = (counts.since(earlier.get(pod, RequestCounts())) for pod, counts in now.items())
+    return sum(increases, RequestCounts())
 
 
 @dataclass(frozen=True)
-class KnativeCanary(Canary):
+class KnativeCanaryRollout(CanaryRollout):
     """A canary as a new revision; here `candidate` and `stable` are the InferenceService after and before."""
 
     def end(self) -> None:
@@ -329,7 +339,7 @@ class KnativeCanary(Canary):
     def _apply(self, percent: int) -> Object:
         item = copy.deepcopy(self.candidate)
         item["spec"]["predictor"][CANARY_TRAFFIC_PERCENT] = percent
-        self.cluster.apply([item], self.namespace, self.report, self.rules.force_conflicts)
+        self.cluster.apply([item], self.namespace, self.report, self.settings.force_conflicts)
         return item
 
     def _canary_pods(self) -> list[str]:

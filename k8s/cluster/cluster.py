@@ -108,10 +108,10 @@ class Cluster:
 
     def select(self, selector: str, namespace: str) -> list[Object]:
         """Return pods by a label selector."""
-        listed = list_objects(self.connection, _POD, namespace, {"labelSelector": selector})
-        if isinstance(listed, Response):
-            raise api_error(listed, "listing pods", namespace)
-        return listed.items
+        listing = list_objects(self.connection, _POD, namespace, {"labelSelector": selector})
+        if isinstance(listing, Response):
+            raise api_error(listing, "listing pods", namespace)
+        return listing.items
 
     def pod_problems(self, item: Object, namespace: str) -> list[str]:
         """Return why pods of this version do not start; an error that hides the pods is such a reason too."""
@@ -262,9 +262,9 @@ def field_changes(live: Object | None, planned: Object) -> list[str]:
         return []
     before = dict(_field_values(_without_server_fields(live)))
     after = dict(_field_values(_without_server_fields(planned)))
-    hidden = planned["kind"] == "Secret"
+    is_secret = planned["kind"] == "Secret"
     return [
-        f"{path}: {'changed' if hidden else _describe_difference(before, after, path)}"
+        f"{path}: {'changed' if is_secret else _describe_difference(before, after, path)}"
         for path in sorted(before.keys() | after.keys())
         if before.get(path) != after.get(path)
     ]

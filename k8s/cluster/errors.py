@@ -26,28 +26,28 @@ _VALUE = re.compile(r"^Invalid value: .*: (?=[^:]+$)", re.DOTALL)
 _MAX_CAUSE_CHARACTERS = 200
 
 
-def api_error(response: Response, what: str, namespace: str, api_version: str = "") -> PipelineError:
-    """Return the error for a request about `what` (such as `deployment/digits`) that did not succeed."""
+def api_error(response: Response, subject: str, namespace: str, api_version: str = "") -> PipelineError:
+    """Return the error for a request about `subject` (such as `deployment/digits`) that did not succeed."""
     reason = response.reason
     if response.status == 401:
-        return ResourceError(f"{what}: the cluster does not accept our credentials (401: {reason}); log in again")
+        return ResourceError(f"{subject}: the cluster does not accept our credentials (401: {reason}); log in again")
     if response.status == 403:
-        return _forbidden_error(what, namespace, reason)
+        return _forbidden_error(subject, namespace, reason)
     if response.status == 404 and _is_unknown_api(response):
         group = api_version.partition("/")[0]
         hint = _INSTALL_HINTS.get(group, f"install what serves {api_version}")
-        return StageError(f"{what}: the cluster has no API {api_version} ({reason}); {hint}")
+        return StageError(f"{subject}: the cluster has no API {api_version} ({reason}); {hint}")
     if response.status == 404 and reason.startswith("namespaces"):
-        return StageError(f"{what}: {reason}; to fix it: `kubectl create namespace {namespace}`")
+        return StageError(f"{subject}: {reason}; to fix it: `kubectl create namespace {namespace}`")
     if response.status == 422 and (immutable := _immutable_fields(response)):
-        return _immutable_fields_error(what, namespace, immutable)
+        return _immutable_fields_error(subject, namespace, immutable)
     if response.status == 422 and (causes := _causes(response)):
         fields = "; ".join(f"{field}: {message}" for field, message in causes)
-        return StageError(f"{what}: the cluster rejects it as invalid: {fields}")
+        return StageError(f"{subject}: the cluster rejects it as invalid: {fields}")
     if response.status == 409 and (conflicts := conflicting_fields(reason)):
         owners = "; ".join(f"{field} was set by {owner}" for owner, field in conflicts)
-        return ConfigError(f"{what}: {owners}; rollout.force_conflicts=true overwrites it, or set it in pipe.yaml")
-    return StageError(f"{what}: the cluster refused it ({response.status}): {reason}")
+        return ConfigError(f"{subject}: {owners}; rollout.force_conflicts=true overwrites it, or set it in pipe.yaml")
+    return StageError(f"{subject}: the cluster refused it ({response.status}): {reason}")
 
 
 def missing_role_rule(reason: str) -> str:
@@ -66,11 +66,11 @@ def conflicting_fields(reason: str) -> list[tuple[str, str]]:
     return [(owner, field) for owner, text in owners for field in _FIELD.findall(text)]
 
 
-def _immutable_fields_error(what: str, namespace: str, fields: list[str]) -> PipelineError:
-    kind, _, name = what.partition("/")
+def _immutable_fields_error(subject: str, namespace: str, fields: list[str]) -> PipelineError:
+    kind, _, name = subject.partition("/")
     return ConfigError(
-        f"{what}: {', '.join(fields)} cannot be changed in the existing object, and the new value differs; delete the "
-        f"old object with `kubectl -n {namespace} delete {kind} {name}`, or choose another name in pipe.yaml"
+        f"{subject}: {', '.join(fields)} cannot be changed in the existing object, and the new value differs; delete "
+        f"the old object with `kubectl -n {namespace} delete {kind} {name}`, or choose another name in pipe.yaml"
     )
 
 
@@ -88,24 +88,24 @@ def _causes(response: Response) -> list[tuple[str, str]]:
     return list(dict.fromkeys((field, _VALUE.sub("", message)[:_MAX_CAUSE_CHARACTERS]) for field, message in pairs))
 
 
-def _forbidden_error(what: str, namespace: str, reason: str) -> PipelineError:
+def _forbidden_error(subject: str, namespace: str, reason: str) -> PipelineError:
     if "exceeded quota" in reason:
         quota = reason.partition("exceeded quota: ")[2]
         return StageError(
-            f"{what}: the quota of namespace {namespace} is used up ({quota}); request less "
+            f"{subject}: the quota of namespace {namespace} is used up ({quota}); request less "
             "(deploy.min_replicas, deploy.cpu, deploy.memory, cluster.cpu, cluster.memory) or have it raised"
         )
     if "system:anonymous" in reason:
         return ResourceError(
-            f"{what}: the cluster does not know who we are ({reason}): the kubeconfig's user has no credentials, or "
+            f"{subject}: the cluster does not know who we are ({reason}): the kubeconfig's user has no credentials, or "
             "the command that gets them failed; log in again"
         )
     if rule := missing_role_rule(reason):
         return ResourceError(
-            f"{what}: the cluster does not allow it ({reason}). To fix it, add this rule to a Role in namespace "
+            f"{subject}: the cluster does not allow it ({reason}). To fix it, add this rule to a Role in namespace "
             f"{namespace} (k8s/manifests/access has all rules that pipe needs):\n{rule}"
         )
-    return StageError(f"{what}: the cluster does not allow it (403): {reason}")
+    return StageError(f"{subject}: the cluster does not allow it (403): {reason}")
 
 
 def _is_unknown_api(response: Response) -> bool:

@@ -55,9 +55,9 @@ class PendingReasons:
             return []
         for kind in _KUEUE_WORKLOADS:
             query = {"labelSelector": f"kueue.x-k8s.io/job-uid={job['metadata']['uid']}"}
-            listed = list_objects(self.connection, kind, self.namespace, query)
-            if not isinstance(listed, Response):
-                return listed.items
+            listing = list_objects(self.connection, kind, self.namespace, query)
+            if not isinstance(listing, Response):
+                return listing.items
         return []
 
 

@@ -50,9 +50,9 @@ class PodLogs:
         """
         for name, pod in pods.items():
             if name not in self._followed and has_started(pod):
-                on_line = self._writer(f"[{pod_rank(pod)}] " if self.several_pods else "")
+                write_line = self._writer(f"[{pod_rank(pod)}] " if self.several_pods else "")
                 file = self.folder / f"{name}.log"
-                self._followed[name] = PodLog(self.connection, self.namespace, name, self.container, file, on_line)
+                self._followed[name] = PodLog(self.connection, self.namespace, name, self.container, file, write_line)
         for name, log in self._followed.items():
             if name not in pods or is_finished(pods[name]):
                 log.pod_finished()
@@ -93,7 +93,7 @@ class PodLogs:
 
 
 class PodLog:
-    """Follows one pod's log to its end in its own thread; `on_line` gets each new line."""
+    """Follows one pod's log to its end in its own thread; `write_line` gets each new line."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class PodLog:
         pod: str,
         container: str,
         file: Path,
-        on_line: Callable[[str], None],
+        write_line: Callable[[str], None],
     ) -> None:
-        self._connection, self._file, self._on_line = connection, file, on_line
+        self._connection, self._file, self._write_line = connection, file, write_line
         self._namespace, self._pod = namespace, pod
         self._path = f"{api_path(_POD, namespace, pod)}/log"
         self._query = {"follow": "true", "timestamps": "true", "container": container}
@@ -138,11 +138,11 @@ class PodLog:
         with self._file.open("ab") as file:
             while not self._closed.is_set():
                 finished = self._finished.is_set()  # read before the log: only then is its end the end
-                written = self._written
+                lines_before = self._written
                 with contextlib.suppress(StreamBroken):
                     if (self._read(file) and finished) or self.error:
                         return
-                failures = 0 if self._written > written else failures + 1
+                failures = 0 if self._written > lines_before else failures + 1
                 self._closed.wait(min(_RETRY_PAUSE_SECONDS * 2 ** min(failures, 10), _MAX_RETRY_PAUSE_SECONDS))
 
     def _read(self, file: BinaryIO) -> bool:
@@ -179,7 +179,7 @@ class PodLog:
             self._last_second = second
             self._lines_of_last_second.clear()
         self._lines_of_last_second[line] += 1
-        self._on_line(text)
+        self._write_line(text)
 
 
 def split_timestamp(line: bytes) -> tuple[str, str]:
@@ -195,9 +195,9 @@ def last_second(file: Path) -> tuple[str, Counter[bytes]]:
     if not file.exists():
         return "", Counter()
     data = file.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        os.truncate(file, len(whole))
-    lines = whole.split(b"\n")[:-1]  # not splitlines(): progress bars contain \r
+    complete = data[: data.rfind(b"\n") + 1]
+    if complete != data:
+        os.truncate(file, len(complete))
+    lines = complete.split(b"\n")[:-1]  # not splitlines(): progress bars contain \r
     second = split_timestamp(lines[-1])[0] if lines else ""
     return second, Counter(line for line in lines if split_timestamp(line)[0] == second)

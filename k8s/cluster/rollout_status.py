@@ -53,11 +53,11 @@ def _deployment_progress(live: Object, status: Object) -> Progress:
     progressing = conditions.get("Progressing", {})
     if progressing.get("reason") == "ProgressDeadlineExceeded":
         return Progress(False, progressing.get("message", "progress deadline exceeded"), failed=True)
-    wanted = live["spec"].get("replicas", 1)
+    replicas = live["spec"].get("replicas", 1)
     updated, total = status.get("updatedReplicas", 0), status.get("replicas", 0)
     available = status.get("availableReplicas", 0)
-    if updated < wanted:
-        return Progress(False, f"{updated} of {wanted} replicas updated")
+    if updated < replicas:
+        return Progress(False, f"{updated} of {replicas} replicas updated")
     if total > updated:
         return Progress(False, f"{total - updated} old replicas still terminate")
     if available < updated:
@@ -73,8 +73,8 @@ def _inference_service_progress(status: Object) -> Progress:
         if created != ready:
             return Progress(False, f"revision {created} is not ready, {ready} serves")
         return Progress(True, "ready")
-    unmet = (item for item in conditions.values() if item.get("status") == "False")
-    texts = [f"{item['type']}: {item.get('message') or item.get('reason') or 'not ready'}" for item in unmet]
+    failing = (item for item in conditions.values() if item.get("status") == "False")
+    texts = [f"{item['type']}: {item.get('message') or item.get('reason') or 'not ready'}" for item in failing]
     return Progress(False, "; ".join(sorted(texts)) or "not ready")
 
 
@@ -96,10 +96,10 @@ class JobResult:
 def job_result(job: Object, pods: Sequence[Object]) -> JobResult | None:
     """Return how a Job, JobSet or TrainJob ended; None while it runs."""
     conditions = _conditions(job.get("status", {}))
-    met = {kind: condition for kind, condition in conditions.items() if condition["status"] == "True"}
-    if any(kind in met for kind in _SUCCESS_CONDITIONS):
+    true_conditions = {kind: condition for kind, condition in conditions.items() if condition["status"] == "True"}
+    if any(kind in true_conditions for kind in _SUCCESS_CONDITIONS):
         return JobResult(0)
-    if (condition := met.get("Failed")) is None:
+    if (condition := true_conditions.get("Failed")) is None:
         return None
     failed = [pod for pod in pods if is_finished(pod) and _belongs_to(pod, job) and _exit_code(pod)]
     # Pods that were killed mostly follow another pod that failed by itself.
@@ -109,14 +109,14 @@ def job_result(job: Object, pods: Sequence[Object]) -> JobResult | None:
     return JobResult(_exit_code(failed[0]) if failed else 1, f"{problems} ({reason})" if problems else reason)
 
 
-def job_progress(job: Object, pods: Sequence[Object], wanted: int, reasons: Sequence[str] = ()) -> str:
+def job_progress(job: Object, pods: Sequence[Object], pod_count: int, reasons: Sequence[str] = ()) -> str:
     """Describe a running job in one line; `reasons` are those that only Kueue or events report."""
     phases = [pod.get("status", {}).get("phase") for pod in pods]
     running, done = phases.count("Running"), phases.count("Succeeded")
     if job["spec"].get("suspend"):
         return "; ".join([f"the {job['kind']} waits in its queue", *reasons])
-    if wanted > 1:
-        text = f"{running} of {wanted} pods run" + (f", {done} are done" if done else "")
+    if pod_count > 1:
+        text = f"{running} of {pod_count} pods run" + (f", {done} are done" if done else "")
     else:
         text = "its pod has ended" if done else "its pod runs" if running else "its pod has not started"
     return "; ".join([text, *pod_problems(pods), *reasons])
@@ -159,9 +159,9 @@ def crashed_containers(pods: Iterable[Object]) -> list[tuple[str, str, bool]]:
     crashed = []
     for pod in pods:
         for container in _container_statuses(pod.get("status", {})):
-            now, before = (container.get(state, {}).get("terminated", {}) for state in ("state", "lastState"))
-            if now.get("exitCode") or before.get("exitCode"):
-                crashed.append((pod["metadata"]["name"], container.get("name", ""), not now.get("exitCode")))
+            current, previous = (container.get(state, {}).get("terminated", {}) for state in ("state", "lastState"))
+            if current.get("exitCode") or previous.get("exitCode"):
+                crashed.append((pod["metadata"]["name"], container.get("name", ""), not current.get("exitCode")))
     return crashed
 
 

@@ -80,14 +80,14 @@ class Watcher:
 
     def _list(self) -> None:
         try:
-            listed = list_objects(self._connection, self._kind, self._namespace, {"labelSelector": self._selector})
+            listing = list_objects(self._connection, self._kind, self._namespace, {"labelSelector": self._selector})
         except PipelineError as error:
             raise StreamBroken(str(error)) from error
-        if isinstance(listed, Response):
-            return self._handle_error(listed)
+        if isinstance(listing, Response):
+            return self._handle_error(listing)
         self._handle_success()
-        self._version = listed.version
-        self._objects = {item["metadata"]["name"]: item for item in listed.items}
+        self._version = listing.version
+        self._objects = {item["metadata"]["name"]: item for item in listing.items}
         self._on_change(dict(self._objects))
         return None
 
@@ -139,5 +139,5 @@ class Watcher:
             self._retry_after = retry_after_seconds(response) or 0.0
             raise StreamBroken(f"{response.status}: {response.reason}")
         else:
-            what = f"watching {plural(self._kind['kind'])}"
-            raise api_error(response, what, self._namespace, self._kind["apiVersion"])
+            subject = f"watching {plural(self._kind['kind'])}"
+            raise api_error(response, subject, self._namespace, self._kind["apiVersion"])

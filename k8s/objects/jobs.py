@@ -105,9 +105,9 @@ def _pod(config: Config, step: str, argv: tuple[str, ...], env: Mapping[str, str
     container["command"] = list(argv)
     container.pop("args", None)
     container["resources"]["requests"]["cpu"] = config.cluster.cpu or "1"
-    own = [item for item in container["env"] if "value" in item]  # without the index of a pod among several
-    names = {item["name"] for item in own}
-    container["env"] = own + [{"name": name, "value": env[name]} for name in sorted(env) if name not in names]
+    variables = [item for item in container["env"] if "value" in item]  # without the index of a pod among several
+    names = {item["name"] for item in variables}
+    container["env"] = variables + [{"name": name, "value": env[name]} for name in sorted(env) if name not in names]
     training.set_node_placement(pod, container, gpus, config.cluster, config.deploy.image_pull_secret)
     if step == "deploy":
         pod["serviceAccountName"] = config.cluster.service_account or SERVICE_ACCOUNT

@@ -92,13 +92,13 @@ def fit_name(text: str, limit: int = MAX_LABEL) -> str:
 
     A valid name stays as it is. Any other gets a hash of the whole name, so that two names never become one.
     """
-    plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    if plain and not plain[0].isalpha():
-        plain = f"x-{plain}"
-    if plain and plain == text and len(plain) <= limit:
-        return plain
-    head = plain[: limit - _HASH_CHARACTERS - 1].rstrip("-") or "x"
-    return f"{head}-{digest_bytes(text.encode())[:_HASH_CHARACTERS]}"
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if label and not label[0].isalpha():
+        label = f"x-{label}"
+    if label and label == text and len(label) <= limit:
+        return label
+    prefix = label[: limit - _HASH_CHARACTERS - 1].rstrip("-") or "x"
+    return f"{prefix}-{digest_bytes(text.encode())[:_HASH_CHARACTERS]}"
 
 
 def write_manifests(objects: Iterable[Mapping[str, Any]], directory: Path) -> list[Path]:
@@ -118,8 +118,8 @@ def write_manifests(objects: Iterable[Mapping[str, Any]], directory: Path) -> li
 def remove_manifests(directory: Path) -> None:
     """Delete the files that the folder's kustomization lists, so that none is left that no kustomization lists."""
     file = directory / "kustomization.yaml"
-    listed = yaml.safe_load(file.read_text())["resources"] if file.is_file() else []
-    for name in listed:
+    names = yaml.safe_load(file.read_text())["resources"] if file.is_file() else []
+    for name in names:
         if Path(name).name == name:  # our files are in the folder itself
             (directory / name).unlink(missing_ok=True)
 
@@ -180,7 +180,7 @@ def mount_signature_keys(pod: Object, config: Config) -> None:
 def refer_to_config_map(container: Object, name: str, config: Config) -> None:
     """Let the pods read the ConfigMap; flags without a value cannot come from it and become arguments."""
     container["envFrom"][0]["configMapRef"]["name"] = name
-    container["args"] += [word for word in service_view_options(config.serve) if word == "--no-page"]
+    container["args"] += [option for option in service_view_options(config.serve) if option == "--no-page"]
 
 
 def options_digest(item: Object) -> str:
@@ -196,14 +196,14 @@ def _whole_cpus(quantity: str) -> int:
 
 def _check_option(name: str, text: str) -> None:
     """Check an option as the service does at its start, where the error would be hard to find."""
-    whole = name not in ("BATCH_DELAY_MS", "DEADLINE_SECONDS")
-    minimum = 0 if name == "THREADS" or not whole else 1
+    is_whole = name not in ("BATCH_DELAY_MS", "DEADLINE_SECONDS")
+    minimum = 0 if name == "THREADS" or not is_whole else 1
     try:
-        valid = not text or minimum <= (int(text) if whole else float(text)) < math.inf
+        valid = not text or minimum <= (int(text) if is_whole else float(text)) < math.inf
     except ValueError:
         valid = False
     if not valid:
-        kind = "a whole number" if whole else "a number"
+        kind = "a whole number" if is_whole else "a number"
         raise ConfigError(
             f"deploy.environment.{name}: {text!r} is not {kind} of at least {minimum}; empty: the bundle's value"
         )

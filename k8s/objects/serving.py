@@ -105,21 +105,21 @@ def _fill_inference_service(parts: dict[str, Object], config: Config, image: str
     _fill_pod(predictor, config, image, access)
 
 
-def _pod_metadata(own: Object, owner: Object, settings: Object) -> Object:
+def _pod_metadata(template_metadata: Object, owner: Object, settings: Object) -> Object:
     """Give pods their owner's labels, and the annotations whose change must roll the pods out again."""
     metadata = owner["metadata"]
     annotations = {
         BUNDLE_ANNOTATION: metadata["annotations"][BUNDLE_ANNOTATION],
         OPTIONS_ANNOTATION: options_digest(settings),
     }
-    return {"labels": {**own["labels"], **metadata["labels"]}, "annotations": annotations}
+    return {"labels": {**template_metadata["labels"], **metadata["labels"]}, "annotations": annotations}
 
 
 def _fill_pod(pod: Object, config: Config, image: str, access: Access) -> None:
     deploy = config.deploy
     pod["serviceAccountName"] = config.name
-    for spread in pod.get("topologySpreadConstraints", []):
-        spread["labelSelector"]["matchLabels"] = identity_labels(config.name, "serving")
+    for constraint in pod.get("topologySpreadConstraints", []):
+        constraint["labelSelector"]["matchLabels"] = identity_labels(config.name, "serving")
     container = pod["containers"][0]
     container["image"] = image
     container["resources"] = {

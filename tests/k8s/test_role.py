@@ -54,7 +54,7 @@ def allowed_requests() -> set[tuple[str, str, str]]:
 @pytest.fixture
 def guarded(api: ApiServer, model: Callable[[str, Any], Response], monkeypatch: pytest.MonkeyPatch) -> ApiServer:
     """Allow only what the Role allows."""
-    monkeypatch.setattr(canary.Canary, "sleep", lambda self, seconds: None)
+    monkeypatch.setattr(canary.CanaryRollout, "sleep", lambda self, seconds: None)
     api.rules, api.unready_polls, api.nodes.replicas = ROLE["rules"], 0, 2
     api.service, api.pod = model, counting_pods(model)
     api.crds |= {"serving.kserve.io/v1beta1", "serving.kserve.io/v1alpha1"}

@@ -124,7 +124,7 @@ def wrong_answers(pod: str, path: str, body: Any) -> Response:
 
 @pytest.fixture
 def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canary.Canary, "sleep", lambda self, seconds: None)
+    monkeypatch.setattr(canary.CanaryRollout, "sleep", lambda self, seconds: None)
 
 
 def with_canary(config: Config, **rollout: Any) -> Config:
