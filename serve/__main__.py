@@ -9,23 +9,18 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.errors import ConfigError, PipelineError
-from pipeline.contract.processes import hide_packages
 from serve.loading import load_predictor
 from serve.logs import configure, log_fatal, log_fields
 from serve.options import NamedBundle, Options, parse_options
 from serve.runtime.predictor import Predictor
 from serve.security import Security, read_token
+from serve.server import Service
 from serve.shadow import Shadow, open_shadow
 from serve.sockets import Sockets, bind_socket
 from serve.tracing import configure_tracing
-
-if TYPE_CHECKING:
-    from serve.server import Service
-
 
 _SWITCH_INTERVAL_SECONDS = 0.5e-3  # the longest wait of a thread back from an inference for one that decodes
 _GC_THRESHOLD = 10_000  # new objects between two collections; a request leaves no reference cycles
@@ -60,18 +55,11 @@ def serve(options: Options) -> None:
     token = None if options.admin_token is None else read_token(options.admin_token)
     loaded = [_load(named, options) for named in options.bundles]
     shadows = [_shadow(named, options, dict(loaded)) for named in options.shadows]
-    service = service_class()(
+    service = Service(
         loaded, shadows, options, Sockets(public, standby, admin, grpc), security, token, configure_tracing(os.environ)
     )
     tune_garbage_collector()
-    service.start(service.models)
-
-
-def service_class() -> type[Service]:
-    """Imported late: kserve reads sys.argv and takes a second."""
-    with hide_packages("kubernetes_validate"):
-        from serve.server import Service
-    return Service
+    service.run()
 
 
 def tune_garbage_collector() -> None:

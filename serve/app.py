@@ -19,7 +19,7 @@ from serve.generate.endpoints import OPENAI_ROUTES, OpenAIEndpoints
 from serve.http1.connection import HttpRequest
 from serve.load_shedding import admit
 from serve.model_version import ModelVersion, Payload
-from serve.models import OnnxDataPlane
+from serve.models import ModelRepository
 from serve.page import page
 from serve.protocol import openapi, v1, v2, v2_json
 from serve.request_body import MemoryBudget, parse_object, read_body
@@ -45,12 +45,12 @@ class App:
     """The application of the public HTTP port."""
 
     def __init__(
-        self, plane: OnnxDataPlane, requests: RequestLog, keys: ApiKeys | None = None, *, page: bool = True
+        self, repository: ModelRepository, requests: RequestLog, keys: ApiKeys | None = None, *, page: bool = True
     ) -> None:
-        self.plane, self.requests, self.keys, self.page = plane, requests, keys, page
+        self.repository, self.requests, self.keys, self.page = repository, requests, keys, page
         self.budget = MemoryBudget()
         self._refusals = 0  # written at once, in this turn of the event loop
-        texts = OpenAIEndpoints(plane, self.budget)
+        texts = OpenAIEndpoints(repository, self.budget)
         self._handlers: dict[str, Handler] = {
             "root": self._root,
             "page_counters": self._page_counters,
@@ -87,7 +87,7 @@ class App:
             handler = self._handlers.get(route.kind)
             if handler is not None:
                 return self._answer(request, route, handler(request, route))
-            version = self.plane.find_version(route.model, route.version)
+            version = self.repository.find_version(route.model, route.version)
             request.model_version = version
             if (given := request.headers.get(b"content-type")) is not None and given != b"application/json":
                 binary = route.kind == "infer" and _LENGTH in request.headers
@@ -166,8 +166,8 @@ class App:
     def _headers(self, request: HttpRequest, route: Route, headers: Headers) -> Headers:
         """Add the request id, the bundle, and while draining that the next request needs a new connection."""
         version = request.model_version
-        bundle = self.plane.identity(route.model, route.version) if version is None else version.headers
-        closing = ((b"connection", b"close"),) if self.plane.draining else ()
+        bundle = self.repository.identity(route.model, route.version) if version is None else version.headers
+        closing = ((b"connection", b"close"),) if self.repository.draining else ()
         return (*headers, (b"x-request-id", request.id), *bundle, *closing)
 
     # Predictions
@@ -195,16 +195,16 @@ class App:
 
     async def _root(self, request: HttpRequest, _: Route) -> Response:
         """Return a page for browsers, and a sign of life for clients that do not accept HTML."""
-        if not self.page or not self.plane.names or not page.accepts_html(request.headers.get(b"accept", b"")):
+        if not self.page or not self.repository.names or not page.accepts_html(request.headers.get(b"accept", b"")):
             return json_response({"status": "alive"}, headers=((b"vary", b"accept"),))
-        shown = page.PageModel.of(self.plane, request.query)
+        shown = page.PageModel.of(self.repository, request.query)
         return Response(await asyncio.to_thread(page.render, shown), page.headers())
 
     async def _page_counters(self, _request: HttpRequest, _: Route) -> Response:
         if not self.page:
             raise NotFound("/page.json: the page is off (serve.page: false); /metrics has the counters")
         return json_response(
-            page.counters(list(self.plane.loaded_versions()), ready=await self.plane.ready()),
+            page.counters(list(self.repository.loaded_versions()), ready=self.repository.ready()),
             headers=((b"cache-control", b"no-store"),),
         )
 
@@ -212,30 +212,30 @@ class App:
         return json_response({"live": True})
 
     async def _ready(self, _request: HttpRequest, _: Route) -> Response:
-        ready = await self.plane.ready()
+        ready = self.repository.ready()
         return _health({"ready": ready, "live": ready})  # the protocol's text and its OpenAPI name it differently
 
     async def _server(self, _request: HttpRequest, _: Route) -> Response:
-        return json_response(self.plane.metadata())
+        return json_response(self.repository.metadata())
 
     async def _models(self, _request: HttpRequest, _: Route) -> Response:
-        return json_response({"models": self.plane.names})
+        return json_response({"models": self.repository.names})
 
     async def _model(self, _request: HttpRequest, route: Route) -> Response:
-        return json_response(await self.plane.model_metadata(route.model, route.version))
+        return json_response(self.repository.model_metadata(route.model, route.version))
 
     async def _model_ready(self, _request: HttpRequest, route: Route) -> Response:
-        self.plane.find_version(route.model, route.version)
-        return _health({"name": route.model, "ready": await self.plane.model_ready(route.model)})
+        self.repository.find_version(route.model, route.version)
+        return _health({"name": route.model, "ready": self.repository.model_ready(route.model)})
 
     async def _index(self, request: HttpRequest, _: Route) -> Response:
         if body := await read_body(request, _INDEX_BYTES, self.budget):
             v2_json.check_index(parse_object(body))
-        return json_response(self.plane.index())
+        return json_response(self.repository.index())
 
     async def _openapi(self, _request: HttpRequest, _: Route) -> Response:
-        version = self.plane.find_version(self.plane.names[0]).digest[:12]
-        return json_response(openapi.document(self.plane, version, keys=self.keys is not None))
+        version = self.repository.find_version(self.repository.names[0]).digest[:12]
+        return json_response(openapi.document(self.repository, version, keys=self.keys is not None))
 
     async def _metrics(self, request: HttpRequest, _: Route) -> Response:
         accept = request.headers.get(b"accept", b"").decode("latin-1")

@@ -57,13 +57,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(kind: Format) -> None:
-    """Log everything to stderr; kserve and uvicorn only warnings."""
+    """Log everything to stderr; uvicorn only warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    logging.getLogger("kserve").addHandler(logging.NullHandler())  # with a handler there, kserve configures none
-    for name in ("kserve", "uvicorn"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def log_fatal(error: Exception, kind: Format) -> None:

@@ -14,15 +14,12 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kserve import Model
-from kserve.errors import ModelNotFound
-from kserve.protocol.dataplane import DataPlane
-
+from pipeline.contract import __version__
 from pipeline.contract.bundle import Bundle, open_bundle
 from serve.errors import Conflict, Headers, NotFound
 from serve.loading import load_predictor
 from serve.logs import log_fields
-from serve.model_version import Canary, ModelVersion, tensor_metadata
+from serve.model_version import Canary, ModelVersion
 from serve.options import Options
 from serve.runtime.predictor import Predictor
 from serve.shadow import Shadow, incompatibility, open_shadow
@@ -35,13 +32,12 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
-    """A name in kserve's registry, and the versions behind it in the order they were loaded."""
+class Model:
+    """A name, and the versions behind it in the order they were loaded."""
 
     def __init__(self, name: str, keep: int = 2) -> None:
         """`keep` versions stay loaded: the current one and those before it, so that going back takes no time."""
-        super().__init__(name)
-        self._keep = keep
+        self.name, self._keep = name, keep
         self.versions: dict[str, ModelVersion] = {}
         self.current: ModelVersion | None = None
         self._before: tuple[ModelVersion, ...] = ()  # the last one first
@@ -75,7 +71,6 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
             past = [one for one in (before, *self._before) if one is not None and one is not version]
             self.current, self._before = version, tuple(past[: self._keep - 1])
         self.set_canary(None)
-        self.ready = True
 
     def set_canary(self, canary: Canary | None) -> None:
         """Begin or end a canary, and unload the versions that get no requests."""
@@ -124,34 +119,35 @@ class OnnxModel(Model):  # type: ignore[misc]  # kserve ships no types
         listed = ", ".join(f"{one.version} ({one.digest[:12]})" for one in self.versions.values()) or "none"
         raise NotFound(f"model {self.name!r} has no version {version[:64]!r}; there are {listed}")
 
-    def get_input_types(self) -> list[dict[str, Any]]:
-        return [tensor_metadata(spec) for spec in self.find_version().bundle.signature.inputs]
 
-    def get_output_types(self) -> list[dict[str, Any]]:
-        return [tensor_metadata(spec) for spec in self.find_version().bundle.signature.outputs]
+class ModelRepository:
+    """The models by name. It is ready unless it drains, has no model, or a model has no current version."""
 
+    def __init__(self) -> None:
+        self.draining = False
+        self._models: dict[str, Model] = {}
 
-class OnnxDataPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
-    """kserve's data plane, honest about readiness: not ready while draining, nor without a ready model."""
+    def add(self, model: Model) -> None:
+        self._models[model.name] = model
 
-    draining = False
+    def get_model(self, name: str) -> Model | None:
+        return self._models.get(name)
+
+    def find_model(self, name: str) -> Model:
+        if (model := self._models.get(name)) is None:
+            raise NotFound(f"no model {name[:200]!r}; there are {', '.join(self._models) or 'none'}")
+        return model
 
     def find_version(self, name: str, version: str = "") -> ModelVersion:
         return self.find_model(name).find_version(version)
 
-    def find_model(self, name: str) -> OnnxModel:
-        model = self.model_registry.get_model(name)
-        if not isinstance(model, OnnxModel):
-            raise NotFound(f"no model {name[:200]!r}; there are {', '.join(self.names) or 'none'}")
-        return model
-
     @property
-    def models(self) -> list[OnnxModel]:
-        return list(self.model_registry.get_models().values())
+    def models(self) -> list[Model]:
+        return list(self._models.values())
 
     @property
     def names(self) -> list[str]:
-        return list(self.model_registry.get_models())
+        return list(self._models)
 
     def loaded_versions(self) -> Iterator[tuple[ModelVersion, bool]]:
         """Yield every version, and whether it is its model's current one."""
@@ -161,23 +157,22 @@ class OnnxDataPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
 
     def identity(self, name: str, version: str = "") -> Headers:
         """Return the headers that name the bundle of this model, or of the only one there is."""
-        models = self.model_registry.get_models()
-        model = models.get(name) or (next(iter(models.values())) if len(models) == 1 else None)
+        only = next(iter(self._models.values())) if len(self._models) == 1 else None
+        model = self._models.get(name, only)
         match = model and (model.get_version(version) or model.current)
         return match.headers if match else ()
 
-    async def ready(self) -> bool:
-        models = self.models
-        return not self.draining and bool(models) and all(model.ready for model in models)
+    def ready(self) -> bool:
+        return bool(self._models) and all(map(self.model_ready, self._models))
 
-    async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:  # noqa: ARG002
-        return bool(self.find_model(model_name).ready) and not self.draining
+    def model_ready(self, name: str) -> bool:
+        return self.find_model(name).current is not None and not self.draining
 
     def metadata(self) -> dict[str, Any]:
-        return {"name": "pipe", "version": self._server_version, "extensions": ["binary_tensor_data"]}
+        return {"name": "pipe", "version": __version__, "extensions": ["binary_tensor_data"]}
 
-    async def model_metadata(self, model_name: str, version: str = "") -> dict[str, Any]:
-        model = self.find_model(model_name)
+    def model_metadata(self, name: str, version: str = "") -> dict[str, Any]:
+        model = self.find_model(name)
         return model.find_version(version).metadata(list(model.versions))
 
     def index(self) -> list[dict[str, str]]:
@@ -187,15 +182,14 @@ class OnnxDataPlane(DataPlane):  # type: ignore[misc]  # kserve ships no types
             for version, _ in self.loaded_versions()
         ]
 
-    async def infer(self, *_: Any, **__: Any) -> Any:
-        raise ModelNotFound("requests go to a version of a model, not through the data plane")
-
 
 class ModelManager:
     """Loads bundles and decides which versions answer; belongs to the event loop."""
 
-    def __init__(self, plane: OnnxDataPlane, options: Options, pool: Executor, loaded: Sequence[LoadedModel]) -> None:
-        self._plane, self._options, self._pool = plane, options, pool
+    def __init__(
+        self, repository: ModelRepository, options: Options, pool: Executor, loaded: Sequence[LoadedModel]
+    ) -> None:
+        self._repository, self._options, self._pool = repository, options, pool
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load")  # one at a time, beside the predictions
         for name, predictor in loaded:
             self._add(name, predictor)
@@ -204,8 +198,8 @@ class ModelManager:
 
     def _add(self, name: str, predictor: Predictor) -> None:
         """Of several versions of a name the last one gets all requests, or the canary's share of them."""
-        if (model := self._plane.model_registry.get_model(name)) is None:
-            self._plane.model_registry.update(model := OnnxModel(name, self._options.keep_versions))
+        if (model := self._repository.get_model(name)) is None:
+            self._repository.add(model := Model(name, self._options.keep_versions))
         candidate = model.add(predictor, self._pool)
         if self._options.canary and model.current is not None:
             model.set_canary(Canary(candidate, self._options.canary))
@@ -214,7 +208,7 @@ class ModelManager:
 
     async def load(self, name: str, path: Path) -> ModelVersion:
         """Load and verify a bundle while the others answer; it gets no requests yet that do not name it."""
-        model = self._plane.find_model(name)
+        model = self._repository.find_model(name)
         loaded = await self._in_loader(self._load, model, path)
         if isinstance(loaded, ModelVersion):
             return loaded
@@ -222,7 +216,7 @@ class ModelManager:
         log.info("loaded", extra=_version_fields(version))
         return version
 
-    def _load(self, model: OnnxModel, path: Path) -> ModelVersion | Predictor:
+    def _load(self, model: Model, path: Path) -> ModelVersion | Predictor:
         bundle = self._options.overrides.apply(open_bundle(path, self._options.trust))
         if (version := model.version_of_bundle(bundle.digest)) is not None:
             return version
@@ -235,7 +229,7 @@ class ModelManager:
 
     def switch(self, name: str, version: str) -> ModelVersion:
         """Send all requests that name no version to this one; a canary ends."""
-        model = self._plane.find_model(name)
+        model = self._repository.find_model(name)
         chosen = model.find_version(version)
         if model.shadow and (why := incompatibility(chosen.predictor.signature, model.shadow.signature)):
             log.warning("the shadow ends: %s", why, extra=log_fields(model=name, bundle=model.shadow.digest[:12]))
@@ -246,7 +240,7 @@ class ModelManager:
 
     def set_canary(self, name: str, version: str, share: float) -> None:
         """Send a share of the requests to this version; 0 ends the canary."""
-        model = self._plane.find_model(name)
+        model = self._repository.find_model(name)
         candidate = model.find_version(version)
         if candidate is model.current:
             raise Conflict(f"version {version} of {name} gets all requests already")
@@ -255,33 +249,33 @@ class ModelManager:
 
     def unload_unused(self, name: str) -> None:
         """Unload the versions that were loaded and get no requests."""
-        model = self._plane.find_model(name)
+        model = self._repository.find_model(name)
         model.set_canary(model.canary)
 
     def set_shadow(self, shadow: Shadow) -> None:
-        self._plane.find_model(shadow.name).set_shadow(shadow)
+        self._repository.find_model(shadow.name).set_shadow(shadow)
 
     async def start_shadow(self, name: str, path: Path | None, share: float) -> None:
         """Send copies of a share of the requests to this bundle; without a path the shadow ends."""
-        model = self._plane.find_model(name)
+        model = self._repository.find_model(name)
         shadow = None if path is None else await self._in_loader(self._open_shadow, model, path, share)
         if shadow is not model.shadow:
             model.set_shadow(shadow)
         digest = shadow.digest[:12] if shadow else "none"
         log.info("shadow", extra=log_fields(model=name, bundle=digest, share=share))
 
-    def _open_shadow(self, model: OnnxModel, path: Path, share: float) -> Shadow:
+    def _open_shadow(self, model: Model, path: Path, share: float) -> Shadow:
         shadow, trust = model.shadow, self._options.trust
         if shadow is not None and (shadow.digest, shadow.share) == (open_bundle(path, trust).digest, share):
             return shadow  # the same again goes on with its counts
         return open_shadow(model.name, path, model.find_version().predictor.signature, share, trust)
 
     def status(self) -> dict[str, Any]:
-        return {"models": {model.name: model.status() for model in self._plane.models}}
+        return {"models": {model.name: model.status() for model in self._repository.models}}
 
     def close(self) -> None:
         self._loader.shutdown(wait=False, cancel_futures=True)
-        for model in self._plane.models:
+        for model in self._repository.models:
             model.set_shadow(None)
 
     async def _in_loader(self, work: Callable[..., T], *args: Any) -> T:

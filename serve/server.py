@@ -1,4 +1,4 @@
-"""The service process: HTTP and gRPC listeners, port take-over, drain and end, on kserve's ModelServer.
+"""The service process: HTTP and gRPC listeners, port take-over, drain and end.
 
 `Listener` is an HTTP socket on uvicorn's server, `GrpcListener` the gRPC port; both end without losing a request.
 """
@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import uvicorn
 import uvloop
-from kserve import ModelServer
 
 from serve.admin import Admin
 from serve.app import App
@@ -31,7 +30,7 @@ from serve.grpc.service import Calls
 from serve.http1.connection import Application, Connection
 from serve.http1.limits import make_room, max_grpc_connections, max_http_connections
 from serve.logs import log_fields
-from serve.models import LoadedModel, ModelManager, OnnxDataPlane, OnnxModel
+from serve.models import LoadedModel, ModelManager, ModelRepository
 from serve.options import Options
 from serve.prometheus import Metrics
 from serve.request_log import RequestLog
@@ -40,7 +39,7 @@ from serve.shadow import Shadow
 from serve.sockets import Sockets, stop_accepting, take_over_port
 from serve.tracing import Tracer
 
-_KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve has it
+_KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve's is
 _NOTICE_SECONDS = 0.1  # for the handshakes that are under way: one round trip
 _LINGER_SECONDS = 0.3
 _POLL_SECONDS = 0.005
@@ -196,8 +195,8 @@ _GRACE_SECONDS = 25  # below the 30 that Kubernetes waits before it kills
 log = logging.getLogger(__name__)
 
 
-class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
-    """kserve's start and stop bind every interface and unload models under requests; these do not."""
+class Service:
+    """The models, their listeners and the signals that end them; belongs to one event loop."""
 
     def __init__(
         self,
@@ -210,39 +209,28 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         tracer: Tracer | None = None,
     ) -> None:
         """The sockets are bound already and not listening yet; the token is that of the admin port."""
-        super().__init__(
-            http_port=options.public.port,
-            enable_grpc=options.grpc is not None,
-            enable_latency_logging=False,
-            grace_period=_GRACE_SECONDS,
-        )
         self.options, self.sockets, self.security, self._token = options, sockets, security, token
         self._pool = ThreadPoolExecutor(max(4, os.cpu_count() or 1), thread_name_prefix="predict")
-        self.dataplane = OnnxDataPlane(self.registered_models)
-        self.manager = ModelManager(self.dataplane, options, self._pool, loaded)
+        self.repository = ModelRepository()
+        self.manager = ModelManager(self.repository, options, self._pool, loaded)
         for shadow in shadows:
             self.manager.set_shadow(shadow)
-        self.requests = RequestLog(Metrics(self.dataplane.loaded_versions), options.log_requests, tracer)
+        self.requests = RequestLog(Metrics(self.repository.loaded_versions), options.log_requests, tracer)
         self._tracer = tracer
-        self._app = App(self.dataplane, self.requests, security.keys, page=options.page)
+        self._app = App(self.repository, self.requests, security.keys, page=options.page)
         self.headers = [("x-served-by", str(os.getpid()))]
         self._public_requested, self._stop_requested = asyncio.Event(), asyncio.Event()
         self._listeners: list[Listener] = []
         self._rpc: GrpcListener | None = None
         self._running: set[asyncio.Task[None]] = set()
 
-    @property
-    def models(self) -> list[OnnxModel]:
-        return self.dataplane.models
-
-    def start(self, models: list[Any]) -> None:
+    def run(self) -> None:
         """Serve until a signal ends it."""
-        self._register_and_check_atleast_one_model_is_ready(models)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        self.register_signal_handler()
+        self._handle_signals()
         reloading = asyncio.create_task(reload_changed_files(self.security.reloaded_files()))
         public, standby, admin = self.sockets.public, self.sockets.standby, self.sockets.admin
         if admin is not None and self._token is not None:
@@ -275,7 +263,7 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         context = None if tls is None else tls.context
         headers = [*self.headers, *self.security.headers]
         count_rejected = self.requests.metrics.count_rejected
-        listener = Listener(app, sock, headers, self.grace_period, context, count_rejected)
+        listener = Listener(app, sock, headers, _GRACE_SECONDS, context, count_rejected)
         task = asyncio.create_task(listener.run_until_stopped())
         self._running.add(task)
         await self._wait_for_first(listener.listening, task)
@@ -284,19 +272,19 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
         self._listeners.append(listener)
 
     async def _listen_grpc(self, sock: socket.socket) -> None:
-        calls = Calls(self.dataplane, self.requests, self.headers, self.manager.max_body_bytes, self.security.keys)
+        calls = Calls(self.repository, self.requests, self.headers, self.manager.max_body_bytes, self.security.keys)
         context = None if self.security.tls is None else self.security.tls.grpc_context
         self._rpc = GrpcListener(calls, sock, context, self.requests.metrics.count_rejected)
         await self._rpc.start()
 
     async def _drain(self) -> None:
         """Become unready at once, answer every request that was accepted, then close the listeners."""
-        self.dataplane.draining = True
+        self.repository.draining = True
         log.info("draining", extra=log_fields(**self._identity()))
         for listener in self._listeners:
             listener.stop()
         if self._rpc is not None:
-            await self._rpc.stop(self.grace_period)
+            await self._rpc.stop(_GRACE_SECONDS)
         await asyncio.gather(*self._running)
         self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -304,17 +292,17 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
             self._tracer.close()
         log.info("stopped", extra=log_fields(**self._identity()))
 
-    def register_signal_handler(self) -> None:
+    def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, self._public_requested.set)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop, number)
+            loop.add_signal_handler(number, self._on_signal, number)
 
-    def stop(self, sig: int) -> None:
+    def _on_signal(self, number: int) -> None:
         """Drain; a second signal ends the process at once, as a thread stuck in an inference cannot be awaited."""
         if self._stop_requested.is_set():
-            log.warning("second signal to end; ending at once", extra=log_fields(signal=sig))
-            os._exit(128 + sig)
+            log.warning("second signal to end; ending at once", extra=log_fields(signal=number))
+            os._exit(128 + number)
         self._stop_requested.set()
 
     @staticmethod
@@ -327,5 +315,5 @@ class Service(ModelServer):  # type: ignore[misc]  # kserve ships no types
             event.cancel()
 
     def _identity(self) -> dict[str, Any]:
-        bundles = ",".join(model.find_version().bundle.digest[:12] for model in self.models)
-        return {"model": ",".join(self.dataplane.names), "bundle": bundles, "pid": os.getpid()}
+        bundles = ",".join(model.find_version().bundle.digest[:12] for model in self.repository.models)
+        return {"model": ",".join(self.repository.names), "bundle": bundles, "pid": os.getpid()}

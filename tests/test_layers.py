@@ -84,11 +84,9 @@ def test_imports_inside_functions_count() -> None:
     assert "k8s.deploy" in own_imports(ROOT / "pipeline" / "steps" / "deploy.py")
 
 
-def test_only_serve_and_its_benchmark_import_kserve() -> None:
+def test_only_the_kserve_model_and_a_benchmark_import_kserve() -> None:
     importers = {path for path in (*SOURCES, *BENCHMARKS) for name in imported_names(path) if within(name, "kserve")}
-    assert {
-        path.relative_to(ROOT).parts[0] for path in importers - {ROOT / "benchmarks/serve/servers/plain_kserve.py"}
-    } == {"serve"}
+    assert importers == {ROOT / "serve/kserve_model.py", ROOT / "benchmarks/serve/servers/plain_kserve.py"}
 
 
 def test_command_line_loads_neither_torch_nor_a_server() -> None:
@@ -100,8 +98,9 @@ def test_command_line_starts_without_optional_modules() -> None:
     assert loaded_by("pipeline.cli") & {"numpy", "serve", "k8s", "train", "export"} == set()
 
 
-def test_service_loads_no_torch() -> None:
-    assert "torch" not in loaded_by("serve.server")
+def test_service_loads_only_what_it_needs() -> None:
+    unneeded = {"torch", "onnx", "kserve", "fastapi", "pandas", "kubernetes", "grpc", "train", "export"}
+    assert loaded_by("serve.__main__") & unneeded == set()
 
 
 def test_a_run_directory_is_read_without_torch_or_numpy() -> None:

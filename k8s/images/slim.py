@@ -12,9 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# The asyncio variant of the Kubernetes client, which kserve depends on but does not import; half of its size.
-_UNUSED = ("kubernetes/aio",)
-
 
 def main(roots: Sequence[str]) -> None:
     for root in map(Path, roots):
@@ -27,9 +24,8 @@ def main(roots: Sequence[str]) -> None:
 
 
 def unneeded_folders(root: Path) -> Iterator[Path]:
-    """Yield the tests of installed packages, and the folders named above."""
+    """Yield the tests of installed packages."""
     for packages in sorted(root.glob("lib/python*/site-packages")):
-        yield from (packages / name for name in _UNUSED if (packages / name).is_dir())
         yield from (folder for folder in sorted(packages.glob("*/**/tests")) if folder.is_dir())
 
 

@@ -22,7 +22,7 @@ from serve.generate.sequence import Chunk, Detokenizer, GenerationOptions, Seque
 from serve.http1.connection import HttpRequest
 from serve.load_shedding import set_deadline
 from serve.model_version import ModelVersion
-from serve.models import OnnxDataPlane
+from serve.models import ModelRepository
 from serve.request_body import MemoryBudget, read_body
 from serve.routes import JSON, Response, Route, Stream, check_content_type, json_response
 
@@ -34,17 +34,17 @@ _EVENT_STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"),
 class OpenAIEndpoints:
     """The endpoints of all language models: the request's body names the model."""
 
-    def __init__(self, plane: OnnxDataPlane, budget: MemoryBudget) -> None:
-        self._plane, self._budget = plane, budget
+    def __init__(self, repository: ModelRepository, budget: MemoryBudget) -> None:
+        self._repository, self._budget = repository, budget
 
     async def models(self, _request: HttpRequest, _route: Route) -> Response:
-        current = [version for version, is_current in self._plane.loaded_versions() if is_current]
+        current = [version for version, is_current in self._repository.loaded_versions() if is_current]
         return json_response(
             openai_api.models((version.name, version.generator.created) for version in current if version.generator)
         )
 
     async def model(self, request: HttpRequest, route: Route) -> Response:
-        version = request.model_version = self._plane.find_version(route.model, route.version)
+        version = request.model_version = self._repository.find_version(route.model, route.version)
         return json_response(openai_api.model(version.name, _generator(version).created))
 
     async def complete(self, request: HttpRequest, _route: Route) -> Response | Stream:
@@ -76,14 +76,16 @@ class OpenAIEndpoints:
 
     def _max_body_bytes(self) -> int:
         """Return the largest limit: which model's limit applies is known only after the body was read."""
-        limits = [version.max_body_bytes for version, _ in self._plane.loaded_versions() if version.generator]
-        return max(limits, default=0) or max(version.max_body_bytes for version, _ in self._plane.loaded_versions())
+        limits = [version.max_body_bytes for version, _ in self._repository.loaded_versions() if version.generator]
+        return max(limits, default=0) or max(
+            version.max_body_bytes for version, _ in self._repository.loaded_versions()
+        )
 
     def _version(self, model: str, request_id: bytes) -> ModelVersion:
         """Find a model by name, with a canary's share, or one version as `NAME/versions/2`."""
         if match := _VERSION.fullmatch(model):
-            return self._plane.find_version(match["name"], match["version"])
-        return self._plane.find_version(model).choose_by_id(request_id)
+            return self._repository.find_version(match["name"], match["version"])
+        return self._repository.find_version(model).choose_by_id(request_id)
 
 
 def _generator(version: ModelVersion) -> TextGenerator:

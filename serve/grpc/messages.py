@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import NUMPY_TYPES
 from serve.errors import RequestError, TooLarge, Unimplemented
 from serve.grpc.http2 import hpack
+from serve.grpc.open_inference import ModelInferResponse
 from serve.protocol import v2
 from serve.protocol.tensors import Array, InferRequest, Parameters, RequestedOutput, Tensor, reject_parameters, to_raw
 from serve.protocol.validate import format_shape
@@ -39,7 +39,6 @@ _CONTENTS: dict[str, tuple[str, Any]] = {
     "BYTES": ("bytes_contents", np.object_),
 }
 _RAW_ONLY = ("FP16", "BF16")  # the protocol has no typed contents for them
-_PROPERTY_TAG = 6 << 3 | 2  # ModelMetadataResponse.properties, a map of texts, which kserve's descriptors lack
 _QUICK_BYTES = 256 << 10  # a message of this size is decoded in well under a millisecond
 
 
@@ -47,7 +46,7 @@ class Payload:
     """The message of one inference."""
 
     def __init__(self, message: Any) -> None:
-        self._message = message  # pb.ModelInferRequest
+        self._message = message  # a ModelInferRequest
         self._request = InferRequest("", (), ())
         self._requested_outputs: Sequence[RequestedOutput] = ()
         self._count = 0
@@ -100,7 +99,7 @@ def render(
     outputs: Mapping[str, Array],
     datatypes: Mapping[str, str],
 ) -> Any:
-    answer = pb.ModelInferResponse(model_name=message.model_name, model_version=version, id=message.id)
+    answer = ModelInferResponse(model_name=message.model_name, model_version=version, id=message.id)
     # Raw and typed outputs cannot be mixed in one answer.
     raw = any(output.binary or datatypes[output.name] in _RAW_ONLY for output in requested_outputs)
     for output in requested_outputs:
@@ -113,23 +112,6 @@ def render(
             values = [str(value).encode() for value in values] if datatype == "BYTES" else values
             getattr(tensor.contents, _CONTENTS[datatype][0]).extend(values)
     return answer
-
-
-def with_properties(message: Any, properties: Mapping[str, str]) -> Any:
-    """Add field 6 by its wire format: an entry is a key (1) and a value (2), each after its tag and length."""
-    for pair in properties.items():
-        entry = b"".join(
-            bytes([tag, *_varint(len(text))]) + text for tag, text in zip((10, 18), map(str.encode, pair), strict=True)
-        )
-        message.MergeFromString(bytes([_PROPERTY_TAG, *_varint(len(entry))]) + entry)
-    return message
-
-
-def _varint(number: int) -> Iterator[int]:
-    while number > 0x7F:
-        yield number & 0x7F | 0x80
-        number >>= 7
-    yield number
 
 
 def _contents(one: Any) -> Array | list[str]:

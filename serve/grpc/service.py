@@ -11,8 +11,6 @@ from http import HTTPStatus
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from google.protobuf.message_factory import GetMessageClass
-from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
 from pipeline.contract.errors import InvalidPayload
 from serve.app import INTERNAL
@@ -25,20 +23,19 @@ from serve.errors import (
     Unimplemented,
     UnsupportedMediaType,
 )
-from serve.grpc import messages
+from serve.grpc import messages, open_inference
 from serve.grpc.http2 import hpack
 from serve.grpc.http2.headers import MAX_HEADER_LIST_BYTES
 from serve.grpc.http2.stream import Stream
 from serve.grpc.http2.streams import Streams
-from serve.grpc.messages import Payload, with_properties
+from serve.grpc.messages import Payload
 from serve.load_shedding import admit
-from serve.models import OnnxDataPlane
+from serve.models import ModelRepository
 from serve.request_body import MemoryBudget
 from serve.request_context import RequestContext, parse_grpc_timeout
 from serve.request_log import RequestLog
 from serve.security import OPEN_RPCS, ApiKeys
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
 _BUDGET_BYTES = 16 << 20  # of one message: unlike a body of HTTP/1.1, one of 20 KB comes in pieces already
 _CONTENT_TYPE = b"application/grpc"
@@ -82,7 +79,7 @@ class Calls:
 
     def __init__(
         self,
-        plane: OnnxDataPlane,
+        repository: ModelRepository,
         requests: RequestLog,
         headers: Sequence[tuple[str, str]],
         max_body_bytes: int,
@@ -93,15 +90,15 @@ class Calls:
         self._common_headers = hpack.encode_literals((name.encode(), value.encode()) for name, value in headers)
         self._bundle_headers: dict[Any, bytes] = {}
         self._running: set[RpcCall] = set()
-        servicer = Servicer(plane, requests)
+        servicer = Servicer(repository, requests)
         self._methods = {
-            f"/{_SERVICE.full_name}/{method.name}": Method(
-                method.name,
-                GetMessageClass(method.input_type).FromString,
-                getattr(servicer, method.name),
-                method.name in OPEN_RPCS,
+            f"/{open_inference.SERVICE}/{name}": Method(
+                name,
+                open_inference.message_class(f"{name}Request").FromString,
+                getattr(servicer, name),
+                name in OPEN_RPCS,
             )
-            for method in _SERVICE.methods
+            for name in open_inference.METHODS
         }
 
     # Called by a connection
@@ -115,7 +112,7 @@ class Calls:
         method = self._methods.get(path)
         try:
             if method is None:
-                raise Unimplemented(f"no method {path[:200]!r} here; there are those of {_SERVICE.full_name}")
+                raise Unimplemented(f"no method {path[:200]!r} here; there are those of {open_inference.SERVICE}")
             encoding = messages.encoding_name(request.get(b"grpc-encoding"))
             return Head(request, method.name, method, encoding, parse_grpc_timeout(request.get(b"grpc-timeout")))
         except (InvalidPayload, RequestError) as error:
@@ -225,13 +222,13 @@ class Calls:
 class Servicer:
     """The methods of the protocol, by the names that it gives them; refusals are raised."""
 
-    def __init__(self, plane: OnnxDataPlane, requests: RequestLog) -> None:
-        self._plane, self._requests = plane, requests
+    def __init__(self, repository: ModelRepository, requests: RequestLog) -> None:
+        self._repository, self._requests = repository, requests
 
     async def ModelInfer(self, message: Any, call: RpcCall) -> Any:  # noqa: N802
         call.protocol = "grpc"
         self._requests.metrics.in_flight += 1
-        version, payload = self._plane.find_version(message.model_name, message.model_version), Payload(message)
+        version, payload = self._repository.find_version(message.model_name, message.model_version), Payload(message)
         if version.canary is not None and not message.model_version:
             version = await version.choose(payload, call.id)
         call.model_version = version
@@ -239,22 +236,21 @@ class Servicer:
         return await version.predict(call, payload)
 
     async def ServerLive(self, _message: Any, _call: RpcCall) -> Any:  # noqa: N802
-        return pb.ServerLiveResponse(live=True)
+        return open_inference.ServerLiveResponse(live=True)
 
     async def ServerReady(self, _message: Any, _call: RpcCall) -> Any:  # noqa: N802
-        return pb.ServerReadyResponse(ready=await self._plane.ready())
+        return open_inference.ServerReadyResponse(ready=self._repository.ready())
 
     async def ServerMetadata(self, _message: Any, _call: RpcCall) -> Any:  # noqa: N802
-        return pb.ServerMetadataResponse(**self._plane.metadata())
+        return open_inference.ServerMetadataResponse(**self._repository.metadata())
 
     async def ModelReady(self, message: Any, _call: RpcCall) -> Any:  # noqa: N802
-        self._plane.find_version(message.name, message.version)
-        return pb.ModelReadyResponse(ready=await self._plane.model_ready(message.name))
+        self._repository.find_version(message.name, message.version)
+        return open_inference.ModelReadyResponse(ready=self._repository.model_ready(message.name))
 
     async def ModelMetadata(self, message: Any, _call: RpcCall) -> Any:  # noqa: N802
-        found = await self._plane.model_metadata(message.name, message.version)
-        properties = found.pop("properties")
-        return with_properties(pb.ModelMetadataResponse(**found), properties)
+        metadata = self._repository.model_metadata(message.name, message.version)
+        return open_inference.ModelMetadataResponse(**metadata)
 
     async def RepositoryModelLoad(self, _message: Any, _call: RpcCall) -> Any:  # noqa: N802
         raise Unimplemented("models are loaded by the operator (`pipe deploy`), never by clients")

@@ -23,7 +23,7 @@ from pipeline.contract.html import Child, Html, el, flat, table
 from pipeline.contract.signature import Generation, TensorSpec
 from serve.errors import Headers
 from serve.model_version import ModelVersion
-from serve.models import OnnxDataPlane
+from serve.models import ModelRepository
 
 _HERE = Path(__file__).resolve().parent
 _ICON = (
@@ -46,14 +46,12 @@ class PageModel:
     ready: bool
 
     @classmethod
-    def of(cls, plane: OnnxDataPlane, query: bytes) -> PageModel:
+    def of(cls, repository: ModelRepository, query: bytes) -> PageModel:
         """Return the model named by `?model=`, or the first."""
-        name = dict(parse_qsl(query.decode("latin-1"))).get("model", plane.names[0])
-        model = plane.find_model(name)
-        others = [other for other in plane.names if other != name]
-        return cls(
-            model.find_version(), tuple(model.versions.values()), others, bool(model.ready) and not plane.draining
-        )
+        name = dict(parse_qsl(query.decode("latin-1"))).get("model", repository.names[0])
+        model = repository.find_model(name)
+        others = [other for other in repository.names if other != name]
+        return cls(model.find_version(), tuple(model.versions.values()), others, repository.model_ready(name))
 
 
 def accepts_html(accept: bytes) -> bool:

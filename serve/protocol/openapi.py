@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.contract.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
 from serve.model_version import ModelVersion
-from serve.models import OnnxDataPlane
+from serve.models import ModelRepository
 from serve.routes import PATHS, needs_no_key
 
 Schema = dict[str, Any]
@@ -91,12 +91,12 @@ _COUNT: Schema = {"type": "integer", "minimum": 0}
 _NONEMPTY_STRING: Schema = {"type": "string", "minLength": 1}
 
 
-def document(plane: OnnxDataPlane, server_version: str, *, keys: bool) -> Schema:
+def document(repository: ModelRepository, server_version: str, *, keys: bool) -> Schema:
     """Return the document for the loaded models; `keys`: whether the service requires an API key."""
     paths: Schema = {}
     schemas: Schema = {"Error": _object({"error": _TEXT})}
     generators = [
-        version.name for version, current in plane.loaded_versions() if current and version.generator is not None
+        version.name for version, current in repository.loaded_versions() if current and version.generator is not None
     ]
     if generators:
         schemas |= _openai_schemas(generators)
@@ -106,13 +106,13 @@ def document(plane: OnnxDataPlane, server_version: str, *, keys: bool) -> Schema
         if _MODEL not in path:
             paths[path] = _path_item(kind, methods, "", _server_operation(kind))
             continue
-        for url, suffix, version in _model_paths(plane, path):
+        for url, suffix, version in _model_paths(repository, path):
             paths[url] = _path_item(kind, methods, suffix, _model_operation(kind, version))
-    for version, _ in plane.loaded_versions():
+    for version, _ in repository.loaded_versions():
         schemas |= _model_schemas(version)
     result: Schema = {
         "openapi": "3.1.0",
-        "info": {"title": ", ".join(plane.names), "version": server_version},
+        "info": {"title": ", ".join(repository.names), "version": server_version},
         "paths": paths,
         "components": {"schemas": schemas},
     }
@@ -137,9 +137,9 @@ def _add_api_key(document: Schema) -> Schema:
     return document
 
 
-def _model_paths(plane: OnnxDataPlane, path: str) -> Iterable[tuple[str, str, ModelVersion]]:
+def _model_paths(repository: ModelRepository, path: str) -> Iterable[tuple[str, str, ModelVersion]]:
     """Yield each path of a template with a suffix for its operation ids: by model, and by version."""
-    for version, current in plane.loaded_versions():
+    for version, current in repository.loaded_versions():
         if version.generator is None and path.startswith("/openai"):
             continue
         model = _MODEL.replace("{model_name}", version.name)

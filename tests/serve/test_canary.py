@@ -10,22 +10,22 @@ import pytest
 from pipeline.contract.bundle import open_bundle
 from serve.loading import load_predictor
 from serve.model_version import Canary, ModelVersion, id_position
-from serve.models import OnnxModel
+from serve.models import Model
 from serve.protocol import v1, v2
 
 IDS = [f"request-{number}".encode() for number in range(4000)]
 
 
 @pytest.fixture
-def model(bundle_path: Path, other_path: Path, pool: Executor) -> OnnxModel:
+def model(bundle_path: Path, other_path: Path, pool: Executor) -> Model:
     """The digits bundle, and beside it another one that gets a tenth."""
-    model = OnnxModel("tiny")
+    model = Model("tiny")
     model.switch(model.add(load_predictor(open_bundle(bundle_path), "cpu", 1), pool))
     model.set_canary(Canary(model.add(load_predictor(open_bundle(other_path), "cpu", 1), pool), 0.1))
     return model
 
 
-def _chosen(model: OnnxModel, payload: v1.Payload | v2.Payload, request_id: bytes = b"") -> ModelVersion:
+def _chosen(model: Model, payload: v1.Payload | v2.Payload, request_id: bytes = b"") -> ModelVersion:
     assert model.current is not None
     return asyncio.run(model.current.choose(payload, request_id))
 
@@ -43,13 +43,13 @@ def test_another_candidate_meets_others() -> None:
     assert len(first & second) < 0.3 * len(first)
 
 
-def test_a_larger_share_takes_no_one_back(model: OnnxModel) -> None:
+def test_a_larger_share_takes_no_one_back(model: Model) -> None:
     assert model.canary is not None
     small, large = Canary(model.canary.candidate, 0.1), Canary(model.canary.candidate, 0.2)
     assert {key for key in IDS if small.takes(key)} < {key for key in IDS if large.takes(key)}
 
 
-def test_a_request_is_known_by_the_id_in_its_body_and_else_by_that_of_its_header(model: OnnxModel) -> None:
+def test_a_request_is_known_by_the_id_in_its_body_and_else_by_that_of_its_header(model: Model) -> None:
     assert model.canary is not None
     taken = next(key for key in IDS if model.canary.takes(key))
     left = next(key for key in IDS if not model.canary.takes(key))
@@ -61,7 +61,7 @@ def test_a_request_is_known_by_the_id_in_its_body_and_else_by_that_of_its_header
     assert _chosen(model, v1.Payload(b"{}"), left) is model.current
 
 
-def test_a_long_body_is_read_for_its_id_off_the_loop(model: OnnxModel) -> None:
+def test_a_long_body_is_read_for_its_id_off_the_loop(model: Model) -> None:
     assert model.canary is not None
     taken = next(key for key in IDS if model.canary.takes(key))
     long = v2.Payload("tiny", b'{"id": "%s", "inputs": []%s}' % (taken, b" " * 2_000_000), None)
@@ -69,7 +69,7 @@ def test_a_long_body_is_read_for_its_id_off_the_loop(model: OnnxModel) -> None:
     assert _chosen(model, long) is model.canary.candidate
 
 
-def test_without_a_canary_everyone_meets_the_current_one(model: OnnxModel) -> None:
+def test_without_a_canary_everyone_meets_the_current_one(model: Model) -> None:
     model.set_canary(None)
     assert {_chosen(model, v1.Payload(b"{}"), key) for key in IDS[:50]} == {model.current}
     assert list(model.versions) == ["1"], "who gets nothing is not kept"

@@ -47,14 +47,6 @@ def port(free_ports: Callable[[int], list[int]]) -> str:
     return str(free_ports(1)[0])
 
 
-def test_the_service_needs_neither_torch_nor_onnx() -> None:
-    assert not _imported("serve, serve.__main__, serve.server") & {"torch", "onnx", "train", "evaluate", "export"}
-
-
-def test_a_verifier_can_ask_the_golden_requests_without_kserve() -> None:
-    assert not _imported("serve.runtime.selfcheck, serve.runtime.session") & {"kserve", "torch", "onnx"}
-
-
 def test_a_tampered_bundle_is_refused_in_one_line(own_bundle: Path, port: str) -> None:
     model = own_bundle / "model.onnx"
     content = bytearray(model.read_bytes())

@@ -11,14 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kserve.model_repository import ModelRepository
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import BundleError
 from pipeline.contract.signing import SIGNATURE, new_key, private_key, sign
 from serve.__main__ import _load, _shadow
 from serve.loading import load_predictor
-from serve.models import ModelManager, OnnxDataPlane
+from serve.models import ModelManager, ModelRepository
 from serve.options import Options, parse_options
 from tests.serve.bundles import seal
 
@@ -46,11 +45,11 @@ def given(own_bundle: Path, tmp_path: Path) -> Given:
 
 
 @pytest.fixture
-def fleet(given: Given, bundle: Bundle, pool: Executor) -> Iterator[ModelManager]:
-    plane = OnnxDataPlane(ModelRepository())
-    fleet = ModelManager(plane, given.options, pool, [("tiny", load_predictor(bundle, "cpu", 1))])
-    yield fleet
-    fleet.close()
+def manager(given: Given, bundle: Bundle, pool: Executor) -> Iterator[ModelManager]:
+    repository = ModelRepository()
+    manager = ModelManager(repository, given.options, pool, [("tiny", load_predictor(bundle, "cpu", 1))])
+    yield manager
+    manager.close()
 
 
 def unsigned(bundle: Path) -> None:
@@ -83,20 +82,20 @@ REFUSED = pytest.mark.parametrize(
 )
 
 
-def enter_at_start(given: Given, fleet: ModelManager) -> None:
+def enter_at_start(given: Given, manager: ModelManager) -> None:
     _load(given.options.bundles[0], given.options)
 
 
-def enter_as_shadow_at_start(given: Given, fleet: ModelManager) -> None:
+def enter_as_shadow_at_start(given: Given, manager: ModelManager) -> None:
     _shadow(given.options.shadows[0], given.options, {"tiny": SimpleNamespace(signature=None)})  # type: ignore[dict-item]
 
 
-def enter_by_swap(given: Given, fleet: ModelManager) -> None:
-    asyncio.run(fleet.load("tiny", given.bundle))
+def enter_by_swap(given: Given, manager: ModelManager) -> None:
+    asyncio.run(manager.load("tiny", given.bundle))
 
 
-def enter_as_shadow(given: Given, fleet: ModelManager) -> None:
-    asyncio.run(fleet.start_shadow("tiny", given.bundle, 1.0))
+def enter_as_shadow(given: Given, manager: ModelManager) -> None:
+    asyncio.run(manager.start_shadow("tiny", given.bundle, 1.0))
 
 
 WAYS = (enter_at_start, enter_as_shadow_at_start, enter_by_swap, enter_as_shadow)
@@ -104,26 +103,28 @@ WAYS = (enter_at_start, enter_as_shadow_at_start, enter_by_swap, enter_as_shadow
 
 @REFUSED
 def test_what_no_trusted_key_signed_is_refused_with_nothing_loaded(
-    given: Given, fleet: ModelManager, spoil: Spoil, output: str
+    given: Given, manager: ModelManager, spoil: Spoil, output: str
 ) -> None:
-    before = fleet.status()
+    before = manager.status()
     spoil(given.bundle)
     for enter in WAYS:
         with pytest.raises(BundleError, match=output):
-            enter(given, fleet)
+            enter(given, manager)
     assert not given.loaded.exists()
-    assert fleet.status() == before
+    assert manager.status() == before
 
 
-def test_what_a_trusted_key_signed_comes_in_by_every_way(given: Given, fleet: ModelManager) -> None:
+def test_what_a_trusted_key_signed_comes_in_by_every_way(given: Given, manager: ModelManager) -> None:
     for enter in (enter_at_start, enter_by_swap, enter_as_shadow, enter_as_shadow):
-        enter(given, fleet)
+        enter(given, manager)
     assert given.loaded.exists()
-    assert fleet.status()["models"]["tiny"]["shadow"]["path"] == str(given.bundle)
+    assert manager.status()["models"]["tiny"]["shadow"]["path"] == str(given.bundle)
 
 
-def test_a_key_that_is_taken_out_of_the_file_opens_no_security_from_then_on(given: Given, fleet: ModelManager) -> None:
+def test_a_key_that_is_taken_out_of_the_file_opens_no_security_from_then_on(
+    given: Given, manager: ModelManager
+) -> None:
     new_key(given.key.parent / "other")
     shutil.copyfile(f"{given.key.parent}/other.pub", f"{given.key}.pub")
     with pytest.raises(BundleError, match="is signed by SHA256:"):
-        enter_by_swap(given, fleet)
+        enter_by_swap(given, manager)

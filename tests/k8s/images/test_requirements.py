@@ -58,7 +58,7 @@ def test_an_image_for_gpus_has_the_runtime_with_cuda() -> None:
 
 def test_extras_that_name_other_extras_are_expanded() -> None:
     names = names_of("cpu", "train")
-    assert {"torch", "onnx", "kserve", "onnxruntime", "safetensors"} <= set(names)
+    assert {"torch", "onnx", "uvicorn", "onnxruntime", "safetensors"} <= set(names)
     assert "pipe-road" not in names
     assert "+" not in names["torch"]
 

@@ -204,7 +204,7 @@ def test_without_an_image_the_bill_of_materials_states_what_it_is_of(make_run: M
     body = json.loads((run.partial("package") / "sbom.cdx.json").read_text())
     facts = {fact["name"]: fact["value"] for fact in body["metadata"]["component"]["properties"]}
     assert facts["pipe-road:source"] == "requirements"
-    assert "kserve" in {part["name"] for part in body["components"]}
+    assert "uvicorn" in {part["name"] for part in body["components"]}
 
 
 def test_a_refused_push_states_who_refused_and_why(make_run: MakeRun, builders: PutBuilders) -> None:
@@ -306,7 +306,7 @@ def test_requirements_are_pinned_and_without_torch(accelerator: str, make_run: M
     assert all(line.count("==") == 1 and line.partition("==")[2] for line in lines)
     assert names == sorted(set(names))
     runtime = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu"}[accelerator]
-    assert {"kserve", "numpy", runtime, "pydantic", "psutil", "uvloop"} <= set(names)
+    assert {"uvicorn", "numpy", runtime, "pydantic", "psutil", "uvloop"} <= set(names)
     assert not {"torch", "onnx", "safetensors", "pipe-road"} & set(names)
 
 

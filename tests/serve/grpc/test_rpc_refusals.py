@@ -27,8 +27,8 @@ class GrpcConnection(MemoryConnection):
 
     def __init__(self, keys: ApiKeys | None = None) -> None:
         self.requests = RequestLog(Metrics(list))
-        plane: Any = None  # no call here reaches it
-        self.calls = Calls(plane, self.requests, [("x-served-by", "me")], MOST, keys)
+        repository: Any = None  # no call here reaches it
+        self.calls = Calls(repository, self.requests, [("x-served-by", "me")], MOST, keys)
         super().__init__(app=self.calls)
         self.send(CLIENT_PREFACE)
 
