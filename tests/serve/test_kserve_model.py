@@ -1,4 +1,4 @@
-"""A bundle in kserve's own ModelServer, asked by kserve's own clients over V1, V2 and gRPC."""
+"""A bundle in kserve's own ModelServer, tested with kserve's own clients over V1, V2 and gRPC."""
 
 from __future__ import annotations
 
