@@ -32,9 +32,11 @@ types: $(VENV)/.dev
 	cd examples/deepseek/pretrain && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 	cd examples/deepseek/classify && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 
-# In the order of the files: sorted by their number of tests, files with few and long ones would run last.
+# In the order of tests/conftest.py: sorted by their number of tests, files with few and long ones would run last.
+# Hundreds of processes import the same modules: compile them once, even where this is switched off.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long and not gpu"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
+	  -m "not long and not gpu"
 
 docs: $(VENV)/.dev  ## write docs/config.md from the settings in pipeline/contract/settings
 	$(BIN)/python -m pipeline.config_reference > docs/config.md

@@ -6,18 +6,33 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# What is long begins first, so that no process is left alone with it at the end. `e2e/test_pipeline.py` makes the run
+# that all of e2e waits for.
+_FIRST = ("tests/nodes/", "tests/e2e/test_pipeline.py", "tests/train/parallel/", "tests/e2e/", "tests/train/")
+_others: dict[str, ModuleType] = {}  # modules that are no user's: there are thousands, and thousands of tests
 
 
 @pytest.fixture(autouse=True)
 def _remove_user_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Remove modules of projects: a `codec` left in sys.modules would be used by the next project."""
-    users = (f"{_EXAMPLES}{os.sep}", f"{tmp_path_factory.getbasetemp().resolve()}{os.sep}")
     yield
+    users = (f"{_EXAMPLES}{os.sep}", f"{tmp_path_factory.getbasetemp().resolve()}{os.sep}")
     sys.path[:] = [place for place in sys.path if not f"{place}{os.sep}".startswith(users)]
-    for name, module in list(sys.modules.items()):
+    new = [(name, module) for name, module in sys.modules.items() if _others.get(name) is not module]
+    for name, module in new:
         if (getattr(module, "__file__", None) or "").startswith(users):
             del sys.modules[name]
+        else:
+            _others[name] = module
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {item.nodeid.partition("::")[0]: 0 for item in items}
+    for file in places:
+        places[file] = next((place for place, start in enumerate(_FIRST) if file.startswith(start)), len(_FIRST))
+    items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
