@@ -52,6 +52,7 @@ def test_a_lost_machine_is_dropped_and_joins_again_when_it_is_back(three: Cluste
     three.wait_until_training(processes=3)
 
 
+@pytest.mark.long  # for the node, a test with a launcher that is killed; for the worker, one of the parent watch
 def test_a_killed_agent_takes_its_worker_along_and_is_started_again(three: Cluster) -> None:
     machine, before = three.machines[1], three.attempt
     worker = machine.processes(*WORKER)[0]
@@ -88,6 +89,7 @@ def test_a_slow_link_is_no_fault(three: Cluster) -> None:
     assert [event for event in three.events if event not in before and event.event in ("start", "end")] == []
 
 
+@pytest.mark.long  # tests/train/elastic/test_preemption.py does the same with the training processes alone
 def test_a_machine_that_is_requested_to_end_makes_a_checkpoint_first_and_the_others_go_on_from_there(
     three: Cluster,
 ) -> None:
