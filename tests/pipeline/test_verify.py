@@ -2,166 +2,254 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
-from pipeline.contract.errors import BundleError
-from pipeline.contract.files import write_json
-from pipeline.contract.run import Run
-from pipeline.verify import ledger_verification, verify_run_ledger
+from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
+from pipeline.contract.errors import BundleError, ConfigError
+from pipeline.contract.files import digest_file, write_json
+from pipeline.contract.golden import Golden
+from pipeline.contract.override import Override, write_override
+from pipeline.contract.run import Run, StepRecord
+from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key
+from pipeline.history import changed_outputs, link_outputs, seal_step, write_record, write_run
+from pipeline.override import sign_run
+from pipeline.verify import verify_bundle, verify_run
 from train.batch_order import BatchOrder
 from train.ledger import LedgerLine, batch_digest
 
 from .conftest import NewRun
 
-ORDER = BatchOrder(samples=150, batch_size=64, seed=0)  # three steps an epoch, as the configuration's defaults have it
+CODEC = """
+import numpy as np
 
 
-def row(step: int) -> str:
-    ids = ORDER.batch(step - 1)
-    attempt = 1 if step < 5 else 3
-    summary = LedgerLine(
-        step=step,
-        epoch=ORDER.epoch_of(step - 1),
-        samples=len(ids),
-        digest=batch_digest(ids),
-        processes=2 * attempt,
-        attempt=attempt,
+class C:
+    def decode(self, instances):
+        return {"x": np.asarray(instances, np.float32)}
+
+    def encode(self, outputs):
+        return outputs["y"].tolist()
+"""
+
+
+def complete(run: Run, step: str) -> None:
+    outputs, digest = seal_step(run, step)
+    write_record(run, StepRecord(step=step, status="done", key="k", parts={}, outputs=outputs, digest=digest))
+
+
+def write_bundle(directory: Path, ancestors: Ancestors) -> None:
+    """A model that doubles its input."""
+    weight = numpy_helper.from_array(np.float32(2) * np.eye(2, dtype=np.float32), "w")
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y"))
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "double", [x], [y], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, directory / "model.onnx")
+    (directory / "codec.py").write_text(CODEC)
+    (directory / "card.md").write_text("# doubles\n")
+    signature = Signature(
+        inputs=(TensorSpec(name="x", datatype="FP32", shape=("batch", 2)),),
+        outputs=(TensorSpec(name="y", datatype="FP32", shape=("batch", 2)),),
+        codec="C",
+        limits=Limits(max_batch_size=8, max_body_bytes=1024),
+        runtime=Runtime(provider="cpu", threads=1),
     )
-    return f"{summary.model_dump_json()}\n"
+    write_json(directory / "signature.json", signature.model_dump())
+    ones = np.ones((1, 2), np.float32)
+    Golden({"x": ones}, {"y": 2 * ones}, [[1, 1]], [[2, 2]], 1e-3, 1e-4).write(directory)
+    onnx_digest = digest_file(directory / "model.onnx")
+    write_manifest(directory, "double", "pass", ancestors.model_copy(update={"onnx": onnx_digest}))
 
 
-def write(directory: Path, rows: list[str]) -> None:
-    (directory / "ledger.jsonl").write_text("".join(rows))
-
-
-def model(directory: Path, step: int | None) -> None:
-    metadata = None if step is None else {"step": str(step)}
-    save_file({"w": np.ones(3, np.float32)}, directory / "model.safetensors", metadata)
+def write_training(directory: Path) -> None:
+    """Of one step, with all five samples."""
+    ids = BatchOrder(samples=5, batch_size=64, seed=0).batch(0)
+    line = LedgerLine(step=1, epoch=0, samples=5, digest=batch_digest(ids), processes=2, attempt=1)
+    (directory / "ledger.jsonl").write_text(f"{line.model_dump_json()}\n")
+    save_file({"w": np.ones(1, np.float32)}, directory / "model.safetensors", {"step": "1"})
+    write_json(directory / "summary.json", {"steps": 1, "best_step": 1})
 
 
 @pytest.fixture
 def run(new_run: NewRun) -> Run:
-    """Prepared, and trained for six steps to its end."""
+    """A whole chain, made by hand."""
     run = new_run()
-    run.output("prepare").mkdir()
-    write_json(run.output("prepare") / "data.json", {"splits": {"train": {"samples": 150}}})
-    directory = run.output("train")
-    directory.mkdir()
-    write(directory, [row(step) for step in range(1, 7)])
-    write_json(directory / "summary.json", {"steps": 6, "best_step": 3})
-    model(directory, 3)
+    for step in ("prepare", "train", "evaluate", "package"):
+        run.partial(step).mkdir()
+    write_json(run.partial("prepare") / "data.json", {"splits": {"train": {"samples": 5}}})
+    complete(run, "prepare")
+    write_training(run.partial("train"))
+    complete(run, "train")
+    checkpoint = digest_file(run.output("train") / "model.safetensors")
+    write_json(run.partial("evaluate") / "verdict.json", {"verdict": "pass", "checkpoint": checkpoint})
+    complete(run, "evaluate")
+    ancestors = Ancestors(
+        code="c",
+        data=digest_file(run.output("prepare") / "data.json"),
+        checkpoint=checkpoint,
+        verdict=digest_file(run.output("evaluate") / "verdict.json"),
+        onnx="",
+    )
+    bundle = run.partial("export") / "bundle"
+    bundle.mkdir(parents=True)
+    write_bundle(bundle, ancestors)
+    complete(run, "export")
+    write_json(run.partial("package") / "image.json", {"bundle": run.bundle().digest})
+    complete(run, "package")
     return run
 
 
-def test_a_whole_ledger_is_reported_in_one_sentence(run: Run) -> None:
-    assert list(verify_run_ledger(run)) == [
-        "ledger: 6 steps, 2 epochs, every one of 150 samples exactly once in each; 2 attempts, 2 to 6 processes"
+def alter(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" ")
+
+
+def reseal(run: Run, step: str) -> None:
+    """Cover the traces in the run's record too."""
+    record = run.read().steps[step]
+    assert changed_outputs(run, record)
+    run.output(step).rename(run.partial(step))
+    complete(run, step)
+
+
+def perturb(bundle: Path) -> None:
+    """One number in one initializer, and a manifest that agrees with it."""
+    model = onnx.load(bundle / "model.onnx")
+    initializer = model.graph.initializer[0]
+    changed = numpy_helper.to_array(initializer).copy()
+    changed[0, 0] += 0.5
+    initializer.CopyFrom(numpy_helper.from_array(changed, initializer.name))
+    onnx.save(model, bundle / "model.onnx")
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    ancestors = Ancestors(**{**manifest["ancestors"], "onnx": digest_file(bundle / "model.onnx")})
+    write_manifest(bundle, manifest["name"], manifest["verdict"], ancestors)
+
+
+def test_a_whole_chain_is_reported_link_by_link(run: Run) -> None:
+    assert list(verify_run(run)) == [
+        "prepare: 1 files as recorded",
+        "train: 3 files as recorded",
+        "evaluate: 1 files as recorded",
+        "export: 7 files as recorded",
+        "package: 1 files as recorded",
+        "the verdict is about this checkpoint",
+        "ledger: 1 step, 1 epoch, every one of 5 samples exactly once in each; 1 attempt, 2 processes",
+        "the bundle descends from this data, this checkpoint and this verdict",
+        f"bundle {run.bundle().digest[:12]}: 6 files match the manifest",
+        "golden requests are answered as at export",
+        "the container image has this bundle",
     ]
 
 
-def test_a_split_that_was_cut_is_the_one_that_counts(run: Run) -> None:
-    write_json(run.output("prepare") / "data.json", {"splits": {"train": {"samples": 999}}})
-    assert ledger_verification(Run(run.path)).lost
-    body = json.loads((run.path / "run.json").read_text())
-    body["config"]["train"]["max_samples"] = 150
-    write_json(run.path / "run.json", body)
-    assert ledger_verification(Run(run.path)).fault == ""
+def test_a_bundle_with_another_shared_file_than_prepare_made_is_found_out(run: Run) -> None:
+    files = run.bundle_path / "files"
+    files.mkdir()
+    (files / "words.txt").write_text("one two")
+    ancestors = Ancestors(**json.loads((run.bundle_path / "manifest.json").read_text())["ancestors"])
+    write_manifest(run.bundle_path, "double", "pass", ancestors)
+    reseal(run, "export")
+    with pytest.raises(BundleError, match=r"another files/words.txt than prepare/files/words.txt of this run"):
+        list(verify_run(run))
 
 
-def test_a_batch_size_that_was_found_is_the_one_that_counts(run: Run) -> None:
-    body = json.loads((run.path / "run.json").read_text())
-    body["config"]["train"]["batch_size"] = "auto"
-    write_json(run.path / "run.json", body)
-    write_json(run.output("train") / "batch_size.json", {"batch_size": 64})
-    assert ledger_verification(Run(run.path)).fault == ""
-    write_json(run.output("train") / "batch_size.json", {"batch_size": 32})
-    assert ledger_verification(Run(run.path)).fault != ""
+def test_a_step_that_is_not_done_is_reported_and_not_evaluated(run: Run) -> None:
+    record = run.read().steps["package"]
+    write_record(run, record.model_copy(update={"status": "failed"}))
+    assert "package: failed, nothing to verify" in list(verify_run(run))
 
 
-def test_a_run_that_has_not_trained_has_nothing_to_show(new_run: NewRun) -> None:
-    run = new_run()
-    assert list(verify_run_ledger(run)) == []
-    with pytest.raises(BundleError, match="training has not begun"):
-        ledger_verification(run)
-
-
-def test_an_unfinished_training_is_proven_as_far_as_its_lines_go(run: Run) -> None:
-    run.output("train").rename(run.partial("train"))
-    (run.partial("train") / "summary.json").unlink()
-    write(run.partial("train"), [row(step) for step in range(1, 5)] + ['{"step": 5'])
-    summary = "4 steps, 1 epoch, every one of 150 samples exactly once in each; 1 attempt, 2 processes"
-    assert list(verify_run_ledger(run)) == [f"ledger: training is unfinished, verified up to {summary}"]
-    write(run.partial("train"), [])
-    assert list(verify_run_ledger(run)) == []
-
-
-@pytest.mark.parametrize("unfinished", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "sentence"),
+    "file", ["prepare/data.json", "train/model.safetensors", "evaluate/verdict.json", "export/bundle/card.md"]
+)
+def test_one_byte_more_in_any_output_breaks_it(run: Run, file: str) -> None:
+    alter(run.path / file)
+    with pytest.raises(BundleError, match=f"{file}: changed since the step was done"):
+        list(verify_run(run))
+
+
+def test_an_altered_record_breaks_it(run: Run) -> None:
+    body = run.read()
+    record = body.steps["train"].model_copy(update={"digest": "0" * 64})
+    write_run(run, body.model_copy(update={"steps": {**body.steps, "train": record}}))
+    with pytest.raises(BundleError, match="the record of train was altered"):
+        list(verify_run(run))
+
+
+@pytest.mark.parametrize(
+    ("step", "file", "sentence"),
     [
-        ([1, 2, 4, 5, 6], r"line 3: the line of step 3 is missing.* \(50 samples lost, 0 repeated\)"),
-        ([1, 2, 3, 3, 4, 5, 6], r"line 4: a second line of step 3 \(0 samples lost, 50 repeated\)"),
-        ([1, 3, 2, 4, 5, 6], "line 2: out of order, it is of step 3$"),
+        ("prepare", "data.json", "the bundle names another prepare/data.json"),
+        ("train", "model.safetensors", "the verdict names another train/model.safetensors"),
+        ("evaluate", "verdict.json", "the bundle names another evaluate/verdict.json"),
     ],
 )
-def test_a_line_that_is_missing_doubled_or_out_of_order_is_raised(
-    run: Run, rows: list[int], sentence: str, unfinished: bool
+def test_a_link_replaced_together_with_its_record_does_not_fit_the_next(
+    run: Run, step: str, file: str, sentence: str
 ) -> None:
-    write(run.output("train"), [row(step) for step in rows])
-    if unfinished:
-        run.output("train").rename(run.partial("train"))
-        (run.partial("train") / "summary.json").unlink()
-    with pytest.raises(BundleError, match=rf"ledger.jsonl, {sentence}"):
-        list(verify_run_ledger(run))
+    alter(run.output(step) / file)
+    reseal(run, step)
+    with pytest.raises(BundleError, match=sentence):
+        list(verify_run(run))
 
 
-def test_a_forged_digest_is_raised(run: Run) -> None:
-    rows = [row(step) for step in range(1, 7)]
-    rows[3] = json.dumps({**json.loads(rows[3]), "digest": "0" * 64}) + "\n"
-    write(run.output("train"), rows)
-    with pytest.raises(BundleError, match="line 4: step 4 was trained on samples that no step has"):
-        list(verify_run_ledger(run))
+def test_a_ledger_that_was_forged_with_its_record_is_caught(run: Run) -> None:
+    path = run.output("train") / "ledger.jsonl"
+    path.write_text(path.read_text().replace('"samples":5', '"samples":4'))
+    reseal(run, "train")
+    with pytest.raises(BundleError, match=r"ledger.jsonl, line 1: step 1 has 5 samples, not 4"):
+        list(verify_run(run))
 
 
-def test_missing_last_lines_are_raised(run: Run) -> None:
-    write(run.output("train"), [row(step) for step in range(1, 6)])
-    with pytest.raises(BundleError, match="the line of step 6 is missing, 6 steps were trained"):
-        list(verify_run_ledger(run))
+def test_a_container_made_of_another_bundle_is_reported(run: Run) -> None:
+    write_json(run.output("package") / "image.json", {"bundle": "0" * 64})
+    reseal(run, "package")
+    with pytest.raises(BundleError, match="made from another bundle"):
+        list(verify_run(run))
 
 
-def test_a_training_without_a_ledger_is_not_proven(run: Run) -> None:
-    (run.output("train") / "ledger.jsonl").unlink()
-    with pytest.raises(BundleError, match="the samples used are unknown"):
-        list(verify_run_ledger(run))
+def test_changed_model_fails_golden_requests_despite_a_new_manifest(run: Run) -> None:
+    perturb(run.bundle_path)
+    open_bundle(run.bundle_path)  # every digest agrees
+    with pytest.raises(BundleError, match="golden requests: y"):
+        list(verify_bundle(run.bundle_path))
 
 
-def test_training_that_ended_in_the_midst_of_an_epoch_is_raised(run: Run) -> None:
-    write(run.output("train"), [row(step) for step in range(1, 6)])
-    write_json(run.output("train") / "summary.json", {"steps": 5, "best_step": 3})
-    with pytest.raises(BundleError, match="ends with step 5, in the middle of an epoch of 3"):
-        list(verify_run_ledger(run))
+def test_an_override_that_was_taken_away_breaks_the_chain(run: Run) -> None:
+    (run.output("evaluate")).rename(run.partial("evaluate"))
+    complete(run, "evaluate")
+    write_record(run, run.read().steps["evaluate"].model_copy(update={"status": "overridden"}))
+    with pytest.raises(BundleError, match=r"override\.json: missing, or about another verdict"):
+        list(verify_run(run))
+    verdict = digest_file(run.output("evaluate") / "verdict.json")
+    write_override(run.path, Override(at="noon", by="ann", reason="why not", verdict=verdict))
+    assert "the verdict was overridden by ann, noon: why not" in list(verify_run(run))
 
 
-@pytest.mark.parametrize(("step", "best"), [(6, 3), (3, 6), (9, 9)])
-def test_weights_of_another_step_than_the_best_are_raised(run: Run, step: int, best: int) -> None:
-    model(run.output("train"), step)
-    write_json(run.output("train") / "summary.json", {"steps": 6, "best_step": best})
-    with pytest.raises(BundleError, match=f"has the weights of step {step}, but the best of 6 steps was {best}"):
-        list(verify_run_ledger(run))
+def test_signature_is_recorded_and_reused_by_later_runs(run: Run, new_run: NewRun, tmp_path: Path) -> None:
+    keyid = new_key(tmp_path / "key")
+    trust = Trust(tmp_path / "key.pub")
+    with pytest.raises(BundleError, match="is not signed"):
+        list(verify_run(run, trust))
+    bundle, signer = sign_run(run, private_key(tmp_path / "key"))
+    assert (signer, bundle.digest) == (keyid, run.bundle().digest)
+    assert f"signed by {keyid}" in list(verify_run(run, trust))
+    later = new_run()
+    link_outputs(run, later, run.read().steps["export"])
+    assert later.bundle(trust).digest == bundle.digest
+    alter(run.bundle_path / SIGNATURE)
+    with pytest.raises(BundleError, match=r"manifest\.sig\.json: changed since the step was done"):
+        list(verify_run(run, trust))
+    sign_run(run, private_key(tmp_path / "key"))
+    assert list(verify_run(run, trust))
 
 
-@pytest.mark.parametrize("damage", ["no step", "no file", "no weights"])
-def test_weights_that_do_not_name_their_step_are_raised(run: Run, damage: str) -> None:
-    path = run.output("train") / "model.safetensors"
-    harm: dict[str, Any] = {
-        "no step": lambda: model(path.parent, None),
-        "no file": path.unlink,
-        "no weights": lambda: path.write_bytes(b"weights"),
-    }
-    harm[damage]()
-    with pytest.raises(BundleError, match="has no training step in its header"):
-        list(verify_run_ledger(run))
+def test_only_a_run_with_a_bundle_is_signed(new_run: NewRun, tmp_path: Path) -> None:
+    new_key(tmp_path / "key")
+    with pytest.raises(ConfigError, match="has no bundle"):
+        sign_run(new_run(), private_key(tmp_path / "key"))
+    with pytest.raises(BundleError, match="has no bundle, so nothing is signed"):
+        list(verify_run(new_run(), Trust(tmp_path / "key.pub")))

@@ -1,167 +1,178 @@
 from __future__ import annotations
 
-import shutil
+import math
 import time
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError
+from pipeline.contract.config import Config, parse_config
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import DataError
 from pipeline.contract.processes import Rank
-from tests.train.distributed import run_distributed
-from train.batch_order import BatchOrder
-from train.parallel.base import Stopwatch, Strategy, Traffic
+from train.checkpoint.store import CheckpointStore
+from train.optim import make_optimizer
 from train.process_group import ProcessGroup
-from train.trainer import BatchBalance, CheckpointPauses, batch_sizes_differ, check_compiler, split_by_speed
+from train.state import Progress
+from train.trainer import CheckpointPauses, Trainer, update_best
 
-from .conftest import Project, equal, journal, weights
-from .test_trainer_more import Line, config, trainer
-
-CPU = torch.device("cpu")
-# The second process needs three times as long for a sample.
-SLOW = """    def loss(self, outputs, batch):
-        import os, time
-        if torch.is_grad_enabled():
-            time.sleep(len(batch["x"]) * (0.003 if os.environ["RANK"] == "1" else 0.001))
-"""
+CPU = ProcessGroup(Rank(), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("count", [2, 3, 7, 64, 1000])
-@pytest.mark.parametrize("speeds", [[1.0, 1.0], [1.0, 3.0], [1e-9, 1.0], [5.0, 1.0, 1.0]])
-def test_slices_by_speed_are_complete_and_not_empty(count: int, speeds: list[float]) -> None:
-    found = split_by_speed(count, speeds)
-    assert [i for part in found for i in part] == list(range(count))
-    assert len(found) == len(speeds)
-    assert count < len(speeds) or min(map(len, found)) >= 1
+class Line:
+    """Fits y = x · w on 20 samples; counts how often each sample is loaded."""
 
-
-def test_slices_are_as_large_as_processes_are_fast() -> None:
-    assert list(map(len, split_by_speed(400, [3.0, 1.0]))) == pytest.approx([300, 100], abs=1)
-    assert list(map(len, split_by_speed(100, [1.0, 1.0]))) == [50, 50]
-
-
-class Watched:
-    """Of a strategy, what balancing looks at."""
+    inputs = ("x",)
+    outputs = ("y",)
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
-        self.stopwatch = Stopwatch(CPU, self.traffic)
+        self.seen: list[int] = []
+        self.poison: dict[int, float] = {}  # call of loss() → what is added to it
+        self.calls = 0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def data(self, split: str) -> dict[str, Any]:
+        x = np.random.default_rng(0).normal(size=(20, 2)).astype(np.float32)
+        return {"x": x, "y": x.sum(axis=1, keepdims=True), "index": np.arange(20)}
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if torch.is_grad_enabled():
+            self.seen += batch["index"].tolist()
+            self.calls += 1
+        return nn.functional.mse_loss(outputs, batch["y"]) + self.poison.get(self.calls, 0.0)
+
+    def metrics(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"closeness": -(outputs - batch["y"]).abs()[:, 0]}
 
 
-class Two(ProcessGroup):
-    """The first of two processes; the other one does four samples a second."""
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, 4.0]
+def config(**train: Any) -> Config:
+    values = {"epochs": 4, "batch_size": 6, "lr": 0.05, "device": "cpu", **train}
+    return parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": values}, source="test")
 
 
-def balance(kind: Any, samples_per_second: float, steps: int) -> BatchBalance:
-    strategy = Watched()
-    made = BatchBalance(kind, Two(Rank(0, 0, 2), CPU), cast("Strategy", strategy))
-    for _ in range(steps):
-        strategy.traffic.compute_seconds += len(made.slice_of(100)) / samples_per_second
-        made.observe(100)
-    return made
+def trainer(task: Line, settings: Config) -> Trainer:
+    splits = Samples("train", task.data("train")), Samples("validation", task.data("v"))
+    assert settings.train.batch_size != "auto"
+    return Trainer(task, settings, CPU, *splits, settings.train.batch_size)  # type: ignore[arg-type]
 
 
-def test_slices_follow_the_measured_speeds() -> None:
-    made = balance("auto", samples_per_second=12.0, steps=100)
-    assert len(made.slice_of(100)) == pytest.approx(75, abs=1)
-    assert made.metrics() == {"batch_share": {"rank 0": pytest.approx(0.75), "rank 1": pytest.approx(0.25)}}
+def fit(directory: Path, task: Line, **train: Any) -> tuple[Trainer, Progress]:
+    made = trainer(task, config(**train))
+    return made, made.fit(Progress(), CheckpointStore(directory, 2, {}), None)
 
 
-def test_slices_stay_equal_until_speeds_are_known() -> None:
-    assert len(balance("auto", samples_per_second=12.0, steps=5).slice_of(100)) == 50
+def weights(made: Trainer) -> list[float]:
+    return [value for tensor in made.strategy.model.state_dict().values() for value in tensor.flatten().tolist()]
 
 
-def test_equal_slices_stay_equal_and_are_not_reported() -> None:
-    made = balance("equal", samples_per_second=12.0, steps=100)
-    assert len(made.slice_of(100)) == 50
-    assert made.metrics() == {}
+def validation_loss(progress: Progress) -> float:
+    assert progress.best_loss is not None
+    return progress.best_loss
 
 
-def test_a_slower_process_gets_smaller_slices_with_exact_gradients(project: Project) -> None:
-    project.replace('{"train": 37,', '{"train": 320,')
-    project.replace("    def loss(self, outputs, batch):\n", SLOW)
-    equal, auto = (
-        project.run(kind, balance=kind, batch_size=32, epochs=2, log_every=5, lr=0.01) for kind in ("equal", "auto")
-    )
-    for run in (equal, auto):
-        done = project.train(run, processes=2)
-        assert done.returncode == 0, done.stderr
-    for name, tensor in weights(equal).items():
-        torch.testing.assert_close(weights(auto)[name], tensor, rtol=1e-4, atol=1e-5)
-    steps = {run.id: [line for line in journal(run) if "loss" in line] for run in (equal, auto)}
-    last = steps["auto"][-1]
-    assert last["batch_share"]["rank 0"] > 0.5
-    assert sum(last["batch_share"].values()) == pytest.approx(1)
-    assert "batch_share" not in steps["equal"][-1]
+def test_every_sample_is_used_once_per_epoch_in_order(tmp_path: Path) -> None:
+    task = Line()
+    made, progress = fit(tmp_path, task, epochs=2)
+    planned = [int(i) for step in range(progress.step) for i in made.order.batch(step)]
+    assert task.seen == planned
+    assert sorted(planned) == sorted([*range(20), *range(20)])
 
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_micro_batches_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    found = [weights(fit(tmp_path / str(parts), Line(), accumulate=parts)[0]) for parts in (1, 3, 5, 100)]
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], abs=1e-6)
 
 
-def test_sizes_differ_unless_batches_and_slices_divide() -> None:
-    assert not batch_sizes_differ(BatchOrder(samples=64, batch_size=8, seed=0), cuts=2)
-    assert batch_sizes_differ(BatchOrder(samples=64, batch_size=8, seed=0), cuts=3)
-    assert batch_sizes_differ(BatchOrder(samples=65, batch_size=8, seed=0), cuts=1)
-    assert batch_sizes_differ(BatchOrder(samples=60, batch_size=8, seed=0), cuts=1)  # 8 batches: 7.5 samples each
+def test_the_same_seed_trains_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
+    found = [weights(fit(tmp_path / str(i), Line(), seed=seed)[0]) for i, seed in enumerate((7, 7, 8))]
+    assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_missing_compiler_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match=r"train\.compile=true: no compiler \(.+\) on " + device):
-        check_compiler(torch.device(device))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_reaches_a_similar_loss(tmp_path: Path, precision: str) -> None:
+    full = validation_loss(fit(tmp_path / "fp32", Line(), epochs=20)[1])
+    half = validation_loss(fit(tmp_path / precision, Line(), epochs=20, precision=precision)[1])
+    assert half == pytest.approx(full, abs=0.02)
+    assert half < 0.2
 
 
-def test_training_without_a_compiler_stops_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match="compile=false"):
-        trainer(Line(), config(compile=True))
+def test_fp16_overflow_skips_the_step_and_lowers_the_scale(tmp_path: Path) -> None:
+    made = trainer(Line(), config(precision="fp16"))
+    scaler = made._precision.scaler
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**127})  # the scaled loss is infinite at once
+    progress = made.fit(Progress(), CheckpointStore(tmp_path, 2, {}), None)
+    assert progress.step == made.total_steps
+    assert scaler.get_scale() < 2.0**127
+    assert all(map(math.isfinite, weights(made)))
 
 
-def graphs(group: ProcessGroup) -> int:
-    """How many are made for batches of 5, cut in two."""
-    counters.clear()
-    made = trainer(Line(), config(compile=True, accumulate=2))
-    assert {len(job.indices) for step in range(3) for job in made._requests(step)} == {2, 3}
-    for step in range(3):
-        made._step(step)
-    found: int = counters["stats"]["unique_graphs"]
-    return found
-
-
-@needs_compiler
-@pytest.mark.long
-def test_batches_of_all_sizes_take_one_graph() -> None:
-    """In a separate process: the compiler imports setuptools, which depends on earlier imports."""
-    assert run_distributed(graphs, 1) == [1]
-
-
-@pytest.mark.long
-@needs_compiler
-def test_compiled_training_matches_and_resumes_bit_for_bit(
-    project: Project,
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_nonfinite_loss_with_finite_gradient_stops_training(
+    tmp_path: Path, value: float, precision: str, log_every: int
 ) -> None:
-    """Batches of 7 and 8 for two processes and two micro-batches; the cut run goes on with another size first."""
-    plain = project.run("plain", accumulate=2, epochs=2)
-    whole, split_by_speed = (
-        project.run(name, accumulate=2, epochs=2, compile=True, checkpoint_every=1) for name in "wc"
-    )
-    for run in (plain, whole):
-        done = project.train(run, processes=2)
-        assert done.returncode == 0, done.stderr
-    for name, tensor in weights(plain).items():
-        torch.testing.assert_close(weights(whole)[name], tensor, rtol=1e-4, atol=1e-5)
-    shutil.copytree(whole.partial("train"), split_by_speed.partial("train"))
-    for later in sorted((split_by_speed.partial("train") / "checkpoints").glob("step-*"))[1:]:
-        shutil.rmtree(later)
-    done = project.train(split_by_speed, processes=2)
-    assert "resumed from the checkpoint" in done.stdout, done.stderr
-    assert equal(weights(split_by_speed), weights(whole))
+    task = Line()
+    task.poison[7] = value
+    with pytest.raises(DataError, match="the loss is not finite at step 6 on rank 0"):
+        fit(tmp_path, task, precision=precision, log_every=log_every)
+    assert CheckpointStore(tmp_path, 2, {}).steps() == [4]
+
+
+def test_nonfinite_gradient_stops_before_the_update(tmp_path: Path) -> None:
+    made = trainer(Line(), config())
+    before = weights(made)
+    made.strategy.model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+    hook: Any = made.strategy.model.get_parameter("weight").register_hook  # published without types
+    hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(DataError, match="the gradient is not finite at step 0 on rank 0"):
+        made.fit(Progress(), CheckpointStore(tmp_path, 2, {}), None)
+    assert weights(made)[: len(before)] == before
+
+
+def test_early_stopping_after_patience_epochs(tmp_path: Path) -> None:
+    made, progress = fit(
+        tmp_path, Line(), epochs=50, early_stopping_patience=2, lr=1e-30
+    )  # a rate too small for float32 to move
+    assert progress.step == 3 * made.order.steps_per_epoch
+    assert progress.best_step == made.order.steps_per_epoch
+
+
+def test_going_on_after_patience_ran_out_does_nothing(tmp_path: Path) -> None:
+    made, progress = fit(tmp_path, Line(), epochs=50, early_stopping_patience=2, lr=1e-30)
+    assert made.fit(progress, CheckpointStore(tmp_path, 2, {}), None) == progress
+
+
+def test_a_better_epoch_becomes_the_best_and_patience_starts_anew() -> None:
+    found = update_best(Progress(step=20, best_step=10, best_loss=0.5, stale_epochs=3), {"loss": 0.4, "accuracy": 0.9})
+    assert found == Progress(20, 20, 0.4, {"loss": 0.4, "accuracy": 0.9}, 0)
+
+
+@pytest.mark.parametrize("loss", [0.5, 0.6])
+def test_an_epoch_without_gain_keeps_the_best_and_is_counted(loss: float) -> None:
+    before = Progress(step=20, best_step=10, best_loss=0.5, best_validation={"loss": 0.5}, stale_epochs=1)
+    assert update_best(before, {"loss": loss}) == Progress(20, 10, 0.5, {"loss": 0.5}, 2)
+
+
+def test_the_first_epoch_is_the_best_so_far_however_bad() -> None:
+    assert update_best(Progress(step=5), {"loss": 1e9}).best_step == 5
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_biases_and_norms_do_not_decay_and_frozen_weights_are_left_out(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model[2].requires_grad_(False)
+    decayed, plain = make_optimizer(model, kind, weight_decay=0.3).param_groups
+    assert [tuple(parameter.shape) for parameter in decayed["params"]] == [(3, 2)]
+    assert [tuple(parameter.shape) for parameter in plain["params"]] == [(3,), (3,), (3,)]
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
 
 
 def test_checkpoint_pauses_are_averaged_per_line_and_summed() -> None:

@@ -1,113 +1,244 @@
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
 import os
 import secrets
-import shutil
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
-from pipeline.contract.bundle import open_bundle
-from pipeline.contract.errors import BundleError
-from pipeline.contract.files import digest_bytes
-from pipeline.contract.registry import Entry, champion_bundle, publish
+from pipeline.contract import registry
+from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.contract.registry import (
+    CHAMPION,
+    PREVIOUS,
+    Change,
+    Entry,
+    ProposedChange,
+    Registry,
+    change_registry,
+    read_registry,
+)
 
-PLACE = "old/export/bundle"
+WRITERS, EACH = 8, 6
+
+
+def entry(name: str) -> Entry:
+    return Entry(bundle=f"bundle-{name}", checkpoint=f"checkpoint-{name}", path=f"{name}/export/bundle")
+
+
+def registry_with(*names: str, to: str = CHAMPION) -> Registry:
+    return Registry(tuple(Change(at="now", name=to, entry=entry(name), reason="deployed") for name in names))
+
+
+def give(runs: Path, name: str, word: str = "", to: str = CHAMPION) -> Registry:
+    return change_registry(runs, word, lambda _: ProposedChange(to, entry(name), "deployed"))
+
+
+@pytest.fixture(params=["beside", "folder", "file://", "memory://"])
+def word(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return {
+        "beside": "",
+        "folder": "shared/registry",
+        "file://": f"file://{tmp_path}/shared",
+        "memory://": f"memory://{secrets.token_hex(4)}",
+    }[str(request.param)]
 
 
 @pytest.fixture
-def runs(tmp_path: Path, bundle: Path) -> Path:
-    shutil.copytree(bundle, tmp_path / "runs" / PLACE)
+def runs(tmp_path: Path) -> Path:
+    (tmp_path / "runs").mkdir()
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def entry(runs: Path) -> Entry:
-    return Entry(bundle=open_bundle(runs / PLACE).digest, checkpoint="w", path=PLACE)
+def test_without_a_champion_there_is_no_one_to_beat() -> None:
+    assert Registry().champion_for("checkpoint-a") is None
+    assert registry_with("a", to="canary").champion_for(None) is None
 
 
-@pytest.fixture(params=["../shared", "memory"])
-def word(request: pytest.FixtureRequest) -> str:
-    return f"memory://{secrets.token_hex(4)}" if request.param == "memory" else str(request.param)
+def test_a_candidate_must_beat_the_champion() -> None:
+    assert registry_with("a", "b").champion_for("checkpoint-c") == entry("b")
+    assert registry_with("a", "b").champion_for(None) == entry("b")
 
 
-def test_a_champion_is_found_in_its_run(runs: Path, entry: Entry) -> None:
-    assert champion_bundle(entry, runs, "").path == runs / PLACE
+def test_the_champion_itself_must_beat_the_one_before() -> None:
+    assert registry_with("a", "b").champion_for("checkpoint-b") == entry("a")
+    assert registry_with("a").champion_for("checkpoint-a") is None
+    assert registry_with("a", "b", "a").champion_for("checkpoint-a") == entry("b")
 
 
-def test_where_its_run_is_not_the_copy_of_a_shared_registry_is(
-    runs: Path, entry: Entry, word: str, tmp_path: Path
+def test_names_are_a_fold_over_the_history() -> None:
+    assert registry_with("a").names == {CHAMPION: entry("a")}
+    assert registry_with("a", "b").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
+    assert registry_with("a", "b", "b").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
+    assert Registry(registry_with("a").history + registry_with("b", "c", to="canary").history).names == {
+        CHAMPION: entry("a"), "canary": entry("c"),
+    }  # fmt: skip
+
+
+def test_before_a_name_meant_what_it_means_it_meant_something_else() -> None:
+    assert registry_with("a", "b", "c", "b").previous_entry(CHAMPION) == entry("c")
+    assert registry_with("a", "a").previous_entry(CHAMPION) is None
+    assert Registry().previous_entry(CHAMPION) is None
+
+
+def test_what_is_written_is_read_wherever_it_stands(runs: Path, word: str) -> None:
+    assert read_registry(runs, word) == Registry()
+    for name in ("a", "b"):
+        made = give(runs, name, word)
+    found = read_registry(runs, word)
+    assert found == made
+    assert [change.entry for change in found.history] == [entry("a"), entry("b")]
+    assert found.history[1].by.endswith(os.uname().nodename)
+    assert change_registry(runs, word, lambda _: None) == found
+
+
+def test_a_change_rests_on_the_history_as_it_was_when_it_counted(runs: Path, word: str) -> None:
+    """The second writer decides again, with the first change in the history."""
+    seen: list[int] = []
+
+    def decide(registry: Registry) -> ProposedChange:
+        if not seen:
+            give(runs, "the first", word)
+        seen.append(len(registry.history))
+        return ProposedChange(CHAMPION, entry("the second"), "x")
+
+    names = change_registry(runs, word, decide).names
+    assert seen == [0, 1]
+    assert (names[CHAMPION], names[PREVIOUS]) == (entry("the second"), entry("the first"))
+
+
+def _write(runs: Path, word: str, who: int) -> None:
+    for number in range(EACH):
+        give(runs, f"{who}-{number}", word, to=str(who))
+
+
+def _refuse(*_: object) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["", "without hard links"])
+def test_of_many_processes_that_write_at_once_no_change_is_lost(
+    runs: Path, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(open_bundle(runs / PLACE), runs, word)
-    publish(open_bundle(runs / PLACE), runs, word)  # again: it is there
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for _ in range(2):
-        assert champion_bundle(entry, elsewhere, word).digest == entry.bundle
-    assert [path.name for path in (elsewhere / ".champions").iterdir()] == [entry.bundle]
+    if not links:
+        monkeypatch.setattr(os, "link", _refuse)
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=_write, args=(runs, "", who)) for who in range(WRITERS)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * WRITERS
+    _all_there(read_registry(runs, ""))
+    left = [path.name for path in (runs / "registry").iterdir() if path.name.startswith(".")]
+    assert left == ([] if links else [".lock"])
 
 
-def test_two_that_fetch_at_once_leave_one_copy(
-    runs: Path, entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    word = str(tmp_path / "shared")
-    publish(open_bundle(runs / PLACE), runs, word)
-    shutil.rmtree(runs / "old")
-    rename = os.rename
-
-    def slow(aside: Path, target: Path) -> None:
-        monkeypatch.setattr(os, "rename", rename)
-        champion_bundle(entry, runs, word)  # another one is faster
-        rename(aside, target)
-
-    monkeypatch.setattr(os, "rename", slow)
-    assert champion_bundle(entry, runs, word).digest == entry.bundle
-    assert [path.name for path in (runs / ".champions").iterdir()] == [entry.bundle]
+def test_of_many_threads_that_write_to_a_store_at_once_no_change_is_lost(runs: Path) -> None:
+    word = f"memory://{secrets.token_hex(4)}"
+    writers = [threading.Thread(target=_write, args=(runs, word, who)) for who in range(WRITERS)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    _all_there(read_registry(runs, word))
 
 
-def test_one_whose_run_is_gone_and_that_no_one_copied_is_reported(runs: Path, entry: Entry) -> None:
-    shutil.rmtree(runs / "old")
-    with pytest.raises(BundleError, match=r"old/export/bundle is gone, .*no copy of it; restore it, or name"):
-        champion_bundle(entry, runs, "")
+def _all_there(found: Registry) -> None:
+    for who in range(WRITERS):
+        mine = [change.entry for change in found.history if change.name == str(who)]
+        assert mine == [entry(f"{who}-{number}") for number in range(EACH)]
 
 
-def test_another_bundle_in_its_place_is_refused(runs: Path, entry: Entry) -> None:
-    with pytest.raises(BundleError, match=r"holds another bundle"):
-        champion_bundle(entry.model_copy(update={"bundle": "0" * 64}), runs, "")
+def test_writers_that_are_killed_leave_a_whole_history_with_all_they_were_reported_was_written(runs: Path) -> None:
+    reader, writer = os.pipe()
+    pids = []
+    for who in range(4):
+        if not (pid := os.fork()):
+            try:
+                for number in range(10_000):
+                    os.write(writer, b"%06d" % len(give(runs, f"{who}-{number}").history))
+            finally:
+                os._exit(1)
+        pids.append(pid)
+    heard = [int(os.read(reader, 6)) for _ in range(16)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    os.close(writer)
+    heard += [int(raw) for raw in iter(lambda: os.read(reader, 6), b"")]
+    os.close(reader)
+    found = read_registry(runs, "")
+    assert set(heard) <= set(range(1, len(found.history) + 1))
+    assert len(set(heard)) == len(heard), "two writers got the same change"
+    assert give(runs, "after").names[CHAMPION] == entry("after")
 
 
-def test_one_that_was_altered_is_refused(runs: Path, entry: Entry) -> None:
-    (runs / PLACE / "codec.py").write_text("evil")
-    with pytest.raises(BundleError, match=r"champion .*codec\.py: content changed.*`pipe registry promote`"):
-        champion_bundle(entry, runs, "")
+def test_a_writer_killed_before_its_change_has_a_name_has_changed_nothing(runs: Path) -> None:
+    give(runs, "a")
+    if not (pid := os.fork()):
+        registry.os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
+        give(runs, "b")
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert [path for path in (runs / "registry").iterdir() if path.name.startswith(".")], "it was at it"
+    assert read_registry(runs, "").names == {CHAMPION: entry("a")}
+    assert len(give(runs, "c").history) == 2
 
 
-def test_a_copy_that_was_altered_is_refused(runs: Path, entry: Entry, tmp_path: Path) -> None:
-    word = str(tmp_path / "shared")
-    publish(open_bundle(runs / PLACE), runs, word)
-    shutil.rmtree(runs / "old")
-    copy = tmp_path / "shared" / "bundles" / entry.bundle
-    (copy / "codec.py").write_text("evil")
-    with pytest.raises(BundleError, match=r"codec\.py: content changed"):
-        champion_bundle(entry, runs, word)
-    shutil.rmtree(runs / ".champions")
-    (copy / "card.md").unlink()
-    with pytest.raises(BundleError, match=r"the copy in the registry .* is not complete"):
-        champion_bundle(entry, runs, word)
-    (copy / "manifest.json").write_text("{}")
-    with pytest.raises(BundleError, match=r"the copy in the registry .* was altered"):
-        champion_bundle(entry, runs, word)
+def test_the_history_of_an_earlier_version_goes_on(runs: Path) -> None:
+    old = [{"at": "2026", "name": CHAMPION, "entry": entry(name).model_dump(), "reason": "x"} for name in ("a", "b")]
+    names = {CHAMPION: old[1]["entry"], PREVIOUS: old[0]["entry"]}
+    (runs / "registry.json").write_text(json.dumps({"names": names, "history": old}))
+    assert read_registry(runs, "").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
+    found = give(runs, "c")
+    assert read_registry(runs, "") == found
+    assert [change.entry for change in found.history] == [entry("a"), entry("b"), entry("c")]
+    (runs / "registry.json").write_text(json.dumps({"names": {}, "history": []}))
+    with pytest.raises(PipelineError, match=r"000001\.json: does not follow"):
+        read_registry(runs, "")
 
 
-def test_a_copy_cannot_write_outside_its_folder(runs: Path, tmp_path: Path) -> None:
-    path = runs / PLACE / "manifest.json"
-    body = json.loads(path.read_text())
-    body["files"]["../../evil"] = {"sha256": "0" * 64, "bytes": 1}
-    raw = json.dumps(body)
-    digest = digest_bytes(raw.encode())
-    copy = tmp_path / "shared" / "bundles" / digest
-    copy.mkdir(parents=True)
-    (copy / "manifest.json").write_text(raw)
-    with pytest.raises(BundleError, match=r"names \.\./\.\./evil, outside the bundle"):
-        champion_bundle(Entry(bundle=digest, checkpoint="w", path="x/export/bundle"), runs, str(tmp_path / "shared"))
+@pytest.mark.parametrize("text", ["", "{", '{"names": {"champion": 1}}', '{"nmaes": {}}'])
+def test_a_damaged_file_of_an_earlier_version_is_refused_by_its_path(runs: Path, text: str) -> None:
+    (runs / "registry.json").write_text(text)
+    with pytest.raises(PipelineError, match=r"registry\.json: damaged"):
+        read_registry(runs, "")
+
+
+def test_names_that_do_not_follow_from_the_history_are_refused(runs: Path) -> None:
+    body = {"names": {CHAMPION: entry("a").model_dump()}, "history": []}
+    (runs / "registry.json").write_text(json.dumps(body))
+    with pytest.raises(PipelineError, match=r"its names do not follow"):
+        read_registry(runs, "")
+
+
+def test_a_change_that_was_altered_taken_out_or_damaged_is_named(runs: Path) -> None:
+    for name in ("a", "b", "c"):
+        give(runs, name)
+    second = runs / "registry" / "000002.json"
+    whole = second.read_text()
+    assert second.stat().st_mode & 0o222 == 0
+    second.chmod(0o644)
+    for text, message in (
+        (whole.replace("bundle-b", "bundle-x"), r"000003\.json: does not follow"),
+        ("{", r"000002\.json: damaged"),
+    ):
+        second.write_text(text)
+        with pytest.raises(PipelineError, match=message):
+            read_registry(runs, "")
+    second.unlink()
+    with pytest.raises(PipelineError, match=r"000002\.json is missing"):
+        read_registry(runs, "")
+    with pytest.raises(PipelineError, match=r"000002\.json is missing"):
+        give(runs, "d")
+
+
+def test_a_registry_that_cannot_be_reached_is_named(runs: Path) -> None:
+    with pytest.raises(ConfigError, match=r"registry=nosuch://x.*or name a folder"):
+        read_registry(runs, "nosuch://x")
