@@ -24,12 +24,12 @@ from packaging.version import Version
 from export.language_model import prompts_of, settled
 from export.parity import Arrays, open_session, run
 from export.to_onnx import tensor_specs
-from pipeline.contract.codec import FILES, Codec, build_codec, codec_class, required, shared_files
+from pipeline.contract.codec import FILES, Codec, build_codec, codec_class, required_packages, shared_files
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import tokenizer_ids
-from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of, padded
+from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of, pad
 from pipeline.contract.signature import NUMPY_TYPES, Generation, Limits, Runtime, Signature, TensorSpec
 from pipeline.contract.sources import project_sources, third_party_imports
 from pipeline.contract.task import Generates, HasExample, Task
@@ -58,7 +58,7 @@ def fill(
 ) -> Signature:
     """Write everything except model.onnx, which is there already, and the manifest, which the caller writes last."""
     kind = codec_class(config.codec, sources.root)
-    requires = check_requirements(config.codec, sources.root, required(kind, config.codec))
+    requires = check_requirements(config.codec, sources.root, required_packages(kind, config.codec))
     signature = _signature(bundle, config, properties, requires)
     (bundle / "signature.json").write_text(signature.model_dump_json(indent=2) + "\n")
     _copy_codec(bundle, config.codec, sources.root)
@@ -132,7 +132,7 @@ def _decoder(session: onnxruntime.InferenceSession, signature: Signature) -> Dec
 
 def _with_past(decoder: Decoder, prompts: list[list[int]]) -> Arrays:
     """Return inputs that continue prompts whose first half is in the cache already."""
-    ids, mask = padded(prompts)
+    ids, mask = pad(prompts)
     half = ids.shape[1] // 2
     past: Arrays = empty_past(decoder, len(prompts))
     if half:

@@ -47,8 +47,8 @@ def about_codec(bundle: Path, codec: str) -> str:
 
 def _verdict(facts: Facts) -> Iterator[str]:
     yield f"Verdict: **{facts.verdict.get('verdict', 'not evaluated')}**. {facts.verdict.get('summary', '')}".rstrip()
-    if facts.excuse:
-        yield from ("", f"**The gate rejected this model.** It was {facts.excuse}.")
+    if facts.pass_reason:
+        yield from ("", f"**The gate rejected this model.** It was {facts.pass_reason}.")
 
 
 def _use(facts: Facts, about: str) -> Iterator[str]:

@@ -76,8 +76,8 @@ def _train_seconds(run: Run) -> float | None:
     """Return how long training took in the run that did it."""
     record = run.read().steps.get("train")
     if record is not None and record.reused_from:
-        origin = Run(run.runs / record.reused_from)
-        record = origin.read().steps.get("train") if (origin.path / "run.json").is_file() else None
+        original_run = Run(run.runs / record.reused_from)
+        record = original_run.read().steps.get("train") if (original_run.path / "run.json").is_file() else None
     return round(record.seconds, 1) if record is not None else None
 
 

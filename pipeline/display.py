@@ -115,8 +115,8 @@ class Display:
             return
         step, total = values["step"], values.get("total_steps")
         self._rate.add(step, time.monotonic())
-        left = self._rate.seconds_left(total) if total else None
-        self._progress.update(self._bar, total=total, completed=step, facts=describe_metrics(values, left))
+        seconds_left = self._rate.seconds_left(total) if total else None
+        self._progress.update(self._bar, total=total, completed=step, facts=describe_metrics(values, seconds_left))
 
     def _new_lines(self, log: Path) -> list[str]:
         if not log.exists():
@@ -124,9 +124,9 @@ class Display:
         with log.open("rb") as file:
             file.seek(self._log_position)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]  # an incomplete line is read again later
-        self._log_position += len(whole)
-        return [line for line in _RANK_PREFIX.sub("", whole.decode(errors="replace")).splitlines() if line.strip()]
+        complete = data[: data.rfind(b"\n") + 1]  # an incomplete line is read again later
+        self._log_position += len(complete)
+        return [line for line in _RANK_PREFIX.sub("", complete.decode(errors="replace")).splitlines() if line.strip()]
 
 
 def begins_error(line: str) -> bool:
@@ -136,9 +136,11 @@ def begins_error(line: str) -> bool:
 
 def step_tail(lines: Sequence[str]) -> list[str]:
     """Return the last lines of the step itself, without those of its launcher and of processes that lost contact."""
-    own = list(itertools.takewhile(lambda line: not _LAUNCHER.match(line), lines))
-    shown = [line for line in own or lines if line.strip() and not _PROFILER.match(line) and not _ECHO.match(line)]
-    return shown[-_TAIL_LINES:]
+    step_lines = list(itertools.takewhile(lambda line: not _LAUNCHER.match(line), lines))
+    relevant = [
+        line for line in step_lines or lines if line.strip() and not _PROFILER.match(line) and not _ECHO.match(line)
+    ]
+    return relevant[-_TAIL_LINES:]
 
 
 def last_metrics(path: Path) -> Mapping[str, Any] | None:
@@ -206,6 +208,6 @@ class StepRate:
 
 def format_duration(seconds: float) -> str:
     """Format as 0:07, 12:34 or 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes}:{remainder:02d}"

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,19 +54,19 @@ def _python() -> list[Finding]:
 
 
 def _torch() -> list[Finding]:
-    found = _run_program(_TORCH_PROGRAM)
-    if found is None:
+    facts = _run_program(_TORCH_PROGRAM)
+    if facts is None:
         return [Finding("torch", "fail", "does not import", "pip install 'pipe-road[train]'")]
-    return check_torch(found, gpu_present=bool(list(Path("/dev").glob("nvidia[0-9]*"))))
+    return check_torch(facts, gpu_present=bool(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
-def check_torch(found: Mapping[str, Any], gpu_present: bool) -> list[Finding]:
-    findings = [Finding("torch", "ok", found["version"])]
-    if found["cuda"]:
-        detail = f"{', '.join(found['gpus'])}; CUDA {found['built_for']}, cuDNN {found['cudnn']}, NCCL {found['nccl']}"
+def check_torch(facts: Mapping[str, Any], gpu_present: bool) -> list[Finding]:
+    findings = [Finding("torch", "ok", facts["version"])]
+    if facts["cuda"]:
+        detail = f"{', '.join(facts['gpus'])}; CUDA {facts['built_for']}, cuDNN {facts['cudnn']}, NCCL {facts['nccl']}"
         findings.append(Finding("gpu", "ok", detail))
     elif gpu_present:
-        built = f"built for CUDA {found['built_for']}" if found["built_for"] else "built without CUDA"
+        built = f"built for CUDA {facts['built_for']}" if facts["built_for"] else "built without CUDA"
         findings.append(
             Finding(
                 "gpu",
@@ -78,39 +77,34 @@ def check_torch(found: Mapping[str, Any], gpu_present: bool) -> list[Finding]:
         )
     else:
         findings.append(Finding("gpu", "warn", "none; training runs on CPU", "nothing to fix, unless you expected one"))
-    if not found["gloo"]:
+    if not facts["gloo"]:
         findings.append(Finding("gloo", "fail", "torch has no gloo backend", "install a standard build of torch"))
     return findings
 
 
 def launchers() -> list[Finding]:
     """Find the programs that can start the processes of training; torchrun comes with torch."""
-    found = ["torchrun", *(name for name in ("mpirun", "srun", "horovodrun") if shutil.which(name))]
-    detail = f"{', '.join(found)}; train.compress helps on slow networks (100 Mbit/s), not within a machine"
+    programs = ["torchrun", *(name for name in ("mpirun", "srun", "horovodrun") if shutil.which(name))]
+    detail = f"{', '.join(programs)}; train.compress helps on slow networks (100 Mbit/s), not within a machine"
     return [Finding("launchers", "ok", detail)]
 
 
 def _runtime() -> list[Finding]:
-    found = _run_program(_RUNTIME_PROGRAM)
-    if found is None:
+    facts = _run_program(_RUNTIME_PROGRAM)
+    if facts is None:
         return [Finding("onnxruntime", "fail", "does not import", "pip install 'pipe-road[serve]'")]
-    detail = f"{found['version']}: {', '.join(found['providers'])}"
-    findings = [Finding("onnxruntime", "ok", detail)]
-    try:
-        findings.append(Finding("kserve", "ok", metadata.version("kserve")))
-    except metadata.PackageNotFoundError:
-        findings.append(Finding("kserve", "fail", "not installed", "pip install 'pipe-road[serve]'"))
-    return findings
+    detail = f"{facts['version']}: {', '.join(facts['providers'])}"
+    return [Finding("onnxruntime", "ok", detail)]
 
 
 def _builders() -> list[Finding]:
     """Find the builders whose engine answers; an installed client is not enough."""
-    present = [name for name in ("docker", "podman", "buildah") if shutil.which(name)]
-    working = [name for name in present if _answers([name, "info"])]
+    installed = [name for name in ("docker", "podman", "buildah") if shutil.which(name)]
+    working = [name for name in installed if _answers([name, "info"])]
     if working:
         return [Finding("container builder", "ok", ", ".join(working))]
-    if present:
-        detail = f"{', '.join(present)} installed, but no engine answers"
+    if installed:
+        detail = f"{', '.join(installed)} installed, but no engine answers"
         return [
             Finding("container builder", "warn", detail, "start the engine; until then only the build context is made")
         ]
@@ -124,9 +118,9 @@ def _cluster() -> list[Finding]:
     if not _answers(["kubectl", "version", "--request-timeout=5s"]):
         return [Finding("kubernetes", "warn", "no cluster answers", "check `kubectl config current-context`")]
     crds = _lines(["kubectl", "get", "crd", "-o", "name", "--request-timeout=5s"])
-    wanted = {"KServe": "inferenceservices.serving.kserve.io", "JobSet": "jobsets.jobset.x-k8s.io", "Kueue": "localqueues.kueue.x-k8s.io"}  # fmt: skip  # noqa: E501
-    found = [name for name, crd in wanted.items() if any(line.endswith(crd) for line in crds)]
-    return [Finding("kubernetes", "ok", f"reachable; CRDs: {', '.join(found) or 'none of ' + ', '.join(wanted)}")]
+    crd_names = {"KServe": "inferenceservices.serving.kserve.io", "JobSet": "jobsets.jobset.x-k8s.io", "Kueue": "localqueues.kueue.x-k8s.io"}  # fmt: skip  # noqa: E501
+    present = [name for name, crd in crd_names.items() if any(line.endswith(crd) for line in crds)]
+    return [Finding("kubernetes", "ok", f"reachable; CRDs: {', '.join(present) or 'none of ' + ', '.join(crd_names)}")]
 
 
 def disk(folder: Path) -> Finding:
@@ -137,11 +131,11 @@ def disk(folder: Path) -> Finding:
     )
 
 
-def shared_memory(place: Path) -> Finding:
-    if not place.is_dir():
-        return Finding("shared memory", "ok", f"no {place} on this system")
-    free = shutil.disk_usage(place).free
-    detail = f"{free / _GIB:.2f} GiB free at {place}"
+def shared_memory(folder: Path) -> Finding:
+    if not folder.is_dir():
+        return Finding("shared memory", "ok", f"no {folder} on this system")
+    free = shutil.disk_usage(folder).free
+    detail = f"{free / _GIB:.2f} GiB free at {folder}"
     if free > _GIB // 4:
         return Finding("shared memory", "ok", detail)
     return Finding("shared memory", "warn", detail, "in a container, start it with a larger --shm-size")

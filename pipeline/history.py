@@ -55,8 +55,8 @@ def find_project(folder: Path) -> Project:
 
 def example_folder(name: str) -> Path:
     """Return an example that ships with `pipe`: next to the packages in a checkout, inside this one when installed."""
-    here = Path(__file__).resolve().parent
-    for folder in (here.parent / "examples" / name, here / "examples" / name):
+    package_folder = Path(__file__).resolve().parent
+    for folder in (package_folder.parent / "examples" / name, package_folder / "examples" / name):
         if (folder / "pipe.yaml").is_file():
             return folder
     raise ConfigError(f"no example {name!r} in this installation")
@@ -69,9 +69,9 @@ def now() -> str:
 def create_run(
     runs: Path, config: Config, wanted: tuple[str, ...], parent: str, study: str = "", trial: int | None = None
 ) -> Run:
-    began = datetime.now(UTC)
-    run = Run(runs / f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
-    return begin_run(run, config, wanted, parent, study, trial, began)
+    created = datetime.now(UTC)
+    run = Run(runs / f"{created:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
+    return begin_run(run, config, wanted, parent, study, trial, created)
 
 
 def begin_run(
@@ -81,13 +81,13 @@ def begin_run(
     parent: str = "",
     study: str = "",
     trial: int | None = None,
-    began: datetime | None = None,
+    created: datetime | None = None,
 ) -> Run:
     """Create the run in a directory whose name is given, as by a workflow."""
     (run.path / "logs").mkdir(parents=True)
     body = RunFile(
         id=run.id,
-        created=(began or datetime.now(UTC)).isoformat(timespec="microseconds"),
+        created=(created or datetime.now(UTC)).isoformat(timespec="microseconds"),
         parent=parent,
         wanted=wanted,
         config=config.model_dump(mode="json"),

@@ -139,11 +139,11 @@ def select_steps(names: Sequence[str], start: str | None, until: str | None) -> 
 
 def with_upstream(selected: Sequence[str]) -> tuple[str, ...]:
     """Return the selected steps and all they read from, in order."""
-    needed = set(selected)
+    required = set(selected)
     for step in reversed(STEPS):
-        if step in needed:
-            needed |= STEP_KINDS[step].upstream
-    return tuple(step for step in STEPS if step in needed)
+        if step in required:
+            required |= STEP_KINDS[step].upstream
+    return tuple(step for step in STEPS if step in required)
 
 
 def decide_step(
@@ -159,16 +159,16 @@ def decide_step(
         return run("always checks what is live")
     if forced:
         return run("forced")
-    waiting = [name[6:].partition("/")[0] for name, value in parts.items() if value == UNKNOWN]
-    if waiting:
-        return run(f"after {', '.join(dict.fromkeys(waiting))}")
-    same = next(((run_id, record) for run_id, record in past if record.key == key and record.complete), None)
-    if same is None:
+    unfinished = [name[6:].partition("/")[0] for name, value in parts.items() if value == UNKNOWN]
+    if unfinished:
+        return run(f"after {', '.join(dict.fromkeys(unfinished))}")
+    reusable = next(((run_id, record) for run_id, record in past if record.key == key and record.complete), None)
+    if reusable is None:
         return run(explain_change(parts, past))
-    run_id, record = same
+    run_id, record = reusable
     if changed := changed_files(run_id, record):
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return run(f"the output {step}/{changed[0]}{more} of run {run_id} changed on disk")
+        rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return run(f"the output {step}/{changed[0]}{rest} of run {run_id} changed on disk")
     return Step(step, "reuse", f"unchanged since {record.reused_from or run_id}", key, parts, source=run_id)
 
 
@@ -196,12 +196,12 @@ def _kind_order(name: str) -> int:
 
 
 def _describe_change(name: str, before: str | None, after: str | None) -> str:
-    kind, _, what = name.partition(":")
+    kind, _, subject = name.partition(":")
     if kind in ("config", "version"):
-        return f"{what} {before or 'absent'} → {after or 'absent'}"
+        return f"{subject} {before or 'absent'} → {after or 'absent'}"
     if before is None or after is None:
-        return f"{what} {'is new' if before is None else 'was removed'}"
-    return f"{'pipe’s own ' if kind == 'pipe' else ''}{what} changed"
+        return f"{subject} {'is new' if before is None else 'was removed'}"
+    return f"{'pipe’s own ' if kind == 'pipe' else ''}{subject} changed"
 
 
 def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -209,15 +209,15 @@ def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str,
     kind = STEP_KINDS[step]
     parts = config_parts(step, config) | input_parts(step, outputs)
     own_sources = {k: v for module in (kind.module, *kind.extra_packages) for k, v in package_sources(module).items()}
-    parts |= _prefixed("pipe", own_sources)
-    parts |= _prefixed("version", installed_versions(kind.packages))
+    parts |= _add_prefix("pipe", own_sources)
+    parts |= _add_prefix("version", installed_versions(kind.packages))
     parts["version:python"] = ".".join(platform.python_version_tuple()[:2])
     if kind.user_code:
-        parts |= _prefixed("source", project_sources(project.root, config.task, config.codec))
-        parts |= _prefixed("version", installed_versions(_imported_distributions(project, config)))
+        parts |= _add_prefix("source", project_sources(project.root, config.task, config.codec))
+        parts |= _add_prefix("version", installed_versions(_imported_distributions(project, config)))
     if step == "prepare":
-        parts |= _prefixed("pretrained", pretrained_parts(config, project.root, project.runs))
-        parts |= _prefixed("file", data_file_digests(project.root, config.prepare.files))
+        parts |= _add_prefix("pretrained", pretrained_parts(config, project.root, project.runs))
+        parts |= _add_prefix("file", data_file_digests(project.root, config.prepare.files))
         champion = comparable_champion(read_registry(project.runs, config.registry), project.runs, parts)
         parts[CHAMPION_PART] = champion.bundle if champion else NO_CHAMPION
     if step == "evaluate":
@@ -225,9 +225,9 @@ def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str,
         champion = registry.champion_for(outputs.get("train", {}).get("model.safetensors"))
         parts["baseline:champion"] = champion.bundle if champion else "the task's own"
     if step == "package":
-        parts |= _prefixed("pipe", {name: digest_file(SOURCE_ROOT / name) for name in _IMAGE_FILES})
+        parts |= _add_prefix("pipe", {name: digest_file(SOURCE_ROOT / name) for name in _IMAGE_FILES})
         if any((project.root / WHEELS_FOLDER).glob("*.whl")):
-            parts |= _prefixed("file", data_file_digests(project.root, (f"{WHEELS_FOLDER}/*.whl",)))
+            parts |= _add_prefix("file", data_file_digests(project.root, (f"{WHEELS_FOLDER}/*.whl",)))
         if signature := outputs.get("export", {}).get(f"bundle/{SIGNATURE}"):
             parts[f"input:export/bundle/{SIGNATURE}"] = signature
     return parts
@@ -266,7 +266,7 @@ def _imported_distributions(project: Project, config: Config) -> tuple[str, ...]
     return tuple(sorted(_DISTRIBUTIONS.get(module, module) for module in modules))
 
 
-def _prefixed(prefix: str, parts: Mapping[str, str]) -> dict[str, str]:
+def _add_prefix(prefix: str, parts: Mapping[str, str]) -> dict[str, str]:
     return {f"{prefix}:{name}": value for name, value in parts.items()}
 
 

@@ -30,13 +30,13 @@ _POLL_SECONDS = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
-    own, command = _split_command(argv)
+    own_arguments, command = _split_command(argv)
     parser = argparse.ArgumentParser(prog="pipeline.pod", description="run one step of a run in a pod")
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("run", type=Path, help="run directory, the same for all steps")
     parser.add_argument("--begin", action="store_true", help="run the steps before this one as well")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
-    options = parser.parse_args(own)
+    options = parser.parse_args(own_arguments)
     run = Run(options.run.absolute())
     if os.environ.get(POD_NUMBER, "0") != "0":
         if options.begin:
@@ -96,15 +96,15 @@ def _create_run(run: Run, text: str) -> None:
 
 
 def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    words = list(argv)
-    if "--" not in words or words[-1] == "--":
+    arguments = list(argv)
+    if "--" not in arguments or arguments[-1] == "--":
         raise SystemExit("usage: python -m pipeline.pod STEP RUN -- ARGV…")
-    separator = words.index("--")
-    return words[:separator], words[separator + 1 :]
+    separator = arguments.index("--")
+    return arguments[:separator], arguments[separator + 1 :]
 
 
 def _interrupt(signal_number: int, _frame: FrameType | None) -> None:
-    """Do as for Ctrl-C: end the step, with a checkpoint where it trains, and keep the run resumable."""
+    """Handle the signal like Ctrl-C: end the step, with a checkpoint where it trains, and keep the run resumable."""
     raise KeyboardInterrupt(signal_number)
 
 

@@ -57,30 +57,30 @@ def child_process(
 
     Its standard input is a socket: it reads end-of-file there when this process is gone.
     """
-    ours, theirs = socket.socketpair()
+    parent_end, child_end = socket.socketpair()
     process = subprocess.Popen(
         with_this_python(argv),
         cwd=root,
         env={**os.environ, **env, PARENT_WATCH_VARIABLE: "1"},
-        stdin=theirs.fileno(),
+        stdin=child_end.fileno(),
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C reaches only this process, which decides
     )
-    theirs.close()
+    child_end.close()
     try:
         yield process
     finally:
         _terminate(process, grace_seconds)
-        _wait_for_children(ours)
+        _wait_for_children(parent_end)
 
 
-def _wait_for_children(ours: socket.socket) -> None:
+def _wait_for_children(parent_end: socket.socket) -> None:
     """Let the remaining children read end-of-file, and wait until the last of them has closed its end."""
-    with ours, contextlib.suppress(OSError):
-        ours.shutdown(socket.SHUT_WR)
-        ours.settimeout(_CHILDREN_TIMEOUT_SECONDS)
-        ours.recv(1)
+    with parent_end, contextlib.suppress(OSError):
+        parent_end.shutdown(socket.SHUT_WR)
+        parent_end.settimeout(_CHILDREN_TIMEOUT_SECONDS)
+        parent_end.recv(1)
 
 
 def _terminate(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
@@ -116,7 +116,10 @@ def read_log_end(log: Path, start: int) -> str:
 def with_this_python(argv: tuple[str, ...]) -> list[str]:
     """Replace the `python` of `python -m`, wherever it is in the command, by the interpreter that runs this."""
     pairs = zip(argv, (*argv[1:], ""), strict=True)
-    return [sys.executable if word == "python" and following in ("-m", "-c") else word for word, following in pairs]
+    return [
+        sys.executable if argument == "python" and following in ("-m", "-c") else argument
+        for argument, following in pairs
+    ]
 
 
 def pod_environment() -> dict[str, str]:

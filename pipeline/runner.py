@@ -168,9 +168,9 @@ def override_resumed(run: Run, overrides: Sequence[str]) -> Run:
         return run
     body = run.read()
     override_config(run.config, overrides)  # raise wrong values before they are recorded
-    changed = {override.partition("=")[0] for override in overrides}
-    kept = [override for override in body.continued if override.partition("=")[0] not in changed]
-    write_run(run, body.model_copy(update={"continued": (*kept, *overrides)}))
+    overridden = {override.partition("=")[0] for override in overrides}
+    earlier = [override for override in body.continued if override.partition("=")[0] not in overridden]
+    write_run(run, body.model_copy(update={"continued": (*earlier, *overrides)}))
     return Run(run.path)
 
 
@@ -196,8 +196,8 @@ def latest_unfinished(project: Project) -> Run:
 
 def _is_unfinished(body: RunFile) -> bool:
     records = [body.steps.get(step) for step in body.wanted]
-    ended = any(record is not None and record.status in ("rejected", "pruned") for record in records)
-    return not ended and not all(record is not None and record.complete for record in records)
+    is_ended = any(record is not None and record.status in ("rejected", "pruned") for record in records)
+    return not is_ended and not all(record is not None and record.complete for record in records)
 
 
 def redeploy(project: Project, source: Run, overrides: Sequence[str], display: Display) -> Run:
@@ -210,8 +210,8 @@ def redeploy(project: Project, source: Run, overrides: Sequence[str], display: D
     for record in records:
         link_outputs(source, run, record)
         update = {"reused_from": record.reused_from or source.id, "reason": REDEPLOYED, "seconds": 0.0}
-        linked = write_record(run, record.model_copy(update=update))
-        pipeline_run.outputs[record.step] = outputs_with_override(run, linked)
+        linked_record = write_record(run, record.model_copy(update=update))
+        pipeline_run.outputs[record.step] = outputs_with_override(run, linked_record)
     _run_step(pipeline_run, run, pipeline_run.decide("deploy"), display)
     return run
 
@@ -255,7 +255,7 @@ def check_config(config: Config) -> None:
 
 
 def needs_other_machines(config: Config) -> bool:
-    """True where other machines must join by `pipe join`; on a cluster their pods do it."""
+    """Return True where other machines must join by `pipe join`; on a cluster their pods do it."""
     several = config.train.launcher == "torchrun" and config.train.most_nodes > 1
     return several and not runs_on_cluster("train", config)
 

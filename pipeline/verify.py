@@ -47,18 +47,18 @@ def verify_run(run: Run, trust: Trust | None = None) -> Iterator[str]:
         if digest_mapping(record.outputs) != record.digest:
             raise BundleError(f"{run.path / 'run.json'}: the record of {record.step} was altered")
         yield f"{record.step}: {len(record.outputs)} files as recorded"
-    done = {record.step for record in body.steps.values() if record.complete}
-    if "evaluate" in done:
+    complete_steps = {record.step for record in body.steps.values() if record.complete}
+    if "evaluate" in complete_steps:
         _check_digest(run.verdict()["checkpoint"], run.output("train") / "model.safetensors", "the verdict")
         yield "the verdict is about this checkpoint"
         yield from _verify_override(run)
     yield from verify_run_ledger(run)
-    if "export" in done:
+    if "export" in complete_steps:
         yield from _verify_lineage(run)
         yield from verify_bundle(run.bundle_path, trust)
     elif trust is not None:
         raise BundleError(f"run {run.id} has no bundle, so nothing is signed; `pipe run --resume {run.id}` makes one")
-    if "package" in done:
+    if "package" in complete_steps:
         image = json.loads((run.output("package") / "image.json").read_text())
         if image["bundle"] != run.bundle().digest:
             raise BundleError("package/image.json: made from another bundle than export/bundle")
@@ -67,9 +67,9 @@ def verify_run(run: Run, trust: Trust | None = None) -> Iterator[str]:
 
 def _verify_override(run: Run) -> Iterator[str]:
     """Check that an overridden verdict has its override, and that this is about the same verdict."""
-    given = run.override(digest_file(run.output("evaluate") / "verdict.json"))
-    if given is not None:
-        yield f"the verdict was {given}"
+    override = run.override(digest_file(run.output("evaluate") / "verdict.json"))
+    if override is not None:
+        yield f"the verdict was {override}"
     elif run.read().steps["evaluate"].status == OVERRIDDEN:
         raise BundleError(f"{run.path / OVERRIDE_FILE}: missing, or about another verdict than evaluate/verdict.json")
 
@@ -183,5 +183,5 @@ def read_step(weights: Path) -> int:
         raise BundleError(f"{weights}: has no training step in its header ({error})") from error
 
 
-def _count(count: int, what: str, plural: str = "s") -> str:
-    return f"{count} {what}{'' if count == 1 else plural}"
+def _count(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"

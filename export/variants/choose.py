@@ -86,7 +86,7 @@ class Contest:
         if isinstance(self.task, Generates):
             return [self._of_language()]
         reference = self._reference()
-        found = [self._entry(name, reference) for name in self.config.export.made]
+        found = [self._entry(name, reference) for name in self.config.export.built_variants]
         timed = self._timed([one for one in found if one.apart is not None])
         return [self._with_result(replace(one, timing=timed.get(one.name)), reference) for one in found]
 
@@ -197,7 +197,7 @@ def check_wanted(task: Task, config: Config) -> None:
     if not isinstance(task, Generates):
         return
     export = config.export
-    if others := [name for name in export.made if name != FP32]:
+    if others := [name for name in export.built_variants if name != FP32]:
         raise ConfigError(
             f"export.variants: {', '.join(others)} of a language model is refused: its decoder is proven token by "
             "token against torch, and no rounding keeps every token; write variants: [fp32]"

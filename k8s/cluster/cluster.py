@@ -302,7 +302,7 @@ def _field_values(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _apply_query(force_conflicts: bool) -> dict[str, str]:
-    """Without `force_conflicts`, the server refuses to overwrite fields that others have set."""
+    """Return the query; without `force_conflicts`, the server refuses to overwrite fields that others have set."""
     return {**APPLY_QUERY, "force": "true"} if force_conflicts else dict(APPLY_QUERY)
 
 

@@ -198,7 +198,7 @@ def _container_statuses(status: Object) -> Iterator[Object]:
 
 
 def _waiting_message(container: Object, waiting: Object) -> str:
-    """For a crash loop, how the process ended is more useful than how long the kubelet waits."""
+    """Return how the process ended if it crashes repeatedly, else the message of the kubelet."""
     terminated = container.get("lastState", {}).get("terminated")
     return describe_termination(terminated) if terminated else str(waiting.get("message", "no message"))
 

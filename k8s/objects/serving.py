@@ -150,7 +150,7 @@ def _check_settings(config: Config) -> None:
 
 
 def _check_local_settings(serve: Serve) -> None:
-    """A pod has only the bundle of its image, so it cannot run a second one next to it."""
+    """Refuse settings that need a second bundle: a pod has only the bundle of its image."""
     if serve.shadow:
         raise ConfigError("serve.shadow: is for the local service; leave it out: on a cluster a mesh mirrors requests")
 

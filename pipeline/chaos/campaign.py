@@ -64,11 +64,11 @@ class Attack:
     def train(self) -> None:
         """Train to the end through all kills; raise if that is impossible."""
         while True:
-            before = len(kill_events(self._events))
+            kills_before = len(kill_events(self._events))
             status, excused = self._run_command()
             if status == 0:
                 return
-            if len(kill_events(self._events)) == before:
+            if len(kill_events(self._events)) == kills_before:
                 raise StageError(f"training ended without a kill: {self._last_lines()}")
             self.by_hand += not excused
 
@@ -94,24 +94,27 @@ class Attack:
 
     def _kill(self, command_process: psutil.Process, started: float) -> bool:
         """Make the next kill from outside if it is due; return whether it ends the command."""
-        at, kill = self.next_kill(self._events, started) or (math.inf, None)
-        if kill is None or time.time() < at:
+        due_time, kill = self.next_kill(self._events, started) or (math.inf, None)
+        if kill is None or time.time() < due_time:
             return False
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself; retried after the restart
-            own, descendants = [command_process, *command_process.children()], command_process.children(recursive=True)
-            victim, moment = choose_victim(kill, self._events, command_process, descendants), time.time()
-            if victim is not None:
-                victim.send_signal(signal.SIGKILL)
+            command_processes, descendants = (
+                [command_process, *command_process.children()],
+                command_process.children(recursive=True),
+            )
+            process, kill_time = choose_victim(kill, self._events, command_process, descendants), time.time()
+            if process is not None:
+                process.send_signal(signal.SIGKILL)
                 number = len(kill_events(self._events))
                 self.log.claim(number)
-                self.log.append(ChaosEvent(event="kill", time=moment, number=number, pid=victim.pid))
+                self.log.append(ChaosEvent(event="kill", time=kill_time, number=number, pid=process.pid))
                 self._read_events()
-                return victim in own
+                return process in command_processes
         return False
 
     def _check_alive(self, started: float) -> None:
-        last = max([started, self._last_write(), *(event.time for event in self._events)])
-        if time.time() - last > self.hang_seconds:
+        last_activity = max([started, self._last_write(), *(event.time for event in self._events)])
+        if time.time() - last_activity > self.hang_seconds:
             raise StageError(f"training has hung for {self.hang_seconds:.0f} s: {self._last_lines()}")
 
     def _last_write(self) -> float:
@@ -143,15 +146,15 @@ def next_scheduled_kill(
     kills: Sequence[Kill], timing: ReferenceTiming, events: Sequence[ChaosEvent], started: float
 ) -> DueKill:
     """Return the next kill if it comes from outside and its time is known."""
-    done = kill_events(events)
-    if len(done) >= len(kills):
+    past_kills = kill_events(events)
+    if len(past_kills) >= len(kills):
         return None
-    kill = kills[len(done)]
+    kill = kills[len(past_kills)]
     if kill.place == "start":
-        return max([started, *(event.time for event in done)]) + kill.share * timing.start_seconds, kill
-    ready = [event for event in events if event.event == "ready" and event.number == len(done)]
-    if kill.place == "moment" and ready:
-        return ready[0].time + kill.share * timing.hold_seconds, kill
+        return max([started, *(event.time for event in past_kills)]) + kill.share * timing.start_seconds, kill
+    ready_events = [event for event in events if event.event == "ready" and event.number == len(past_kills)]
+    if kill.place == "moment" and ready_events:
+        return ready_events[0].time + kill.share * timing.hold_seconds, kill
     return None
 
 
@@ -178,14 +181,14 @@ def reduced_config(config: Config, samples: int, kills: int, overrides: list[str
     """Return a short training with a checkpoint at every step; `overrides` of the user are applied last."""
     train = config.train
     batch_size = _BATCH_SIZE if train.batch_size == "auto" else train.batch_size
-    per_epoch = max(MIN_STEPS, count_step_kills(kills)) // _EPOCHS
-    wanted = per_epoch * batch_size - (batch_size > 1)  # so that batches differ in size
-    epochs = _EPOCHS if wanted <= samples else -(-_EPOCHS * per_epoch * batch_size // samples)
+    steps_per_epoch = max(MIN_STEPS, count_step_kills(kills)) // _EPOCHS
+    sample_count = steps_per_epoch * batch_size - (batch_size > 1)  # so that batches differ in size
+    epochs = _EPOCHS if sample_count <= samples else -(-_EPOCHS * steps_per_epoch * batch_size // samples)
     reduced = override_config(
         config,
         [
             f"train.batch_size={batch_size}",
-            f"train.max_samples={wanted if wanted < samples else 0}",
+            f"train.max_samples={sample_count if sample_count < samples else 0}",
             f"train.epochs={max(_EPOCHS, epochs)}",
             f"train.restarts={_MAX_RESTARTS}",
             "train.checkpoint_every=1",
@@ -239,30 +242,30 @@ _PLACES: tuple[KillPoint, ...] = (
 
 def schedule(kills: int, seed: int, steps: int, processes: int) -> tuple[Kill, ...]:
     """Return the kills in order. With enough kills at step ends, every step has one."""
-    dealt = [KILL_KINDS[i % len(KILL_KINDS)] for i in range(kills)]
-    count, drawn = Counter(dealt), Counter[str]()
+    kinds = [KILL_KINDS[i % len(KILL_KINDS)] for i in range(kills)]
+    kind_counts, kinds_scheduled = Counter(kinds), Counter[str]()
     random_numbers = random.Random(f"{kills} {seed} {steps} {processes}")
-    planned = []
-    for kind in dealt:
-        turn = drawn[kind]
-        drawn[kind] += 1
-        planned.append(_kill(kind, turn, count[kind], steps, processes, random_numbers))
-    return tuple(sorted(planned, key=lambda kill: (kill.step, _PLACES.index(kill.place))))
+    scheduled_kills = []
+    for kind in kinds:
+        index = kinds_scheduled[kind]
+        kinds_scheduled[kind] += 1
+        scheduled_kills.append(_kill(kind, index, kind_counts[kind], steps, processes, random_numbers))
+    return tuple(sorted(scheduled_kills, key=lambda kill: (kill.step, _PLACES.index(kill.place))))
 
 
-def _kill(kind: str, turn: int, of: int, steps: int, processes: int, draw: random.Random) -> Kill:
+def _kill(kind: str, index: int, total: int, steps: int, processes: int, generator: random.Random) -> Kill:
     if kind == "step":
-        return Kill(place="step", step=1 + (turn * steps + steps // 2) // of, rank=turn % processes)
+        return Kill(place="step", step=1 + (index * steps + steps // 2) // total, rank=index % processes)
     if kind == "start":
-        return Kill(place="start", step=draw.randint(1, steps), share=draw.random())
+        return Kill(place="start", step=generator.randint(1, steps), share=generator.random())
     if kind in ("ledger", "write", "rename", "renamed"):
         place: Any = kind
-        return Kill(place=place, step=draw.randint(1, steps), rank=draw.randrange(processes))
-    step = draw.randint(1, max(1, steps - HOLD_STEPS))
-    kill = Kill(place="moment", step=step, hold=step + HOLD_STEPS, share=draw.random())
+        return Kill(place=place, step=generator.randint(1, steps), rank=generator.randrange(processes))
+    step = generator.randint(1, max(1, steps - HOLD_STEPS))
+    kill = Kill(place="moment", step=step, hold=step + HOLD_STEPS, share=generator.random())
     if kind in ("launcher", "pipe"):
         return kill.model_copy(update={"who": kind})
-    rank = draw.randrange(1, processes) if kind == "other worker" and processes > 1 else 0
+    rank = generator.randrange(1, processes) if kind == "other worker" and processes > 1 else 0
     return kill.model_copy(update={"rank": rank})
 
 
@@ -277,8 +280,8 @@ Print = Callable[[str], None]
 class KillReporter:
     """Prints a line for each kill once it is known how long the recovery took."""
 
-    def __init__(self, kills: Sequence[Kill], before: int, total: int, report: Print) -> None:
-        self._kills, self._before, self._total, self._report = kills, before, total, report
+    def __init__(self, kills: Sequence[Kill], kills_before: int, total: int, report: Print) -> None:
+        self._kills, self._before, self._total, self._report = kills, kills_before, total, report
         self._reported = 0
 
     def __call__(self, events: Sequence[ChaosEvent]) -> None:
@@ -290,8 +293,8 @@ class KillReporter:
 
 
 def describe_kill(kill: KillResult, number: int, total: int) -> str:
-    back = "the next kill came first" if kill.seconds is None else f"next step after {kill.seconds:.1f} s"
-    return f"kill {number} of {total}: {kill.place}, from step {kill.step} on: {back}"
+    recovery = "the next kill came first" if kill.seconds is None else f"next step after {kill.seconds:.1f} s"
+    return f"kill {number} of {total}: {kill.place}, from step {kill.step} on: {recovery}"
 
 
 _EXTRA_HANG_SECONDS = 120.0  # beyond train.timeout_seconds, after which training detects a hang itself
@@ -345,29 +348,31 @@ class Campaign:
 
     def train_reference(self, prepared: Run, config: Config) -> Reference:
         run = self.new_run(prepared, config)
-        attack, began = self.attack(run, [], no_kill, lambda _: None), time.time()
+        attack, started = self.attack(run, [], no_kill, lambda _: None), time.time()
         attack.train()
         summary = json.loads((run.output("train") / "summary.json").read_text())
-        first = next(event for event in attack.log.events() if event.event == "step")
+        first_step = next(event for event in attack.log.events() if event.event == "step")
         seconds = statistics.median(row["step_seconds"] for row in training_log(run) if "step_seconds" in row)
-        self.report(f"without kills: {summary['steps']} steps, the first after {first.time - began:.1f} s")
-        timing = ReferenceTiming(first.time - began, HOLD_STEPS * seconds)
+        self.report(f"without kills: {summary['steps']} steps, the first after {first_step.time - started:.1f} s")
+        timing = ReferenceTiming(first_step.time - started, HOLD_STEPS * seconds)
         return Reference(run, summary["steps"], summary["world_size"], timing)
 
     def train_with_kills(self, prepared: Run, reference: Reference, kills: int, seed: int) -> Iterator[Training]:
         """Yield trainings until all kills were made or one does not finish."""
-        left = schedule(kills, seed, reference.steps, reference.processes)
-        done = 0
-        while left:
-            training = self._train_with_kills(prepared, reference, left, done)
+        remaining_kills = schedule(kills, seed, reference.steps, reference.processes)
+        kill_count = 0
+        while remaining_kills:
+            training = self._train_with_kills(prepared, reference, remaining_kills, kill_count)
             yield training
             if training.fault or not training.made:
                 return
-            left, done = left[len(training.made) :], done + len(training.made)
+            remaining_kills, kill_count = remaining_kills[len(training.made) :], kill_count + len(training.made)
 
-    def _train_with_kills(self, prepared: Run, reference: Reference, kills: Sequence[Kill], before: int) -> Training:
+    def _train_with_kills(
+        self, prepared: Run, reference: Reference, kills: Sequence[Kill], kills_before: int
+    ) -> Training:
         run = self.new_run(prepared, reference.run.config)
-        reporter = KillReporter(kills, before, before + len(kills), self.report)
+        reporter = KillReporter(kills, kills_before, kills_before + len(kills), self.report)
         attack, fault = (
             self.attack(run, kills, functools.partial(next_scheduled_kill, kills, reference.timing), reporter),
             "",

@@ -78,32 +78,32 @@ def describe_place(kill: Kill) -> str:
 
 def kill_results(kills: Sequence[Kill], events: Sequence[ChaosEvent], ended: float | None) -> Iterator[KillResult]:
     """Yield a result per kill; `ended` is when training finished, as no step may follow the last kill."""
-    for event, back in recoveries(events, ended):
+    for event, recovery_seconds in recoveries(events, ended):
         kill = kills[event.number]
-        yield KillResult(describe_place(kill), kill.step, back)
+        yield KillResult(describe_place(kill), kill.step, recovery_seconds)
 
 
 def recoveries(events: Sequence[ChaosEvent], ended: float | None) -> Iterator[tuple[ChaosEvent, float | None]]:
     """Yield each kill with the seconds until the first step of processes that were started after it."""
     kills = [event for event in events if event.event == "kill"]
     for event, following in itertools.zip_longest(kills, kills[1:]):
-        until = following.time if following else math.inf
-        steps = [step.time for step in events if step.event == "step" and event.time < step.born < until]
-        back = steps[0] if steps else ended if following is None else None
-        yield event, back - event.time if back else None
+        next_kill_time = following.time if following else math.inf
+        steps = [step.time for step in events if step.event == "step" and event.time < step.born < next_kill_time]
+        recovered_at = steps[0] if steps else ended if following is None else None
+        yield event, recovered_at - event.time if recovered_at else None
 
 
 def recovery_rows(trainings: Sequence[Training]) -> list[Row]:
     """Return a row per kind of kill. A kill followed by another one counts as recovered if the other does."""
     rows = []
     for place in PLACES:
-        kills = [(training, one) for training in trainings for one in training.made if one.place == place]
+        kills = [(training, kill) for training in trainings for kill in training.made if kill.place == place]
         if not kills:
             continue
         stuck = sum(
-            bool(training.fault) and one is training.made[-1] and one.seconds is None for training, one in kills
+            bool(training.fault) and kill is training.made[-1] and kill.seconds is None for training, kill in kills
         )
-        seconds = [one.seconds for _, one in kills if one.seconds is not None]
+        seconds = [kill.seconds for _, kill in kills if kill.seconds is not None]
         rows.append(_row(place, len(kills), len(kills) - stuck, seconds))
     return rows
 
@@ -153,11 +153,11 @@ class Verdict:
     def table(self) -> list[dict[str, Any]]:
         """Return a row per kind of kill, and one for all."""
         rows = [asdict(row) for row in recovery_rows(self.trainings)]
-        seconds = [one.seconds for training in self.trainings for one in training.made if one.seconds is not None]
-        whole = _row("all", self.kills, sum(row["recoveries"] for row in rows), seconds)
+        seconds = [kill.seconds for training in self.trainings for kill in training.made if kill.seconds is not None]
+        all_kills = _row("all", self.kills, sum(row["recoveries"] for row in rows), seconds)
         return [
             {name.replace("_seconds", " s"): _short(value) for name, value in row.items()}
-            for row in (*rows, asdict(whole))
+            for row in (*rows, asdict(all_kills))
         ]
 
     def text(self) -> str:
@@ -177,10 +177,10 @@ class Verdict:
         return "\n".join([*lines, self.sentence()])
 
     def as_json(self) -> dict[str, Any]:
-        counted = {"kills": self.kills, "lost": self.lost, "repeated": self.repeated, "equal": self.equal}
+        counts = {"kills": self.kills, "lost": self.lost, "repeated": self.repeated, "equal": self.equal}
         summary = {"held": self.held, "verdict": self.sentence(), "steps": self.steps, "processes": self.processes}
         places = [asdict(row) for row in recovery_rows(self.trainings)]
-        return {**summary, **counted, "places": places, "trainings": [asdict(training) for training in self.trainings]}
+        return {**summary, **counts, "places": places, "trainings": [asdict(training) for training in self.trainings]}
 
     def _complaints(self) -> Iterator[str]:
         for training in self.trainings:
@@ -206,8 +206,8 @@ def compare_training(run: Run, reference: Run, results: tuple[KillResult, ...], 
     ledger = weights = differs = ""
     if not fault:
         try:
-            proof = ledger_verification(run)
-            lost, repeated, ledger = proof.lost, proof.repeated, proof.fault
+            verification = ledger_verification(run)
+            lost, repeated, ledger = verification.lost, verification.repeated, verification.fault
         except PipelineError as error:
             ledger = str(error)
         weights = weights_digest(run)
@@ -217,9 +217,9 @@ def compare_training(run: Run, reference: Run, results: tuple[KillResult, ...], 
 
 def difference(run: Run, reference: Run) -> str:
     """Describe the first different line of the training log, or different weights."""
-    for left, right in zip(compared_values(reference), compared_values(run), strict=False):
-        if left != right:
-            return f"training differs from the reference from step {right['step']} on: {left} became {right}"
+    for expected, actual in zip(compared_values(reference), compared_values(run), strict=False):
+        if expected != actual:
+            return f"training differs from the reference from step {actual['step']} on: {expected} became {actual}"
     if len(compared_values(run)) != len(compared_values(reference)):
         return (
             f"the training log has {len(compared_values(run))} lines, the reference {len(compared_values(reference))}"

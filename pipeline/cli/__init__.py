@@ -63,14 +63,14 @@ def usage_error(error: typer.TyperException) -> str:
 
 def complete_arguments(argv: Sequence[str]) -> list[str]:
     """Move `-C DIR` to the front, and give `--resume` and `--render` their values: typer has no optional values."""
-    folder, words = _split_folder(argv)
+    folder, arguments = _split_folder(argv)
     complete = []
-    for i, word in enumerate(words):
-        complete.append(word)
-        following = words[i + 1] if i + 1 < len(words) else ""
-        if word == "--resume" and not _RUN.match(following):
+    for i, argument in enumerate(arguments):
+        complete.append(argument)
+        next_argument = arguments[i + 1] if i + 1 < len(arguments) else ""
+        if argument == "--resume" and not _RUN.match(next_argument):
             complete.append("latest")
-        if word == "--render" and (not following or following.startswith("-") or "=" in following):
+        if argument == "--render" and (not next_argument or next_argument.startswith("-") or "=" in next_argument):
             complete.append("default")
     return [*folder, *complete]
 
@@ -78,18 +78,18 @@ def complete_arguments(argv: Sequence[str]) -> list[str]:
 def _split_folder(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     end = argv.index("--") if "--" in argv else len(argv)
     folder: list[str] = []
-    rest: list[str] = []
+    remainder: list[str] = []
     i = 0
     while i < end:
         if argv[i] in _FOLDER_OPTIONS:
             folder += argv[i : min(i + 2, end)]
             i += 2
             continue
-        (folder if argv[i].startswith("--project=") else rest).append(argv[i])
+        (folder if argv[i].startswith("--project=") else remainder).append(argv[i])
         i += 1
-    return folder, [*rest, *argv[end:]]
+    return folder, [*remainder, *argv[end:]]
 
 
 def _interrupt(signal_number: int, _frame: FrameType | None) -> None:
-    """Do as for Ctrl-C: end the steps and keep the run resumable."""
+    """Handle the signal like Ctrl-C: end the steps and keep the run resumable."""
     raise KeyboardInterrupt(signal_number)

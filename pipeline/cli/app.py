@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from pipeline.contract import __version__
 from pipeline.contract.errors import ConfigError
 from pipeline.history import Project, find_project
 
@@ -67,9 +67,9 @@ KubeContext = Annotated[
 ]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"pipe {metadata.version('pipe-road')}")
+def _print_version(show_version: bool) -> None:
+    if show_version:
+        print(f"pipe {__version__}")
         raise typer.Exit
 
 
@@ -123,4 +123,4 @@ def _cell(value: object) -> str:
 def split_overrides(words: list[str] | None) -> tuple[list[str], list[str]]:
     """Split arguments into names and `key=value` overrides."""
     words = words or []
-    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    return [argument for argument in words if "=" not in argument], [argument for argument in words if "=" in argument]

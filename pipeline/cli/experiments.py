@@ -41,14 +41,14 @@ def tune(
         raise ConfigError(f"{unknown[0]!r}: `pipe tune` takes `status` and key=value; --until sets its last step")
     steps = make_request([], None, until, None).steps
     project = project_of(context)
-    order = SearchRequest(context.obj.resolve(), project, tuple(overrides), workers, project.config(overrides))
+    search_request = SearchRequest(context.obj.resolve(), project, tuple(overrides), workers, project.config(overrides))
     display = Display(live=sys.stderr.isatty())
     if names:
-        return _emit_study(output, order, order.existing_study(display), {})
-    study = run_search(order, display)
+        return _emit_study(output, search_request, search_request.existing_study(display), {})
+    study = run_search(search_request, display)
     with lock_runs(project.runs, on_wait=display.report):
-        best = finish(project, lambda: run_best_trial(order, study, steps, display))
-    return _emit_study(output, order, read_study(project.runs, study.name), run_facts(best))
+        best = finish(project, lambda: run_best_trial(search_request, study, steps, display))
+    return _emit_study(output, search_request, read_study(project.runs, study.name), run_facts(best))
 
 
 def _emit_study(output: Output, order: SearchRequest, body: StudyFile, facts: dict[str, Any]) -> None:

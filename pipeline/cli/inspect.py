@@ -43,7 +43,7 @@ def status(
     live, cluster = read_live(project.runs), read_cluster_status(project)
     service, service_lines = _service(live) if live else (None, ["no service is live"])
     lines = [table(runs), "", *map(_restart_line, restarts)]
-    lines += [f"run {given['run']} went past the gate: {given['text']}" for given in overrides]
+    lines += [f"run {override['run']} went past the gate: {override['text']}" for override in overrides]
     lines += [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
     lines += service_lines if live or not cluster else []
     lines += cluster.lines() if cluster else []
@@ -68,7 +68,7 @@ def _restart_line(row: dict[str, Any]) -> str:
 
 def _overrides(project: Project, names: list[str]) -> list[dict[str, Any]]:
     overrides = [(name, read_override(project.runs / name)) for name in names]
-    return [{"run": name, **given.model_dump(), "text": str(given)} for name, given in overrides if given]
+    return [{"run": name, **override.model_dump(), "text": str(override)} for name, override in overrides if override]
 
 
 def _service(live: LiveService) -> tuple[dict[str, Any], list[str]]:
@@ -176,15 +176,15 @@ def report(
     runs = project_of(context).runs
     if index:
         return _write_index(runs, file, output)
-    reported = find_run(runs, run)
-    compared = find_run(runs, other) if other else None
-    if compared is not None and compared.path == reported.path:
-        raise ConfigError(f"--compare {other}: that is run {reported.id} itself; name another run")
-    target = file or reported.path / (f"report-with-{compared.id}.html" if compared else "report.html")
+    run_of_report = find_run(runs, run)
+    other_run = find_run(runs, other) if other else None
+    if other_run is not None and other_run.path == run_of_report.path:
+        raise ConfigError(f"--compare {other}: that is run {run_of_report.id} itself; name another run")
+    target = file or run_of_report.path / (f"report-with-{other_run.id}.html" if other_run else "report.html")
     from pipeline.report.page import write_report  # slow to load
 
-    write_report(reported, target, compared)
-    facts = {"run": reported.id, **({"compare": compared.id} if compared else {}), "report": str(target)}
+    write_report(run_of_report, target, other_run)
+    facts = {"run": run_of_report.id, **({"compare": other_run.id} if other_run else {}), "report": str(target)}
     return emit(output, facts, str(target))
 
 
@@ -271,11 +271,11 @@ def override(
     output: OutputOption = Output.text,
 ) -> None:
     """Let a rejected model pass; author, time and reason go into its card and its service."""
-    rejected = find_run(project_of(context).runs, run)
-    with lock_runs(rejected.runs):
-        given = override_verdict(rejected, reason)
-    text = f"run {rejected.id} is {given}\n`pipe run --resume {rejected.id}` continues it"
-    emit(output, {"run": rejected.id, **given.model_dump()}, text)
+    rejected_run = find_run(project_of(context).runs, run)
+    with lock_runs(rejected_run.runs):
+        override = override_verdict(rejected_run, reason)
+    text = f"run {rejected_run.id} is {override}\n`pipe run --resume {rejected_run.id}` continues it"
+    emit(output, {"run": rejected_run.id, **override.model_dump()}, text)
 
 
 def with_verdict(run: Run) -> Run:

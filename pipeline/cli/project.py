@@ -40,15 +40,15 @@ def init(
             shutil.copyfile(path, folder / path.name)
     text = (source / "pipe.yaml").read_text().replace("name: starter", f"name: {name}")
     (folder / "pipe.yaml").write_text(text)
-    done = f"{folder}: edit task.py and codec.py; `pipe -C {folder} run all` already runs it as it is"
-    emit(output, {"folder": str(folder), "name": name}, done)
+    message = f"{folder}: edit task.py and codec.py; `pipe -C {folder} run all` already runs it as it is"
+    emit(output, {"folder": str(folder), "name": name}, message)
 
 
 def model_name(folder: str) -> str:
     """Make a folder's name fit for URLs and Kubernetes."""
-    letters = "".join(c if c.isascii() and c.isalnum() else "-" for c in folder.lower()).strip("-")
-    letters = letters[:40].rstrip("-")
-    return letters if letters[:1].isalpha() else f"model-{letters}".rstrip("-")[:40]
+    label = "".join(c if c.isascii() and c.isalnum() else "-" for c in folder.lower()).strip("-")
+    label = label[:40].rstrip("-")
+    return label if label[:1].isalpha() else f"model-{label}".rstrip("-")[:40]
 
 
 @app.command()
@@ -75,46 +75,46 @@ def gc(
     if not project.runs.is_dir():
         return emit(output, {"removed": [], "dry_run": dry_run}, "nothing to remove")
     with lock_runs(project.runs):
-        registered = list(read_registry(project.runs, project.config().registry).names.values())
-        old = _removable_runs(project, registered, keep)
+        entries = list(read_registry(project.runs, project.config().registry).names.values())
+        removable = _removable_runs(project, entries, keep)
         if not dry_run:
-            for run in old:
+            for run in removable:
                 shutil.rmtree(run.path)
             from pipeline.contract.registry import forget_fetched  # numpy is slow to load
 
-            forget_fetched(project.runs, {entry.bundle for entry in registered})
+            forget_fetched(project.runs, {entry.bundle for entry in entries})
     verb = "would remove" if dry_run else "removed"
-    text = "\n".join(f"{verb} {run.id}" for run in old) or "nothing to remove"
-    return emit(output, {"removed": [run.id for run in old], "dry_run": dry_run}, text)
+    text = "\n".join(f"{verb} {run.id}" for run in removable) or "nothing to remove"
+    return emit(output, {"removed": [run.id for run in removable], "dry_run": dry_run}, text)
 
 
-def _removable_runs(project: Project, registered: list[Entry], keep: int) -> list[Run]:
+def _removable_runs(project: Project, entries: list[Entry], keep: int) -> list[Run]:
     history = load_history(project.runs)
     live, cluster = read_live(project.runs), read_cluster_record(project.runs)
-    needed = {live.run} if live else set()
-    needed |= {version.run for version in cluster.versions} if cluster else set()
-    needed |= {entry.run for entry in registered}
-    needed |= needed_runs(project.runs, history)
-    needed |= {run.id for run in [run for run, body in history if not body.study][:keep]}
-    return [run for run, _ in history if run.id not in needed]
+    needed_names = {live.run} if live else set()
+    needed_names |= {version.run for version in cluster.versions} if cluster else set()
+    needed_names |= {entry.run for entry in entries}
+    needed_names |= needed_runs(project.runs, history)
+    needed_names |= {run.id for run in [run for run, body in history if not body.study][:keep]}
+    return [run for run, _ in history if run.id not in needed_names]
 
 
 @app.command()
 def repro(context: typer.Context, run: RunName = "latest", output: OutputOption = Output.text) -> None:
     """Repeat a run up to the bundle and compare the results bit for bit."""
     project = project_of(context)
-    original = find_run(project.runs, run)
-    if not result_digests(original):
-        raise ConfigError(f"run {original.id} trained nothing, so there is nothing to compare")
-    steps = tuple(step for step in STEPS[: STEPS.index("export") + 1] if step in original.read().steps)
+    original_run = find_run(project.runs, run)
+    if not result_digests(original_run):
+        raise ConfigError(f"run {original_run.id} trained nothing, so there is nothing to compare")
+    steps = tuple(step for step in STEPS[: STEPS.index("export") + 1] if step in original_run.read().steps)
     request, display = RunRequest(steps, force=frozenset(steps)), Display(sys.stderr.isatty())
     with lock_runs(project.runs):
-        repeated = run_pipeline(project, original.config, request, display)
-    before, after = result_digests(original), result_digests(repeated)
+        repeated_run = run_pipeline(project, original_run.config, request, display)
+    before, after = result_digests(original_run), result_digests(repeated_run)
     rows = [
         {"file": name, "equal": before.get(name) == after.get(name), "digest": after.get(name, "absent")[:12]}
         for name in sorted(before.keys() | after.keys())
     ]
-    emit(output, {"run": repeated.id, "original": original.id, "files": rows}, table(rows))
+    emit(output, {"run": repeated_run.id, "original": original_run.id, "files": rows}, table(rows))
     if not all(row["equal"] for row in rows):
         raise typer.Exit(1)

@@ -40,13 +40,13 @@ def list_names(context: typer.Context, output: OutputOption = Output.text) -> No
     location = project.config().registry
     registry = read_registry(project.runs, location)
     rows = [_name_row(registry, name, entry) for name, entry in sorted(registry.names.items())]
-    where = open_store(location, project.runs).where
-    text = table([{**row, "bundle": row["bundle"][:12]} for row in rows]) if rows else f"{where}: no names yet"
-    emit(output, {"registry": where, "names": rows}, text)
+    store_location = open_store(location, project.runs).where
+    text = table([{**row, "bundle": row["bundle"][:12]} for row in rows]) if rows else f"{store_location}: no names yet"
+    emit(output, {"registry": store_location, "names": rows}, text)
 
 
 def _name_row(registry: Registry, name: str, entry: Entry) -> dict[str, Any]:
-    change = registry.last(CHAMPION if name == PREVIOUS else name)  # `previous` changes with the champion
+    change = registry.last_change(CHAMPION if name == PREVIOUS else name)  # `previous` changes with the champion
     assert change is not None
     return {
         "name": name, "bundle": entry.bundle, "run": entry.run, "since": change.at, "by": change.by,
@@ -95,8 +95,8 @@ def promote(
                 from pipeline.service.rollout import finish_canary  # numpy is slow to load
 
                 return _print_entry(output, name, finish_canary(project.runs, live), "; it gets all requests")
-        promoted = find_run(project.runs, run) if run else newest_bundle(project)
-        entry = promote_name(promoted, bundle_of(promoted), reason, name, project.config().registry)
+        promoted_run = find_run(project.runs, run) if run else newest_bundle(project)
+        entry = promote_name(promoted_run, bundle_of(promoted_run), reason, name, project.config().registry)
         return _print_entry(output, name, entry)
 
 
@@ -137,9 +137,9 @@ def _end_local_canary(runs: Path, live: LiveService, output: Output) -> None:
     from pipeline.service.rollout import end_canary  # numpy is slow to load
 
     assert live.canary is not None
-    ended = end_canary(runs, live)
-    text = f"the canary of run {live.canary.run} has ended; bundle {ended.bundle[:12]} gets all requests"
-    emit(output, {"canary": live.canary.model_dump(), "bundle": ended.bundle, "run": ended.run}, text)
+    restored = end_canary(runs, live)
+    text = f"the canary of run {live.canary.run} has ended; bundle {restored.bundle[:12]} gets all requests"
+    emit(output, {"canary": live.canary.model_dump(), "bundle": restored.bundle, "run": restored.run}, text)
 
 
 def _serve_again(runs: Path, live: LiveService | None, entry: Entry) -> str:
@@ -229,28 +229,30 @@ def sign(
     key: Annotated[
         Path | None, typer.Option("--key", metavar="FILE", help="Private ed25519 key, in PEM or OpenSSH format.")
     ] = None,
-    new: Annotated[
+    new_key_path: Annotated[
         Path | None, typer.Option("--new-key", metavar="FILE", help="Make a key pair: FILE, private, and FILE.pub.")
     ] = None,
     output: OutputOption = Output.text,
 ) -> None:
     """Sign a bundle, or make a key pair."""
-    if (key is None) == (new is None):
+    if (key is None) == (new_key_path is None):
         raise ConfigError("give --key FILE to sign with, or --new-key FILE to make one")
-    if new is not None:
+    if new_key_path is not None:
         if target:
             raise ConfigError("--new-key makes a key and signs nothing; give --key FILE to sign")
-        text = f"{new} is the private key: keep it secret; {new}.pub is for those who verify"
-        return emit(output, {"key": str(new), "public": f"{new}.pub", "keyid": new_key(new)}, text)
+        text = f"{new_key_path} is the private key: keep it secret; {new_key_path}.pub is for those who verify"
+        return emit(
+            output, {"key": str(new_key_path), "public": f"{new_key_path}.pub", "keyid": new_key(new_key_path)}, text
+        )
     assert key is not None
     from pipeline.override import sign_bundle, sign_run  # numpy is slow to load
 
-    private = private_key(key, os.environ.get(PASSPHRASE, ""))
+    signing_key = private_key(key, os.environ.get(PASSPHRASE, ""))
     if target and (Path(target) / "manifest.json").is_file():
-        bundle, keyid = sign_bundle(Path(target), private)
+        bundle, keyid = sign_bundle(Path(target), signing_key)
     else:
         project = project_of(context)
         with lock_runs(project.runs):
-            bundle, keyid = sign_run(find_run(project.runs, target) if target else newest_bundle(project), private)
+            bundle, keyid = sign_run(find_run(project.runs, target) if target else newest_bundle(project), signing_key)
     facts = {"path": str(bundle.path), "bundle": bundle.digest, "keyid": keyid}
     return emit(output, facts, f"bundle {bundle.digest[:12]} is signed by {keyid}")

@@ -140,22 +140,22 @@ def run(
         display.report("no pipe.yaml here: this is the digits example; `pipe init my-model` starts your own")
     with lock_runs(_runs_folder(project, resume)):
         if resume is not None:
-            done = _resume(project, resume, names, overrides, display)
+            finished_run = _resume(project, resume, names, overrides, display)
         else:
             config, request = project.config(overrides), make_request(names, start, until, force)
-            done = finish(project, lambda: run_pipeline(project, config, request, display))
-    _copy_manifests(done, render)
-    emit_run(output, done)
+            finished_run = finish(project, lambda: run_pipeline(project, config, request, display))
+    _copy_manifests(finished_run, render)
+    emit_run(output, finished_run)
     return None
 
 
 def make_request(names: list[str], start: str | None, until: str | None, force: list[str] | None) -> RunRequest:
     selected = with_upstream(select_steps(names, start, until))
-    forced = frozenset(STEPS if "all" in (force or []) else force or [])
-    if unknown := sorted(forced - set(STEPS)):
+    forced_steps = frozenset(STEPS if "all" in (force or []) else force or [])
+    if unknown := sorted(forced_steps - set(STEPS)):
         raise ConfigError(f"--force {unknown[0]}: no such step; there are {', '.join(STEPS)}, and all")
-    before = frozenset(STEPS[: STEPS.index(start)]) if start else frozenset()
-    return RunRequest(selected, forced, before & set(selected))
+    skipped_steps = frozenset(STEPS[: STEPS.index(start)]) if start else frozenset()
+    return RunRequest(selected, forced_steps, skipped_steps & set(selected))
 
 
 def _runs_folder(project: Project, resume: str | None) -> Path:
@@ -165,30 +165,30 @@ def _runs_folder(project: Project, resume: str | None) -> Path:
 
 
 def _resume(project: Project, name: str, names: list[str], overrides: list[str], display: Display) -> Run:
-    selected = with_upstream(select_steps(names, None, None)) if names else ()
-    stopped = latest_unfinished(project) if name == "latest" else find_run(project.runs, name)
-    request = RunRequest(selected or stopped.read().wanted)
-    display.report(f"resuming run {stopped.id}")
-    return finish(project, lambda: resume_run(project, stopped, request, display, overrides), resumed=stopped)
+    selected_steps = with_upstream(select_steps(names, None, None)) if names else ()
+    stopped_run = latest_unfinished(project) if name == "latest" else find_run(project.runs, name)
+    request = RunRequest(selected_steps or stopped_run.read().wanted)
+    display.report(f"resuming run {stopped_run.id}")
+    return finish(project, lambda: resume_run(project, stopped_run, request, display, overrides), resumed=stopped_run)
 
 
 def finish(project: Project, work: Callable[[], Run], resumed: Run | None = None) -> Run:
     """Run the steps and write the report, however they end; after Ctrl-C, print how to continue."""
-    before = {run.id for run in all_runs(project.runs)}
+    existing_runs = {run.id for run in all_runs(project.runs)}
     try:
-        done = work()
+        finished_run = work()
     except BaseException as error:
-        made = next((run for run in all_runs(project.runs) if run.id not in before), resumed)
-        if made is not None:
-            _report_failure(made)
+        new_run = next((run for run in all_runs(project.runs) if run.id not in existing_runs), resumed)
+        if new_run is not None:
+            _report_failure(new_run)
         if isinstance(error, KeyboardInterrupt):
-            command = f"pipe run --resume {made.id}" if made else "pipe run all"
+            command = f"pipe run --resume {new_run.id}" if new_run else "pipe run all"
             raise Interrupted(f"interrupted; nothing is lost, `{command}` continues") from None
         raise
     from pipeline.report.page import write_report  # slow to load
 
-    write_report(done, done.path / "report.html")
-    return done
+    write_report(finished_run, finished_run.path / "report.html")
+    return finished_run
 
 
 def _report_failure(run: Run) -> None:
@@ -207,12 +207,12 @@ def join(context: typer.Context, run: RunName = "latest") -> None:
     from pipeline.training.node import run_node  # slow to load
 
     project = project_of(context)
-    joined = find_run(project.runs, run)
-    check_joinable(joined)
+    joined_run = find_run(project.runs, run)
+    check_joinable(joined_run)
     try:
-        status = run_node(joined, project.root, joined=True, train=joined.config.train)
+        status = run_node(joined_run, project.root, joined=True, train=joined_run.config.train)
     except KeyboardInterrupt:
-        raise Interrupted(f"this machine has left training; `pipe join {joined.id}` joins again") from None
+        raise Interrupted(f"this machine has left training; `pipe join {joined_run.id}` joins again") from None
     sys.exit(status)
 
 
@@ -249,14 +249,14 @@ def package(
     config, display = project.config(overrides), Display(live=sys.stderr.isatty())
     with lock_runs(project.runs):
         record = _package_training(project, config, display) if train else _package_service(project, config, display)
-    shown = {key: value for key, value in record.items() if value and not isinstance(value, dict)}
-    emit(output, record, "\n".join(f"{name:12} {value}" for name, value in shown.items()))
+    fields = {key: value for key, value in record.items() if value and not isinstance(value, dict)}
+    emit(output, record, "\n".join(f"{name:12} {value}" for name, value in fields.items()))
 
 
 def _package_service(project: Project, config: Config, display: Display) -> dict[str, Any]:
     request = make_request(["package"], None, None, None)
-    done = finish(project, lambda: run_pipeline(project, config, request, display))
-    return {"run": done.id, **json.loads((done.output("package") / "image.json").read_text())}
+    finished_run = finish(project, lambda: run_pipeline(project, config, request, display))
+    return {"run": finished_run.id, **json.loads((finished_run.output("package") / "image.json").read_text())}
 
 
 def _package_training(project: Project, config: Config, display: Display) -> dict[str, Any]:
@@ -300,9 +300,9 @@ def deploy(
         if render is not None:
             overrides += _render_overrides(override_config(source.config, overrides))
         overrides += canary_overrides(override_config(source.config, overrides).deploy.target, canary, auto)
-        done = finish(project, lambda: redeploy(project, source, overrides, display))
-    _copy_manifests(done, render)
-    emit_run(output, done)
+        finished_run = finish(project, lambda: redeploy(project, source, overrides, display))
+    _copy_manifests(finished_run, render)
+    emit_run(output, finished_run)
     return None
 
 
@@ -325,7 +325,7 @@ def newest_bundle(project: Project) -> Run:
 
 
 def _is_only_rendered(run: Run, body: RunFile) -> bool:
-    """True for a run of `pipe deploy --render`: its settings are not those of the next deployment."""
+    """Return True for a run of `pipe deploy --render`: its settings are not those of the next deployment."""
     return body.steps["export"].reason == REDEPLOYED and run.config.deploy.render
 
 

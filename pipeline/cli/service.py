@@ -99,9 +99,9 @@ def stop(context: typer.Context, output: OutputOption = Output.text) -> None:
         return emit(output, {"ended": False}, "no service was running")
     with lock_runs(project.runs):
         live = read_live(project.runs)
-        stopped = live is not None and stop_process(live.pid, live.process_started)
+        was_running = live is not None and stop_process(live.pid, live.process_started)
         write_live(project.runs, None)
         if live is not None:
             forget_token(live)
-    text = f"stopped {live.name} at {live.url} (pid {live.pid})" if live and stopped else "no service was running"
-    return emit(output, {"ended": stopped}, text)
+    text = f"stopped {live.name} at {live.url} (pid {live.pid})" if live and was_running else "no service was running"
+    return emit(output, {"ended": was_running}, text)

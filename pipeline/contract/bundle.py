@@ -71,12 +71,15 @@ def check_provenance(directory: Path, manifest: Manifest, raw: bytes) -> None:
     if not path.is_file():
         return
     try:
-        found = json.loads(path.read_bytes())
+        provenance = json.loads(path.read_bytes())
     except ValueError as error:
         raise BundleError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(found, dict) or (found.get("_type"), found.get("predicateType")) != (STATEMENT, PREDICATE):
+    if not isinstance(provenance, dict) or (provenance.get("_type"), provenance.get("predicateType")) != (
+        STATEMENT,
+        PREDICATE,
+    ):
         raise BundleError(f"{path}: is not an in-toto statement of SLSA provenance; export again")
-    if found.get("subject") != _subjects(manifest, raw):
+    if provenance.get("subject") != _subjects(manifest, raw):
         raise BundleError(f"{path}: is about another bundle; export again")
 
 
@@ -85,36 +88,36 @@ def _subjects(manifest: Manifest, raw: bytes) -> list[dict[str, Any]]:
     return [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(digests.items())]
 
 
-def check_hard_links(path: Path, found: os.stat_result) -> None:
+def check_hard_links(path: Path, status: os.stat_result) -> None:
     """Reject a file with hard links outside the runs that reuse it, unless the file system is read-only."""
-    if found.st_nlink == 1 or os.statvfs(path).f_flag & os.ST_RDONLY:
+    if status.st_nlink == 1 or os.statvfs(path).f_flag & os.ST_RDONLY:
         return
-    strange = found.st_nlink - sum(1 for _ in _shared(path, found))
-    if strange > 0:
+    unexplained = status.st_nlink - sum(1 for _ in _shared(path, status))
+    if unexplained > 0:
         raise BundleError(
-            f"{path}: has {strange} hard link{'s' * (strange > 1)} elsewhere, by which it can be changed; copy the "
-            "bundle with `cp -r` and use the copy"
+            f"{path}: has {unexplained} hard link{'s' * (unexplained > 1)} elsewhere, by which it can be changed; copy "
+            "the bundle with `cp -r` and use the copy"
         )
 
 
-def _shared(path: Path, found: os.stat_result) -> Iterator[Path]:
+def _shared(path: Path, status: os.stat_result) -> Iterator[Path]:
     """Yield the file and its hard links in other runs of the folder: `pipe` links what it reuses."""
     absolute = path.absolute()
     run = next((parent for parent in absolute.parents if (parent / "run.json").is_file()), None)
     if run is None:
         yield path
         return
-    step, *rest = absolute.relative_to(run).parts
+    step, *remainder = absolute.relative_to(run).parts
     steps = {step.removesuffix(".partial"), step.removesuffix(".partial") + ".partial"}
     for other in run.parent.iterdir():
         for name in steps:
-            place = other.joinpath(name, *rest)
+            candidate = other.joinpath(name, *remainder)
             try:
-                same = os.path.samestat(place.lstat(), found)
+                is_link = os.path.samestat(candidate.lstat(), status)
             except OSError:  # not there
                 continue
-            if same:
-                yield place
+            if is_link:
+                yield candidate
 
 
 # ONNX's protobuf messages that lead to a tensor: field number → message type.
@@ -162,38 +165,38 @@ def check_external_data_files(path: Path) -> None:
 
 def _locations(raw: mmap.mmap) -> Iterator[str]:
     """Search without recursion: a malicious file can be nested at any depth."""
-    waiting: list[tuple[str, Span]] = [("ModelProto", (0, len(raw)))]
-    while waiting:
-        kind, span = waiting.pop()
+    pending: list[tuple[str, Span]] = [("ModelProto", (0, len(raw)))]
+    while pending:
+        kind, span = pending.pop()
         if kind == "StringStringEntryProto":
             entry = {number: raw[slice(*inner)] for number, inner in _fields(raw, span)}
             if entry.get(1) == _LOCATION:
                 yield entry.get(2, b"").decode()
             continue
-        inside = MESSAGES[kind]
-        waiting += [(inside[number], inner) for number, inner in _fields(raw, span) if number in inside]
+        field_kinds = MESSAGES[kind]
+        pending += [(field_kinds[number], inner) for number, inner in _fields(raw, span) if number in field_kinds]
 
 
 def _fields(raw: mmap.mmap, span: Span) -> Iterator[tuple[int, Span]]:
     """Yield number and span of each length-delimited field; skip the others."""
-    at, end = span
-    while at < end:
-        tag, at = _varint(raw, at)
+    position, limit = span
+    while position < limit:
+        tag, position = _varint(raw, position)
         kind = tag & 7
         if kind == _BYTES:
-            size, at = _varint(raw, at)
-            if at + size > end:
-                raise IndexError(at)
-            yield tag >> 3, (at, at + size)
-            at += size
+            size, position = _varint(raw, position)
+            if position + size > limit:
+                raise IndexError(position)
+            yield tag >> 3, (position, position + size)
+            position += size
         elif kind == _VARINT:
-            _, at = _varint(raw, at)
+            _, position = _varint(raw, position)
         elif kind in _SPARE:
-            at += _SPARE[kind]
+            position += _SPARE[kind]
         else:
-            raise IndexError(at)
-    if at != end:
-        raise IndexError(at)
+            raise IndexError(position)
+    if position != limit:
+        raise IndexError(position)
 
 
 def _varint(raw: mmap.mmap, at: int) -> tuple[int, int]:
@@ -302,9 +305,9 @@ def open_bundle(directory: Path, trust: Trust | None = None) -> Bundle:
         raise BundleError(f"{path}: schema {manifest.schema_version}, this version reads {SCHEMA}; export again")
     _check_names(directory, manifest)
     for name, entry in manifest.files.items():
-        if (found := digest_file(directory / name)) != entry.sha256:
+        if (digest := digest_file(directory / name)) != entry.sha256:
             raise BundleError(
-                f"{directory / name}: content changed since export (expected {entry.sha256[:12]}, found {found[:12]})"
+                f"{directory / name}: content changed since export (expected {entry.sha256[:12]}, found {digest[:12]})"
             )
     if manifest.files["model.onnx"].sha256 != manifest.ancestors.onnx:
         raise BundleError(f"{path}: the lineage names another model.onnx than the file list")
@@ -318,34 +321,34 @@ def open_bundle(directory: Path, trust: Trust | None = None) -> Bundle:
 
 def _override(directory: Path, manifest: Manifest) -> Override | None:
     """Return the override, which a failed verdict needs, after checking that it is about this verdict."""
-    found, ancestors = read_override(directory), manifest.ancestors
-    if found is None and manifest.verdict != OVERRIDDEN and not ancestors.override:
+    override, ancestors = read_override(directory), manifest.ancestors
+    if override is None and manifest.verdict != OVERRIDDEN and not ancestors.override:
         return None
-    named = manifest.files.get(OVERRIDE_FILE)
-    if found is None or manifest.verdict != OVERRIDDEN or named is None or named.sha256 != ancestors.override:
+    entry = manifest.files.get(OVERRIDE_FILE)
+    if override is None or manifest.verdict != OVERRIDDEN or entry is None or entry.sha256 != ancestors.override:
         raise BundleError(f"{directory}: verdict {manifest.verdict!r} and {OVERRIDE_FILE} do not match")
-    if found.verdict != ancestors.verdict:
+    if override.verdict != ancestors.verdict:
         raise BundleError(f"{directory / OVERRIDE_FILE}: about another verdict than the one in the lineage")
-    return found
+    return override
 
 
 def _check_names(directory: Path, manifest: Manifest) -> None:
     """Check that the directory has exactly the named files, and only regular files."""
     for path in directory.rglob("*"):
-        found_there = path.lstat()
-        mode = found_there.st_mode
+        status = path.lstat()
+        mode = status.st_mode
         if stat.S_ISLNK(mode):
             raise BundleError(f"{path}: a symbolic link; a bundle has regular files only")
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise BundleError(f"{path}: not a regular file")
         if stat.S_ISREG(mode):
-            check_hard_links(path, found_there)
-    found = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-    found -= set(BESIDE)
-    named = set(manifest.files)
-    if missing := sorted((named | set(REQUIRED)) - found):
+            check_hard_links(path, status)
+    file_names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    file_names -= set(BESIDE)
+    manifest_names = set(manifest.files)
+    if missing := sorted((manifest_names | set(REQUIRED)) - file_names):
         raise BundleError(f"{directory}: missing {', '.join(missing)}")
-    if unlisted := sorted((set(REQUIRED) | found) - named):
+    if unlisted := sorted((set(REQUIRED) | file_names) - manifest_names):
         raise BundleError(f"{directory}: not in the manifest: {', '.join(unlisted)}")
 
 

@@ -51,14 +51,14 @@ def build_codec(kind: Any, reference: str, files: Path | None) -> Codec:
     """Create the codec, with the folder of its shared files if it has any."""
     names = shared_files(kind, reference)
     if not names:
-        plain: Codec = kind()
-        return plain
+        codec: Codec = kind()
+        return codec
     if files is None:
         raise ConfigError(f"{reference}: needs {', '.join(names)}; build it with the folder that use_files() was given")
     if missing := [name for name in names if not (files / name).is_file()]:
         raise ConfigError(f"{reference}: needs {', '.join(missing)}, which is not in {files}")
-    fed: Codec = kind(files)
-    return fed
+    codec_with_files: Codec = kind(files)
+    return codec_with_files
 
 
 def shared_files(kind: Any, reference: str) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def shared_files(kind: Any, reference: str) -> tuple[str, ...]:
     return names
 
 
-def required(kind: Any, reference: str) -> tuple[str, ...]:
+def required_packages(kind: Any, reference: str) -> tuple[str, ...]:
     """Return the packages that a codec imports besides numpy."""
     return _words(kind, reference, "requires", '("tokenizers",)')
 

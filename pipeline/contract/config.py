@@ -56,7 +56,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def override_config(config: Config, overrides: Iterable[str], source: str = "override") -> Config:
-    """A configuration with `key=value` overrides on top."""
+    """Return the configuration with `key=value` overrides applied."""
     values = config.model_dump(mode="json")
     for override in overrides:
         _apply(values, override)
@@ -108,64 +108,64 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _sentences(error: ValidationError) -> list[str]:
-    """One for each key; a key that takes a number or a word fails as both."""
-    found: dict[tuple[int | str, ...], dict[str, Any]] = {}
+    """Return one sentence for each key: a key that takes a number or a text fails as both."""
+    errors: dict[tuple[int | str, ...], dict[str, Any]] = {}
     for item in error.errors():
-        place = item["loc"][:-1] if str(item["loc"][-1]).startswith(("constrained-", "literal[")) else item["loc"]
-        if place in found:
-            found[place]["msg"] += f" or {item['msg'].removeprefix('Input should be ')}"
+        location = item["loc"][:-1] if str(item["loc"][-1]).startswith(("constrained-", "literal[")) else item["loc"]
+        if location in errors:
+            errors[location]["msg"] += f" or {item['msg'].removeprefix('Input should be ')}"
         else:
-            found[place] = {**item, "loc": place}
-    return [_sentence(item) for item in found.values()]
+            errors[location] = {**item, "loc": location}
+    return [_sentence(item) for item in errors.values()]
 
 
 def _sentence(item: dict[str, Any]) -> str:
-    place = ".".join(str(part) for part in item["loc"])
+    setting = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"unknown setting `{place}`{_replacement(item) or _nearest(item['loc'])}"
+        return f"unknown setting `{setting}`{_replacement(item) or _nearest(item['loc'])}"
     if item["type"] == "missing":
-        return f"`{place}` is missing"
+        return f"`{setting}` is missing"
     if item["type"] == "string_pattern_mismatch":
-        forms = {
+        patterns = {
             "name": "small letters, digits and dashes, a letter first, 40 at most",
             "task": "`file.py:Class`",
             "codec": "`file.py:Class`",
         }
-        form = forms.get(place, f"what fits {item['ctx']['pattern']}")
-        return f"`{place}`: write it as {form} (found {item['input']!r})"
+        pattern = patterns.get(setting, f"what fits {item['ctx']['pattern']}")
+        return f"`{setting}`: write it as {pattern} (found {item['input']!r})"
     if item["type"] in ("conflict", "form"):
-        return f"`{place}`: {item['msg']}"
-    found = repr(item["input"])
+        return f"`{setting}`: {item['msg']}"
+    value = repr(item["input"])
     message = item["msg"][:1].lower() + item["msg"][1:]
-    return f"`{place}`: {message} (found {found if len(found) <= 60 else found[:57] + '...'})"
+    return f"`{setting}`: {message} (found {value if len(value) <= 60 else value[:57] + '...'})"
 
 
 def _replacement(item: Mapping[str, Any]) -> str:
-    """Say what took the place of a setting, or of each setting of a section, that no longer exists."""
-    place = ".".join(map(str, item["loc"]))
-    names = [f"{place}.{name}" for name in item["input"]] if isinstance(item["input"], dict) else []
+    """Return what replaced a setting that no longer exists, or each such setting of a section."""
+    setting = ".".join(map(str, item["loc"]))
+    names = [f"{setting}.{name}" for name in item["input"]] if isinstance(item["input"], dict) else []
     replaced = dict.fromkeys(REPLACED[name] for name in names if name in REPLACED) or (
-        [REPLACED[place]] if place in REPLACED else []
+        [REPLACED[setting]] if setting in REPLACED else []
     )
     return "".join(f"; {sentence}" for sentence in replaced)
 
 
 def _nearest(location: tuple[str | int, ...]) -> str:
-    """The same key in another section, or else the key of this one that looks most like it."""
-    *sections, last = (str(part) for part in location)
+    """Suggest the same key in another section, or else the most similar key of this section."""
+    *sections, name_in_section = (str(part) for part in location)
     model: Any = Config
     for name in sections:  # of a section the field, of a mapping what its values are
         model = model.model_fields[name].annotation if hasattr(model, "model_fields") else get_args(model)[-1]
-    elsewhere = [
+    other_sections = [
         f"{section}.{name}"
         for section, field in Config.model_fields.items()
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
         for name in field.annotation.model_fields
-        if name == last
+        if name == name_in_section
     ]
-    if elsewhere:
-        return f"; did you mean `{elsewhere[0]}`?"
-    near = difflib.get_close_matches(last, list(model.model_fields), n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean `{'.'.join([*sections, near[0]])}`?"
+    if other_sections:
+        return f"; did you mean `{other_sections[0]}`?"
+    similar = difflib.get_close_matches(name_in_section, list(model.model_fields), n=1, cutoff=0.5)
+    if similar:
+        return f"; did you mean `{'.'.join([*sections, similar[0]])}`?"
     return f"; settings here: {', '.join(model.model_fields)}"

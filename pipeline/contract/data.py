@@ -36,9 +36,9 @@ class Samples:
         self.split = split
         self._items: Any = source
         self._columns = _as_columns(split, source) if isinstance(source, Mapping) else None
-        first: Any = next(iter(self._columns.values())) if self._columns else source
+        measured: Any = next(iter(self._columns.values())) if self._columns else source
         try:
-            self._count = len(first)
+            self._count = len(measured)
         except TypeError as error:
             raise DataError(
                 f"data({split!r}): must return columns of equal length, or a map-style data set with a length; "
@@ -92,11 +92,11 @@ def open_split(task: Task, split: str) -> Samples:
 
 def check_columns(task: Task, samples: Samples) -> None:
     """Check that the declared inputs are columns of the data."""
-    found = samples.batch([0])
-    if missing := [name for name in task.inputs if name not in found]:
+    columns = samples.batch([0])
+    if missing := [name for name in task.inputs if name not in columns]:
         raise DataError(
             f"data({samples.split!r}): no column {', '.join(missing)}, which the task names as an input "
-            f"(columns: {', '.join(found)})"
+            f"(columns: {', '.join(columns)})"
         )
 
 
@@ -166,18 +166,18 @@ class Fingerprint:
 
 
 def fingerprint(samples: Samples) -> str:
-    found = Fingerprint()
+    digest = Fingerprint()
     for batch in samples.batches(range(len(samples)), _BATCH):
-        found.add(batch)
-    return found.hexdigest()
+        digest.add(batch)
+    return digest.hexdigest()
 
 
 def sample_digests(samples: Samples, columns: Sequence[str]) -> list[str]:
     """Return one digest per sample over the named columns; equal digests are exact duplicates."""
-    found = []
+    digests = []
     for batch in samples.batches(range(len(samples)), _BATCH):
-        found += [digest_bytes(row) for row in _rows(batch, sorted(columns), prefixed=True)]
-    return found
+        digests += [digest_bytes(row) for row in _rows(batch, sorted(columns), prefixed=True)]
+    return digests
 
 
 def batch_digests(batch: Mapping[str, Tensor], columns: Sequence[str]) -> np.ndarray[Any, np.dtype[np.bytes_]]:
@@ -190,8 +190,8 @@ def _rows(batch: Mapping[str, Tensor], names: Sequence[str], prefixed: bool) -> 
     """Yield the bytes to hash of each sample, built for a whole batch at once: a torch call per value takes minutes."""
     parts = [part for name in names for part in _encode(name, batch[name], prefixed)]
     count = len(batch[names[0]])
-    joined = np.concatenate([np.broadcast_to(part, (count, part.shape[-1])) for part in parts], axis=1)
-    width, data = joined.shape[1], joined.tobytes()
+    rows = np.concatenate([np.broadcast_to(part, (count, part.shape[-1])) for part in parts], axis=1)
+    width, data = rows.shape[1], rows.tobytes()
     return (data[start : start + width] for start in range(0, count * width, width))
 
 
@@ -232,18 +232,20 @@ def cut_texts(texts: Sequence[Sequence[int]], length: int) -> list[Sequence[int]
 def pack_texts(texts: Sequence[Sequence[int]], length: int, pad: int) -> PackedRows:
     """Pack texts into rows by first fit: each text goes into the first row with enough room."""
     rows: list[list[Sequence[int]]] = []
-    room: list[int] = []
-    first = [0] * (length + 1)  # lower bound of the first row with this much room
+    free: list[int] = []
+    first_row_with = [0] * (length + 1)  # lower bound of the first row with this much room
     for text in texts:
-        needed = min(len(text), length)  # a longer text is rejected by _fill
-        place = next((i for i in range(first[needed], len(rows)) if room[i] >= needed), len(rows))
-        if place == len(rows):
+        text_length = min(len(text), length)  # a longer text is rejected by _fill
+        row_index = next(
+            (i for i in range(first_row_with[text_length], len(rows)) if free[i] >= text_length), len(rows)
+        )
+        if row_index == len(rows):
             rows.append([])
-            room.append(length)
-        rows[place].append(text)
-        room[place] -= needed
-        for more in range(needed, length + 1):  # no earlier row has that much room
-            first[more] = max(first[more], place)
+            free.append(length)
+        rows[row_index].append(text)
+        free[row_index] -= text_length
+        for size in range(text_length, length + 1):  # no earlier row has that much room
+            first_row_with[size] = max(first_row_with[size], row_index)
     return _fill(rows, length, pad)
 
 
@@ -261,10 +263,10 @@ def _fill(rows: Sequence[Sequence[Sequence[int]]], length: int, pad: int) -> Pac
     for index, row in enumerate(rows):
         start = length - sum(map(len, row))
         for number, text in enumerate(row, start=1):
-            place = slice(start, start := start + len(text))
-            ids[index, place] = text
-            segments[index, place] = number
-            positions[index, place] = np.arange(len(text))
+            columns = slice(start, start := start + len(text))
+            ids[index, columns] = text
+            segments[index, columns] = number
+            positions[index, columns] = np.arange(len(text))
     return PackedRows(ids, segments, positions)
 
 
@@ -284,23 +286,23 @@ def mask_between_texts(model: nn.Module) -> nn.Module:
 
 
 def _separate_texts(
-    names: Sequence[str], model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+    names: Sequence[str], model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    words = dict(zip(names, given, strict=False)) | named
-    mask = words.get("attention_mask")
-    if words.get("past_key_values") is None and (mask is None or mask.ndim == 2):
-        _check(model, words)
+    inputs = dict(zip(names, arguments, strict=False)) | keywords
+    mask = inputs.get("attention_mask")
+    if inputs.get("past_key_values") is None and (mask is None or mask.ndim == 2):
+        _check(model, inputs)
         # With a mask or a cache, transformers treats a row as one text, whatever its positions are.
-        words |= {"attention_mask": None, "use_cache": False}
-    return (), words
+        inputs |= {"attention_mask": None, "use_cache": False}
+    return (), inputs
 
 
-def _check(model: nn.Module, words: dict[str, Any]) -> None:
-    kind = getattr(model.config, "_attn_implementation", None)
-    if kind not in _SUPPORTED_ATTENTION:
+def _check(model: nn.Module, inputs: dict[str, Any]) -> None:
+    attention = getattr(model.config, "_attn_implementation", None)
+    if attention not in _SUPPORTED_ATTENTION:
         raise ConfigError(
-            f"attention by {kind!r} does not keep the texts of a row apart; "
+            f"attention by {attention!r} does not keep the texts of a row apart; "
             f"build the model with attn_implementation={_SUPPORTED_ATTENTION[0]!r}"
         )
-    if words.get("position_ids") is None:
+    if inputs.get("position_ids") is None:
         raise DataError("the model gets no position_ids, which mark where each text of a row begins; pass them")

@@ -96,10 +96,10 @@ class Evicted(Interrupted):
 
 
 def _kinds(kind: type[PipelineError]) -> dict[str, type[PipelineError]]:
-    found = {kind.__name__: kind}
+    classes = {kind.__name__: kind}
     for child in kind.__subclasses__():
-        found |= _kinds(child)
-    return found
+        classes |= _kinds(child)
+    return classes
 
 
 _FILE, _PASSING_FILE, _ECHO_FILE = "error.json", "error-passing.json", "error-echo.json"
@@ -112,11 +112,11 @@ def write_error(error: PipelineError, directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     body = json.dumps({"kind": type(error).__name__, "message": str(error)})
-    own = directory / f".error-{socket.gethostname()}-{os.getpid()}"
-    own.write_text(body)
+    temporary = directory / f".error-{socket.gethostname()}-{os.getpid()}"
+    temporary.write_text(body)
     with contextlib.suppress(FileExistsError):  # link() is atomic and never replaces: first one wins
-        os.link(own, directory / (_ECHO_FILE if error.echo else _PASSING_FILE if error.passing else _FILE))
-    own.unlink()
+        os.link(temporary, directory / (_ECHO_FILE if error.echo else _PASSING_FILE if error.passing else _FILE))
+    temporary.unlink()
 
 
 def read_error(directory: Path) -> PipelineError | None:

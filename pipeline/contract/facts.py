@@ -65,20 +65,24 @@ class Facts:
         return str(self.file.config.get("name", self.file.id))
 
     @property
-    def standing(self) -> str:
+    def effective_verdict(self) -> str:
         """Return the verdict, or `overridden` if a person has overridden exactly this one."""
-        found = str(self.verdict.get("verdict", ""))
-        about = self.override.get("verdict")
-        return OVERRIDDEN if found == "fail" and about and about == self.digests.get("verdict.json") else found
+        verdict = str(self.verdict.get("verdict", ""))
+        overridden_digest = self.override.get("verdict")
+        return (
+            OVERRIDDEN
+            if verdict == "fail" and overridden_digest and overridden_digest == self.digests.get("verdict.json")
+            else verdict
+        )
 
     @property
-    def excuse(self) -> str:
+    def pass_reason(self) -> str:
         """Return why a rejected candidate passed, if it did."""
-        if self.standing == OVERRIDDEN:
-            by, at, why = (str(self.override.get(key) or "?") for key in ("by", "at", "reason"))
-            return f"overridden by {by}, {at}: {why}"
-        forced = self.verdict.get("forced_reason")  # of older versions
-        return f"forced: {forced}" if forced and self.standing == "forced" else ""
+        if self.effective_verdict == OVERRIDDEN:
+            by, at, reason = (str(self.override.get(key) or "?") for key in ("by", "at", "reason"))
+            return f"overridden by {by}, {at}: {reason}"
+        forced_reason = self.verdict.get("forced_reason")  # of older versions
+        return f"forced: {forced_reason}" if forced_reason and self.effective_verdict == "forced" else ""
 
     @property
     def slices(self) -> list[Body]:
@@ -91,13 +95,13 @@ class Facts:
 
     @property
     def calibration(self) -> Body:
-        found = self.verdict.get("calibration")
-        return found if isinstance(found, dict) else {}
+        calibration = self.verdict.get("calibration")
+        return calibration if isinstance(calibration, dict) else {}
 
     @cached_property
     def splits(self) -> dict[str, Body]:
-        found = self.data.get("splits")
-        return {name: split for name, split in found.items() if isinstance(split, dict)} if found else {}
+        splits = self.data.get("splits")
+        return {name: split for name, split in splits.items() if isinstance(split, dict)} if splits else {}
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return one value of metrics.jsonl by optimizer step, where it was logged."""
@@ -113,7 +117,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def mappings(value: object) -> list[Body]:
     """Return the mappings of a list; none of anything else."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, Sequence) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, Sequence) else []
 
 
 def read_facts(run: Run) -> Facts:
@@ -126,19 +130,19 @@ def read_facts(run: Run) -> Facts:
         validations=tuple(line for line in journal if isinstance(line.get("validation"), dict)),
         batch_size=reader.json("train", "batch_size.json"),
         communication=reader.json("train", "communication.json"),
-        timeline=reader.place("train", "trace.json.gz"),
+        timeline=reader.relative_path("train", "trace.json.gz"),
         data=reader.json("prepare", "data.json"),
         checked=reader.json("prepare", "checks.json"),
         metrics=reader.json("evaluate", "metrics.json"),
         verdict=reader.json("evaluate", "verdict.json"),
         worst=reader.json("evaluate", WORST),
         champion=reader.json("evaluate", CHAMPION),
-        override=reader.beside(OVERRIDE),
+        override=reader.run_file(OVERRIDE),
         parity=reader.json("export", "parity.json"),
         variants=reader.rows("export", VARIANTS),
         formats=reader.rows("export", FORMATS),
         manifest=reader.json("export", "bundle/manifest.json"),
-        signed=bool(reader.place("export", "bundle/manifest.sig.json")),
+        signed=bool(reader.relative_path("export", "bundle/manifest.sig.json")),
         image=reader.json("package", "image.json"),
         deploy=reader.json("deploy", "deploy.json"),
         digests=reader.digests(
@@ -154,39 +158,39 @@ class _Reader:
         self.damaged: list[str] = []
 
     def json(self, step: str, name: str) -> Body:
-        found = self._load(self._find(step, name), f"{step}/{name}", dict)
-        return found if isinstance(found, dict) else {}
+        body = self._load(self._find(step, name), f"{step}/{name}", dict)
+        return body if isinstance(body, dict) else {}
 
     def rows(self, step: str, name: str) -> tuple[Body, ...]:
         return tuple(mappings(self._load(self._find(step, name), f"{step}/{name}", list)))
 
-    def beside(self, name: str) -> Body:
+    def run_file(self, name: str) -> Body:
         """Read a file of the run itself, not of a step."""
         path = self._run.path / name
-        found = self._load(path if path.is_file() else None, name, dict)
-        return found if isinstance(found, dict) else {}
+        body = self._load(path if path.is_file() else None, name, dict)
+        return body if isinstance(body, dict) else {}
 
     def lines(self, step: str, name: str) -> list[Body]:
         """Skip incomplete lines, which a killed process leaves."""
         path = self._find(step, name)
-        found = []
+        rows = []
         for line in path.read_text(errors="replace").splitlines() if path else ():
             try:
                 body = json.loads(line)
             except ValueError:
                 continue
             if isinstance(body, dict) and is_number(body.get("step")):
-                found.append(body)
-        return found
+                rows.append(body)
+        return rows
 
-    def place(self, step: str, name: str) -> str:
+    def relative_path(self, step: str, name: str) -> str:
         path = self._find(step, name)
         return path.relative_to(self._run.path).as_posix() if path else ""
 
-    def digests(self, *places: tuple[str, str]) -> dict[str, str]:
+    def digests(self, *files: tuple[str, str]) -> dict[str, str]:
         """Return the digests by file name."""
-        found = [self._find(step, name) for step, name in places]
-        return {path.name: digest_file(path) for path in found if path is not None}
+        paths = [self._find(step, name) for step, name in files]
+        return {path.name: digest_file(path) for path in paths if path is not None}
 
     def _load(self, path: Path | None, name: str, kind: type) -> object:
         if path is None:
@@ -203,5 +207,5 @@ class _Reader:
     def _find(self, step: str, name: str) -> Path | None:
         """Prefer the complete output, else what an unfinished step has written so far."""
         assert step in STEPS
-        places = (self._run.output(step) / name, self._run.partial(step) / name)
-        return next((path for path in places if path.is_file()), None)
+        candidates = (self._run.output(step) / name, self._run.partial(step) / name)
+        return next((path for path in candidates if path.is_file()), None)

@@ -17,17 +17,17 @@ from pipeline.contract.errors import ConfigError, ResourceError
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Write to a temporary file, fsync and rename: a reader sees the old content or the new, never a part."""
     body = data.encode() if isinstance(data, str) else data
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(body)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(aside, 0o644)
-        os.replace(aside, path)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(aside)
+            os.unlink(temporary)
         raise
     sync_directory(path.parent)
 
@@ -39,9 +39,9 @@ def write_json(path: Path, value: Any) -> None:
 
 def unwritable(path: Path, error: OSError) -> ResourceError:
     """Return an error with the reason: a file in place of a folder, permissions, a full disk."""
-    place = f"{error.filename}: " if error.filename not in (None, str(path)) else ""
+    file = f"{error.filename}: " if error.filename not in (None, str(path)) else ""
     reason = os.strerror(error.errno or 0).lower()
-    return ResourceError(f"cannot write {path}: {place}{reason}; to fix it: correct that, then `pipe run --resume`")
+    return ResourceError(f"cannot write {path}: {file}{reason}; to fix it: correct that, then `pipe run --resume`")
 
 
 def sync_directory(directory: Path) -> None:
@@ -110,8 +110,8 @@ def tokenizer_ids(path: Path) -> list[int]:
     """Return all ids of a tokenizer.json of the `tokenizers` package, special tokens included."""
     try:
         body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        words = body["model"]["vocab"]
-        found = list(words.values()) if isinstance(words, dict) else list(range(len(words)))
-        return [0, *found, *(token["id"] for token in body.get("added_tokens") or [])]
+        vocabulary = body["model"]["vocab"]
+        vocabulary_ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        return [0, *vocabulary_ids, *(token["id"] for token in body.get("added_tokens") or [])]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: not a tokenizer of the `tokenizers` package: {error!r}") from error

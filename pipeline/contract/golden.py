@@ -36,7 +36,11 @@ class Golden:
     def write(self, directory: Path) -> None:
         arrays = {f"input.{name}": array for name, array in self.inputs.items()}
         arrays |= {f"output.{name}": array for name, array in self.outputs.items()}
-        np.savez(directory / "golden.npz", allow_pickle=False, **{name: _plain(one) for name, one in arrays.items()})
+        np.savez(
+            directory / "golden.npz",
+            allow_pickle=False,
+            **{name: _without_objects(array) for name, array in arrays.items()},
+        )
         body = {
             "rtol": self.rtol,
             "atol": self.atol,
@@ -57,7 +61,7 @@ class Golden:
         )
 
 
-def _plain(array: Array) -> Array:
+def _without_objects(array: Array) -> Array:
     """Convert texts, which are objects in ONNX Runtime: objects would be pickled."""
     return array.astype(np.str_) if array.dtype == np.object_ else array
 
@@ -66,23 +70,25 @@ def _texts(array: Array) -> Array:
     return array.astype(np.object_) if array.dtype.kind == "U" else array
 
 
-def difference(expected: Any, found: Any, rtol: float, atol: float, place: str = "") -> str | None:
+def difference(expected: Any, actual: Any, rtol: float, atol: float, path: str = "") -> str | None:
     """Return where two JSON values differ: numbers by tolerance, everything else exactly. None if they are equal."""
     if isinstance(expected, float | int) and not isinstance(expected, bool):
-        if isinstance(found, bool) or not isinstance(found, float | int):
-            return f"{place or 'answer'}: expected the number {expected}, found {found!r}"
-        close = bool(np.isclose(found, expected, rtol=rtol, atol=atol))
-        return None if close else f"{place or 'answer'}: expected {expected}, found {found}"
-    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        if isinstance(actual, bool) or not isinstance(actual, float | int):
+            return f"{path or 'answer'}: expected the number {expected}, found {actual!r}"
+        close = bool(np.isclose(actual, expected, rtol=rtol, atol=atol))
+        return None if close else f"{path or 'answer'}: expected {expected}, found {actual}"
+    if isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
         pairs: list[tuple[Any, Any, str]] = [
-            (a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(expected, found, strict=True))
+            (a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(expected, actual, strict=True))
         ]
-    elif isinstance(expected, dict) and isinstance(found, dict) and expected.keys() == found.keys():
-        pairs = [(expected[key], found[key], f"{place}.{key}".lstrip(".")) for key in expected]
+    elif isinstance(expected, dict) and isinstance(actual, dict) and expected.keys() == actual.keys():
+        pairs = [(expected[key], actual[key], f"{path}.{key}".lstrip(".")) for key in expected]
     else:
-        same = expected == found and isinstance(expected, bool) == isinstance(found, bool)  # Python's True equals 1
-        return None if same else f"{place or 'answer'}: expected {expected!r}, found {found!r}"
-    return next((text for a, b, where in pairs if (text := difference(a, b, rtol, atol, where))), None)
+        is_equal = expected == actual and isinstance(expected, bool) == isinstance(
+            actual, bool
+        )  # Python's True equals 1
+        return None if is_equal else f"{path or 'answer'}: expected {expected!r}, found {actual!r}"
+    return next((text for a, b, item_path in pairs if (text := difference(a, b, rtol, atol, item_path))), None)
 
 
 @dataclass(frozen=True)
@@ -113,13 +119,13 @@ def golden_requests(golden: Golden, name: str, inputs: Sequence[TensorSpec]) -> 
 
 
 def _compare_tensors(golden: Golden, answer: Any) -> str | None:
-    found = {item.get("name"): item for item in _field(answer, "outputs") or []}
+    outputs = {item.get("name"): item for item in _field(answer, "outputs") or []}
     for name, expected in golden.outputs.items():
-        if name not in found:
+        if name not in outputs:
             return f"the answer has no output {name}"
-        if found[name].get("shape") != list(expected.shape):
-            return f"{name}: expected shape {list(expected.shape)}, found {found[name].get('shape')}"
-        flat = np.asarray(found[name].get("data")).ravel().tolist()  # servers may nest or flatten
+        if outputs[name].get("shape") != list(expected.shape):
+            return f"{name}: expected shape {list(expected.shape)}, found {outputs[name].get('shape')}"
+        flat = np.asarray(outputs[name].get("data")).ravel().tolist()  # servers may nest or flatten
         if problem := difference(expected.ravel().tolist(), flat, golden.rtol, golden.atol, name):
             return problem
     return None
@@ -152,7 +158,7 @@ class Decoder:
 
 def greedy(decoder: Decoder, prompts: Sequence[Sequence[int]], most: int, chunk: int = 0) -> list[Answer]:
     """Decode all prompts greedily in one batch, padded on the left; `chunk`: positions per step of the prefill."""
-    ids, mask = padded(prompts)
+    ids, mask = pad(prompts)
     past = empty_past(decoder, len(prompts))
     answers = [Answer() for _ in prompts]
     step, logits = chunk or ids.shape[1], ids[:0]
@@ -168,7 +174,7 @@ def greedy(decoder: Decoder, prompts: Sequence[Sequence[int]], most: int, chunk:
     return answers
 
 
-def padded(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+def pad(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     """Return ids and mask of the prompts, padded on the left."""
     longest = max(len(prompt) for prompt in prompts)
     ids, mask = (np.zeros((len(prompts), longest), np.int64) for _ in range(2))
@@ -197,8 +203,8 @@ def inputs_of(generation: Generation, ids: Array, mask: Array, past: Mapping[str
 def _read(decoder: Decoder, ids: Array, mask: Array, past: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
     """Return the logits of the last position and the caches including the new positions."""
     generation = decoder.generation
-    found = decoder.run(inputs_of(generation, ids, mask, past))
-    return found[generation.logits][:, -1], {cache.input: found[cache.output] for cache in generation.caches}
+    outputs = decoder.run(inputs_of(generation, ids, mask, past))
+    return outputs[generation.logits][:, -1], {cache.input: outputs[cache.output] for cache in generation.caches}
 
 
 def _choose(answers: Sequence[Answer], logits: Array, generation: Generation) -> Array:

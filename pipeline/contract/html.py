@@ -40,20 +40,20 @@ def flat(*children: Child) -> Html:
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = True, words: Sequence[int] = ()
+    head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = True, text_columns: Sequence[int] = ()
 ) -> Html:
-    """Return a table whose first column names the row; the others are numbers, except those in `words`."""
+    """Return a table whose first column names the row; the others are numbers, except those in `text_columns`."""
 
     def kind(column: int) -> str | None:
-        return "number" if numbers and column not in words else None
+        return "number" if numbers and column not in text_columns else None
 
     body = [
         el("tr", el("th", row[0], scope="row"), [el("td", cell, class_=kind(i)) for i, cell in enumerate(row) if i])
         for row in rows
     ]
-    first, *others = head
-    names = [el("th", name, scope="col", class_=kind(i)) for i, name in enumerate(others, 1)]
-    heading = el("tr", el("th", first, scope="col"), names)
+    first_column, *other_columns = head
+    names = [el("th", name, scope="col", class_=kind(i)) for i, name in enumerate(other_columns, 1)]
+    heading = el("tr", el("th", first_column, scope="col"), names)
     return el("div", el("table", el("thead", heading), el("tbody", body)), class_="scroll")
 
 
@@ -101,9 +101,9 @@ def seconds(value: float | None) -> str:
         return f"{value * 1000:.0f} ms"
     if value < 60:
         return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
+    minutes, remaining_seconds = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {remaining_seconds:02d} s"
 
 
 def size(count: float | None) -> str:

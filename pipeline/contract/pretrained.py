@@ -57,15 +57,15 @@ def open_pretrained(folder: Path) -> Pretrained:
     own_run = Pretrained(folder, {}, {}).is_run
     small_folder = folder / "prepare" / "files" if own_run else folder
     weights_folder = folder / "train" if own_run else folder
-    small = {
+    small_files = {
         path.name: path for pattern in SMALL_FILES for path in sorted(small_folder.glob(pattern)) if path.is_file()
     }
-    if "config.json" not in small:
+    if "config.json" not in small_files:
         raise ConfigError(f"model.pretrained: no config.json in {small_folder}, which describes the model")
     names = _weight_names(weights_folder)
-    pretrained = Pretrained(folder, small, {name: weights_folder / name for name in names})
+    pretrained = Pretrained(folder, small_files, {name: weights_folder / name for name in names})
     for name, path in pretrained.files.items():
-        _refuse_escape(name, path, small_folder if name in small else weights_folder)
+        _refuse_escape(name, path, small_folder if name in small_files else weights_folder)
     _refuse_unknown(pretrained)
     return pretrained
 
@@ -115,9 +115,9 @@ def _files_in_index(folder: Path) -> set[str]:
             raise DataError(f"{index}: names {name!r}, which is no safetensors file inside the folder")
     if absent := sorted(name for name in counts if not (folder / name).is_file()):
         first = next(weight for weight, name in files.items() if name == absent[0])
-        more = f"; also missing: {', '.join(absent[1:])}" if absent[1:] else ""
+        others = f"; also missing: {', '.join(absent[1:])}" if absent[1:] else ""
         raise DataError(
-            f"{index}: {absent[0]} is missing, which has {first} and {counts[absent[0]] - 1} more weights{more}; "
+            f"{index}: {absent[0]} is missing, which has {first} and {counts[absent[0]] - 1} more weights{others}; "
             "to fix it: fetch the missing files again"
         )
     return set(counts)
@@ -125,12 +125,12 @@ def _files_in_index(folder: Path) -> set[str]:
 
 def _refuse_escape(name: str, path: Path, folder: Path) -> None:
     """Refuse a link out of the folder; the hub's own cache is made of links and allowed."""
-    real = path.resolve()
-    if not any(real.is_relative_to(inside) for inside in _inside(folder)):
-        raise DataError(f"{path}: a link to {real}, outside the folder; to fix it: replace it by a copy of {name}")
+    target = path.resolve()
+    if not any(target.is_relative_to(allowed) for allowed in _allowed_folders(folder)):
+        raise DataError(f"{path}: a link to {target}, outside the folder; to fix it: replace it by a copy of {name}")
 
 
-def _inside(folder: Path) -> Iterator[Path]:
+def _allowed_folders(folder: Path) -> Iterator[Path]:
     """Yield the folders that links may lead to.
 
     In the hub's cache `models--NAME/snapshots/COMMIT/FILE` is a link to `models--NAME/blobs/DIGEST`.

@@ -120,13 +120,13 @@ _LAUNCHERS = (
 )
 
 
-def describe_exit(who: str, status: int) -> str:
+def describe_exit(process: str, status: int) -> str:
     """Say in words how a process ended; a negative status is the signal that ended it."""
     if status >= 0:
-        return f"{who} exited with status {status}"
-    known = -status in set(signal.Signals)
-    name = signal.Signals(-status).name if known else f"signal {-status}"
-    return f"{who} was killed ({name})" if -status == signal.SIGKILL else f"{who} was ended by {name}"
+        return f"{process} exited with status {status}"
+    is_standard = -status in set(signal.Signals)
+    name = signal.Signals(-status).name if is_standard else f"signal {-status}"
+    return f"{process} was killed ({name})" if -status == signal.SIGKILL else f"{process} was ended by {name}"
 
 
 def was_terminated(status: int) -> bool:
@@ -155,7 +155,7 @@ log = logging.getLogger(__name__)
 
 
 def cuda_problem(available: Sequence[str]) -> str:
-    """Say why ONNX Runtime cannot use CUDA here; empty when it should work."""
+    """Return why ONNX Runtime cannot use CUDA here; empty if it should work."""
     if "CUDAExecutionProvider" not in available:
         return "the installed onnxruntime has no CUDA provider (onnxruntime-gpu has)"
     if reason := _device_problem():
@@ -191,8 +191,7 @@ def _preload_cuda() -> None:
 def hide_packages(*packages: str) -> Iterator[None]:
     """Make packages count as not installed, unless they are imported already.
 
-    The Kubernetes client, which kserve imports too, imports kubernetes-validate where it is installed: that compiles a
-    grammar, which takes longer than all other imports of the service together.
+    The Kubernetes client imports kubernetes-validate where it is installed, which compiles a grammar for a second.
     """
     hidden = [name for name in packages if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes an import fail

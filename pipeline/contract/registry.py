@@ -70,29 +70,29 @@ class Registry:
 
     @property
     def names(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for change in self.history:
-            current = found.get(change.name)
+            current = entries.get(change.name)
             if change.name == CHAMPION and current is not None and current.bundle != change.entry.bundle:
-                found[PREVIOUS] = current
-            found[change.name] = change.entry
-        return found
+                entries[PREVIOUS] = current
+            entries[change.name] = change.entry
+        return entries
 
     def champion_for(self, checkpoint: str | None) -> Entry | None:
         """Return the newest champion that is not the candidate itself."""
         past = (change.entry for change in reversed(self.history) if change.name == CHAMPION)
         return next((entry for entry in past if entry.checkpoint != checkpoint), None)
 
-    def before(self, name: str) -> Entry | None:
+    def previous_entry(self, name: str) -> Entry | None:
         """Return the previous entry of a name."""
         past = [change.entry for change in reversed(self.history) if change.name == name]
         return next((entry for entry in past if entry.bundle != past[0].bundle), None)
 
-    def promoted(self, entry: Entry) -> Change:
+    def promotion(self, entry: Entry) -> Change:
         """Return the latest change that made this entry the champion."""
         return next(change for change in reversed(self.history) if (change.name, change.entry) == (CHAMPION, entry))
 
-    def last(self, name: str) -> Change | None:
+    def last_change(self, name: str) -> Change | None:
         return next((change for change in reversed(self.history) if change.name == name), None)
 
 
@@ -116,18 +116,18 @@ def change_registry(runs: Path, url: str, decide: Callable[[Registry], ProposedC
     The change gets the next number. If another writer was faster and has taken that number, `decide` is called again
     with the longer history, so no change is lost or based on an outdated state.
     """
-    place, seen = _Location.of(runs, url), -1
+    location, length = _Location.of(runs, url), -1
     while True:
-        history, digest = _history(place)
-        if len(history) <= seen:
-            raise PipelineError(f"{place.store.where}: an existing change is not listed; try again later")
-        seen = len(history)
-        wanted = decide(Registry(history))
-        if wanted is None:
+        history, digest = _history(location)
+        if len(history) <= length:
+            raise PipelineError(f"{location.store.where}: an existing change is not listed; try again later")
+        length = len(history)
+        proposed = decide(Registry(history))
+        if proposed is None:
             return Registry(history)
-        change = _new_change(wanted, digest)
-        name = f"{seen - len(place.old.history) + 1:06d}.json"
-        if place.store.create(name, (change.model_dump_json(indent=2) + "\n").encode()):
+        change = _new_change(proposed, digest)
+        name = f"{length - len(location.old.history) + 1:06d}.json"
+        if location.store.create(name, (change.model_dump_json(indent=2) + "\n").encode()):
             return Registry((*history, change))
 
 
@@ -152,9 +152,9 @@ class _Location:
         return cls(open_store(url, runs), old, digest_bytes(raw))
 
 
-def _history(place: _Location) -> tuple[tuple[Change, ...], str]:
+def _history(location: _Location) -> tuple[tuple[Change, ...], str]:
     """Return all changes, after checking that each refers to the previous one, and the digest of the last one."""
-    store, found, digest = place.store, [*place.old.history], place.root
+    store, changes, digest = location.store, [*location.old.history], location.root
     names = sorted((name for name in store.names() if _CHANGE.fullmatch(name)), key=lambda name: int(name[:-5]))
     for number, name in enumerate(names, start=1):
         if int(name[:-5]) != number:
@@ -171,17 +171,17 @@ def _history(place: _Location) -> tuple[tuple[Change, ...], str]:
                 f"{store.where}/{name}: does not follow from the change before it, so one of the two was altered; "
                 "restore them from a copy"
             )
-        found.append(change)
+        changes.append(change)
         digest = digest_bytes(raw)
-    return tuple(found), digest
+    return tuple(changes), digest
 
 
-def _new_change(wanted: ProposedChange, digest: str) -> Change:
+def _new_change(proposed: ProposedChange, digest: str) -> Change:
     return Change(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
-        name=wanted.name,
-        entry=wanted.entry,
-        reason=wanted.reason,
+        name=proposed.name,
+        entry=proposed.entry,
+        reason=proposed.reason,
         by=_current_user(),
         before=digest,
         token=secrets.token_hex(8),
@@ -203,27 +203,27 @@ _MANIFEST = "manifest.json"
 
 def champion_bundle(entry: Entry, runs: Path, url: str) -> Bundle:
     """Return the verified bundle of an entry."""
-    who = f"champion {entry.bundle[:12]}"
+    champion = f"champion {entry.bundle[:12]}"
     path = runs / entry.path
     if not (path / _MANIFEST).is_file():
-        path = _fetch(entry, runs, open_store(url, runs), who)
+        path = _fetch(entry, runs, open_store(url, runs), champion)
     try:
         bundle = open_bundle(path)
     except (BundleError, OSError) as error:
-        raise BundleError(f"{who}: {error}; {_HOW_TO_FIX}") from error
+        raise BundleError(f"{champion}: {error}; {_HOW_TO_FIX}") from error
     if bundle.digest != entry.bundle:
-        raise BundleError(f"{who}: {path} holds another bundle, {bundle.digest[:12]}; {_HOW_TO_FIX}")
+        raise BundleError(f"{champion}: {path} holds another bundle, {bundle.digest[:12]}; {_HOW_TO_FIX}")
     return bundle
 
 
 def publish(bundle: Bundle, runs: Path, url: str) -> None:
     """Upload a copy to a shared registry, the manifest last; a registry next to the runs needs none."""
     store = open_store(url, runs)
-    if not url or store.has(_at(bundle.digest, _MANIFEST)):
+    if not url or store.has(_bundle_object(bundle.digest, _MANIFEST)):
         return
-    beside = [name for name in BESIDE if name != _MANIFEST and (bundle.path / name).is_file()]
-    for name in (*bundle.manifest.files, *beside, _MANIFEST):
-        store.upload(bundle.path / name, _at(bundle.digest, name))
+    extra_files = [name for name in BESIDE if name != _MANIFEST and (bundle.path / name).is_file()]
+    for name in (*bundle.manifest.files, *extra_files, _MANIFEST):
+        store.upload(bundle.path / name, _bundle_object(bundle.digest, name))
 
 
 def forget_fetched(runs: Path, needed: set[str]) -> None:
@@ -233,26 +233,28 @@ def forget_fetched(runs: Path, needed: set[str]) -> None:
             shutil.rmtree(path)
 
 
-def _fetch(entry: Entry, runs: Path, store: RegistryStore, who: str) -> Path:
+def _fetch(entry: Entry, runs: Path, store: RegistryStore, champion: str) -> Path:
     """Download a bundle; if several processes do so at once, the first complete copy is kept."""
     target = runs / _FETCHED / entry.bundle
     if target.is_dir():
         return target
-    if not store.has(_at(entry.bundle, _MANIFEST)):
+    if not store.has(_bundle_object(entry.bundle, _MANIFEST)):
         raise BundleError(
-            f"{who}: {runs / entry.path} is gone, and the registry {store.where} has no copy of it; {_HOW_TO_FIX}"
+            f"{champion}: {runs / entry.path} is gone, and the registry {store.where} has no copy of it; {_HOW_TO_FIX}"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{entry.bundle[:12]}."))
+    temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{entry.bundle[:12]}."))
     try:
-        for name in _names(entry, store, who):
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            store.download(_at(entry.bundle, name), aside / name)
-        _rename_once(aside, target)
+        for name in _bundle_files(entry, store, champion):
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            store.download(_bundle_object(entry.bundle, name), temporary / name)
+        _rename_once(temporary, target)
     except FileNotFoundError as error:
-        raise BundleError(f"{who}: the copy in the registry {store.where} is not complete; {_HOW_TO_FIX}") from error
+        raise BundleError(
+            f"{champion}: the copy in the registry {store.where} is not complete; {_HOW_TO_FIX}"
+        ) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
@@ -264,22 +266,22 @@ def _rename_once(aside: Path, target: Path) -> None:
             raise
 
 
-def _names(entry: Entry, store: RegistryStore, who: str) -> list[str]:
+def _bundle_files(entry: Entry, store: RegistryStore, champion: str) -> list[str]:
     """Return the files that the manifest names, after checking that they are inside the bundle."""
-    (raw,) = store.read([_at(entry.bundle, _MANIFEST)])
+    (raw,) = store.read([_bundle_object(entry.bundle, _MANIFEST)])
     if digest_bytes(raw) != entry.bundle:
-        raise BundleError(f"{who}: the copy in the registry {store.where} was altered; {_HOW_TO_FIX}")
+        raise BundleError(f"{champion}: the copy in the registry {store.where} was altered; {_HOW_TO_FIX}")
     try:
         manifest = Manifest.model_validate_json(raw)
     except ValidationError as error:
-        raise BundleError(f"{who}: no valid manifest in the registry {store.where}; {_HOW_TO_FIX}") from error
+        raise BundleError(f"{champion}: no valid manifest in the registry {store.where}; {_HOW_TO_FIX}") from error
     for name in manifest.files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise BundleError(f"{who}: its manifest names {name}, outside the bundle; {_HOW_TO_FIX}")
-    return [*manifest.files, *(name for name in BESIDE if store.has(_at(entry.bundle, name)))]
+            raise BundleError(f"{champion}: its manifest names {name}, outside the bundle; {_HOW_TO_FIX}")
+    return [*manifest.files, *(name for name in BESIDE if store.has(_bundle_object(entry.bundle, name)))]
 
 
-def _at(digest: str, name: str) -> str:
+def _bundle_object(digest: str, name: str) -> str:
     return f"bundles/{digest}/{name}"
 
 
@@ -334,13 +336,13 @@ class FolderStore:
             raise _unreadable(self.where, error) from error
 
     def read(self, names: Sequence[str]) -> list[bytes]:
-        found = []
+        contents = []
         for name in names:
             try:
-                found.append((self.path / name).read_bytes())
+                contents.append((self.path / name).read_bytes())
             except OSError as error:
                 raise _unreadable(f"{self.where}/{name}", error) from error
-        return found
+        return contents
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()
@@ -349,21 +351,21 @@ class FolderStore:
         path = self.path / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(data)
                     file.flush()
                     os.fchmod(file.fileno(), 0o444)
                     os.fsync(file.fileno())
-                made = _link(Path(aside), path)
+                is_new = _link(Path(temporary), path)
             finally:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(aside)
+                    os.unlink(temporary)
             sync_directory(path.parent)
         except OSError as error:
             raise _unwritable(self.where, error) from error
-        return made
+        return is_new
 
     def upload(self, source: Path, name: str) -> None:
         target = self.path / name
@@ -401,17 +403,17 @@ def _rename_exclusively(aside: Path, path: Path) -> bool:
         return True
 
 
-def _unwritable(where: str, error: OSError) -> ResourceError:
+def _unwritable(location: str, error: OSError) -> ResourceError:
     reason = os.strerror(error.errno).lower() if error.errno else str(error)
     return ResourceError(
-        f"cannot write the registry {where}: {reason}; to fix it: correct that and run the command again"
+        f"cannot write the registry {location}: {reason}; to fix it: correct that and run the command again"
     )
 
 
-def _unreadable(where: str, error: OSError) -> ResourceError:
+def _unreadable(location: str, error: OSError) -> ResourceError:
     reason = os.strerror(error.errno).lower() if error.errno else str(error)
     return ResourceError(
-        f"cannot read {where} of the registry: {reason}; to fix it: correct that and run the command again"
+        f"cannot read {location} of the registry: {reason}; to fix it: correct that and run the command again"
     )
 
 
@@ -432,10 +434,10 @@ class ObjectStore:
         self._files.invalidate_cache()  # other processes write there too
         with self._translate_errors():
             try:
-                found: list[str] = self._files.ls(self._path, detail=False)
+                paths: list[str] = self._files.ls(self._path, detail=False)
             except FileNotFoundError:
                 return []
-        return [path.rstrip("/").rpartition("/")[2] for path in found]
+        return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
     def read(self, names: Sequence[str]) -> list[bytes]:
         """Read all objects concurrently, because sequential requests are slow."""
@@ -443,13 +445,13 @@ class ObjectStore:
             return []
         self._files.invalidate_cache()
         with self._translate_errors():
-            found: Any = self._files.cat([self._at(name) for name in names])
-        return [found[self._at(name)] for name in names]
+            contents: Any = self._files.cat([self._object_path(name) for name in names])
+        return [contents[self._object_path(name)] for name in names]
 
     def has(self, name: str) -> bool:
         self._files.invalidate_cache()
         with self._translate_errors():
-            return bool(self._files.exists(self._at(name)))
+            return bool(self._files.exists(self._object_path(name)))
 
     def create(self, name: str, data: bytes) -> bool:
         self._check_exclusive_create()
@@ -460,11 +462,11 @@ class ObjectStore:
 
     def upload(self, source: Path, name: str) -> None:
         with self._translate_errors():
-            self._files.put_file(str(source), self._at(name))
+            self._files.put_file(str(source), self._object_path(name))
 
     def download(self, name: str, target: Path) -> None:
         with self._translate_errors():
-            self._files.get_file(self._at(name), str(target))
+            self._files.get_file(self._object_path(name), str(target))
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
@@ -473,16 +475,18 @@ class ObjectStore:
         except FileNotFoundError:
             raise
         except Exception as error:  # each library has its own
-            why = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             raise ResourceError(
-                f"the registry {self.where} cannot be reached: {why}; to fix it: correct that and try again"
+                f"the registry {self.where} cannot be reached: {reason}; to fix it: correct that and try again"
             ) from error
 
     def _check_exclusive_create(self) -> None:
         """Check the file system and this store itself: some S3-compatible stores ignore the condition."""
-        kinds = self._files.protocol
-        known = set(_EXCLUSIVE) & {kinds} if isinstance(kinds, str) else set(_EXCLUSIVE) & set(kinds)
-        if not known or (self._create(_TEST_OBJECT, b"") and self._create(_TEST_OBJECT, b"")):
+        protocols = self._files.protocol
+        known_protocols = (
+            set(_EXCLUSIVE) & {protocols} if isinstance(protocols, str) else set(_EXCLUSIVE) & set(protocols)
+        )
+        if not known_protocols or (self._create(_TEST_OBJECT, b"") and self._create(_TEST_OBJECT, b"")):
             raise ConfigError(
                 f"registry={self.where}: it can be read, but concurrent writers could overwrite each other, because "
                 "it cannot create an object only if it does not exist; use a folder, or a bucket of s3://, gs:// or az://"
@@ -490,7 +494,7 @@ class ObjectStore:
 
     def _create(self, name: str, data: bytes) -> bool:
         try:
-            self._files.pipe_file(self._at(name), data, mode="create")
+            self._files.pipe_file(self._object_path(name), data, mode="create")
         except FileExistsError:
             return False
         except Exception as error:  # each library has its own
@@ -501,5 +505,5 @@ class ObjectStore:
             ) from error
         return True
 
-    def _at(self, name: str) -> str:
+    def _object_path(self, name: str) -> str:
         return f"{self._path}/{name}"

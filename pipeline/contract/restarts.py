@@ -72,14 +72,14 @@ class AttemptLog:
     @property
     def seconds_lost(self) -> float:
         """Seconds from the end of an attempt to the next completed step, where training continued by itself."""
-        total, since = 0.0, None
-        for earlier, later in zip(self.attempts, self.attempts[1:], strict=False):
-            if since is None and later.after == "loss":
-                since = earlier.ends[0].time
-            if since is not None and later.first_step_time is not None and later.after != "launch":
-                total += max(0.0, later.first_step_time - since)
-            if later.first_step_time is not None or later.after == "launch":
-                since = None
+        total, lost_since = 0.0, None
+        for previous, attempt in zip(self.attempts, self.attempts[1:], strict=False):
+            if lost_since is None and attempt.after == "loss":
+                lost_since = previous.ends[0].time
+            if lost_since is not None and attempt.first_step_time is not None and attempt.after != "launch":
+                total += max(0.0, attempt.first_step_time - lost_since)
+            if attempt.first_step_time is not None or attempt.after == "launch":
+                lost_since = None
         return total
 
     @property
@@ -129,22 +129,22 @@ def decide(log: AttemptLog, allowed: int) -> Restart | GiveUp:
     cause = first_cause(log.ends)
     if any(not end.passing for end in log.ends):
         return GiveUp(cause, 0, 0)
-    made = restarts_without_progress(log)
-    if made < allowed:
+    restarts = restarts_without_progress(log)
+    if restarts < allowed:
         return Restart(cause)
-    return GiveUp(cause, made + 1, 0 if log.launched else log.attempts[-1].step)
+    return GiveUp(cause, restarts + 1, 0 if log.launched else log.attempts[-1].step)
 
 
 def restarts_without_progress(log: AttemptLog) -> int:
     """Count the restarts since the last new checkpoint."""
-    ended = max(Counter(end.host for end in log.ends).values(), default=0)
+    ends_per_host = max(Counter(end.host for end in log.ends).values(), default=0)
     if log.launched:
-        return max(0, ended - 1)
-    row = _attempts_from_same_checkpoint(log.attempts)
-    again = sum(attempt.after == "loss" for attempt in row)
+        return max(0, ends_per_host - 1)
+    attempts = _attempts_from_same_checkpoint(log.attempts)
+    restarts = sum(attempt.after == "loss" for attempt in attempts)
     # A checkpoint is recorded just before its final rename. Attempts that always die between the two make none.
-    has_new = row[-1].has_checkpoint and not any(attempt.has_checkpoint for attempt in row[:-1])
-    return (0 if has_new else again) + max(0, ended - 1)
+    has_new_checkpoint = attempts[-1].has_checkpoint and not any(attempt.has_checkpoint for attempt in attempts[:-1])
+    return (0 if has_new_checkpoint else restarts) + max(0, ends_per_host - 1)
 
 
 def first_cause(ends: Sequence[Event]) -> str:
@@ -156,20 +156,22 @@ def first_cause(ends: Sequence[Event]) -> str:
 def describe_restart(log: AttemptLog, allowed: int) -> str:
     """Describe for a person why the current attempt started by itself; empty when a person started it."""
     attempt = log.attempts[-1]
-    place = f"from the checkpoint of step {attempt.step}" if attempt.step else "from the beginning"
+    start = f"from the checkpoint of step {attempt.step}" if attempt.step else "from the beginning"
     machines = len(set(attempt.hosts))
     if len(log.attempts) < 2 or attempt.after == "launch":
         return ""
-    before = log.attempts[-2]
-    gone, joined = (sorted(set(a.hosts) - set(b.hosts)) for a, b in ((before, attempt), (attempt, before)))
-    change = "".join([f"; {name} is gone" for name in gone] + [f"; {name} has joined" for name in joined])
+    previous = log.attempts[-2]
+    left_hosts, joined_hosts = (
+        sorted(set(a.hosts) - set(b.hosts)) for a, b in ((previous, attempt), (attempt, previous))
+    )
+    change = "".join([f"; {name} is gone" for name in left_hosts] + [f"; {name} has joined" for name in joined_hosts])
     if change:
         change += f", training goes on with {machines} machine{'s' if machines > 1 else ''}"
     if attempt.after == "change":
-        return f"{change.removeprefix('; ') or 'machines have joined or left'}; starting again {place}"
+        return f"{change.removeprefix('; ') or 'machines have joined or left'}; starting again {start}"
     count = sum(attempt.after == "loss" for attempt in _attempts_from_same_checkpoint(log.attempts))
-    cause = first_cause(before.ends).partition(". ")[0]  # the advice after it is for when training stays down
-    return f"{cause}{change}; starting again {place} ({count} of {allowed} without a new one)"
+    cause = first_cause(previous.ends).partition(". ")[0]  # the advice after it is for when training stays down
+    return f"{cause}{change}; starting again {start} ({count} of {allowed} without a new one)"
 
 
 def _attempts_from_same_checkpoint(attempts: Sequence[Attempt]) -> list[Attempt]:

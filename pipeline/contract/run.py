@@ -36,10 +36,10 @@ def all_runs(runs: Path) -> list[Run]:
     """Return the runs, newest first. Names begin with the second of creation; within a second, run.json decides."""
     if not runs.is_dir():
         return []
-    found = [Run(path) for path in runs.iterdir() if (path / "run.json").is_file()]
-    found.sort(key=lambda run: (_second(run), run.id), reverse=True)
-    seconds = [list(same) for _, same in itertools.groupby(found, _second)]
-    return [run for same in seconds for run in (sorted(same, key=created, reverse=True) if len(same) > 1 else same)]
+    newest_first = [Run(path) for path in runs.iterdir() if (path / "run.json").is_file()]
+    newest_first.sort(key=lambda run: (_second(run), run.id), reverse=True)
+    seconds = [list(same) for _, same in itertools.groupby(newest_first, _second)]
+    return [run for group in seconds for run in (sorted(group, key=created, reverse=True) if len(group) > 1 else group)]
 
 
 def _second(run: Run) -> str:
@@ -73,7 +73,7 @@ class StepRecord(Frozen):
 
     @property
     def complete(self) -> bool:
-        """Its outputs may be used, in this run and in others."""
+        """Return whether its outputs may be used, in this run and in others."""
         return self.status in ("done", "overridden")
 
 
@@ -152,8 +152,8 @@ class Run:
 
     def override(self, verdict_digest: str) -> Override | None:
         """Return the override of exactly this verdict; an override of another verdict does not count."""
-        found = read_override(self.path)
-        return found if found is not None and found.verdict == verdict_digest else None
+        override = read_override(self.path)
+        return override if override is not None and override.verdict == verdict_digest else None
 
 
 def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) -> int:
@@ -192,6 +192,6 @@ def _unexpected_error(error: Exception, root: Path) -> PipelineError:
 def describe(error: Exception, root: Path) -> str:
     """Describe an exception in one line, with the line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).is_relative_to(root)]
-    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"
+    own_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(root)]
+    location = f" ({Path(own_frames[-1].filename).name}, line {own_frames[-1].lineno})" if own_frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{location}"

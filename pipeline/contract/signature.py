@@ -78,8 +78,8 @@ class Generation(Frozen):
 
     def missing_tensors(self, inputs: Collection[str], outputs: Collection[str]) -> Iterator[str]:
         """Yield the tensors it names that a graph with these inputs and outputs does not have."""
-        needed = (self.ids, self.mask, self.positions, *(cache.input for cache in self.caches))
-        yield from (name for name in needed if name not in inputs)
+        input_names = (self.ids, self.mask, self.positions, *(cache.input for cache in self.caches))
+        yield from (name for name in input_names if name not in inputs)
         yield from (name for name in (self.logits, *(cache.output for cache in self.caches)) if name not in outputs)
 
 
@@ -155,9 +155,13 @@ class Signature(Frozen):
         """Return why requests cannot share a batch; empty if all inputs and outputs share their first axis."""
         if self.variant == "int8-dynamic":
             return "int8-dynamic rounds by the range of the whole batch: one client would reduce another's precision"
-        first = {spec.shape[:1] for spec in (*self.inputs, *self.outputs)}
-        shared = len(first) == 1 and first != {()} and all(isinstance(axis, str) for shape in first for axis in shape)
-        return "" if self.inputs and shared else "its inputs and outputs do not share a first axis"
+        batch_axes = {spec.shape[:1] for spec in (*self.inputs, *self.outputs)}
+        is_shared = (
+            len(batch_axes) == 1
+            and batch_axes != {()}
+            and all(isinstance(axis, str) for shape in batch_axes for axis in shape)
+        )
+        return "" if self.inputs and is_shared else "its inputs and outputs do not share a first axis"
 
 
 Side = Annotated[int, Field(ge=1, le=128)]

@@ -59,13 +59,13 @@ class Trust:
                 f"{directory}: is not signed by a key of {self.path}, which is required; `pipe sign` signs a bundle"
             )
         check_cover(directory, manifest)
-        known = [one for one in envelope.signatures if one.keyid in keys]
-        if not known:
-            others = ", ".join(one.keyid for one in envelope.signatures) or "no key"
-            raise BundleError(f"{directory}: is signed by {others}, not by a key of {self.path}")
-        for one in known:
-            _verify(keys[one.keyid], one, envelope, directory)
-        return known[0].keyid
+        known_signatures = [signature for signature in envelope.signatures if signature.keyid in keys]
+        if not known_signatures:
+            signers = ", ".join(signature.keyid for signature in envelope.signatures) or "no key"
+            raise BundleError(f"{directory}: is signed by {signers}, not by a key of {self.path}")
+        for signature in known_signatures:
+            _verify(keys[signature.keyid], signature, envelope, directory)
+        return known_signatures[0].keyid
 
     def keys(self) -> list[Ed25519PublicKey]:
         try:
@@ -89,13 +89,13 @@ def check_cover(directory: Path, manifest: bytes) -> None:
     envelope = read_envelope(directory)
     if envelope is None:
         return
-    if envelope.payloadType != _KIND or (signed := _payload(envelope)) is None:
+    if envelope.payloadType != _KIND or (digests := _payload(envelope)) is None:
         raise BundleError(f"{directory / SIGNATURE}: is not a signature of a bundle")
-    if signed.get("manifest.json") != digest_bytes(manifest):
+    if digests.get("manifest.json") != digest_bytes(manifest):
         raise BundleError(f"{directory}: was changed after it was signed; sign it again with `pipe sign`")
     for name in COVERED[1:]:
-        found = digest_file(directory / name) if (directory / name).is_file() else ""
-        if signed.get(name, "") != found:
+        digest = digest_file(directory / name) if (directory / name).is_file() else ""
+        if digests.get(name, "") != digest:
             raise BundleError(f"{directory / name}: was changed after the bundle was signed; restore it, or sign again")
 
 
@@ -113,7 +113,7 @@ def sign(directory: Path, key: Ed25519PrivateKey) -> str:
     """Sign a verified bundle and return the id of the key; the same key and bundle give the same bytes."""
     digests = {name: digest_file(directory / name) for name in COVERED if (directory / name).is_file()}
     payload = json.dumps(digests, sort_keys=True, separators=(",", ":")).encode()
-    signed = Signed(keyid=fingerprint(key.public_key()), sig=_base64(key.sign(_authenticated(payload))))
+    signed = Signed(keyid=fingerprint(key.public_key()), sig=_base64(key.sign(_pre_authentication_encoding(payload))))
     envelope = Envelope(payload=_base64(payload), payloadType=_KIND, signatures=(signed,))
     write_json(directory / SIGNATURE, envelope.model_dump())
     return signed.keyid
@@ -123,16 +123,18 @@ def new_key(path: Path) -> str:
     """Create a private key, readable by its owner only, and FILE.pub; existing files are never replaced."""
     serialization, ed25519 = _library()
     public = path.with_name(f"{path.name}.pub")
-    if taken := [str(one) for one in (path, public) if one.exists()]:
-        raise ConfigError(f"{taken[0]}: already exists; a key is never overwritten, name another file")
+    if existing := [str(file) for file in (path, public) if file.exists()]:
+        raise ConfigError(f"{existing[0]}: already exists; a key is never overwritten, name another file")
     key = ed25519.Ed25519PrivateKey.generate()
     body = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    shown = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    for file, content, mode in ((path, body, 0o600), (public, shown, 0o644)):
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
-            opened.write(content)
+    public_text = key.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    for file, content, mode in ((path, body, 0o600), (public, public_text, 0o644)):
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
+            stream.write(content)
     return fingerprint(key.public_key())
 
 
@@ -159,8 +161,8 @@ def private_key(path: Path, passphrase: str = "") -> Ed25519PrivateKey:
         ) from error
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise ConfigError(f"{path}: bundles are signed with ed25519 keys; `pipe sign --new-key FILE` makes one")
-    found: Ed25519PrivateKey = key
-    return found
+    private: Ed25519PrivateKey = key
+    return private
 
 
 def fingerprint(key: Ed25519PublicKey) -> str:
@@ -184,8 +186,8 @@ def _public(block: str, path: Path) -> Ed25519PublicKey:
         raise ConfigError(f"{path}: a public key in it cannot be read: {error}") from error
     if not isinstance(key, ed25519.Ed25519PublicKey):
         raise ConfigError(f"{path}: has a key that is not ed25519; remove it")
-    found: Ed25519PublicKey = key
-    return found
+    public: Ed25519PublicKey = key
+    return public
 
 
 def _verify(key: Ed25519PublicKey, signed: Signed, envelope: Envelope, directory: Path) -> None:
@@ -193,20 +195,20 @@ def _verify(key: Ed25519PublicKey, signed: Signed, envelope: Envelope, directory
 
     try:
         payload = base64.b64decode(envelope.payload, validate=True)
-        key.verify(base64.b64decode(signed.sig, validate=True), _authenticated(payload))
+        key.verify(base64.b64decode(signed.sig, validate=True), _pre_authentication_encoding(payload))
     except (InvalidSignature, ValueError) as error:
         raise BundleError(f"{directory / SIGNATURE}: was not made by the key {signed.keyid}") from error
 
 
 def _payload(envelope: Envelope) -> dict[str, Any] | None:
     try:
-        found = json.loads(base64.b64decode(envelope.payload, validate=True))
+        payload = json.loads(base64.b64decode(envelope.payload, validate=True))
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return payload if isinstance(payload, dict) else None
 
 
-def _authenticated(payload: bytes) -> bytes:
+def _pre_authentication_encoding(payload: bytes) -> bytes:
     """Return the bytes that are signed: DSSE's encoding includes the document type."""
     parts: Iterable[bytes] = (b"DSSEv1", b"%d" % len(_KIND), _KIND.encode(), b"%d" % len(payload), payload)
     return b" ".join(parts)

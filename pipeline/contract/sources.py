@@ -47,9 +47,9 @@ def third_party_imports(root: Path, *references: str) -> set[str]:
     base = root.resolve()
     files = [base / name for name in project_sources(root, *references)]
     folders = {base, *(path.parent for path in files)}
-    known = {*sys.stdlib_module_names, *PACKAGES}
-    found = {module.partition(".")[0] for path in files for module in _imported(path, base)} - known
-    return {name for name in found if not any(list(_existing_files(folder, [name])) for folder in folders)}
+    ignored = {*sys.stdlib_module_names, *PACKAGES}
+    modules = {module.partition(".")[0] for path in files for module in _cached_imports(path, base)} - ignored
+    return {name for name in modules if not any(list(_existing_files(folder, [name])) for folder in folders)}
 
 
 def code_digest(root: Path, *references: str) -> str:
@@ -62,57 +62,57 @@ def _digests(base: Path, paths: set[Path]) -> dict[str, str]:
 
 
 def _import_closure(entry: list[Path], base: Path, folders: list[Path], only: tuple[str, ...] | None) -> set[Path]:
-    found: set[Path] = set()
+    closure: set[Path] = set()
     modules: set[str] = set()
     waiting = list(entry)
     while waiting:
         path = waiting.pop()
-        if path in found:
+        if path in closure:
             continue
-        found.add(path)
-        for module in _imported(path, base):
+        closure.add(path)
+        for module in _cached_imports(path, base):
             if module in modules or (only is not None and module.partition(".")[0] not in only):
                 continue
             modules.add(module)
             waiting.extend(_files_of(module, folders, path))
-    return found
+    return closure
 
 
-def _imported(path: Path, base: Path) -> tuple[str, ...]:
+def _cached_imports(path: Path, base: Path) -> tuple[str, ...]:
     return _imports_in(path.read_bytes(), path.name, path.parent.relative_to(base).parts)
 
 
 @functools.cache  # by content: a plan and its run need every file a dozen times
 def _imports_in(source: bytes, file: str, package: tuple[str, ...]) -> tuple[str, ...]:
     """Return every module that a source imports; `from a import b` may mean the module a.b."""
-    found: list[str] = []
+    modules: list[str] = []
     for node in _statements(_parse(source, file)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join([*above, *([node.module] if node.module else [])])
-            found += [module] if module else []
-            found += [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
-    return tuple(found)
+            parents = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            modules += [module] if module else []
+            modules += [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
+    return tuple(modules)
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:
     """Yield all statements at any depth; expressions, nine of ten nodes, contain no import."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for below in getattr(node, name, ()):
-            if isinstance(below, ast.stmt):
-                yield below
-            yield from _statements(below)
+        for child in getattr(node, name, ()):
+            if isinstance(child, ast.stmt):
+                yield child
+            yield from _statements(child)
 
 
 def _files_of(module: str, folders: list[Path], importer: Path) -> Iterator[Path]:
     """Yield the files that importing a dotted name executes: every __init__ and the module, in the first folder."""
     parts = module.split(".")
-    for place in folders:
-        files = _package_files(module) if place == SOURCE_ROOT else list(_existing_files(place, parts))
+    for folder in folders:
+        files = _package_files(module) if folder == SOURCE_ROOT else list(_existing_files(folder, parts))
         if files:
-            if place != SOURCE_ROOT:
+            if folder != SOURCE_ROOT:
                 _refuse_shadowed(parts[0], files[0], importer)
             yield from files
             return
@@ -123,9 +123,9 @@ def _package_files(module: str) -> list[Path]:
     return list(_existing_files(SOURCE_ROOT, module.split(".")))
 
 
-def _existing_files(place: Path, parts: list[str]) -> Iterator[Path]:
+def _existing_files(folder: Path, parts: list[str]) -> Iterator[Path]:
     for depth in range(1, len(parts) + 1):
-        path = place.joinpath(*parts[:depth])
+        path = folder.joinpath(*parts[:depth])
         for file in (path / "__init__.py", path.with_suffix(".py")):
             if file.is_file():
                 yield file
@@ -133,22 +133,22 @@ def _existing_files(place: Path, parts: list[str]) -> Iterator[Path]:
 
 def _refuse_shadowed(name: str, file: Path, importer: Path) -> None:
     """Reject a local module that Python would not import, because an installed one has the same name."""
-    taken = name in sys.stdlib_module_names or name in PACKAGES
-    if not taken and (origin := _installed(name)):
-        taken = Path(origin).resolve() != file.resolve()  # a module may be linked into several projects
-    if taken:
+    is_taken = name in sys.stdlib_module_names or name in PACKAGES
+    if not is_taken and (origin := _installed_file(name)):
+        is_taken = Path(origin).resolve() != file.resolve()  # a module may be linked into several projects
+    if is_taken:
         raise ConfigError(
             f"{importer.name} imports `{name}`, a name already taken outside the project; rename your {name}.py"
         )
 
 
-def _installed(name: str) -> str | None:
+def _installed_file(name: str) -> str | None:
     """Return the file that an import would execute; ignore loaded modules outside Python's installation."""
-    loaded = sys.modules.get(name)
-    if loaded is None:
+    module = sys.modules.get(name)
+    if module is None:
         spec = importlib.util.find_spec(name)
         return spec.origin if spec else None
-    origin = getattr(loaded, "__file__", None)
+    origin = getattr(module, "__file__", None)
     return origin if origin and Path(origin).is_relative_to(sys.prefix) else None
 
 

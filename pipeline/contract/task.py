@@ -188,10 +188,12 @@ def load_task(reference: str, root: Path) -> Task:
     for attribute in ("inputs", "outputs"):
         if not _are_names(getattr(task, attribute, None)):
             raise ConfigError(f'{reference}: set `{attribute} = ("name", ...)`, the names of the model\'s {attribute}')
-    pair = [name for name in ("make_files", "use_files") if callable(getattr(task, name, None))]
-    if len(pair) == 1:
-        other = "use_files" if pair == ["make_files"] else "make_files"
-        raise ConfigError(f"{reference}: has {pair[0]}(folder) without {other}(folder); a task needs both or neither")
+    methods = [name for name in ("make_files", "use_files") if callable(getattr(task, name, None))]
+    if len(methods) == 1:
+        other = "use_files" if methods == ["make_files"] else "make_files"
+        raise ConfigError(
+            f"{reference}: has {methods[0]}(folder) without {other}(folder); a task needs both or neither"
+        )
     return task
 
 
@@ -242,8 +244,8 @@ def shared_files_folder(run: Run) -> Path:
     if not report.is_file():
         raise DataError(f"{report}: missing, so the files that the task shares are unknown; run the prepare step first")
     recorded: Mapping[str, Any] = json.loads(report.read_text()).get(KEY, {})
-    found = shared_file_digests(folder)
-    if changed := sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)):
+    digests = shared_file_digests(folder)
+    if changed := sorted(name for name in recorded.keys() | digests.keys() if recorded.get(name) != digests.get(name)):
         raise DataError(f"{folder / changed[0]}: changed since prepare; `pipe run all` creates it again")
     return folder
 

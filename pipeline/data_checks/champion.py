@@ -24,11 +24,11 @@ def comparable_champion(registry: Registry, runs: Path, parts: Mapping[str, str]
     Data is not compared with itself: after a deployment a rerun finds the champion it had before, so that its key does
     not change. Champions whose run was deleted are skipped.
     """
-    own = _without_champion(parts)
+    own_parts = _without_champion(parts)
     for entry in _past_champions(registry):
         body = _read_run(entry, runs)
         record = body.steps.get("prepare") if body else None
-        if body is not None and (record is None or _without_champion(record.parts) != own):
+        if body is not None and (record is None or _without_champion(record.parts) != own_parts):
             return entry
     return None
 

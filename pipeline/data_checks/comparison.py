@@ -44,7 +44,7 @@ class SplitComparison:
 
 
 def compare_profiles(
-    now: Profile,
+    profile: Profile,
     flexible: bool,
     config: Prepare,
     champion: tuple[Profile, Mapping[str, Histogram]] | None,
@@ -53,30 +53,36 @@ def compare_profiles(
     ignored = set(config.ignore)
     columns = {
         split: {name: column for name, column in summaries.items() if name not in ignored}
-        for split, summaries in now.columns.items()
+        for split, summaries in profile.columns.items()
     }
     results = [
         *check_split_schema(columns, flexible, config.columns),
-        *check_missing(columns, now.features, config.missing_share, config.missing),
+        *check_missing(columns, profile.features, config.missing_share, config.missing),
     ]
     pairs = _compare(
         [
-            (split, SPLITS, now.features, _histograms(now.features, "train"), _histograms(now.features, split))
-            for split in now.columns
+            (
+                split,
+                SPLITS,
+                profile.features,
+                _histograms(profile.features, "train"),
+                _histograms(profile.features, split),
+            )
+            for split in profile.columns
             if split != "train"
         ]
     )
-    results += [result for pair in pairs for result in _check_drift(pair, now, now.features, config)]
+    results += [result for pair in pairs for result in _check_drift(pair, profile, profile.features, config)]
     if champion is not None:
-        theirs, ours = champion
+        champion_profile, our_histograms = champion
         features = tuple(
             feature
-            for feature in theirs.features
-            if feature.column not in ignored and _same_shape(feature.column, theirs, now)
+            for feature in champion_profile.features
+            if feature.column not in ignored and _same_shape(feature.column, champion_profile, profile)
         )
-        results += check_champion_schema(theirs, now, ignored, flexible, config.columns)
-        for pair in _compare([("train", CHAMPION, features, _histograms(features, "train"), ours)]):
-            results += _check_drift(pair, theirs, features, config)
+        results += check_champion_schema(champion_profile, profile, ignored, flexible, config.columns)
+        for pair in _compare([("train", CHAMPION, features, _histograms(features, "train"), our_histograms)]):
+            results += _check_drift(pair, champion_profile, features, config)
     return [result for result in results if result.severity != "off"]
 
 
@@ -95,9 +101,9 @@ def check_near_duplicates(pairs: Mapping[str, Sequence[Pair]], config: Prepare) 
         yield CheckResult("near", column, config.near_duplicates, False, detail, float(len(duplicates)), 0.0)
 
 
-def _same_shape(column: str, theirs: Profile, now: Profile) -> bool:
-    """Features of a column with another shape cannot be compared; the schema check reports it."""
-    before, after = (profile.columns["train"].get(column) for profile in (theirs, now))
+def _same_shape(column: str, champion: Profile, ours: Profile) -> bool:
+    """Return False for a column whose shape differs: its features cannot be compared, the schema check reports it."""
+    before, after = (profile.columns["train"].get(column) for profile in (champion, ours))
     return before is None or after is None or before.shape == after.shape
 
 
@@ -111,10 +117,10 @@ _Sides = tuple[str, Reference, tuple[Feature, ...], Mapping[str, Histogram], Map
 def _compare(sides: Sequence[_Sides]) -> list[SplitComparison]:
     """Compute differences with p-values corrected over all features of all pairs."""
     by_pair = [differences(features, before, after) for _, _, features, before, after in sides]
-    adjusted = iter(holm([difference.p for one in by_pair for difference in one.values()]))
+    adjusted = iter(holm([difference.p for by_feature in by_pair for difference in by_feature.values()]))
     return [
-        SplitComparison(where, against, before, after, one, {name: next(adjusted) for name in one})
-        for (where, against, _, before, after), one in zip(sides, by_pair, strict=True)
+        SplitComparison(split, against, before, after, by_feature, {name: next(adjusted) for name in by_feature})
+        for (split, against, _, before, after), by_feature in zip(sides, by_pair, strict=True)
     ]
 
 
@@ -136,23 +142,23 @@ def _check_column_drift(
     check: str, pair: SplitComparison, features: list[Feature], config: Prepare
 ) -> Iterator[CheckResult]:
     """Yield one result per column, for the feature that differs most."""
-    compared = [feature for feature in features if feature.name in pair.differences]
-    compared.sort(key=lambda feature: -pair.differences[feature.name].psi)
-    if not compared:
+    features_compared = [feature for feature in features if feature.name in pair.differences]
+    features_compared.sort(key=lambda feature: -pair.differences[feature.name].psi)
+    if not features_compared:
         return
-    drifted = [feature for feature in compared if _has_drifted(pair, feature.name)]
-    worst = (drifted or compared)[0]
+    drifted = [feature for feature in features_compared if _has_drifted(pair, feature.name)]
+    worst = (drifted or features_compared)[0]
     difference, p_value = pair.differences[worst.name], pair.adjusted_p[worst.name]
     detail = f"{difference.description}; PSI {difference.psi:.3f}, p = {p_value:.2g}"
     if drifted:
-        what = "other labels" if check == "labels" else "other values"
-        since = "since the champion was trained" if pair.against == CHAMPION else "than in train"
+        subject = "other labels" if check == "labels" else "other values"
+        reference = "since the champion was trained" if pair.against == CHAMPION else "than in train"
         names = f"in {join_names([feature.name for feature in drifted])}; " if len(drifted) > 1 else ""
-        detail = f"{what} {since} ({names}{detail}); {_FIXES[pair.against]}"
+        detail = f"{subject} {reference} ({names}{detail}); {_FIXES[pair.against]}"
     elif difference.psi > DRIFT_PSI:
         detail += ", which is not significant for so few samples"
-    where = f"{pair.where}.{worst.name if len(drifted) == 1 else worst.column}"
-    yield CheckResult(check, where, config.drift, not drifted, detail, difference.psi, DRIFT_PSI, pair.against)
+    location = f"{pair.where}.{worst.name if len(drifted) == 1 else worst.column}"
+    yield CheckResult(check, location, config.drift, not drifted, detail, difference.psi, DRIFT_PSI, pair.against)
 
 
 def _has_drifted(pair: SplitComparison, name: str) -> bool:

@@ -48,24 +48,24 @@ class CandidateSearch:
     codes: Mapping[str, Codes]
     digests: Mapping[str, Digests]
 
-    def candidates(self, nearness: PairDistance, max_difference: int) -> tuple[Integers, Integers]:
+    def candidates(self, distance: PairDistance, max_difference: int) -> tuple[Integers, Integers]:
         """Return pairs that share a code, nearest first, without exact copies, as indices into all splits in order."""
         codes = np.concatenate(list(self.codes.values()))
         digests = np.concatenate(list(self.digests.values()))
         split = np.repeat(np.arange(len(self.codes)), [len(part) for part in self.codes.values()])
-        count, ranked = len(codes), np.empty((2, 0), np.int64)  # distance of the codes, and the pair as one number
+        count, nearest = len(codes), np.empty((2, 0), np.int64)  # distance of the codes, and the pair as one number
         for left, right in _colliding_pairs(codes, split):
-            near = nearness(codes[left], codes[right])
-            kept = (near <= max_difference) & (digests[left] != digests[right])
-            ranked = np.concatenate([ranked, [near[kept], left[kept] * count + right[kept]]], axis=1)
-            if ranked.shape[1] > _MAX_RANKED:
-                ranked = _nearest_pairs(ranked)
-        pairs = _nearest_pairs(ranked)[1]
+            distances = distance(codes[left], codes[right])
+            is_near = (distances <= max_difference) & (digests[left] != digests[right])
+            nearest = np.concatenate([nearest, [distances[is_near], left[is_near] * count + right[is_near]]], axis=1)
+            if nearest.shape[1] > _MAX_RANKED:
+                nearest = _nearest_pairs(nearest)
+        pairs = _nearest_pairs(nearest)[1]
         return pairs // max(count, 1), pairs % max(count, 1)
 
-    def confirm(self, places: tuple[Integers, Integers], distances: Distances, limit: float) -> list[Pair]:
+    def confirm(self, candidates: tuple[Integers, Integers], distances: Distances, limit: float) -> list[Pair]:
         """Return the pairs within the limit, in the order of the data."""
-        left, right = places
+        left, right = candidates
         names, starts = list(self.codes), np.cumsum([0, *(len(part) for part in self.codes.values())])
         sides = [np.searchsorted(starts, side, side="right") - 1 for side in (left, right)]
         pairs: list[Pair] = []
@@ -80,8 +80,8 @@ class CandidateSearch:
 
 
 def _nearest_pairs(ranked: Integers) -> Integers:
-    once = ranked[:, np.unique(ranked[1], return_index=True)[1]]
-    return np.asarray(once[:, np.argsort(once[0], kind="stable")[:_MAX_PAIRS]])
+    unique = ranked[:, np.unique(ranked[1], return_index=True)[1]]
+    return np.asarray(unique[:, np.argsort(unique[0], kind="stable")[:_MAX_PAIRS]])
 
 
 def _colliding_pairs(codes: Codes, split: Integers) -> Iterator[tuple[Integers, Integers]]:
@@ -94,8 +94,8 @@ def _colliding_pairs(codes: Codes, split: Integers) -> Iterator[tuple[Integers, 
         order = np.lexsort((codes[:, (table + 1) % codes.shape[1]], code))
         ranked, sides = code[order], split[order]
         for step in range(1, min(_MAX_NEIGHBORS, len(codes) - 1) + 1):
-            same = np.flatnonzero((ranked[:-step] == ranked[step:]) & (sides[:-step] != sides[step:]))
-            first, second = order[same], order[same + step]
+            matches = np.flatnonzero((ranked[:-step] == ranked[step:]) & (sides[:-step] != sides[step:]))
+            first, second = order[matches], order[matches + step]
             yield np.minimum(first, second), np.maximum(first, second)
 
 
@@ -148,9 +148,9 @@ class FeatureSpace:
     def max_difference(self, batch: Mapping[str, Tensor], limit: float) -> int:
         """Return the number of bits in which 99% of copies differ at most, if moved by the limit."""
         points = self.points(batch)[:_PILOT_SAMPLES]
-        moved = np.random.Generator(np.random.PCG64(4)).standard_normal(points.shape)
-        moved *= limit * self.neighbor_distance / np.sqrt((moved**2).sum(axis=1, keepdims=True))
-        flips = (self._sides(points) != self._sides(points + moved)).sum(axis=1)
+        shifts = np.random.Generator(np.random.PCG64(4)).standard_normal(points.shape)
+        shifts *= limit * self.neighbor_distance / np.sqrt((shifts**2).sum(axis=1, keepdims=True))
+        flips = (self._sides(points) != self._sides(points + shifts)).sum(axis=1)
         return math.ceil(float(np.quantile(flips, 0.99)))
 
     def _sides(self, points: Floats) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
@@ -193,20 +193,20 @@ def _is_dense(column: Tensor) -> bool:
 
 
 def _build_space(pilot: Mapping[str, Tensor], columns: tuple[str, ...], total: int) -> FeatureSpace | None:
-    some = {name: pilot[name][:_PILOT_SAMPLES] for name in columns}
-    image = len(columns) == 1 and is_image(some[columns[0]])
-    raw = _raw_values(some, columns, image)
+    sample = {name: pilot[name][:_PILOT_SAMPLES] for name in columns}
+    image = len(columns) == 1 and is_image(sample[columns[0]])
+    raw = _raw_values(sample, columns, image)
     size = raw.shape[1]
     if size < _MIN_NUMBERS:
         return None
-    spread = raw.std(axis=0)
-    scale = np.ones(size) if image else np.where(spread > 0, spread, 1.0)
+    deviation = raw.std(axis=0)
+    scale = np.ones(size) if image else np.where(deviation > 0, deviation, 1.0)
     centre = raw.mean(axis=0)
-    planes = _planes(size, _image_side(some[columns[0]]) if image else None, total)
+    planes = _planes(size, _image_side(sample[columns[0]]) if image else None, total)
     points = (raw - centre) / scale
-    through = points[np.random.Generator(np.random.PCG64(5)).integers(0, len(points), planes.shape[1])]
+    anchors = points[np.random.Generator(np.random.PCG64(5)).integers(0, len(points), planes.shape[1])]
     return FeatureSpace(
-        columns, image, centre, scale, planes, (through * planes.T).sum(axis=1), _neighbor_distance(points, total)
+        columns, image, centre, scale, planes, (anchors * planes.T).sum(axis=1), _neighbor_distance(points, total)
     )
 
 
@@ -216,14 +216,14 @@ def _planes(size: int, side: tuple[int, int] | None, total: int) -> Floats:
     generator = np.random.Generator(np.random.PCG64(1))
     if side is None:
         return np.asarray(generator.standard_normal((size, bits)))
-    down, right = (_cosines(length) for length in side)
-    waves = np.einsum("ia,jb->ijab", down, right).reshape(size, -1)[:, 1:]  # the first one is the brightness
+    vertical, horizontal = (_cosines(length) for length in side)
+    waves = np.einsum("ia,jb->ijab", vertical, horizontal).reshape(size, -1)[:, 1:]  # the first one is the brightness
     return np.asarray(waves @ generator.standard_normal((waves.shape[1], bits)))
 
 
 def _cosines(length: int) -> Floats:
-    place, wave = np.arange(length)[:, None], np.arange(min(_FREQUENCIES, length))[None]
-    return np.asarray(np.cos(math.pi * (place + 0.5) * wave / length))
+    position, wave = np.arange(length)[:, None], np.arange(min(_FREQUENCIES, length))[None]
+    return np.asarray(np.cos(math.pi * (position + 0.5) * wave / length))
 
 
 def _neighbor_distance(points: Floats, total: int) -> float:
@@ -261,10 +261,10 @@ def _normalized_image(column: Tensor) -> Floats:
     grey, side = _greyscale(column), _image_side(column)
     if grey.shape[1:] != side:
         grey = functional.adaptive_avg_pool2d(grey[:, None], side)
-    small = grey.flatten(1).double().numpy()
-    small = small - small.mean(axis=1, keepdims=True)
-    length = np.sqrt((small**2).sum(axis=1, keepdims=True))
-    return np.asarray(small / np.where(length > 0, length, 1.0))
+    pixels = grey.flatten(1).double().numpy()
+    pixels = pixels - pixels.mean(axis=1, keepdims=True)
+    length = np.sqrt((pixels**2).sum(axis=1, keepdims=True))
+    return np.asarray(pixels / np.where(length > 0, length, 1.0))
 
 
 def _image_side(column: Tensor) -> tuple[int, int]:
@@ -307,9 +307,11 @@ class TextColumn:
     def codes(self, batch: Mapping[str, Tensor]) -> Codes:
         minima = _minhashes(shingle_hashes(as_ids(batch[self.column]))).astype(np.uint64)
         bands = minima.reshape(-1, TABLES, _HASHES_PER_TABLE)
-        odd = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
-        mixed = (bands * odd).sum(axis=2, dtype=np.uint64)
-        return np.asarray(mixed >> np.uint64(32), np.uint32)
+        multipliers = np.array(
+            [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
+        )
+        hashes = (bands * multipliers).sum(axis=2, dtype=np.uint64)
+        return np.asarray(hashes >> np.uint64(32), np.uint32)
 
     def distances(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Floats:
         """Return Jaccard distances of pairs relative to that of neighbors."""
@@ -349,9 +351,9 @@ def shingle_hashes(ids: Integers) -> Hashes:
 def jaccard(a: Hashes, b: Hashes) -> float:
     """Return the Jaccard index of two sets of shingles."""
     first, second = np.unique(a[a != _NO_SHINGLE]), np.unique(b[b != _NO_SHINGLE])
-    both = len(np.intersect1d(first, second, assume_unique=True))
-    either = len(first) + len(second) - both
-    return both / either if either else 0.0
+    shared = len(np.intersect1d(first, second, assume_unique=True))
+    total = len(first) + len(second) - shared
+    return shared / total if total else 0.0
 
 
 def _minhashes(hashes: Hashes) -> Hashes:
@@ -373,11 +375,11 @@ def _minhashes(hashes: Hashes) -> Hashes:
 def _neighbor_text_distance(ids: Integers) -> float:
     """Return the median distance to the nearest text, estimated by the fraction of equal MinHash values."""
     minima = _minhashes(shingle_hashes(ids))
-    alike = np.zeros((len(minima), len(minima)), np.int64)
+    equal_hashes = np.zeros((len(minima), len(minima)), np.int64)
     for column in minima.T:
-        alike += column[:, None] == column[None]
-    np.fill_diagonal(alike, -1)
-    alike[alike == minima.shape[1]] = -1  # copies
-    nearest = alike.max(axis=1)
+        equal_hashes += column[:, None] == column[None]
+    np.fill_diagonal(equal_hashes, -1)
+    equal_hashes[equal_hashes == minima.shape[1]] = -1  # copies
+    nearest = equal_hashes.max(axis=1)
     nearest = nearest[nearest >= 0]
     return 1 - float(np.median(nearest)) / minima.shape[1] if len(nearest) else 0.0

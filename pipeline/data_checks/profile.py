@@ -34,11 +34,11 @@ SUMS = ("mean", "spread", *(f"projection {i}" for i in range(_PROJECTIONS)))
 
 def feature_kind(values: Tensor) -> Kind:
     """Return how to profile a column, from a sample of its values."""
-    whole = not (values.is_floating_point() or values.is_complex())
+    is_integer = not (values.is_floating_point() or values.is_complex())
     size = math.prod(values.shape[1:])
-    if whole and values.dtype != torch.uint8 and values.ndim == 2 and size > _MAX_CODES:
+    if is_integer and values.dtype != torch.uint8 and values.ndim == 2 and size > _MAX_CODES:
         return "ids"  # of tokens
-    if size == 1 and whole and len(torch.unique(values)) <= _MAX_CLASSES:
+    if size == 1 and is_integer and len(torch.unique(values)) <= _MAX_CLASSES:
         return "ids"
     return "numbers" if size == 1 or (values.ndim == 2 and size <= _MAX_VECTOR_LENGTH) else "sums"
 
@@ -77,17 +77,17 @@ def count_missing(column: Tensor) -> int:
 
 def _sums(rows: Floats) -> Floats:
     """Return mean, standard deviation and random projections of the centered values."""
-    with_gaps = not np.isfinite(rows).all()
+    has_missing = not np.isfinite(rows).all()
     finite = np.isfinite(rows)
-    clean = np.where(finite, rows, 0.0) if with_gaps else rows
+    clean = np.where(finite, rows, 0.0) if has_missing else rows
     count = finite.sum(axis=1).astype(np.float64)
     count[count == 0] = np.nan
     mean = clean.sum(axis=1) / count
     centred = np.where(finite, clean - mean[:, None], 0.0)
-    spread = np.sqrt((centred**2).sum(axis=1) / count)
+    deviation = np.sqrt((centred**2).sum(axis=1) / count)
     projected = centred @ _directions(rows.shape[1])
     projected[np.isnan(mean)] = np.nan
-    return np.column_stack([mean, spread, projected])
+    return np.column_stack([mean, deviation, projected])
 
 
 @functools.lru_cache(maxsize=32)
@@ -186,9 +186,9 @@ def _edges(values: Floats) -> Floats:
     clean = np.sort(values[np.isfinite(values)])
     if not len(clean):
         return np.empty(0)
-    places = (np.arange(1, _BINS) * len(clean)) // _BINS
-    below = np.nextafter(clean[0], -np.inf)
-    return np.asarray(np.unique(np.concatenate([[below], clean[places], clean[-1:]])))
+    indices = (np.arange(1, _BINS) * len(clean)) // _BINS
+    just_below = np.nextafter(clean[0], -np.inf)
+    return np.asarray(np.unique(np.concatenate([[just_below], clean[indices], clean[-1:]])))
 
 
 @dataclass
@@ -218,17 +218,17 @@ class _FeatureCounts:
         with np.errstate(over="ignore", invalid="ignore"):  # the variance of huge numbers overflows
             centred = clean - self.shift
             self.total, self.square = self.total + float(centred.sum()), self.square + float((centred**2).sum())
-        places = np.searchsorted(np.asarray(self.feature.edges), clean, side="left")
-        self.bins = self.bins + np.bincount(places, minlength=len(self.feature.edges) + 1)
+        indices = np.searchsorted(np.asarray(self.feature.edges), clean, side="left")
+        self.bins = self.bins + np.bincount(indices, minlength=len(self.feature.edges) + 1)
 
     def add_ids(self, values: Integers) -> None:
         self.samples += len(values)
         ids = np.asarray(self.feature.ids)
-        places = np.searchsorted(ids, values)
-        places = np.where(ids[np.minimum(places, len(ids) - 1)] == values, places, len(ids))
+        indices = np.searchsorted(ids, values)
+        indices = np.where(ids[np.minimum(indices, len(ids) - 1)] == values, indices, len(ids))
         width = len(ids) + 1
         rows = np.arange(len(values))[:, None] * width
-        counts = np.bincount((rows + places).ravel(), minlength=len(values) * width).reshape(-1, width)
+        counts = np.bincount((rows + indices).ravel(), minlength=len(values) * width).reshape(-1, width)
         self.bins = self.bins + counts.sum(axis=0)
         self.squares = self.squares + (counts**2).sum(axis=0)
         self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
@@ -239,8 +239,8 @@ class _FeatureCounts:
         if self.finite:
             mean = self.total / self.finite
             with np.errstate(over="ignore", invalid="ignore"):
-                spread = np.sqrt(max(0.0, np.float64(self.square) / self.finite - np.float64(mean) ** 2))
-            facts |= {"mean": _finite(self.shift + mean), "spread": _finite(float(spread))}
+                deviation = np.sqrt(max(0.0, np.float64(self.square) / self.finite - np.float64(mean) ** 2))
+            facts |= {"mean": _finite(self.shift + mean), "spread": _finite(float(deviation))}
         squares = tuple((empty + self.squares).tolist()) if self.feature.kind == "ids" else ()
         return Histogram(samples=self.samples, bins=tuple((empty + self.bins).tolist()), squares=squares, **facts)
 
@@ -258,15 +258,15 @@ class HistogramBuilder:
             if column in batch:
                 self._add_column(batch[column], tallies)
 
-    def _add_column(self, values: Tensor, tallies: list[_FeatureCounts]) -> None:
-        if tallies[0].feature.kind == "ids":
+    def _add_column(self, values: Tensor, counts: list[_FeatureCounts]) -> None:
+        if counts[0].feature.kind == "ids":
             if not (values.is_floating_point() or values.is_complex()):
-                tallies[0].add_ids(as_ids(values))
+                counts[0].add_ids(as_ids(values))
             return
-        numbers = np.ascontiguousarray(feature_values(tallies[0].feature.kind, values).T)
-        if len(numbers) == len(tallies):  # other shapes are reported by the schema check
-            for tally, row in zip(tallies, numbers, strict=True):
-                tally.add_numbers(row)
+        numbers = np.ascontiguousarray(feature_values(counts[0].feature.kind, values).T)
+        if len(numbers) == len(counts):  # other shapes are reported by the schema check
+            for feature_counts, row in zip(counts, numbers, strict=True):
+                feature_counts.add_numbers(row)
 
     def histograms(self) -> dict[str, Histogram]:
         """Return the histograms by feature name."""
@@ -282,12 +282,12 @@ class SchemaBuilder:
 
     def add(self, batch: Mapping[str, Tensor]) -> None:
         for name, column in batch.items():
-            before = self._columns.get(name)
+            previous = self._columns.get(name)
             self._columns[name] = ColumnSummary(
                 dtype=str(column.dtype).removeprefix("torch."),
                 shape=tuple(column.shape[1:]),
-                values=column.numel() + (before.values if before else 0),
-                missing=count_missing(column) + (before.missing if before else 0),
+                values=column.numel() + (previous.values if previous else 0),
+                missing=count_missing(column) + (previous.missing if previous else 0),
             )
 
     def columns(self) -> dict[str, ColumnSummary]:

@@ -88,19 +88,19 @@ def _id_difference(feature: Feature, before: Histogram, after: Histogram) -> Dif
     a, b = np.asarray(before.bins, float), np.asarray(after.bins, float)
     squares = np.asarray(before.squares, float) + np.asarray(after.squares, float)
     rare = _rare_ids(a + b, squares, before.samples, after.samples)
-    place = np.where(rare, 0, np.cumsum(~rare))
+    group = np.where(rare, 0, np.cumsum(~rare))
     z = _scores(a, b, squares, before.samples, after.samples)
     z[rare] = 0.0
-    chances = math.erfc(float(z.max()) / math.sqrt(2)) * max(1, int((~rare).sum()))
+    p_value = math.erfc(float(z.max()) / math.sqrt(2)) * max(1, int((~rare).sum()))
     worst = int(z.argmax())
     description = f"{names[worst]}: {a[worst] / a.sum():.2%} → {b[worst] / b.sum():.2%}"
-    return Difference(psi(np.bincount(place, a), np.bincount(place, b)), min(1.0, chances), description)
+    return Difference(psi(np.bincount(group, a), np.bincount(group, b)), min(1.0, p_value), description)
 
 
 def _rare_ids(total: Floats, squares: Floats, n: int, m: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Whether an id is too rare to test; dependent tokens, as those of one text, count less."""
-    apart = total**2 / np.maximum(squares, 1)
-    return np.asarray(apart * min(n, m) / (n + m) < _MIN_EXPECTED)
+    independent = total**2 / np.maximum(squares, 1)
+    return np.asarray(independent * min(n, m) / (n + m) < _MIN_EXPECTED)
 
 
 def _scores(a: Floats, b: Floats, squares: Floats, n: int, m: int) -> Floats:
@@ -166,16 +166,18 @@ def check_missing(
     worst, parts = 0.0, _by_column(features)
     for split, summaries in columns.items():
         for name, facts in summaries.items():
-            part, place = max(
+            fraction, feature = max(
                 [(_fraction(facts.missing, facts.values), name), *_missing_fractions(parts.get(name, []), split)]
             )
-            worst = max(worst, part)
-            if part <= share:
+            worst = max(worst, fraction)
+            if fraction <= share:
                 continue
-            what = "every number is" if part == 1 else f"{100 * part:.2g}% of the numbers are"
-            fix = f"to fix it: fill or drop them in data({split!r}), or set prepare.missing_share={_up(part):g}"
-            detail = f"{what} NaN or infinite ({facts.missing} of {facts.values} in {name}); {fix}"
-            yield CheckResult("missing", f"{split}.{place}", severity, False, detail, part, share)
+            description = "every number is" if fraction == 1 else f"{100 * fraction:.2g}% of the numbers are"
+            fix = (
+                f"to fix it: fill or drop them in data({split!r}), or set prepare.missing_share={_round_up(fraction):g}"
+            )
+            detail = f"{description} NaN or infinite ({facts.missing} of {facts.values} in {name}); {fix}"
+            yield CheckResult("missing", f"{split}.{feature}", severity, False, detail, fraction, share)
     if worst <= share:
         detail = f"at most {100 * worst:.2g}% of a feature are" if worst else "no number is"
         yield CheckResult("missing", "all splits", severity, True, f"{detail} NaN or infinite", worst, share)
@@ -196,12 +198,12 @@ def _missing_fractions(features: Sequence[Feature], split: str) -> Iterator[tupl
             yield _fraction(histogram.samples - sum(histogram.bins), histogram.samples), feature.name
 
 
-def _fraction(count: int, whole: int) -> float:
-    return count / whole if whole else 0.0
+def _fraction(count: int, total: int) -> float:
+    return count / total if total else 0.0
 
 
-def _up(part: float) -> float:
-    """A round share that accepts this one."""
+def _round_up(part: float) -> float:
+    """Round a fraction up to three digits, so that the suggested limit accepts it."""
     return min(1.0, float(np.ceil(part * 1000) / 1000))
 
 
@@ -209,44 +211,46 @@ def check_split_schema(
     columns: Mapping[str, Mapping[str, ColumnSummary]], flexible: bool, severity: Severity
 ) -> Iterator[CheckResult]:
     """Check that common columns have the same type and shape. `flexible`: axis sizes may differ, not their number."""
-    train, good = columns["train"], True
+    train, consistent = columns["train"], True
     for split, summaries in columns.items():
         for name in sorted(summaries.keys() & train.keys()):
             if difference := _schema_difference(train[name], summaries[name], flexible):
-                good = False
+                consistent = False
                 detail = f"{difference} as in train.{name}; to fix it: make data() return the same for both"
                 yield CheckResult("schema", f"{split}.{name}", severity, False, detail)
-    if good:
+    if consistent:
         yield CheckResult("schema", "all splits", severity, True, f"{len(train)} columns have one type and shape")
 
 
 def check_champion_schema(
-    before: Profile, now: Profile, ignored: Set[str], flexible: bool, severity: Severity
+    before: Profile, profile: Profile, ignored: Set[str], flexible: bool, severity: Severity
 ) -> Iterator[CheckResult]:
     """Check that inputs and classes are those the champion was trained on."""
-    problems = list(_schema_changes(before, now, ignored, flexible))
+    problems = list(_schema_changes(before, profile, ignored, flexible))
     fix = "if this is intended, set prepare.columns=warn; the champion cannot predict such data"
-    for where, change in problems:
-        yield CheckResult("schema", where, severity, False, f"{change}; {fix}", against=CHAMPION)
+    for column, change in problems:
+        yield CheckResult("schema", column, severity, False, f"{change}; {fix}", against=CHAMPION)
     if not problems:
         yield CheckResult(
             "schema", "train", severity, True, "types, shapes and classes are the champion's", None, None, CHAMPION
         )
 
 
-def _schema_changes(before: Profile, now: Profile, ignored: Set[str], flexible: bool) -> Iterator[tuple[str, str]]:
-    theirs, ours = before.columns["train"], now.columns["train"]
-    for name in before.inputs:
-        if name not in ours and name not in ignored:
+def _schema_changes(
+    champion: Profile, profile: Profile, ignored: Set[str], flexible: bool
+) -> Iterator[tuple[str, str]]:
+    champion_columns, our_columns = champion.columns["train"], profile.columns["train"]
+    for name in champion.inputs:
+        if name not in our_columns and name not in ignored:
             yield f"train.{name}", "the champion's input is missing"
-    for name in now.inputs:
-        if name not in theirs and name not in ignored:
+    for name in profile.inputs:
+        if name not in champion_columns and name not in ignored:
             yield f"train.{name}", "the champion's data has no such input"
-    for name in sorted(theirs.keys() & ours.keys() - ignored):
-        if difference := _schema_difference(theirs[name], ours[name], flexible):
+    for name in sorted(champion_columns.keys() & our_columns.keys() - ignored):
+        if difference := _schema_difference(champion_columns[name], our_columns[name], flexible):
             yield f"train.{name}", f"{difference} as the champion was trained on"
-    if before.classes != now.classes:
-        yield "classes", _class_difference(before.classes or (), now.classes or ())
+    if champion.classes != profile.classes:
+        yield "classes", _class_difference(champion.classes or (), profile.classes or ())
 
 
 def _schema_difference(expected: ColumnSummary, actual: ColumnSummary, flexible: bool) -> str:
@@ -257,10 +261,10 @@ def _schema_difference(expected: ColumnSummary, actual: ColumnSummary, flexible:
     return "" if sizes else f"shape {list(actual.shape)} of a sample, not {list(expected.shape)}"
 
 
-def _class_difference(before: tuple[str, ...], now: tuple[str, ...]) -> str:
-    new = [name for name in now if name not in before]
-    removed = [name for name in before if name not in now]
-    changes = [f"new {join_names(new)}"] if new else []
+def _class_difference(champion_classes: tuple[str, ...], our_classes: tuple[str, ...]) -> str:
+    added = [name for name in our_classes if name not in champion_classes]
+    removed = [name for name in champion_classes if name not in our_classes]
+    changes = [f"new {join_names(added)}"] if added else []
     changes += [f"removed {join_names(removed)}"] if removed else []
     difference = "; ".join(changes) or "another order, so every index means another class"
     return f"the classes are not the champion's ({difference})"
@@ -283,19 +287,19 @@ def check_ranges(
         shares.setdefault(feature.column, {})[feature.name] = max(_fraction_outside(b), _fraction_left(feature, a, b))
     worst = max((share for fractions in shares.values() for share in fractions.values()), default=0.0)
     for column, fractions in shares.items():
-        left = sorted(
+        outside = sorted(
             (name for name, share in fractions.items() if share > _MAX_OUTSIDE), key=lambda name: -fractions[name]
         )
-        if left:
-            a, b, share = before[left[0]], after[left[0]], fractions[left[0]]
-            others = f" (also {join_names(left[1:])})" if len(left) > 1 else ""
+        if outside:
+            a, b, share = before[outside[0]], after[outside[0]], fractions[outside[0]]
+            also = f" (also {join_names(outside[1:])})" if len(outside) > 1 else ""
             detail = (
                 f"{a.low:.4g} … {a.high:.4g} became {b.low:.4g} … {b.high:.4g}, and {share:.0%} of one is outside "
-                f"the other{others}; to fix it: look for a change of unit, scale or encoding"
+                f"the other{also}; to fix it: look for a change of unit, scale or encoding"
             )
-            place = f"{where}.{left[0] if len(fractions) == 1 else column}"
-            text = detail if place.endswith(left[0]) else f"{left[0]}: {detail}"
-            yield CheckResult("range", place, severity, False, text, share, _MAX_OUTSIDE, against)
+            location = f"{where}.{outside[0] if len(fractions) == 1 else column}"
+            text = detail if location.endswith(outside[0]) else f"{outside[0]}: {detail}"
+            yield CheckResult("range", location, severity, False, text, share, _MAX_OUTSIDE, against)
     if worst <= _MAX_OUTSIDE:
         detail = f"at most {worst:.0%} of a feature's values are outside the known range"
         yield CheckResult("range", where, severity, True, detail, worst, _MAX_OUTSIDE, against)
@@ -311,5 +315,5 @@ def _fraction_left(feature: Feature, before: Histogram, after: Histogram) -> flo
     if after.low is None or after.high is None or not feature.edges:
         return 0.0
     edges, counts = np.asarray(feature.edges), np.asarray(before.bins[1:-1])
-    outside = (edges[1:] < after.low) | (edges[:-1] >= after.high)
-    return float(counts[outside].sum() / sum(before.bins))
+    is_outside = (edges[1:] < after.low) | (edges[:-1] >= after.high)
+    return float(counts[is_outside].sum() / sum(before.bins))

@@ -49,25 +49,25 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     config = run.config.prepare
     registry = read_registry(run.runs, run.config.registry)
     champion = recorded_champion(registry, run.runs, run)
-    before = champion_profile(champion, run.runs) if champion else None
+    champion_scan = champion_profile(champion, run.runs) if champion else None
     plan = plan_scan(task, splits["train"], config.ignore, config.near_duplicates != "off")
-    features = before.features if before else ()
+    features = champion_scan.features if champion_scan else ()
     summaries = {
         name: scan_split(task, samples, plan, features if name == "train" else ()) for name, samples in splits.items()
     }
     profile = _build_profile(task, plan, summaries)
-    compared = (before, summaries["train"].champion_histograms) if before else None
+    champion_data = (champion_scan, summaries["train"].champion_histograms) if champion_scan else None
     near_duplicates = {
         space.name: _find_near_duplicates(space, plan, summaries, splits, NEAR_DUPLICATE_DISTANCE)
         for space in plan.spaces
     }
     results = [
-        *compare_profiles(profile, isinstance(task, HasAxes), config, compared),
+        *compare_profiles(profile, isinstance(task, HasAxes), config, champion_data),
         *check_near_duplicates(near_duplicates, config),
     ]
     missing = missing_champion_note(registry, run.runs)
-    notes = [*plan.notes, *_constant_feature_notes(profile), *_champion_notes(missing, champion, before)]
-    return CheckedData(summaries, profile, results, near_duplicates, champion if before else None, notes)
+    notes = [*plan.notes, *_constant_feature_notes(profile), *_champion_notes(missing, champion, champion_scan)]
+    return CheckedData(summaries, profile, results, near_duplicates, champion if champion_scan else None, notes)
 
 
 def write_checks(data: CheckedData, directory: Path) -> None:
@@ -93,8 +93,8 @@ def report_results(data: CheckedData) -> None:
     if errors := [result for result in data.results if result.level == "error"]:
         if len(errors) > 1:
             _print_results("error", errors)
-        more = f" (and {len(errors) - 1} more, in prepare.partial/checks.json)" if len(errors) > 1 else ""
-        raise DataError(f"data: {errors[0].sentence()}{more}")
+        rest = f" (and {len(errors) - 1} more, in prepare.partial/checks.json)" if len(errors) > 1 else ""
+        raise DataError(f"data: {errors[0].sentence()}{rest}")
 
 
 def _print_results(level: str, results: Sequence[CheckResult]) -> None:
@@ -142,10 +142,10 @@ def _find_near_duplicates(
         return np.concatenate(parts) if parts else np.empty(0)
 
     if isinstance(space, TextColumn):
-        places = search.candidates(count_different_tables, space.max_difference)
+        rows = search.candidates(count_different_tables, space.max_difference)
     else:
-        places = search.candidates(count_different_bits, space.max_difference(plan.pilot, limit))
-    return search.confirm(places, distances, limit)
+        rows = search.candidates(count_different_bits, space.max_difference(plan.pilot, limit))
+    return search.confirm(rows, distances, limit)
 
 
 def _constant_feature_notes(profile: Profile) -> list[str]:
@@ -159,10 +159,10 @@ def _constant_feature_notes(profile: Profile) -> list[str]:
     return [f"constant in train: {', '.join(constant[:10])}{more}"] if constant else []
 
 
-def _champion_notes(missing: str, champion: Entry | None, before: Profile | None) -> list[str]:
+def _champion_notes(missing: str, champion: Entry | None, champion_scan: Profile | None) -> list[str]:
     if missing:
         return [missing]
-    if champion is None or before is not None:
+    if champion is None or champion_scan is not None:
         return []
     problem = f"run {champion.run} of the champion has no prepare/profile.json that this version reads"
     return [f"{problem}, so the data was not compared with the champion's training data"]

@@ -59,11 +59,11 @@ class SplitSummary:
 
 
 def plan_scan(task: Task, train: Samples, ignored: Sequence[str], near_duplicates: bool) -> ScanPlan:
-    first = train.batch([0])
-    size = sum(column.nbytes for column in first.values())
+    first_sample = train.batch([0])
+    size = sum(column.nbytes for column in first_sample.values())
     rows = max(1, min(_PILOT_SAMPLES, _BATCH_BYTES // max(size, 1)))
     pilot = _with_label(task, _random_samples(train, min(len(train), max(rows, _MIN_PILOT_SAMPLES))))
-    columns = _checked_columns(task, pilot, ignored)
+    columns = _columns_to_check(task, pilot, ignored)
     inputs = [name for name in task.inputs if name not in ignored]
     spaces: list[SimilaritySpace] = []
     notes: list[str] = []
@@ -114,10 +114,10 @@ def _batches(samples: Samples, rows: int) -> Iterator[dict[str, Tensor]]:
         yield {name: column[start : start + rows] for name, column in samples.columns.items()}
 
 
-def load_rows(samples: Samples, places: Integers, columns: Sequence[str], rows: int) -> Iterator[dict[str, Tensor]]:
+def load_rows(samples: Samples, indices: Integers, columns: Sequence[str], rows: int) -> Iterator[dict[str, Tensor]]:
     """Yield these columns of some samples in batches."""
-    for start in range(0, len(places), rows):
-        batch = samples.batch(places[start : start + rows])
+    for start in range(0, len(indices), rows):
+        batch = samples.batch(indices[start : start + rows])
         yield {name: batch[name] for name in columns}
 
 
@@ -133,10 +133,10 @@ def _with_label(task: Task, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, **label}
 
 
-def _checked_columns(task: Task, pilot: Mapping[str, Tensor], ignored: Sequence[str]) -> list[str]:
+def _columns_to_check(task: Task, pilot: Mapping[str, Tensor], ignored: Sequence[str]) -> list[str]:
     """Return inputs and labels; without classes, all columns that are not inputs count as labels."""
-    others = [name for name in pilot if name not in task.inputs and name != LABEL]
-    labels = [LABEL] if isinstance(task, Classifier) else others
+    remaining = [name for name in pilot if name not in task.inputs and name != LABEL]
+    labels = [LABEL] if isinstance(task, Classifier) else remaining
     return [name for name in (*task.inputs, *labels) if name not in ignored]
 
 

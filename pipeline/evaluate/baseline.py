@@ -44,17 +44,17 @@ def find_baseline(task: Task, samples: Samples, run: Run, checkpoint: str) -> Ba
     entry = registry.champion_for(checkpoint)
     if entry is not None:
         bundle = champion_bundle(entry, run.runs, run.config.registry)
-        record = _champion_record(registry.promoted(entry), bundle, run)
+        record = _champion_record(registry.promotion(entry), bundle, run)
         return Baseline("champion", bundle.digest, champion_predictor(bundle, task, samples), record)
     if isinstance(task, HasBaseline):
-        return Baseline("task", None, _validated(task, _fit_baseline(task, _FIT_SEED)))
+        return Baseline("task", None, _checked_predictor(task, _fit_baseline(task, _FIT_SEED)))
     return None
 
 
 def _champion_record(change: Change, bundle: Bundle, run: Run) -> dict[str, str]:
     """Describe the champion for readers of the verdict; the registry may have changed by then."""
-    own = bundle.path == run.runs / change.entry.path
-    copied = "" if own else open_store(run.config.registry, run.runs).where
+    is_local = bundle.path == run.runs / change.entry.path
+    copied = "" if is_local else open_store(run.config.registry, run.runs).where
     record = {"run": change.entry.run, "bundle": bundle.digest, "registry": copied}
     return {**record, "at": change.at, "by": change.by, "reason": change.reason}
 
@@ -70,7 +70,7 @@ def _fit_baseline(source: HasBaseline, seed: int) -> Predictor:
         raise DataError(f"baseline(): {type(error).__name__}: {error}") from error
 
 
-def _validated(task: Task, predict: Predictor) -> Predictor:
+def _checked_predictor(task: Task, predict: Predictor) -> Predictor:
     def predictor(batch: Batch) -> Outputs:
         try:
             outputs = name_outputs(task, predict(batch))
@@ -131,16 +131,16 @@ def _empty_cache(spec: TensorSpec, rows: int) -> np.ndarray[Any, Any]:
 
 def _check_compatible(bundle: Bundle, task: Task, first: Mapping[str, Tensor], caches: set[str]) -> None:
     """Check that the data has the champion's inputs, and that it has the outputs the task's metrics read."""
-    where = f"champion {bundle.digest[:12]} ({bundle.name})"
+    champion = f"champion {bundle.digest[:12]} ({bundle.name})"
     for spec in bundle.signature.inputs:
         if spec.name in caches:
             continue
         if problem := _mismatch(spec, first.get(spec.name)):
-            raise BundleError(f"{where}: does not accept this task's data: {problem}; {_FIX}")
+            raise BundleError(f"{champion}: does not accept this task's data: {problem}; {_FIX}")
     outputs = [spec.name for spec in bundle.signature.outputs]
     if missing := [name for name in task.outputs if name not in outputs]:
         raise BundleError(
-            f"{where}: returns {', '.join(outputs)}, but this task's metrics need {', '.join(missing)}; {_FIX}"
+            f"{champion}: returns {', '.join(outputs)}, but this task's metrics need {', '.join(missing)}; {_FIX}"
         )
 
 

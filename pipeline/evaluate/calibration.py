@@ -19,7 +19,7 @@ from pipeline.contract.statistics.bootstrap import (
 )
 from pipeline.contract.statistics.significance import Bin, brier_scores, calibration_curve, expected_calibration_error
 from pipeline.evaluate.predictions import Array
-from pipeline.evaluate.rules import Rule
+from pipeline.evaluate.rules import GateRule
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Calibration:
             },
             "bins": [
                 {
-                    "low": one.low,
-                    "high": one.high,
-                    "count": one.samples,
-                    "confidence": one.confidence,
-                    "accuracy": one.accuracy,
+                    "low": bin_.low,
+                    "high": bin_.high,
+                    "count": bin_.samples,
+                    "confidence": bin_.confidence,
+                    "accuracy": bin_.accuracy,
                 }
-                for one in self.bins
+                for bin_ in self.bins
             ],
         }
 
@@ -67,7 +67,7 @@ def brier_gain(config: Evaluate, candidate: Array, baseline: Array, actual: Arra
     return mean_interval(values, config.confidence, config.resamples, BOOTSTRAP_SEED)
 
 
-def calibration_rules(config: Evaluate, candidate: Calibration, gain: Interval | None) -> Iterator[Rule]:
+def calibration_rules(config: Evaluate, candidate: Calibration, gain: Interval | None) -> Iterator[GateRule]:
     if (limit := config.calibration_limits.get("ece")) is not None:
         yield _limit_rule(config, "ece", candidate.ece, candidate.ece_interval, limit)
     if (limit := config.calibration_limits.get("brier")) is not None:
@@ -77,7 +77,7 @@ def calibration_rules(config: Evaluate, candidate: Calibration, gain: Interval |
         yield _margin_rule(config, gain, margin)
 
 
-def _limit_rule(config: Evaluate, name: str, value: float, interval: Interval | None, limit: float) -> Rule:
+def _limit_rule(config: Evaluate, name: str, value: float, interval: Interval | None, limit: float) -> GateRule:
     rule = f"calibration.{name}"
     how = (
         f"{_LONG_NAMES[name]} of the candidate over the whole test set, at most {limit:g}; with its "
@@ -87,26 +87,26 @@ def _limit_rule(config: Evaluate, name: str, value: float, interval: Interval | 
     if value > limit:
         text = f"{name} {value:.4f}{bounds} is {value - limit:.4g} above the {limit:g} allowed"
         change = f"a limit of {value:.4f} or more would have passed it; temperature scaling of the logits may help"
-        return Rule(rule, False, text, value, limit, how, change)
+        return GateRule(rule, False, text, value, limit, how, change)
     text = f"{name} {value:.4f}{bounds} is within the {limit:g} allowed"
-    return Rule(rule, True, text, value, limit, how, f"a limit below {value:.4f} would have stopped it")
+    return GateRule(rule, True, text, value, limit, how, f"a limit below {value:.4f} would have stopped it")
 
 
-def _margin_rule(config: Evaluate, gain: Interval, margin: float) -> Rule:
+def _margin_rule(config: Evaluate, gain: Interval, margin: float) -> GateRule:
     how = (
         f"the baseline's Brier score less the candidate's on the same samples, {config.confidence:.0%} BCa interval; "
         f"its lower bound must lie above -{margin:g}"
     )
-    passed = gain.low > -margin or gain == Interval(0.0, 0.0, 0.0)
+    is_passed = gain.low > -margin or gain == Interval(0.0, 0.0, 0.0)
     text = f"the Brier score is better by {gain.estimate:+.4f} than the baseline's, at least {gain.low:+.4f}"
     change = f"a margin above {-gain.low:.4f} would have passed it"
-    if passed:
+    if is_passed:
         change = (
             f"a margin of {-gain.low:.4f} or less would have stopped it"
             if gain.low <= 0
             else "no margin would have stopped it"
         )
-    return Rule("calibration.brier_margin", passed, text, gain.low, -margin, how, change)
+    return GateRule("calibration.brier_margin", is_passed, text, gain.low, -margin, how, change)
 
 
 def _confidences_and_hits(probabilities: Array, actual: Array) -> tuple[Floats, Floats]:

@@ -22,7 +22,7 @@ from pipeline.evaluate.predictions import ACTUAL, BASELINE, CANDIDATE, Columns
 
 def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
     """Compare every metric that both runs have, `first` minus `second`."""
-    mine, theirs = read_predictions(first), read_predictions(second)
+    first_columns, second_columns = read_predictions(first), read_predictions(second)
     fingerprints = [str(_read_metrics(run).get("test_fingerprint", "")) for run in (first, second)]
     if fingerprints[0] != fingerprints[1] or not fingerprints[0]:
         raise DataError(
@@ -31,7 +31,7 @@ def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
             "evaluate both on the same data"
         )
     classes = _read_metrics(first).get("classes")
-    columns = _pair_columns(mine, theirs, classes == _read_metrics(second).get("classes"))
+    columns = _pair_columns(first_columns, second_columns, classes == _read_metrics(second).get("classes"))
     metrics = compute_metrics(columns, classes, compared=True)
     rows = [_row(metric, config) for metric in metrics.values() if metric.candidate and metric.baseline]
     for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
@@ -92,19 +92,19 @@ def read_predictions(run: Run) -> Columns:
         raise DataError(f"{path}: cannot be read ({error}); to fix it: evaluate the run again") from error
 
 
-def _pair_columns(mine: Columns, theirs: Columns, same_classes: bool) -> Columns:
+def _pair_columns(first: Columns, second: Columns, same_classes: bool) -> Columns:
     """Return the columns of the first run, with the second run's candidate as the baseline."""
-    for name in (name for name in mine.keys() & theirs.keys() if "." not in name):
-        if not np.array_equal(mine[name], theirs[name]):
+    for name in (name for name in first.keys() & second.keys() if "." not in name):
+        if not np.array_equal(first[name], second[name]):
             raise DataError(f"the two runs have different labels for the same samples ({name}): the task changed")
-    if ACTUAL in mine and not same_classes:
+    if ACTUAL in first and not same_classes:
         raise DataError("the two runs have different classes, so their samples cannot be paired")
-    columns = {name: values for name, values in mine.items() if not name.startswith((CANDIDATE, BASELINE))}
-    for name in mine.keys() & theirs.keys():
+    columns = {name: values for name, values in first.items() if not name.startswith((CANDIDATE, BASELINE))}
+    for name in first.keys() & second.keys():
         if name.startswith(CANDIDATE):
-            columns[name] = mine[name]
-            columns[BASELINE + name.removeprefix(CANDIDATE)] = theirs[name]
-    ordered = [name for name in mine if name in columns]
+            columns[name] = first[name]
+            columns[BASELINE + name.removeprefix(CANDIDATE)] = second[name]
+    ordered = [name for name in first if name in columns]
     return {name: columns[name] for name in [*ordered, *sorted(columns.keys() - set(ordered))]}
 
 
@@ -129,8 +129,8 @@ def _row(metric: Metric, config: Evaluate) -> dict[str, Any]:
 
 
 def _mcnemar(metric: Metric) -> dict[str, Any] | None:
-    first, second = metric.slices or (None, None)
-    test = None if first is None or second is None else mcnemar(first, second)
+    candidate, baseline = metric.slices or (None, None)
+    test = None if candidate is None or baseline is None else mcnemar(candidate, baseline)
     return None if test is None else asdict(test)
 
 

@@ -77,14 +77,14 @@ def _predict(
     """Score candidate and baseline in one pass: each batch is read once."""
     parts = []
     for batch in samples.batches(shard, config.batch_size):
-        part = _prefixed(CANDIDATE, score_batch(task, candidate, batch))
+        part = _add_prefix(CANDIDATE, score_batch(task, candidate, batch))
         if baseline is not None:
-            part |= _prefixed(BASELINE, score_batch(task, baseline.predict, batch))
+            part |= _add_prefix(BASELINE, score_batch(task, baseline.predict, batch))
         parts.append(part | label_columns(task, batch, config.slices))
     return join_parts(parts)
 
 
-def _prefixed(owner: str, columns: Columns) -> Columns:
+def _add_prefix(owner: str, columns: Columns) -> Columns:
     return {owner + name: values for name, values in columns.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.bootstrap import Interval
 from pipeline.evaluate.calibration import Calibration, calibration_rules
-from pipeline.evaluate.rules import MIN_SAMPLES, Comparison, Rule, comparison_rule, finite_rule, requirement_rules
+from pipeline.evaluate.rules import MIN_SAMPLES, Comparison, GateRule, comparison_rule, finite_rule, requirement_rules
 from pipeline.evaluate.slices import Slice, slice_rule, slice_warnings
 
 Kind: TypeAlias = Literal["pass", "fail", "no-baseline"]
@@ -19,12 +19,12 @@ Kind: TypeAlias = Literal["pass", "fail", "no-baseline"]
 @dataclass(frozen=True)
 class Verdict:
     verdict: Kind
-    rules: tuple[Rule, ...]
+    rules: tuple[GateRule, ...]
     summary: str
     warnings: tuple[str, ...] = ()
 
     @property
-    def failures(self) -> tuple[Rule, ...]:
+    def failures(self) -> tuple[GateRule, ...]:
         return tuple(rule for rule in self.rules if not rule.passed)
 
 
@@ -72,15 +72,15 @@ def rejection_message(verdict: Verdict, run: str) -> str:
 
 def _incomparable_reason(config: Evaluate, measured: Measurements) -> str:
     """Return why there is no interval of the difference."""
-    if why := measured.undefined.get(config.metric):
-        return why
+    if reason := measured.undefined.get(config.metric):
+        return reason
     values = [side.get(config.metric, math.nan) for side in (measured.candidate, measured.baseline or {})]
     if all(math.isfinite(value) for value in values):
         return f"{measured.samples} samples are too few or too similar for a bootstrap interval; use a larger test set"
     return "a value is not finite"
 
 
-def _verdict_kind(rules: list[Rule], has_baseline: bool) -> Kind:
+def _verdict_kind(rules: list[GateRule], has_baseline: bool) -> Kind:
     if all(rule.passed for rule in rules):
         return "pass" if has_baseline else "no-baseline"
     return "fail"
@@ -95,7 +95,7 @@ def _warnings(config: Evaluate, measured: Measurements) -> Iterator[str]:
             f"the smallest detectable difference in {config.metric} is about {comparison.detectable:.2g}; to fix it: "
             f"use more {comparison.unit} or a wider margin"
         )
-    yield from (f"{name} is undefined: {why}" for name, why in measured.undefined.items())
+    yield from (f"{name} is undefined: {reason}" for name, reason in measured.undefined.items())
     yield from measured.notes
     yield from slice_warnings(measured.slices)
 

@@ -100,8 +100,13 @@ def _task_metrics(columns: Mapping[str, Array], compared: bool) -> Iterator[Metr
         metric = name.removeprefix(CANDIDATE)
         if metric == name or metric in (PREDICTED, PROBABILITIES):
             continue
-        own, other = columns[name], columns[BASELINE + metric] if compared else None
-        yield Metric(metric, _TaskMean(own), None if other is None else _TaskMean(other), slices=(own, other))
+        candidate, baseline = columns[name], columns[BASELINE + metric] if compared else None
+        yield Metric(
+            metric,
+            _TaskMean(candidate),
+            None if baseline is None else _TaskMean(baseline),
+            slices=(candidate, baseline),
+        )
 
 
 def _builtin_metrics(columns: Mapping[str, Array], classes: Sequence[str] | None, compared: bool) -> Iterator[Metric]:
@@ -132,9 +137,9 @@ def _regression_metrics(predicted: list[Array], actual: Array) -> Iterator[Metri
     yield Metric("mae", *_pair([Mean(error) for error in absolute]), slices=by_absolute)
     yield Metric("rmse", *_pair([RootMean(error) for error in squares]), slices=by_square)
     if _constant(actual):
-        why = "all true values are equal"
-        yield Metric("r2", None, None, why=why)
-        yield Metric("spearman", None, None, why=why)
+        reason = "all true values are equal"
+        yield Metric("r2", None, None, why=reason)
+        yield Metric("spearman", None, None, why=reason)
         return
     yield Metric("r2", *_pair([ExplainedVariance(error, actual) for error in squares]), slices=by_square)
     names = ("candidate", "baseline")
@@ -158,14 +163,16 @@ def _ranking_metrics(queries: Array, predicted: list[Array], relevance: Array) -
 
 
 def _classifier_auc(probabilities: list[Array], actual: Array, classes: Sequence[str]) -> Metric:
-    """With two classes the AUC of the second, with more the mean over classes of one against the rest."""
-    scored = [1] if len(classes) == 2 else range(len(classes))
-    present = [i for i in scored if 0 < (actual == i).sum() < len(actual)]
-    if not present:
+    """Return the AUC of the second of two classes; of more classes, the mean of each class against the rest."""
+    class_indices = [1] if len(classes) == 2 else range(len(classes))
+    present_classes = [i for i in class_indices if 0 < (actual == i).sum() < len(actual)]
+    if not present_classes:
         return Metric("auc", None, None, why="the test set has samples of a single class")
-    missing = [str(classes[i]) for i in scored if i not in present]
+    missing = [str(classes[i]) for i in class_indices if i not in present_classes]
     note = f"auc omits {', '.join(missing[:8])}: no sample of it in the test set" if missing else ""
-    averages = [Average([Auc(rows[:, i].astype(np.float64), actual == i) for i in present]) for rows in probabilities]
+    averages = [
+        Average([Auc(rows[:, i].astype(np.float64), actual == i) for i in present_classes]) for rows in probabilities
+    ]
     return Metric("auc", *_pair(averages), note=note)
 
 
@@ -183,7 +190,9 @@ def _constant(values: Array) -> bool:
 
 def metric_values(metrics: Mapping[str, Metric], owner: Literal["candidate", "baseline"]) -> dict[str, float]:
     """Return the defined values by name."""
-    statistics = {name: one.candidate if owner == "candidate" else one.baseline for name, one in metrics.items()}
+    statistics = {
+        name: metric.candidate if owner == "candidate" else metric.baseline for name, metric in metrics.items()
+    }
     return {name: point_estimate(statistic) for name, statistic in statistics.items() if statistic is not None}
 
 
@@ -205,8 +214,8 @@ def query_metrics(queries: Array, scores: Floats, relevance: Floats) -> dict[str
 
 def _tie_groups(query: Array, score: Floats) -> Array:
     """Return for each item of the ordered list the number of its group of equal scores."""
-    new = np.concatenate([[True], (query[1:] != query[:-1]) | (score[1:] != score[:-1])])
-    return np.cumsum(new) - 1
+    is_new_group = np.concatenate([[True], (query[1:] != query[:-1]) | (score[1:] != score[:-1])])
+    return np.cumsum(is_new_group) - 1
 
 
 def _ranks(query: Array) -> Array:
@@ -218,18 +227,18 @@ def _ranks(query: Array) -> Array:
 def _ndcg(query: Array, gain: Floats, ties: Array, lists: Array, relevance: Floats) -> Floats:
     discount = 1 / np.log2(_ranks(query) + 2)
     share = np.bincount(ties, weights=gain) / np.bincount(ties)
-    gained = np.bincount(query, weights=share[ties] * discount)
+    gains = np.bincount(query, weights=share[ties] * discount)
     best = relevance[np.lexsort((-relevance, lists))]
-    return _ratio(gained, np.bincount(query, weights=best * discount))
+    return _ratio(gains, np.bincount(query, weights=best * discount))
 
 
 def _mrr(query: Array, relevant: Array, ties: Array) -> Floats:
     """Reciprocal rank of the first relevant item, which is counted as the last of its ties."""
     size, hits = np.bincount(ties), np.bincount(ties, weights=relevant)
     first = np.unique(ties, return_index=True)[1]
-    place = _ranks(query)[first] + size - hits + 1
+    rank = _ranks(query)[first] + size - hits + 1
     best = np.full(query[-1] + 1, math.inf)
-    np.minimum.at(best, query[first], np.where(hits > 0, place, math.inf))
+    np.minimum.at(best, query[first], np.where(hits > 0, rank, math.inf))
     return np.where(np.isfinite(best), 1 / best, math.nan)
 
 
@@ -239,15 +248,15 @@ def _auc(query: Array, relevant: Array, ties: Array) -> Floats:
     owner = query[first]
     hits = np.bincount(ties, weights=relevant)
     misses = np.bincount(ties) - hits
-    before = np.cumsum(misses) - misses  # irrelevant ones above, in this query and all before it
+    misses_before = np.cumsum(misses) - misses  # irrelevant ones above, in this query and all before it
     of_query = np.bincount(query, weights=~relevant)
-    before -= (np.cumsum(of_query) - of_query)[owner]
-    right = np.bincount(owner, weights=hits * (of_query[owner] - before - misses / 2))
-    return _ratio(right, np.bincount(owner, weights=hits) * of_query)
+    misses_before -= (np.cumsum(of_query) - of_query)[owner]
+    hits_in_order = np.bincount(owner, weights=hits * (of_query[owner] - misses_before - misses / 2))
+    return _ratio(hits_in_order, np.bincount(owner, weights=hits) * of_query)
 
 
-def _ratio(part: Array, whole: Array) -> Floats:
-    ratios: Floats = np.divide(part, whole, out=np.full(len(part), math.nan), where=whole > 0)
+def _ratio(numerator: Array, denominator: Array) -> Floats:
+    ratios: Floats = np.divide(numerator, denominator, out=np.full(len(numerator), math.nan), where=denominator > 0)
     return ratios
 
 
@@ -261,16 +270,16 @@ def confusion(actual: Integers, predicted: Integers, count: int) -> Integers:
 
 def class_metrics(matrix: Integers, classes: Sequence[str]) -> dict[str, dict[str, float | None]]:
     """Return precision, recall and F1 of each class; None where the denominator is zero."""
-    right = np.diag(matrix)
-    seen, claimed = matrix.sum(axis=1), matrix.sum(axis=0)
+    correct = np.diag(matrix)
+    actual, predicted = matrix.sum(axis=1), matrix.sum(axis=0)
     precision, recall, f1 = (
-        _class_ratio(right, claimed),
-        _class_ratio(right, seen),
-        _class_ratio(2 * right, seen + claimed),
+        _class_ratio(correct, predicted),
+        _class_ratio(correct, actual),
+        _class_ratio(2 * correct, actual + predicted),
     )
     return {
         str(name): {
-            "samples": int(seen[i]),
+            "samples": int(actual[i]),
             "precision": precision[i],
             "recall": recall[i],
             "f1": f1[i],
@@ -279,5 +288,8 @@ def class_metrics(matrix: Integers, classes: Sequence[str]) -> dict[str, dict[st
     }
 
 
-def _class_ratio(part: Integers, whole: Integers) -> list[float | None]:
-    return [float(one / all_) if all_ else None for one, all_ in zip(part.tolist(), whole.tolist(), strict=True)]
+def _class_ratio(numerators: Integers, denominators: Integers) -> list[float | None]:
+    return [
+        float(numerator / denominator) if denominator else None
+        for numerator, denominator in zip(numerators.tolist(), denominators.tolist(), strict=True)
+    ]

@@ -77,7 +77,7 @@ class Results:
         )
 
     def comparison(self, config: Evaluate) -> Comparison | None:
-        """None without a baseline, or if a value is undefined or not finite: the gate then reports why."""
+        """Return None without a baseline, or if a value is undefined or not finite: the gate then reports why."""
         metric = self.metrics[config.metric]
         if self.kind is None or metric.candidate is None:
             return None
@@ -102,8 +102,10 @@ class Results:
         groups = list(slice_groups(self.labels, self.columns.get(ACTUAL), self.classes))
         values = self.metrics[config.metric].slices
         if values is None:
-            why = f"{config.metric} has no value per sample; not evaluated"
-            return tuple(Slice(one.name, len(one.members), None, None, None, None, False, True, why) for one in groups)
+            reason = f"{config.metric} has no value per sample; not evaluated"
+            return tuple(
+                Slice(group.name, len(group.members), None, None, None, None, False, True, reason) for group in groups
+            )
         return compare_slices(config, groups, *values)
 
     def calibration(self, config: Evaluate) -> dict[str, Calibration]:
@@ -111,10 +113,10 @@ class Results:
         prefixes = {"candidate": CANDIDATE, "baseline": BASELINE}
         probabilities = {name: self.columns.get(prefix + PROBABILITIES) for name, prefix in prefixes.items()}
         # These intervals are only shown; the rule about the baseline computes its own.
-        shown = config.model_copy(update={"resamples": min(config.resamples, _INTERVAL_RESAMPLES)})
+        shown_config = config.model_copy(update={"resamples": min(config.resamples, _INTERVAL_RESAMPLES)})
         actual = self.columns.get(ACTUAL)
         return {
-            name: measure_calibration(shown, rows, actual)
+            name: measure_calibration(shown_config, rows, actual)
             for name, rows in probabilities.items()
             if rows is not None and actual is not None
         }
@@ -129,8 +131,10 @@ class Results:
         return brier_gain(config, rows[0], rows[1], self.columns[ACTUAL])
 
     def _metrics(self, prefix: str) -> Columns:
-        own = {name.removeprefix(prefix): values for name, values in self.columns.items() if name.startswith(prefix)}
-        return {name: values for name, values in own.items() if name not in (PREDICTED, PROBABILITIES)}
+        own_columns = {
+            name.removeprefix(prefix): values for name, values in self.columns.items() if name.startswith(prefix)
+        }
+        return {name: values for name, values in own_columns.items() if name not in (PREDICTED, PROBABILITIES)}
 
 
 def metrics_body(config: Evaluate, results: Results, test_fingerprint: str) -> dict[str, Any]:
@@ -178,7 +182,7 @@ def verdict_body(
         "p_value": None if comparison is None else comparison.p_value,
         "mcnemar": None if test is None else asdict(test),
         "rules": [asdict(rule) for rule in verdict.rules],
-        "slices": [asdict(one) for one in measurements.slices],
+        "slices": [asdict(slice_) for slice_ in measurements.slices],
         "calibration": _calibration_body(measurements),
         "warnings": list(verdict.warnings),
         "checkpoint": checkpoint,
@@ -190,8 +194,8 @@ def verdict_body(
 def _calibration_body(measurements: Measurements) -> dict[str, Any] | None:
     if measurements.calibration is None:
         return None
-    other = measurements.baseline_calibration
-    return {"candidate": measurements.calibration.body(), "baseline": None if other is None else other.body()}
+    baseline = measurements.baseline_calibration
+    return {"candidate": measurements.calibration.body(), "baseline": None if baseline is None else baseline.body()}
 
 
 def _intervals(config: Evaluate, results: Results) -> dict[str, Any]:
@@ -203,11 +207,17 @@ def _intervals(config: Evaluate, results: Results) -> dict[str, Any]:
         return None if interval is None else [interval.low, interval.high]
 
     body: dict[str, Any] = {"confidence": level, "resamples": resamples}
-    body["candidate"] = {name: bounds(one.interval("candidate", level, resamples)) for name, one in metrics.items()}
+    body["candidate"] = {
+        name: bounds(metric.interval("candidate", level, resamples)) for name, metric in metrics.items()
+    }
     if results.kind is not None:
-        body["baseline"] = {name: bounds(one.interval("baseline", level, resamples)) for name, one in metrics.items()}
-        differences = {name: one.difference(level, resamples, BOOTSTRAP_SEED) for name, one in metrics.items()}
-        body["difference"] = {name: None if one is None else asdict(one) for name, one in differences.items()}
+        body["baseline"] = {
+            name: bounds(metric.interval("baseline", level, resamples)) for name, metric in metrics.items()
+        }
+        differences = {name: metric.difference(level, resamples, BOOTSTRAP_SEED) for name, metric in metrics.items()}
+        body["difference"] = {
+            name: None if difference is None else asdict(difference) for name, difference in differences.items()
+        }
     return body
 
 
@@ -255,17 +265,17 @@ def _power(verdict: Body) -> dict[str, Any] | None:
     detectable, samples, margin = verdict.get("detectable"), verdict["samples"], verdict["margin"]
     if detectable is None:
         return None
-    needed = samples_needed(samples, detectable, margin)
-    return {"samples": samples, "detectable": detectable, "margin": margin, "samples_for_margin": needed}
+    samples_for_margin = samples_needed(samples, detectable, margin)
+    return {"samples": samples, "detectable": detectable, "margin": margin, "samples_for_margin": samples_for_margin}
 
 
 def _slice_lines(slices: list[Body]) -> Iterator[str]:
     if slices:
         yield ""
         yield "slices:"
-    for one in slices:
-        state = ("passed" if one["passed"] else "FAILED") if one["judged"] else "shown "
-        yield f"  {state}  {one['slice']} ({one['samples']} samples): {one['detail']}"
+    for slice_ in slices:
+        state = ("passed" if slice_["passed"] else "FAILED") if slice_["judged"] else "shown "
+        yield f"  {state}  {slice_['slice']} ({slice_['samples']} samples): {slice_['detail']}"
 
 
 def _significance_lines(explanation: Body) -> Iterator[str]:
@@ -273,13 +283,13 @@ def _significance_lines(explanation: Body) -> Iterator[str]:
     if power is None:
         yield "power: unknown, there is no baseline or the test set is too small"
     else:
-        enough = power["samples_for_margin"]
-        needed = f"a margin of {power['margin']:g} needs about {enough}"
-        if enough is None:
-            needed = "no number of samples can show a margin of 0"
+        sample_count = power["samples_for_margin"]
+        advice = f"a margin of {power['margin']:g} needs about {sample_count}"
+        if sample_count is None:
+            advice = "no number of samples can show a margin of 0"
         yield (
             f"power: {power['samples']} samples show a true difference of {power['detectable']:.4g} in four of five "
-            f"such test sets; {needed}"
+            f"such test sets; {advice}"
         )
     if tests["permutation_p"] is not None:
         yield f"permutation test: p = {tests['permutation_p']:.4g} for the hypothesis that both models are equally good"

@@ -19,7 +19,7 @@ MIN_SAMPLES = 2  # with one, the variance is unknown
 
 
 @dataclass(frozen=True)
-class Rule:
+class GateRule:
     rule: str
     passed: bool
     detail: str
@@ -40,90 +40,92 @@ class Comparison:
     unit: str = "samples"
 
 
-def finite_rule(candidate: Mapping[str, float]) -> Rule:
+def finite_rule(candidate: Mapping[str, float]) -> GateRule:
     how = "the mean of a metric is finite only if its value is finite for every sample"
     bad = sorted(name for name, value in candidate.items() if not math.isfinite(value))
     if bad:
         change = "metrics() must return a finite number for every sample; look for divisions or logarithms of zero"
         text = f"{', '.join(bad)} of the candidate is not a finite number"
-        return Rule("finite", False, text, how=how, change=change)
-    return Rule("finite", True, f"all finite: {', '.join(sorted(candidate))}", how=how)
+        return GateRule("finite", False, text, how=how, change=change)
+    return GateRule("finite", True, f"all finite: {', '.join(sorted(candidate))}", how=how)
 
 
 def requirement_rules(
     config: Evaluate, candidate: Mapping[str, float], lower: Collection[str] = (), undefined: Mapping[str, str] = _NONE
-) -> Iterator[Rule]:
+) -> Iterator[GateRule]:
     """Yield a rule per required metric; the limit is an upper one where lower is better."""
     for name, limit in sorted(config.metric_limits.items()):
         if name in undefined:
             text = f"{name} is undefined, required is {limit:g}: {undefined[name]}"
-            yield Rule(f"require.{name}", False, text, None, limit, change="another test set, or no such requirement")
+            yield GateRule(
+                f"require.{name}", False, text, None, limit, change="another test set, or no such requirement"
+            )
         elif name in lower:
             yield _upper_limit_rule(name, limit, candidate[name])
         else:
             yield _lower_limit_rule(name, limit, candidate)
 
 
-def _upper_limit_rule(name: str, limit: float, value: float) -> Rule:
+def _upper_limit_rule(name: str, limit: float, value: float) -> GateRule:
     rule, how = f"require.{name}", f"{name} of the candidate over the whole test set, at most {limit:g}"
     if not math.isfinite(value):
-        return Rule(rule, False, f"{name} is not finite, allowed is {limit:g}", None, limit, how)
+        return GateRule(rule, False, f"{name} is not finite, allowed is {limit:g}", None, limit, how)
     if value > limit:
         text = f"{name} {value:.4f} is {value - limit:.4g} above the {limit:g} allowed"
-        return Rule(rule, False, text, value, limit, how, f"a limit of {value:.4f} or more would have passed it")
+        return GateRule(rule, False, text, value, limit, how, f"a limit of {value:.4f} or more would have passed it")
     text = f"{name} {value:.4f} is within the {limit:g} allowed"
-    return Rule(rule, True, text, value, limit, how, f"a limit below {value:.4f} would have stopped it")
+    return GateRule(rule, True, text, value, limit, how, f"a limit below {value:.4f} would have stopped it")
 
 
-def _lower_limit_rule(name: str, limit: float, candidate: Mapping[str, float]) -> Rule:
+def _lower_limit_rule(name: str, limit: float, candidate: Mapping[str, float]) -> GateRule:
     rule, value = f"require.{name}", candidate.get(name)
     how = f"{name} of the candidate over the whole test set, at least {limit:g}"
     if value is None:
-        known = ", ".join(sorted(candidate))
-        text = f"{name} is required to be at least {limit:g}, but the task has no such metric (it has {known})"
-        return Rule(rule, False, text, None, limit, how, "name a metric that the task has")
+        names = ", ".join(sorted(candidate))
+        text = f"{name} is required to be at least {limit:g}, but the task has no such metric (it has {names})"
+        return GateRule(rule, False, text, None, limit, how, "name a metric that the task has")
     if not math.isfinite(value):
-        return Rule(rule, False, f"{name} is not finite, required is {limit:g}", None, limit, how)
+        return GateRule(rule, False, f"{name} is not finite, required is {limit:g}", None, limit, how)
     if value < limit:
         text = f"{name} {value:.4f} is {limit - value:.4g} below the required {limit:g}"
         change = f"a limit of {value:.4f} or less would have passed it"
-        return Rule(rule, False, text, value, limit, how, change)
+        return GateRule(rule, False, text, value, limit, how, change)
     text = f"{name} {value:.4f} reaches the required {limit:g}"
-    return Rule(rule, True, text, value, limit, how, f"a limit above {value:.4f} would have stopped it")
+    return GateRule(rule, True, text, value, limit, how, f"a limit above {value:.4f} would have stopped it")
 
 
-def comparison_rule(config: Evaluate, comparison: Comparison | None, why: str) -> Rule:
-    """The interval's lower bound must lie above -margin (or, to be superior, above the margin), strictly.
+def comparison_rule(config: Evaluate, comparison: Comparison | None, reason: str) -> GateRule:
+    """Require the interval's lower bound to lie above -margin (or, to be superior, above the margin), strictly.
 
     Answers that equal the baseline's on every sample are not inferior even at margin 0, so that an
-    identical retrained champion passes. `why`: the reason, if there is no comparison.
+    identical retrained champion passes. `reason`: why there is no comparison, if so.
     """
     name, bound = config.rule, _bound(config)
     if comparison is None:
-        text = f"{config.metric} cannot be compared with the baseline: {why}"
-        return Rule(name, False, text, limit=bound)
+        text = f"{config.metric} cannot be compared with the baseline: {reason}"
+        return GateRule(name, False, text, limit=bound)
     if comparison.samples < MIN_SAMPLES:
-        single = "query" if comparison.unit == "queries" else "sample"
-        text = f"{config.metric} cannot be compared with the baseline on a single {single}"
-        return Rule(name, False, text, limit=bound, change=f"a test set of more {comparison.unit}")
-    difference, how = comparison.difference, _how(config, comparison, bound)
+        singular = "query" if comparison.unit == "queries" else "sample"
+        text = f"{config.metric} cannot be compared with the baseline on a single {singular}"
+        return GateRule(name, False, text, limit=bound, change=f"a test set of more {comparison.unit}")
+    difference, how = comparison.difference, _describe_method(config, comparison, bound)
     low = difference.low
     if name == "non-inferior" and difference == Interval(0.0, 0.0, 0.0):
-        return Rule(name, True, f"{config.metric} equals the baseline's on every sample", 0.0, bound, how)
-    if comparison.samples < (needed := min_samples(config.confidence)):
+        return GateRule(name, True, f"{config.metric} equals the baseline's on every sample", 0.0, bound, how)
+    if comparison.samples < (required := min_samples(config.confidence)):
         text = (
             f"{config.metric} cannot be compared with the baseline on {comparison.samples} {comparison.unit}: in one "
-            f"of {2 ** (comparison.samples - 1)} such test sets all favor one side by chance; use at least {needed}"
+            f"of {2 ** (comparison.samples - 1)} such test sets all favor one side by chance; use at least {required}"
         )
-        return Rule(name, False, text, limit=bound, change=f"a test set of {needed} {comparison.unit} or more")
+        return GateRule(name, False, text, limit=bound, change=f"a test set of {required} {comparison.unit} or more")
     if low > bound:
-        text = f"{config.metric} difference is at least {low:+.4f}, above {_signed(bound)}"
-        return Rule(name, True, text, low, bound, how, _would_fail(config, low))
+        text = f"{config.metric} difference is at least {low:+.4f}, above {_format_bound(bound)}"
+        return GateRule(name, True, text, low, bound, how, _would_fail(config, low))
     text = (
         f"{config.metric} may be {_position(low)} the baseline's: the lower bound {low:+.4f} of the difference "
-        f"misses {_signed(bound)} by {bound - low:.4g}"
+        f"misses {_format_bound(bound)} by {bound - low:.4g}"
     )
-    return Rule(name, False, text, low, bound, how, _would_pass(config, comparison, bound))
+    return GateRule(name, False, text, low, bound, how, _would_pass(config, comparison, bound))
 
 
 def min_samples(confidence: float) -> int:
@@ -145,11 +147,11 @@ def _bound(config: Evaluate) -> float:
     return config.margin if config.rule == "superior" else -config.margin
 
 
-def _how(config: Evaluate, comparison: Comparison, bound: float) -> str:
+def _describe_method(config: Evaluate, comparison: Comparison, bound: float) -> str:
     return (
         f"difference in {config.metric} to the baseline on the same {comparison.samples} {comparison.unit}, "
         f"{config.confidence:.0%} BCa bootstrap interval of {config.resamples} resamples with seed {BOOTSTRAP_SEED}; "
-        f"its lower bound must be above {_signed(bound)}"
+        f"its lower bound must be above {_format_bound(bound)}"
     )
 
 
@@ -163,24 +165,25 @@ def _would_fail(config: Evaluate, low: float) -> str:
 
 def _would_pass(config: Evaluate, comparison: Comparison, bound: float) -> str:
     difference = comparison.difference
-    allowed = difference.low if config.rule == "superior" else -difference.low
+    margin = difference.low if config.rule == "superior" else -difference.low
     margins = (
-        f"a margin {'below' if config.rule == 'superior' else 'above'} {allowed:.4f} would have passed it"
-        if allowed >= 0
+        f"a margin {'below' if config.rule == 'superior' else 'above'} {margin:.4f} would have passed it"
+        if margin >= 0
         else "no margin would have passed it as `superior`"
     )
     distance, half_width = difference.estimate - bound, difference.estimate - difference.low
-    needed = samples_needed(comparison.samples, half_width, distance)
-    if needed is None:
-        more = f"more samples would not: the difference itself, {difference.estimate:+.4f}, is below {_signed(bound)}"
+    required = samples_needed(comparison.samples, half_width, distance)
+    if required is None:
+        estimate, limit = f"{difference.estimate:+.4f}", _format_bound(bound)
+        advice = f"more samples would not: the difference itself, {estimate}, is below {limit}"
     else:
-        more = f"so would about {needed} test samples with the same difference and variance"
-    return f"{margins}; {more}"
+        advice = f"so would about {required} test samples with the same difference and variance"
+    return f"{margins}; {advice}"
 
 
 def _position(low: float) -> str:
     return f"{-low:.4f} below" if low < 0 else "no better than" if low == 0 else f"only {low:.4f} above"
 
 
-def _signed(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     return f"{bound:+.4f}" if bound else "0"

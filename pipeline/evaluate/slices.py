@@ -28,7 +28,7 @@ from pipeline.evaluate.predictions import (
     check_classes,
     check_numbers,
 )
-from pipeline.evaluate.rules import Rule
+from pipeline.evaluate.rules import GateRule
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch
@@ -77,7 +77,7 @@ def compare_slices(
 ) -> tuple[Slice, ...]:
     """Compare each slice; `candidate` and `baseline` have one value per sample, higher is better."""
     slices = [_measure_slice(config, group, candidate, baseline) for group in groups]
-    evaluated = [i for i, one in enumerate(slices) if one.judged]
+    evaluated = [i for i, slice_ in enumerate(slices) if slice_.judged]
     if baseline is None or not evaluated:
         return tuple(slices)
     level = 1 - config.confidence
@@ -91,9 +91,9 @@ def compare_slices(
     return tuple(slices)
 
 
-def slice_rule(config: Evaluate, slices: Sequence[Slice]) -> Rule | None:
+def slice_rule(config: Evaluate, slices: Sequence[Slice]) -> GateRule | None:
     """Return one rule for all slices; None if none is evaluated."""
-    evaluated = [one for one in slices if one.judged and one.difference is not None]
+    evaluated = [slice_ for slice_ in slices if slice_.judged and slice_.difference is not None]
     if not evaluated:
         return None
     how = (
@@ -101,59 +101,59 @@ def slice_rule(config: Evaluate, slices: Sequence[Slice]) -> Rule | None:
         f"{config.metric} to the baseline, and a one-sided sign-flip test with Holm correction; a slice fails if its "
         f"decrease exceeds {config.slice_allowance:g} and is significant at {1 - config.confidence:.2g}"
     )
-    failed = [one for one in evaluated if not one.passed]
-    worst = min((failed or evaluated), key=lambda one: one.difference.estimate if one.difference else 0.0)
+    failed = [slice_ for slice_ in evaluated if not slice_.passed]
+    worst = min((failed or evaluated), key=lambda slice_: slice_.difference.estimate if slice_.difference else 0.0)
     value = worst.difference.estimate if worst.difference else None
     if failed:
-        text = "; ".join(one.detail for one in failed)
+        text = "; ".join(slice_.detail for slice_ in failed)
         assert value is not None
         change = f"an evaluate.margin of {-value:.4f} or more would have passed it"
-        return Rule("slices", False, text, value, -config.slice_allowance, how, change)
+        return GateRule("slices", False, text, value, -config.slice_allowance, how, change)
     text = f"none of {len(evaluated)} slices decreases significantly by more than {config.slice_allowance:g}"
     change = f"the lowest is {worst.slice} with a difference of {value:+.4f}"
-    return Rule("slices", True, text, value, -config.slice_allowance, how, change)
+    return GateRule("slices", True, text, value, -config.slice_allowance, how, change)
 
 
 def slice_warnings(slices: Sequence[Slice]) -> Iterator[str]:
     """Yield a line for each reason why slices were not evaluated."""
-    if empty := [one.slice for one in slices if not one.samples]:
+    if empty := [slice_.slice for slice_ in slices if not slice_.samples]:
         yield f"the test set has no sample of {_join_names(empty)}"
-    small = [one for one in slices if 0 < one.samples < MIN_SLICE_SAMPLES]
-    if small:
-        names = [f"{one.slice} ({one.samples})" for one in small]
+    small_slices = [slice_ for slice_ in slices if 0 < slice_.samples < MIN_SLICE_SAMPLES]
+    if small_slices:
+        names = [f"{slice_.slice} ({slice_.samples})" for slice_ in small_slices]
         yield f"too few samples to evaluate: {_join_names(names)}; {MIN_SLICE_SAMPLES} are needed"
 
 
 def _measure_slice(config: Evaluate, group: Group, candidate: Floats, baseline: Floats | None) -> Slice:
     count = len(group.members)
-    own = _mean(candidate[group.members])
-    other = None if baseline is None else _mean(baseline[group.members])
-    one = Slice(group.name, count, own, other, None, None, False, True, "")
+    candidate_value = _mean(candidate[group.members])
+    baseline_value = None if baseline is None else _mean(baseline[group.members])
+    slice_ = Slice(group.name, count, candidate_value, baseline_value, None, None, False, True, "")
     if not count:
-        return replace(one, detail=f"{group.name} has no sample in the test set; not evaluated")
-    if own is None or (baseline is not None and other is None):
-        return replace(one, detail=f"{config.metric} is not a finite number in {group.name}; not evaluated")
-    value = f"{config.metric} {own:.4f}"
+        return replace(slice_, detail=f"{group.name} has no sample in the test set; not evaluated")
+    if candidate_value is None or (baseline is not None and baseline_value is None):
+        return replace(slice_, detail=f"{config.metric} is not a finite number in {group.name}; not evaluated")
+    text = f"{config.metric} {candidate_value:.4f}"
     if count < MIN_SLICE_SAMPLES:
-        return replace(one, detail=f"{value}; fewer than {MIN_SLICE_SAMPLES} samples, not evaluated")
-    if other is None:
-        return replace(one, detail=f"{value}; nothing to compare with, not evaluated")
-    return replace(one, judged=True, detail=f"{value} against {other:.4f}")
+        return replace(slice_, detail=f"{text}; fewer than {MIN_SLICE_SAMPLES} samples, not evaluated")
+    if baseline_value is None:
+        return replace(slice_, detail=f"{text}; nothing to compare with, not evaluated")
+    return replace(slice_, judged=True, detail=f"{text} against {baseline_value:.4f}")
 
 
-def _decide_slice(config: Evaluate, one: Slice, interval: Interval, p_value: float) -> Slice:
+def _decide_slice(config: Evaluate, slice_: Slice, interval: Interval, p_value: float) -> Slice:
     significant = p_value < 1 - config.confidence
-    decreased = interval.estimate < -config.slice_allowance
-    passed = not (significant and decreased)
-    text = f"{config.metric} in {one.slice} differs by {interval.estimate:+.4f} from the baseline's"
-    if not passed:
+    is_decrease = interval.estimate < -config.slice_allowance
+    is_passed = not (significant and is_decrease)
+    text = f"{config.metric} in {slice_.slice} differs by {interval.estimate:+.4f} from the baseline's"
+    if not is_passed:
         text = (
-            f"{config.metric} in {one.slice} decreases by {-interval.estimate:.4f}, more than "
-            f"{config.slice_allowance:g} (adjusted p = {p_value:.2g}, {one.samples} samples)"
+            f"{config.metric} in {slice_.slice} decreases by {-interval.estimate:.4f}, more than "
+            f"{config.slice_allowance:g} (adjusted p = {p_value:.2g}, {slice_.samples} samples)"
         )
-    elif decreased:
+    elif is_decrease:
         text += f", which is not significant (adjusted p = {p_value:.2g})"
-    return replace(one, difference=interval, adjusted_p=p_value, passed=passed, detail=text)
+    return replace(slice_, difference=interval, adjusted_p=p_value, passed=is_passed, detail=text)
 
 
 def _mean(values: Floats) -> float | None:

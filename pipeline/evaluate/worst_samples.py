@@ -45,14 +45,14 @@ def worst_body(run: Run, task: Task, samples: Samples, results: Results, metric:
     texts = _texts(read, batch, len(indices)) if read else None
     names = [name for name in task.inputs if not column or batch[name].shape != batch[column].shape]  # not its masks
     worst = []
-    for place, index in enumerate(indices):
-        shown = [_input_body(name, batch[name][place].numpy()) for name in names]
+    for row, index in enumerate(indices):
+        parts = [_input_body(name, batch[name][row].numpy()) for name in names]
         if texts is not None:  # next to a text, images are useful and numbers are not
-            shown = [
-                _text_body(column or "text", texts[place]),
-                *[part for part in shown if column or part["kind"] == "picture"],
+            parts = [
+                _text_body(column or "text", texts[row]),
+                *[part for part in parts if column or part["kind"] == "picture"],
             ]
-        worst.append({**_sample_body(results, index, metric), "shown": shown[:_MAX_INPUTS]})
+        worst.append({**_sample_body(results, index, metric), "shown": parts[:_MAX_INPUTS]})
     return {"metric": metric, "note": note, "samples": worst}
 
 
@@ -63,8 +63,8 @@ def _sample_metric(results: Results, metric: str) -> str:
 
 def worst_indices(columns: Columns, metric: str, count: int) -> list[int]:
     """Return the indices with the lowest values, NaN first; the other metrics, then the order, break ties."""
-    others = [columns[name] for name in sorted(columns, reverse=True) if name != metric]
-    keys = [np.where(np.isnan(values), -math.inf, values) for values in (*others, columns[metric])]
+    other_columns = [columns[name] for name in sorted(columns, reverse=True) if name != metric]
+    keys = [np.where(np.isnan(values), -math.inf, values) for values in (*other_columns, columns[metric])]
     return [int(index) for index in np.lexsort(keys)[:count]]
 
 
@@ -98,8 +98,8 @@ def _input_body(name: str, values: Array) -> dict[str, Any]:
     pixels = as_image(values)
     if pixels is not None:
         return {"name": name, "kind": "picture", "shape": shape, "png": base64.b64encode(png(pixels)).decode()}
-    first = [_finite(float(value)) for value in values.ravel()[:_MAX_VALUES]]
-    return {"name": name, "kind": "values", "shape": shape, "values": first, "count": int(values.size)}
+    first_values = [_finite(float(value)) for value in values.ravel()[:_MAX_VALUES]]
+    return {"name": name, "kind": "values", "shape": shape, "values": first_values, "count": int(values.size)}
 
 
 def _text_body(name: str, text: str) -> dict[str, Any]:
@@ -139,10 +139,10 @@ def _token_decoder(path: Path, ids: str) -> ReadText:
 
     def read(batch: Batch) -> list[str]:
         mask = batch.get("attention_mask")
-        seen = [row.tolist() for row in batch[ids]]
+        token_lists = [row.tolist() for row in batch[ids]]
         if mask is not None and mask.shape == batch[ids].shape:
-            seen = [row[kept != 0].tolist() for row, kept in zip(batch[ids], mask, strict=True)]
-        return [tokenizer.decode(row, skip_special_tokens=True) for row in seen]
+            token_lists = [row[row_mask != 0].tolist() for row, row_mask in zip(batch[ids], mask, strict=True)]
+        return [tokenizer.decode(row, skip_special_tokens=True) for row in token_lists]
 
     return read
 
@@ -157,14 +157,14 @@ def as_image(values: Array) -> Array | None:
     image = _channels_last(values)
     if image is None:
         return None
-    small = _downscale(np.nan_to_num(image.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0))
-    low, high = float(small.min()), float(small.max())
+    reduced = _downscale(np.nan_to_num(image.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0))
+    low, high = float(reduced.min()), float(reduced.max())
     if low >= 0 and high <= 1:
         low, high = 0.0, 1.0  # already scaled
     elif values.dtype == np.uint8:
         low, high = 0.0, 255.0
-    scaled: Array = ((small - low) / ((high - low) or 1.0) * 255).round().astype(np.uint8)
-    return scaled
+    pixels: Array = ((reduced - low) / ((high - low) or 1.0) * 255).round().astype(np.uint8)
+    return pixels
 
 
 def png(pixels: Array) -> bytes:

@@ -36,15 +36,15 @@ class Series:
 
 def line_chart(title: str, series: Sequence[Series], mark: tuple[float, str] | None = None) -> Html | None:
     """Draw curves over the optimizer step; `mark` is a labelled vertical line. None if there are no points."""
-    drawn = [replace(line, points=thin(line.points)) for line in series if line.points]
-    if not drawn:
+    lines = [replace(line, points=thin(line.points)) for line in series if line.points]
+    if not lines:
         return None
-    x, y = _axes([point for line in drawn for point in line.points])
-    parts = [_grid(x, y), _mark(x, *mark) if mark else None, [_curve(line, x, y) for line in drawn]]
-    ends = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in drawn)
-    text = f"{title}: {', '.join(line.name for line in drawn)} by optimizer step. {ends}."
-    ordered = sorted(drawn, key=lambda line: line.other)  # this run is drawn last, above, and named first
-    legend = [el("span", el("i", class_=line.kind), line.name) for line in ordered]
+    x, y = _axes([point for line in lines for point in line.points])
+    parts = [_grid(x, y), _mark(x, *mark) if mark else None, [_curve(line, x, y) for line in lines]]
+    ends = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in lines)
+    text = f"{title}: {', '.join(line.name for line in lines)} by optimizer step. {ends}."
+    legend_order = sorted(lines, key=lambda line: line.other)  # this run is drawn last, above, and named first
+    legend = [el("span", el("i", class_=line.kind), line.name) for line in legend_order]
     caption = el("figcaption", el("b", title), el("span", legend, class_="legend"))
     return el("figure", caption, drawing(title, text, parts, WIDTH, HEIGHT))
 
@@ -72,20 +72,20 @@ def _axes(points: Points) -> tuple[Axis, Axis]:
 
 def _grid(x: Axis, y: Axis) -> Iterator[Html]:
     for value in ticks(y.low, y.high):
-        at = y.at(value)
-        yield svg_line(_LEFT, at, WIDTH - _RIGHT, at, "grid")
-        yield label(_LEFT - 8, at + 4, tick_text(value), "tick left")
-    whole = [value for value in ticks(x.low, x.high) if value == int(value)]
-    yield from (label(x.at(value), HEIGHT - 8, tick_text(value), "tick") for value in whole)
+        height = y.at(value)
+        yield svg_line(_LEFT, height, WIDTH - _RIGHT, height, "grid")
+        yield label(_LEFT - 8, height + 4, tick_text(value), "tick left")
+    whole_steps = [value for value in ticks(x.low, x.high) if value == int(value)]
+    yield from (label(x.at(value), HEIGHT - 8, tick_text(value), "tick") for value in whole_steps)
 
 
-def _mark(x: Axis, at: float, text: str) -> list[Html]:
-    place = x.at(min(max(at, x.low), x.high))
-    side = "end" if place > WIDTH / 2 else "start"
-    shift = -6 if side == "end" else 6
+def _mark(x: Axis, step: float, text: str) -> list[Html]:
+    x_position = x.at(min(max(step, x.low), x.high))
+    side = "end" if x_position > WIDTH / 2 else "start"
+    offset = -6 if side == "end" else 6
     return [
-        svg_line(place, _TOP, place, HEIGHT - _BOTTOM, "mark"),
-        label(place + shift, _TOP + 12, text, f"tick {side}") if text else Html(),
+        svg_line(x_position, _TOP, x_position, HEIGHT - _BOTTOM, "mark"),
+        label(x_position + offset, _TOP + 12, text, f"tick {side}") if text else Html(),
     ]
 
 
@@ -95,16 +95,16 @@ def _curve(line: Series, x: Axis, y: Axis) -> list[Html]:
         parts.append(_path(_running_mean(line.points), x, y, f"curve {line.kind}"))
     if line.dots:
         for step, value in line.points:
-            note = el("title", f"{line.name} {number(value)} at step {step:.0f}")
-            parts.append(_dot(line, note, x.at(step), y.at(value)))
+            tooltip = el("title", f"{line.name} {number(value)} at step {step:.0f}")
+            parts.append(_dot(line, tooltip, x.at(step), y.at(value)))
     return parts
 
 
-def _dot(line: Series, note: Html, x: float, y: float) -> Html:
+def _dot(line: Series, tooltip: Html, x: float, y: float) -> Html:
     """Round, or square for the other run, so that they differ without colours."""
     if line.other:
-        return el("rect", note, x=px(x - 2.6), y=px(y - 2.6), width=5.2, height=5.2, class_=f"dot {line.kind}")
-    return el("circle", note, cx=px(x), cy=px(y), r=2.8, class_=f"dot {line.kind}")
+        return el("rect", tooltip, x=px(x - 2.6), y=px(y - 2.6), width=5.2, height=5.2, class_=f"dot {line.kind}")
+    return el("circle", tooltip, cx=px(x), cy=px(y), r=2.8, class_=f"dot {line.kind}")
 
 
 def _path(points: Points, x: Axis, y: Axis, style: str) -> Html:
@@ -113,7 +113,7 @@ def _path(points: Points, x: Axis, y: Axis, style: str) -> Html:
 
 
 def _running_mean(points: Points) -> Points:
-    """Centred, so that it does not lag behind a falling loss."""
+    """Return the centred running mean, which does not lag behind a falling loss."""
     radius = len(points) // 40
     smoothed = []
     for i, (step, _) in enumerate(points):
@@ -150,11 +150,11 @@ def drawing(title: str, text: str, parts: Child, width: float, height: float, ki
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
     """Round values within the range: steps of 1, 2 or 5 times a power of ten."""
-    rough = (high - low) / about
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [i * step for i in range(first, last + 1)]
+    exact_step = (high - low) / about
+    power = 10 ** math.floor(math.log10(exact_step))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= exact_step * 0.999)
+    first_multiple, last_multiple = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first_multiple, last_multiple + 1)]
 
 
 def svg_line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
@@ -194,8 +194,8 @@ def parse_range(body: Any) -> Range | None:
     if not isinstance(body, dict):
         return None
     numbers = [body.get(name) for name in ("estimate", "low", "high")]
-    valid = [value for value in numbers if is_number(value)]
-    return Range(*valid) if len(valid) == len(numbers) else None
+    values = [value for value in numbers if is_number(value)]
+    return Range(*values) if len(values) == len(numbers) else None
 
 
 def interval_chart(difference: Range, bound: float, bound_text: str, equal_text: str) -> Html:

@@ -39,18 +39,20 @@ def compare(run: Run, facts: Facts, other: Run, others: Facts) -> Comparison:
 
 
 def comparison(facts: Facts, other: Facts, compared: Comparison) -> Html:
-    """The metric of the gate is drawn large, all metrics are listed in a table."""
+    """Draw the metric of the gate, and list all metrics in a table."""
     metric = str(facts.verdict.get("metric", ""))
-    first = next((row for row in compared.metrics if row["metric"] == metric), next(iter(compared.metrics), None))
-    difference = parse_range(first["difference"]) if first else None
+    gate_metric = next((row for row in compared.metrics if row["metric"] == metric), next(iter(compared.metrics), None))
+    difference = parse_range(gate_metric["difference"]) if gate_metric else None
     return render(
         "comparison.html",
         facts=facts,
         other=other,
         rows=[row for row in _rows(facts, other) if row[1:3] != ("–", "–")],
         problem=compared.problem or "the runs have no metric in common",
-        first=first,
-        chart=interval_chart(difference, 0.0, "", f"equal in {first['metric']}") if first and difference else "",
+        first=gate_metric,
+        chart=interval_chart(difference, 0.0, "", f"equal in {gate_metric['metric']}")
+        if gate_metric and difference
+        else "",
         metrics=[_metric_row(row) for row in compared.metrics],
         **_differing_parts(facts, other),
     )
@@ -67,47 +69,47 @@ def _metric_row(row: Body) -> dict[str, Any]:
 
 
 def _rows(facts: Facts, other: Facts) -> Iterator[tuple[str, str, str, str]]:
-    mine, theirs = ((run.metrics.get("candidate") or {}) for run in (facts, other))
-    for name in sorted(mine.keys() | theirs.keys()):
-        yield _number_row(name, mine.get(name), theirs.get(name))
+    values, other_values = ((run.metrics.get("candidate") or {}) for run in (facts, other))
+    for name in sorted(values.keys() | other_values.keys()):
+        yield _number_row(name, values.get(name), other_values.get(name))
     for key, name in (("best_step", "best step"), ("samples_per_second", "samples/s"), ("steps", "optimizer steps")):
         yield _number_row(name, facts.summary.get(key), other.summary.get(key))
-    first, second = (run.summary.get("seconds") for run in (facts, other))
-    yield "training", seconds(first), seconds(second), _ratio(first, second)
-    first, second = ((run.deploy.get("latency_ms") or {}).get("p50") for run in (facts, other))
-    yield "latency, median", _milliseconds(first), _milliseconds(second), _ratio(first, second)
+    duration, other_duration = (run.summary.get("seconds") for run in (facts, other))
+    yield "training", seconds(duration), seconds(other_duration), _ratio(duration, other_duration)
+    duration, other_duration = ((run.deploy.get("latency_ms") or {}).get("p50") for run in (facts, other))
+    yield "latency, median", _milliseconds(duration), _milliseconds(other_duration), _ratio(duration, other_duration)
 
 
-def _number_row(name: str, mine: float | None, theirs: float | None) -> tuple[str, str, str, str]:
-    if not (is_number(mine) and is_number(theirs)):
+def _number_row(name: str, value: float | None, other_value: float | None) -> tuple[str, str, str, str]:
+    if not (is_number(value) and is_number(other_value)):
         difference = "–"
-    elif abs(mine - theirs) < 10:
-        difference = signed(mine - theirs)
+    elif abs(value - other_value) < 10:
+        difference = signed(value - other_value)
     else:
-        difference = f"{'+' if mine > theirs else '−'}{number(abs(mine - theirs))}"
-    return name, number(mine), number(theirs), difference
+        difference = f"{'+' if value > other_value else '−'}{number(abs(value - other_value))}"
+    return name, number(value), number(other_value), difference
 
 
 def _milliseconds(value: float | None) -> str:
     return "–" if value is None else f"{number(value, 3)} ms"
 
 
-def _ratio(mine: float | None, theirs: float | None) -> str:
-    return f"× {mine / theirs:.2f}" if mine and theirs else "–"
+def _ratio(value: float | None, other_value: float | None) -> str:
+    return f"× {value / other_value:.2f}" if value and other_value else "–"
 
 
 def _differing_parts(facts: Facts, other: Facts) -> dict[str, Any]:
     """List each differing part of the step keys once, with its steps; steps that only one run reached are ignored."""
-    mine, theirs = facts.file.steps, other.file.steps
-    common = mine.keys() & theirs.keys()
+    records, other_records = facts.file.steps, other.file.steps
+    common = records.keys() & other_records.keys()
     steps: dict[tuple[str, str, str], list[str]] = {}
     for row in record_differences(
-        {n: theirs[n] for n in theirs if n in common}, {n: mine[n] for n in mine if n in common}
+        {n: other_records[n] for n in other_records if n in common}, {n: records[n] for n in records if n in common}
     ):
         steps.setdefault((row["part"], row["after"], row["before"]), []).append(row["step"])
-    listed = [(*part, ", ".join(names)) for part, names in steps.items() if not part[0].startswith(_OWN_SOURCES)]
+    rows = [(*part, ", ".join(names)) for part, names in steps.items() if not part[0].startswith(_OWN_SOURCES)]
     return {
-        "parts": listed[:_MAX_PARTS],
-        "more_parts": max(len(listed) - _MAX_PARTS, 0),
-        "own_sources": len(steps) - len(listed),
+        "parts": rows[:_MAX_PARTS],
+        "more_parts": max(len(rows) - _MAX_PARTS, 0),
+        "own_sources": len(steps) - len(rows),
     }

@@ -37,7 +37,7 @@ def verdict(facts: Facts) -> Html | None:
     bound, difference = margin_bound(body), parse_range(body.get("difference"))
     return render(
         "verdict.html",
-        excuse=facts.excuse,
+        pass_reason=facts.pass_reason,
         verdict=body,
         baseline=_baseline_name(facts),
         difference=difference,
@@ -90,7 +90,7 @@ def _metric_rows(facts: Facts) -> list[dict[str, Any]]:
                 "has_baseline": bool(baseline),
                 "baseline": (baseline or {}).get(name),
                 "baseline_interval": _bounds(intervals.get("baseline"), name),
-                "compared": any(parse_range(one) for one in differences.values()),
+                "compared": any(parse_range(bounds) for bounds in differences.values()),
                 "difference": interval_text(difference) or "–",
                 "chart": small_interval(difference, shared_axis([difference])),
             }
@@ -108,9 +108,9 @@ def slices(facts: Facts) -> Html | None:
     """One table, failed slices first, with all intervals on one scale."""
     if not facts.slices:
         return None
-    ranges = [parse_range(one.get("difference")) for one in facts.slices]
+    ranges = [parse_range(slice_.get("difference")) for slice_ in facts.slices]
     axis = shared_axis(ranges)
-    rows = [_slice_row(one, difference, axis) for one, difference in zip(facts.slices, ranges, strict=True)]
+    rows = [_slice_row(slice_, difference, axis) for slice_, difference in zip(facts.slices, ranges, strict=True)]
     rows.sort(key=lambda row: (row["passed"], not row["evaluated"]))
     evaluated = [row for row in rows if row["evaluated"]]
     return render(
@@ -162,7 +162,7 @@ def confusion(facts: Facts) -> Html | None:
 
 
 def _matrix_row(row: Sequence[int], diagonal: int, largest_error: int) -> list[dict[str, Any]]:
-    """Correct answers and errors have separate colours and scales, otherwise the errors would be invisible."""
+    """Return a row; correct answers and errors have separate colours and scales, or errors would be invisible."""
     cells = []
     for j, count in enumerate(row):
         correct = j == diagonal
@@ -182,8 +182,8 @@ def per_class(facts: Facts) -> Html | None:
     rows = facts.metrics.get("per_class")
     if not rows:
         return None
-    known = [(name, rows[name]) for name in facts.classes if name in rows]
-    return render("per_class.html", rows=[(name, dict(row)) for name, row in known])
+    rows_by_class = [(name, rows[name]) for name in facts.classes if name in rows]
+    return render("per_class.html", rows=[(name, dict(row)) for name, row in rows_by_class])
 
 
 _SIDE, _LEFT, _TOP = 300, 44, 10  # of the square that holds the calibration curve
@@ -205,12 +205,12 @@ def calibration(facts: Facts) -> Html | None:
     ]
     numbers = [
         (
-            f"{one.get('low', 0):.2f} to {one.get('high', 1):.2f}",
-            number(_count(one)),
-            percent(one["confidence"]),
-            percent(one["accuracy"]),
+            f"{bin_.get('low', 0):.2f} to {bin_.get('high', 1):.2f}",
+            number(_count(bin_)),
+            percent(bin_["confidence"]),
+            percent(bin_["accuracy"]),
         )
-        for one in next(iter(curves.values()))
+        for bin_ in next(iter(curves.values()))
     ]
     legend = [(name, _MODEL_STYLES[name]) for name in curves]
     chart = _calibration_chart(curves)
@@ -219,24 +219,24 @@ def calibration(facts: Facts) -> Html | None:
 
 def _bins(body: Any) -> list[dict[str, Any]]:
     bins = mappings(body.get("bins")) if isinstance(body, dict) else []
-    return [one for one in bins if is_number(one.get("confidence")) and is_number(one.get("accuracy"))]
+    return [bin_ for bin_ in bins if is_number(bin_.get("confidence")) and is_number(bin_.get("accuracy"))]
 
 
-def _count(one: Mapping[str, Any]) -> int:
-    return int(one.get("count", one.get("samples", 0)) or 0)
+def _count(bin_: Mapping[str, Any]) -> int:
+    return int(bin_.get("count", bin_.get("samples", 0)) or 0)
 
 
 def _calibration_chart(curves: Mapping[str, Bins]) -> Html:
     x = Axis(0, 1, _LEFT, _LEFT + _SIDE)
     y = Axis(0, 1, _TOP + _SIDE, _TOP)
-    first, bins = next(iter(curves.items()))
+    model, bins = next(iter(curves.items()))
     parts = [
         _calibration_grid(x, y),
         [_calibration_curve(name, points, x, y) for name, points in curves.items()],
-        _count_bars(first, bins, x),
+        _count_bars(model, bins, x),
     ]
-    points = ", ".join(f"{percent(one['confidence'])} stated and {percent(one['accuracy'])} right" for one in bins)
-    return drawing("Calibration curve", f"{first}: {points}", parts, _WIDTH, _HEIGHT, "square")
+    points = ", ".join(f"{percent(bin_['confidence'])} stated and {percent(bin_['accuracy'])} right" for bin_ in bins)
+    return drawing("Calibration curve", f"{model}: {points}", parts, _WIDTH, _HEIGHT, "square")
 
 
 def _calibration_grid(x: Axis, y: Axis) -> Iterator[Html]:
@@ -250,22 +250,22 @@ def _calibration_grid(x: Axis, y: Axis) -> Iterator[Html]:
 
 def _calibration_curve(name: str, bins: Bins, x: Axis, y: Axis) -> Iterator[Html]:
     style = _MODEL_STYLES[name]
-    points = [(x.at(one["confidence"]), y.at(one["accuracy"])) for one in bins]
+    points = [(x.at(bin_["confidence"]), y.at(bin_["accuracy"])) for bin_ in bins]
     yield el("path", d="M" + "L".join(f"{px(a)} {px(b)}" for a, b in points), class_=f"curve {style}")
-    for one, (a, b) in zip(bins, points, strict=True):
-        stated, right = percent(one["confidence"]), percent(one["accuracy"])
-        text = f"{name}: {stated} stated, {right} right, {number(_count(one))} answers"
+    for item, (a, b) in zip(bins, points, strict=True):
+        confidence, accuracy = percent(item["confidence"]), percent(item["accuracy"])
+        text = f"{name}: {confidence} stated, {accuracy} right, {number(_count(item))} answers"
         yield el("circle", el("title", text), cx=px(a), cy=px(b), r=3.4, class_=f"dot {style}")
 
 
 def _count_bars(name: str, bins: Bins, x: Axis) -> Iterator[Html]:
     top, floor = max(map(_count, bins)) or 1, _TOP + _SIDE + 8 + _COUNTS_HEIGHT
-    for one in bins:
-        low, high = one.get("low", 0.0), one.get("high", 1.0)
-        height = max(_COUNTS_HEIGHT * _count(one) / top, 0.8 if _count(one) else 0.0)
-        left, width = px(x.at(low) + 1), px(x.at(high) - x.at(low) - 2)
-        title = el("title", f"{name}: {number(_count(one))} answers from {low:.2f} to {high:.2f}")
-        yield el("rect", title, x=left, y=px(floor - height), width=width, height=px(height), class_="count")
+    for bin_ in bins:
+        low, high = bin_.get("low", 0.0), bin_.get("high", 1.0)
+        height = max(_COUNTS_HEIGHT * _count(bin_) / top, 0.8 if _count(bin_) else 0.0)
+        x_position, width = px(x.at(low) + 1), px(x.at(high) - x.at(low) - 2)
+        title = el("title", f"{name}: {number(_count(bin_))} answers from {low:.2f} to {high:.2f}")
+        yield el("rect", title, x=x_position, y=px(floor - height), width=width, height=px(height), class_="count")
 
 
 def worst_samples(facts: Facts) -> Html | None:
@@ -273,7 +273,7 @@ def worst_samples(facts: Facts) -> Html | None:
     samples = mappings(facts.worst.get("samples"))
     if not samples:
         return None
-    cards = [_card(one, bool(facts.classes)) for one in samples]
+    cards = [_card(sample, bool(facts.classes)) for sample in samples]
     return render(
         "worst_samples.html",
         metric=str(facts.worst.get("metric", "")),

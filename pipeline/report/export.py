@@ -18,7 +18,7 @@ def parity(facts: Facts) -> Html | None:
     body = facts.parity
     if not body:
         return None
-    onnx_bytes = next((one.get("bytes") for one in facts.variants if one.get("variant") == "fp32"), None)
+    onnx_bytes = next((variant.get("bytes") for variant in facts.variants if variant.get("variant") == "fp32"), None)
     return render(
         "parity.html",
         parity=body,
@@ -32,19 +32,21 @@ def parity(facts: Facts) -> Html | None:
 def variants(facts: Facts) -> Html | None:
     if not facts.variants:
         return None
-    fp32 = next((one for one in facts.variants if one.get("variant") == "fp32"), facts.variants[0])
-    timed = [key for key in _TIMED_BATCHES if any(key in (one.get("p50_ms") or {}) for one in facts.variants)]
+    fp32 = next((variant for variant in facts.variants if variant.get("variant") == "fp32"), facts.variants[0])
+    batches = [key for key in _TIMED_BATCHES if any(key in (variant.get("p50_ms") or {}) for variant in facts.variants)]
     return render(
         "variants.html",
-        metric=next((str(one["metric"].get("name")) for one in facts.variants if one.get("metric")), "metric"),
-        times=[_TIMED_BATCHES[key] for key in timed],
-        rows=[_variant(one, fp32, timed) for one in facts.variants],
+        metric=next(
+            (str(variant["metric"].get("name")) for variant in facts.variants if variant.get("metric")), "metric"
+        ),
+        times=[_TIMED_BATCHES[key] for key in batches],
+        rows=[_variant(variant, fp32, batches) for variant in facts.variants],
     )
 
 
 def _variant(body: Mapping[str, Any], fp32: Mapping[str, Any], timed: Sequence[str]) -> dict[str, Any]:
-    own, whole = body.get("bytes"), fp32.get("bytes")
-    share = f" ({own / whole:.0%})" if own and whole and body is not fp32 else ""
+    own_bytes, fp32_bytes = body.get("bytes"), fp32.get("bytes")
+    share = f" ({own_bytes / fp32_bytes:.0%})" if own_bytes and fp32_bytes and body is not fp32 else ""
     first_wrong = body.get("first_wrong")
     times = body.get("p50_ms") or {}
     details = [str(text).removeprefix("passed, ") for text in (body.get("reason"), body.get("note")) if text]
@@ -57,7 +59,7 @@ def _variant(body: Mapping[str, Any], fp32: Mapping[str, Any], timed: Sequence[s
         "value": (body.get("metric") or {}).get("value"),
         "difference": interval_text(parse_range(body.get("difference"))) or "–",
         "max_abs_error": body.get("max_abs_error"),
-        "size": size(own) + share,
+        "size": size(own_bytes) + share,
         "times": [f"{number(times.get(key), 3)} ms" if times.get(key) is not None else "–" for key in timed],
         "passed": body.get("passed"),
         "details": details,
@@ -86,11 +88,11 @@ def latency(facts: Facts) -> Html | None:
     """The latency of the deployed service or, before there is one, of the exported file."""
     if facts.deploy:
         return _service_latency(facts.deploy)
-    shipped = next((one for one in facts.variants if one.get("chosen")), {})
-    times = {f"batch {size}": value for size, value in (shipped.get("p50_ms") or {}).items() if value is not None}
+    chosen = next((variant for variant in facts.variants if variant.get("chosen")), {})
+    times = {f"batch {size}": value for size, value in (chosen.get("p50_ms") or {}).items() if value is not None}
     if not times:
         return None
-    return render("latency.html", deploy=None, requests=None, variant=shipped.get("variant"), bars=_bars(times))
+    return render("latency.html", deploy=None, requests=None, variant=chosen.get("variant"), bars=_bars(times))
 
 
 def _service_latency(deploy: Mapping[str, Any]) -> Html:

@@ -92,15 +92,15 @@ def _changed_settings(
             continue
         default = None
         if field is not None and not field.is_required():
-            default = _as_recorded(field.get_default(call_default_factory=True))
+            default = _recorded_form(field.get_default(call_default_factory=True))
         if value != default:
             yield f"{prefix}{name}", _text(value), "" if default is None else _text(default)
 
 
-def _as_recorded(value: Any) -> Any:
+def _recorded_form(value: Any) -> Any:
     """Return a default as run.json would store it."""
-    dumped = value.model_dump(mode="json") if isinstance(value, Section) else value
-    return json.loads(json.dumps(dumped, default=str))
+    plain = value.model_dump(mode="json") if isinstance(value, Section) else value
+    return json.loads(json.dumps(plain, default=str))
 
 
 def _text(value: Any) -> str:
@@ -128,15 +128,17 @@ def digest_chain(facts: Facts) -> list[Artifact]:
     """Compare the chain recorded in the bundle's manifest with the run's own files."""
     ancestors = facts.manifest.get("ancestors") or {}
     train = facts.step("train")
-    trained = train.outputs.get("model.safetensors", "") if train else ""
+    model_digest = train.outputs.get("model.safetensors", "") if train else ""
     bundle = facts.digests.get("manifest.json", "")
     pretrained = str(facts.data.get("pretrained") or "")
     return [
         *([Artifact("pretrained weights", (pretrained,))] if pretrained else []),
         Artifact("code", (ancestors.get("code", ""),)),
         Artifact("data", (ancestors.get("data", ""), facts.digests.get("data.json", ""))),
-        Artifact("checkpoint", (ancestors.get("checkpoint", ""), facts.verdict.get("checkpoint", ""), trained)),
-        Artifact("verdict", (ancestors.get("verdict", ""), facts.digests.get("verdict.json", "")), facts.standing),
+        Artifact("checkpoint", (ancestors.get("checkpoint", ""), facts.verdict.get("checkpoint", ""), model_digest)),
+        Artifact(
+            "verdict", (ancestors.get("verdict", ""), facts.digests.get("verdict.json", "")), facts.effective_verdict
+        ),
         Artifact("ONNX", (ancestors.get("onnx", ""), str(facts.parity.get("onnx_sha256") or ""))),
         Artifact("bundle", (bundle,), "signed" if facts.signed else ""),
         Artifact("image", (str(facts.image.get("image_digest") or ""),)),
@@ -153,17 +155,19 @@ def lineage(facts: Facts) -> Html:
 
 def _graph(chain: Sequence[Artifact], wide: bool) -> Html:
     """Left to right, or top to bottom for narrow screens."""
-    places = dict(_places({artifact.name for artifact in chain}, wide))
-    width = max(x for x, _ in places.values()) + _BOX_WIDTH + 2
-    height = max(y for _, y in places.values()) + _BOX_HEIGHT + 2
+    positions = dict(_places({artifact.name for artifact in chain}, wide))
+    width = max(x for x, _ in positions.values()) + _BOX_WIDTH + 2
+    height = max(y for _, y in positions.values()) + _BOX_HEIGHT + 2
     arrows = [
-        _arrow(places[parent], places[child], wide)
+        _arrow(positions[parent], positions[child], wide)
         for child, parents in _PARENTS.items()
         for parent in parents
-        if parent in places and child in places
+        if parent in positions and child in positions
     ]
-    boxes = [_box(artifact, *places[artifact.name]) for artifact in chain]
-    text = ", ".join(f"{one.name} {' and '.join(map(short, one.digests)) or 'not reached'}" for one in chain)
+    boxes = [_box(artifact, *positions[artifact.name]) for artifact in chain]
+    text = ", ".join(
+        f"{artifact.name} {' and '.join(map(short, artifact.digests)) or 'not reached'}" for artifact in chain
+    )
     return drawing("Lineage", text, (arrows, boxes), width, height, "graph across" if wide else "graph down")
 
 
@@ -182,14 +186,16 @@ def _places(names: set[str], wide: bool) -> Iterator[tuple[str, tuple[float, flo
 def _box(artifact: Artifact, x: float, y: float) -> Html:
     digests = artifact.digests
     kind = " broken" if artifact.is_broken else "" if digests else " none"
-    shown = " ≠ ".join(short(digest)[:6] for digest in digests) if artifact.is_broken else "".join(map(short, digests))
+    short_digests = (
+        " ≠ ".join(short(digest)[:6] for digest in digests) if artifact.is_broken else "".join(map(short, digests))
+    )
     heading = f"{artifact.name} · {artifact.note}" if artifact.note else artifact.name
     return el(
         "g",
         el("title", "\n".join([artifact.name, *(digests or ["not reached"])])),
         el("rect", x=px(x), y=px(y), width=_BOX_WIDTH, height=_BOX_HEIGHT, rx=3),
         label(x + 12, y + 21, heading, "start name"),
-        label(x + 12, y + 39, shown or "not reached", "start digest"),
+        label(x + 12, y + 39, short_digests or "not reached", "start digest"),
         class_=f"node{kind}",
     )
 
@@ -200,10 +206,10 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], wide: bool) -> 
         x1, y1, y2 = x1 + _BOX_WIDTH, y1 + _BOX_HEIGHT / 2, y2 + _BOX_HEIGHT / 2
         middle = (x1 + x2) / 2
         path = f"M{px(x1)} {px(y1)}C{px(middle)} {px(y1)} {px(middle)} {px(y2)} {px(x2 - 7)} {px(y2)}"
-        tip = f"M{px(x2)} {px(y2)}l-8 -4v8z"
+        arrow_head = f"M{px(x2)} {px(y2)}l-8 -4v8z"
     else:
         x1, y1, x2 = x1 + _BOX_WIDTH / 2, y1 + _BOX_HEIGHT, x2 + _BOX_WIDTH / 2
         middle = (y1 + y2) / 2
         path = f"M{px(x1)} {px(y1)}C{px(x1)} {px(middle)} {px(x2)} {px(middle)} {px(x2)} {px(y2 - 7)}"
-        tip = f"M{px(x2)} {px(y2)}l-4 -8h8z"
-    return el("g", el("path", d=path, class_="edge"), el("path", d=tip, class_="tip"))
+        arrow_head = f"M{px(x2)} {px(y2)}l-4 -8h8z"
+    return el("g", el("path", d=path, class_="edge"), el("path", d=arrow_head, class_="tip"))

@@ -57,8 +57,8 @@ def write_report(run: Run, path: Path, other: Run | None = None) -> None:
     facts = read_facts(run)
     if other is None:
         return write_atomic(path, render_report(facts))
-    others = read_facts(other)
-    return write_atomic(path, render_report(facts, others, comparison.compare(run, facts, other, others)))
+    other_facts = read_facts(other)
+    return write_atomic(path, render_report(facts, other_facts, comparison.compare(run, facts, other, other_facts)))
 
 
 def render_report(facts: Facts, other: Facts | None = None, compared: comparison.Comparison | None = None) -> str:
@@ -115,7 +115,7 @@ def _sections(facts: Facts, other: Facts | None, compared: comparison.Comparison
 
 
 def _content(section: Section, facts: Facts) -> Html | None:
-    """The drawn section, or a line that explains why it is empty; None leaves the section out."""
+    """Return the rendered section, or a line that explains why it is empty; None leaves the section out."""
     try:
         content = section.draw()
     except _SHAPE_ERRORS as error:  # files of another version, or edited by hand
@@ -135,7 +135,7 @@ def _content(section: Section, facts: Facts) -> Html | None:
 
 def _lead(facts: Facts) -> str:
     summary = str(facts.verdict.get("summary") or "the evaluate step has not finished in this run.")
-    return ". ".join(text[:1].upper() + text[1:] for text in (summary, facts.excuse) if text)
+    return ". ".join(text[:1].upper() + text[1:] for text in (summary, facts.pass_reason) if text)
 
 
 def _tiles(facts: Facts) -> Iterator[Tile]:
@@ -187,12 +187,12 @@ def render_index(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _row(run: Run, folder: Path) -> dict[str, Any]:
-    """Values that a damaged file leaves without a number are None, so that the row can be sorted."""
+    """Return a row of the index; a value that a damaged file lacks is None, so that rows can be sorted."""
     facts = read_facts(run)
     metric = str(facts.verdict.get("metric", ""))
     value = (facts.metrics.get("candidate") or {}).get(metric)
     difference = parse_range(facts.verdict.get("difference"))
-    place, reached = _last_step(facts)
+    position, reached = _last_step(facts)
     report = run.path / "report.html"
     return {
         "id": run.id,
@@ -204,7 +204,7 @@ def _row(run: Run, folder: Path) -> dict[str, Any]:
         "difference": difference.estimate if difference else None,
         "seconds": facts.summary.get("seconds"),
         "samples_per_second": facts.summary.get("samples_per_second"),
-        "place": place,
+        "place": position,
         "reached": reached,
         "bundle": facts.digests.get("manifest.json", ""),
     }
@@ -215,5 +215,7 @@ def _last_step(facts: Facts) -> tuple[float, str]:
     records = [(i, record) for i, name in enumerate(STEPS) if (record := facts.step(name))]
     if not records:
         return -1.0, MISSING
-    place, last = records[-1]
-    return float(place), last.step if last.status == "done" else f"{last.step} {last.status}"
+    position, last_record = records[-1]
+    return float(
+        position
+    ), last_record.step if last_record.status == "done" else f"{last_record.step} {last_record.status}"

@@ -85,41 +85,42 @@ class Budget:
 def time_budget(facts: Facts) -> Budget | None:
     """Read the time budget from the training log, each line of which covers the steps since the line before."""
     windows = list(_windows(facts))
-    stepped = sum(duration for _, duration in windows)
-    if not stepped:
+    step_total = sum(duration for _, duration in windows)
+    if not step_total:
         return None
-    traced = exposed_communication(facts)
+    measured_share = exposed_communication(facts)
     waits = {
         "data": _weighted_seconds(windows, "data_wait_share"),
-        "communication": _weighted_seconds(windows, "communication_share") or (traced and traced[0] * stepped),
+        "communication": _weighted_seconds(windows, "communication_share")
+        or (measured_share and measured_share[0] * step_total),
         "checkpoints": _checkpoint_seconds(facts),
     }
     measured = {name: duration for name, duration in waits.items() if duration is not None}
     # A pause for a checkpoint is inside the steps of the line that reports it.
-    parts = {"computing": max(0.0, stepped - sum(measured.values())), **measured}
-    whole = facts.summary.get("seconds")
-    if is_number(whole) and whole >= stepped:  # after a resume it covers the last attempt only
-        parts[_REST] = max(0.0, whole - sum(parts.values()))
+    parts = {"computing": max(0.0, step_total - sum(measured.values())), **measured}
+    total_seconds = facts.summary.get("seconds")
+    if is_number(total_seconds) and total_seconds >= step_total:  # after a resume it covers the last attempt only
+        parts[_REST] = max(0.0, total_seconds - sum(parts.values()))
     return Budget({name: parts[name] for name in _BUDGET_STYLES if name in parts}, _REST in parts)
 
 
 def exposed_communication(facts: Facts) -> tuple[float, str] | None:
     """Return the fraction of time spent waiting for communication, and how it was measured."""
-    if traced := [rank["exposed"] for name, rank in facts.communication.items() if name.startswith("rank ")]:
-        first, count = facts.communication["first_step"], facts.communication["steps"]
-        return sum(traced) / len(traced), f"timeline of steps {first} to {first + count - 1}"
-    if logged := _values(facts, "communication_share"):
-        return sum(logged) / len(logged), "mean of all steps"
+    if rank_shares := [rank["exposed"] for name, rank in facts.communication.items() if name.startswith("rank ")]:
+        first_step, count = facts.communication["first_step"], facts.communication["steps"]
+        return sum(rank_shares) / len(rank_shares), f"timeline of steps {first_step} to {first_step + count - 1}"
+    if shares := _values(facts, "communication_share"):
+        return sum(shares) / len(shares), "mean of all steps"
     return None
 
 
 def _windows(facts: Facts) -> Iterator[tuple[Body, float]]:
     """Yield the lines of the training log, each with the seconds it covers."""
-    before = 0
+    previous_step = 0
     for line in facts.steps:
         if is_number(line.get("step_seconds")):
-            yield line, line["step_seconds"] * max(line["step"] - before, 1)
-        before = line["step"]
+            yield line, line["step_seconds"] * max(line["step"] - previous_step, 1)
+        previous_step = line["step"]
 
 
 def _weighted_seconds(windows: list[tuple[Body, float]], name: str) -> float | None:
@@ -129,10 +130,12 @@ def _weighted_seconds(windows: list[tuple[Body, float]], name: str) -> float | N
 
 
 def _checkpoint_seconds(facts: Facts) -> float | None:
-    """The log has the mean of each line, the summary the total of the last attempt: take the larger."""
-    logged = _values(facts, "checkpoint_seconds")
-    whole = facts.summary.get("checkpoint_seconds")
-    return max([*([sum(logged)] if logged else []), *([whole] if is_number(whole) else [])], default=None)
+    """Return the larger of two totals: that of the log's lines, and that of the last attempt in the summary."""
+    seconds_of_lines = _values(facts, "checkpoint_seconds")
+    total = facts.summary.get("checkpoint_seconds")
+    return max(
+        [*([sum(seconds_of_lines)] if seconds_of_lines else []), *([total] if is_number(total) else [])], default=None
+    )
 
 
 def _values(facts: Facts, name: str) -> list[float]:
@@ -144,46 +147,48 @@ def render_time_budget(facts: Facts, other: Facts | None) -> Html | None:
     budgets = {name: budget for name, run in runs.items() if run and (budget := time_budget(run))}
     if not budgets:
         return None
-    several = len(budgets) > 1
+    is_comparison = len(budgets) > 1
     rows = [
         {
             "name": part,
             "style": style,
-            "cells": [cell for one in budgets.values() for cell in (seconds(one.parts.get(part)), one.share(part))],
+            "cells": [
+                cell for budget in budgets.values() for cell in (seconds(budget.parts.get(part)), budget.share(part))
+            ],
         }
         for part, style in _BUDGET_STYLES.items()
-        if any(part in one.parts for one in budgets.values())
+        if any(part in budget.parts for budget in budgets.values())
     ]
     return render(
         "time_budget.html",
-        complete=all(one.complete for one in budgets.values()),
-        bars=[(name if several else "", _budget_bar(name, one)) for name, one in budgets.items()],
-        head=["", *[word for name in budgets for word in (name if several else "time", "share")]],
+        complete=all(budget.complete for budget in budgets.values()),
+        bars=[(name if is_comparison else "", _budget_bar(name, budget)) for name, budget in budgets.items()],
+        head=["", *[word for name in budgets for word in (name if is_comparison else "time", "share")]],
         rows=rows,
-        totals=[cell for one in budgets.values() for cell in (seconds(one.total), "100%")],
+        totals=[cell for budget in budgets.values() for cell in (seconds(budget.total), "100%")],
     )
 
 
 def _budget_bar(name: str, budget: Budget) -> Html:
     """All parts side by side in a fixed order, each labelled if there is room."""
-    x, drawn = 0.0, []
+    x, boxes = 0.0, []
     for part, duration in budget.parts.items():
         width = _BUDGET_WIDTH * duration / budget.total
         title = el("title", f"{part}: {seconds(duration)}, {budget.share(part)}")
-        box = {"x": px(x), "y": 0, "width": px(max(width - 1, 0)), "height": _BUDGET_HEIGHT}
-        drawn.append(el("rect", title, **box, class_=f"part {_BUDGET_STYLES[part]}"))
+        shape = {"x": px(x), "y": 0, "width": px(max(width - 1, 0)), "height": _BUDGET_HEIGHT}
+        boxes.append(el("rect", title, **shape, class_=f"part {_BUDGET_STYLES[part]}"))
         if width > _MIN_LABELLED_WIDTH:
-            drawn.append(label(x + 10, 20, f"{part} {budget.share(part)}", "start inside"))
+            boxes.append(label(x + 10, 20, f"{part} {budget.share(part)}", "start inside"))
         x += width
     text = ", ".join(f"{part} {budget.share(part)}" for part in budget.parts)
-    return drawing(f"Time budget of {name}", text, drawn, _BUDGET_WIDTH, _BUDGET_HEIGHT, "bar-chart")
+    return drawing(f"Time budget of {name}", text, boxes, _BUDGET_WIDTH, _BUDGET_HEIGHT, "bar-chart")
 
 
 def speed(facts: Facts, other: Facts | None = None) -> Html | None:
     if not facts.steps:
         return None
-    timed = facts.batch_size.get("timed")
-    fastest = max(entry["samples_per_second"] for entry in timed) if timed else 0.0
+    timings = facts.batch_size.get("timed")
+    fastest = max(entry["samples_per_second"] for entry in timings) if timings else 0.0
     return render(
         "speed.html",
         budget=render_time_budget(facts, other),
@@ -199,7 +204,7 @@ def speed(facts: Facts, other: Facts | None = None) -> Html | None:
                 number(entry["samples_per_second"]),
                 "taken" if entry["batch_size"] == facts.batch_size["batch_size"] else "",
             )
-            for entry in timed or ()
+            for entry in timings or ()
         ],
         figures=list(_figures(facts)),
         timeline=facts.timeline,
@@ -251,7 +256,7 @@ def _batch_shares(facts: Facts) -> list[Series]:
 
 
 def experts(facts: Facts) -> Html | None:
-    """None for a model without a mixture of experts."""
+    """Return the section on experts; None for a model without them."""
     balance = _expert_curve(facts, "load_max_over_mean")
     if not balance:
         return None
@@ -289,8 +294,10 @@ def _worst_layer(facts: Facts) -> Iterator[tuple[float, float]]:
 
 def _expert_tokens(facts: Facts) -> Iterator[tuple[str, float, str, str]]:
     """Yield a bar for each expert from the last logged loads, the most uneven layers first."""
-    logged = [line["expert_loads"] for line in facts.steps if line.get("expert_loads")]
-    layers = sorted(enumerate(logged[-1] if logged else ()), key=lambda layer: _imbalance(layer[1]), reverse=True)
+    loads_by_line = [line["expert_loads"] for line in facts.steps if line.get("expert_loads")]
+    layers = sorted(
+        enumerate(loads_by_line[-1] if loads_by_line else ()), key=lambda layer: _imbalance(layer[1]), reverse=True
+    )
     for layer, loads in layers:
         for expert, count in enumerate(loads):
             yield f"{layer}.{expert}", 100 * count / max(*loads, 1), number(count), ""

@@ -67,23 +67,30 @@ def write_cluster_record(runs: Path, record: ClusterRecord) -> None:
 
 def record_deployment(run: Run, name: str, deployed: dict[str, Any]) -> ClusterRecord:
     """Record a deployment; the same bundle in the same image is not a new version."""
-    old = read_cluster_record(run.runs)
+    recorded = read_cluster_record(run.runs)
     version = Version(run=run.id, bundle=deployed["bundle"], image=deployed["image"])
-    where = {key: deployed[key] for key in ("context", "server", "namespace", "target")}
-    here = old if old and (old.server, old.namespace) == (deployed["server"], deployed["namespace"]) else None
-    if deployed.get("canary") and here is not None:
+    location = {key: deployed[key] for key in ("context", "server", "namespace", "target")}
+    same_place = (
+        recorded
+        if recorded and (recorded.server, recorded.namespace) == (deployed["server"], deployed["namespace"])
+        else None
+    )
+    if deployed.get("canary") and same_place is not None:
         update = {
             "target": deployed["target"],
             "canary": version,
             "percent": deployed["canary"],
             "canary_in_place": deployed.get("canary_in_place", False),
         }
-        updated = here.model_copy(update=update)
-    elif here is not None and (here.current.bundle, here.current.image) == (version.bundle, version.image):
-        updated = here.model_copy(update={**where, "current": version, "canary": None, "percent": 0.0})
+        updated = same_place.model_copy(update=update)
+    elif same_place is not None and (same_place.current.bundle, same_place.current.image) == (
+        version.bundle,
+        version.image,
+    ):
+        updated = same_place.model_copy(update={**location, "current": version, "canary": None, "percent": 0.0})
     else:
-        previous = here.current if here is not None else None
-        updated = ClusterRecord(name=name, **where, current=version, since=now(), previous=previous)
+        previous = same_place.current if same_place is not None else None
+        updated = ClusterRecord(name=name, **location, current=version, since=now(), previous=previous)
     write_cluster_record(run.runs, updated)
     return updated
 
@@ -111,9 +118,9 @@ class ClusterStatus:
 
     def lines(self) -> list[str]:
         record, state = self.record, self.state
-        where = f"cluster {record.context} ({record.server}), namespace {record.namespace}"
+        location = f"cluster {record.context} ({record.server}), namespace {record.namespace}"
         serves = f"{record.name} serves bundle {record.current.bundle[:12]} of run {record.current.run}"
-        lines = [f"{where}: {serves} since {record.since}: {state.state}"]
+        lines = [f"{location}: {serves} since {record.since}: {state.state}"]
         lines += [f"problem: {problem}" for problem in state.problems]
         lines += [f"drift (live → recorded): {drift}" for drift in state.drift]
         if record.canary is not None:

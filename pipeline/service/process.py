@@ -177,17 +177,19 @@ def send_request(
 
 def service_environment() -> dict[str, str]:
     """Return this process's environment without the variables that concern only a command."""
-    dropped = (PARENT_WATCH_VARIABLE, "OMP_NUM_THREADS")
-    return {name: value for name, value in os.environ.items() if name not in dropped} | {"PYTHONSAFEPATH": "1"}
+    command_variables = (PARENT_WATCH_VARIABLE, "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if name not in command_variables} | {
+        "PYTHONSAFEPATH": "1"
+    }
 
 
 def _process(pid: int, started: float) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() - started) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        is_same = abs(process.create_time() - started) < 1 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return None
-    return process if same else None
+    return process if is_same else None
 
 
 _POLL_SECONDS = 0.02

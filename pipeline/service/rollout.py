@@ -259,7 +259,7 @@ def rollback(runs: Path, location: str, name: str = CHAMPION, reason: str = "rol
     """Point a name to the bundle it had before; a second rollback undoes the first."""
 
     def decide(registry: Registry) -> ProposedChange:
-        entry = registry.before(name)
+        entry = registry.previous_entry(name)
         if entry is None:
             raise ConfigError(f"{runs}: there is no previous {name} to roll back to")
         return ProposedChange(name, entry, reason)

@@ -64,16 +64,16 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
     image = image_on_cluster(run, run.config)
     directory, render = run.partial("deploy") / "manifests", run.config.deploy.render
 
-    def final(text: str) -> str:
+    def final_path(text: str) -> str:
         """Replace the directory's name by the one it gets when the step has ended."""
         return text.replace(str(run.partial("deploy")), str(run.output("deploy")))
 
     try:
         record = deploy_to_cluster(
-            run.config, bundle, image, directory, render, lambda text: _print(final(text)), access
+            run.config, bundle, image, directory, render, lambda text: _print(final_path(text)), access
         )
     except ClusterError as error:
-        raise ClusterError(final(str(error))) from error
+        raise ClusterError(final_path(str(error))) from error
     if not render:
         record_deployment(run, run.config.name, record)
     return {**record, "live": not render}

@@ -55,9 +55,9 @@ def package(run: Run, root: Path) -> None:
     recipe = recipe_of(config.package, root, bundle.signature.runtime.provider == "cuda" or config.deploy.gpus > 0)
     context = write_context(bundle, recipe, partial / "context")
     print(f"build context ready: {run.output('package') / 'context'}, digest {context[:12]}")
-    needed = config.deploy.on_cluster or (config.package.push and config.package.builder != "none")
+    is_required = config.deploy.on_cluster or (config.package.push and config.package.builder != "none")
     request = ImageRequest(
-        image, partial, run.output("package"), run.log("package"), bundle_annotations(bundle), needed
+        image, partial, run.output("package"), run.log("package"), bundle_annotations(bundle), is_required
     )
     record = {
         "image": image,
@@ -65,7 +65,7 @@ def package(run: Run, root: Path) -> None:
         "context": context,
         "base": recipe.base,
         "accelerator": recipe.accelerator,
-        **make(config, request, recipe.accelerator, bundle, os.environ),
+        **make_image(config, request, recipe.accelerator, bundle, os.environ),
         "modelcar": _modelcar(config, bundle, run, os.environ) if config.package.modelcar else None,
     }
     write_json(partial / "image.json", record)
@@ -98,17 +98,17 @@ def _modelcar(config: Config, bundle: Bundle, run: Run, env: Mapping[str, str]) 
     name = f"{base_name(config)}-modelcar:{bundle.digest[:12]}"
     reference, base = parse_reference(name), None
     if config.package.modelcar != "scratch":
-        below = parse_reference(config.package.modelcar)
-        base = ModelcarBase(below, Repository(below, find_login(below.host, env)))
+        base_reference = parse_reference(config.package.modelcar)
+        base = ModelcarBase(base_reference, Repository(base_reference, find_login(base_reference.host, env)))
     directory = run.partial("package") / "modelcar"
     index = write_modelcar(bundle, directory, name, base)
     record = {"image": name, "digest": index.digest, "reference": None, "uri": None}
     print(f"modelcar ready: {run.output('package') / 'modelcar'}, {index.digest}", flush=True)
     if config.package.push:
         repository = Repository(reference, find_login(reference.host, env))
-        pushed = reference.at(repository.push(Layout(directory), index.digest, reference.tag))
-        record |= {"reference": pushed, "uri": f"oci://{pushed}"}
-        print(f"pushed {pushed}; KServe's storageUri: {record['uri']}", flush=True)
+        pushed_reference = reference.at(repository.push(Layout(directory), index.digest, reference.tag))
+        record |= {"reference": pushed_reference, "uri": f"oci://{pushed_reference}"}
+        print(f"pushed {pushed_reference}; KServe's storageUri: {record['uri']}", flush=True)
     return record
 
 
@@ -138,7 +138,7 @@ def base_name(config: Config) -> str:
     return name
 
 
-def make(
+def make_image(
     config: Config, request: ImageRequest, accelerator: str, bundle: Bundle | None, env: Mapping[str, str]
 ) -> dict[str, Any]:
     """Build the image, list its packages and push it; return the entries of image.json."""
@@ -158,29 +158,29 @@ def make(
 
 def _build(package: Package, request: ImageRequest, env: Mapping[str, str]) -> dict[str, Any]:
     """Build the image; raise where it is needed and cannot be built."""
-    needed = request.needed or package.builder != "auto"
+    is_required = request.needed or package.builder != "auto"
     if package.builder == "none":
         return _without_image(None, "package.builder is none", request)
     search = find_builder(package.builder, env)
     if search.builder is None:
         reason = f"no container builder works: {search.reason}"
-        if needed:
+        if is_required:
             raise StageError(f"{reason}; install one, or set package.builder=auto")
         return _without_image(None, reason, request)
     base = _base(package, env)
     print(f"building {request.image} with {search.builder}", flush=True)
-    built = build(search.builder, _work(request, request.folder, base), request.folder / ".image-id", env)
-    if built.image_digest is None:
-        where = f"; its whole output is in {request.log}" if request.log else ""
-        reason = f"{search.builder} could not build {request.image}: {built.last_line}{where}"
-        if needed:
+    result = build(search.builder, _build_request(request, request.folder, base), request.folder / ".image-id", env)
+    if result.image_digest is None:
+        log_hint = f"; its whole output is in {request.log}" if request.log else ""
+        reason = f"{search.builder} could not build {request.image}: {result.last_line}{log_hint}"
+        if is_required:
             raise StageError(f"{reason}; package.builder=none continues without an image")
         print(f"WARNING: {reason}", file=sys.stderr)
         return _without_image(search.builder, reason, request)
-    print(f"built {request.image}, {built.image_digest}")
+    print(f"built {request.image}, {result.image_digest}")
     if not supports_annotations(search.builder, env):
         print("note: docker without buildx writes no annotations; only the labels of the image describe its content")
-    return _facts(search.builder, built.image_digest, "") | {"base_digest": base.digest}
+    return _facts(search.builder, result.image_digest, "") | {"base_digest": base.digest}
 
 
 def _base(package: Package, env: Mapping[str, str]) -> BaseImage:
@@ -197,7 +197,7 @@ def _base(package: Package, env: Mapping[str, str]) -> BaseImage:
     return base
 
 
-def _work(request: ImageRequest, folder: Path, base: BaseImage | None = None) -> BuildRequest:
+def _build_request(request: ImageRequest, folder: Path, base: BaseImage | None = None) -> BuildRequest:
     """Return the build, annotated with the base image where its digest is known."""
     if base is None or base.digest is None:
         return BuildRequest(request.image, folder / "context", request.annotations)
@@ -207,7 +207,7 @@ def _work(request: ImageRequest, folder: Path, base: BaseImage | None = None) ->
 
 def _without_image(builder: str | None, reason: str, request: ImageRequest) -> dict[str, Any]:
     by = builder or "docker"
-    argv = build_argv(by, _work(request, request.final), {}, annotated=by != "docker")
+    argv = build_argv(by, _build_request(request, request.final), {}, annotated=by != "docker")
     print(f"no image was built; to build it by hand: {shlex.join(argv)}", flush=True)
     return _facts(builder, None, reason)
 
@@ -248,7 +248,7 @@ def package_training(
     partial = project.runs / _IMAGES_FOLDER / "train.partial"
     context = write_training_context(config.name, project.root, content, recipe, partial / "context")
     final = partial.with_name(f"train-{context[:12]}")
-    earlier = _earlier(final, push=config.package.push)
+    earlier = _find_earlier_image(final, push=config.package.push)
     if earlier is not None:
         report(f"unchanged: {earlier['image']}")
         shutil.rmtree(partial)
@@ -257,7 +257,7 @@ def package_training(
         f"{name}:{context[:12]}", partial, final, None, training_annotations(config.name, content), needed=True
     )
     record = {"image": request.image, "project": content.digest, "context": context, "base": recipe.base}
-    record |= {"accelerator": recipe.accelerator, **make(config, request, recipe.accelerator, None, env)}
+    record |= {"accelerator": recipe.accelerator, **make_image(config, request, recipe.accelerator, None, env)}
     write_json(partial / "image.json", record)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
@@ -268,7 +268,7 @@ def package_training(
     return record
 
 
-def _earlier(final: Path, push: bool) -> dict[str, Any] | None:
+def _find_earlier_image(final: Path, push: bool) -> dict[str, Any] | None:
     """Return the record of an image with the same context, if it was built, and pushed where `push` is set."""
     path = final / "image.json"
     if not path.is_file():

@@ -45,34 +45,34 @@ def prepare(run: Run, root: Path) -> None:
     if pretrained:
         copy_small_files(pretrained, files)
     make_shared_files(task, files)
-    digest, look_at = _check_pretrained(pretrained, task, run) if pretrained else ("", None)
-    begun = {PRETRAINED_KEY: digest} if pretrained else {}
+    digest, check_texts = _check_pretrained(pretrained, task, run) if pretrained else ("", None)
+    pretrained_part = {PRETRAINED_KEY: digest} if pretrained else {}
     splits = {name: open_split(task, name) for name in SPLITS}
     for samples in splits.values():
         check_columns(task, samples)
-    if look_at:
-        look_at(splits.values())
-    found = check_data(run, task, splits)
-    pairs = find_duplicates({name: reading.digests for name, reading in found.splits.items()})
+    if check_texts:
+        check_texts(splits.values())
+    checked = check_data(run, task, splits)
+    pairs = find_duplicates({name: reading.digests for name, reading in checked.splits.items()})
     report: dict[str, Any] = {
-        "splits": {name: _describe(reading) for name, reading in found.splits.items()},
+        "splits": {name: _describe(reading) for name, reading in checked.splits.items()},
         KEY: shared_file_digests(files),
-        **begun,
+        **pretrained_part,
         "duplicate_count": len(pairs),
         "duplicates": pairs[:_MAX_LISTED],
     }
     write_json(run.partial("prepare") / "data.json", report)
-    write_checks(found, run.partial("prepare"))
+    write_checks(checked, run.partial("prepare"))
     if report[KEY]:
         print(f"files that model, data and codec share: {', '.join(report[KEY])}")
     for name, facts in report["splits"].items():
         print(f"{name}: {facts['samples']} samples, fingerprint {facts['fingerprint'][:12]}")
     if pairs:
         _report_duplicates(pairs, config.prepare.leaks, run.partial("prepare") / "data.json")
-    report_results(found)
+    report_results(checked)
 
 
-def _check_pretrained(found: Pretrained, task: Task, run: Run) -> tuple[str, Callable[[Iterable[Samples]], None]]:
+def _check_pretrained(pretrained: Pretrained, task: Task, run: Run) -> tuple[str, Callable[[Iterable[Samples]], None]]:
     """Check that the weights fit the task's model; return their digest, and a check of the data's texts.
 
     Done here, so that a mistake is found before many processes start.
@@ -81,35 +81,33 @@ def _check_pretrained(found: Pretrained, task: Task, run: Run) -> tuple[str, Cal
     from train.validation import check_texts, check_tokenizer
 
     config, directory = run.config, run.partial("prepare")
-    bare, matched = match_weights(
-        partial(require_adapt(task, config.task).adapt, directory / FOLDER), found, config.model.allow_mismatch
+    skeleton, match = match_weights(
+        partial(require_adapt(task, config.task).adapt, directory / FOLDER), pretrained, config.model.allow_mismatch
     )
-    check_tokenizer(directory / FOLDER, bare.model)
-    digest = record(found, directory)
-    if matched.left_out:
-        print(
-            f"left out: {len(matched.left_out)} weights that this kind of model does not use, as {matched.left_out[0]}"
-        )
-    where = config.model.pretrained + (f" (run {found.folder.resolve().name})" if found.is_run else "")
-    print(f"pretrained: {where}, {len(found.weights)} files of weights, digest {digest[:12]}")
-    return digest, partial(check_texts, task, bare.model)
+    check_tokenizer(directory / FOLDER, skeleton.model)
+    digest = record(pretrained, directory)
+    if match.left_out:
+        print(f"left out: {len(match.left_out)} weights that this kind of model does not use, as {match.left_out[0]}")
+    source = config.model.pretrained + (f" (run {pretrained.folder.resolve().name})" if pretrained.is_run else "")
+    print(f"pretrained: {source}, {len(pretrained.weights)} files of weights, digest {digest[:12]}")
+    return digest, partial(check_texts, task, skeleton.model)
 
 
 def find_duplicates(digests: Mapping[str, Sequence[str] | Digests]) -> list[dict[str, Any]]:
     """Return every sample that is also in an earlier split, as a pair of places."""
-    joined = np.concatenate([np.asarray(values) for values in digests.values()])
-    _, first, group = np.unique(joined, return_index=True, return_inverse=True)
+    all_digests = np.concatenate([np.asarray(values) for values in digests.values()])
+    _, first_index, group = np.unique(all_digests, return_index=True, return_inverse=True)
     starts = np.cumsum([0, *(len(values) for values in digests.values())])
     split = np.repeat(np.arange(len(digests)), np.diff(starts))
-    earliest = first[group.reshape(-1)]
-    later = np.flatnonzero(split[earliest] != split)
-    later = later[np.argsort(earliest[later], kind="stable")]
+    earliest = first_index[group.reshape(-1)]
+    duplicates = np.flatnonzero(split[earliest] != split)
+    duplicates = duplicates[np.argsort(earliest[duplicates], kind="stable")]
     names = list(digests)
 
-    def place(index: Any) -> dict[str, Any]:
+    def location(index: Any) -> dict[str, Any]:
         return {"split": names[split[index]], "index": int(index - starts[split[index]])}
 
-    return [{"a": place(earliest[index]), "b": place(index)} for index in later]
+    return [{"a": location(earliest[index]), "b": location(index)} for index in duplicates]
 
 
 def _describe(reading: SplitSummary) -> dict[str, Any]:
@@ -118,10 +116,10 @@ def _describe(reading: SplitSummary) -> dict[str, Any]:
 
 def _report_duplicates(pairs: list[dict[str, Any]], leaks: str, listing: Path) -> None:
     a, b = pairs[0]["a"], pairs[0]["b"]
-    listed = "all are" if len(pairs) <= _MAX_LISTED else f"the first {_MAX_LISTED} are"
+    scope = "all are" if len(pairs) <= _MAX_LISTED else f"the first {_MAX_LISTED} are"
     text = (
         f"{len(pairs)} samples are in more than one split, as {b['split']}[{b['index']}] = "
-        f"{a['split']}[{a['index']}]; {listed} listed in {listing.parent.name}/{listing.name}. "
+        f"{a['split']}[{a['index']}]; {scope} listed in {listing.parent.name}/{listing.name}. "
         "Remove them, or set prepare.leaks=warn to accept an unfair test"
     )
     if leaks == "error":

@@ -27,23 +27,25 @@ PRETRAINED_KEY = "pretrained"  # in data.json
 _DIGEST_CACHE = ".pretrained-digests.json"  # in the folder of runs
 
 
-def copy_small_files(found: Pretrained, folder: Path) -> None:
+def copy_small_files(pretrained: Pretrained, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, path in found.small.items():
+    for name, path in pretrained.small.items():
         shutil.copyfile(path, folder / name)
 
 
-def record(found: Pretrained, directory: Path) -> str:
+def record(pretrained: Pretrained, directory: Path) -> str:
     """Write the digests of all files that training reads; return the digest of them all."""
-    digests = {name: digest_file(path) for name, path in found.files.items()}
-    run = Run(found.folder.resolve()) if found.is_run else None
+    digests = {name: digest_file(path) for name, path in pretrained.files.items()}
+    run = Run(pretrained.folder.resolve()) if pretrained.is_run else None
     if run:
         check_trained(run, digests[WEIGHT_FILE])
     body = {
-        "commit": commit_of(found.folder),
+        "commit": commit_of(pretrained.folder),
         "run": run.id if run else "",
         "digest": digest_mapping(digests),
-        "files": {name: {"sha256": digests[name], "bytes": path.stat().st_size} for name, path in found.files.items()},
+        "files": {
+            name: {"sha256": digests[name], "bytes": path.stat().st_size} for name, path in pretrained.files.items()
+        },
     }
     write_json(directory / PRETRAINED_RECORD, body)
     return str(body["digest"])
@@ -65,22 +67,22 @@ def pretrained_parts(config: Config, root: Path, runs: Path) -> dict[str, str]:
 
 def _digests(files: Mapping[str, Path], cache: Path) -> dict[str, str]:
     """Hash the files; weights may be large, so a file is read again only when its path, size or times have changed."""
-    before = _read_cache(cache)
+    cached = _read_cache(cache)
     states = {name: _file_state(path) for name, path in files.items()}
-    found = {
-        name: before[states[name]] if states[name] in before else digest_file(path) for name, path in files.items()
+    digests = {
+        name: cached[states[name]] if states[name] in cached else digest_file(path) for name, path in files.items()
     }
-    fresh = {states[name]: digest for name, digest in found.items()}
-    if cache.parent.is_dir() and not fresh.items() <= before.items():
-        write_atomic(cache, json.dumps({**before, **fresh}, indent=1, sort_keys=True))
-    return found
+    new_entries = {states[name]: digest for name, digest in digests.items()}
+    if cache.parent.is_dir() and not new_entries.items() <= cached.items():
+        write_atomic(cache, json.dumps({**cached, **new_entries}, indent=1, sort_keys=True))
+    return digests
 
 
 def _file_state(path: Path) -> str:
     """Describe a file by path, inode, size and times; unlike mtime, ctime cannot be set by hand."""
     path = path.resolve()
-    now = path.stat()
-    return f"{path} {now.st_dev}:{now.st_ino} {now.st_size} {now.st_mtime_ns} {now.st_ctime_ns}"
+    status = path.stat()
+    return f"{path} {status.st_dev}:{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def _read_cache(path: Path) -> dict[str, str]:

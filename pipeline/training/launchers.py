@@ -46,7 +46,7 @@ def launch_command(
 def agent(
     train: Train, per_node: int, python: tuple[str, ...], rendezvous: Rendezvous | None, own_address: str
 ) -> tuple[str, ...]:
-    """Our elastic agent, which replaces torchrun; started once on each machine."""
+    """Return the command of our elastic agent, which replaces torchrun; it is started once on each machine."""
     options: tuple[str, ...] = (f"--processes={per_node}", f"--restarts={train.restarts}")
     if rendezvous is not None:
         options += (
@@ -60,31 +60,31 @@ def agent(
 
 
 def torchrun(processes: int, python: tuple[str, ...]) -> tuple[str, ...]:
-    """Torchrun itself, on one machine, for steps without restarts."""
+    """Return the command of torchrun on one machine, for steps without restarts."""
     interpreter, *module = python
-    one_node = ("--standalone", "--nnodes=1", f"--nproc-per-node={processes}")
-    return (interpreter, "-m", "torch.distributed.run", *one_node, *module)
+    options = ("--standalone", "--nnodes=1", f"--nproc-per-node={processes}")
+    return (interpreter, "-m", "torch.distributed.run", *options, *module)
 
 
 def mpirun(per_node: int, python: tuple[str, ...], nodes: int = 1) -> tuple[str, ...]:
-    """Open MPI, started once; it takes the machines from a batch system or from its own host file.
+    """Return the command of Open MPI, started once; it takes the machines from a batch system or its host file.
 
     Processes may share cores and are not bound to any: OMP_NUM_THREADS sets how many each uses.
     """
     environment = [argument for name in PASSED_ON for argument in ("-x", name)]
-    spread = ["--map-by", f"ppr:{per_node}:node"] if nodes > 1 else []
+    mapping = ["--map-by", f"ppr:{per_node}:node"] if nodes > 1 else []
     count = ("-np", str(per_node * nodes))
-    return ("mpirun", *count, "--oversubscribe", "--bind-to", "none", *spread, *environment, *python)
+    return ("mpirun", *count, "--oversubscribe", "--bind-to", "none", *mapping, *environment, *python)
 
 
 def srun(per_node: int, python: tuple[str, ...], nodes: int = 1) -> tuple[str, ...]:
-    """Slurm, started once; it passes the environment on, and one failed process ends the others."""
+    """Return the command of Slurm, started once; it passes the environment on, and one failure ends all processes."""
     tasks = (f"--nodes={nodes}", f"--ntasks={per_node * nodes}", f"--ntasks-per-node={per_node}")
     return ("srun", *tasks, "--kill-on-bad-exit=1", *python)
 
 
 def horovodrun(processes: int, python: tuple[str, ...], trace: bool = False) -> tuple[str, ...]:
-    """Horovod, on this machine; with `train.trace` it also writes its own timeline."""
+    """Return the command of Horovod on this machine; with `train.trace` it also writes its own timeline."""
     timeline = ("--timeline-filename", f"{python[-1]}/train.partial/horovod.json") if trace else ()
     return ("python", "-m", "horovod.runner.launch", "--gloo", "-np", str(processes), *timeline, *python)
 

@@ -182,7 +182,7 @@ class TrainingNode:
                 return None
             if not waits:
                 waits = True
-                self.output.say(self._no_leader(f"waiting {timeout} s for it"))
+                self.output.print_line(self._no_leader(f"waiting {timeout} s for it"))
             self.presence.renew()
             if took_part:
                 self._raise_permanent_error()
@@ -191,11 +191,11 @@ class TrainingNode:
 
     def _run_launcher(self, rendezvous: Rendezvous | None) -> tuple[int, str]:
         """Run the training processes to their end; return the launcher's exit status and the log of this launch."""
-        own = own_address(rendezvous.address) if rendezvous else ""
+        own_host = own_address(rendezvous.address) if rendezvous else ""
         python = ("python", "-m", "train", str(self.run.path))
-        argv = launch_command(self.train, self.per_node, python, rendezvous, own)
+        argv = launch_command(self.train, self.per_node, python, rendezvous, own_host)
         env = {**launcher_environment(self.train, os.geteuid()), **self.env}
-        if own and (name := network_interface(own)):
+        if own_host and (name := network_interface(own_host)):
             env.setdefault("GLOO_SOCKET_IFNAME", name)
         offset = prepare_log(self.log)
         status = LocalLauncher(self.root, self._tick, _GRACE_SECONDS).launch(argv, self.log, env)
@@ -236,10 +236,10 @@ class TrainingNode:
             raise error
 
     def _too_few_machines(self) -> StageError:
-        count, needed = self.presence.count(), self.train.fewest_nodes
+        count, required = self.presence.count(), self.train.fewest_nodes
         return StageError(
-            f"train.nodes={self.train.nodes}: {count} of {needed} machines came within {self.train.timeout_seconds} s; "
-            f"to fix it, on each other machine, in this folder: pipe join {self.run.id}"
+            f"train.nodes={self.train.nodes}: {count} of {required} machines came within "
+            f"{self.train.timeout_seconds} s; to fix it, on each other machine, in this folder: pipe join {self.run.id}"
         )
 
     def _no_leader(self, waiting: str) -> str:
@@ -253,9 +253,9 @@ def describe_give_up(decision: GiveUp, allowed: int) -> str:
     advice = MEMORY_HINT if decision.cause.endswith("(SIGKILL)") else ""
     if decision.times == 0 or allowed == 0:
         return f"{decision.cause}{advice}"
-    place = f"the checkpoint of step {decision.step}" if decision.step else "the beginning"
+    start = f"the checkpoint of step {decision.step}" if decision.step else "the beginning"
     return (
-        f"training was lost {decision.times} times in a row from {place} (train.restarts={allowed}), at last because "
+        f"training was lost {decision.times} times in a row from {start} (train.restarts={allowed}), at last because "
         f"{decision.cause}{advice}"
     )
 
@@ -324,8 +324,8 @@ class NodePresence:
     def count(self) -> int:
         """Count the machines that are present, by the clock of the file system, the only one they share."""
         self._path.touch()
-        now = self._path.stat().st_mtime
-        return sum(now - _modified(path) < _ABSENT_AFTER_SECONDS for path in self._path.parent.iterdir())
+        current = self._path.stat().st_mtime
+        return sum(current - _modified(path) < _ABSENT_AFTER_SECONDS for path in self._path.parent.iterdir())
 
 
 def _modified(path: Path) -> float:
@@ -355,9 +355,9 @@ class NodeOutput:
         if len(log.attempts) > self._attempts:
             self._attempts = len(log.attempts)
             if text := describe_restart(log, self._restarts):
-                self.say(text)
+                self.print_line(text)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         print(text, flush=True)
 
     def _size(self) -> int:

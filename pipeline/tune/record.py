@@ -105,17 +105,17 @@ def trial_value(run: Run, metric: str) -> float | None:
 
 def needed_runs(runs: Path, history: History) -> set[str]:
     """Return the runs that must be kept: the best trial of each study, and unfinished ones."""
-    needed: set[str] = set()
+    names: set[str] = set()
     for study in all_studies(runs):
         trials = study_trials(study.name, history).values()
-        needed |= {run.id for run, body in trials if _train_status(body) in ("", "running", "interrupted")}
+        names |= {run.id for run, body in trials if _train_status(body) in ("", "running", "interrupted")}
         if best := _best(study, [run for run, body in trials if _train_status(body) == "done"]):
-            needed.add(best.id)
-    return needed
+            names.add(best.id)
+    return names
 
 
-def _best(study: StudyFile, done: Iterable[Run]) -> Run | None:
-    values = {run: value for run in done if (value := trial_value(run, study.metric)) is not None}
+def _best(study: StudyFile, trained: Iterable[Run]) -> Run | None:
+    values = {run: value for run in trained if (value := trial_value(run, study.metric)) is not None}
     choose = max if study.direction == "maximize" else min
     return choose(values, key=lambda run: values[run], default=None)
 

@@ -326,8 +326,8 @@ class Study:
         """Return complete trials by value, best first, then the others in order."""
         sign = -1 if self._tune.direction == "maximize" else 1
         complete = [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
-        others = [trial for trial in self.trials if trial.state != TrialState.COMPLETE]
-        return [*sorted(complete, key=lambda trial: sign * (trial.value or 0.0)), *others]
+        incomplete = [trial for trial in self.trials if trial.state != TrialState.COMPLETE]
+        return [*sorted(complete, key=lambda trial: sign * (trial.value or 0.0)), *incomplete]
 
     def best(self) -> FrozenTrial | None:
         return next((trial for trial in self.ranked_trials() if trial.state == TrialState.COMPLETE), None)
@@ -364,8 +364,8 @@ def make_pruner(tune: Tune) -> BasePruner:
 
 def make_sampler(seed: int, number: int) -> optuna.samplers.BaseSampler:
     """Return a sampler with a seed per trial, so that workers differ and a resumed search samples the same values."""
-    drawn = hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4]
-    return optuna.samplers.TPESampler(seed=int.from_bytes(drawn, "big"))
+    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4]
+    return optuna.samplers.TPESampler(seed=int.from_bytes(digest, "big"))
 
 
 def _suggest(trial: optuna.Trial, name: str, kind: BaseDistribution) -> Any:
@@ -407,13 +407,13 @@ class KernelLock(JournalFileOpenLock):
 def truncate_incomplete_line(path: Path) -> None:
     """Remove the last line of a file if it does not end with a newline."""
     with path.open("r+b") as file:
-        size = place = file.seek(0, 2)
-        while place and _byte(file, place - 1) != b"\n":
-            place -= 1
-        if place < size:
-            file.truncate(place)
+        size = position = file.seek(0, 2)
+        while position and _byte(file, position - 1) != b"\n":
+            position -= 1
+        if position < size:
+            file.truncate(position)
 
 
-def _byte(file: BinaryIO, place: int) -> bytes:
-    file.seek(place)
+def _byte(file: BinaryIO, position: int) -> bytes:
+    file.seek(position)
     return file.read(1)

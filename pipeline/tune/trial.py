@@ -121,21 +121,21 @@ class MetricReader:
 
     def read(self, path: Path) -> Iterator[tuple[int, float | None]]:
         """Yield new epochs, counted from one, with their values; None if the metric is missing or not finite."""
-        for line in self._added(path):
+        for line in self._new_rows(path):
             if "validation" in line and line["epoch"] not in self._seen:
                 self._seen.add(line["epoch"])
                 yield line["epoch"] + 1, line["validation"].get(self._metric)
 
-    def _added(self, path: Path) -> list[dict[str, Any]]:
+    def _new_rows(self, path: Path) -> list[dict[str, Any]]:
         if not path.exists():
             return []
         with path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             file.seek(self._offset if inode == self._inode else 0)
             data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]  # an incomplete line is read again later
-            self._inode, self._offset = inode, file.tell() - len(data) + len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+            complete = data[: data.rfind(b"\n") + 1]  # an incomplete line is read again later
+            self._inode, self._offset = inode, file.tell() - len(data) + len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
 
 _POLL_SECONDS = 0.5
@@ -174,12 +174,12 @@ def describe_trial(claim: Claim, result: TrialResult, run: Run | None, seconds: 
     parts = [f"trial {claim.number}: {result.state}"]
     if result.value is not None:
         parts.append(f"{result.value:.4f}" + (", the best so far" if best and best.number == claim.number else ""))
-    settings = " ".join(as_overrides({name: rounded(value) for name, value in claim.values.items()}))
+    settings = " ".join(as_overrides({name: round_float(value) for name, value in claim.values.items()}))
     parts.append(f"({settings}; {seconds:.1f} s{f', run {run.id}' if run else ''})")
     return " ".join(parts) + (f": {result.reason}" if result.reason else "")
 
 
-def rounded(value: Any) -> Any:
+def round_float(value: Any) -> Any:
     """Round floats to four digits."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
 

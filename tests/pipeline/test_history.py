@@ -149,9 +149,9 @@ def test_a_damaged_record_is_named(sealed: tuple[Run, StepRecord]) -> None:
 
 def test_runs_that_a_workflow_has_named_stand_where_their_time_puts_them(tmp_path: Path, config: Config) -> None:
     before, after = (datetime(2026, 1, 1, 12, 0, second, tzinfo=UTC) for second in (0, 2))
-    begin_run(Run(tmp_path / "wf-first"), config, ("prepare",), began=before)
+    begin_run(Run(tmp_path / "wf-first"), config, ("prepare",), created=before)
     begin_run(Run(tmp_path / "20260101-120001-0000"), config, ("prepare",))
-    begin_run(Run(tmp_path / "a-later-one"), config, ("prepare",), began=after)
+    begin_run(Run(tmp_path / "a-later-one"), config, ("prepare",), created=after)
     assert [run.id for run in all_runs(tmp_path)] == ["a-later-one", "20260101-120001-0000", "wf-first"]
     assert find_run(tmp_path, "latest").id == "a-later-one"
 

@@ -39,8 +39,8 @@ class Access(Frozen):
     @property
     def options(self) -> list[str]:
         """Return the options of `python -m serve`."""
-        given = ((f"--{name.replace('_', '-')}", getattr(self, name)) for name in type(self).model_fields)
-        return [word for option, path in given if path for word in (option, path)]
+        options = ((f"--{name.replace('_', '-')}", getattr(self, name)) for name in type(self).model_fields)
+        return [argument for option, path in options if path for argument in (option, path)]
 
     @property
     def trust(self) -> Trust | None:
@@ -76,7 +76,7 @@ class Access(Frozen):
 
     def hashed_keys(self) -> str:
         """Return the file with every key replaced by its hash."""
-        return "".join(f"{_hashed(line)}\n" for line in self._lines())
+        return "".join(f"{_hash_key(line)}\n" for line in self._lines())
 
     def _lines(self) -> list[str]:
         lines = map(str.strip, Path(self.api_keys).read_text().splitlines())
@@ -86,5 +86,5 @@ class Access(Frozen):
 OPEN_ACCESS = Access()  # no API key, no TLS
 
 
-def _hashed(line: str) -> str:
+def _hash_key(line: str) -> str:
     return line if line.startswith("sha256:") else f"sha256:{hashlib.sha256(line.encode()).hexdigest()}"

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Rule(NamedTuple):
+class Conflict(NamedTuple):
     """When `setting` has one of `values`, `other` must have one of `allowed`."""
 
     setting: str
     values: set[Any]
     other: str
     allowed: set[Any]
-    why: str
-    instead: str
+    reason: str
+    fix: str
 
 
 def find_conflict(train: Mapping[str, Any]) -> str:
@@ -24,10 +24,10 @@ def find_conflict(train: Mapping[str, Any]) -> str:
     values["snapshot"] = train["snapshot"].partition(":")[0]
     values["elastic_shards"] = min(train["elastic_shards"], 1)
     values["nodes"] = RANGE if isinstance(train["nodes"], str) else train["nodes"]
-    for rule in RULES:
-        if values[rule.setting] in rule.values and values[rule.other] not in rule.allowed:
-            first, second = (f"{name}={_yaml(train[name])}" for name in (rule.setting, rule.other))
-            return f"{first} does not go with {second}: {rule.why}; {rule.instead}"
+    for conflict in CONFLICTS:
+        if values[conflict.setting] in conflict.values and values[conflict.other] not in conflict.allowed:
+            first, second = (f"{name}={_yaml(train[name])}" for name in (conflict.setting, conflict.other))
+            return f"{first} does not go with {second}: {conflict.reason}; {conflict.fix}"
     return ""
 
 
@@ -49,8 +49,8 @@ HOROVOD_EXCHANGES = "Horovod exchanges the gradients itself"
 SHARDS = "it adds up whole gradients of shards"
 DDP = "use strategy=ddp"
 
-RULES = (
-    Rule(
+CONFLICTS = (
+    Conflict(
         "compress",
         COMPRESSED,
         "strategy",
@@ -58,11 +58,11 @@ RULES = (
         "it compresses whole gradients, at every step",
         "use compress=none (fsdp sends half with precision=bf16)",
     ),
-    Rule("compress", COMPRESSED, "tensor_parallel", {1}, NEEDS_WHOLE_GRADIENT, "use compress=none"),
-    Rule("compress", COMPRESSED, "pipeline_parallel", {1}, NEEDS_WHOLE_GRADIENT, "use compress=none"),
-    Rule("strategy", WEIGHTS_DIFFER, "tensor_parallel", {1}, NEEDS_WHOLE_GRADIENT, DDP),
-    Rule("strategy", WEIGHTS_DIFFER, "pipeline_parallel", {1}, NEEDS_WHOLE_GRADIENT, DDP),
-    Rule(
+    Conflict("compress", COMPRESSED, "tensor_parallel", {1}, NEEDS_WHOLE_GRADIENT, "use compress=none"),
+    Conflict("compress", COMPRESSED, "pipeline_parallel", {1}, NEEDS_WHOLE_GRADIENT, "use compress=none"),
+    Conflict("strategy", WEIGHTS_DIFFER, "tensor_parallel", {1}, NEEDS_WHOLE_GRADIENT, DDP),
+    Conflict("strategy", WEIGHTS_DIFFER, "pipeline_parallel", {1}, NEEDS_WHOLE_GRADIENT, DDP),
+    Conflict(
         "strategy",
         WEIGHTS_DIFFER,
         "precision",
@@ -70,11 +70,15 @@ RULES = (
         "processes cannot agree on a loss scale",
         "use precision=bf16",
     ),
-    Rule("strategy", WEIGHTS_DIFFER, "balance", {"equal"}, "processes do not wait at every step", "use balance=equal"),
-    Rule("strategy", {"parameter_server"}, "accumulate", {1}, "every gradient is sent at once", "use accumulate=1"),
-    Rule("sync_overlap", {True}, "strategy", LOCAL, "it is for exchanges every few steps", "use strategy=local_sgd"),
-    Rule("strategy", {"fsdp"}, "pipeline_parallel", {1}, "it does not split pipeline stages", DDP),
-    Rule(
+    Conflict(
+        "strategy", WEIGHTS_DIFFER, "balance", {"equal"}, "processes do not wait at every step", "use balance=equal"
+    ),
+    Conflict("strategy", {"parameter_server"}, "accumulate", {1}, "every gradient is sent at once", "use accumulate=1"),
+    Conflict(
+        "sync_overlap", {True}, "strategy", LOCAL, "it is for exchanges every few steps", "use strategy=local_sgd"
+    ),
+    Conflict("strategy", {"fsdp"}, "pipeline_parallel", {1}, "it does not split pipeline stages", DDP),
+    Conflict(
         "tensor_parallel",
         {MANY},
         "pipeline_parallel",
@@ -82,7 +86,7 @@ RULES = (
         "only one of them can split the model",
         "use pipeline_parallel=1; tensor_parallel goes with strategy=fsdp",
     ),
-    Rule(
+    Conflict(
         "expert_parallel",
         {MANY},
         "pipeline_parallel",
@@ -90,13 +94,15 @@ RULES = (
         "it does not split pipeline stages",
         "use pipeline_parallel=1",
     ),
-    Rule("expert_parallel", {MANY}, "precision", {"fp32", "bf16"}, "experts overflow separately", "use precision=bf16"),
-    Rule(
+    Conflict(
+        "expert_parallel", {MANY}, "precision", {"fp32", "bf16"}, "experts overflow separately", "use precision=bf16"
+    ),
+    Conflict(
         "expert_parallel", {MANY}, "compile", {False}, "the number of tokens changes at each step", "use compile=false"
     ),
-    Rule("expert_parallel", {MANY}, "compress", {"none"}, NEEDS_WHOLE_GRADIENT, "use compress=none"),
-    Rule("expert_parallel", {MANY}, "strategy", {"ddp", "fsdp"}, NEEDS_WHOLE_GRADIENT, DDP),
-    Rule(
+    Conflict("expert_parallel", {MANY}, "compress", {"none"}, NEEDS_WHOLE_GRADIENT, "use compress=none"),
+    Conflict("expert_parallel", {MANY}, "strategy", {"ddp", "fsdp"}, NEEDS_WHOLE_GRADIENT, DDP),
+    Conflict(
         "expert_parallel",
         {MANY},
         "balance",
@@ -104,15 +110,19 @@ RULES = (
         "processes that share experts work in step",
         "use balance=equal",
     ),
-    Rule("expert_parallel", {MANY}, "elastic_shards", {0}, SHARDS, "use elastic_shards=0"),
-    Rule("batch_size", {"auto"}, "expert_parallel", {1}, "its trials hold the whole model", NUMBER),
-    Rule(
+    Conflict("expert_parallel", {MANY}, "elastic_shards", {0}, SHARDS, "use elastic_shards=0"),
+    Conflict("batch_size", {"auto"}, "expert_parallel", {1}, "its trials hold the whole model", NUMBER),
+    Conflict(
         "balance", {"auto"}, "strategy", {"ddp"}, "only DDP's slices can follow the measured speed", "use balance=equal"
     ),
-    Rule("balance", {"auto"}, "tensor_parallel", {1}, "processes that share layers work in step", "use balance=equal"),
-    Rule("balance", {"auto"}, "pipeline_parallel", {1}, "stages work in step", "use balance=equal"),
-    Rule("workers", {1, MANY}, "balance", {"equal"}, "they load slices before their size is known", "use workers=0"),
-    Rule(
+    Conflict(
+        "balance", {"auto"}, "tensor_parallel", {1}, "processes that share layers work in step", "use balance=equal"
+    ),
+    Conflict("balance", {"auto"}, "pipeline_parallel", {1}, "stages work in step", "use balance=equal"),
+    Conflict(
+        "workers", {1, MANY}, "balance", {"equal"}, "they load slices before their size is known", "use workers=0"
+    ),
+    Conflict(
         "workers",
         {1, MANY},
         "strategy",
@@ -120,17 +130,21 @@ RULES = (
         "a process does not know its next step in advance",
         "use workers=0",
     ),
-    Rule("pipeline_parallel", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"),
-    Rule("pipeline_parallel", {MANY}, "compile", {False}, "a stage is only a part of the model", "use compile=false"),
-    Rule("batch_size", {"auto"}, "strategy", {"ddp"}, "its trials are runs of DDP", NUMBER),
-    Rule("batch_size", {"auto"}, "tensor_parallel", {1}, "its trials hold the whole model", NUMBER),
-    Rule("batch_size", {"auto"}, "pipeline_parallel", {1}, "its memory depends on the schedule", NUMBER),
-    Rule("batch_size", {"auto"}, "balance", {"equal"}, "its trials are of equal slices", NUMBER),
-    Rule("trace", {True}, "strategy", NEXT_STEP_KNOWN, "its processes have no common steps", "use trace=false"),
-    Rule("strategy", {"horovod"}, "tensor_parallel", {1}, HOROVOD_EXCHANGES, DDP),
-    Rule("strategy", {"horovod"}, "pipeline_parallel", {1}, HOROVOD_EXCHANGES, DDP),
-    Rule("strategy", {"horovod"}, "launcher", {"torchrun"}, "horovodrun takes its place", "use launcher=torchrun"),
-    Rule(
+    Conflict(
+        "pipeline_parallel", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"
+    ),
+    Conflict(
+        "pipeline_parallel", {MANY}, "compile", {False}, "a stage is only a part of the model", "use compile=false"
+    ),
+    Conflict("batch_size", {"auto"}, "strategy", {"ddp"}, "its trials are runs of DDP", NUMBER),
+    Conflict("batch_size", {"auto"}, "tensor_parallel", {1}, "its trials hold the whole model", NUMBER),
+    Conflict("batch_size", {"auto"}, "pipeline_parallel", {1}, "its memory depends on the schedule", NUMBER),
+    Conflict("batch_size", {"auto"}, "balance", {"equal"}, "its trials are of equal slices", NUMBER),
+    Conflict("trace", {True}, "strategy", NEXT_STEP_KNOWN, "its processes have no common steps", "use trace=false"),
+    Conflict("strategy", {"horovod"}, "tensor_parallel", {1}, HOROVOD_EXCHANGES, DDP),
+    Conflict("strategy", {"horovod"}, "pipeline_parallel", {1}, HOROVOD_EXCHANGES, DDP),
+    Conflict("strategy", {"horovod"}, "launcher", {"torchrun"}, "horovodrun takes its place", "use launcher=torchrun"),
+    Conflict(
         "strategy",
         {"horovod"},
         "nodes",
@@ -138,18 +152,22 @@ RULES = (
         "horovodrun needs the machines by name",
         "use nodes=1, or start it by hand",
     ),
-    Rule(
+    Conflict(
         "strategy", {"horovod"}, "compress", {"none", "fp16"}, "Horovod compresses to fp16 or not", "use compress=fp16"
     ),
-    Rule("nodes", {RANGE}, "launcher", {"torchrun"}, "others start a fixed number of processes", "use nodes=2"),
-    Rule("elastic_shards", {1}, "strategy", {"ddp"}, SHARDS, DDP),
-    Rule("elastic_shards", {1}, "tensor_parallel", {1}, SHARDS, "use tensor_parallel=1"),
-    Rule("elastic_shards", {1}, "pipeline_parallel", {1}, SHARDS, "use pipeline_parallel=1"),
-    Rule("elastic_shards", {1}, "compress", {"none"}, "what is left out depends on the processes", "use compress=none"),
-    Rule("elastic_shards", {1}, "balance", {"equal"}, "slices would depend on measured time", "use balance=equal"),
-    Rule("elastic_shards", {1}, "deterministic", {True}, "two runs may differ without it", "use deterministic=true"),
-    Rule("batch_size", {"auto"}, "elastic_shards", {0}, "the size it finds depends on the processes", NUMBER),
-    Rule(
+    Conflict("nodes", {RANGE}, "launcher", {"torchrun"}, "others start a fixed number of processes", "use nodes=2"),
+    Conflict("elastic_shards", {1}, "strategy", {"ddp"}, SHARDS, DDP),
+    Conflict("elastic_shards", {1}, "tensor_parallel", {1}, SHARDS, "use tensor_parallel=1"),
+    Conflict("elastic_shards", {1}, "pipeline_parallel", {1}, SHARDS, "use pipeline_parallel=1"),
+    Conflict(
+        "elastic_shards", {1}, "compress", {"none"}, "what is left out depends on the processes", "use compress=none"
+    ),
+    Conflict("elastic_shards", {1}, "balance", {"equal"}, "slices would depend on measured time", "use balance=equal"),
+    Conflict(
+        "elastic_shards", {1}, "deterministic", {True}, "two runs may differ without it", "use deterministic=true"
+    ),
+    Conflict("batch_size", {"auto"}, "elastic_shards", {0}, "the size it finds depends on the processes", NUMBER),
+    Conflict(
         "tensor_parallel",
         {MANY},
         "precision",
@@ -157,7 +175,7 @@ RULES = (
         "parts of a layer overflow separately",
         "use precision=bf16",
     ),
-    Rule(
+    Conflict(
         "snapshot",
         {"memory"},
         "strategy",
@@ -165,7 +183,7 @@ RULES = (
         "its state is complete at epoch ends only",
         "use snapshot=none",
     ),
-    Rule(
+    Conflict(
         "pipeline_parallel", {MANY}, "accumulate", {MANY}, "all stages but one would wait", "use accumulate=4, or more"
     ),
 )

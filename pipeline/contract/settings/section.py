@@ -68,8 +68,8 @@ def _matches(pattern: str, form: str, limit: int = 253, *, unset: bool = False) 
 
 def _whole_bytes(text: str) -> str:
     """Require whole bytes: the API server warns of fractions, such as those with the suffix `m`."""
-    found = _BYTES.fullmatch(text)
-    if text and (found is None or Decimal(found[1]) * _SCALE[found[2] or ""] % 1):
+    match = _BYTES.fullmatch(text)
+    if text and (match is None or Decimal(match[1]) * _SCALE[match[2] or ""] % 1):
         raise _invalid(text, "whole bytes, as in 512Mi or 2Gi")
     return text
 
@@ -137,8 +137,8 @@ Variable = Annotated[str, AfterValidator(_matches(r"[A-Za-z_]\w*", "a variable's
 
 def parse_share(text: str) -> float:
     """Parse a fraction written as `10%` or `0.1`; return it from 0 to 1."""
-    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*(%?)", text.strip())
-    share = float(found[1]) / (100 if found[2] else 1) if found else 2.0
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*(%?)", text.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else 2.0
     if share > 1:
         raise ValueError(f"{text!r} is not a fraction; write it as 10% or 0.1, at most 100%")
     return share

@@ -322,7 +322,7 @@ class Export(Section):
         return self
 
     @property
-    def made(self) -> tuple[VariantName, ...]:
+    def built_variants(self) -> tuple[VariantName, ...]:
         """Return the variants to build, fp32 first: the others are compared with it."""
         return ("fp32", *(name for name in self.variants if name != "fp32"))
 

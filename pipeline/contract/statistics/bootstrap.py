@@ -54,11 +54,11 @@ def mean_interval(values: Floats, confidence: float, resamples: int, seed: int, 
     return Interval(estimate, float(low), float(high))
 
 
-def bca_interval(drawn: Floats, lifts: Floats, estimate: float, confidence: float) -> Interval:
+def bca_interval(values: Floats, lifts: Floats, estimate: float, confidence: float) -> Interval:
     """Return the BCa interval of a statistic from its resampled values and the lift by each sample."""
-    if float(np.ptp(drawn)) == 0.0 or not float((lifts**2).sum()):
+    if float(np.ptp(values)) == 0.0 or not float((lifts**2).sum()):
         return Interval(estimate, estimate, estimate)
-    low, high = np.quantile(drawn, _bca_levels(lifts, drawn, estimate, (1 - confidence) / 2))
+    low, high = np.quantile(values, _bca_levels(lifts, values, estimate, (1 - confidence) / 2))
     return Interval(estimate, float(low), float(high))
 
 
@@ -78,8 +78,8 @@ def resampled_means(values: Floats, resamples: int, seed: int) -> Floats:
 def _bca_levels(lifts: Floats, means: Floats, estimate: float, tail: float) -> tuple[float, float]:
     """Return the quantiles of the resampled means that bound the interval; ties count half on each side."""
     count = len(means)
-    below = (int((means < estimate).sum()) + int((means <= estimate).sum())) / 2
-    bias = _NORMAL.inv_cdf(min(max(below, 0.5), count - 0.5) / count)
+    count_below = (int((means < estimate).sum()) + int((means <= estimate).sum())) / 2
+    bias = _NORMAL.inv_cdf(min(max(count_below, 0.5), count - 0.5) / count)
     acceleration = float((lifts**3).sum()) / (6 * float((lifts**2).sum()) ** 1.5)
 
     def level(z: float) -> float:
@@ -99,8 +99,8 @@ def _means_of_draws(values: Floats, resamples: int, generator: np.random.Generat
 def _means_of_counts(values: Floats, counts: Counts, resamples: int, generator: np.random.Generator) -> Floats:
     """Draw how often each distinct value occurs (multinomial), which is the same distribution and much faster."""
     total = int(counts.sum())
-    drawn = (generator.multinomial(total, counts / total, size=size) for size in _chunks(resamples, len(values)))
-    return np.concatenate([row @ values / total for row in drawn])
+    samples = (generator.multinomial(total, counts / total, size=size) for size in _chunks(resamples, len(values)))
+    return np.concatenate([row @ values / total for row in samples])
 
 
 def _group(distinct: Floats, counts: Counts) -> tuple[Floats, Counts] | None:
@@ -108,15 +108,17 @@ def _group(distinct: Floats, counts: Counts) -> tuple[Floats, Counts] | None:
 
     None if that is too much.
     """
-    inner = np.cumsum(counts[_EXTREMES:-_EXTREMES])
-    place = np.minimum(inner * _VALUE_GROUPS // (inner[-1] + 1), _VALUE_GROUPS - 1)
-    starts = _EXTREMES + np.flatnonzero(np.diff(place, prepend=-1))
+    counts_before = np.cumsum(counts[_EXTREMES:-_EXTREMES])
+    group = np.minimum(counts_before * _VALUE_GROUPS // (counts_before[-1] + 1), _VALUE_GROUPS - 1)
+    starts = _EXTREMES + np.flatnonzero(np.diff(group, prepend=-1))
     bounds = np.concatenate([np.arange(_EXTREMES), starts, np.arange(len(distinct) - _EXTREMES, len(distinct))])
     merged = np.add.reduceat(counts, bounds)
     means = np.add.reduceat(counts * distinct, bounds) / merged
-    lifts = np.average((distinct - np.average(distinct, weights=counts)) ** 2, weights=counts)
-    within = np.average((distinct - np.repeat(means, np.diff(bounds, append=len(distinct)))) ** 2, weights=counts)
-    return (means, merged) if within <= _MAX_LOST_VARIANCE * lifts else None
+    variance = np.average((distinct - np.average(distinct, weights=counts)) ** 2, weights=counts)
+    lost_variance = np.average(
+        (distinct - np.repeat(means, np.diff(bounds, append=len(distinct)))) ** 2, weights=counts
+    )
+    return (means, merged) if lost_variance <= _MAX_LOST_VARIANCE * variance else None
 
 
 def _chunks(resamples: int, width: int) -> Iterator[int]:
@@ -173,20 +175,20 @@ def aggregate_interval(
         return mean_interval(contributions(candidate, baseline, better), confidence, resamples, seed)
 
     def values(weights: Floats) -> Floats:
-        other = 0.0 if baseline is None else baseline.values(weights)
-        found: Floats = better * (candidate.values(weights) - other)
-        return found
+        baseline_values = 0.0 if baseline is None else baseline.values(weights)
+        difference: Floats = better * (candidate.values(weights) - baseline_values)
+        return difference
 
-    drawn = np.concatenate([values(weights) for weights in _resamples(units, resamples, seed)])
-    defined = drawn[np.isfinite(drawn)]
-    if len(defined) < (1 - _MAX_UNDEFINED_FRACTION) * resamples:
+    statistics = np.concatenate([values(weights) for weights in _resamples(units, resamples, seed)])
+    finite = statistics[np.isfinite(statistics)]
+    if len(finite) < (1 - _MAX_UNDEFINED_FRACTION) * resamples:
         return None
     lifts = (
         _jackknife_lifts(values, units)
         if units <= _MAX_JACKKNIFE_UNITS
         else contributions(candidate, baseline, better) - estimate
     )
-    return bca_interval(defined, lifts[np.isfinite(lifts)], estimate, confidence)
+    return bca_interval(finite, lifts[np.isfinite(lifts)], estimate, confidence)
 
 
 def _resamples(units: int, resamples: int, seed: int) -> Iterator[Floats]:
@@ -195,8 +197,8 @@ def _resamples(units: int, resamples: int, seed: int) -> Iterator[Floats]:
     size = max(1, _AGGREGATE_CHUNK_ELEMENTS // units)
     for start in range(0, resamples, size):
         rows = min(size, resamples - start)
-        drawn = generator.integers(units, size=(rows, units)) + np.arange(rows)[:, None] * units
-        yield np.bincount(drawn.ravel(), minlength=rows * units).reshape(rows, units).astype(np.float64)
+        indices = generator.integers(units, size=(rows, units)) + np.arange(rows)[:, None] * units
+        yield np.bincount(indices.ravel(), minlength=rows * units).reshape(rows, units).astype(np.float64)
 
 
 def _jackknife_lifts(values: Callable[[Floats], Floats], units: int) -> Floats:
@@ -208,9 +210,9 @@ def _jackknife_lifts(values: Callable[[Floats], Floats], units: int) -> Floats:
         weights = np.ones((rows, units))
         weights[np.arange(rows), start + np.arange(rows)] = 0.0
         parts.append(values(weights))
-    without = np.concatenate(parts)
-    kept = without[np.isfinite(without)]
-    result: Floats = kept.mean() - kept if len(kept) else kept
+    left_out = np.concatenate(parts)
+    finite = left_out[np.isfinite(left_out)]
+    result: Floats = finite.mean() - finite if len(finite) else finite
     return result
 
 
@@ -223,12 +225,12 @@ class Mean:
         return len(self.column)
 
     def values(self, weights: Floats) -> Floats:
-        found: Floats = weights @ self.column / weights.sum(axis=1)
-        return found
+        means: Floats = weights @ self.column / weights.sum(axis=1)
+        return means
 
     def influence(self) -> Floats:
-        found: Floats = self.column - self.column.mean()
-        return found
+        lifts: Floats = self.column - self.column.mean()
+        return lifts
 
 
 @dataclass(frozen=True)
@@ -242,13 +244,13 @@ class RootMean:
         return len(self.squares)
 
     def values(self, weights: Floats) -> Floats:
-        found: Floats = np.sqrt(weights @ self.squares / weights.sum(axis=1))
-        return found
+        roots: Floats = np.sqrt(weights @ self.squares / weights.sum(axis=1))
+        return roots
 
     def influence(self) -> Floats:
         root = math.sqrt(float(self.squares.mean()))
-        found: Floats = (self.squares - self.squares.mean()) / (2 * root) if root else np.zeros(self.units)
-        return found
+        lifts: Floats = (self.squares - self.squares.mean()) / (2 * root) if root else np.zeros(self.units)
+        return lifts
 
 
 @dataclass(frozen=True)
@@ -264,14 +266,14 @@ class ExplainedVariance:
 
     def values(self, weights: Floats) -> Floats:
         total, centred = weights.sum(axis=1), self.actual - self.actual.mean()
-        spread = weights @ centred**2 / total - (weights @ centred / total) ** 2
-        return 1 - _ratio(weights @ self.squares / total, np.where(spread > _rounding_error(centred), spread, 0.0))
+        variance = weights @ centred**2 / total - (weights @ centred / total) ** 2
+        return 1 - _ratio(weights @ self.squares / total, np.where(variance > _rounding_error(centred), variance, 0.0))
 
     def influence(self) -> Floats:
-        lifts = (self.actual - self.actual.mean()) ** 2
-        spread, error = float(lifts.mean()), float(self.squares.mean())
-        found: Floats = -(self.squares - error) / spread + error * (lifts - spread) / spread**2
-        return found
+        deviations = (self.actual - self.actual.mean()) ** 2
+        variance, error = float(deviations.mean()), float(self.squares.mean())
+        lifts: Floats = -(self.squares - error) / variance + error * (deviations - variance) / variance**2
+        return lifts
 
 
 class Ranks:
@@ -280,10 +282,10 @@ class Ranks:
     def __init__(self, column: Floats) -> None:
         self.order = np.argsort(column, kind="stable")
         ordered = column[self.order]
-        new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
-        self.starts = np.flatnonzero(new)
+        is_new_value = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+        self.starts = np.flatnonzero(is_new_value)
         self.group = np.empty(len(column), np.int64)
-        self.group[self.order] = np.cumsum(new) - 1
+        self.group[self.order] = np.cumsum(is_new_value) - 1
 
     def sums(self, weights: Floats) -> Floats:
         """Return the weight of each distinct value, ascending."""
@@ -292,14 +294,14 @@ class Ranks:
     def below(self, weights: Floats) -> Floats:
         """Return for each distinct value the weight below it plus half of the weight on it."""
         sums = self.sums(weights)
-        found: Floats = np.cumsum(sums, axis=1) - sums / 2
-        return found
+        ranks: Floats = np.cumsum(sums, axis=1) - sums / 2
+        return ranks
 
     def above(self, values: Floats) -> Floats:
         """Return for each sample the mean of `values` over samples above it, plus half over those equal to it."""
         sums = self.sums(values[None])[0]
-        found: Floats = ((sums.sum() - np.cumsum(sums) + sums / 2) / len(values))[self.group]
-        return found
+        means: Floats = ((sums.sum() - np.cumsum(sums) + sums / 2) / len(values))[self.group]
+        return means
 
 
 class Spearman:
@@ -312,9 +314,9 @@ class Spearman:
         total = weights.sum(axis=1, keepdims=True)
         u = (self._x.below(weights) / total)[:, self._x.group] - 0.5
         v = (self._y.below(weights) / total)[:, self._y.group] - 0.5
-        joint, left, right = ((weights * a * b).sum(axis=1) for a, b in ((u, v), (u, u), (v, v)))
-        power = left * right
-        return _ratio(joint, np.sqrt(np.where(power > 1e-18 * total[:, 0] ** 2, power, 0.0)))
+        joint, x_squares, y_squares = ((weights * a * b).sum(axis=1) for a, b in ((u, v), (u, u), (v, v)))
+        product = x_squares * y_squares
+        return _ratio(joint, np.sqrt(np.where(product > 1e-18 * total[:, 0] ** 2, product, 0.0)))
 
     def influence(self) -> Floats:
         return self._influence
@@ -326,10 +328,10 @@ class Spearman:
         v = (self._y.below(ones)[0] / self.units)[self._y.group]
         a, b, c = float((u * v).mean()), float((u * u).mean()), float((v * v).mean())
         joint = u * v + self._x.above(v) + self._y.above(u) - 3 * a
-        left, right = u * u + 2 * self._x.above(u) - 3 * b, v * v + 2 * self._y.above(v) - 3 * c
+        x_lifts, y_lifts = u * u + 2 * self._x.above(u) - 3 * b, v * v + 2 * self._y.above(v) - 3 * c
         a, b, c = a - 0.25, b - 0.25, c - 0.25
-        found: Floats = (joint - a / 2 * (left / b + right / c)) / math.sqrt(b * c)
-        return found
+        lifts: Floats = (joint - a / 2 * (x_lifts / b + y_lifts / c)) / math.sqrt(b * c)
+        return lifts
 
 
 class Auc:
@@ -350,12 +352,14 @@ class Auc:
 
     @cached_property
     def _influence(self) -> Floats:
-        yes, no = self._positive, 1 - self._positive
+        positive, negative = self._positive, 1 - self._positive
         auc = point_estimate(self)
-        below = (self._ranks.below(no[None])[0] / no.sum())[self._ranks.group]
-        above = self._ranks.above(yes) * self.units / yes.sum()
-        found: Floats = yes * (below - auc) / yes.mean() + no * (above - auc) / no.mean()
-        return found
+        fraction_below = (self._ranks.below(negative[None])[0] / negative.sum())[self._ranks.group]
+        fraction_above = self._ranks.above(positive) * self.units / positive.sum()
+        lifts: Floats = (
+            positive * (fraction_below - auc) / positive.mean() + negative * (fraction_above - auc) / negative.mean()
+        )
+        return lifts
 
 
 @dataclass(frozen=True)
@@ -369,41 +373,41 @@ class Average:
         return self.parts[0].units
 
     def values(self, weights: Floats) -> Floats:
-        found = np.stack([part.values(weights) for part in self.parts])
-        known = np.isfinite(found)
-        return _ratio(np.where(known, found, 0.0).sum(axis=0), known.sum(axis=0).astype(np.float64))
+        values = np.stack([part.values(weights) for part in self.parts])
+        is_known = np.isfinite(values)
+        return _ratio(np.where(is_known, values, 0.0).sum(axis=0), is_known.sum(axis=0).astype(np.float64))
 
     def influence(self) -> Floats:
-        found: Floats = np.mean([part.influence() for part in self.parts], axis=0)
-        return found
+        lifts: Floats = np.mean([part.influence() for part in self.parts], axis=0)
+        return lifts
 
 
 class CalibrationError:
     """ECE: the gap between stated and true in each bin of equal width, weighed by samples."""
 
-    def __init__(self, stated: Floats, right: Floats) -> None:
-        self._place = np.minimum((stated * _BINS).astype(np.int64), _BINS - 1)
-        self._gap, self.units = stated - right, len(stated)
+    def __init__(self, confidence: Floats, is_right: Floats) -> None:
+        self._bin_index = np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
+        self._gaps, self.units = confidence - is_right, len(confidence)
 
     @cached_property
     def _by_bin(self) -> Floats:
-        spread = np.zeros((self.units, _BINS))
-        spread[np.arange(self.units), self._place] = self._gap
-        return spread
+        gaps = np.zeros((self.units, _BINS))
+        gaps[np.arange(self.units), self._bin_index] = self._gaps
+        return gaps
 
     def values(self, weights: Floats) -> Floats:
-        found: Floats = np.abs(weights @ self._by_bin).sum(axis=1) / weights.sum(axis=1)
-        return found
+        errors: Floats = np.abs(weights @ self._by_bin).sum(axis=1) / weights.sum(axis=1)
+        return errors
 
     def influence(self) -> Floats:
-        signs = np.sign(self._by_bin.sum(axis=0))[self._place]
-        found: Floats = signs * self._gap - float((signs * self._gap).mean())
-        return found
+        signs = np.sign(self._by_bin.sum(axis=0))[self._bin_index]
+        lifts: Floats = signs * self._gaps - float((signs * self._gaps).mean())
+        return lifts
 
 
 def _ratio(part: Floats, whole: Floats) -> Floats:
-    found: Floats = np.divide(part, whole, out=np.full(len(part), math.nan), where=whole > 0)
-    return found
+    ratios: Floats = np.divide(part, whole, out=np.full(len(part), math.nan), where=whole > 0)
+    return ratios
 
 
 def _rounding_error(centred: Floats) -> float:

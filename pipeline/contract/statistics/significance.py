@@ -52,8 +52,8 @@ def binomial_upper_p_value(count: int, total: int) -> float:
     if count <= 0:
         return 1.0
     i = np.arange(count, total + 1, dtype=np.float64)
-    first = math.lgamma(total + 1) - math.lgamma(count + 1) - math.lgamma(total - count + 1)
-    logs = first + np.concatenate([[0.0], np.cumsum(np.log(total - i[:-1]) - np.log(i[:-1] + 1))])
+    log_first = math.lgamma(total + 1) - math.lgamma(count + 1) - math.lgamma(total - count + 1)
+    logs = log_first + np.concatenate([[0.0], np.cumsum(np.log(total - i[:-1]) - np.log(i[:-1] + 1))])
     peak = float(logs.max())
     return min(1.0, math.exp(peak + math.log(float(np.exp(logs - peak).sum())) - total * math.log(2)))
 
@@ -69,10 +69,10 @@ def decrease_p_value(difference: Floats, resamples: int, seed: int) -> float:
     if len(sizes) == 1:
         return binomial_upper_p_value(int((difference < 0).sum()), int(counts[0]))
     generator = np.random.default_rng(seed)
-    few = len(sizes) <= _MAX_DISTINCT
+    is_discrete = len(sizes) <= _MAX_DISTINCT
     sums = (
         _sign_flip_sums_of_counts(sizes, counts, resamples, generator)
-        if few
+        if is_discrete
         else _sign_flip_sums(difference, resamples, generator)
     )
     slack = 1e-9 * float(np.abs(difference).sum())
@@ -89,10 +89,10 @@ def permutation_p_value(difference: Floats, resamples: int, seed: int) -> float:
         return 1.0
     observed = abs(float(difference.sum()))
     generator = np.random.default_rng(seed)
-    few = len(sizes) <= _MAX_DISTINCT
+    is_discrete = len(sizes) <= _MAX_DISTINCT
     sums = (
         _sign_flip_sums_of_counts(sizes, counts, resamples, generator)
-        if few
+        if is_discrete
         else _sign_flip_sums(difference, resamples, generator)
     )
     slack = 1e-9 * float(np.abs(difference).sum())  # sums in another order differ in their last bits
@@ -115,12 +115,12 @@ def _sign_flip_sums(difference: Floats, resamples: int, generator: np.random.Gen
     padded[: len(difference)] = difference
     tables = _sums_by_byte(padded.reshape(width, 8))
     rows = max(1, _CHUNK_BYTES // width)
-    kept = []
+    sums_of_kept = []
     for start in range(0, resamples, rows):
         size = min(rows, resamples - start)
         bits = np.frombuffer(generator.bytes(size * width), np.uint8).reshape(size, width)
-        kept.append(tables[np.arange(width), bits].sum(axis=1))
-    sums: Floats = 2 * np.concatenate(kept) - difference.sum()
+        sums_of_kept.append(tables[np.arange(width), bits].sum(axis=1))
+    sums: Floats = 2 * np.concatenate(sums_of_kept) - difference.sum()
     return sums
 
 
@@ -144,11 +144,11 @@ def detectable_difference(difference: Floats, confidence: float, power: float = 
     count = len(difference)
     if count < 2:
         return math.inf
-    spread = float(np.std(difference, ddof=1))
-    if spread == 0.0:
-        unseen = 1 - (1 - confidence) ** (1 / count)
-        spread = math.sqrt(unseen)  # differences of ±1 on that share of samples
-    return (_NORMAL.inv_cdf((1 + confidence) / 2) + _NORMAL.inv_cdf(power)) * spread / math.sqrt(count)
+    deviation = float(np.std(difference, ddof=1))
+    if deviation == 0.0:
+        missed_fraction = 1 - (1 - confidence) ** (1 / count)
+        deviation = math.sqrt(missed_fraction)  # differences of ±1 on that share of samples
+    return (_NORMAL.inv_cdf((1 + confidence) / 2) + _NORMAL.inv_cdf(power)) * deviation / math.sqrt(count)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -187,12 +187,12 @@ def brier_scores(probabilities: Floats, actual: np.ndarray[tuple[int], np.dtype[
     return scores
 
 
-def calibration_curve(stated: Floats, right: Floats, bins: int = _BINS) -> tuple[Bin, ...]:
+def calibration_curve(confidences: Floats, is_right: Floats, bins: int = _BINS) -> tuple[Bin, ...]:
     """Return bins of equal width over [0, 1]; empty ones are left out."""
-    place = np.minimum((stated * bins).astype(np.int64), bins - 1)
-    samples = np.bincount(place, minlength=bins)
-    confidence = np.bincount(place, weights=stated, minlength=bins)
-    hits = np.bincount(place, weights=right, minlength=bins)
+    bin_index = np.minimum((confidences * bins).astype(np.int64), bins - 1)
+    samples = np.bincount(bin_index, minlength=bins)
+    confidence = np.bincount(bin_index, weights=confidences, minlength=bins)
+    hits = np.bincount(bin_index, weights=is_right, minlength=bins)
     return tuple(
         Bin(i / bins, (i + 1) / bins, int(n), float(confidence[i] / n), float(hits[i] / n))
         for i, n in enumerate(samples)
@@ -202,5 +202,5 @@ def calibration_curve(stated: Floats, right: Floats, bins: int = _BINS) -> tuple
 
 def expected_calibration_error(bins: tuple[Bin, ...]) -> float:
     """Return the mean gap between stated confidence and accuracy, weighted by samples (ECE)."""
-    total = sum(one.samples for one in bins)
-    return sum(one.samples * abs(one.confidence - one.accuracy) for one in bins) / total
+    total = sum(bin_.samples for bin_ in bins)
+    return sum(bin_.samples * abs(bin_.confidence - bin_.accuracy) for bin_ in bins) / total

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.codec import codec_class, load_codec, required, shared_files
+from pipeline.contract.codec import codec_class, load_codec, required_packages, shared_files
 from pipeline.contract.errors import ConfigError
 
 METHODS = {
@@ -65,6 +65,6 @@ def test_a_file_outside_the_folder_is_refused(root: Path, name: str) -> None:
 def test_names_that_are_no_tuple_of_words_are_refused(root: Path, line: str) -> None:
     write_with(root, f"    {line}")
     kind = codec_class("some_codec.py:Codec", root)
-    read = shared_files if line.startswith("files") else required
+    read = shared_files if line.startswith("files") else required_packages
     with pytest.raises(ConfigError, match=f"write `{line.split()[0]} = "):
         read(kind, "some_codec.py:Codec")

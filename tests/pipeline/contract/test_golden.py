@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.golden import Decoder, Golden, difference, empty_past, greedy, padded
+from pipeline.contract.golden import Decoder, Golden, difference, empty_past, greedy, pad
 from pipeline.contract.signature import Cache, Generation, TensorSpec
 
 RTOL, ATOL = 1e-3, 1e-4
@@ -174,7 +174,7 @@ def test_how_far_a_token_is_ahead_is_reported() -> None:
 
 
 def test_prompts_end_at_the_right_and_the_rest_is_masked() -> None:
-    ids, mask = padded([[5], [1, 2, 3]])
+    ids, mask = pad([[5], [1, 2, 3]])
     assert ids.tolist() == [[0, 0, 5], [1, 2, 3]]
     assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
 

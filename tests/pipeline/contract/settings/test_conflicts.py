@@ -8,7 +8,7 @@ import yaml
 
 from pipeline.contract.config import parse_config
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.settings.conflicts import MANY, RULES, Rule, find_conflict
+from pipeline.contract.settings.conflicts import CONFLICTS, MANY, Conflict, find_conflict
 from pipeline.contract.settings.stages import Train
 
 DEFAULTS = Train().model_dump()
@@ -30,10 +30,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 TRUTH = (False, True)
 
 
-def smallest_conflict(rule: Rule) -> dict[str, Any]:
-    """Return the smallest train section that breaks this rule."""
-    other = next(choice for choice in CHOICES.get(rule.other, TRUTH) if choice not in rule.allowed)
-    return {rule.setting: min(rule.values, key=str), rule.other: other}
+def smallest_conflict(conflict: Conflict) -> dict[str, Any]:
+    """Return the smallest train section that breaks this conflict."""
+    other = next(choice for choice in CHOICES.get(conflict.other, TRUTH) if choice not in conflict.allowed)
+    return {conflict.setting: min(conflict.values, key=str), conflict.other: other}
 
 
 def fixed(train: dict[str, Any], sentence: str) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def test_defaults_go_together() -> None:
     assert find_conflict(DEFAULTS) == ""
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.setting}-{rule.other}")
-def test_a_conflict_names_both_settings_and_advice_that_resolves_it(rule: Rule) -> None:
-    train = smallest_conflict(rule)
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: f"{conflict.setting}-{conflict.other}")
+def test_a_conflict_names_both_settings_and_advice_that_resolves_it(conflict: Conflict) -> None:
+    train = smallest_conflict(conflict)
     sentence = find_conflict({**DEFAULTS, **train})
     for name in train:
         assert f"{name}=" in sentence

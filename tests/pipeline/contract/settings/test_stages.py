@@ -14,9 +14,9 @@ def parsed(**export: Any) -> Export:
 
 
 def test_fp32_is_always_made_and_first() -> None:
-    assert parsed(variants=["int8-static", "fp32"]).made == ("fp32", "int8-static")
-    assert parsed(variants=["fp16"]).made == ("fp32", "fp16")
-    assert parsed().made == ("fp32",)
+    assert parsed(variants=["int8-static", "fp32"]).built_variants == ("fp32", "int8-static")
+    assert parsed(variants=["fp16"]).built_variants == ("fp32", "fp16")
+    assert parsed().built_variants == ("fp32",)
 
 
 @pytest.mark.parametrize(
