@@ -91,4 +91,4 @@ def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiSer
     assert not [path for path in api.objects if path.endswith("sides-canary")]
     assert cluster_of(copied)["canary"] is None
     api.store.change(DEPLOYMENT, lambda item: item["spec"].update(progressDeadlineSeconds=7))
-    assert "deployment/sides: spec.progressDeadlineSeconds: 7 → 600" in cluster_of(copied)["drift"]
+    assert "deployment/sides: spec.progressDeadlineSeconds: 7 → 900" in cluster_of(copied)["drift"]

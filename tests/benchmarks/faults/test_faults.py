@@ -55,7 +55,7 @@ def test_the_table_shows_its_configuration() -> None:
 
 @pytest.mark.long
 def test_training_goes_on_under_failures_and_its_goodput_is_reported() -> None:
-    argv = [sys.executable, "-m", "pipeline", "bench", "faults", "--quick", "-o", "json"]
+    argv = [sys.executable, "-m", "benchmarks.faults", "--quick", "-o", "json"]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

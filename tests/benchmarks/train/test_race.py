@@ -43,7 +43,7 @@ def test_a_lap_is_compared_with_the_bare_one_of_its_round_and_faster_is_above_on
 def test_a_quick_race_prints_a_ratio_for_every_loop() -> None:
     words = ["--quick", "--table", "loops", "--processes", "1", "--no-peers", "--threads", "1", "-o", "json"]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
-    argv = [sys.executable, "-m", "pipeline", "bench", "train", *words]
+    argv = [sys.executable, "-m", "benchmarks.train", *words]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)["loops"]["rows"]
