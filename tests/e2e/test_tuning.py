@@ -64,7 +64,7 @@ def test_interrupted_and_killed_search_continues_the_same_trial(project: Project
         pipe.send_signal(signal.SIGINT)
         _, output = pipe.communicate(timeout=300)
     assert pipe.returncode == 130, output
-    assert output.splitlines()[-1] == "error: interrupted; no trial is lost, the same command goes on"
+    assert output.splitlines()[-1] == "error: interrupted; no trial is lost, run the same command to continue"
     assert "Traceback" not in output
     assert processes_of(run) == []
     assert [trial["state"] for trial in tuned(project, "status")["trials"]] == ["unfinished"]
