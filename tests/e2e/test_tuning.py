@@ -77,7 +77,7 @@ def test_interrupted_and_killed_search_continues_the_same_trial(project: Project
         _, output = pipe.communicate(timeout=300)
         wait_for(lambda: not processes_of(run))  # they check their parent once they have started
     assert pipe.returncode == 1, output
-    ended = "error: the workers ended with status -9 before the search was complete; the same command goes on"
+    ended = "error: the workers ended with status -9 before the search was complete; run the same command to continue"
     assert output.splitlines()[-1] == ended
 
     found = tuned(project, "--workers", "2")
