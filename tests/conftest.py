@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # What is long begins first, so that no process is left alone with it at the end. `e2e/test_pipeline.py` makes the run
 # that all of e2e waits for.
 _FIRST = ("tests/nodes/", "tests/e2e/test_pipeline.py", "tests/train/parallel/", "tests/e2e/", "tests/train/")
+gc.disable()  # until everything is imported
 _others: dict[str, ModuleType] = {}  # modules that are no user's: there are thousands, and thousands of tests
 
 
@@ -36,3 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for file in places:
         places[file] = next((place for place, start in enumerate(_FIRST) if file.startswith(start)), len(_FIRST))
     items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector from looking at all that was imported, which takes half a second each time."""
+    gc.freeze()
+    gc.enable()
