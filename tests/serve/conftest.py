@@ -103,7 +103,7 @@ class Running:
                 self.lines.append(line.rstrip("\n"))
                 self._changed.notify_all()
 
-    def wait_for(self, text: str, seconds: float = 30) -> None:
+    def wait_for(self, text: str, seconds: float = 300) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: text in self.log, seconds):
                 raise AssertionError(f"the service never printed {text!r}:\n{self.log}")
@@ -114,7 +114,7 @@ class Running:
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.terminate()
-        return self.process.wait(40)
+        return self.process.wait(300)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -33,7 +33,7 @@ class Model:
     def __call__(self, arrays: Arrays, wanted: Sequence[str]) -> dict[str, Array]:
         self.batches.append(arrays["x"])
         self.entered.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(300)
         if self.seconds:
             began = time.monotonic()
             time.sleep(self.seconds)
@@ -56,7 +56,7 @@ def rows(*values: float) -> Arrays:
 
 
 def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 20))
+    asyncio.run(asyncio.wait_for(body(), 300))
 
 
 class Client(RequestContext):

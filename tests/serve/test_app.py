@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
@@ -136,7 +136,7 @@ def test_a_failure_of_ours_is_a_500_that_shows_nothing_and_a_traceback_in_the_lo
     tricky_server: Running, picture: list[Any]
 ) -> None:
     body = {"instances": [{"image": picture, "fail": "encode"}]}
-    response = httpx.post(f"{tricky_server.url}/v1/models/tiny:predict", json=body, timeout=20)
+    response = httpx.post(f"{tricky_server.url}/v1/models/tiny:predict", json=body, timeout=60)
     assert response.status_code == 500
     assert response.json() == {"error": "internal error; the server's log has the details"}
     assert "x-bundle-digest" in response.headers
@@ -147,14 +147,14 @@ def test_a_failure_of_ours_is_a_500_that_shows_nothing_and_a_traceback_in_the_lo
 def test_values_the_model_cannot_compute_with_are_a_400_that_states_why(
     server: Running, image: np.ndarray[Any, Any]
 ) -> None:
-    response = httpx.post(f"{server.url}/v2/models/tiny/infer", json=_infer(image + 1000), timeout=20)
+    response = httpx.post(f"{server.url}/v2/models/tiny/infer", json=_infer(image + 1000), timeout=60)
     assert response.status_code == 400
     assert "indices element out of data bounds" in response.json()["error"]
 
 
 def test_a_codec_that_stumbles_over_a_payload_is_a_400(tricky_server: Running, picture: list[Any]) -> None:
     body = {"instances": [{"image": picture, "fail": "decode"}]}
-    response = httpx.post(f"{tricky_server.url}/v1/models/tiny:predict", json=body, timeout=20)
+    response = httpx.post(f"{tricky_server.url}/v1/models/tiny:predict", json=body, timeout=60)
     assert (response.status_code, response.json()["error"].partition(":")[0]) == (400, "instances")
     assert "secret" not in response.text
 

@@ -68,7 +68,7 @@ def test_as_json_flat_or_nested(served: tuple[Running, Mapping[str, tuple[str, A
         _tensor(name, kind, array, data=array.tolist() if nested and array.ndim else array.ravel().tolist())
         for name, (kind, array) in given.items()
     ]
-    answer = httpx.post(f"{running.url}/v2/models/tiny/infer", json={"inputs": inputs}, timeout=20).json()
+    answer = httpx.post(f"{running.url}/v2/models/tiny/infer", json={"inputs": inputs}, timeout=60).json()
     _assert_same({one["name"]: (one["datatype"], one["shape"], one["data"]) for one in answer["outputs"]}, given)
     assert "id" not in answer
 
@@ -85,7 +85,7 @@ def test_as_raw_bytes_behind_json(served: tuple[Running, Mapping[str, tuple[str,
         f"{running.url}/v2/models/tiny/versions/1/infer",
         content=b"".join([head, *raws.values()]),
         headers={"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"},
-        timeout=20,
+        timeout=60,
     )
     place = int(response.headers["inference-header-content-length"])
     answer = json.loads(response.content[:place])
@@ -103,7 +103,7 @@ def test_as_raw_contents_of_grpc(stub: Any, served: tuple[Running, Mapping[str, 
     raws = [to_raw(array, kind) for kind, array in given.values()]
     inputs = [_tensor(name, kind, array) for name, (kind, array) in given.items()]
     answer = stub.ModelInfer(
-        pb.ModelInferRequest(model_name="tiny", inputs=inputs, raw_input_contents=raws), timeout=20
+        pb.ModelInferRequest(model_name="tiny", inputs=inputs, raw_input_contents=raws), timeout=60
     )
     assert [output.name for output in answer.outputs] == [f"{name}_out" for name in given]
     assert list(answer.raw_output_contents) == raws
@@ -116,13 +116,13 @@ def test_as_typed_contents_of_grpc_where_the_type_has_them(
     if {kind for kind, _ in given.values()} - _CONTENTS.keys():
         request = pb.ModelInferRequest(model_name="tiny", inputs=[_tensor(n, k, a) for n, (k, a) in given.items()])
         with pytest.raises(grpc.RpcError, match="must be in raw_input_contents"):
-            stub.ModelInfer(request, timeout=20)
+            stub.ModelInfer(request, timeout=60)
         return
     inputs = []
     for name, (kind, array) in given.items():
         values = [text.encode() for text in array.ravel()] if kind == "BYTES" else array.ravel().tolist()
         inputs.append(_tensor(name, kind, array, contents={_CONTENTS[kind][0]: values}))
-    answer = stub.ModelInfer(pb.ModelInferRequest(model_name="tiny", inputs=inputs), timeout=20)
+    answer = stub.ModelInfer(pb.ModelInferRequest(model_name="tiny", inputs=inputs), timeout=60)
     found = {}
     for one in answer.outputs:
         values = list(getattr(one.contents, _CONTENTS[one.datatype][0]))

@@ -53,7 +53,7 @@ class Shell:
         for known, actual in self._places.items():
             text = text.replace(known, actual)
         argv = ["bash", "-euo", "pipefail", "-c", text] if language == "sh" else [sys.executable, "-c", text]
-        done = subprocess.run(argv, cwd=self._folder, env=self._env, capture_output=True, timeout=60, check=False)
+        done = subprocess.run(argv, cwd=self._folder, env=self._env, capture_output=True, timeout=300, check=False)
         assert done.returncode == 0, f"{text}\n{done.stderr.decode()}"
         return done.stdout.decode()
 

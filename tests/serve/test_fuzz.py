@@ -132,7 +132,7 @@ def test_bytes_that_are_nearly_requests_are_answered_or_the_connection_ends(serv
 @pytest.mark.usefixtures("unharmed")
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
 def test_json_that_is_nearly_a_request_is_answered(server: Running, count: int) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
 
     def test(field: str, inside: bool, value: Any) -> None:
         body = {"inputs": [image(**{field: value})]} if inside else {"inputs": [image()], field: value}
@@ -156,7 +156,7 @@ def test_bytes_that_are_nearly_a_message_are_answered(server: Running, count: in
 
         def test(good: bytes, steps: Any) -> None:
             sent = broken(good, steps)
-            call = infer.future(sent, timeout=20)
+            call = infer.future(sent, timeout=60)
             assert call.code() not in _FAULTS, (sent, call.details())
 
         hunt(count, test, st.sampled_from(MESSAGES), STEPS)

@@ -37,7 +37,7 @@ def ports(bundle_path: Path) -> Iterator[tuple[int, int]]:
         yield http, rpc
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(300)
 
 
 def _is_ready(port: int) -> bool:

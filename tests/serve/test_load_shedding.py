@@ -46,7 +46,7 @@ def full(running: Running) -> Iterator[httpx.Client]:
     """Its queue is full, and someone was refused already."""
     headers = {"authorization": f"Bearer {KEY}"}
     with (
-        httpx.Client(base_url=running.url, headers=headers, timeout=60) as client,
+        httpx.Client(base_url=running.url, headers=headers, timeout=300) as client,
         ThreadPoolExecutor(1 + MOST) as threads,
     ):
         sent: list[Future[httpx.Response]] = []
@@ -82,7 +82,7 @@ def test_the_answer_is_that_of_the_application_and_counted_like_it(running: Runn
 
 def test_a_body_that_comes_late_is_thrown_away_and_the_connection_goes_on(running: Running, full: httpx.Client) -> None:
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 300000\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as sock:
         for _ in range(2):
             sock.sendall(head)
             answer = http.client.HTTPResponse(sock)
@@ -100,7 +100,7 @@ def test_pipelined_requests_are_refused_in_their_order(running: Running, full: h
     text = body()
     lines = f"authorization: Bearer {KEY}\r\ncontent-length: {len(text)}\r\n"
     sent = [f"POST {PATH} HTTP/1.1\r\nhost: x\r\nx-request-id: p{number}\r\n{lines}\r\n" for number in range(3)]
-    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as sock:
         sock.sendall(b"".join(head.encode() + text for head in sent))
         sock.shutdown(socket.SHUT_WR)
         found = b"".join(iter(lambda: sock.recv(1 << 16), b""))

@@ -34,7 +34,7 @@ def _imported(modules: str) -> set[str]:
 def _refusal(bundle: Path, *options: str) -> str:
     """What a service states that ends with exit code 2 before it listens."""
     argv = [sys.executable, "-m", "serve", str(bundle), "--grpc-port", "-1", "--log-format", "text", *options]
-    done = subprocess.run(argv, env=ENV, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(argv, env=ENV, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 2, done.stderr
     assert "ready url" not in done.stderr
     (error,) = [line for line in done.stderr.splitlines() if not line.startswith("20")]  # the rest are dated log lines
@@ -115,7 +115,7 @@ def test_several_models_and_versions_are_served_by_one_process(
     running = start(Path(f"digits={bundle_path}"), options=options)
     old, new = open_bundle(bundle_path), open_bundle(other_path)
     golden = {"instances": old.golden().instances}
-    with httpx.Client(base_url=running.url, timeout=20) as client:
+    with httpx.Client(base_url=running.url, timeout=60) as client:
         assert client.get("/v2/models").json()["models"] == ["digits", "tricky"]
         assert client.get("/v2/models/digits").json()["versions"] == ["1", "2"]
         assert client.get("/v2/health/ready").json()["ready"]

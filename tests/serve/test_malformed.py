@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _post(server: Running, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         connection.request("POST", path, body, headers)
         response = connection.getresponse()

@@ -141,4 +141,4 @@ def test_quick_codec_runs_on_the_loop_until_it_blocks(version: ModelVersion) -> 
             assert not any([await on_the_loop() for _ in range(5)])
             assert not await on_the_loop(size=1 << 20)  # of this size nothing is known
 
-    asyncio.run(asyncio.wait_for(ask(), 60))
+    asyncio.run(asyncio.wait_for(ask(), 300))

@@ -35,7 +35,7 @@ def server(module_launcher: Launcher, tmp_path_factory: pytest.TempPathFactory, 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
@@ -79,7 +79,7 @@ def test_a_model_without_inputs_gives_its_number(server: Running, client: httpx.
     assert output == {"name": "y", "datatype": "FP32", "shape": [], "data": [2.5]}
     assert _infer(client, "c", _x("FP32", [1])).status_code == 400
     with contextlib.closing(grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")) as channel:
-        answer = GRPCInferenceServiceStub(channel).ModelInfer(pb.ModelInferRequest(model_name="c"), timeout=20)
+        answer = GRPCInferenceServiceStub(channel).ModelInfer(pb.ModelInferRequest(model_name="c"), timeout=60)
     assert (list(answer.outputs[0].shape), list(answer.outputs[0].contents.fp32_contents)) == ([], [2.5])
 
 

@@ -46,7 +46,7 @@ class Closed:
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
         context = ssl.create_default_context(cafile=str(self.pair.certificate))
-        connection = http.client.HTTPSConnection("localhost", self.running.port, timeout=20, context=context)
+        connection = http.client.HTTPSConnection("localhost", self.running.port, timeout=60, context=context)
         try:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
@@ -120,14 +120,14 @@ def _stub(closed: Closed) -> tuple[grpc.Channel, GRPCInferenceServiceStub]:
 def test_grpc_requests_the_same_keys_over_the_same_tls(closed: Closed) -> None:
     channel, stub = _stub(closed)
     with channel:
-        assert stub.ServerReady(pb.ServerReadyRequest(), timeout=20).ready
+        assert stub.ServerReady(pb.ServerReadyRequest(), timeout=60).ready
         for metadata in (None, [("x-api-key", "not-a-key-of-the-tests")]):
             with pytest.raises(grpc.RpcError) as caught:
-                stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=20)
+                stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert "x-request-id" in dict(caught.value.trailing_metadata())
         for metadata in ([("x-api-key", KEY)], [("authorization", f"Bearer {KEY}")]):
-            found = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=20)
+            found = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=60)
             assert found.name == "tiny"
 
 
@@ -136,14 +136,14 @@ def test_many_large_calls_over_tls_are_answered(closed: Closed) -> None:
     tensor = {"name": "image", "datatype": "FP32", "shape": [16, 1, 8, 8]}
     sent = pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[b"\0" * 4096], id="7" * 60_000)
     with channel:
-        calls = [stub.ModelInfer.future(sent, metadata=[("x-api-key", KEY)], timeout=20) for _ in range(100)]
+        calls = [stub.ModelInfer.future(sent, metadata=[("x-api-key", KEY)], timeout=60) for _ in range(100)]
         assert {len(call.result().id) for call in calls} == {60_000}
 
 
 def test_a_refused_key_is_counted_whatever_the_protocol(closed: Closed) -> None:
     channel, stub = _stub(closed)
     with channel, pytest.raises(grpc.RpcError):
-        stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), timeout=20)
+        stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), timeout=60)
     assert (
         b'pipe_rejected_total{model="",reason="unauthorized",version=""}'
         in closed.ask("GET", "/metrics", x_api_key=KEY)[2]
@@ -153,7 +153,7 @@ def test_a_refused_key_is_counted_whatever_the_protocol(closed: Closed) -> None:
 def test_grpc_without_tls_is_not_spoken(closed: Closed) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{closed.running.grpc_port}") as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=20)
+            GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -169,7 +169,7 @@ def test_new_keys_and_a_new_certificate_are_taken_up_without_a_restart(closed: C
     assert closed.ask("GET", "/v2", x_api_key=LATER)[0] == 200
     channel, stub = _stub(closed)
     with channel:
-        assert stub.ServerLive(pb.ServerLiveRequest(), timeout=20).live
+        assert stub.ServerLive(pb.ServerLiveRequest(), timeout=60).live
 
 
 def test_no_key_is_ever_logged(closed: Closed) -> None:
@@ -190,7 +190,7 @@ def test_what_is_wrong_with_the_security_is_stated_at_once(
 ) -> None:
     started = time.monotonic()
     running = start(bundle_path, options=options, ready=False)
-    assert running.process.wait(30) == 2
+    assert running.process.wait(300) == 2
     running.wait_for(f"error: {sentence}")
     assert time.monotonic() - started < 20
 

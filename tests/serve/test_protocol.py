@@ -25,7 +25,7 @@ RAW = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32"}
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
@@ -64,7 +64,7 @@ def test_inference_states_which_version_answered_whatever_it_was_called(
         request = pb.ModelInferRequest(
             model_name="tiny", model_version=version, inputs=[RAW], raw_input_contents=[bytes(256)]
         )
-        assert stub.ModelInfer(request, timeout=20).model_version == "1"
+        assert stub.ModelInfer(request, timeout=60).model_version == "1"
 
 
 def test_a_version_of_v1_predicts(client: httpx.Client, picture: Any) -> None:
@@ -75,12 +75,12 @@ def test_a_version_of_v1_predicts(client: httpx.Client, picture: Any) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda stub: stub.ModelReady(pb.ModelReadyRequest(name="tiny", version="7"), timeout=20),
-        lambda stub: stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny", version="7"), timeout=20),
-        lambda stub: stub.ModelInfer(pb.ModelInferRequest(model_name="tiny", model_version="7"), timeout=20),
-        lambda stub: stub.ModelReady(pb.ModelReadyRequest(name="other"), timeout=20),
-        lambda stub: stub.ModelMetadata(pb.ModelMetadataRequest(name="../tiny"), timeout=20),
-        lambda stub: stub.ModelInfer(pb.ModelInferRequest(model_name=""), timeout=20),
+        lambda stub: stub.ModelReady(pb.ModelReadyRequest(name="tiny", version="7"), timeout=60),
+        lambda stub: stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny", version="7"), timeout=60),
+        lambda stub: stub.ModelInfer(pb.ModelInferRequest(model_name="tiny", model_version="7"), timeout=60),
+        lambda stub: stub.ModelReady(pb.ModelReadyRequest(name="other"), timeout=60),
+        lambda stub: stub.ModelMetadata(pb.ModelMetadataRequest(name="../tiny"), timeout=60),
+        lambda stub: stub.ModelInfer(pb.ModelInferRequest(model_name=""), timeout=60),
     ],
 )
 def test_an_unknown_version_or_model_is_not_found_over_grpc(stub: Any, call: Any) -> None:
@@ -91,13 +91,13 @@ def test_an_unknown_version_or_model_is_not_found_over_grpc(stub: Any, call: Any
 
 def test_metadata_is_the_same_over_grpc_to_its_last_field(client: httpx.Client, stub: Any) -> None:
     wanted = client.get("/v2/models/tiny").json()
-    found = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny", version="1"), timeout=20)
+    found = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny", version="1"), timeout=60)
     assert [found.name, found.platform, list(found.versions)] == [wanted["name"], wanted["platform"], ["1"]]
     for mine, theirs in ((found.inputs, wanted["inputs"]), (found.outputs, wanted["outputs"])):
         assert [{"name": x.name, "datatype": x.datatype, "shape": list(x.shape)} for x in mine] == theirs
     complete = open_inference.ModelMetadataResponse.FromString(found.SerializeToString())  # kserve lacks properties
     assert dict(complete.properties) == wanted["properties"]
-    server = stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=20)
+    server = stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=60)
     assert {"name": server.name, "version": server.version, "extensions": list(server.extensions)} == client.get(
         "/v2"
     ).json()
@@ -129,7 +129,7 @@ def test_what_is_not_offered_is_refused_with_the_reason(client: httpx.Client, pa
 def test_no_client_loads_or_unloads_a_model_over_grpc(stub: Any, call: str) -> None:
     request = getattr(pb, f"RepositoryModel{call}Request")(model_name="tiny")
     with pytest.raises(grpc.RpcError, match="never by clients") as caught:
-        getattr(stub, f"RepositoryModel{call}")(request, timeout=20)
+        getattr(stub, f"RepositoryModel{call}")(request, timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -24,7 +24,7 @@ def _watch(path: Path, reload: Callable[[], None], *changes: Callable[[], object
         assert not seen.is_set()
         for change in changes:
             change()
-            await asyncio.wait_for(seen.wait(), 5)
+            await asyncio.wait_for(seen.wait(), 300)
             seen.clear()
         await asyncio.sleep(0.005)
         assert not seen.is_set()

@@ -85,7 +85,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_name_that_is_none_is_a_path_that_is_none(server: Running, name: str) -> None:
     for path in (f"/v2/models/{name}/ready", f"/v1/models/{name}", f"/v2/models/tiny/versions/{name}/ready"):
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.putrequest("GET", path.replace(" ", "%20"), skip_host=True)
         connection.putheader("host", "x")
         connection.endheaders()
@@ -101,7 +101,7 @@ def test_a_model_name_that_is_none_is_a_path_that_is_none(server: Running, name:
 
 
 def test_a_refusal_of_the_connection_is_no_page_either(server: Running) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"<script>alert(1)</script>\r\n\r\n")
         answer = b"".join(iter(lambda: client.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -143,7 +143,7 @@ def test_over_grpc_too(server: Running) -> None:
         sent = pb.ModelInferRequest(model_name="tiny")
         sent.inputs.add(name=ENDLESS + "é\n", datatype="FP32", shape=[1])
         with pytest.raises(grpc.RpcError) as caught:
-            GRPCInferenceServiceStub(channel).ModelInfer(sent, timeout=20)
+            GRPCInferenceServiceStub(channel).ModelInfer(sent, timeout=60)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "unknown input 'nnn" in caught.value.details()
         assert len(caught.value.details()) <= 501
@@ -198,7 +198,7 @@ def test_it_runs_as_no_one_on_a_file_system_that_cannot_be_written(
         finally:
             process.terminate()
             output += process.stderr
-            process.wait(30)
+            process.wait(300)
     log = "".join(output)
     assert "Uid:\t10001\t10001" in status, log
     assert "CapEff:\t0000000000000000" in status

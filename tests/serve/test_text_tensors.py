@@ -69,7 +69,7 @@ def test_grpc_takes_them_too(running: Running, raw: bool) -> None:
     else:
         given.contents.bytes_contents.extend(texts)
     with grpc.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel:
-        answer = GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=20)
+        answer = GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=60)
     found = answer.raw_output_contents[0] if raw else list(answer.outputs[0].contents.bytes_contents)
     assert found == (to_raw(np.array(ANSWERS, object), "BYTES") if raw else [one.encode() for one in ANSWERS])
 

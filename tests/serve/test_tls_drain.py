@@ -26,7 +26,7 @@ class Client(threading.Thread):
         self.error: Exception | None = None
 
     def run(self) -> None:
-        connection = http.client.HTTPSConnection("localhost", self._port, timeout=20, context=self._context)
+        connection = http.client.HTTPSConnection("localhost", self._port, timeout=60, context=self._context)
         try:
             while True:
                 connection.request("POST", "/v1/models/tiny:predict", self._body)
@@ -52,9 +52,9 @@ def test_no_request_over_tls_is_lost_at_the_end(
     for client in clients:
         client.start()
     for client in clients:
-        assert client.under_way.wait(20), client.error
+        assert client.under_way.wait(300), client.error
     running.signal(signal.SIGTERM)
     for client in clients:
-        client.join(20)
+        client.join(300)
     assert [client.error for client in clients] == [None] * len(clients)
-    assert running.process.wait(20) == 0
+    assert running.process.wait(300) == 0

@@ -205,7 +205,7 @@ def test_a_service_sends_its_spans_before_it_ends(
         f"{server.url}/v1/models/tiny:predict",
         json={"instances": [picture]},
         headers={"traceparent": f"00-{TRACE}-{PARENT}-01"},
-        timeout=20,
+        timeout=60,
     )
     assert server.stop() == 0
     assert {name for name, _ in found} == {"pipe-serve"}
@@ -227,5 +227,5 @@ def test_a_collector_that_is_gone_keeps_no_service_from_answering_or_ending(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_ports(1)[0]}")
     server = start(bundle_path)
     body = {"instances": [picture]}
-    assert httpx.post(f"{server.url}/v1/models/tiny:predict", json=body, timeout=20).status_code == 200
+    assert httpx.post(f"{server.url}/v1/models/tiny:predict", json=body, timeout=60).status_code == 200
     assert server.stop() == 0

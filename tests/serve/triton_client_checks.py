@@ -127,7 +127,7 @@ def http_compressed(judge: Judge, coding: str) -> None:
 
 def http_many(judge: Judge) -> None:
     for waiting in [judge.client.async_infer("tiny", judge.inputs()) for _ in range(8)]:
-        judge.same(waiting.get_result(timeout=20))
+        judge.same(waiting.get_result(timeout=60))
 
 
 def http_index(judge: Judge) -> None:
@@ -144,13 +144,13 @@ def grpc_many(judge: Judge) -> None:
     for _ in range(8):
         judge.client.async_infer("tiny", judge.inputs(), lambda result, error: answers.put((result, error)))
     for _ in range(8):
-        result, error = answers.get(timeout=20)
+        result, error = answers.get(timeout=60)
         assert error is None, error
         judge.same(result)
 
 
 def grpc_compressed(judge: Judge, coding: str) -> None:
-    judge.same(judge.client.infer("tiny", judge.inputs(), compression_algorithm=coding, client_timeout=20))
+    judge.same(judge.client.infer("tiny", judge.inputs(), compression_algorithm=coding, client_timeout=60))
 
 
 def grpc_unknown(judge: Judge) -> None:

@@ -329,7 +329,7 @@ def test_stream_gets_each_token_before_the_next_step(
 
     def waiting(*given: Any) -> Any:
         if 1 < len(runs) < 1 + len(heard):  # the prefill gives the first token; steps after it wait
-            assert heard[len(runs) - 1].wait(10)
+            assert heard[len(runs) - 1].wait(300)
         runs.append(True)
         return run(*given)
 

@@ -221,5 +221,5 @@ def test_every_answer_has_the_servers_headers(wire: WireClient, server: Running)
 
 def test_rejected_calls_are_counted(wire: WireClient, server: Running) -> None:
     wire.call(b"\0\0")
-    text = httpx.get(f"{server.url}/metrics", timeout=20).text
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
     assert 'pipe_rejected_total{model="",reason="wire",version=""}' in text

@@ -39,7 +39,7 @@ def _request(image: np.ndarray[Any, Any], *, raw: bool, **changes: Any) -> Any:
 def test_answer_equals_onnx_runtime_raw_and_typed(
     stub: Any, bundle: Bundle, image: np.ndarray[Any, Any], raw: bool
 ) -> None:
-    answer = stub.ModelInfer(_request(image, raw=raw), timeout=20)
+    answer = stub.ModelInfer(_request(image, raw=raw), timeout=60)
     (output,) = answer.outputs
     assert (answer.id, output.name, output.datatype, list(output.shape)) == ("7", "logits", "FP32", [2, 10])
     found = np.frombuffer(answer.raw_output_contents[0], np.float32) if raw else output.contents.fp32_contents
@@ -48,17 +48,17 @@ def test_answer_equals_onnx_runtime_raw_and_typed(
 
 
 def test_health_and_metadata_equal_rest(stub: Any) -> None:
-    assert stub.ServerLive(pb.ServerLiveRequest(), timeout=20).live
-    assert stub.ServerReady(pb.ServerReadyRequest(), timeout=20).ready
-    assert stub.ModelReady(pb.ModelReadyRequest(name="tiny"), timeout=20).ready
-    metadata = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), timeout=20)
+    assert stub.ServerLive(pb.ServerLiveRequest(), timeout=60).live
+    assert stub.ServerReady(pb.ServerReadyRequest(), timeout=60).ready
+    assert stub.ModelReady(pb.ModelReadyRequest(name="tiny"), timeout=60).ready
+    metadata = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), timeout=60)
     assert (metadata.platform, list(metadata.inputs[0].shape)) == ("onnx_onnxv1", [-1, 1, 8, 8])
 
 
 def test_answer_names_bundle_and_process(
     stub: Any, server: Running, bundle: Bundle, image: np.ndarray[Any, Any]
 ) -> None:
-    _, call = stub.ModelInfer.with_call(_request(image, raw=True), timeout=20)
+    _, call = stub.ModelInfer.with_call(_request(image, raw=True), timeout=60)
     metadata = dict(call.trailing_metadata())
     assert metadata["x-bundle-digest"] == bundle.digest
     assert metadata["x-served-by"] == str(server.process.pid)
@@ -89,7 +89,7 @@ def test_malformed_request_is_an_invalid_argument(
     stub: Any, image: np.ndarray[Any, Any], raw: bool, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.ModelInfer(_request(image, raw=raw, **changes), timeout=20)
+        stub.ModelInfer(_request(image, raw=raw, **changes), timeout=60)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert named in caught.value.details()
 
@@ -98,13 +98,13 @@ def test_raw_contents_must_match_the_number_of_inputs(stub: Any, image: np.ndarr
     request = _request(image, raw=True)
     request.raw_input_contents.append(b"")
     with pytest.raises(grpc.RpcError) as caught:
-        stub.ModelInfer(request, timeout=20)
+        stub.ModelInfer(request, timeout=60)
     assert caught.value.details() == "raw_input_contents: 2 given for 1 inputs"
 
 
 def test_values_the_model_rejects_are_an_invalid_argument(stub: Any, image: np.ndarray[Any, Any]) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.ModelInfer(_request(image + 1000, raw=True), timeout=20)
+        stub.ModelInfer(_request(image + 1000, raw=True), timeout=60)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "indices element out of data bounds" in caught.value.details()
 
@@ -113,18 +113,18 @@ def test_unknown_model_is_not_found(stub: Any, image: np.ndarray[Any, Any]) -> N
     request = _request(image, raw=True)
     request.model_name = "other"
     with pytest.raises(grpc.RpcError) as caught:
-        stub.ModelInfer(request, timeout=20)
+        stub.ModelInfer(request, timeout=60)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_oversized_message_is_rejected(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.ModelInfer(pb.ModelInferRequest(raw_input_contents=[b"\0" * 200_000]), timeout=20)
+        stub.ModelInfer(pb.ModelInferRequest(raw_input_contents=[b"\0" * 200_000]), timeout=60)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_clients_cannot_unload_the_model(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="tiny"), timeout=20)
+        stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="tiny"), timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert stub.ModelReady(pb.ModelReadyRequest(name="tiny"), timeout=20).ready
+    assert stub.ModelReady(pb.ModelReadyRequest(name="tiny"), timeout=60).ready

@@ -73,7 +73,7 @@ def served(bundle: Bundle) -> ModelVersion:
 
 
 def _get(server: Running, path: str = "/", **headers: str) -> httpx.Response:
-    return httpx.get(f"{server.url}{path}", headers=headers, timeout=20)
+    return httpx.get(f"{server.url}{path}", headers=headers, timeout=60)
 
 
 def test_browsers_get_the_page_and_probes_a_status(server: Running) -> None:
@@ -126,8 +126,8 @@ def test_counters_are_reported_per_version(server: Running, bundle: Bundle) -> N
     before = counters()
     assert (before["model"], before["version"], before["current"]) == ("tiny", "1", True)
     assert before["digest"] == bundle.digest
-    httpx.post(f"{server.url}/v1/models/tiny:predict", json={"instances": bundle.golden().instances}, timeout=20)
-    httpx.post(f"{server.url}/v1/models/tiny:predict", json={}, timeout=20)
+    httpx.post(f"{server.url}/v1/models/tiny:predict", json={"instances": bundle.golden().instances}, timeout=60)
+    httpx.post(f"{server.url}/v1/models/tiny:predict", json={}, timeout=60)
     after = counters()
     grown = {key: after[key] - before[key] for key in ("requests", "failed", "batches", "rows")}  # type: ignore[operator]
     assert grown == {"requests": 2, "failed": 1, "batches": 1, "rows": 2}

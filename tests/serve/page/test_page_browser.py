@@ -59,7 +59,7 @@ def _sent(page: Browser) -> Any:
 
 
 def _digit(server: Running, body: Any) -> str:
-    answer = httpx.post(f"{server.url}/v1/models/tiny:predict", json=body, timeout=20).json()
+    answer = httpx.post(f"{server.url}/v1/models/tiny:predict", json=body, timeout=60).json()
     return str(answer["predictions"][0]["digit"])
 
 
@@ -177,7 +177,7 @@ def test_tensor_form_and_its_errors(
     assert [(one["name"], one["shape"]) for one in body["inputs"]] == [("image", [1, 1, 8, 8])]
     browser.click("button.main")
     assert browser.text("#answer .bars b") == "0"
-    answer = httpx.post(f"{server.url}/v2/models/tiny/infer", json=body, timeout=20).json()
+    answer = httpx.post(f"{server.url}/v2/models/tiny/infer", json=body, timeout=60).json()
     assert json.loads(browser.text("#answer pre"))["outputs"] == answer["outputs"]
     browser.value("document.getElementById('body').value = '{'")
     browser.click("button.main")

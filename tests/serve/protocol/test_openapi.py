@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def document(server: Running) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{server.url}/openapi.json", timeout=20).json()
+    found: dict[str, Any] = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     return found
 
 
@@ -41,7 +41,7 @@ def test_answers_match_the_document(document: dict[str, Any], server: Running) -
         if "get" not in item or path in ("/metrics", "/openapi.json"):
             continue
         schema = item["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-        jsonschema.validate(httpx.get(server.url + path, timeout=20).json(), _whole(schema, document))
+        jsonschema.validate(httpx.get(server.url + path, timeout=60).json(), _whole(schema, document))
 
 
 def _whole(schema: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:

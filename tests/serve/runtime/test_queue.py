@@ -70,7 +70,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher, ho
 def service(busy: Running, hold: Path) -> Iterator[Service]:
     with (
         ThreadPoolExecutor(8) as threads,
-        httpx.Client(base_url=busy.url, timeout=60) as client,
+        httpx.Client(base_url=busy.url, timeout=300) as client,
         grpc.insecure_channel(f"127.0.0.1:{busy.grpc_port}") as channel,
     ):
         yield Service(busy, hold, threads, client, GRPCInferenceServiceStub(channel))
@@ -146,11 +146,11 @@ def test_disconnected_client_is_not_computed(service: Service) -> None:
 def test_cancelled_grpc_call_is_not_computed(service: Service) -> None:
     before = service.computed
     first = service.start_held()
-    call = service.stub.ModelInfer.future(message(QUICK), timeout=60)
+    call = service.stub.ModelInfer.future(message(QUICK), timeout=300)
     service.wait_until(lambda: service.value("pipe_queue_length") == 1)
     call.cancel()
     for _ in range(3):  # on the same connection, after RST_STREAM
-        assert service.stub.ServerLive(pb.ServerLiveRequest(), timeout=60).live
+        assert service.stub.ServerLive(pb.ServerLiveRequest(), timeout=300).live
     service.release()
     assert first.result().status_code == 200
     assert service.request(QUICK).status_code == 200
@@ -192,7 +192,7 @@ def test_full_queue_rejects_requests_of_every_protocol(service: Service) -> None
     service.wait_until(lambda: service.value("pipe_queue_length") == 3)
     answers = [service.request(QUICK), service.client.post("/v1/models/tiny:predict", json={"instances": [0]})]
     with pytest.raises(grpc.RpcError) as error:
-        service.stub.ModelInfer(message(QUICK), timeout=60)
+        service.stub.ModelInfer(message(QUICK), timeout=300)
     for answer in answers:
         assert (answer.status_code, int(answer.headers["retry-after"]) >= 1) == (503, True)
         assert answer.json()["error"] == "3 requests wait already; try again in a moment"
