@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,8 +27,9 @@ def within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def own_imports(path: Path) -> set[str]:
-    return {name for name in imported_names(path) if within(name, *PACKAGES, "benchmarks")}
+@functools.cache
+def own_imports(path: Path) -> frozenset[str]:
+    return frozenset(name for name in imported_names(path) if within(name, *PACKAGES, "benchmarks"))
 
 
 def forbidden_imports(files: list[Path], allowed: Callable[[str], bool]) -> list[str]:
@@ -40,11 +42,12 @@ def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
-def loaded_by(module: str) -> set[str]:
+@functools.cache
+def loaded_by(module: str) -> frozenset[str]:
     """Return the top-level packages in memory after a fresh interpreter imported one module."""
     done = run_python(f"import {module}, sys; print(*{{name.partition('.')[0] for name in sys.modules}})")
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return frozenset(done.stdout.split())
 
 
 def test_contract_imports_only_itself() -> None:

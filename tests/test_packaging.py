@@ -39,7 +39,17 @@ def environment(folder: Path, *requirements: str | Path) -> Path:
     """Make a virtual environment with these requirements and return its folder of commands."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "--disable-pip-version-check")
-    run(*pip, "install", "--quiet", "--constraint", CONSTRAINTS, *requirements, cwd=folder.parent, timeout=1800)
+    run(
+        *pip,
+        "install",
+        "--quiet",
+        "--no-compile",
+        "--constraint",
+        CONSTRAINTS,
+        *requirements,
+        cwd=folder.parent,
+        timeout=1800,
+    )
     return folder / "bin"
 
 

@@ -8,7 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
+from pipeline.contract.config import load_config
 from pipeline.contract.errors import ConfigError
+from pipeline.history import create_run
 
 from .conftest import Pipe
 
@@ -81,9 +83,8 @@ def test_there_is_nothing_to_resume_before_the_first_run(pipe: Pipe) -> None:
 
 
 def test_resume_rejects_settings_that_change_the_result(pipe: Pipe, starter: Path) -> None:
-    pipe("run", "prepare", "--force", "prepare")
-    (run,) = (path.parent.name for path in starter.glob("runs/*/run.json"))
-    assert "train.lr changes what the run computes" in pipe("run", "--resume", run, "train.lr=1", expect=2).stderr
+    run = create_run(starter / "runs", load_config(starter / "pipe.yaml"), ("prepare",), parent="")
+    assert "train.lr changes what the run computes" in pipe("run", "--resume", run.id, "train.lr=1", expect=2).stderr
 
 
 def test_several_machines_need_a_rendezvous_address(pipe: Pipe) -> None:

@@ -10,7 +10,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, Pruned, StageError
+from pipeline.contract.errors import ConfigError, DataError, PipelineError, Pruned, StageError
 from pipeline.contract.run import Run
 from pipeline.display import Display
 from pipeline.history import Project, load_history
@@ -116,10 +116,31 @@ def test_equal_settings_reuse_the_training(tmp_path: Path, project: Project, mak
     assert [(body.study, body.trial) for _, body in load_history(project.runs)] == [("abc", 1), ("abc", 0)]
 
 
+UNTRAINABLE: dict[str, Any] = {"train.tensor_parallel": {"choices": [2]}, "train.processes": {"choices": [1]}}
+
+
+@pytest.mark.parametrize(("error", "caused_by_settings"), [(ConfigError, True), (DataError, True), (StageError, False)])
+def test_an_error_of_training_ends_the_trial(
+    tmp_path: Path,
+    project: Project,
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[PipelineError],
+    caused_by_settings: bool,
+) -> None:
+    def fail(*_: object) -> Run:
+        raise error("train: it failed")
+
+    monkeypatch.setattr("pipeline.tune.trial.run_pipeline", fail)
+    found, run = run_one(open_study(tmp_path / "abc", make_config(trials=1)), project, make_config(trials=1))
+    assert found == TrialResult("failed", reason="train: it failed", caused_by_settings=caused_by_settings)
+    assert run is None
+
+
 @pytest.mark.parametrize(
     ("space", "ending"),
     [
-        ({"train.tensor_parallel": {"choices": [2]}, "train.processes": {"choices": [1]}}, ("failed", True)),
+        pytest.param(UNTRAINABLE, ("failed", True), marks=pytest.mark.long),
         ({"train.strategy": {"choices": ["diloco"]}, "train.precision": {"choices": ["fp16"]}}, ("refused", False)),
     ],
 )
@@ -180,6 +201,21 @@ def test_search_without_any_measured_epoch_stops(trials: list[FrozenTrial], expe
     assert nothing_was_measured(trials) == expected
 
 
+def test_an_error_that_every_trial_has_stops_the_search(
+    project: Project, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Run:
+        raise StageError("prepare: the task is broken")
+
+    monkeypatch.setattr("pipeline.tune.trial.run_pipeline", fail)
+    config, lines = make_config(), list[str]()
+    study = read_study(project.runs, begin(project, config))
+    with pytest.raises(StageError, match="no trial finished its first epoch in 3 trials: prepare: the task is broken"):
+        run_worker(study, project, lambda: config, 1, lines.append)
+    assert [line.partition(" (")[0] for line in lines] == [f"trial {number}: failed" for number in range(3)]
+
+
+@pytest.mark.long
 def test_broken_task_stops_the_search(project: Project, make_config: MakeConfig) -> None:
     task = project.root / "task.py"
     task.write_text("class Sides:\n    pass\n")
