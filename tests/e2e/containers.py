@@ -105,7 +105,7 @@ class Containers:
             yield process
         finally:
             self.call("podman", "rm", "--force", "--all", "--time", "0")
-            process.communicate(timeout=60)
+            process.communicate(timeout=300)
 
     def run(self, *words: str) -> str:
         return self.call("podman", "run", "--rm", *_RESTRICTED, *words)
@@ -134,7 +134,7 @@ def registry(folder: Path) -> Iterator[str]:
             yield f"127.0.0.1:{port}"
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=300)
 
 
 def _answers(port: int) -> bool:

@@ -103,7 +103,7 @@ class Keeper(Client):
 
     def __init__(self, port: int) -> None:
         super().__init__(port)
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
 
     def ask(self) -> tuple[int, Mapping[str, str]]:
         self._connection.request("POST", "/v1/models/sides:predict", json.dumps(QUESTION))

@@ -3,6 +3,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
+from pipeline.contract.run import Run
+
 from .project_folder import ProjectFolder
 
 
@@ -10,16 +14,23 @@ def verdict_of(project: ProjectFolder) -> dict[str, Any]:
     return project.latest.verdict()
 
 
-def test_a_rejected_candidate_stops_the_pipeline_and_an_overridden_one_is_recorded(
-    copied: ProjectFolder,
-) -> None:
+def rejected(project: ProjectFolder) -> Run:
     floor = "evaluate.require={accuracy: 1.5}"
-    stderr = copied.pipe("run", "--until", "export", floor, expect=3).stderr
+    stderr = project.pipe("run", "--until", "export", floor, expect=3).stderr
     assert "below the required 1.5" in stderr.splitlines()[-1]
-    run = copied.latest
+    return project.latest
+
+
+def test_a_rejected_candidate_stops_the_pipeline(copied: ProjectFolder) -> None:
+    run = rejected(copied)
     assert run.read().steps["evaluate"].status == "rejected"
     assert verdict_of(copied)["verdict"] == "fail"
     assert not run.output("export").exists()
+
+
+@pytest.mark.long  # step by step in tests/pipeline/test_override.py, and in tests/export/test_step.py
+def test_an_overridden_candidate_is_recorded(copied: ProjectFolder) -> None:
+    run = rejected(copied)
     reason = "wanted for a demonstration"
     assert "continues it" in copied.pipe("gate", "override", run.id, "--reason", reason).stdout
     resumed = copied.pipe("run", "--resume", run.id).stderr

@@ -72,7 +72,7 @@ def test_killed_pipe_ends_its_processes_and_resume_skips_a_damaged_checkpoint(
 def test_second_run_names_the_lock_owner_and_interrupted_run_how_to_continue(
     copied: ProjectFolder,
 ) -> None:
-    with copied.paused_training(HELD_AFTER, *TRAIN) as pipe:
+    with copied.paused_training(HELD_AFTER, *TRAIN, "train.processes=1") as pipe:
         run = until_held(copied)
         stderr = copied.pipe("run", "all", expect=2).stderr
         assert f"(pid {pipe.pid} on " in stderr
