@@ -19,12 +19,23 @@ import onnx
 import onnxruntime
 import torch
 
-from export.bundle import Sources, fill
-from export.model_card import about_codec, card
+from export.bundle import Sources, fill_bundle
+from export.model_card import describe_codec, render_card
 from export.other_formats import FOLDER as FORMATS
 from export.other_formats import FORMATS_FILE, Original, require_formats, write_formats
 from export.to_onnx import tensor_specs
-from export.variants.choose import FP32, Contest, Entry, check_wanted, contenders, decide, rows, ship, story, table
+from export.variants.choose import (
+    FP32,
+    VariantEvaluation,
+    VariantResult,
+    check_variants,
+    decide,
+    explanations,
+    rows,
+    ship,
+    table,
+    to_candidates,
+)
 from export.variants.choose import VARIANTS_FILE as VARIANTS
 from export.verify import Verification, verify_model
 from pipeline.contract.bundle import PROVENANCE, Ancestors, Manifest, open_bundle, statement, write_manifest
@@ -47,10 +58,10 @@ def export(run: Run, root: Path) -> None:
     bundle = run.partial("export") / "bundle"
     shutil.rmtree(bundle, ignore_errors=True)
     bundle.mkdir(parents=True)
-    for chatty in ("torch.onnx", "onnx_ir"):  # they log every missing optional package
-        logging.getLogger(chatty).setLevel(logging.ERROR)
+    for name in ("torch.onnx", "onnx_ir"):  # they log every missing optional package
+        logging.getLogger(name).setLevel(logging.ERROR)
     task = open_task(run, root)
-    check_wanted(task, config)
+    check_variants(task, config)
     test = open_split(task, "test")
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)
@@ -58,32 +69,36 @@ def export(run: Run, root: Path) -> None:
     verification = verify_model(task, model, test, config.export, file)
     write_json(run.partial("export") / "parity.json", _parity(run, verification, len(test), file))
     verification.require()
-    print("\n".join(_proof(verification, len(test))), flush=True)
-    _formats(run, Original(task, model, test, config.export, file, {one.name: one for one in tensor_specs(file)[0]}))
-    shipped = _ship(run, Contest(task, model, test, config, file, run.partial("export") / "variants"))
-    write_json(run.partial("export") / "parity.json", _parity(run, verification, len(test), file, shipped.name))
-    properties = replace(verification.properties, variant=shipped.name, error=shipped.rounding)
-    signature = fill(bundle, task, test, config, Sources(root, run.output("prepare") / FOLDER), properties)
+    print("\n".join(_describe_verification(verification, len(test))), flush=True)
+    _write_other_formats(
+        run, Original(task, model, test, config.export, file, {spec.name: spec for spec in tensor_specs(file)[0]})
+    )
+    variant = _ship_variant(run, VariantEvaluation(task, model, test, config, file, run.partial("export") / "variants"))
+    write_json(run.partial("export") / "parity.json", _parity(run, verification, len(test), file, variant.name))
+    properties = replace(verification.properties, variant=variant.name, error=variant.rounding)
+    signature = fill_bundle(bundle, task, test, config, Sources(root, run.output("prepare") / FOLDER), properties)
     if override is not None:
         write_override(bundle, override)
     ancestors = _ancestors(run, root, weights, bundle)
-    (bundle / "card.md").write_text(card(read_facts(run), signature, ancestors, about_codec(bundle, signature.codec)))
+    (bundle / "card.md").write_text(
+        render_card(read_facts(run), signature, ancestors, describe_codec(bundle, signature.codec))
+    )
     digest = write_manifest(bundle, config.name, OVERRIDDEN if override else str(verdict["verdict"]), ancestors)
     write_provenance(bundle, run, signature)
     open_bundle(bundle)  # what a server will do
-    print(f"bundle {digest[:12]}, variant {shipped.name}")
+    print(f"bundle {digest[:12]}, variant {variant.name}")
 
 
-def _proof(verification: Verification, samples: int) -> Iterator[str]:
-    worst = max(found["max_abs_error"] for found in verification.everything)
-    sizes = sorted({found["batch_size"] for found in verification.comparisons})
+def _describe_verification(verification: Verification, samples: int) -> Iterator[str]:
+    worst = max(row["max_abs_error"] for row in verification.all_rows)
+    sizes = sorted({row["batch_size"] for row in verification.comparisons})
     yield f"equal to torch on {samples} test samples at batch sizes {sizes}; largest difference {worst:.2g}"
     if verification.greedy:
         greedy = verification.greedy
         yield f"greedy answers to {greedy['prompts']} prompts are torch's, {greedy['tokens']} tokens"
 
 
-def _formats(run: Run, original: Original) -> None:
+def _write_other_formats(run: Run, original: Original) -> None:
     """Write the other formats from the verified file, before a variant replaces it."""
     if original.config.formats == ("onnx",):
         return
@@ -95,21 +110,21 @@ def _formats(run: Run, original: Original) -> None:
     require_formats(rows)
 
 
-def _ship(run: Run, contest: Contest) -> Entry:
+def _ship_variant(run: Run, contest: VariantEvaluation) -> VariantResult:
     """Put the chosen variant into the bundle, and record what became of all of them."""
     metric, record = run.config.evaluate.metric, run.partial("export") / VARIANTS
     shutil.rmtree(contest.folder, ignore_errors=True)
     entries = contest.entries()
-    found = decide(run.config.export, contenders(entries))
-    write_json(record, rows(entries, found.reasons, found.name, metric))
-    print("\n".join([*table(entries, found.name, metric), *story(entries, found.reasons)]), flush=True)
-    if found.refusal:
-        raise StageError(found.refusal)
-    shipped = next(one for one in entries if one.name == found.name)
-    shipped = replace(shipped, rounding=contest.rounding(shipped))
-    ship(shipped, contest.path)
+    choice = decide(run.config.export, to_candidates(entries))
+    write_json(record, rows(entries, choice.reasons, choice.name, metric))
+    print("\n".join([*table(entries, choice.name, metric), *explanations(entries, choice.reasons)]), flush=True)
+    if choice.refusal:
+        raise StageError(choice.refusal)
+    variant = next(entry for entry in entries if entry.name == choice.name)
+    variant = replace(variant, rounding=contest.rounding(variant))
+    ship(variant, contest.path)
     shutil.rmtree(contest.folder, ignore_errors=True)
-    return shipped
+    return variant
 
 
 def _allowed_verdict(run: Run, checkpoint: str) -> tuple[dict[str, Any], Override | None]:
@@ -168,7 +183,7 @@ def write_provenance(bundle: Path, run: Run, signature: Signature) -> None:
     config = run.planned.model_dump(mode="json")  # as the run was started; its results are identified by it
     properties: dict[str, Any] = {name: config[name] for name in _SECTIONS}
     properties["serve"] = {name: config["serve"][name] for name in BUNDLED_SETTINGS}
-    packages = _versions(_PACKAGES) | dict(_split(pin) for pin in signature.requires)
+    packages = _versions(_PACKAGES) | dict(_split_pin(pin) for pin in signature.requires)
     builder = {"python": platform.python_version(), "source": digest_mapping(package_sources("export"))}
     builder |= _versions(("pipe-road",))
     write_json(bundle / PROVENANCE, statement(Manifest.model_validate_json(raw), raw, properties, packages, builder))
@@ -176,16 +191,16 @@ def write_provenance(bundle: Path, run: Run, signature: Signature) -> None:
 
 def _versions(names: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of those that are installed."""
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def _split(pin: str) -> tuple[str, str]:
+def _split_pin(pin: str) -> tuple[str, str]:
     """Split `name==1.2` into name and version."""
     name, _, version = pin.partition("==")
     return name, version

@@ -21,7 +21,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from export.language_model import prompts_of, settled
+from export.language_model import choose_prompts, stable_answer
 from export.parity import Arrays, open_session, run
 from export.to_onnx import tensor_specs
 from pipeline.contract.codec import FILES, Codec, build_codec, codec_class, required_packages, shared_files
@@ -53,7 +53,7 @@ class ModelProperties:
     error: float = 0.0  # tolerance for processors that round this variant differently
 
 
-def fill(
+def fill_bundle(
     bundle: Path, task: Task, test: Samples, config: Config, sources: Sources, properties: ModelProperties
 ) -> Signature:
     """Write everything except model.onnx, which is there already, and the manifest, which the caller writes last."""
@@ -65,7 +65,7 @@ def fill(
     _copy_files(bundle, shared_files(kind, config.codec), sources.files)
     codec = build_codec(kind, config.codec, bundle / FILES)
     check_tokenizer(bundle, signature)
-    golden(bundle, task, test, codec, signature, config, properties.error).write(bundle)
+    make_golden(bundle, task, test, codec, signature, config, properties.error).write(bundle)
     return signature
 
 
@@ -99,25 +99,25 @@ def _copy_files(bundle: Path, names: Sequence[str], source: Path) -> None:
         shutil.copyfile(source / name, bundle / FILES / name)
 
 
-def golden(
+def make_golden(
     bundle: Path, task: Task, test: Samples, codec: Codec, signature: Signature, config: Config, error: float
 ) -> Golden:
     """Return the golden requests; `error` widens the tolerance for processors that round differently."""
     session = open_session(bundle / "model.onnx")
     decoder = _decoder(session, signature)
     if decoder is not None and isinstance(task, Generates):
-        prompts = prompts_of(task.prompting().prompts, test, decoder.generation)[:GOLDEN_REQUESTS]
+        prompts = choose_prompts(task.prompting().prompts, test, decoder.generation)[:GOLDEN_REQUESTS]
         inputs = _with_past(decoder, prompts)
-        generated = [{"prompt": prompt, "answer": settled(decoder, prompt, config.export)} for prompt in prompts]
+        generated = [{"prompt": prompt, "answer": stable_answer(decoder, prompt, config.export)} for prompt in prompts]
     else:
         batch = test.batch(range(min(GOLDEN_REQUESTS, len(test))))
         inputs, generated = {name: batch[name].numpy() for name in task.inputs}, []
-    instances, predictions = _through_codec(session, task, codec, signature)
+    instances, predictions = _run_codec(session, task, codec, signature)
     return Golden(
         inputs=inputs,
         outputs=run(session, inputs),
-        instances=_plain(instances, "example()"),
-        predictions=_plain(predictions, "encode()"),
+        instances=_plain_json(instances, "example()"),
+        predictions=_plain_json(predictions, "encode()"),
         rtol=config.export.rtol,
         atol=max(config.export.atol, error),
         generated=generated,
@@ -133,15 +133,15 @@ def _decoder(session: onnxruntime.InferenceSession, signature: Signature) -> Dec
 def _with_past(decoder: Decoder, prompts: list[list[int]]) -> Arrays:
     """Return inputs that continue prompts whose first half is in the cache already."""
     ids, mask = pad(prompts)
-    half = ids.shape[1] // 2
+    length = ids.shape[1] // 2
     past: Arrays = empty_past(decoder, len(prompts))
-    if half:
-        read = decoder.run(inputs_of(decoder.generation, ids[:, :half], mask[:, :half], past))
+    if length:
+        read = decoder.run(inputs_of(decoder.generation, ids[:, :length], mask[:, :length], past))
         past = {cache.input: read[cache.output] for cache in decoder.generation.caches}
-    return inputs_of(decoder.generation, ids[:, half:], mask, past)
+    return inputs_of(decoder.generation, ids[:, length:], mask, past)
 
 
-def _through_codec(
+def _run_codec(
     session: onnxruntime.InferenceSession, task: Task, codec: Codec, signature: Signature
 ) -> tuple[list[Any], list[Any]]:
     instances = list(task.example()) if isinstance(task, HasExample) else []
@@ -166,17 +166,17 @@ def check_decoded(arrays: Any, specs: tuple[TensorSpec, ...], count: int) -> Non
         if array.dtype != NUMPY_TYPES[spec.datatype]:
             raise ConfigError(f"codec: decode() gives `{spec.name}` as {array.dtype}, the model takes {spec.datatype}")
         fits = len(array.shape) == len(spec.shape) and array.shape[0] == count and all(
-            isinstance(want, str) or want == have for want, have in zip(spec.shape, array.shape, strict=True)
+            isinstance(size, str) or size == actual for size, actual in zip(spec.shape, array.shape, strict=True)
         )  # fmt: skip
         if not fits:
             raise ConfigError(f"codec: decode() gives `{spec.name}` of shape {list(array.shape)}, the model takes {list(spec.shape)}")  # fmt: skip  # noqa: E501
 
 
-def _plain(value: list[Any], what: str) -> list[Any]:
+def _plain_json(value: list[Any], source: str) -> list[Any]:
     try:
         plain: list[Any] = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{what} must give plain JSON values: {error}") from error
+        raise ConfigError(f"{source} must give plain JSON values: {error}") from error
     return plain
 
 
@@ -189,10 +189,9 @@ def check_requirements(reference: str, root: Path, declared: tuple[str, ...]) ->
     """Pin the declared packages to the versions installed here; reject imports the service could not make."""
     pins = tuple(_pin(reference, text) for text in declared)
     allowed = _ALWAYS_INSTALLED | {canonicalize_name(pin.partition("==")[0]) for pin in pins}
-    owners = (
-        metadata.packages_distributions() if (found := third_party_imports(root, reference)) - _ALWAYS_INSTALLED else {}
-    )
-    for module in sorted(found):
+    modules = third_party_imports(root, reference)
+    owners = metadata.packages_distributions() if modules - _ALWAYS_INSTALLED else {}
+    for module in sorted(modules):
         names = {canonicalize_name(name) for name in owners.get(module, [module])}
         if not names & allowed:
             raise ConfigError(
@@ -233,6 +232,8 @@ def check_tokenizer(bundle: Path, signature: Signature) -> None:
             'name it in the codec, as in files = ("tokenizer.json",)'
         )
     logits = next(spec for spec in signature.outputs if spec.name == generation.logits)
-    known, highest = logits.shape[-1], max((*tokenizer_ids(path), *generation.begin, *generation.end))
-    if isinstance(known, int) and highest >= known:
-        raise ConfigError(f"{path.name}: has the id {highest}, but the model knows {known} ids (0 to {known - 1})")
+    vocabulary_size, highest = logits.shape[-1], max((*tokenizer_ids(path), *generation.begin, *generation.end))
+    if isinstance(vocabulary_size, int) and highest >= vocabulary_size:
+        raise ConfigError(
+            f"{path.name}: has the id {highest}, but the model knows {vocabulary_size} ids (0 to {vocabulary_size - 1})"
+        )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from export.parity import Arrays, Comparison, combine, measure
-from export.to_onnx import Written, write_onnx
-from export.trace import Traced
+from export.to_onnx import ExportResult, write_onnx
+from export.trace import ExportInput
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Answer, Decoder, empty_past, greedy, inputs_of
@@ -31,15 +31,15 @@ _ROWS, _SEQUENCE, _PAST = 3, 5, 7  # unequal and above 1, so that no axis is tak
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A tensor that a layer keeps: [batch, heads, past, width]."""
+class CacheTensor:
+    """A tensor in the cache of a layer: [batch, heads, past, width]."""
 
     name: str  # as `0.key`
     heads: int
     width: int
 
 
-class Cached(nn.Module):
+class CachedModel(nn.Module):
     """The causal model with its cache as plain tensors, a pair for each layer."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,55 +47,57 @@ class Cached(nn.Module):
         self.model = model
 
     def forward(self, ids: Tensor, mask: Tensor, positions: Tensor, past: list[Tensor]) -> tuple[Tensor, ...]:
-        cache = new_cache(self.model)
+        cache = empty_cache(self.model)
         for layer in range(len(past) // 2):
             cache.update(past[2 * layer], past[2 * layer + 1], layer)
-        found = self.model(
+        result = self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
-        kept = [tensor for layer in found.past_key_values.layers for tensor in (layer.keys, layer.values)]
-        return found.logits, *kept
+        cache_tensors = [tensor for layer in result.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        return result.logits, *cache_tensors
 
 
-def new_cache(model: nn.Module) -> Any:
-    """Without a position in it. The import is here because only language models need the package."""
+def empty_cache(model: nn.Module) -> Any:
+    """Return a cache without positions. The import is here because only language models need the package."""
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
 
 
-def generation_of(task: Generates, model: nn.Module) -> Generation:
+def make_generation(task: Generates, model: nn.Module) -> Generation:
     """Return the generation section of the signature, from the model and its task."""
-    properties, known = task.prompting(), known_positions(model)
-    if properties.positions_limit > known:
+    properties, maximum = task.prompting(), max_positions(model)
+    if properties.positions_limit > maximum:
         raise StageError(
-            f"prompting() allows {properties.positions_limit} positions, but the model's configuration ends at {known} "
-            "(max_position_embeddings): beyond it the model was never trained"
+            f"prompting() allows {properties.positions_limit} positions, but the model's configuration ends at "
+            f"{maximum} (max_position_embeddings): beyond it the model was never trained"
         )
     return Generation(
-        caches=tuple(Cache(input=f"past.{one.name}", output=f"present.{one.name}") for one in kept_by(model)),
-        positions_limit=properties.positions_limit or known,
+        caches=tuple(
+            Cache(input=f"past.{tensor.name}", output=f"present.{tensor.name}") for tensor in list_cache_tensors(model)
+        ),
+        positions_limit=properties.positions_limit or maximum,
         **properties.model_dump(include=_PROMPTING_FIELDS),
     )
 
 
-def known_positions(model: nn.Module) -> int:
-    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if not isinstance(found, int):
+def max_positions(model: nn.Module) -> int:
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(positions, int):
         raise StageError(
             f"language_model() gives a {type(model).__name__} without config.max_position_embeddings; "
             "give the causal model of `transformers` itself"
         )
-    return found
+    return positions
 
 
 @torch.no_grad()
-def kept_by(model: nn.Module) -> tuple[Kept, ...]:
+def list_cache_tensors(model: nn.Module) -> tuple[CacheTensor, ...]:
     """Return the cache of the model after two positions."""
     ids = torch.zeros((1, 2), dtype=torch.long)
-    layers = model(input_ids=ids, past_key_values=new_cache(model), use_cache=True).past_key_values.layers
+    layers = model(input_ids=ids, past_key_values=empty_cache(model), use_cache=True).past_key_values.layers
     latent = getattr(model.config, "kv_lora_rank", None) is not None  # DeepSeek caches what keys and values come from
-    found = []
+    tensors = []
     for index, layer in enumerate(layers):
         if (kind := type(layer).__name__) != "DynamicLayer":
             raise StageError(f"layer {index} of the model keeps a {kind}; only caches of all positions can be exported")
@@ -104,18 +106,18 @@ def kept_by(model: nn.Module) -> tuple[Kept, ...]:
         ):
             if tensor.dtype != torch.float32:
                 raise StageError(f"layer {index} of the model computes in {tensor.dtype}; export it in float32")
-            found.append(Kept(f"{index}.{name}", tensor.shape[1], tensor.shape[3]))
-    return tuple(found)
+            tensors.append(CacheTensor(f"{index}.{name}", tensor.shape[1], tensor.shape[3]))
+    return tuple(tensors)
 
 
-def convert_language(model: nn.Module, generation: Generation, config: Export, path: Path) -> Written:
+def convert_language(model: nn.Module, generation: Generation, config: Export, path: Path) -> ExportResult:
     """Write `path`."""
-    return write_onnx(traced_language(model, generation), config, path)
+    return write_onnx(language_export_input(model, generation), config, path)
 
 
-def traced_language(model: nn.Module, generation: Generation) -> Traced:
-    """Ids, mask, positions and past in; logits and the longer past out."""
-    kept = kept_by(model)
+def language_export_input(model: nn.Module, generation: Generation) -> ExportInput:
+    """Return the export input: ids, mask, positions and past in; logits and the longer past out."""
+    caches = list_cache_tensors(model)
     total = _SEQUENCE + _PAST
     if generation.positions_limit < total:
         raise StageError(f"a language model of {generation.positions_limit} positions is too short; {total} at least")
@@ -123,14 +125,14 @@ def traced_language(model: nn.Module, generation: Generation) -> Traced:
     mask = torch.ones((_ROWS, total), dtype=torch.long)
     mask[0, :2] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, _PAST:]
-    past = [torch.zeros(_ROWS, one.heads, _PAST, one.width) for one in kept]
-    tokens, everything, before = ({0: "batch", 1: axis} for axis in ("sequence", "total", "sequence"))
-    return Traced(
-        Cached(model),
+    past = [torch.zeros(_ROWS, tensor.heads, _PAST, tensor.width) for tensor in caches]
+    ids_axes, mask_axes, positions_axes = ({0: "batch", 1: axis} for axis in ("sequence", "total", "sequence"))
+    return ExportInput(
+        CachedModel(model),
         (ids, mask, positions, past),
         (generation.ids, generation.mask, generation.positions, *(cache.input for cache in generation.caches)),
         (generation.logits, *(cache.output for cache in generation.caches)),
-        (tokens, everything, before, [{0: "batch", 2: "past"} for _ in past]),
+        (ids_axes, mask_axes, positions_axes, [{0: "batch", 2: "past"} for _ in past]),
     )
 
 
@@ -140,23 +142,23 @@ _PROMPTING_FIELDS = set(Prompting.model_fields) & set(Generation.model_fields) -
 Array = np.ndarray[Any, Any]
 
 TOKENS = 16  # of each greedy answer that is compared
-_LOGITS = 1 << 24  # most numbers that are compared at once: a vocabulary is wide
-_SHORT_SHAPES = 5  # of those below, the ones that cost little
-_MOST_POSITIONS = 2048  # of the longest past that is compared; the model's own limit may be far beyond
+_MAX_LOGITS = 1 << 24  # compared at once; a vocabulary is wide
+_SHORT_SHAPES = 5  # the first shapes below, which cost little
+_MAX_POSITIONS = 2048  # of the longest past that is compared; the model's limit may be far higher
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the graph. `seen`: the real positions among its columns."""
+    """One run of the graph. `is_real`: which of its positions are no padding."""
 
     feed: Arrays
-    seen: Array
+    is_real: Array
     text: str
-    evaluated: Arrays = field(default_factory=dict)  # outputs of the model as it was evaluated, if known
+    evaluated_outputs: Arrays = field(default_factory=dict)  # outputs of the model as it was evaluated, if known
 
 
 @dataclass
-class Greedy:
+class GreedyComparison:
     """Result of comparing greedy generation, for parity.json."""
 
     prompts: int = 0
@@ -169,16 +171,16 @@ class TorchDecoder:
     """The reference: torch, with the same inputs as the graph, or recomputing from the start for every token."""
 
     def __init__(self, model: nn.Module, generation: Generation) -> None:
-        self.cached, self.generation = Cached(model).eval(), generation
+        self.cached, self.generation = CachedModel(model).eval(), generation
 
     @torch.no_grad()
     def run(self, feed: Mapping[str, Array]) -> Arrays:
         tensors = {name: torch.from_numpy(array) for name, array in feed.items()}
-        one = self.generation
-        past = [tensors[cache.input] for cache in one.caches]
-        found = self.cached(tensors[one.ids], tensors[one.mask], tensors[one.positions], past)
-        names = (one.logits, *(cache.output for cache in one.caches))
-        return {name: tensor.numpy() for name, tensor in zip(names, found, strict=True)}
+        generation = self.generation
+        past = [tensors[cache.input] for cache in generation.caches]
+        outputs = self.cached(tensors[generation.ids], tensors[generation.mask], tensors[generation.positions], past)
+        names = (generation.logits, *(cache.output for cache in generation.caches))
+        return {name: tensor.numpy() for name, tensor in zip(names, outputs, strict=True)}
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], most: int) -> list[int]:
@@ -190,7 +192,7 @@ class TorchDecoder:
         return ids[len(prompt) :]
 
 
-Evaluated = Callable[[Mapping[str, torch.Tensor]], Arrays]  # what evaluation saw, by output
+Evaluated = Callable[[Mapping[str, torch.Tensor]], Arrays]  # returns the outputs of the evaluation, by name
 
 
 def verify_language(
@@ -198,80 +200,87 @@ def verify_language(
 ) -> list[dict[str, Any]]:
     """Compare on the whole test set, with the outputs of the evaluation, and at untraced shapes."""
     reference = TorchDecoder(model, decoder.generation)
-    cases = _test_set(decoder, samples, max(config.batch_sizes), evaluated)
+    cases = _test_set_cases(decoder, samples, max(config.batch_sizes), evaluated)
     data = combine(list(_compare(reference, decoder, cases, config)))
-    shapes = _compare(reference, decoder, _never_traced(reference, decoder, samples), config)
+    shapes = _compare(reference, decoder, _untraced_cases(reference, decoder, samples), config)
     return [asdict(comparison) for comparison in (data, *shapes)]
 
 
 def verify_random(
-    model: nn.Module, decoder: Decoder, tolerance: Callable[[Arrays], Export], place: str
+    model: nn.Module, decoder: Decoder, tolerance: Callable[[Arrays], Export], setup: str
 ) -> dict[str, Any]:
-    """Ids in an order no text has, at shapes that were never traced."""
-    reference, known = TorchDecoder(model, decoder.generation), _vocabulary(decoder)
-    ids = np.random.default_rng(0).integers(0, known, 64)
+    """Compare random ids at untraced shapes."""
+    reference, vocabulary = TorchDecoder(model, decoder.generation), _vocabulary_size(decoder)
+    ids = np.random.default_rng(0).integers(0, vocabulary, 64)
     cases = [
-        replace(one, text=f"{one.text} ({place})") for one in islice(_of_shapes(reference, decoder, ids), _SHORT_SHAPES)
+        replace(case, text=f"{case.text} ({setup})")
+        for case in islice(_cases_of_shapes(reference, decoder, ids), _SHORT_SHAPES)
     ]
     parts = [
-        found
-        for one in cases
-        for found in _compare(reference, decoder, iter([one]), tolerance(reference.run(one.feed)))
+        comparison
+        for case in cases
+        for comparison in _compare(reference, decoder, iter([case]), tolerance(reference.run(case.feed)))
     ]
     return {**asdict(combine(parts)), "batches": len(parts)}
 
 
 def language_feeds(model: nn.Module, decoder: Decoder, samples: Samples) -> Iterator[Arrays]:
-    """What a fault is looked for with."""
+    """Yield the inputs for the fault search."""
     reference = TorchDecoder(model, decoder.generation)
-    yield from (cases.feed for cases in _never_traced(reference, decoder, samples))
-    yield from (cases.feed for cases in _test_set(decoder, samples, 4, lambda _: {}))
+    yield from (cases.feed for cases in _untraced_cases(reference, decoder, samples))
+    yield from (cases.feed for cases in _test_set_cases(decoder, samples, 4, lambda _: {}))
 
 
-def verify_greedy(model: nn.Module, decoder: Decoder, prompts: Sequence[Sequence[int]], config: Export) -> Greedy:
-    """Every prompt alone, all of them in one batch, and read in pieces: torch's tokens, all of them."""
-    reference, found = TorchDecoder(model, decoder.generation), Greedy(prompts=len(prompts))
-    most = min(TOKENS, decoder.generation.positions_limit - max(map(len, prompts)))
-    expected = [reference.greedy(prompt, most) for prompt in prompts]
-    found.tokens = sum(map(len, expected))
-    alone = [greedy(decoder, [prompt], most)[0] for prompt in prompts]
-    ways = {
-        "each prompt alone": alone,
-        "all in one batch, padded on the left": greedy(decoder, prompts, most),
-        "read three positions at a time": greedy(decoder, prompts, most, chunk=3),
+def verify_greedy(
+    model: nn.Module, decoder: Decoder, prompts: Sequence[Sequence[int]], config: Export
+) -> GreedyComparison:
+    """Check that each prompt gets torch's tokens: run alone, in one batch, and read in chunks."""
+    reference, result = TorchDecoder(model, decoder.generation), GreedyComparison(prompts=len(prompts))
+    count = min(TOKENS, decoder.generation.positions_limit - max(map(len, prompts)))
+    expected = [reference.greedy(prompt, count) for prompt in prompts]
+    result.tokens = sum(map(len, expected))
+    one_by_one = [greedy(decoder, [prompt], count)[0] for prompt in prompts]
+    methods = {
+        "each prompt alone": one_by_one,
+        "all in one batch, padded on the left": greedy(decoder, prompts, count),
+        "read three positions at a time": greedy(decoder, prompts, count, chunk=3),
     }
-    for way, answers in ways.items():
-        found.ways.append(way)
-        found.ties += sum(_parts(way, *pair, config) for pair in zip(prompts, expected, answers, strict=True))
-    return found
+    for method, answers in methods.items():
+        result.ways.append(method)
+        result.ties += sum(
+            _count_tie(method, *arguments, config) for arguments in zip(prompts, expected, answers, strict=True)
+        )
+    return result
 
 
-def prompts_of(given: Sequence[Sequence[int]], samples: Samples, generation: Generation) -> list[list[int]]:
-    """The task's own, or beginnings of test samples, of unequal lengths."""
-    room = generation.positions_limit - TOKENS
-    if given:
-        if over := next((prompt for prompt in given if not 0 < len(prompt) <= room), None):
-            raise StageError(f"prompting() has a prompt of {len(over)} ids; give 1 to {room}, so that an answer fits")
-        return [list(prompt) for prompt in given]
+def choose_prompts(requested: Sequence[Sequence[int]], samples: Samples, generation: Generation) -> list[list[int]]:
+    """Return the task's prompts, or else beginnings of test samples of unequal lengths."""
+    longest = generation.positions_limit - TOKENS
+    if requested:
+        if too_long := next((prompt for prompt in requested if not 0 < len(prompt) <= longest), None):
+            raise StageError(
+                f"prompting() has a prompt of {len(too_long)} ids; give 1 to {longest}, so that an answer fits"
+            )
+        return [list(prompt) for prompt in requested]
     count = min(4, len(samples))
-    rows = _tokens(samples.batch(range(count)), generation).tolist()
-    return [row[: max(1, min(3 + 4 * index, room))] for index, row in enumerate(rows)]
+    rows = _token_ids(samples.batch(range(count)), generation).tolist()
+    return [row[: max(1, min(3 + 4 * index, longest))] for index, row in enumerate(rows)]
 
 
-def settled(decoder: Decoder, prompt: Sequence[int], config: Export) -> list[int]:
-    """A greedy answer as far as no other machine's rounding can change it."""
-    most = min(TOKENS, decoder.generation.positions_limit - len(prompt))
-    answer = greedy(decoder, [prompt], most)[0]
-    close = [lead <= _slack(top, config) for lead, top in zip(answer.leads, answer.highest, strict=True)]
-    return answer.tokens[: close.index(True)] if True in close else answer.tokens
+def stable_answer(decoder: Decoder, prompt: Sequence[int], config: Export) -> list[int]:
+    """Return the greedy answer up to the first token that another machine's rounding could change."""
+    count = min(TOKENS, decoder.generation.positions_limit - len(prompt))
+    answer = greedy(decoder, [prompt], count)[0]
+    is_tie = [lead <= _tie_margin(top, config) for lead, top in zip(answer.leads, answer.highest, strict=True)]
+    return answer.tokens[: is_tie.index(True)] if True in is_tie else answer.tokens
 
 
-def _slack(logit: float, config: Export) -> float:
-    """How far two logits may be apart and still be a tie: both may be off by the tolerance."""
+def _tie_margin(logit: float, config: Export) -> float:
+    """Return the largest difference of two logits that is a tie: each may be off by the tolerance."""
     return 2 * (config.atol + config.rtol * abs(logit))
 
 
-def _tokens(batch: Mapping[str, torch.Tensor], generation: Generation) -> Array:
+def _token_ids(batch: Mapping[str, torch.Tensor], generation: Generation) -> Array:
     if generation.ids not in batch:
         raise StageError(
             f"the test data of a language model need a column `{generation.ids}`; found {', '.join(batch)}"
@@ -285,29 +294,33 @@ def _tokens(batch: Mapping[str, torch.Tensor], generation: Generation) -> Array:
     return ids.astype(np.int64)
 
 
-def _test_set(decoder: Decoder, samples: Samples, size: int, evaluated: Evaluated) -> Iterator[Case]:
+def _test_set_cases(decoder: Decoder, samples: Samples, size: int, evaluated: Evaluated) -> Iterator[Case]:
     """Yield the test set; packed rows, whose mask numbers their texts, are read as one text each by both sides."""
-    one = decoder.generation
-    width = _tokens(samples.batch([0]), one).shape[1] * _vocabulary(decoder)
-    for batch in samples.batches(range(len(samples)), max(1, min(size, _LOGITS // width))):
-        ids = _tokens(batch, one)
-        mask = batch[one.mask].numpy().astype(np.int64) if one.mask in batch else np.ones_like(ids)
-        plain = mask.shape == ids.shape and mask.max() <= 1
-        feed = inputs_of(one, ids, mask if plain else np.ones_like(ids), empty_past(decoder, len(ids)))
-        known = {name: array for name, array in evaluated(batch).items() if name == one.logits} if plain else {}
-        yield Case(feed, feed[one.mask] == 1, "the test set", known)
+    generation = decoder.generation
+    width = _token_ids(samples.batch([0]), generation).shape[1] * _vocabulary_size(decoder)
+    for batch in samples.batches(range(len(samples)), max(1, min(size, _MAX_LOGITS // width))):
+        ids = _token_ids(batch, generation)
+        mask = batch[generation.mask].numpy().astype(np.int64) if generation.mask in batch else np.ones_like(ids)
+        has_one_text = mask.shape == ids.shape and mask.max() <= 1
+        feed = inputs_of(generation, ids, mask if has_one_text else np.ones_like(ids), empty_past(decoder, len(ids)))
+        evaluated_logits = (
+            {name: array for name, array in evaluated(batch).items() if name == generation.logits}
+            if has_one_text
+            else {}
+        )
+        yield Case(feed, feed[generation.mask] == 1, "the test set", evaluated_logits)
 
 
-def _never_traced(reference: TorchDecoder, decoder: Decoder, samples: Samples) -> Iterator[Case]:
-    yield from _of_shapes(
-        reference, decoder, _tokens(samples.batch(range(min(8, len(samples)))), decoder.generation).ravel()
+def _untraced_cases(reference: TorchDecoder, decoder: Decoder, samples: Samples) -> Iterator[Case]:
+    yield from _cases_of_shapes(
+        reference, decoder, _token_ids(samples.batch(range(min(8, len(samples)))), decoder.generation).ravel()
     )
 
 
-def _of_shapes(reference: TorchDecoder, decoder: Decoder, tokens: Array) -> Iterator[Case]:
-    """Rows, past, sequence and padding, with a past that torch has read."""
-    one = decoder.generation
-    longest = min(one.positions_limit, _MOST_POSITIONS, max(16, _LOGITS // _vocabulary(decoder)))
+def _cases_of_shapes(reference: TorchDecoder, decoder: Decoder, tokens: Array) -> Iterator[Case]:
+    """Yield cases of several numbers of rows, lengths and paddings, with a past computed by torch."""
+    generation = decoder.generation
+    longest = min(generation.positions_limit, _MAX_POSITIONS, max(16, _MAX_LOGITS // _vocabulary_size(decoder)))
     shapes = [
         (1, 0, 1, 0),
         (2, 0, 9, 2),
@@ -317,61 +330,67 @@ def _of_shapes(reference: TorchDecoder, decoder: Decoder, tokens: Array) -> Iter
         (1, longest - 1, 1, 0),
         (1, 0, longest, 2),
     ]
-    for rows, before, sequence, padding in shapes:
-        total = before + sequence
+    for rows, past_length, sequence, padding in shapes:
+        total = past_length + sequence
         ids = np.resize(tokens, (rows, total))
         mask = np.ones_like(ids)
-        mask[::2, : padding if rows > 1 or before == 0 else 0] = 0
+        mask[::2, : padding if rows > 1 or past_length == 0 else 0] = 0
         past = empty_past(decoder, rows)
-        if before:
-            read = reference.run(inputs_of(one, ids[:, :before], mask[:, :before], past))
-            past = {cache.input: read[cache.output] for cache in one.caches}
-        text = f"past {before}, sequence {sequence}, {padding} padded"
-        yield Case(inputs_of(one, ids[:, before:], mask, past), mask[:, before:] == 1, text)
+        if past_length:
+            outputs = reference.run(inputs_of(generation, ids[:, :past_length], mask[:, :past_length], past))
+            past = {cache.input: outputs[cache.output] for cache in generation.caches}
+        text = f"past {past_length}, sequence {sequence}, {padding} padded"
+        yield Case(inputs_of(generation, ids[:, past_length:], mask, past), mask[:, past_length:] == 1, text)
 
 
 def _compare(reference: TorchDecoder, decoder: Decoder, cases: Iterator[Case], config: Export) -> Iterator[Comparison]:
     """Compare logits and the new cache, except padding."""
-    one = decoder.generation
-    for each in cases:
+    generation = decoder.generation
+    for case in cases:
         started = time.perf_counter()
-        found = decoder.run(each.feed)
+        actual = decoder.run(case.feed)
         seconds = time.perf_counter() - started
-        expected = each.evaluated or reference.run(each.feed)
-        seen = each.feed[one.mask] == 1
+        expected = case.evaluated_outputs or reference.run(case.feed)
+        is_real = case.feed[generation.mask] == 1
         pairs = {
             name: tuple(
-                _seen(arrays[name], each.seen if name == one.logits else seen, name == one.logits)
-                for arrays in (expected, found)
+                _select_positions(
+                    arrays[name], case.is_real if name == generation.logits else is_real, name == generation.logits
+                )
+                for arrays in (expected, actual)
             )
             for name in expected
         }
-        yield measure(pairs, config, len(each.seen), seconds, each.text, one.logits)
+        yield measure(pairs, config, len(case.is_real), seconds, case.text, generation.logits)
 
 
-def _seen(array: Array, places: Array, logits: bool) -> Array:
-    """Logits are [batch, sequence, vocabulary]; a cache has its positions on the third axis."""
-    picked: Array = array[places] if logits else array.swapaxes(1, 2)[places]
-    return picked
+def _select_positions(array: Array, positions: Array, logits: bool) -> Array:
+    """Select positions of logits [batch, sequence, vocabulary] or of a cache [batch, heads, positions, width]."""
+    selected: Array = array[positions] if logits else array.swapaxes(1, 2)[positions]
+    return selected
 
 
-def _vocabulary(decoder: Decoder) -> int:
+def _vocabulary_size(decoder: Decoder) -> int:
     """Return the size of the vocabulary: the logits of one position of the graph."""
-    one = decoder.generation
+    generation = decoder.generation
     token = np.zeros((1, 1), np.int64)
-    return int(decoder.run(inputs_of(one, token, token + 1, empty_past(decoder, 1)))[one.logits].shape[-1])
+    return int(
+        decoder.run(inputs_of(generation, token, token + 1, empty_past(decoder, 1)))[generation.logits].shape[-1]
+    )
 
 
-def _parts(way: str, prompt: Sequence[int], expected: Sequence[int], answer: Answer, config: Export) -> int:
+def _count_tie(method: str, prompt: Sequence[int], expected: Sequence[int], answer: Answer, config: Export) -> int:
     """Return 1 if an answer differs from torch's at a tie and 0 if it is equal; raise if it differs otherwise."""
     if answer.tokens == list(expected):
         return 0
     pairs = enumerate(zip(expected, answer.tokens, strict=False))
-    place = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(expected), len(answer.tokens)))
-    at = min(place, len(answer.tokens) - 1)
-    if answer.leads[at] <= _slack(answer.highest[at], config):
+    difference = next(
+        (position for position, pair in pairs if pair[0] != pair[1]), min(len(expected), len(answer.tokens))
+    )
+    last_position = min(difference, len(answer.tokens) - 1)
+    if answer.leads[last_position] <= _tie_margin(answer.highest[last_position], config):
         return 1
     raise StageError(
-        f"the ONNX file does not generate what torch does ({way}): for the prompt of {len(prompt)} ids "
+        f"the ONNX file does not generate what torch does ({method}): for the prompt of {len(prompt)} ids "
         f"{list(prompt)[:8]}… torch's greedy answer is {list(expected)}, ONNX Runtime's {answer.tokens}"
     )

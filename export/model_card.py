@@ -16,8 +16,8 @@ _CLASSES = 40  # named
 _SLICES = 30  # in the table; those that failed are among them
 
 
-def card(facts: Facts, signature: Signature, ancestors: Ancestors, about: str = "") -> str:
-    """Deterministic text, and so without anything that was timed: the same model has the same card."""
+def render_card(facts: Facts, signature: Signature, ancestors: Ancestors, about: str = "") -> str:
+    """Return the card without measured times, so that the same model has the same card."""
     sections = {
         "Intended use": _use(facts, about),
         "Inputs and outputs": _tensors(signature),
@@ -36,12 +36,12 @@ def card(facts: Facts, signature: Signature, ancestors: Ancestors, about: str = 
     return "\n".join(lines) + "\n"
 
 
-def about_codec(bundle: Path, codec: str) -> str:
+def describe_codec(bundle: Path, codec: str) -> str:
     """Return the codec's docstrings on instances and predictions; the file is parsed, not run."""
     path = bundle / "codec.py"
     tree = ast.parse(path.read_text() if path.is_file() else "")
-    found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == codec), None)
-    texts = [ast.get_docstring(node) or "" for node in (tree, found) if node is not None]
+    codec_class = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == codec), None)
+    texts = [ast.get_docstring(node) or "" for node in (tree, codec_class) if node is not None]
     return " ".join(" ".join(text.partition("\n\n")[0].split()) for text in texts if text)
 
 
@@ -55,10 +55,10 @@ def _use(facts: Facts, about: str) -> Iterator[str]:
     if about:
         yield about
     if names := facts.classes:
-        shown = ", ".join(f"`{name}`" for name in names[:_CLASSES])
-        more = f" and {len(names) - _CLASSES} more" if len(names) > _CLASSES else ""
+        shown_classes = ", ".join(f"`{name}`" for name in names[:_CLASSES])
+        others = f" and {len(names) - _CLASSES} more" if len(names) > _CLASSES else ""
         yield from (("",) if about else ())
-        yield f"It distinguishes {len(names)} classes: {shown}{more}."
+        yield f"It distinguishes {len(names)} classes: {shown_classes}{others}."
 
 
 def _tensors(signature: Signature) -> Iterator[str]:
@@ -78,16 +78,16 @@ def _limits(facts: Facts, signature: Signature) -> Iterator[str]:
         yield "- A language model: it continues prompts of its tokenizer."
     if samples := facts.verdict.get("samples"):
         yield f"- Evaluated on {number(samples)} test samples; nothing is known about other kinds of data."
-    for texts in (*(facts.verdict.get("warnings") or ()), *_notes(facts)):
-        yield f"- {texts[:1].upper()}{_plain(texts[1:])}."
-    if small := [one for one in facts.slices if not one.get("judged")]:
-        names = ", ".join(_plain(one.get("slice")) for one in small[:_CLASSES])
+    for text in (*(facts.verdict.get("warnings") or ()), *_notes(facts)):
+        yield f"- {text[:1].upper()}{_cell(text[1:])}."
+    if small_slices := [slice_ for slice_ in facts.slices if not slice_.get("judged")]:
+        names = ", ".join(_cell(slice_.get("slice")) for slice_ in small_slices[:_CLASSES])
         yield f"- Too few samples for a verdict of their own: {names}."
 
 
 def _notes(facts: Facts) -> Iterator[str]:
-    """What is to be known of the file that is shipped."""
-    yield from (str(one["note"]) for one in facts.variants if one.get("chosen") and one.get("note"))
+    """Yield the notes on the shipped variant."""
+    yield from (str(variant["note"]) for variant in facts.variants if variant.get("chosen") and variant.get("note"))
 
 
 def _evaluation_section(facts: Facts) -> Iterator[str]:
@@ -96,31 +96,36 @@ def _evaluation_section(facts: Facts) -> Iterator[str]:
 
 
 def _slices(facts: Facts) -> Iterator[str]:
-    judged = sorted((one for one in facts.slices if one.get("judged")), key=lambda one: bool(one.get("passed")))
+    judged_slices = sorted(
+        (slice_ for slice_ in facts.slices if slice_.get("judged")), key=lambda slice_: bool(slice_.get("passed"))
+    )
     rows = [
         (
-            one.get("slice"),
-            number(one.get("samples")),
-            number(one.get("candidate")),
-            number(one.get("baseline")),
-            _interval(one.get("difference")),
-            "passed" if one.get("passed") else "FAILED",
+            slice_.get("slice"),
+            number(slice_.get("samples")),
+            number(slice_.get("candidate")),
+            number(slice_.get("baseline")),
+            _interval(slice_.get("difference")),
+            "passed" if slice_.get("passed") else "FAILED",
         )
-        for one in judged[:_SLICES]
+        for slice_ in judged_slices[:_SLICES]
     ]
     if rows:
         yield from _table(("slice", "samples", "candidate", "baseline", "difference", "outcome"), rows)
-    if len(judged) > _SLICES:
-        yield from ("", f"{len(judged) - _SLICES} more slices passed.")
+    if len(judged_slices) > _SLICES:
+        yield from ("", f"{len(judged_slices) - _SLICES} more slices passed.")
 
 
 def _calibration(facts: Facts) -> Iterator[str]:
-    known = {name: facts.calibration[name] for name in ("candidate", "baseline") if facts.calibration.get(name)}
-    if not known:
+    calibrations = {name: facts.calibration[name] for name in ("candidate", "baseline") if facts.calibration.get(name)}
+    if not calibrations:
         return
     names = {"ece": "expected calibration error", "brier": "Brier score"}
-    rows = [(title, *[number(one.get(key)) for one in known.values()]) for key, title in names.items()]
-    yield from _table(("lower is better", *known), rows)
+    rows = [
+        (title, *[number(calibration.get(key)) for calibration in calibrations.values()])
+        for key, title in names.items()
+    ]
+    yield from _table(("lower is better", *calibrations), rows)
 
 
 def _variants(facts: Facts) -> Iterator[str]:
@@ -128,14 +133,14 @@ def _variants(facts: Facts) -> Iterator[str]:
         return
     rows = [
         (
-            f"{one.get('variant')}{' (this bundle)' if one.get('chosen') else ''}",
-            _metric(one.get("metric")),
-            _interval(one.get("difference")),
-            number(one.get("max_abs_error")),
-            number(one.get("bytes")),
-            "passed" if one.get("passed") else "FAILED",
+            f"{variant.get('variant')}{' (this bundle)' if variant.get('chosen') else ''}",
+            _metric(variant.get("metric")),
+            _interval(variant.get("difference")),
+            number(variant.get("max_abs_error")),
+            number(variant.get("bytes")),
+            "passed" if variant.get("passed") else "FAILED",
         )
-        for one in facts.variants
+        for variant in facts.variants
     ]
     yield from _table(("variant", "metric", "difference", "largest error", "bytes", "outcome"), rows)
 
@@ -144,10 +149,11 @@ def _data(facts: Facts) -> Iterator[str]:
     if facts.splits:
         rows = [(name, number(split.get("samples")), split.get("fingerprint")) for name, split in facts.splits.items()]
         yield from _table(("split", "samples", "fingerprint"), rows)
-    if doubtful := [one for one in facts.checks if one.get("level") not in (None, "ok")]:
+    if problems := [check for check in facts.checks if check.get("level") not in (None, "ok")]:
         yield ""
         yield from (
-            f"- {one.get('level')}: {one.get('check')} of {one.get('where')}, {one.get('detail')}" for one in doubtful
+            f"- {check.get('level')}: {check.get('check')} of {check.get('where')}, {check.get('detail')}"
+            for check in problems
         )
 
 
@@ -160,18 +166,18 @@ def _metric(metric: Any) -> str:
     return f"{metric.get('name')} {number(metric.get('value'))}" if isinstance(metric, dict) else "–"
 
 
-def _interval(found: Body | None) -> str:
-    if not found:
+def _interval(interval: Body | None) -> str:
+    if not interval:
         return "–"
-    return f"{signed(found['estimate'])} ({signed(found['low'])} to {signed(found['high'])})"
+    return f"{signed(interval['estimate'])} ({signed(interval['low'])} to {signed(interval['high'])})"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield "|" + "---|" * len(head)
-    yield from (f"| {' | '.join(_plain(cell) for cell in row)} |" for row in rows)
+    yield from (f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)
 
 
-def _plain(text: object) -> str:
-    """On one line, and without the bar that parts the cells of a table."""
+def _cell(text: object) -> str:
+    """Return the text of a table cell, on one line and without the bar that separates cells."""
     return " ".join(str(text).split()).replace("|", "¦")

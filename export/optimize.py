@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, helper, numpy_helper, version_converter
 from torch import nn
 
-from export.to_onnx import _strip, check_external_data
+from export.to_onnx import check_external_data, strip_file
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
 
@@ -33,8 +33,8 @@ _INLINE_BYTES = "1024"  # tensors below stay inside the file in any case
 
 
 @dataclass(frozen=True)
-class Optimised:
-    """What became of it, as parity.json has it."""
+class Optimization:
+    """The result, as it is written to parity.json."""
 
     requested: str
     used: str
@@ -43,42 +43,48 @@ class Optimised:
     reason: str = ""  # why less was used than requested
 
 
-def optimise(path: Path, model: nn.Module, config: Export) -> Optimised | None:
+def optimize_file(path: Path, model: nn.Module, config: Export) -> Optimization | None:
     """Write the optimized file to `path`. Return None if none is requested; the result has the reason for a failure."""
     if config.optimize == "none":
         return None
-    before, plain, made = operators(path), _plain(path), path.parent.parent / f"{path.parent.name}.optimised"
-    for folder in (plain, made):
+    counts_before, plain_folder, optimized_folder = (
+        operators(path),
+        _plain_folder(path),
+        path.parent.parent / f"{path.parent.name}.optimised",
+    )
+    for folder in (plain_folder, optimized_folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     try:
-        _by_runtime(path, made / path.name, config.optimize)
+        _optimize_by_runtime(path, optimized_folder / path.name, config.optimize)
         if config.optimize == "transformers":
-            _fuse(made / path.name, kind_of(model))
-        _strip(made / path.name)
-        _exchange(path, made, plain)
+            _fuse(optimized_folder / path.name, model_type(model))
+        strip_file(optimized_folder / path.name)
+        _replace_files(path, optimized_folder, plain_folder)
     except StageError as error:  # the file is as it was
-        forget_plain(path)
-        return Optimised(config.optimize, "none", (before.total(), before.total()), {}, str(error))
+        remove_plain(path)
+        return Optimization(config.optimize, "none", (counts_before.total(), counts_before.total()), {}, str(error))
     finally:
-        shutil.rmtree(made, ignore_errors=True)
-    after = operators(path)
-    fused = {kind: count - before[kind] for kind, count in sorted(after.items()) if kind not in before}
-    return Optimised(config.optimize, config.optimize, (before.total(), after.total()), fused)
+        shutil.rmtree(optimized_folder, ignore_errors=True)
+    counts_after = operators(path)
+    fused = {
+        kind: count - counts_before[kind] for kind, count in sorted(counts_after.items()) if kind not in counts_before
+    }
+    return Optimization(config.optimize, config.optimize, (counts_before.total(), counts_after.total()), fused)
 
 
-def put_back(path: Path, found: Optimised, reason: str) -> Optimised:
-    """The file as the exporter wrote it."""
-    for file in _files(path):
+def restore_plain(path: Path, result: Optimization, reason: str) -> Optimization:
+    """Restore the file that the exporter wrote."""
+    for file in _model_files(path):
         file.unlink()
-    for file in _files(_plain(path) / path.name):
+    for file in _model_files(_plain_folder(path) / path.name):
         os.replace(file, path.parent / file.name)
-    forget_plain(path)
-    return Optimised(found.requested, "none", (found.nodes[0], found.nodes[0]), {}, reason)
+    remove_plain(path)
+    return Optimization(result.requested, "none", (result.nodes[0], result.nodes[0]), {}, reason)
 
 
-def forget_plain(path: Path) -> None:
-    shutil.rmtree(_plain(path), ignore_errors=True)
+def remove_plain(path: Path) -> None:
+    shutil.rmtree(_plain_folder(path), ignore_errors=True)
 
 
 def operators(path: Path) -> Counter[str]:
@@ -86,25 +92,27 @@ def operators(path: Path) -> Counter[str]:
     return Counter(f"{node.domain}.{node.op_type}".lstrip(".") for node in nodes)
 
 
-def kind_of(model: nn.Module) -> str:
-    """In the words of ONNX Runtime's fusions, read off the model's configuration."""
+def model_type(model: nn.Module) -> str:
+    """Return the model type for ONNX Runtime's fusions, from the model's configuration."""
     from onnxruntime.transformers.optimizer import MODEL_TYPES
 
-    for part in model.modules():
-        kind = getattr(getattr(part, "config", None), "model_type", None)
-        if isinstance(kind, str):
-            return kind if kind in MODEL_TYPES else "bert"
+    for module in model.modules():
+        name = getattr(getattr(module, "config", None), "model_type", None)
+        if isinstance(name, str):
+            return name if name in MODEL_TYPES else "bert"
     return "bert"
 
 
-def _by_runtime(path: Path, made: Path, level: str) -> None:
-    """ONNX Runtime's own passes for the CPU, constant folding among them."""
+def _optimize_by_runtime(path: Path, target: Path, level: str) -> None:
+    """Run ONNX Runtime's own passes for the CPU, including constant folding."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = _LEVELS[level]
-    options.optimized_model_filepath = str(made)
-    if len(_files(path)) > 1:
-        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", f"{made.name}.data")
+    options.optimized_model_filepath = str(target)
+    if len(_model_files(path)) > 1:
+        options.add_session_config_entry(
+            "session.optimized_model_external_initializers_file_name", f"{target.name}.data"
+        )
         options.add_session_config_entry(
             "session.optimized_model_external_initializers_min_size_in_bytes", _INLINE_BYTES
         )
@@ -117,29 +125,29 @@ def _by_runtime(path: Path, made: Path, level: str) -> None:
 def _fuse(path: Path, kind: str) -> None:
     from onnxruntime.transformers.optimizer import optimize_model
 
-    external = len(_files(path)) > 1
+    external = len(_model_files(path)) > 1
     try:
         fused: Any = optimize_model(str(path), model_type=kind, opt_level=0, num_heads=0, hidden_size=0)
     except Exception as error:  # its passes raise whatever a graph they do not know makes them stumble over
         raise StageError(f"export.optimize=transformers: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error  # fmt: skip  # noqa: E501
-    for file in _files(path):
+    for file in _model_files(path):
         file.unlink()
     fused.save_model_to_file(str(path), use_external_data_format=external)
 
 
-def _exchange(path: Path, made: Path, plain: Path) -> None:
-    for file in _files(path):
-        os.replace(file, plain / file.name)
-    for file in _files(made / path.name):
+def _replace_files(path: Path, optimized_folder: Path, plain_folder: Path) -> None:
+    for file in _model_files(path):
+        os.replace(file, plain_folder / file.name)
+    for file in _model_files(optimized_folder / path.name):
         os.replace(file, path.parent / file.name)
 
 
-def _files(path: Path) -> list[Path]:
-    """The file, and its weights where they lie beside it."""
+def _model_files(path: Path) -> list[Path]:
+    """Return the file and the file of its weights, if there is one."""
     return sorted(path.parent.glob(f"{path.name}*"))
 
 
-def _plain(path: Path) -> Path:
+def _plain_folder(path: Path) -> Path:
     return path.parent.parent / f"{path.parent.name}.plain"
 
 
@@ -147,42 +155,46 @@ _LOWEST_OPSET = 18
 
 
 def fit_runtime(path: Path) -> str:
-    """What was changed so that its versions load, in words; nothing where they do as they are."""
-    refusal = why_not_loaded(path)
-    if not _is_version(refusal):
+    """Lower the versions of the file until it loads; describe the change, empty if none was needed."""
+    refusal = load_error(path)
+    if not _is_version_error(refusal):
         return ""  # other faults have checks of their own
-    before = versions_of(path)
+    versions_before = read_versions(path)
     if "IR version" in refusal:
         lower_ir(path)
     lower_opset(path)
-    if _is_version(refusal := why_not_loaded(path)):
+    if _is_version_error(refusal := load_error(path)):
         raise StageError(
             f"{path.name}: the ONNX Runtime {onnxruntime.__version__} that will serve it cannot load it: {refusal}; "
             "set export.opset lower, or install a newer onnxruntime"
         )
-    after = versions_of(path)
-    changed = [f"{word} {before[word]} to {after[word]}" for word in before if before[word] != after[word]]
+    versions_after = read_versions(path)
+    changed = [
+        f"{word} {versions_before[word]} to {versions_after[word]}"
+        for word in versions_before
+        if versions_before[word] != versions_after[word]
+    ]
     return f"lowered from {', '.join(changed)}, which is what ONNX Runtime {onnxruntime.__version__} loads"
 
 
 def check_file(path: Path) -> None:
-    """Alone, sound by ONNX's own rules, every shape inferred and as it is declared, and done with training."""
+    """Check external data, ONNX's rules, inferred shapes, and that no node is in training mode."""
     try:
         check_external_data(path)
         onnx.checker.check_model(path, full_check=True)  # which infers shapes, strictly
     except (DecodeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise StageError(f"{path.name}: not sound by ONNX's own rules: {_words(error)}") from error
+        raise StageError(f"{path.name}: not sound by ONNX's own rules: {_one_line(error)}") from error
     check_inference(path)
 
 
 def check_inference(path: Path) -> None:
-    """No node trains: this ONNX Runtime lets some of them pass for inference, and another would not."""
+    """Refuse nodes in training mode: this ONNX Runtime accepts some of them, another may not."""
     graph = onnx.load(path, load_external_data=False).graph
-    switched = {tensor.name for tensor in graph.initializer if _is_true(tensor)}
+    true_constants = {tensor.name for tensor in graph.initializer if _is_true(tensor)}
     for node in graph.node:
-        drops = node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] in switched
-        learns = any(one.name == "training_mode" and one.i for one in node.attribute)
-        if drops or learns:
+        is_dropping = node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] in true_constants
+        is_training = any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute)
+        if is_dropping or is_training:
             raise StageError(
                 f"{path.name}: the node `{node.name or node.output[0]}` ({node.op_type}) is in training mode; call "
                 "eval() on the module it comes from, or give its function training=self.training"
@@ -195,60 +207,60 @@ def _is_true(tensor: onnx.TensorProto) -> bool:
     return bool(numpy_helper.to_array(tensor).any())
 
 
-def _is_version(refusal: str) -> bool:
+def _is_version_error(refusal: str) -> bool:
     return "IR version" in refusal or "opset version" in refusal
 
 
-def versions_of(path: Path) -> dict[str, int]:
+def read_versions(path: Path) -> dict[str, int]:
     model = onnx.load(path, load_external_data=False)
     return {"opset": _opset(model), "IR version": model.ir_version}
 
 
-def why_not_loaded(path: Path) -> str:
-    """In ONNX Runtime's words; nothing where it loads."""
+def load_error(path: Path) -> str:
+    """Return ONNX Runtime's error for the file; empty if it loads."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
-        return _words(error)
+        return _one_line(error)
     return ""
 
 
 def lower_ir(path: Path) -> None:
-    """To the least that the file's operators need; what the number adds beyond that, no exporter of torch writes."""
+    """Set the lowest IR version that the operators need; torch's exporters use no feature of a higher one."""
     model = onnx.load(path, load_external_data=False)
     model.ir_version = helper.find_min_ir_version_for(list(model.opset_import), ignore_unknown=True)
     path.write_bytes(model.SerializeToString(deterministic=True))
 
 
 def lower_opset(path: Path) -> None:
-    """To the highest that loads, if the file's own does not. Nothing is written where none does."""
-    if not why_not_loaded(path):
+    """Convert to the highest opset that loads, if the file's own does not; leave the file unchanged if none does."""
+    if not load_error(path):
         return
     model = onnx.load(path, load_external_data=False)
     if any(tensor.external_data for tensor in model.graph.initializer):
         raise StageError(f"{path.name}: opset {_opset(model)} cannot be lowered where weights lie outside the file; set export.opset lower")  # fmt: skip  # noqa: E501
-    whole = path.read_bytes()
+    original = path.read_bytes()
     for opset in range(_opset(model) - 1, _LOWEST_OPSET - 1, -1):
         try:
             lowered = version_converter.convert_version(model, opset)
         except (RuntimeError, version_converter.ConvertError) as error:
-            path.write_bytes(whole)
-            raise StageError(f"{path.name}: cannot be written in opset {opset}: {_words(error)}") from error
+            path.write_bytes(original)
+            raise StageError(f"{path.name}: cannot be written in opset {opset}: {_one_line(error)}") from error
         lowered.ir_version = helper.find_min_ir_version_for(list(lowered.opset_import), ignore_unknown=True)
         path.write_bytes(lowered.SerializeToString(deterministic=True))
-        if not why_not_loaded(path):
+        if not load_error(path):
             return
-    path.write_bytes(whole)
+    path.write_bytes(original)
 
 
 def _opset(model: ModelProto) -> int:
-    return int(next((one.version for one in model.opset_import if one.domain in ("", "ai.onnx")), 0))
+    return int(next((opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")), 0))
 
 
-def _words(error: BaseException) -> str:
-    """On one line, without the C++ signature of who complains."""
+def _one_line(error: BaseException) -> str:
+    """Return the message on one line, without the C++ function that raised it."""
     text = re.sub(r"\s+", " ", str(error)).strip()
     return re.sub(r"/onnxruntime_src/\S+ .*\)(?: const)? (?=[A-Z])", "", text)[:600]

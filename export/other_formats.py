@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.language_model import generation_of, traced_language, verify_language
+from export.language_model import language_export_input, make_generation, verify_language
 from export.parity import Arrays, compare_all, evaluated_outputs
-from export.parity_everywhere import answered, questions, rows_of
-from export.to_onnx import example, traced_of
-from export.trace import Traced, trace
+from export.parity_everywhere import case_inputs, compare_outputs, make_cases
+from export.to_onnx import example_batch, export_input
+from export.trace import ExportInput, trace
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import StageError
 from pipeline.contract.files import digest_tree
@@ -39,12 +39,12 @@ from pipeline.contract.signature import TensorSpec
 from pipeline.contract.task import Generates, Task
 
 FORMATS_FILE, FOLDER = "formats.json", "formats"
-Answers = Callable[[Sequence[Arrays]], list[Arrays]]  # of a loaded form, to many feeds
+RunFeeds = Callable[[Sequence[Arrays]], list[Arrays]]  # runs a loaded file on many feeds
 
 
 @dataclass(frozen=True)
 class Original:
-    """The model, and the file that was proven to be it."""
+    """The model, and the file that was verified against it."""
 
     task: Task
     model: nn.Module
@@ -58,10 +58,10 @@ class Skipped(Exception):
     """Raised for a format that cannot be written on this machine."""
 
 
-def write_formats(one: Original, folder: Path) -> list[dict[str, Any]]:
+def write_formats(original: Original, folder: Path) -> list[dict[str, Any]]:
     """Return a row of formats.json for each requested format; a file that differs from the model is removed."""
     shutil.rmtree(folder, ignore_errors=True)
-    return [_row(one, name, folder / name) for name in one.config.formats if name != "onnx"]
+    return [_row(original, name, folder / name) for name in original.config.formats if name != "onnx"]
 
 
 def require_formats(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -69,18 +69,18 @@ def require_formats(rows: Sequence[Mapping[str, Any]]) -> None:
         raise StageError("; ".join(f"export.formats: {row['format']} is not kept: {row['reason']}" for row in failed))
 
 
-def _row(one: Original, name: str, folder: Path) -> dict[str, Any]:
+def _row(original: Original, name: str, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     error, skipped, reason = None, False, ""
     try:
-        path, found = _MAKERS[name](one, folder)
-        error = max(row["max_abs_error"] for row in found)
-        reason = _fault(found)
-    except Skipped as why:
-        path, skipped, reason = folder, True, str(why)
+        path, comparisons = _WRITERS[name](original, folder)
+        error = max(row["max_abs_error"] for row in comparisons)
+        reason = _fault(comparisons)
+    except Skipped as error_:
+        path, skipped, reason = folder, True, str(error_)
         print(f"export.formats: {name} is skipped: {reason}")
-    except (StageError, RuntimeError, AssertionError) as why:  # torch's own, and guards of its programs
-        path, reason = folder, " ".join(str(why).split())[:600]
+    except (StageError, RuntimeError, AssertionError) as error_:  # torch's own, and guards of its programs
+        path, reason = folder, " ".join(str(error_).split())[:600]
     if reason:
         shutil.rmtree(folder, ignore_errors=True)
     files = digest_tree(folder) if folder.is_dir() else {}
@@ -96,8 +96,8 @@ def _row(one: Original, name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _fault(found: Sequence[Mapping[str, Any]]) -> str:
-    wrong = [row for row in found if row["beyond_tolerance"] or row["unexplained_flips"]]
+def _fault(comparisons: Sequence[Mapping[str, Any]]) -> str:
+    wrong = [row for row in comparisons if row["beyond_tolerance"] or row["unexplained_flips"]]
     if not wrong:
         return ""
     worst = max(wrong, key=lambda row: row["max_abs_error"])
@@ -107,123 +107,137 @@ def _fault(found: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _program(one: Original, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """torch's own: loads without the model's code."""
+def _write_pt2(original: Original, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """Write torch's own format, which loads without the model's code."""
     path = folder / "model.pt2"
-    traced = _traced(one)
-    found = trace(traced)
-    if found.program is None:
-        raise StageError(f"torch.export alone does not manage this model{f': {found.limits}' if found.limits else ''}")
-    found.program.example_inputs = None  # samples of the data must not be in the file
-    for node in found.program.graph.nodes:
+    traced = _export_input(original)
+    result = trace(traced)
+    if result.program is None:
+        raise StageError(
+            f"torch.export alone does not manage this model{f': {result.limits}' if result.limits else ''}"
+        )
+    result.program.example_inputs = None  # samples of the data must not be in the file
+    for node in result.program.graph.nodes:
         node.meta.pop("stack_trace", None)  # of the machine that made it
-    torch.export.save(found.program, path)
+    torch.export.save(result.program, path)
     module = torch.export.load(path).module()
-    return path, _verified(one, partial(_run_program, module, traced))
+    return path, _verify(original, partial(_run_program, module, traced))
 
 
-def _saved_model(one: Original, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """TensorFlow's, made from the ONNX file."""
-    if isinstance(one.task, Generates):
+def _write_saved_model(original: Original, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """Write TensorFlow's format, converted from the ONNX file."""
+    if isinstance(original.task, Generates):
         raise Skipped("the decoder of a language model, with its cache, has no SavedModel; other models have")
     python = os.environ.get(TENSORFLOW_PYTHON, "")
-    if reason := why_no_saved_model(python):
+    if reason := saved_model_problem(python):
         raise Skipped(reason)
     answers = partial(
-        answers_of_saved_model, python, one.path, folder, tuple(one.task.outputs)
+        run_saved_model, python, original.path, folder, tuple(original.task.outputs)
     )  # fmt: skip
-    return folder, _verified(one, answers)
+    return folder, _verify(original, answers)
 
 
-def _traced(one: Original) -> Traced:
-    if isinstance(one.task, Generates):
-        model = one.task.language_model(one.model)
-        return traced_language(model, generation_of(one.task, model))
-    return traced_of(one.model, one.task, example(one.task, one.test))
+def _export_input(original: Original) -> ExportInput:
+    if isinstance(original.task, Generates):
+        model = original.task.language_model(original.model)
+        return language_export_input(model, make_generation(original.task, model))
+    return export_input(original.model, original.task, example_batch(original.task, original.test))
 
 
 @torch.no_grad()
-def _run_program(module: nn.Module, traced: Traced, feeds: Sequence[Arrays]) -> list[Arrays]:
-    found = []
+def _run_program(module: nn.Module, traced: ExportInput, feeds: Sequence[Arrays]) -> list[Arrays]:
+    results = []
     spec = torch.utils._pytree.tree_flatten(traced.arguments)[1]
     for feed in feeds:
         tensors = [torch.from_numpy(feed[name]) for name in traced.inputs]
         answers = module(*torch.utils._pytree.tree_unflatten(tensors, spec))
-        found.append({name: value.numpy() for name, value in zip(traced.outputs, answers, strict=True)})
-    return found
+        results.append({name: value.numpy() for name, value in zip(traced.outputs, answers, strict=True)})
+    return results
 
 
-def _verified(one: Original, answers: Answers) -> list[dict[str, Any]]:
+def _verify(original: Original, answers: RunFeeds) -> list[dict[str, Any]]:
     """Compare on the whole test set at every size, and on the other inputs the bundle's file was compared on."""
-    if isinstance(one.task, Generates):
-        task: Any = one.task
-        model = task.language_model(one.model)
-        decoder = Decoder(lambda feed: answers([dict(feed)])[0], generation_of(task, model), one.inputs)
-        return verify_language(model, decoder, one.test, one.config, partial(evaluated_outputs, task, one.model))
-    cases = list(answered(one.task, one.model, questions(one.task, one.test, one.config), []))
-    sizes = one.config.batch_sizes
-    batches = {size: list(one.test.batches(range(len(one.test)), size)) for size in sizes}
-    feeds = [{name: batch[name].numpy() for name in one.task.inputs} for size in sizes for batch in batches[size]]
+    if isinstance(original.task, Generates):
+        task: Any = original.task
+        model = task.language_model(original.model)
+        decoder = Decoder(lambda feed: answers([dict(feed)])[0], make_generation(task, model), original.inputs)
+        return verify_language(
+            model, decoder, original.test, original.config, partial(evaluated_outputs, task, original.model)
+        )
+    cases = list(
+        make_cases(original.task, original.model, case_inputs(original.task, original.test, original.config), [])
+    )
+    sizes = original.config.batch_sizes
+    batches = {size: list(original.test.batches(range(len(original.test)), size)) for size in sizes}
+    feeds = [{name: batch[name].numpy() for name in original.task.inputs} for size in sizes for batch in batches[size]]
     started = time.perf_counter()
-    found = answers([*feeds, *(each.feed for each in cases)])
+    outputs = answers([*feeds, *(case.feed for case in cases)])
     seconds = time.perf_counter() - started
-    rest = iter(found)
-    parts = {size: [next(rest) for _ in batches[size]] for size in sizes}
-    comparisons = compare_all(one.task, one.model, one.test, one.config, parts, seconds)
-    return [*comparisons, *rows_of(cases, list(rest), one.config)]
+    remaining = iter(outputs)
+    parts = {size: [next(remaining) for _ in batches[size]] for size in sizes}
+    comparisons = compare_all(original.task, original.model, original.test, original.config, parts, seconds)
+    return [*comparisons, *compare_outputs(cases, list(remaining), original.config)]
 
 
-_MAKERS: dict[str, Callable[[Original, Path], tuple[Path, list[dict[str, Any]]]]] = {
-    "pt2": _program,
-    "savedmodel": _saved_model,
+_WRITERS: dict[str, Callable[[Original, Path], tuple[Path, list[dict[str, Any]]]]] = {
+    "pt2": _write_pt2,
+    "savedmodel": _write_saved_model,
 }
 
 
 TENSORFLOW_PYTHON = "PIPE_TENSORFLOW_PYTHON"  # variable: python of an environment with onnx2tf and tensorflow
-_NEEDED = ("onnx2tf", "tensorflow")
+_REQUIRED_MODULES = ("onnx2tf", "tensorflow")
 _HOW_TO_INSTALL = (
     "pip install -c constraints.txt '.[savedmodel]', or let PIPE_TENSORFLOW_PYTHON name the python of an "
     "environment that has it"
 )
-_SECONDS = 1800
+_TIMEOUT_SECONDS = 1800
 
 
-def why_no_saved_model(python: str) -> str:
-    """One clause where none can be made; `python` empty is the one that runs here."""
+def saved_model_problem(python: str) -> str:
+    """Return why no SavedModel can be written, empty if one can; an empty `python` means this interpreter."""
     if not python:
-        missing = [name for name in _NEEDED if find_spec(name) is None]
+        missing = [name for name in _REQUIRED_MODULES if find_spec(name) is None]
         return f"{' and '.join(missing)} not installed here; {_HOW_TO_INSTALL}" if missing else ""
     if shutil.which(python) is None:
         return f"{TENSORFLOW_PYTHON}={python}: no such program; {_HOW_TO_INSTALL}"
-    wanted = f"import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in {_NEEDED}))"
-    done = subprocess.run([python, "-c", wanted], capture_output=True, check=False, timeout=60)
-    return "" if done.returncode == 0 else f"{' or '.join(_NEEDED)} is not installed for {python}; {_HOW_TO_INSTALL}"
+    check_program = (
+        f"import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in {_REQUIRED_MODULES}))"
+    )
+    result = subprocess.run([python, "-c", check_program], capture_output=True, check=False, timeout=60)
+    return (
+        ""
+        if result.returncode == 0
+        else f"{' or '.join(_REQUIRED_MODULES)} is not installed for {python}; {_HOW_TO_INSTALL}"
+    )
 
 
-def answers_of_saved_model(
+def run_saved_model(
     python: str, path: Path, folder: Path, outputs: Sequence[str], feeds: Sequence[Arrays]
 ) -> list[Arrays]:
     """Convert `path` into `folder` and run the result on `feeds`, in one process."""
     with tempfile.TemporaryDirectory() as scratch:
         cases, results = Path(scratch) / "inputs.npz", Path(scratch) / "outputs.npz"
-        given: dict[str, Any] = {f"{at}/{name}": array for at, feed in enumerate(feeds) for name, array in feed.items()}
-        np.savez(cases, **given)
-        words = json.dumps({"model": str(path), "folder": str(folder), "inputs": str(cases), "outputs_file": str(results), "outputs": list(outputs)})  # fmt: skip  # noqa: E501
-        done = subprocess.run(
-            [python or sys.executable, "-c", _PROGRAM, words],
-            capture_output=True, text=True, check=False, timeout=_SECONDS, cwd=scratch,
+        arrays: dict[str, Any] = {
+            f"{index}/{name}": array for index, feed in enumerate(feeds) for name, array in feed.items()
+        }
+        np.savez(cases, **arrays)
+        arguments = json.dumps({"model": str(path), "folder": str(folder), "inputs": str(cases), "outputs_file": str(results), "outputs": list(outputs)})  # fmt: skip  # noqa: E501
+        result = subprocess.run(
+            [python or sys.executable, "-c", _PROGRAM, arguments],
+            capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS, cwd=scratch,
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"},
         )  # fmt: skip
-        if done.returncode:
-            raise StageError(f"onnx2tf does not convert the file: {_cause(done.stderr)}")
-        with np.load(results) as found:
-            return [{name: found[f"{place}/{name}"] for name in outputs} for place in range(len(feeds))]
+        if result.returncode:
+            raise StageError(f"onnx2tf does not convert the file: {_cause(result.stderr)}")
+        with np.load(results) as outputs_:
+            return [{name: outputs_[f"{index}/{name}"] for name in outputs} for index in range(len(feeds))]
 
 
 def _cause(stderr: str) -> str:
-    """The first error of those that followed from it, else the last words."""
-    named = [line.strip() for line in stderr.splitlines() if re.match(r"\s*\w*(Error|Exception): ", line)]
-    return named[0][:400] if named else " ".join(stderr.split()[-40:])
+    """Return the first error in the output, from which the others follow; else its last words."""
+    errors = [line.strip() for line in stderr.splitlines() if re.match(r"\s*\w*(Error|Exception): ", line)]
+    return errors[0][:400] if errors else " ".join(stderr.split()[-40:])
 
 
 # Runs where only onnx2tf, TensorFlow and numpy are. onnx2tf keeps the order of outputs, not always their names.
@@ -241,20 +255,20 @@ onnx2tf.convert(
 for extra in Path(job["folder"]).glob("*.tflite"):
     extra.unlink()
 serve = tensorflow.saved_model.load(job["folder"]).signatures["serving_default"]
-places = {}
-with numpy.load(job["inputs"]) as given:
-    for key in given.files:
-        place, _, name = key.partition("/")
-        places.setdefault(place, {})[name] = tensorflow.constant(given[key])
+feeds = {}
+with numpy.load(job["inputs"]) as inputs:
+    for key in inputs.files:
+        index, _, name = key.partition("/")
+        feeds.setdefault(index, {})[name] = tensorflow.constant(inputs[key])
 results = {}
-for place, feed in places.items():
-    found = serve(**feed)
+for index, feed in feeds.items():
+    outputs = serve(**feed)
     order = job["outputs"]
-    if not set(order) <= set(found):
-        order = sorted(found, key=lambda one: int(one.rpartition("_")[2]))
+    if not set(order) <= set(outputs):
+        order = sorted(outputs, key=lambda name: int(name.rpartition("_")[2]))
     if len(order) != len(job["outputs"]):
-        raise SystemExit(f"it has the outputs {sorted(found)}, the model has {job['outputs']}")
+        raise SystemExit(f"it has the outputs {sorted(outputs)}, the model has {job['outputs']}")
     for name, key in zip(job["outputs"], order):
-        results[f"{place}/{name}"] = found[key].numpy()
+        results[f"{index}/{name}"] = outputs[key].numpy()
 numpy.savez(job["outputs_file"], **results)
 """

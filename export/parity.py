@@ -13,7 +13,7 @@ import onnxruntime
 import torch
 from torch import nn
 
-from export.to_onnx import MASK, Variant, variants
+from export.to_onnx import UntracedBatch, untraced_batches
 from pipeline.contract.data import Samples, as_task_outputs, forward, name_outputs
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
@@ -60,9 +60,9 @@ def verify(task: Task, model: nn.Module, samples: Samples, path: Path, config: E
     comparisons = []
     for size in config.batch_sizes:
         started = time.perf_counter()
-        found = onnx_outputs(task, session, samples, size)
+        outputs = onnx_outputs(task, session, samples, size)
         seconds = time.perf_counter() - started
-        comparisons.append(compare(task, samples, reference, found, config, size, seconds))
+        comparisons.append(compare(task, samples, reference, outputs, config, size, seconds))
     return [asdict(comparison) for comparison in comparisons]
 
 
@@ -76,11 +76,14 @@ def compare_all(
 ) -> list[dict[str, Any]]:
     """Compare outputs for the whole test set, computed elsewhere, with torch's, by batch size."""
     reference = torch_outputs(task, model, samples, max(config.batch_sizes))
-    found = {
-        size: {name: np.concatenate([one[name] for one in each]) for name in task.outputs}
-        for size, each in parts.items()
+    outputs = {
+        size: {name: np.concatenate([part[name] for part in size_parts]) for name in task.outputs}
+        for size, size_parts in parts.items()
     }
-    return [asdict(compare(task, samples, reference, each, config, size, seconds)) for size, each in found.items()]
+    return [
+        asdict(compare(task, samples, reference, outputs_of_size, config, size, seconds))
+        for size, outputs_of_size in outputs.items()
+    ]
 
 
 @torch.no_grad()
@@ -91,46 +94,46 @@ def evaluated_outputs(task: Task, model: nn.Module, batch: Mapping[str, torch.Te
 
 def require_equal(comparisons: Sequence[Mapping[str, Any]], config: Export, why: str = "") -> None:
     """Raise for the first comparison that failed; `why` names the cause where it is known."""
-    for found in comparisons:
-        if found["beyond_tolerance"] or found["unexplained_flips"]:
+    for row in comparisons:
+        if row["beyond_tolerance"] or row["unexplained_flips"]:
             raise StageError(
-                f"the ONNX file is not the model: at batch size {found['batch_size']}, {found['beyond_tolerance']} "
-                f"elements differ beyond rtol={config.rtol}, atol={config.atol} (worst {found['max_abs_error']:.3g} "
-                f"in {found['worst']}) and {found['unexplained_flips']} predictions flip without being ties"
+                f"the ONNX file is not the model: at batch size {row['batch_size']}, {row['beyond_tolerance']} "
+                f"elements differ beyond rtol={config.rtol}, atol={config.atol} (worst {row['max_abs_error']:.3g} "
+                f"in {row['worst']}) and {row['unexplained_flips']} predictions flip without being ties"
                 + (f"; {why}" if why else "")
             )
 
 
 def compare(
-    task: Task, samples: Samples, reference: Arrays, found: Arrays, config: Export, size: int, seconds: float
+    task: Task, samples: Samples, reference: Arrays, actual: Arrays, config: Export, size: int, seconds: float
 ) -> Comparison:
     """Compare two sets of outputs for the whole test set, in the same order."""
     agree = np.ones(len(samples), dtype=bool)
-    beyond, largest, relative, worst = 0, 0.0, 0.0, ""
+    beyond_tolerance, largest, relative, worst_place = 0, 0.0, 0.0, ""
     for name, expected in reference.items():
-        if found[name].shape != expected.shape:
-            raise StageError(f"the ONNX file returns `{name}` of shape {found[name].shape}, torch {expected.shape}")
-        close = np.isclose(found[name], expected, rtol=config.rtol, atol=config.atol)
-        error = _distance(found[name].astype(np.float64), expected.astype(np.float64))
-        beyond += int((~close).sum())
+        if actual[name].shape != expected.shape:
+            raise StageError(f"the ONNX file returns `{name}` of shape {actual[name].shape}, torch {expected.shape}")
+        close = np.isclose(actual[name], expected, rtol=config.rtol, atol=config.atol)
+        error = _distance(actual[name].astype(np.float64), expected.astype(np.float64))
+        beyond_tolerance += int((~close).sum())
         agree &= close.reshape(len(samples), -1).all(axis=1)
-        top = float(np.nan_to_num(error, nan=np.inf).max())
-        if top >= largest:
+        largest_of_output = float(np.nan_to_num(error, nan=np.inf).max())
+        if largest_of_output >= largest:
             sample = int(np.nan_to_num(error, nan=np.inf).reshape(len(samples), -1).max(axis=1).argmax())
-            largest, worst = top, f"`{name}` of test sample {sample}"
+            largest, worst_place = largest_of_output, f"`{name}` of test sample {sample}"
         relative = max(relative, float(np.nan_to_num(error / np.maximum(np.abs(expected), 1e-12), nan=np.inf).max()))
-    flipped = _flips(task, reference, found, len(samples))
+    flipped = _flips(task, reference, actual, len(samples))
     return Comparison(
         batch_size=size,
         max_abs_error=_finite(largest),
         max_rel_error=_finite(relative),
-        beyond_tolerance=beyond,
+        beyond_tolerance=beyond_tolerance,
         flips=int(flipped.sum()),
         # Outputs equal within tolerance whose answer still flips can only be a tie within tolerance.
         unexplained_flips=int((flipped & ~agree).sum()),
-        metrics=_metrics(task, samples, found),
+        metrics=_metrics(task, samples, actual),
         seconds=seconds,
-        worst=worst,
+        worst=worst_place,
     )
 
 
@@ -143,36 +146,38 @@ def measure(
     chosen: str = "",
 ) -> Comparison:
     """Compare one run that is not a pass over the test set; `chosen`: the output whose argmax is the prediction."""
-    beyond, flips, unexplained, largest, relative, worst = 0, 0, 0, 0.0, 0.0, text
-    for name, (expected, found) in pairs.items():
-        if found.shape != expected.shape:
+    beyond_tolerance, flips, unexplained, largest, relative, worst_place = 0, 0, 0, 0.0, 0.0, text
+    for name, (expected, actual) in pairs.items():
+        if actual.shape != expected.shape:
             raise StageError(
-                f"at {text}, the ONNX file returns `{name}` of shape {found.shape}, torch {expected.shape}"
+                f"at {text}, the ONNX file returns `{name}` of shape {actual.shape}, torch {expected.shape}"
             )
-        close = np.isclose(found, expected, rtol=config.rtol, atol=config.atol)
-        error = np.nan_to_num(_distance(found.astype(np.float64), expected.astype(np.float64)), nan=np.inf)
-        beyond += int((~close).sum())
+        close = np.isclose(actual, expected, rtol=config.rtol, atol=config.atol)
+        error = np.nan_to_num(_distance(actual.astype(np.float64), expected.astype(np.float64)), nan=np.inf)
+        beyond_tolerance += int((~close).sum())
         if error.size and error.max() >= largest:
-            largest, worst = float(error.max()), f"`{name}` at {text}"
+            largest, worst_place = float(error.max()), f"`{name}` at {text}"
         if error.size:
             relative = max(relative, float((error / np.maximum(np.abs(expected), 1e-12)).max()))
         if name == chosen:
-            flipped = found.argmax(axis=-1) != expected.argmax(axis=-1)
+            flipped = actual.argmax(axis=-1) != expected.argmax(axis=-1)
             flips, unexplained = int(flipped.sum()), int((flipped & ~close.all(axis=-1)).sum())
-    return Comparison(rows, _finite(largest), _finite(relative), beyond, flips, unexplained, {}, seconds, worst)
+    return Comparison(
+        rows, _finite(largest), _finite(relative), beyond_tolerance, flips, unexplained, {}, seconds, worst_place
+    )
 
 
 def combine(parts: Sequence[Comparison]) -> Comparison:
     """Combine several comparisons into one."""
-    worst = max(parts, key=lambda one: one.max_abs_error)
+    worst = max(parts, key=lambda part: part.max_abs_error)
     return replace(
         worst,
-        batch_size=max(one.batch_size for one in parts),
-        max_rel_error=max(one.max_rel_error for one in parts),
-        beyond_tolerance=sum(one.beyond_tolerance for one in parts),
-        flips=sum(one.flips for one in parts),
-        unexplained_flips=sum(one.unexplained_flips for one in parts),
-        seconds=sum(one.seconds for one in parts),
+        batch_size=max(part.batch_size for part in parts),
+        max_rel_error=max(part.max_rel_error for part in parts),
+        beyond_tolerance=sum(part.beyond_tolerance for part in parts),
+        flips=sum(part.flips for part in parts),
+        unexplained_flips=sum(part.unexplained_flips for part in parts),
+        seconds=sum(part.seconds for part in parts),
     )
 
 
@@ -193,45 +198,46 @@ def onnx_outputs(task: Task, session: onnxruntime.InferenceSession, samples: Sam
 def run(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray[Any, Any]]) -> Arrays:
     names = [output.name for output in session.get_outputs()]
     try:
-        found = session.run(names, dict(inputs))
+        outputs = session.run(names, dict(inputs))
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
         raise StageError(f"ONNX Runtime cannot run the file on {shapes}: {' '.join(str(error).split())}") from error
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, outputs, strict=True))
 
 
 @torch.no_grad()
-def verify_variants(task: Task, model: nn.Module, samples: Samples, path: Path, config: Export) -> list[dict[str, Any]]:
+def verify_untraced(task: Task, model: nn.Module, samples: Samples, path: Path, config: Export) -> list[dict[str, Any]]:
     """Compare at lengths, batch sizes and paddings that were not traced."""
-    session, found = open_session(path), []
-    for one in variants(task, samples):
+    session, comparisons = open_session(path), []
+    for untraced in untraced_batches(task, samples):
         try:
-            expected = named_arrays(task, forward(model, task, one.batch))
+            expected = named_arrays(task, forward(model, task, untraced.batch))
         except RuntimeError as error:  # a window that is longer than the text
-            print(f"not compared at {one.text}: torch itself fails ({' '.join(str(error).split())[:160]})")
+            print(f"not compared at {untraced.text}: torch itself fails ({' '.join(str(error).split())[:160]})")
             continue
-        found.append(asdict(_variant(task, session, one, expected, config)))
-    if len({one["worst"].rpartition(" at ")[2] for one in found}) < 2:
+        comparisons.append(asdict(_compare_untraced(task, session, untraced, expected, config)))
+    if len({comparison["worst"].rpartition(" at ")[2] for comparison in comparisons}) < 2:
         raise StageError(
             "fewer than two shapes other than the traced one could be compared; add longer samples to the test data"
         )
-    return found
+    return comparisons
 
 
-def _variant(
-    task: Task, session: onnxruntime.InferenceSession, one: Variant, expected: Arrays, config: Export
+def _compare_untraced(
+    task: Task, session: onnxruntime.InferenceSession, untraced: UntracedBatch, expected: Arrays, config: Export
 ) -> Comparison:
     started = time.perf_counter()
-    found = run(session, {name: one.batch[name].numpy() for name in task.inputs})
+    actual = run(session, {name: untraced.batch[name].numpy() for name in task.inputs})
     seconds = time.perf_counter() - started
-    mask = one.batch[MASK].numpy() == 1 if MASK in one.batch else np.ones((0, 0), dtype=bool)
-    pairs = {name: tuple(_seen(arrays[name], mask) for arrays in (expected, found)) for name in expected}
-    return measure(pairs, config, one.rows, seconds, one.text)
+    pairs = {
+        name: tuple(unpadded(arrays[name], untraced.token_mask) for arrays in (expected, actual)) for name in expected
+    }
+    return measure(pairs, config, untraced.rows, seconds, untraced.text)
 
 
-def _seen(array: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def unpadded(array: np.ndarray[Any, Any], mask: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
     """Leave out padded positions of outputs that have one value per position."""
-    return array[mask] if array.shape[:2] == mask.shape else array
+    return array[mask] if mask is not None and array.shape[:2] == mask.shape else array
 
 
 def named_arrays(task: Task, outputs: Any) -> Arrays:
@@ -240,25 +246,27 @@ def named_arrays(task: Task, outputs: Any) -> Arrays:
     return {name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for name, tensor in tensors}
 
 
-def _distance(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _distance(actual: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the absolute error; equal infinities, as in masked scores, count as zero."""
     with np.errstate(invalid="ignore"):
-        distance: np.ndarray[Any, Any] = np.where(found == expected, 0.0, np.abs(found - expected))
+        distance: np.ndarray[Any, Any] = np.where(actual == expected, 0.0, np.abs(actual - expected))
     return distance
 
 
-def _flips(task: Task, reference: Arrays, found: Arrays, count: int) -> np.ndarray[Any, Any]:
+def _flips(task: Task, reference: Arrays, actual: Arrays, count: int) -> np.ndarray[Any, Any]:
     if not isinstance(task, Classifier):
         return np.zeros(count, dtype=bool)
-    before, after = (task.predicted(as_task_outputs(task, _tensors(arrays))).numpy() for arrays in (reference, found))
-    flipped: np.ndarray[Any, Any] = before != after
+    expected, predicted = (
+        task.predicted(as_task_outputs(task, _tensors(arrays))).numpy() for arrays in (reference, actual)
+    )
+    flipped: np.ndarray[Any, Any] = expected != predicted
     return flipped
 
 
-def _metrics(task: Task, samples: Samples, found: Arrays) -> dict[str, float]:
+def _metrics(task: Task, samples: Samples, outputs: Arrays) -> dict[str, float]:
     """Return the task's metrics on ONNX Runtime's outputs."""
     everything = samples.batch(range(len(samples)))
-    values = task.metrics(as_task_outputs(task, _tensors(found)), everything)
+    values = task.metrics(as_task_outputs(task, _tensors(outputs)), everything)
     return {name: _finite(float(value.double().mean())) for name, value in values.items()}
 
 

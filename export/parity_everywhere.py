@@ -17,8 +17,8 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from export.parity import Arrays, Comparison, measure, named_arrays, run
-from export.to_onnx import MASK, variants
+from export.parity import Arrays, Comparison, measure, named_arrays, run, unpadded
+from export.to_onnx import MASK, untraced_batches
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.processes import cuda_problem
@@ -26,13 +26,13 @@ from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import HasAxes, Task
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-_SERVED = (CPU, CUDA)  # providers a service can be configured for
-_DRAWN_FROM = 256  # samples whose values random inputs are drawn from
+_SUPPORTED_PROVIDERS = (CPU, CUDA)  # providers a service can be configured for
+_VALUE_SAMPLES = 256  # samples from whose values random inputs are drawn
 
 
 @dataclass(frozen=True)
-class Place:
-    """A way to run the file. `exact`: without TF32, which CUDA uses by default for products."""
+class RuntimeSetup:
+    """A provider, its number of threads and precision. `exact`: without TF32, CUDA's default for products."""
 
     provider: str
     threads: int  # 0: as many as there are cores
@@ -71,60 +71,65 @@ class Case:
     text: str
     feed: Arrays
     expected: Arrays
-    seen: np.ndarray[Any, Any] | None = None  # where there is no padding
+    mask: np.ndarray[Any, Any] | None = None  # where there is no padding
 
 
-def places() -> tuple[list[Place], list[str]]:
-    """Of this machine; and a sentence for each provider that is not among them."""
-    found, without = [Place(CPU, 0), Place(CPU, 1)], []
+def runtime_setups() -> tuple[list[RuntimeSetup], list[str]]:
+    """Return the setups of this machine, and a sentence for each provider that cannot be used."""
+    setups, left_out = [RuntimeSetup(CPU, 0), RuntimeSetup(CPU, 1)], []
     available = onnxruntime.get_available_providers()
     if reason := cuda_problem(available):
-        without.append(f"{CUDA}: {reason}")
+        left_out.append(f"{CUDA}: {reason}")
     else:
-        found += [Place(CUDA, 0), Place(CUDA, 0, exact=False)]
-    without += [f"{name}: no service of ours uses it" for name in available if name not in _SERVED]
-    return found, without
+        setups += [RuntimeSetup(CUDA, 0), RuntimeSetup(CUDA, 0, exact=False)]
+    left_out += [f"{name}: no service of ours uses it" for name in available if name not in _SUPPORTED_PROVIDERS]
+    return setups, left_out
 
 
 def verify_everywhere(task: Task, model: nn.Module, samples: Samples, path: Path, config: Export) -> Coverage:
-    """Compare every size and shape at every place; torch computes each once."""
-    here, without = places()
-    found = Coverage(left_out=without)
-    cases = list(answered(task, model, questions(task, samples, config), found.left_out))
-    for place in here:
-        session = place.open(path)
-        for kind in dict.fromkeys(one.kind for one in cases):
-            found.rows.append(compare_at(place, session, [one for one in cases if one.kind == kind], config))
-    return found
+    """Compare every size and shape with every setup; torch computes each once."""
+    setups, left_out = runtime_setups()
+    coverage = Coverage(left_out=left_out)
+    cases = list(make_cases(task, model, case_inputs(task, samples, config), coverage.left_out))
+    for setup in setups:
+        session = setup.open(path)
+        for kind in dict.fromkeys(case.kind for case in cases):
+            coverage.rows.append(compare_at(setup, session, [case for case in cases if case.kind == kind], config))
+    return coverage
 
 
 def compare_at(
-    place: Place, session: onnxruntime.InferenceSession, cases: Sequence[Case], config: Export
+    setup: RuntimeSetup, session: onnxruntime.InferenceSession, cases: Sequence[Case], config: Export
 ) -> dict[str, Any]:
     """Combine all cases of one kind into one row that names the worst."""
     parts = []
-    for one in cases:
+    for case in cases:
         started = time.perf_counter()
-        found = run(session, one.feed)
+        outputs = run(session, case.feed)
         seconds = time.perf_counter() - started
-        parts.append(_measured(one, found, tolerance(place, config, one.expected), seconds, f" ({place.text})"))
-    return {**asdict(_together(parts)), "inputs": cases[0].kind, "place": place.text, "batches": len(parts)}
+        parts.append(_compare_case(case, outputs, tolerance(setup, config, case.expected), seconds, f" ({setup.text})"))
+    return {**asdict(_combine(parts)), "inputs": cases[0].kind, "place": setup.text, "batches": len(parts)}
 
 
-def rows_of(cases: Sequence[Case], found: Sequence[Arrays], config: Export) -> list[dict[str, Any]]:
+def compare_outputs(cases: Sequence[Case], outputs: Sequence[Arrays], config: Export) -> list[dict[str, Any]]:
     """Compare outputs that were computed elsewhere."""
-    return [asdict(_measured(one, answer, config, 0.0)) for one, answer in zip(cases, found, strict=True)]
+    return [
+        asdict(_compare_case(case, case_outputs, config, 0.0))
+        for case, case_outputs in zip(cases, outputs, strict=True)
+    ]
 
 
-def _measured(one: Case, found: Arrays, config: Export, seconds: float, where: str = "") -> Comparison:
-    pairs = {name: tuple(_seen(arrays[name], one.seen) for arrays in (one.expected, found)) for name in one.expected}
-    rows = len(next(iter(one.feed.values())))
-    return measure(pairs, config, rows, seconds, f"{one.text}{where}")
+def _compare_case(case: Case, outputs: Arrays, config: Export, seconds: float, suffix: str = "") -> Comparison:
+    pairs = {
+        name: tuple(unpadded(arrays[name], case.mask) for arrays in (case.expected, outputs)) for name in case.expected
+    }
+    rows = len(next(iter(case.feed.values())))
+    return measure(pairs, config, rows, seconds, f"{case.text}{suffix}")
 
 
-def tolerance(place: Place, config: Export, expected: Arrays) -> Export:
-    """Return the tolerances at a place: TF32 keeps 10 bits of each factor, so errors are relative to the spread."""
-    if place.exact:
+def tolerance(setup: RuntimeSetup, config: Export, expected: Arrays) -> Export:
+    """Return the tolerances of a setup: TF32 keeps 10 bits of each factor, so errors are relative to the spread."""
+    if setup.exact:
         return config
     spread = max(
         (float(np.ptp(array)) for array in expected.values() if array.dtype.kind == "f" and array.size), default=0
@@ -133,71 +138,65 @@ def tolerance(place: Place, config: Export, expected: Arrays) -> Export:
     return config.model_copy(update={"rtol": max(config.rtol, _TF32), "atol": max(config.atol, _TF32 * spread)})
 
 
-def scrambled(task: Task, samples: Samples, rows: int, seed: int) -> dict[str, Tensor]:
+def random_batch(task: Task, samples: Samples, rows: int, seed: int) -> dict[str, Tensor]:
     """Return a batch of values drawn at random from the data; floats also between the smallest and the largest.
 
     Masks are kept as they are, and integers stay among the values that occur.
     """
     generator = torch.Generator().manual_seed(seed)
     real = samples.batch([index % len(samples) for index in range(rows)])
-    known = samples.batch(range(min(_DRAWN_FROM, len(samples))))
-    return {**real, **{name: _drawn(known[name], real[name], generator) for name in task.inputs if name != MASK}}
+    pool = samples.batch(range(min(_VALUE_SAMPLES, len(samples))))
+    return {**real, **{name: _random_column(pool[name], real[name], generator) for name in task.inputs if name != MASK}}
 
 
-def _drawn(known: Tensor, real: Tensor, generator: torch.Generator) -> Tensor:
-    index = torch.randint(known.numel(), real.shape, generator=generator)
-    drawn = known.reshape(-1)[index]
+def _random_column(pool: Tensor, real: Tensor, generator: torch.Generator) -> Tensor:
+    index = torch.randint(pool.numel(), real.shape, generator=generator)
+    values = pool.reshape(-1)[index]
     if not real.dtype.is_floating_point:
-        return drawn
-    low, high = (float(end) for end in known.aminmax())
+        return values
+    low, high = (float(bound) for bound in pool.aminmax())
     if not np.isfinite([low, high]).all():
-        return drawn
-    between = torch.rand(real.shape, generator=generator, dtype=torch.float64) * (high - low) + low
-    half = torch.rand(real.shape, generator=generator) < 0.5
-    return torch.where(half, drawn, between.to(real.dtype))
+        return values
+    uniform = torch.rand(real.shape, generator=generator, dtype=torch.float64) * (high - low) + low
+    use_pool = torch.rand(real.shape, generator=generator) < 0.5
+    return torch.where(use_pool, values, uniform.to(real.dtype))
 
 
-def questions(task: Task, samples: Samples, config: Export) -> Iterator[tuple[str, str, Mapping[str, Tensor], Any]]:
+def case_inputs(task: Task, samples: Samples, config: Export) -> Iterator[tuple[str, str, Mapping[str, Tensor], Any]]:
     for size in config.batch_sizes:
         rows = range(min(size, len(samples)))
         yield "real samples", f"batch {len(rows)} of test samples", samples.batch(rows), None
-        yield "random inputs", f"batch {size} of random inputs", scrambled(task, samples, size, size), None
+        yield "random inputs", f"batch {size} of random inputs", random_batch(task, samples, size, size), None
     if isinstance(task, HasAxes):
-        for one in variants(task, samples):
-            seen = one.batch[MASK].numpy() == 1 if MASK in one.batch else None
-            yield "shapes", f"batch {one.rows}, {one.text}", one.batch, seen
+        for untraced in untraced_batches(task, samples):
+            yield "shapes", f"batch {untraced.rows}, {untraced.text}", untraced.batch, untraced.token_mask
 
 
 @torch.no_grad()
-def answered(
-    task: Task, model: nn.Module, questions: Iterable[tuple[str, str, Mapping[str, Tensor], Any]], left_out: list[str]
+def make_cases(
+    task: Task, model: nn.Module, inputs: Iterable[tuple[str, str, Mapping[str, Tensor], Any]], left_out: list[str]
 ) -> Iterator[Case]:
     """Yield torch's outputs for each batch; note the batches for which torch fails or returns NaN."""
-    for kind, text, batch, seen in questions:
+    for kind, text, batch, mask in inputs:
         try:
             expected = named_arrays(task, forward(model, task, batch))
         except (RuntimeError, IndexError, ValueError) as error:
             left_out.append(f"{text}: torch itself fails ({' '.join(str(error).split())[:160]})")
             continue
-        if kind != "real samples" and any(np.isnan(_seen(array, seen)).any() for array in expected.values()):
+        if kind != "real samples" and any(np.isnan(unpadded(array, mask)).any() for array in expected.values()):
             left_out.append(f"{text}: torch itself returns NaN")
             continue
-        yield Case(kind, text, {name: batch[name].numpy() for name in task.inputs}, expected, seen)
+        yield Case(kind, text, {name: batch[name].numpy() for name in task.inputs}, expected, mask)
 
 
-def _seen(array: np.ndarray[Any, Any], seen: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """Leave out padded positions of outputs that have one value per position."""
-    return array[seen] if seen is not None and array.shape[:2] == seen.shape else array
-
-
-def _together(parts: Sequence[Comparison]) -> Comparison:
-    worst = max(parts, key=lambda one: (one.beyond_tolerance > 0, one.max_abs_error))
+def _combine(parts: Sequence[Comparison]) -> Comparison:
+    worst = max(parts, key=lambda part: (part.beyond_tolerance > 0, part.max_abs_error))
     return replace(
         worst,
-        max_rel_error=max(one.max_rel_error for one in parts),
-        beyond_tolerance=sum(one.beyond_tolerance for one in parts),
-        seconds=sum(one.seconds for one in parts),
+        max_rel_error=max(part.max_rel_error for part in parts),
+        beyond_tolerance=sum(part.beyond_tolerance for part in parts),
+        seconds=sum(part.seconds for part in parts),
     )
 
 
-_TF32 = 2.0**-7  # eight times what one product is off by: sums of many lose more
+_TF32 = 2.0**-7  # eight times the error of one product: sums of many lose more

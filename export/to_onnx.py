@@ -25,7 +25,7 @@ from onnxscript import FLOAT, INT32
 from onnxscript import opset18 as op  # what torch translates to, before it converts to the requested opset
 from torch import Tensor, nn
 
-from export.trace import Trace, Traced, inspect, owner, place
+from export.trace import ExportInput, Trace, describe_module, inspect, source_location
 from pipeline.contract.bundle import check_external_data_files
 from pipeline.contract.data import Samples, name_outputs
 from pipeline.contract.errors import BundleError, ConfigError, StageError
@@ -33,10 +33,10 @@ from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
 from pipeline.contract.task import HasAxes, Task
 
-_INSIDE_BYTES = 1 << 30  # protobuf ends at 2 GiB; weights above this go to a file of their own
+_MAX_INLINE_BYTES = 1 << 30  # protobuf ends at 2 GiB; weights above this go to a file of their own
 
 
-class _Ordered(nn.Module):
+class _OrderedOutputs(nn.Module):
     """The model with its outputs in the order the task declares."""
 
     def __init__(self, model: nn.Module, task: Task) -> None:
@@ -49,33 +49,33 @@ class _Ordered(nn.Module):
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a file was made of, to find out where it went wrong if it did."""
+class ExportResult:
+    """The input and the trace of an export, for the fault search."""
 
-    traced: Traced
+    traced: ExportInput
     program: torch.export.ExportedProgram | None  # its values have the names of the file's tensors
     limits: str  # sizes for which alone the trace holds
 
 
-def convert(model: nn.Module, task: Task, batch: Mapping[str, Tensor], config: Export, path: Path) -> Written:
+def convert(model: nn.Module, task: Task, batch: Mapping[str, Tensor], config: Export, path: Path) -> ExportResult:
     """Write `path`; the batch shows types and shapes, and must hold two samples at least."""
-    return write_onnx(traced_of(model, task, batch), config, path)
+    return write_onnx(export_input(model, task, batch), config, path)
 
 
-def traced_of(model: nn.Module, task: Task, batch: Mapping[str, Tensor]) -> Traced:
-    named_axes = axes_of(task)
-    sizes_of(task, batch)
-    one = torch.export.Dim(BATCH)
-    axes = tuple(dict(enumerate(named_axes[name])) if named_axes else {0: one} for name in task.inputs)
+def export_input(model: nn.Module, task: Task, batch: Mapping[str, Tensor]) -> ExportInput:
+    axes_by_input = named_axes(task)
+    axis_sizes(task, batch)
+    batch_axis = torch.export.Dim(BATCH)
+    axes = tuple(dict(enumerate(axes_by_input[name])) if axes_by_input else {0: batch_axis} for name in task.inputs)
     inputs = tuple(batch[name] for name in task.inputs)
-    return Traced(_Ordered(model, task), inputs, task.inputs, task.outputs, (axes,))
+    return ExportInput(_OrderedOutputs(model, task), inputs, task.inputs, task.outputs, (axes,))
 
 
-def write_onnx(traced: Traced, config: Export, path: Path) -> Written:
+def write_onnx(traced: ExportInput, config: Export, path: Path) -> ExportResult:
     traced.module.eval()
     with warnings.catch_warnings(), grouped_experts(traced.module):
         warnings.simplefilter("ignore")  # the exporter warns about its own internals
-        seen = inspect(traced)
+        result = inspect(traced)
         try:
             program = torch.onnx.export(
                 traced.module,
@@ -89,29 +89,29 @@ def write_onnx(traced: Traced, config: Export, path: Path) -> Written:
                 custom_translation_table=translations(),
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            raise StageError(_untranslated(error, seen) or _refused(error, seen)) from error
+            raise StageError(_missing_operator(error, result) or _export_failure(error, result)) from error
     assert program is not None
     weights = sum(tensor.numel() * tensor.element_size() for tensor in traced.module.state_dict().values())
-    external = weights > _INSIDE_BYTES
+    external = weights > _MAX_INLINE_BYTES
     program.save(path, external_data=external)
-    _strip(path)
-    return Written(traced, program.exported_program, seen.limits)
+    strip_file(path)
+    return ExportResult(traced, program.exported_program, result.limits)
 
 
-def save_plain(model: onnx.ModelProto, path: Path, external: bool) -> None:
-    """As `write_onnx` leaves a file, of a model that is in memory already."""
-    _bare(model)
+def save_stripped(model: onnx.ModelProto, path: Path, external: bool) -> None:
+    """Write a model that is in memory, stripped like the files of `write_onnx`."""
+    _strip_model(model)
     if external:  # in the order of the graph, from the beginning of a fresh file
-        outside = f"{path.name}.data"
-        (path.parent / outside).unlink(missing_ok=True)
-        onnx.save(model, path, save_as_external_data=True, location=outside)
-        _strip(path)
+        weights_name = f"{path.name}.data"
+        (path.parent / weights_name).unlink(missing_ok=True)
+        onnx.save(model, path, save_as_external_data=True, location=weights_name)
+        strip_file(path)
     else:
         path.write_bytes(model.SerializeToString(deterministic=True))
 
 
 def tensor_specs(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Inputs and outputs as the file declares them; a fixed batch axis is refused."""
+    """Return the inputs and outputs that the file declares; refuse a fixed batch axis."""
     graph = onnx.load(path, load_external_data=False).graph
     weights = {initializer.name for initializer in graph.initializer}
     inputs = tuple(_spec(value) for value in graph.input if value.name not in weights)
@@ -126,7 +126,7 @@ def tensor_specs(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, 
 
 
 def check_external_data(path: Path) -> None:
-    """Weights kept outside the file are plain files beside it, named without any path."""
+    """Check that external weights are regular files in the same folder."""
     try:
         check_external_data_files(path)
     except BundleError as error:
@@ -139,13 +139,13 @@ def _spec(value: Any) -> TensorSpec:
     return TensorSpec(name=value.name, datatype=_DATATYPES[tensor.elem_type], shape=shape)
 
 
-def _strip(path: Path) -> None:
+def strip_file(path: Path) -> None:
     model = onnx.load(path, load_external_data=False)
-    _bare(model)
+    _strip_model(model)
     path.write_bytes(model.SerializeToString(deterministic=True))
 
 
-def _bare(model: onnx.ModelProto) -> None:
+def _strip_model(model: onnx.ModelProto) -> None:
     """Drop source paths and stack traces: they name the machine and make equal models differ."""
     model.doc_string = ""
     del model.metadata_props[:]
@@ -155,7 +155,7 @@ def _bare(model: onnx.ModelProto) -> None:
 
 
 def _strip_graph(graph: onnx.GraphProto | onnx.FunctionProto) -> None:
-    """Branches of an `If` and bodies of a `Loop` are graphs inside a node."""
+    """Strip a graph and the graphs inside its nodes: branches of an `If`, bodies of a `Loop`."""
     values = [*graph.value_info]
     if isinstance(graph, onnx.GraphProto):
         values += [*graph.input, *graph.output, *graph.initializer]
@@ -169,22 +169,22 @@ def _strip_graph(graph: onnx.GraphProto | onnx.FunctionProto) -> None:
                 _strip_graph(inner)
 
 
-def _untranslated(error: BaseException, seen: Trace) -> str:
-    """Raise a StageError that names the operator without a translation and the place that calls it."""
-    found = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>", str(error))
-    if not found:
+def _missing_operator(error: BaseException, result: Trace) -> str:
+    """Return which operator has no translation and where it is called; empty for other errors."""
+    match = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>", str(error))
+    if not match:
         return ""
-    nodes = seen.program.graph.nodes if seen.program is not None else ()
-    called = [node for node in nodes if str(node.target) == f"{found[1]}.{found[2]}"]
-    where = f" in {owner(called[0])}{place(called[0])}" if called else ""
+    nodes = result.program.graph.nodes if result.program is not None else ()
+    calls = [node for node in nodes if str(node.target) == f"{match[1]}.{match[2]}"]
+    location = f" in {describe_module(calls[0])}{source_location(calls[0])}" if calls else ""
     return (
-        f"the model calls {found[1].replace('.', '::', 1)}{where}, which has no form in ONNX; write it with torch's "
+        f"the model calls {match[1].replace('.', '::', 1)}{location}, which has no form in ONNX; write it with torch's "
         "other operators"
     )
 
 
-def _refused(error: BaseException, seen: Trace) -> str:
-    return f"the model does not export to ONNX: {_first_cause(error)}" + (f"; {seen.limits}" if seen.limits else "")
+def _export_failure(error: BaseException, result: Trace) -> str:
+    return f"the model does not export to ONNX: {_first_cause(error)}" + (f"; {result.limits}" if result.limits else "")
 
 
 def _first_cause(error: BaseException) -> str:
@@ -212,16 +212,16 @@ _DATATYPES: dict[int, Any] = {
 
 BATCH = "batch"
 MASK = "attention_mask"  # as transformers calls it: 1 where there is a token, 0 where there is padding
-_MOST_STRETCHED = 4096  # positions; what is longer is not compared at its full length
+_MAX_COMPARED_LENGTH = 4096  # positions; longer axes are not compared at their full length
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A batch of a shape that was never traced."""
+class UntracedBatch:
+    """A batch whose shape differs from the traced one."""
 
     rows: int
     sizes: Mapping[str, int]
-    padding: str  # which side, or none
+    padding: str  # "left", "right" or "none"
     batch: dict[str, Tensor]
 
     @property
@@ -229,36 +229,43 @@ class Variant:
         sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
         return f"{sizes}, padding: {self.padding}"
 
+    @property
+    def token_mask(self) -> Any:
+        """Return an array of which positions are no padding; None without an attention mask."""
+        return self.batch[MASK].numpy() == 1 if MASK in self.batch else None
 
-def axes_of(task: Task) -> dict[str, tuple[str, ...]]:
-    """Names of the axes of every input, the batch first; empty where the batch alone is free."""
+
+def named_axes(task: Task) -> dict[str, tuple[str, ...]]:
+    """Return the names of every input's axes, the batch first; empty if only the batch is dynamic."""
     if not isinstance(task, HasAxes):
         return {}
-    found = {name: tuple(task.axes.get(name, (BATCH,))) for name in task.inputs}
-    if strangers := sorted(set(task.axes) - set(found)):
-        raise ConfigError(f"`axes` names {', '.join(strangers)}, which is no input of the task ({', '.join(found)})")
-    for name, axes in found.items():
+    axes_by_input = {name: tuple(task.axes.get(name, (BATCH,))) for name in task.inputs}
+    if unknown := sorted(set(task.axes) - set(axes_by_input)):
+        raise ConfigError(
+            f"`axes` names {', '.join(unknown)}, which is no input of the task ({', '.join(axes_by_input)})"
+        )
+    for name, axes in axes_by_input.items():
         if axes[:1] != (BATCH,) or not all(axes) or len(set(axes)) != len(axes):
             raise ConfigError(f"`axes` of {name}: write the names of its axes, `batch` first; found {axes}")
-    names = {axis for axes in found.values() for axis in axes[1:]}
+    names = {axis for axes in axes_by_input.values() for axis in axes[1:]}
     if set(task.longest) != names:
         raise ConfigError(
             f"`longest` must give the maximum of each of {', '.join(sorted(names))}; found {task.longest}"
         )
-    return found
+    return axes_by_input
 
 
-def longest_of(task: Task) -> dict[str, int]:
+def max_axis_sizes(task: Task) -> dict[str, int]:
     return dict(task.longest) if isinstance(task, HasAxes) else {}
 
 
-def sizes_of(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
-    """How long each named axis is in a batch: equal wherever it stands, and never equal to another or below 2.
+def axis_sizes(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the size of each named axis in a batch; raise if two axes have one size, or one is shorter than 2.
 
-    The exporter takes equal sizes for one axis, and a size of 1 for an axis that is always 1 long.
+    The exporter would merge axes of equal size, and treat a size of 1 as fixed.
     """
     sizes: dict[str, int] = {}
-    for name, axes in axes_of(task).items():
+    for name, axes in named_axes(task).items():
         for position, axis in enumerate(axes):
             size = batch[name].shape[position] if position < batch[name].ndim else 0
             if sizes.setdefault(axis, size) != size:
@@ -273,34 +280,36 @@ def sizes_of(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
     return sizes
 
 
-def example(task: Task, samples: Samples) -> dict[str, Tensor]:
-    """Samples to trace with: as many as make the batch unlike every other free axis."""
-    one = samples.batch([0])
-    taken = {one[name].shape[position] for name, axes in axes_of(task).items() for position in range(1, len(axes))}
-    rows = next(count for count in range(3, 4 + len(taken)) if count not in taken)
+def example_batch(task: Task, samples: Samples) -> dict[str, Tensor]:
+    """Return a batch to trace with, whose size differs from that of every other dynamic axis."""
+    sample = samples.batch([0])
+    used_sizes = {
+        sample[name].shape[position] for name, axes in named_axes(task).items() for position in range(1, len(axes))
+    }
+    rows = next(count for count in range(3, 4 + len(used_sizes)) if count not in used_sizes)
     return samples.batch([index % len(samples) for index in range(rows)])
 
 
-def variants(task: Task, samples: Samples) -> Iterator[Variant]:
-    """Shorter and longer than traced, alone and in company, with padding on either side and with none."""
-    traced = sizes_of(task, example(task, samples))
+def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
+    """Yield batches of other lengths and sizes than traced, with padding on the left, on the right, and without."""
+    traced = axis_sizes(task, example_batch(task, samples))
     assert isinstance(task, HasAxes)
-    free = [name for name in traced if name != BATCH]
-    lengths = {name: _lengths(traced[name], task.longest[name]) for name in free}
-    for turn in range(max(len(found) for found in lengths.values())):
-        sizes = {name: found[turn % len(found)] for name, found in lengths.items()}
-        rows = (1, 2, 5)[turn % 3]
-        batch = samples.batch([(turn + index) % len(samples) for index in range(rows)])
-        columns = {name: _resized(batch[name], axes, sizes) for name, axes in axes_of(task).items()}
+    dynamic_axes = [name for name in traced if name != BATCH]
+    lengths = {name: _untraced_lengths(traced[name], task.longest[name]) for name in dynamic_axes}
+    for index in range(max(len(sizes_of_axis) for sizes_of_axis in lengths.values())):
+        sizes = {name: sizes_of_axis[index % len(sizes_of_axis)] for name, sizes_of_axis in lengths.items()}
+        rows = (1, 2, 5)[index % 3]
+        batch = samples.batch([(index + row) % len(samples) for row in range(rows)])
+        columns = {name: _resize(batch[name], axes, sizes) for name, axes in named_axes(task).items()}
         sides = ("none", "left", "right") if MASK in columns and min(sizes.values()) > 2 else ("none",)
         for side in sides:
-            yield Variant(rows, sizes, side, {**batch, **columns, **_padding(columns, side)})
+            yield UntracedBatch(rows, sizes, side, {**batch, **columns, **_padding_mask(columns, side)})
 
 
-def check_free(specs: tuple[TensorSpec, ...], task: Task) -> None:
-    """Every axis the task names is still one in the file."""
+def check_dynamic_axes(specs: tuple[TensorSpec, ...], task: Task) -> None:
+    """Check that every axis that the task names is dynamic in the file."""
     for spec in specs:
-        for position, axis in enumerate(axes_of(task).get(spec.name, ())):
+        for position, axis in enumerate(named_axes(task).get(spec.name, ())):
             if spec.shape[position] != axis:
                 raise StageError(
                     f"axis `{axis}` of `{spec.name}` became {spec.shape[position]} in the export; look for a "
@@ -308,15 +317,15 @@ def check_free(specs: tuple[TensorSpec, ...], task: Task) -> None:
                 )
 
 
-def _lengths(traced: int, longest: int) -> list[int]:
+def _untraced_lengths(traced: int, longest: int) -> list[int]:
     if traced > longest:
         raise StageError(f"the test data have an axis {traced} long, beyond the {longest} that `longest` allows")
-    wanted = (min(longest, _MOST_STRETCHED), 1, 2, traced // 2, traced - 1, traced + 1)
-    return list(dict.fromkeys(size for size in wanted if 0 < size <= longest and size != traced)) or [traced]
+    candidates = (min(longest, _MAX_COMPARED_LENGTH), 1, 2, traced // 2, traced - 1, traced + 1)
+    return list(dict.fromkeys(size for size in candidates if 0 < size <= longest and size != traced)) or [traced]
 
 
-def _resized(column: Tensor, axes: tuple[str, ...], sizes: Mapping[str, int]) -> Tensor:
-    """Cut, or repeated from its beginning."""
+def _resize(column: Tensor, axes: tuple[str, ...], sizes: Mapping[str, int]) -> Tensor:
+    """Return the column cut, or repeated from its beginning, to the sizes."""
     for position, axis in enumerate(axes):
         if axis in sizes:
             index = torch.arange(sizes[axis]) % column.shape[position]
@@ -324,8 +333,8 @@ def _resized(column: Tensor, axes: tuple[str, ...], sizes: Mapping[str, int]) ->
     return column
 
 
-def _padding(columns: Mapping[str, Tensor], side: str) -> dict[str, Tensor]:
-    """A mask with a third of every second row on one side taken for padding."""
+def _padding_mask(columns: Mapping[str, Tensor], side: str) -> dict[str, Tensor]:
+    """Return a mask in which a third of every second row, on one side, is padding."""
     if MASK not in columns:
         return {}
     mask = torch.ones_like(columns[MASK])
@@ -342,26 +351,26 @@ GROUPED = "grouped_mm"
 
 @onnxscript.script()  # type: ignore[untyped-decorator]
 def grouped_mm(rows: FLOAT, weight: FLOAT, ends: INT32) -> FLOAT:
-    """Rows [pairs, wide] sorted by expert, weight [experts, wide, narrow]; expert e has the rows up to ends[e].
+    """Multiply rows [pairs, wide], sorted by expert, by weights [experts, wide, narrow]; ends[e] ends expert e's rows.
 
-    Experts without a row cost nothing: there is no turn of the loop for them.
+    The loop skips experts without rows.
     """
     zero = op.Constant(value_ints=[0])
     stops = op.Cast(ends, to=7)
     starts = op.Concat(zero, op.Slice(stops, zero, op.Constant(value_ints=[-1])), axis=0)
-    hit = op.Squeeze(op.NonZero(op.Sub(stops, starts)), zero)
-    # No row at all still has a width.
+    used_experts = op.Squeeze(op.NonZero(op.Sub(stops, starts)), zero)
+    # Without any row, the result still has a width.
     width = op.Slice(op.Shape(weight), op.Constant(value_ints=[2]), op.Constant(value_ints=[3]))
-    found = op.SequenceConstruct(op.CastLike(op.ConstantOfShape(op.Concat(zero, width, axis=0)), rows))
-    for turn in range(op.Size(hit)):
-        expert = op.Gather(hit, op.Unsqueeze(turn, zero))
-        own = op.Slice(rows, op.Gather(starts, expert), op.Gather(stops, expert))
-        found = op.SequenceInsert(found, op.MatMul(own, op.Squeeze(op.Gather(weight, expert), zero)))
-    return op.ConcatFromSequence(found, axis=0)
+    outputs = op.SequenceConstruct(op.CastLike(op.ConstantOfShape(op.Concat(zero, width, axis=0)), rows))
+    for index in range(op.Size(used_experts)):
+        expert = op.Gather(used_experts, op.Unsqueeze(index, zero))
+        expert_rows = op.Slice(rows, op.Gather(starts, expert), op.Gather(stops, expert))
+        outputs = op.SequenceInsert(outputs, op.MatMul(expert_rows, op.Squeeze(op.Gather(weight, expert), zero)))
+    return op.ConcatFromSequence(outputs, axis=0)
 
 
 def translations() -> dict[Callable[..., Any], Any]:
-    """For `torch.onnx.export`; `transformers` registers the operator once its models are imported."""
+    """Return the translations for `torch.onnx.export`; `transformers` registers the operator when it is imported."""
     if "transformers.integrations.moe" not in sys.modules:
         return {}
     return {torch.ops.transformers.grouped_mm_fallback.default: grouped_mm}
@@ -369,17 +378,19 @@ def translations() -> dict[Callable[..., Any], Any]:
 
 @contextmanager
 def grouped_experts(model: nn.Module) -> Iterator[None]:
-    """While a model is traced its experts are the implementation that is translated; then what they were again."""
-    configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), _NAME)]
-    before = [getattr(config, _NAME) for config in configs]
+    """Use the expert implementation that has a translation within the context, and restore the previous one."""
+    configs = [
+        module.config for module in model.modules() if hasattr(getattr(module, "config", None), _EXPERTS_SETTING)
+    ]
+    implementations = [getattr(config, _EXPERTS_SETTING) for config in configs]
     try:
         for config in configs:
-            if getattr(config, _NAME) is not None:
-                setattr(config, _NAME, GROUPED)
+            if getattr(config, _EXPERTS_SETTING) is not None:
+                setattr(config, _EXPERTS_SETTING, GROUPED)
         yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            setattr(config, _NAME, name)
+        for config, name in zip(configs, implementations, strict=True):
+            setattr(config, _EXPERTS_SETTING, name)
 
 
-_NAME = "_experts_implementation"
+_EXPERTS_SETTING = "_experts_implementation"

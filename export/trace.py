@@ -24,8 +24,8 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", "<frozen")
 
 
 @dataclass(frozen=True)
-class Traced:
-    """A module, what it is traced with, and how its tensors and their axes are called."""
+class ExportInput:
+    """A module, its example arguments, and the names of its tensors and their axes."""
 
     module: nn.Module
     arguments: tuple[Any, ...]
@@ -36,73 +36,77 @@ class Traced:
 
 @dataclass(frozen=True)
 class Trace:
-    """`program` is None where torch.export alone does not manage; torch.onnx tries further ways."""
+    """The result of tracing; `program` is None if torch.export failed, and torch.onnx tries other ways."""
 
     program: torch.export.ExportedProgram | None
-    limits: str  # sizes for which alone the trace holds, by torch's own guards
+    limits: str  # the sizes to which torch's guards limit the trace
 
 
-def trace(traced: Traced) -> Trace:
-    """The graph with every operator as the model called it; a branch on data is refused."""
+def trace(traced: ExportInput) -> Trace:
+    """Trace with torch.export; refuse a Python branch on data and an operator without a fake implementation."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
-            found = torch.export.export(traced.module, traced.arguments, dynamic_shapes=traced.axes, strict=False)
+            program = torch.export.export(traced.module, traced.arguments, dynamic_shapes=traced.axes, strict=False)
         except Exception as error:  # torch raises its own types and any that the model raises
             _refuse_branch(error)
             _refuse_unknown_operator(error)
             return Trace(None, _limits(str(error)))
-    return Trace(found, "")
+    return Trace(program, "")
 
 
-def owner(node: torch.fx.Node) -> str:
-    """The module of the model whose code called an operator, and where."""
+def describe_module(node: torch.fx.Node) -> str:
+    """Return the name and class of the module whose code called an operator."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path, kind = stack[-1] if stack else ("", "")
     kind = kind if isinstance(kind, str) else kind.__name__
-    return f"`{inner(path)}` ({kind.rpartition('.')[2]})" if inner(path) else "the model's own forward"
+    return f"`{module_name(path)}` ({kind.rpartition('.')[2]})" if module_name(path) else "the model's own forward"
 
 
-def inner(path: str) -> str:
-    """A module's name in the user's model, which is wrapped for the export as `model`."""
+def module_name(path: str) -> str:
+    """Return a module's name in the user's model, which the export wraps as `model`."""
     return re.sub(r"^model(\.|$)", "", path)
 
 
-def place(node: torch.fx.Node) -> str:
-    """File and line of the user's code, with a comma before; nothing where the trace has kept none."""
+def source_location(node: torch.fx.Node) -> str:
+    """Return ", FILE line NUMBER" of the user's code; empty if the trace does not have it."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(file, line) for file, line in lines if _is_users(file)]
-    return f", {Path(own[-1][0]).name} line {own[-1][1]}" if own else ""
+    user_lines = [(file, line) for file, line in lines if _is_users(file)]
+    return f", {Path(user_lines[-1][0]).name} line {user_lines[-1][1]}" if user_lines else ""
 
 
 def _refuse_branch(error: BaseException) -> None:
-    if not any(type(one).__name__ == "GuardOnDataDependentSymNode" for one in _chain(error)):
+    if not any(type(cause).__name__ == "GuardOnDataDependentSymNode" for cause in _chain(error)):
         return
-    frames = [frame for one in _chain(error) for frame in traceback.extract_tb(one.__traceback__)]
-    own = [frame for frame in frames if _is_users(frame.filename)]
-    where = f" ({Path(own[-1].filename).name} line {own[-1].lineno}: `{own[-1].line}`)" if own else ""
+    frames = [frame for cause in _chain(error) for frame in traceback.extract_tb(cause.__traceback__)]
+    user_frames = [frame for frame in frames if _is_users(frame.filename)]
+    location = (
+        f" ({Path(user_frames[-1].filename).name} line {user_frames[-1].lineno}: `{user_frames[-1].line}`)"
+        if user_frames
+        else ""
+    )
     raise StageError(
-        f"the model decides in python by what its data are{where}, and a graph would keep one side of it for all; "
+        f"the model decides in python by what its data are{location}, and a graph would keep one side of it for all; "
         "write it with torch.where, or with torch.cond where only one side may run"
     ) from error
 
 
 def _refuse_unknown_operator(error: BaseException) -> None:
-    found = re.search(r"no fake impl registered for <CustomOpDef\(([^)]+)\)>", str(error))
-    if found:
+    match = re.search(r"no fake impl registered for <CustomOpDef\(([^)]+)\)>", str(error))
+    if match:
         raise StageError(
-            f"the model calls the custom operator {found[1]}, which can only be run, not traced; write it with torch's "
+            f"the model calls the custom operator {match[1]}, which can only be run, not traced; write it with torch's "
             "own operators: ONNX Runtime would not have it either"
         ) from error
 
 
 def _limits(text: str) -> str:
-    """Of torch's suggestion for an axis that its guards found to be bounded."""
-    found = re.findall(r"(\w+) = Dim\('\w+', ([^)]*)\)|^\s*(\w+) = (\d+)\s*$", text, flags=re.MULTILINE)
-    named = [f"`{name or fixed}` {f'= {size}' if size else bounds}" for name, bounds, fixed, size in found]
-    if not named:
+    """Return the limits that torch's guards found for axes, from its suggested fix."""
+    matches = re.findall(r"(\w+) = Dim\('\w+', ([^)]*)\)|^\s*(\w+) = (\d+)\s*$", text, flags=re.MULTILINE)
+    limits = [f"`{name or fixed}` {f'= {size}' if size else bounds}" for name, bounds, fixed, size in matches]
+    if not limits:
         return ""
-    return f"torch's guards limit the trace to {', '.join(named)}: the model compares a length in Python"
+    return f"torch's guards limit the trace to {', '.join(limits)}: the model compares a length in Python"
 
 
 def _is_users(file: str) -> bool:
@@ -116,96 +120,101 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 _TRAINING = ("train", "training")
-_SHARES = ("p", "dropout_p", "dropout")  # how much is dropped
+_PROBABILITIES = ("p", "dropout_p", "dropout")  # of dropping a value
 
 
-def inspect(traced: Traced) -> Trace:
-    """Refuse what no graph can be; the trace that shows it is cheap beside the translation to ONNX."""
+def inspect(traced: ExportInput) -> Trace:
+    """Refuse what a graph cannot express, and return the trace, which costs little compared with the ONNX export."""
     check_state(traced)
-    found = trace(traced)
-    if found.program is not None:
-        check_hidden(found.program)
-    return found
+    result = trace(traced)
+    if result.program is not None:
+        check_operators(result.program)
+    return result
 
 
-def check_hidden(program: torch.export.ExportedProgram) -> None:
-    """Operators that do at inference what only training should."""
+def check_operators(program: torch.export.ExportedProgram) -> None:
+    """Refuse operators that behave at inference as in training."""
     for node in program.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         name = node.target._schema.name.removeprefix("aten::")
-        if ("dropout" in name and _is_on(node)) or ("attention" in name and _share(node, "dropout_p")):
+        location = f"{describe_module(node)}{source_location(node)}"
+        if ("dropout" in name and _is_on(node)) or ("attention" in name and _has_probability(node, "dropout_p")):
             raise StageError(
-                f"{owner(node)}{place(node)}: dropout stays on in eval mode, so that every answer is another; give it "
+                f"{location}: dropout stays on in eval mode, so that every answer is another; give it "
                 "training=self.training, or use nn.Dropout"
             )
         if "batch_norm" in name and _is_on(node):
             raise StageError(
-                f"{owner(node)}{place(node)}: batch normalisation by the current batch, so the output depends on the "
+                f"{location}: batch normalisation by the current batch, so the output depends on the "
                 "rest of the batch; build it with track_running_stats=True, or give F.batch_norm training=self.training"
             )
 
 
 @torch.no_grad()
-def check_state(traced: Traced) -> None:
-    """One call leaves buffers, parameters and its inputs as they were."""
+def check_state(traced: ExportInput) -> None:
+    """Check that a call changes no buffers, parameters or inputs."""
     module = traced.module
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    buffers_before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     versions = {name: parameter._version for name, parameter in module.named_parameters()}
-    numbers = numbers_of(module)
-    given = copy.deepcopy(traced.arguments)
-    first = module(*given)
-    _refuse_counting(traced, numbers, first)
-    after = dict(module.named_buffers())
-    changed = [name for name, value in before.items() if not _same(value, after.get(name))]
+    numbers = numeric_attributes(module)
+    arguments = copy.deepcopy(traced.arguments)
+    outputs = module(*arguments)
+    _refuse_call_counter(traced, numbers, outputs)
+    buffers_after = dict(module.named_buffers())
+    changed = [name for name, value in buffers_before.items() if not _is_equal(value, buffers_after.get(name))]
     changed += [name for name, parameter in module.named_parameters() if parameter._version != versions.get(name)]
     if changed:
         raise StageError(
-            f"the model changes {', '.join(f'`{inner(name)}`' for name in changed[:4])} with every call, and a served "
-            "graph keeps nothing between requests; change it only if self.training, or make it an input and an output"
+            f"the model changes {', '.join(f'`{module_name(name)}`' for name in changed[:4])} with every call, and a "
+            "served graph keeps nothing between requests; change it only if self.training, or make it an input and an "
+            "output"
         )
-    pairs = zip(traced.inputs, _tensors(given), _tensors(traced.arguments), strict=True)
-    if touched := [name for name, left, right in pairs if not _same(left, right)]:
+    pairs = zip(traced.inputs, _tensors(arguments), _tensors(traced.arguments), strict=True)
+    if changed_inputs := [name for name, left, right in pairs if not _is_equal(left, right)]:
         raise StageError(
-            f"the model changes its input {', '.join(f'`{name}`' for name in touched)} in place; work on a copy, as in "
-            "`x = x.clone()`"
+            f"the model changes its input {', '.join(f'`{name}`' for name in changed_inputs)} in place; work on a "
+            "copy, as in `x = x.clone()`"
         )
 
 
-def _refuse_counting(traced: Traced, before: dict[str, Any], first: Any) -> None:
-    """A number that a call changes is a constant in a graph, which matters where the answer hangs on it."""
-    after = numbers_of(traced.module)
-    if not (moved := sorted(name for name, value in after.items() if before.get(name) != value)):
+def _refuse_call_counter(traced: ExportInput, numbers_before: dict[str, Any], first_outputs: Any) -> None:
+    """Refuse a number that every call changes, if the outputs depend on it: in a graph it is a constant."""
+    numbers_after = numeric_attributes(traced.module)
+    if not (changed := sorted(name for name, value in numbers_after.items() if numbers_before.get(name) != value)):
         return
-    named = ", ".join(f"`{name}`" for name in moved[:4])
-    second = traced.module(*copy.deepcopy(traced.arguments))
-    if any(not _same(left, right) for left, right in zip(_tensors(first), _tensors(second), strict=True)):
+    names = ", ".join(f"`{name}`" for name in changed[:4])
+    second_outputs = traced.module(*copy.deepcopy(traced.arguments))
+    if any(
+        not _is_equal(left, right)
+        for left, right in zip(_tensors(first_outputs), _tensors(second_outputs), strict=True)
+    ):
         raise StageError(
-            f"the model counts its calls: {named} changes with each, and the answer with it, while a graph has it as a "
+            f"the model counts its calls: {names} changes with each, and the answer with it, while a graph has it as a "
             "constant; count only if self.training, or make it an input"
         )
-    print(f"the model changes {named} with every call; in the graph it is a constant, which no answer hung on here")
+    print(f"the model changes {names} with every call; in the graph it is a constant, which no answer hung on here")
 
 
-def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """Plain numbers that modules keep as attributes; one that counts calls is a constant in a graph."""
+def numeric_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the Python numbers that modules keep as attributes; in a graph they are constants."""
     return {
-        f"{inner(path)}.{name}".lstrip("."): value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
+        f"{module_name(path)}.{name}".lstrip("."): value
+        for path, child in module.named_modules()
+        for name, value in vars(child).items()
         if isinstance(value, int | float) and not name.startswith("_")
     }
 
 
 def _is_on(node: torch.fx.Node) -> bool:
     """Return whether the call is in training mode and, if it has a probability, drops anything."""
-    known = _arguments(node)
-    if not any(known.get(name) for name in _TRAINING):
+    arguments = _arguments(node)
+    if not any(arguments.get(name) for name in _TRAINING):
         return False
-    return all(known[name] for name in _SHARES if name in known)
+    return all(arguments[name] for name in _PROBABILITIES if name in arguments)
 
 
-def _share(node: torch.fx.Node, name: str) -> bool:
+def _has_probability(node: torch.fx.Node, name: str) -> bool:
     return bool(_arguments(node).get(name))
 
 
@@ -216,7 +225,7 @@ def _arguments(node: torch.fx.Node) -> dict[str, Any]:
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _same(left: Tensor, right: Tensor | None) -> bool:
+def _is_equal(left: Tensor, right: Tensor | None) -> bool:
     if right is None or left.shape != right.shape or left.dtype != right.dtype:
         return False
     return bool(torch.isclose(left, right, rtol=0, atol=0, equal_nan=True).all())

@@ -21,15 +21,23 @@ from torch import nn
 from export.bundle import ModelProperties
 from export.fault_search import explain_difference
 from export.language_model import (
+    choose_prompts,
     convert_language,
-    generation_of,
     language_feeds,
-    prompts_of,
+    make_generation,
     verify_greedy,
     verify_language,
     verify_random,
 )
-from export.optimize import Optimised, check_file, fit_runtime, forget_plain, optimise, put_back, versions_of
+from export.optimize import (
+    Optimization,
+    check_file,
+    fit_runtime,
+    optimize_file,
+    read_versions,
+    remove_plain,
+    restore_plain,
+)
 from export.parity import (
     Arrays,
     evaluated_outputs,
@@ -38,10 +46,18 @@ from export.parity import (
     require_equal,
     run,
     verify,
-    verify_variants,
+    verify_untraced,
 )
-from export.parity_everywhere import Coverage, places, scrambled, tolerance, verify_everywhere
-from export.to_onnx import Written, check_free, convert, example, longest_of, tensor_specs, variants
+from export.parity_everywhere import Coverage, random_batch, runtime_setups, tolerance, verify_everywhere
+from export.to_onnx import (
+    ExportResult,
+    check_dynamic_axes,
+    convert,
+    example_batch,
+    max_axis_sizes,
+    tensor_specs,
+    untraced_batches,
+)
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Decoder
@@ -59,23 +75,23 @@ class Verification:
     nondeterminism: str  # why torch's own outputs cannot be compared with a file
     config: Export
     greedy: dict[str, Any] | None = None
-    why: str = ""  # the first wrong node, or the module that was traced differently
+    cause: str = ""  # the first wrong node, or the module that was traced differently
     coverage: Coverage = field(default_factory=Coverage)
     file: dict[str, Any] = field(default_factory=dict)  # properties of the file, for parity.json
 
     @property
     def equal(self) -> bool:
-        return not self.nondeterminism and not _apart(self.everything)
+        return not self.nondeterminism and not _has_differences(self.all_rows)
 
     @property
-    def everything(self) -> list[dict[str, Any]]:
+    def all_rows(self) -> list[dict[str, Any]]:
         return [*self.comparisons, *self.coverage.rows]
 
     def require(self) -> None:
         """Raise unless the file is the model."""
         if self.nondeterminism:
             raise StageError(f"no ONNX file can be the model: {self.nondeterminism}")
-        require_equal(self.everything, self.config, self.why)
+        require_equal(self.all_rows, self.config, self.cause)
 
 
 def verify_model(task: Task, model: nn.Module, test: Samples, config: Export, path: Path) -> Verification:
@@ -85,20 +101,20 @@ def verify_model(task: Task, model: nn.Module, test: Samples, config: Export, pa
     generation = None
     if isinstance(task, Generates):
         language = task.language_model(model)
-        generation = generation_of(task, language)
+        generation = make_generation(task, language)
         written = convert_language(language, generation, config, path)
     else:
-        written = convert(model, task, example(task, test), config, path)
-    properties = properties_of_task(task) if generation is None else properties_of_language_model(generation)
+        written = convert(model, task, example_batch(task, test), config, path)
+    properties = task_properties(task) if generation is None else language_model_properties(generation)
     subject = Subject(task, model, test, config, path, written, properties)
-    optimised = optimise(path, model, config)
-    kept, reason = _verify_optimized(subject, optimised)
+    optimised = optimize_file(path, model, config)
+    optimized_result, reason = _verify_optimized(subject, optimised)
     if reason and optimised is not None:
         print(f"export.optimize={config.optimize} is not used: {reason}")
-        optimised = optimised if optimised.used == "none" else put_back(path, optimised, reason)
-    lowered, proven = kept or (fit_runtime(path), verify_file(subject))
-    forget_plain(path)
-    return replace(proven, file=_of_file(path, optimised, lowered))
+        optimised = optimised if optimised.used == "none" else restore_plain(path, optimised, reason)
+    lowered, verification = optimized_result or (fit_runtime(path), verify_file(subject))
+    remove_plain(path)
+    return replace(verification, file=_file_facts(path, optimised, lowered))
 
 
 @dataclass(frozen=True)
@@ -110,93 +126,98 @@ class Subject:
     test: Samples
     config: Export
     path: Path
-    written: Written
+    written: ExportResult
     properties: ModelProperties
 
 
-def _verify_optimized(one: Subject, found: Optimised | None) -> tuple[tuple[str, Verification] | None, str]:
+def _verify_optimized(subject: Subject, optimised: Optimization | None) -> tuple[tuple[str, Verification] | None, str]:
     """Verify the optimized file. Return the runtime settings and the verification, or None and the reason."""
-    if found is None or found.used == "none":
-        return None, "" if found is None else found.reason
+    if optimised is None or optimised.used == "none":
+        return None, "" if optimised is None else optimised.reason
     try:
-        lowered, proven = fit_runtime(one.path), verify_file(one)
+        lowered, verification = fit_runtime(subject.path), verify_file(subject)
     except StageError as error:  # fusions write operators that ONNX's own rules do not know, for one
         return None, str(error)
-    if proven.equal or proven.nondeterminism:
-        return (lowered, proven), ""
-    return None, f"the optimized file differs from the model: {_worst(proven)}" + (
-        f"; {proven.why}" if proven.why else ""
+    if verification.equal or verification.nondeterminism:
+        return (lowered, verification), ""
+    return None, f"the optimized file differs from the model: {_describe_worst(verification)}" + (
+        f"; {verification.cause}" if verification.cause else ""
     )
 
 
-def verify_file(one: Subject) -> Verification:
+def verify_file(subject: Subject) -> Verification:
     """Compare the file with the model in every way that applies to its kind."""
-    check_file(one.path)
-    return _language(one) if isinstance(one.task, Generates) else _samples(one)
+    check_file(subject.path)
+    return _verify_language_model(subject) if isinstance(subject.task, Generates) else _verify_samples(subject)
 
 
-def _samples(one: Subject) -> Verification:
-    task, model, test, config, path = one.task, one.model, one.test, one.config, one.path
-    check_free(tensor_specs(path)[0], task)  # report a fixed axis here, before other sizes fail on it
+def _verify_samples(subject: Subject) -> Verification:
+    task, model, test, config, path = subject.task, subject.model, subject.test, subject.config, subject.path
+    check_dynamic_axes(tensor_specs(path)[0], task)  # report a fixed axis here, before other sizes fail on it
     comparisons = verify(task, model, test, path, config)
     if isinstance(task, HasAxes):
-        comparisons += verify_variants(task, model, test, path, config)
-    found = Verification(comparisons, one.properties, "", config)
-    if found.equal:
-        found = replace(found, coverage=verify_everywhere(task, model, test, path, config))
-    if found.equal:
-        return found
+        comparisons += verify_untraced(task, model, test, path, config)
+    verification = Verification(comparisons, subject.properties, "", config)
+    if verification.equal:
+        verification = replace(verification, coverage=verify_everywhere(task, model, test, path, config))
+    if verification.equal:
+        return verification
     nondeterminism = find_nondeterminism(task, model, test, config)
     return replace(
-        found,
+        verification,
         nondeterminism=nondeterminism,
-        why="" if nondeterminism else explain_difference(one.written, path, feeds(task, test), config),
+        cause="" if nondeterminism else explain_difference(subject.written, path, feeds(task, test), config),
     )
 
 
-def _language(one: Subject) -> Verification:
-    task: Any = one.task
-    model, generation, config, test = task.language_model(one.model), one.properties.generation, one.config, one.test
+def _verify_language_model(subject: Subject) -> Verification:
+    task: Any = subject.task
+    model, generation, config, test = (
+        task.language_model(subject.model),
+        subject.properties.generation,
+        subject.config,
+        subject.test,
+    )
     assert generation is not None
-    specs = {spec.name: spec for spec in tensor_specs(one.path)[0]}
+    specs = {spec.name: spec for spec in tensor_specs(subject.path)[0]}
 
     def decoder_in(session: Any) -> Decoder:
         return Decoder(lambda feed: run(session, feed), generation, specs)
 
-    decoder = decoder_in(open_session(one.path))
-    comparisons = verify_language(model, decoder, test, config, partial(evaluated_outputs, task, one.model))
-    found = Verification(comparisons, one.properties, "", config)
-    if found.equal:
-        here, without = places()
+    decoder = decoder_in(open_session(subject.path))
+    comparisons = verify_language(model, decoder, test, config, partial(evaluated_outputs, task, subject.model))
+    verification = Verification(comparisons, subject.properties, "", config)
+    if verification.equal:
+        setups, left_out = runtime_setups()
         rows = []
-        for place in here:
-            there = decoder_in(place.open(one.path))
-            row = verify_random(model, there, partial(tolerance, place, config), place.text)
-            rows.append({**row, "inputs": "random inputs", "place": place.text})
-        found = replace(found, coverage=Coverage(rows, without))
-    if not found.equal:  # no need to compare generated texts
-        nondeterminism = find_nondeterminism(task, one.model, test, config)
-        why = (
+        for setup in setups:
+            setup_decoder = decoder_in(setup.open(subject.path))
+            row = verify_random(model, setup_decoder, partial(tolerance, setup, config), setup.text)
+            rows.append({**row, "inputs": "random inputs", "place": setup.text})
+        verification = replace(verification, coverage=Coverage(rows, left_out))
+    if not verification.equal:  # no need to compare generated texts
+        nondeterminism = find_nondeterminism(task, subject.model, test, config)
+        cause = (
             ""
             if nondeterminism
-            else explain_difference(one.written, one.path, language_feeds(model, decoder, test), config)
+            else explain_difference(subject.written, subject.path, language_feeds(model, decoder, test), config)
         )
-        return replace(found, nondeterminism=nondeterminism, why=why)
-    prompts = prompts_of(task.prompting().prompts, test, generation)
-    return replace(found, greedy=asdict(verify_greedy(model, decoder, prompts, config)))
+        return replace(verification, nondeterminism=nondeterminism, cause=cause)
+    prompts = choose_prompts(task.prompting().prompts, test, generation)
+    return replace(verification, greedy=asdict(verify_greedy(model, decoder, prompts, config)))
 
 
-def properties_of_task(task: Task) -> ModelProperties:
-    return ModelProperties(axes=longest_of(task))
+def task_properties(task: Task) -> ModelProperties:
+    return ModelProperties(axes=max_axis_sizes(task))
 
 
-def properties_of_language_model(generation: Generation) -> ModelProperties:
+def language_model_properties(generation: Generation) -> ModelProperties:
     limits = dict.fromkeys(("sequence", "total"), generation.positions_limit)
     return ModelProperties(axes=limits, generation=generation)
 
 
-def _of_file(path: Path, optimised: Optimised | None, lowered: str) -> dict[str, Any]:
-    versions = versions_of(path)
+def _file_facts(path: Path, optimised: Optimization | None, lowered: str) -> dict[str, Any]:
+    versions = read_versions(path)
     return {
         "opset": versions["opset"],
         "ir_version": versions["IR version"],
@@ -205,12 +226,12 @@ def _of_file(path: Path, optimised: Optimised | None, lowered: str) -> dict[str,
     }
 
 
-def _apart(comparisons: Sequence[Mapping[str, Any]]) -> bool:
-    return any(found["beyond_tolerance"] or found["unexplained_flips"] for found in comparisons)
+def _has_differences(comparisons: Sequence[Mapping[str, Any]]) -> bool:
+    return any(row["beyond_tolerance"] or row["unexplained_flips"] for row in comparisons)
 
 
-def _worst(proven: Verification) -> str:
-    worst = max(proven.everything, key=lambda found: (found["beyond_tolerance"], found["max_abs_error"]))
+def _describe_worst(verification: Verification) -> str:
+    worst = max(verification.all_rows, key=lambda row: (row["beyond_tolerance"], row["max_abs_error"]))
     beyond, error = worst["beyond_tolerance"], worst["max_abs_error"]
     return f"{beyond} elements beyond tolerance, off by {error:.3g} in {worst['worst']}"
 
@@ -228,18 +249,20 @@ def check_mode(model: nn.Module) -> None:
 def check_positions(task: Task, model: nn.Module) -> None:
     """Reject a `longest` beyond the positions the model was configured for."""
     configs = (getattr(module, "config", None) for module in model.modules())
-    known = next((most for config in configs if isinstance(most := getattr(config, _POSITIONS, None), int)), None)
-    for axis, size in longest_of(task).items():
-        if known is not None and size > known:
-            raise StageError(f"`longest` allows {size} for axis `{axis}`, but the model's configuration ends at {known} ({_POSITIONS})")  # fmt: skip  # noqa: E501
+    maximum = next(
+        (positions for config in configs if isinstance(positions := getattr(config, _POSITIONS, None), int)), None
+    )
+    for axis, size in max_axis_sizes(task).items():
+        if maximum is not None and size > maximum:
+            raise StageError(f"`longest` allows {size} for axis `{axis}`, but the model's configuration ends at {maximum} ({_POSITIONS})")  # fmt: skip  # noqa: E501
 
 
 def feeds(task: Task, test: Samples) -> Iterator[Arrays]:
     """Yield inputs for the fault search: one sample, several, the start of the test set, and untraced shapes."""
     batches = [test.batch([0]), test.batch(range(min(2, len(test)))), *islice(test.batches(range(len(test)), 64), 16)]
     if isinstance(task, HasAxes):
-        batches += [one.batch for one in variants(task, test)]
-    batches += [scrambled(task, test, rows, rows) for rows in (1, 7)]
+        batches += [untraced.batch for untraced in untraced_batches(task, test)]
+    batches += [random_batch(task, test, rows, rows) for rows in (1, 7)]
     for batch in batches:
         yield {name: batch[name].numpy() for name in task.inputs}
 
@@ -255,11 +278,11 @@ _BATCH = 64
 
 def find_nondeterminism(task: Task, model: nn.Module, test: Samples, config: Export) -> str:
     """Return why torch's outputs are not reproducible, or nothing if the same samples give the same numbers."""
-    first = _answers(task, model, test, range(min(_REPEATED_SAMPLES, len(test))))
-    again = _answers(task, model, test, range(min(_REPEATED_SAMPLES, len(test))))
-    if moved := _named(name for name in first if not np.array_equal(first[name], again[name], equal_nan=True)):
+    first = _torch_outputs(task, model, test, range(min(_REPEATED_SAMPLES, len(test))))
+    second = _torch_outputs(task, model, test, range(min(_REPEATED_SAMPLES, len(test))))
+    if changed := _quote_names(name for name in first if not np.array_equal(first[name], second[name], equal_nan=True)):
         return (
-            f"torch returns different values of {moved} for the same input; look for functional dropout without "
+            f"torch returns different values of {changed} for the same input; look for functional dropout without "
             "training=self.training, or noise in a router"
         )
     return _nan_outputs(task, model, test) or _depends_on_batch(task, model, test, config, first)
@@ -267,8 +290,8 @@ def find_nondeterminism(task: Task, model: nn.Module, test: Samples, config: Exp
 
 def _nan_outputs(task: Task, model: nn.Module, test: Samples) -> str:
     for start in range(0, len(test), _BATCH):
-        found = _answers(task, model, test, range(start, min(start + _BATCH, len(test))))
-        for name, answer in found.items():
+        outputs = _torch_outputs(task, model, test, range(start, min(start + _BATCH, len(test))))
+        for name, answer in outputs.items():
             if (broken := np.isnan(answer).reshape(len(answer), -1).any(axis=1)).any():
                 sample = start + int(broken.argmax())
                 return (
@@ -278,28 +301,32 @@ def _nan_outputs(task: Task, model: nn.Module, test: Samples) -> str:
     return ""
 
 
-def _depends_on_batch(task: Task, model: nn.Module, test: Samples, config: Export, together: Arrays) -> str:
-    alone = [_answers(task, model, test, range(row, row + 1)) for row in range(min(_REPEATED_SAMPLES, len(test)))]
-    moved = [name for name, answer in together.items() if not _alike([one[name] for one in alone], answer, config)]
-    if not moved:
+def _depends_on_batch(task: Task, model: nn.Module, test: Samples, config: Export, batched: Arrays) -> str:
+    single = [
+        _torch_outputs(task, model, test, range(row, row + 1)) for row in range(min(_REPEATED_SAMPLES, len(test)))
+    ]
+    changed = [
+        name for name, answer in batched.items() if not _is_close([outputs[name] for outputs in single], answer, config)
+    ]
+    if not changed:
         return ""
     return (
-        f"torch's {_named(moved)} for a sample depends on the other samples in the batch, and a service batches "
-        "requests of different clients; compute nothing along the first axis, and no Python number (as by .item()) "
-        "from the whole batch"
+        f"torch's {_quote_names(changed)} for a sample depends on the other samples in the batch, and a service "
+        "batches requests of different clients; compute nothing along the first axis, and no Python number (as "
+        "by .item()) from the whole batch"
     )
 
 
-def _alike(alone: Sequence[Array], together: Array, config: Export) -> bool:
-    return all(one.shape == (1, *together.shape[1:]) for one in alone) and bool(
-        np.allclose(np.concatenate(alone), together, rtol=config.rtol, atol=config.atol)
+def _is_close(single: Sequence[Array], batched: Array, config: Export) -> bool:
+    return all(outputs.shape == (1, *batched.shape[1:]) for outputs in single) and bool(
+        np.allclose(np.concatenate(single), batched, rtol=config.rtol, atol=config.atol)
     )
 
 
 @torch.no_grad()
-def _answers(task: Task, model: nn.Module, test: Samples, rows: range) -> Arrays:
+def _torch_outputs(task: Task, model: nn.Module, test: Samples, rows: range) -> Arrays:
     return named_arrays(task, forward(model, task, test.batch(rows)))
 
 
-def _named(names: Iterable[str]) -> str:
+def _quote_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)

@@ -20,59 +20,66 @@ Feed = Mapping[str, Array]
 
 SIZES = (1, 32)  # instances in a call
 _ROUNDS = 100
-_FEWEST_ROUNDS = 7  # with 6 and more, the range of the medians holds the true one at 95 %
-_MOST_CALLS = 10  # of one file in a round: a round is over before the machine changes its mind
+_MIN_ROUNDS = 7  # the range of 6 or more medians contains the true one at 95 %
+_MAX_CALLS = 10  # of one file in a round; rounds must be short, since the machine's speed changes
 _WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one file: milliseconds at each batch size, and its time as a share of the first file's."""
+    """Milliseconds of one file at each batch size, and its time relative to the first file's."""
 
     p50_ms: Mapping[int, Interval]
     p99_ms: Mapping[int, Interval]
     share: Interval
 
 
-def race(
+def measure_times(
     paths: Mapping[str, Path], feeds: Mapping[int, Feed], seconds: float, threads: int, confidence: float
 ) -> dict[str, Timing]:
-    """Of every file; the first is the one that shares are of."""
+    """Time every file; shares are relative to the first one."""
     sessions = {name: _session(path, threads) for name, path in paths.items()}
-    each = seconds / len(feeds)
-    laps = {size: _laps(sessions, feed, each) for size, feed in feeds.items()}
-    first = next(iter(paths))
+    seconds_per_size = seconds / len(feeds)
+    laps = {size: _measure_rounds(sessions, feed, seconds_per_size) for size, feed in feeds.items()}
+    reference = next(iter(paths))
     return {
         name: timing(
             {size: lap[name] for size, lap in laps.items()},
-            {size: lap[first] for size, lap in laps.items()},
+            {size: lap[reference] for size, lap in laps.items()},
             confidence,
         )
         for name in paths
     }
 
 
-def timing(own: Mapping[int, Rounds], first: Mapping[int, Rounds], confidence: float) -> Timing:
-    """What was measured, in words of quantiles; pure."""
+def timing(rounds_by_size: Mapping[int, Rounds], reference_rounds: Mapping[int, Rounds], confidence: float) -> Timing:
+    """Summarise the measured rounds by quantiles and their intervals."""
     p50, p99 = {}, {}
-    for size, rounds in own.items():
+    for size, rounds in rounds_by_size.items():
         calls = np.concatenate(list(rounds)) * 1e3
-        medians = np.array([np.median(one) for one in rounds]) * 1e3
+        medians = np.array([np.median(calls_of_round) for calls_of_round in rounds]) * 1e3
         low, high = quantile_bounds(medians, 0.5, confidence)
-        middle = float(np.median(calls))
-        p50[size] = Interval(middle, min(low, middle), max(high, middle))
+        median = float(np.median(calls))
+        p50[size] = Interval(median, min(low, median), max(high, median))
         p99[size] = Interval(float(np.quantile(calls, 0.99)), *quantile_bounds(calls, 0.99, confidence))
-    return Timing(p50, p99, share_of_time(own, first, confidence))
+    return Timing(p50, p99, time_ratio(rounds_by_size, reference_rounds, confidence))
 
 
-def share_of_time(own: Mapping[int, Rounds], first: Mapping[int, Rounds], confidence: float) -> Interval:
-    """Ratio of the medians of a round, as the geometric mean over the batch sizes: none of them decides alone."""
+def time_ratio(
+    rounds_by_size: Mapping[int, Rounds], reference_rounds: Mapping[int, Rounds], confidence: float
+) -> Interval:
+    """Return the ratio of the medians of a round, as the geometric mean over the batch sizes."""
     logs = [
-        np.array([math.log(np.median(a) / np.median(b)) for a, b in zip(own[size], first[size], strict=True)])
-        for size in own
+        np.array(
+            [
+                math.log(np.median(a) / np.median(b))
+                for a, b in zip(rounds_by_size[size], reference_rounds[size], strict=True)
+            ]
+        )
+        for size in rounds_by_size
     ]
-    turns = min(map(len, logs))
-    ratios = np.mean([one[:turns] for one in logs], axis=0)
+    rounds = min(map(len, logs))
+    ratios = np.mean([ratios_of_size[:rounds] for ratios_of_size in logs], axis=0)
     low, high = quantile_bounds(ratios, 0.5, confidence)
     return Interval(*(math.exp(value) for value in (float(np.median(ratios)), low, high)))
 
@@ -82,16 +89,16 @@ def quantile_bounds(values: Array, level: float, confidence: float) -> tuple[flo
 
     How many of the values lie below the true quantile is binomial, whatever they are distributed like.
     """
-    below = _binomial(len(values), level)
+    probability_below = _binomial(len(values), level)
     tail = (1 - confidence) / 2
-    low = int((below <= tail).sum())  # of so many values below, or fewer, the chance is small
-    high = int((1 - below > tail).sum()) + 1
+    low = int((probability_below <= tail).sum())  # it is unlikely that so few values are below
+    high = int((1 - probability_below > tail).sum()) + 1
     ordered = np.sort(values)
     return float(ordered[low - 1]) if low else -math.inf, float(ordered[high - 1]) if high <= len(values) else math.inf
 
 
 def _binomial(count: int, level: float) -> Array:
-    """The chance of at most 0, 1, … of `count`."""
+    """Return the binomial probabilities of at most 0, 1, …, `count` successes."""
     logs = [
         math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
         + k * math.log(level) + (count - k) * math.log1p(-level)
@@ -100,35 +107,37 @@ def _binomial(count: int, level: float) -> Array:
     return np.cumsum(np.exp(logs))
 
 
-def _laps(sessions: Mapping[str, Any], feed: Feed, seconds: float) -> dict[str, list[Array]]:
-    """Rounds in which every file has its turn; who begins changes."""
-    slowest = max(_warm(session, feed) for session in sessions.values())
-    rounds = max(_FEWEST_ROUNDS, min(_ROUNDS, int(seconds / slowest)))
-    calls = max(1, min(_MOST_CALLS, int(seconds / rounds / slowest)))
-    names, found = list(sessions), {name: list[Array]() for name in sessions}
-    for turn in range(rounds):
-        start = turn % len(names)
+def _measure_rounds(sessions: Mapping[str, Any], feed: Feed, seconds: float) -> dict[str, list[Array]]:
+    """Measure rounds in which every file runs; the first file of a round rotates."""
+    slowest = max(_warm_up(session, feed) for session in sessions.values())
+    rounds = max(_MIN_ROUNDS, min(_ROUNDS, int(seconds / slowest)))
+    calls = max(1, min(_MAX_CALLS, int(seconds / rounds / slowest)))
+    names, times = list(sessions), {name: list[Array]() for name in sessions}
+    for index in range(rounds):
+        start = index % len(names)
         for name in names[start:] + names[:start]:
-            found[name].append(_calls(sessions[name], feed, 1 + calls)[1:])  # the first finds the others' caches
-    return found
+            times[name].append(
+                _calls(sessions[name], feed, 1 + calls)[1:]
+            )  # the first call finds caches of the other files
+    return times
 
 
-def _warm(session: Any, feed: Feed) -> float:
-    """Seconds of a call once buffers are there."""
+def _warm_up(session: Any, feed: Feed) -> float:
+    """Return the seconds of a call after buffers are allocated."""
     return float(_calls(session, feed, _WARM_UP).min())
 
 
 def _calls(session: Any, feed: Feed, count: int) -> Array:
     seconds, inputs = np.empty(count), dict(feed)
-    for place in range(count):
+    for index in range(count):
         started = time.perf_counter()
         session.run(None, inputs)
-        seconds[place] = time.perf_counter() - started
+        seconds[index] = time.perf_counter() - started
     return seconds
 
 
 def _session(path: Path, threads: int) -> Any:
-    """As the service opens it: threads that spin while they wait would take the core from the next file's turn."""
+    """Open the file as the service does: threads that spin while waiting would slow down the next file."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3

@@ -12,7 +12,7 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from export.language_model import convert_language, generation_of
+from export.language_model import convert_language, make_generation
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.settings.stages import Export
@@ -101,7 +101,7 @@ def test_its_answers_are_those_of_the_plain_model(task: Any, model: Any) -> None
 @pytest.mark.long  # an export takes ten seconds; what is exported, the test before this one looks at
 def test_the_exported_graph_has_none_of_it(task: Any, model: Any, tmp_path: Path) -> None:
     plain = task.language_model(model.eval())
-    convert_language(plain, generation_of(task, plain), Export(), tmp_path / "model.onnx")
+    convert_language(plain, make_generation(task, plain), Export(), tmp_path / "model.onnx")
     graph = onnx.load(tmp_path / "model.onnx").graph
     weights = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
     layers = {name.partition("layers.")[2].partition(".")[0] for name in weights if "layers." in name}

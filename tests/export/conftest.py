@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.to_onnx import Written, convert
+from export.to_onnx import ExportResult, convert
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import Task
@@ -70,7 +70,7 @@ class Exported:
     test: Samples
     path: Path
     config: Export
-    written: Written
+    written: ExportResult
 
 
 Exporter = Callable[..., Exported]

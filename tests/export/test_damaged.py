@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from export.optimize import fit_runtime
 from export.to_onnx import convert
-from export.verify import Subject, properties_of_task, verify_file
+from export.verify import Subject, task_properties, verify_file
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
@@ -65,7 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     config, test = Export(batch_sizes=(1, 7, COUNT)), open_split(task, "test")
     path = tmp_path_factory.mktemp("whole") / "model.onnx"
     written = convert(task.net, task, test.batch(range(3)), config, path)
-    return Subject(task, task.net, test, config, path, written, properties_of_task(task))
+    return Subject(task, task.net, test, config, path, written, task_properties(task))
 
 
 def stopped_by(one: Subject) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from export.fault_search import FirstWrong, Graph, explain_difference, first_wrong, first_wrong_of
+from export.fault_search import FirstWrong, Graph, explain_difference, find_first_wrong, find_first_wrong_by_values
 from export.verify import feeds, verify_model
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import StageError
@@ -72,7 +72,7 @@ def transposed(layer: int) -> Callable[[onnx.GraphProto], Any]:
 
 
 def find(whole: Path, other: Path, tolerance: float = 1e-4) -> FirstWrong | None:
-    return first_wrong(whole, other, FEED, tolerance, tolerance)
+    return find_first_wrong(whole, other, FEED, tolerance, tolerance)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 11, LAYERS - 1])
@@ -218,8 +218,8 @@ def test_an_answer_of_another_shape_is_wrong_and_so_is_what_is_no_number(whole: 
 def test_values_that_are_known_take_the_place_of_a_reference(whole: Path, tmp_path: Path) -> None:
     names = [f"h{layer}" for layer in range(LAYERS - 1)] + ["y"]  # as of a trace whose inner steps have other names
     values = Graph(whole).run(FEED, names)
-    assert first_wrong_of(values, whole, FEED, 1e-4, 1e-4) is None
-    found = first_wrong_of(values, changed(whole, tmp_path, transposed(5)), FEED, 1e-4, 1e-4)
+    assert find_first_wrong_by_values(values, whole, FEED, 1e-4, 1e-4) is None
+    found = find_first_wrong_by_values(values, changed(whole, tmp_path, transposed(5)), FEED, 1e-4, 1e-4)
     assert found is not None
     assert (found.node, found.op) == ("sum5", "Add"), "the inner steps of layer 5 are not known"
     assert str(found).startswith("the first node that is wrong is `sum5` (Add), off by ")

@@ -12,9 +12,16 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from export.bundle import Sources, fill
-from export.language_model import _parts, generation_of, kept_by, prompts_of, verify_greedy, verify_language
-from export.model_card import card
+from export.bundle import Sources, fill_bundle
+from export.language_model import (
+    _count_tie,
+    choose_prompts,
+    list_cache_tensors,
+    make_generation,
+    verify_greedy,
+    verify_language,
+)
+from export.model_card import render_card
 from export.parity import require_equal
 from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
 from pipeline.contract.config import Config
@@ -50,7 +57,7 @@ def bundle(deepseek: Made, tmp_path: Path) -> Bundle:
 def seal(made: Made, folder: Path, root: Path) -> Bundle:
     config = Config.model_validate({"name": "talk", "task": "t.py:T", "codec": "talk_codec.py:Codec"})
     output: Any = made.task
-    fill(folder, output, made.test, config, Sources(root, root / "files"), made.proven.properties)
+    fill_bundle(folder, output, made.test, config, Sources(root, root / "files"), made.proven.properties)
     (folder / "card.md").write_text("# talk\n")
     onnx_digest = digest_file(folder / "model.onnx")
     write_manifest(folder, "talk", "pass", Ancestors(code="c", data="d", checkpoint="k", verdict="v", onnx=onnx_digest))
@@ -162,10 +169,10 @@ def test_answers_that_are_not_torchs_are_reported_with_both(deepseek: Made) -> N
 
 def test_answers_may_part_at_a_tie_and_nowhere_else() -> None:
     tie, ahead = Answer([4, 7], [1.0, 1e-5], [2.0, 2.0]), Answer([4, 7], [1.0, 1.0], [2.0, 2.0])
-    assert _parts("way", [1], [4, 7], ahead, Export()) == 0
-    assert _parts("way", [1], [4, 8], tie, Export()) == 1
+    assert _count_tie("way", [1], [4, 7], ahead, Export()) == 0
+    assert _count_tie("way", [1], [4, 8], tie, Export()) == 1
     with pytest.raises(StageError, match=r"torch's greedy answer is \[4, 8\], ONNX Runtime's \[4, 7\]"):
-        _parts("way", [1], [4, 8], ahead, Export())
+        _count_tie("way", [1], [4, 8], ahead, Export())
 
 
 def test_the_bundle_answers_as_at_export_with_a_past_and_by_greedy_generation(bundle: Bundle) -> None:
@@ -180,7 +187,7 @@ def test_the_bundle_answers_as_at_export_with_a_past_and_by_greedy_generation(bu
 
 def test_the_card_states_how_long_a_text_may_be(bundle: Bundle) -> None:
     file = RunFile(id="one", created="2026-01-01", wanted=(), config={"name": "talk"}, environment={})
-    text = card(Facts(file), bundle.signature, bundle.manifest.ancestors)
+    text = render_card(Facts(file), bundle.signature, bundle.manifest.ancestors)
     assert f"Axis `total`: at most {POSITIONS}." in text
     assert "A language model: it continues prompts" in text
 
@@ -221,20 +228,20 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(
 def test_positions_beyond_the_models_own_are_refused() -> None:
     task: Any = Language(causal("Llama"), settings=Prompting(positions_limit=POSITIONS + 1))
     with pytest.raises(StageError, match=f"allows {POSITIONS + 1} positions, but .* ends at {POSITIONS}"):
-        generation_of(task, task.net)
+        make_generation(task, task.net)
     task.settings = Prompting(positions_limit=LENGTH - 1)
-    generation = generation_of(task, task.net)
+    generation = make_generation(task, task.net)
     with pytest.raises(StageError, match="the model takes \\[batch, sequence\\] of 10 positions at most"):
-        prompts_of((), open_split(task, "test"), generation)
+        choose_prompts((), open_split(task, "test"), generation)
 
 
 def test_a_cache_that_forgets_positions_is_refused_by_its_kind() -> None:
     sliding = causal("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0)
     with pytest.raises(StageError, match="layer 0 of the model keeps a DynamicSlidingWindowLayer"):
-        kept_by(sliding)
+        list_cache_tensors(sliding)
 
 
 def test_a_model_without_a_configuration_is_no_language_model() -> None:
     task: Any = Language(torch.nn.Linear(2, 2))
     with pytest.raises(StageError, match=r"gives a Linear without config\.max_position_embeddings"):
-        generation_of(task, task.net)
+        make_generation(task, task.net)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from export.model_card import about_codec, card
+from export.model_card import describe_codec, render_card
 from pipeline.contract.bundle import Ancestors
 from pipeline.contract.facts import Facts
 from pipeline.contract.run import RunFile
@@ -39,7 +39,7 @@ VERDICT = {
 
 
 def made(**more: Any) -> str:
-    return card(Facts(FILE, **more), SIGNATURE, ANCESTORS, "Pixels in, digit out.")
+    return render_card(Facts(FILE, **more), SIGNATURE, ANCESTORS, "Pixels in, digit out.")
 
 
 def test_a_card_of_a_run_that_recorded_little_has_what_is_known() -> None:
@@ -100,4 +100,4 @@ def test_variants_and_data_are_on_it_but_nothing_that_was_timed() -> None:
 def test_the_codec_states_itself_what_it_takes(tmp_path: Path, source: str | None, output: str) -> None:
     if source:
         (tmp_path / "codec.py").write_text(source)
-    assert about_codec(tmp_path, "Digits") == output
+    assert describe_codec(tmp_path, "Digits") == output

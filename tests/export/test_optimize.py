@@ -19,16 +19,16 @@ from torch import nn
 
 from export import verify
 from export.optimize import (
-    Optimised,
+    Optimization,
     check_file,
     fit_runtime,
-    forget_plain,
-    kind_of,
+    load_error,
+    model_type,
     operators,
-    optimise,
-    put_back,
-    versions_of,
-    why_not_loaded,
+    optimize_file,
+    read_versions,
+    remove_plain,
+    restore_plain,
 )
 from export.parity import open_session
 from pipeline.contract.data import open_split
@@ -86,21 +86,21 @@ def test_the_file_is_written_anew_and_answers_the_same(
 ) -> None:
     path = network(tmp_path / "bundle", external)
     expected, before = answer(path), sorted(one.name for one in path.parent.iterdir())
-    found = optimise(path, nn.Identity(), Export(optimize=level))
+    found = optimize_file(path, nn.Identity(), Export(optimize=level))
     assert found is not None
     assert found.nodes[1] < found.nodes[0]
     assert operator in operators(path)
     assert sorted(one.name for one in path.parent.iterdir()) == before
     check_file(path)
     assert np.allclose(answer(path), expected, atol=1e-5)
-    forget_plain(path)
+    remove_plain(path)
     assert [one.name for one in tmp_path.iterdir()] == ["bundle"]
 
 
 def test_fusions_of_transformers_are_reported_by_what_they_made(tmp_path: Path) -> None:
     path = network(tmp_path / "bundle")
     expected = answer(path)
-    found = optimise(path, nn.Identity(), Export(optimize="transformers"))
+    found = optimize_file(path, nn.Identity(), Export(optimize="transformers"))
     assert found is not None
     assert found.fused["LayerNormalization"] == 1
     check_file(path)
@@ -111,7 +111,7 @@ def test_the_same_file_is_optimised_to_the_same_bytes(tmp_path: Path) -> None:
     digests = set()
     for name in ("a", "b"):
         path = network(tmp_path / name)
-        optimise(path, nn.Identity(), Export(optimize="extended"))
+        optimize_file(path, nn.Identity(), Export(optimize="extended"))
         assert str(tmp_path).encode() not in path.read_bytes()
         digests.add(digest_file(path))
     assert len(digests) == 1
@@ -120,7 +120,7 @@ def test_the_same_file_is_optimised_to_the_same_bytes(tmp_path: Path) -> None:
 def test_nothing_is_done_where_nothing_is_requested(tmp_path: Path) -> None:
     path = network(tmp_path / "bundle")
     before = path.read_bytes()
-    assert optimise(path, nn.Identity(), Export()) is None
+    assert optimize_file(path, nn.Identity(), Export()) is None
     assert path.read_bytes() == before
 
 
@@ -128,9 +128,9 @@ def test_nothing_is_done_where_nothing_is_requested(tmp_path: Path) -> None:
 def test_the_plain_file_comes_back_byte_for_byte(tmp_path: Path, external: bool) -> None:
     path = network(tmp_path / "bundle", external)
     before = {one.name: one.read_bytes() for one in path.parent.iterdir()}
-    found = optimise(path, nn.Identity(), Export(optimize="extended"))
+    found = optimize_file(path, nn.Identity(), Export(optimize="extended"))
     assert found is not None
-    back = put_back(path, found, "it is another")
+    back = restore_plain(path, found, "it is another")
     assert {one.name: one.read_bytes() for one in path.parent.iterdir()} == before
     assert (back.requested, back.used, back.reason) == ("extended", "none", "it is another")
 
@@ -141,22 +141,22 @@ def test_the_fusions_are_those_of_the_models_kind() -> None:
             super().__init__()
             self.config: Any = type("Config", (), {"model_type": kind})()
 
-    assert [kind_of(nn.Sequential(Configured(kind))) for kind in ("gpt2", "roberta")] == ["gpt2", "bert"]
-    assert kind_of(nn.Identity()) == "bert"
+    assert [model_type(nn.Sequential(Configured(kind))) for kind in ("gpt2", "roberta")] == ["gpt2", "bert"]
+    assert model_type(nn.Identity()) == "bert"
 
 
 def test_an_optimised_file_that_is_another_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def spoilt(path: Path, model: nn.Module, config: Export) -> Optimised | None:
-        found = optimise(path, model, config)
+    def spoilt(path: Path, model: nn.Module, config: Export) -> Optimization | None:
+        found = optimize_file(path, model, config)
         proto = onnx.load(path)
         weight = next(one for one in proto.graph.initializer if one.dims[:] == [3, 4] or one.dims[:] == [4, 3])
         weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 2, weight.name))
         onnx.save(proto, path)
         return found
 
-    monkeypatch.setattr(verify, "optimise", spoilt)
+    monkeypatch.setattr(verify, "optimize_file", spoilt)
     torch.manual_seed(0)
     task: Any = Small(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), pairs())
     (tmp_path / "bundle").mkdir()
@@ -175,14 +175,14 @@ def test_an_optimised_file_that_is_another_is_not_used(
 def test_an_optimised_file_that_is_not_sound_is_not_used_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fused(path: Path, model: nn.Module, config: Export) -> Optimised | None:
-        found = optimise(path, model, config)
+    def fused(path: Path, model: nn.Module, config: Export) -> Optimization | None:
+        found = optimize_file(path, model, config)
         proto = onnx.load(path)
         proto.graph.node[-1].op_type = "SimplifiedLayerNormalization"  # the runtime's own, under ONNX's name
         onnx.save(proto, path)
         return found
 
-    monkeypatch.setattr(verify, "optimise", fused)
+    monkeypatch.setattr(verify, "optimize_file", fused)
     task: Any = Small(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), pairs())
     (tmp_path / "bundle").mkdir()
     proven = verify.verify_model(
@@ -200,7 +200,7 @@ def test_fusions_that_stumble_leave_the_file_as_it_was(tmp_path: Path, monkeypat
     monkeypatch.setattr("onnxruntime.transformers.optimizer.optimize_model", stumbles)
     path = network(tmp_path / "bundle")
     before = path.read_bytes()
-    found = optimise(path, nn.Identity(), Export(optimize="transformers"))
+    found = optimize_file(path, nn.Identity(), Export(optimize="transformers"))
     assert found is not None
     assert (found.used, path.read_bytes()) == ("none", before)
     assert "an unknown node" in found.reason
@@ -242,17 +242,17 @@ def test_a_file_that_loads_is_left_alone(tmp_path: Path) -> None:
 
 def test_an_ir_version_beyond_the_runtime_is_lowered(tmp_path: Path) -> None:
     path = written(tmp_path, ir_version=99)
-    assert "max supported IR version" in why_not_loaded(path)
+    assert "max supported IR version" in load_error(path)
     assert fit_runtime(path).startswith("lowered from IR version 99 to 9, which is what ONNX Runtime ")
     check_file(path)
 
 
 def test_an_operator_set_beyond_the_runtime_is_lowered_until_it_loads(tmp_path: Path) -> None:
     path = written(tmp_path, opset=NEWEST, ir_version=onnx.IR_VERSION)
-    assert why_not_loaded(path), "the runtime has caught up with onnx: there is nothing to lower any more"
+    assert load_error(path), "the runtime has caught up with onnx: there is nothing to lower any more"
     assert f"lowered from opset {NEWEST} to " in fit_runtime(path)
-    assert versions_of(path)["opset"] < NEWEST
-    assert why_not_loaded(path) == ""
+    assert read_versions(path)["opset"] < NEWEST
+    assert load_error(path) == ""
     check_file(path)
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from export import other_formats
-from export.other_formats import Original, require_formats, why_no_saved_model, write_formats
+from export.other_formats import Original, require_formats, saved_model_problem, write_formats
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import StageError
 from pipeline.contract.files import digest_file
@@ -73,12 +73,12 @@ def test_a_saved_model_is_skipped_aloud_where_its_library_is_not_installed(
 
 
 def test_an_environment_for_it_that_is_not_there_is_named() -> None:
-    assert why_no_saved_model("/no/such/python").startswith("PIPE_TENSORFLOW_PYTHON=/no/such/python: no such program")
+    assert saved_model_problem("/no/such/python").startswith("PIPE_TENSORFLOW_PYTHON=/no/such/python: no such program")
 
 
 def test_what_its_converter_states_is_reported_where_it_fails(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"onnx2tf does not convert the file: .*Error"):
-        other_formats.answers_of_saved_model(sys.executable, tmp_path / "gone.onnx", tmp_path, ("y",), [pairs()])
+        other_formats.run_saved_model(sys.executable, tmp_path / "gone.onnx", tmp_path, ("y",), [pairs()])
 
 
 @pytest.mark.parametrize("formats", [("pt2",), ("onnx", "pt2", "pt2")])

@@ -18,10 +18,10 @@ from export.parity_everywhere import (
     CPU,
     CUDA,
     Case,
-    Place,
+    RuntimeSetup,
     compare_at,
-    places,
-    scrambled,
+    random_batch,
+    runtime_setups,
     tolerance,
     verify_everywhere,
 )
@@ -101,42 +101,42 @@ def test_values_at_random_are_of_the_data_and_masks_stay_as_they_are() -> None:
         "weight": np.linspace(-1, 1, COUNT).astype(np.float32),
     }
     one: Any = Small(nn.Identity(), columns, inputs=tuple(columns))
-    drawn = scrambled(one, open_split(one, "test"), 40, 3)
+    drawn = random_batch(one, open_split(one, "test"), 40, 3)
     assert drawn["input_ids"].max() <= 10
     assert torch.equal(drawn["attention_mask"][:COUNT], torch.from_numpy(columns["attention_mask"]))
     assert drawn["weight"].abs().max() <= 1
     assert len(set(drawn["weight"].tolist())) > COUNT / 2
-    assert torch.equal(drawn["weight"], scrambled(one, open_split(one, "test"), 40, 3)["weight"]), "seeded"
+    assert torch.equal(drawn["weight"], random_batch(one, open_split(one, "test"), 40, 3)["weight"]), "seeded"
 
 
 def test_a_provider_that_cannot_be_used_is_reported_and_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["TensorrtExecutionProvider", CPU])
-    here, without = places()
+    here, without = runtime_setups()
     assert [place.text for place in here] == ["CPU, all threads", "CPU, 1 thread"]
     assert without == [
         f"{CUDA}: the installed onnxruntime has no CUDA provider (onnxruntime-gpu has)",
         "TensorrtExecutionProvider: no service of ours uses it",
     ]
     monkeypatch.setattr(parity_everywhere, "cuda_problem", lambda _: "")
-    assert [place.text for place in places()[0]][2:] == ["CUDA", "CUDA in TF32"]
+    assert [place.text for place in runtime_setups()[0]][2:] == ["CUDA", "CUDA in TF32"]
 
 
 def test_tf32_is_held_to_the_bits_it_has() -> None:
     expected = {"y": np.array([[-4.0, 4.0]], np.float32)}
-    assert tolerance(Place(CUDA, 0), CONFIG, expected) is CONFIG
-    loose = tolerance(Place(CUDA, 0, exact=False), CONFIG, expected)
+    assert tolerance(RuntimeSetup(CUDA, 0), CONFIG, expected) is CONFIG
+    loose = tolerance(RuntimeSetup(CUDA, 0, exact=False), CONFIG, expected)
     assert (loose.rtol, loose.atol) == (2**-7, 8 * 2**-7)
 
 
 def test_a_place_that_answers_otherwise_is_named(tmp_path: Path) -> None:
-    path, place = halving(tmp_path / "model.onnx"), Place(CPU, 1)
+    path, place = halving(tmp_path / "model.onnx"), RuntimeSetup(CPU, 1)
     feed = {"x": np.ones((2, 4), np.float32)}
     row = compare_at(place, place.open(path), [Case("shapes", "batch 2", feed, {"y": feed["x"]})], CONFIG)
     assert (row["beyond_tolerance"], row["worst"]) == (8, "`y` at batch 2 (CPU, 1 thread)")
 
 
 def test_a_file_that_does_not_run_on_a_batch_is_reported_with_its_shapes(tmp_path: Path) -> None:
-    place = Place(CPU, 1)
+    place = RuntimeSetup(CPU, 1)
     requested = [Case("shapes", "batch 2", {"x": np.ones((2, 5), np.float32)}, {"y": np.ones((2, 5), np.float32)})]
     with pytest.raises(StageError, match=r"cannot run the file on x \[2, 5\]"):
         compare_at(place, place.open(halving(tmp_path / "model.onnx")), requested, CONFIG)

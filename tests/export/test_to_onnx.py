@@ -20,18 +20,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.parity import require_equal, verify, verify_variants
+from export.parity import require_equal, verify, verify_untraced
 from export.to_onnx import (
     GROUPED,
-    axes_of,
+    axis_sizes,
+    check_dynamic_axes,
     check_external_data,
-    check_free,
-    example,
+    example_batch,
     grouped_experts,
     grouped_mm,
-    sizes_of,
+    named_axes,
     tensor_specs,
-    variants,
+    untraced_batches,
 )
 from export.verify import check_positions, verify_model
 from pipeline.contract.data import open_split
@@ -100,8 +100,8 @@ def test_texts_of_lengths_never_traced_with_and_without_padding_equal_torch(expo
     inputs, outputs = tensor_specs(made.path)
     assert [spec.shape for spec in inputs] == [("batch", "sequence")] * 2
     assert outputs[0].shape == ("batch", 3)
-    check_free(inputs, made.task)
-    found = verify_variants(made.task, made.model, made.test, made.path, made.config)
+    check_dynamic_axes(inputs, made.task)
+    found = verify_untraced(made.task, made.model, made.test, made.path, made.config)
     require_equal(found, made.config)
     places = {one["worst"].partition(" at ")[2] for one in found}
     lengths = {int(place.partition("sequence ")[2].partition(",")[0]) for place in places}
@@ -113,26 +113,26 @@ def test_texts_of_lengths_never_traced_with_and_without_padding_equal_torch(expo
 def test_a_model_that_is_another_at_a_length_the_data_do_not_have_is_refused(exported: Exporter) -> None:
     made = exported(Texts(Stepped(), columns()))
     require_equal(verify(made.task, made.model, made.test, made.path, made.config), made.config)  # the data say nothing
-    found = verify_variants(made.task, made.model, made.test, made.path, made.config)
+    found = verify_untraced(made.task, made.model, made.test, made.path, made.config)
     with pytest.raises(StageError, match=r"elements differ beyond .*at sequence 40, padding: \w+"):
         require_equal(found, made.config)
 
 
 def test_a_model_for_one_length_alone_is_refused(exported: Exporter) -> None:
     with pytest.raises(StageError, match=r"does not export to ONNX|axis `sequence` of `input_ids` became"):
-        check_free(tensor_specs(exported(texts(Folded())).path)[0], texts(Folded()))
+        check_dynamic_axes(tensor_specs(exported(texts(Folded())).path)[0], texts(Folded()))
 
 
 def test_an_axis_that_became_fixed_in_the_file_is_named() -> None:
     spec = TensorSpec(name="input_ids", datatype="INT64", shape=("batch", 6))
     with pytest.raises(StageError, match="axis `sequence` of `input_ids` became 6 in the export"):
-        check_free((spec,), texts(Bag()))
+        check_dynamic_axes((spec,), texts(Bag()))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
 def test_the_batch_that_is_traced_is_as_large_as_no_other_axis(length: int) -> None:
     task = texts(Bag(), length)
-    sizes = sizes_of(task, example(task, open_split(task, "test")))
+    sizes = axis_sizes(task, example_batch(task, open_split(task, "test")))
     assert sizes["sequence"] == length != sizes["batch"] >= 2
 
 
@@ -163,14 +163,14 @@ def test_axes_that_cannot_be_are_reported(changed: dict[str, Any], message: str)
     for name, value in changed.items():
         setattr(task, name, value)
     with pytest.raises(PipelineError) as caught:
-        list(variants(task, open_split(task, "test")))
+        list(untraced_batches(task, open_split(task, "test")))
     assert message in str(caught.value)
 
 
 def test_a_task_without_axes_has_none_but_its_batch() -> None:
     task: Any = Small(nn.Identity(), {"x": np.ones((COUNT, 2))})
-    assert axes_of(task) == {}
-    assert len(example(task, open_split(task, "test"))["x"]) == 3
+    assert named_axes(task) == {}
+    assert len(example_batch(task, open_split(task, "test"))["x"]) == 3
 
 
 def test_a_limit_beyond_the_models_own_configuration_is_refused() -> None:
@@ -193,7 +193,7 @@ def test_lengths_that_torch_itself_refuses_are_reported_and_not_compared(
     exported: Exporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = exported(Texts(Windowed(), columns()))
-    found = verify_variants(made.task, made.model, made.test, made.path, made.config)
+    found = verify_untraced(made.task, made.model, made.test, made.path, made.config)
     require_equal(found, made.config)
     assert not [one for one in found if " 1, padding" in one["worst"] or " 2, padding" in one["worst"]]
     output = capsys.readouterr().out
@@ -328,7 +328,7 @@ def test_a_model_that_does_not_return_what_was_declared_is_the_users_to_fix(expo
 def test_the_same_model_is_the_same_bytes(
     exported: Exporter, inside_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("export.to_onnx._INSIDE_BYTES", inside_bytes)
+    monkeypatch.setattr("export.to_onnx._MAX_INLINE_BYTES", inside_bytes)
     left, right = (exported(Small(linear(), pairs()), name) for name in ("a", "b"))
     assert digest_file(left.path) == digest_file(right.path)
     assert sorted(p.name for p in left.path.parent.iterdir()) == sorted(p.name for p in right.path.parent.iterdir())
@@ -347,7 +347,7 @@ def test_nothing_shows_which_machine_made_it(exported: Exporter, net: nn.Module)
 def test_weights_may_live_beside_the_model_and_are_found_there(
     exported: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("export.to_onnx._INSIDE_BYTES", 0)
+    monkeypatch.setattr("export.to_onnx._MAX_INLINE_BYTES", 0)
     made = exported(Small(linear(), pairs()))
     assert len(list(made.path.parent.iterdir())) == 2
     check_external_data(made.path)

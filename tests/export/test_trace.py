@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own word for it)
 from torch import Tensor, nn
 
-from export.to_onnx import traced_of
-from export.trace import inspect, numbers_of
+from export.to_onnx import export_input
+from export.trace import inspect, numeric_attributes
 from pipeline.contract.errors import StageError
 
 from .conftest import Exporter, Small, linear, pairs
@@ -133,7 +133,7 @@ def seen(net: nn.Module) -> str:
     task: Any = Small(net.eval(), pairs())
     batch = {"x": torch.from_numpy(pairs()["x"][:3])}
     try:
-        inspect(traced_of(net, task, batch))
+        inspect(export_input(net, task, batch))
     except StageError as error:
         return str(error)
     return ""
@@ -190,4 +190,4 @@ def test_an_operator_without_a_form_in_onnx_is_named_where_it_is_called(exported
 
 def test_numbers_of_a_model_are_those_of_its_parts() -> None:
     net = nn.Sequential(nn.Dropout(0.25))
-    assert numbers_of(net)["0.p"] == 0.25
+    assert numeric_attributes(net)["0.p"] == 0.25

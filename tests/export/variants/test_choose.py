@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from export.variants.choose import Choice, Contender, decide
+from export.variants.choose import Candidate, Choice, decide
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.statistics.bootstrap import Interval
 
 ALL = ("fp32", "fp16", "int8-dynamic", "int8-static")
-PLAIN = Contender("fp32", (), Interval(1.0, 1.0, 1.0))
+PLAIN = Candidate("fp32", (), Interval(1.0, 1.0, 1.0))
 
 
-def contender(name: str, estimate: float, spread: float = 0.02, *faults: str) -> Contender:
-    return Contender(name, faults, Interval(estimate, estimate - spread, estimate + spread))
+def contender(name: str, estimate: float, spread: float = 0.02, *faults: str) -> Candidate:
+    return Candidate(name, faults, Interval(estimate, estimate - spread, estimate + spread))
 
 
-def fastest(*contenders: Contender) -> Choice:
+def fastest(*contenders: Candidate) -> Choice:
     return decide(Export(variants=ALL, choose="fastest-that-passes"), contenders)
 
 
@@ -48,12 +48,12 @@ def test_of_two_that_cannot_be_reported_apart_the_more_exact_is_chosen() -> None
 
 
 def test_where_fp32_is_over_its_budget_the_fastest_of_the_others_is_chosen_whatever_it_gains() -> None:
-    heavy = Contender("fp32", ("too heavy",), Interval(1.0, 1.0, 1.0))
+    heavy = Candidate("fp32", ("too heavy",), Interval(1.0, 1.0, 1.0))
     assert fastest(heavy, contender("fp16", 1.3), contender("int8-static", 1.1)).name == "int8-static"
 
 
 def test_nothing_is_shipped_where_nothing_passes() -> None:
-    found = fastest(Contender("fp32", ("too slow",), None), contender("fp16", 0.5, 0.1, "too coarse"))
+    found = fastest(Candidate("fp32", ("too slow",), None), contender("fp16", 0.5, 0.1, "too coarse"))
     assert found.name == ""
     assert found.refusal == "no variant passes, so nothing is shipped: fp32: too slow; fp16: too coarse"
 
@@ -67,7 +67,7 @@ def test_a_named_one_that_fails_stops_the_step_and_names_what_would_do() -> None
         "export.choose=int8-static is not shipped: accuracy is gone; choose fp32 or fp16, or fastest-that-passes"
     )
     assert found.reasons["fp32"] == "passed, nothing is shipped"
-    alone = decide(config, [Contender("fp32", ("too slow",), None), broken])
+    alone = decide(config, [Candidate("fp32", ("too slow",), None), broken])
     assert alone.refusal.endswith("none of the others passed either")
 
 

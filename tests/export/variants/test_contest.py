@@ -12,9 +12,19 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from export.to_onnx import save_plain
-from export.variants.choose import Contest, Entry, check_wanted, contenders, decide, rows, ship, story, table
-from export.variants.quantize import MAKERS, Maker, Material
+from export.to_onnx import save_stripped
+from export.variants.choose import (
+    VariantEvaluation,
+    VariantResult,
+    check_variants,
+    decide,
+    explanations,
+    rows,
+    ship,
+    table,
+    to_candidates,
+)
+from export.variants.quantize import CONVERTERS, Converter, VariantInputs
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import digest_file
@@ -31,29 +41,35 @@ def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contest(
-    folder: Path, makers: Mapping[str, Maker] = MAKERS, task: Any = None, external: bool = False, **export: Any
-) -> Contest:
+    folder: Path,
+    converters: Mapping[str, Converter] = CONVERTERS,
+    task: Any = None,
+    external: bool = False,
+    **export: Any,
+) -> VariantEvaluation:
     task = task or Hills()
     path = write(folder / "bundle" / "model.onnx", external=external)
     settings = config(**{"variants": ALL, **export})
-    return Contest(task, task.model(), open_split(task, "test"), settings, path, folder / "variants", makers)
+    return VariantEvaluation(
+        task, task.model(), open_split(task, "test"), settings, path, folder / "variants", converters
+    )
 
 
-def by_name(entries: list[Entry]) -> dict[str, Entry]:
+def by_name(entries: list[VariantResult]) -> dict[str, VariantResult]:
     return {one.name: one for one in entries}
 
 
-def damaging(name: str, damage: Damage) -> dict[str, Maker]:
+def damaging(name: str, damage: Damage) -> dict[str, Converter]:
     """The real makers, with what one of them wrote damaged."""
 
-    def maker(material: Material, path: Path) -> str:
-        message = MAKERS[name](material, path)
+    def maker(material: VariantInputs, path: Path) -> str:
+        message = CONVERTERS[name](material, path)
         model = onnx.load(path)
         damage(model)
-        save_plain(model, path, external=False)
+        save_stripped(model, path, external=False)
         return message
 
-    return {**MAKERS, name: maker}
+    return {**CONVERTERS, name: maker}
 
 
 def half_of_the_classes(model: onnx.ModelProto) -> None:
@@ -79,16 +95,18 @@ def another_output(model: onnx.ModelProto) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Contest, list[Entry]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[VariantEvaluation, list[VariantResult]]:
     one = contest(tmp_path_factory.mktemp("contest"))
     return one, one.entries()
 
 
-def test_undamaged_variants_pass_and_are_measured_by_themselves(whole: tuple[Contest, list[Entry]]) -> None:
+def test_undamaged_variants_pass_and_are_measured_by_themselves(
+    whole: tuple[VariantEvaluation, list[VariantResult]],
+) -> None:
     entries = whole[1]
     assert [one.name for one in entries] == ALL
     assert [one.faults for one in entries] == [()] * 4
-    errors = [one.apart.largest for one in entries if one.apart]
+    errors = [one.deviation.largest for one in entries if one.deviation]
     assert errors[0] < 1e-5 < errors[1] < errors[3]
     for one in entries:
         assert one.outcome is not None
@@ -100,9 +118,11 @@ def test_undamaged_variants_pass_and_are_measured_by_themselves(whole: tuple[Con
     assert [one.bytes for one in entries] == [one.path.stat().st_size for one in entries]
 
 
-def test_the_record_has_what_the_report_reads_and_is_plain_json(whole: tuple[Contest, list[Entry]]) -> None:
+def test_the_record_has_what_the_report_reads_and_is_plain_json(
+    whole: tuple[VariantEvaluation, list[VariantResult]],
+) -> None:
     entries = whole[1]
-    found = decide(whole[0].config.export, contenders(entries))
+    found = decide(whole[0].config.export, to_candidates(entries))
     body = json.loads(json.dumps(rows(entries, found.reasons, found.name, "accuracy"), allow_nan=False))
     assert [(row["variant"], row["chosen"], row["passed"]) for row in body] == [
         ("fp32", True, True),
@@ -119,14 +139,14 @@ def test_the_record_has_what_the_report_reads_and_is_plain_json(whole: tuple[Con
     lines = table(entries, found.name, "accuracy")
     assert [line.split()[:2] for line in lines[:2]] == [["variant", "accuracy"], ["*", "fp32"]]
     assert len(lines) == 5
-    assert len(story(entries, found.reasons)) == 4
+    assert len(explanations(entries, found.reasons)) == 4
 
 
 def test_another_processor_may_round_otherwise_by_no_more_than_the_rounding_itself(
-    whole: tuple[Contest, list[Entry]],
+    whole: tuple[VariantEvaluation, list[VariantResult]],
 ) -> None:
     slack = {one.name: whole[0].rounding(one) for one in whole[1]}
-    largest = {one.name: one.apart.largest for one in whole[1] if one.apart}
+    largest = {one.name: one.deviation.largest for one in whole[1] if one.deviation}
     assert slack["fp32"] == 0
     assert slack["fp16"] == largest["fp16"]
     assert slack["int8-dynamic"] == largest["int8-dynamic"] / 4
@@ -142,11 +162,11 @@ def test_half_the_classes_quantised_to_zero_is_stopped_named_and_never_shipped(t
     assert any("0.5 are allowed" in fault for fault in broken.faults)
     assert broken.first_wrong is not None
     assert (broken.first_wrong.node, broken.first_wrong.op) == ("last", "Gemm")
-    found = decide(one.config.export, contenders(entries))
+    found = decide(one.config.export, to_candidates(entries))
     assert (found.name, "export.choose=int8-static is not shipped: accuracy is" in found.refusal) == ("", True)
     assert not any(row["chosen"] for row in rows(entries, found.reasons, "", "accuracy"))
-    assert "the first node that is wrong is `last` (Gemm)" in story(entries, found.reasons)[3]
-    fastest = decide(config(variants=ALL, choose="fastest-that-passes").export, contenders(entries))
+    assert "the first node that is wrong is `last` (Gemm)" in explanations(entries, found.reasons)[3]
+    fastest = decide(config(variants=ALL, choose="fastest-that-passes").export, to_candidates(entries))
     assert fastest.name in ("fp32", "fp16", "int8-dynamic")
     assert digest_file(one.path) == before
 
@@ -168,10 +188,10 @@ def test_damage_of_any_kind_is_a_fault_of_that_variant_alone(
 
 
 def test_a_quantiser_that_breaks_down_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
-    def broken(material: Material, path: Path) -> str:
+    def broken(material: VariantInputs, path: Path) -> str:
         raise KeyError("a scale")
 
-    entries = by_name(contest(tmp_path, {**MAKERS, "int8-static": broken}, variants=ALL[2:]).entries())
+    entries = by_name(contest(tmp_path, {**CONVERTERS, "int8-static": broken}, variants=ALL[2:]).entries())
     assert entries["int8-static"].faults == ("it cannot be made: KeyError: 'a scale'",)
     assert entries["int8-static"].bytes == 0
     assert entries["int8-dynamic"].faults == ()
@@ -220,7 +240,7 @@ def test_a_metric_that_the_task_does_not_have_is_reported_with_those_it_has(tmp_
 
 def test_a_single_test_sample_judges_no_variant(tmp_path: Path) -> None:
     one = contest(tmp_path, variants=["int8-dynamic"])
-    few = Contest(one.task, one.model, one.test.first(1), one.config, one.path, one.folder)
+    few = VariantEvaluation(one.task, one.model, one.test.first(1), one.config, one.path, one.folder)
     entries = by_name(few.entries())
     assert entries["int8-dynamic"].faults == ("accuracy cannot be evaluated on a single test sample",)
     assert entries["fp32"].faults == ()  # it is proven number by number
@@ -236,10 +256,10 @@ class Talk(Hills):
 
 def test_a_language_model_is_fp32_and_has_no_budget_of_time(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fp16 of a language model is refused.*write variants: \[fp32\]"):
-        check_wanted(Talk(), config(variants=["fp16"]))
+        check_variants(Talk(), config(variants=["fp16"]))
     with pytest.raises(ConfigError, match=r"export.budget: p50_ms of a language model depends on the text"):
-        check_wanted(Talk(), config(budget={"p50_ms": 1}))
+        check_variants(Talk(), config(budget={"p50_ms": 1}))
     (entry,) = contest(tmp_path, task=Talk(), variants=["fp32"], budget={"megabytes": 1e-6}).entries()
     assert entry.faults[0].endswith("MB exceed export.budget megabytes=1e-06")
     assert entry.outcome is None
-    check_wanted(Hills(), config(variants=ALL))
+    check_variants(Hills(), config(variants=ALL))

@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 from export.variants.judge import (
-    Answers,
-    Apart,
     Array,
+    BatchSizeResult,
+    Deviation,
     Reference,
-    apart,
+    budget_faults,
     evaluate_variant,
-    faults,
-    over_budget,
-    spread_of,
+    find_faults,
+    measure_deviation,
+    output_scale,
 )
 from export.variants.timing import Timing
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Evaluate, Export
 from pipeline.contract.statistics.bootstrap import Interval
 
-NEAR = Apart(0.0, 0.0, 0.0)
+NEAR = Deviation(0.0, 0.0, 0.0)
 RIGHT = np.ones(100)
 EVALUATE = Evaluate(margin=0.08)
 
@@ -32,14 +32,16 @@ def few_wrong(count: int) -> Array:
     return np.where(np.arange(100) < count, 0.0, 1.0)
 
 
-def message(name: str, *answers: Answers, evaluate: Evaluate = EVALUATE, export: Export | None = None) -> list[str]:
+def message(
+    name: str, *answers: BatchSizeResult, evaluate: Evaluate = EVALUATE, export: Export | None = None
+) -> list[str]:
     reference = Reference({}, {"y": 1.0}, {"accuracy": RIGHT})
     found = evaluate_variant(evaluate, reference, answers)
-    return list(faults(name, export or Export(), evaluate, found, reference, answers, []))
+    return list(find_faults(name, export or Export(), evaluate, found, reference, answers, []))
 
 
-def of(values: Array, size: int = 1, found: Apart = NEAR) -> Answers:
-    return Answers(size, found, {"accuracy": values})
+def of(values: Array, size: int = 1, found: Deviation = NEAR) -> BatchSizeResult:
+    return BatchSizeResult(size, found, {"accuracy": values})
 
 
 def test_the_batch_size_at_which_the_metric_may_be_worst_decides() -> None:
@@ -69,10 +71,10 @@ def test_a_metric_that_is_no_number_is_named_and_not_compared() -> None:
 
 
 def test_errors_that_a_metric_does_not_see_are_bounded_for_each_kind() -> None:
-    coarse = of(RIGHT, found=Apart(3.0, 0.3, 0.02))
+    coarse = of(RIGHT, found=Deviation(3.0, 0.3, 0.02))
     assert message("int8-static", coarse) == []
     assert "0.3 standard deviations off; 0.05 are allowed" in message("fp16", coarse)[0]
-    assert "off by 0.7 standard deviations" in message("int8-static", of(RIGHT, found=Apart(9, 2, 0.7)))[0]
+    assert "off by 0.7 standard deviations" in message("int8-static", of(RIGHT, found=Deviation(9, 2, 0.7)))[0]
 
 
 def test_a_floor_that_torch_misses_was_forgiven_and_is_not_requested_of_the_file() -> None:
@@ -90,24 +92,26 @@ def test_a_floor_that_torch_misses_was_forgiven_and_is_not_requested_of_the_file
 )
 def test_a_budget_is_kept_when_the_whole_interval_is_within(low: float, high: float, message: str) -> None:
     timing = Timing({1: Interval(2.2, low, high)}, {1: Interval(9, 9, 9)}, Interval(1, 1, 1))
-    found = list(over_budget({"p50_ms": 2}, 5, timing))
+    found = list(budget_faults({"p50_ms": 2}, 5, timing))
     assert found == [] if not message else found[0].startswith(message)
 
 
 def test_distances_take_equal_infinities_for_equal_and_anything_else_for_all_wrong() -> None:
     masked = np.array([[0.0, -np.inf], [2.0, 1.0]], np.float32)
-    spread = {"y": spread_of(masked)}
+    spread = {"y": output_scale(masked)}
     assert spread["y"] == pytest.approx(np.std([0, 2, 1]))
-    assert apart({"y": masked}, {"y": masked + np.float32(0)}, spread) == NEAR
-    half = apart({"y": masked}, {"y": np.array([[0.5, -np.inf], [2.0, 1.0]], np.float32)}, spread)
+    assert measure_deviation({"y": masked}, {"y": masked + np.float32(0)}, spread) == NEAR
+    half = measure_deviation({"y": masked}, {"y": np.array([[0.5, -np.inf], [2.0, 1.0]], np.float32)}, spread)
     assert half.largest == 0.5
     assert half.noise == pytest.approx(0.25 / spread["y"])
     for bad in (np.nan, np.inf):
-        found = apart({"y": masked}, {"y": np.where(np.isinf(masked), bad, masked).astype(np.float32)}, spread)
+        found = measure_deviation(
+            {"y": masked}, {"y": np.where(np.isinf(masked), bad, masked).astype(np.float32)}, spread
+        )
         assert found.largest == found.noise == np.finfo(np.float64).max
     with pytest.raises(
         StageError, match=r"it answers `y` as float32 of shape \[2\], torch as float32 of shape \[2, 2\]"
     ):
-        apart({"y": masked}, {"y": masked[0]}, spread)
-    assert spread_of(np.full(3, -4.0)) == 4.0
-    assert spread_of(np.zeros(0)) == 1.0
+        measure_deviation({"y": masked}, {"y": masked[0]}, spread)
+    assert output_scale(np.full(3, -4.0)) == 4.0
+    assert output_scale(np.zeros(0)) == 1.0

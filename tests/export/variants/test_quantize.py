@@ -16,8 +16,15 @@ from onnx import TensorProto, helper, numpy_helper
 
 from export.optimize import check_file
 from export.to_onnx import tensor_specs
-from export.variants.judge import spread_of
-from export.variants.quantize import MAKERS, Material, calibration, put_in_order, static_kinds, without_half
+from export.variants.judge import output_scale
+from export.variants.quantize import (
+    CONVERTERS,
+    VariantInputs,
+    calibration_feeds,
+    operators_without_fp16,
+    sort_nodes,
+    static_operators,
+)
 from pipeline.contract.errors import DataError, StageError
 from pipeline.contract.signature import TensorSpec
 
@@ -32,7 +39,7 @@ def columns(x: Array) -> dict[str, Array]:
 
 def test_samples_are_spread_over_the_whole_split_and_come_in_small_batches() -> None:
     x = np.repeat(np.arange(1000, dtype=np.float32)[:, None], WIDE, axis=1)
-    feeds = calibration(Hills(columns(x)), SPECS, 40)
+    feeds = calibration_feeds(Hills(columns(x)), SPECS, 40)
     assert [len(feed["x"]) for feed in feeds] == [16, 16, 8]
     taken = np.concatenate([feed["x"][:, 0] for feed in feeds])
     assert (taken == np.arange(0, 1000, 25)).all()
@@ -40,7 +47,8 @@ def test_samples_are_spread_over_the_whole_split_and_come_in_small_batches() -> 
 
 def test_all_samples_are_taken_where_there_are_no_more() -> None:
     assert (
-        sum(len(feed["x"]) for feed in calibration(Hills(columns(np.ones((20, WIDE), np.float32))), SPECS, 256)) == 20
+        sum(len(feed["x"]) for feed in calibration_feeds(Hills(columns(np.ones((20, WIDE), np.float32))), SPECS, 256))
+        == 20
     )
 
 
@@ -57,22 +65,22 @@ def test_all_samples_are_taken_where_there_are_no_more() -> None:
 )
 def test_what_has_no_range_to_learn_is_reported(x: Array, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        calibration(Hills(columns(x)), SPECS, 256)
+        calibration_feeds(Hills(columns(x)), SPECS, 256)
 
 
 def test_too_few_may_also_be_what_was_requested() -> None:
     with pytest.raises(DataError, match=r"3 training samples are too few"):
-        calibration(Hills(), SPECS, 3)
+        calibration_feeds(Hills(), SPECS, 3)
 
 
 def test_an_input_that_training_data_lack_is_named() -> None:
     with pytest.raises(DataError, match="no column x, which the task names as an input"):
-        calibration(Hills({"z": np.ones((64, WIDE), np.float32)}), SPECS, 256)
+        calibration_feeds(Hills({"z": np.ones((64, WIDE), np.float32)}), SPECS, 256)
 
 
-def material(reference: Path, external: bool = False) -> Material:
+def material(reference: Path, external: bool = False) -> VariantInputs:
     feeds = [{"x": Hills().data("train")["x"]}]
-    return Material(reference, external, 7, lambda: feeds)
+    return VariantInputs(reference, external, 7, lambda: feeds)
 
 
 def run(path: Path, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -82,18 +90,18 @@ def run(path: Path, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.parametrize("name", list(CONVERTERS))
 def test_a_variant_is_smaller_states_nearly_the_same_and_is_the_same_bytes_again(name: str, tmp_path: Path) -> None:
     reference = write(tmp_path / "model.onnx")
     paths = [tmp_path / f"{name}{turn}.onnx" for turn in range(2)]
     for path in paths:
-        MAKERS[name](material(reference), path)
+        CONVERTERS[name](material(reference), path)
     check_file(paths[0])
     assert tensor_specs(paths[0]) == tensor_specs(reference)
     assert paths[0].stat().st_size < reference.stat().st_size
     x = Hills().data("test")["x"]
     expected, found = run(reference, x), run(paths[0], x)
-    assert 0 < np.sqrt(((found - expected) ** 2).mean()) < 0.05 * spread_of(expected)
+    assert 0 < np.sqrt(((found - expected) ** 2).mean()) < 0.05 * output_scale(expected)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert str(tmp_path).encode() not in paths[0].read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", *(path.name for path in paths)}
@@ -101,7 +109,7 @@ def test_a_variant_is_smaller_states_nearly_the_same_and_is_the_same_bytes_again
 
 def test_static_weights_have_a_scale_for_each_channel_and_stay_within_seven_bits(tmp_path: Path) -> None:
     reference = write(tmp_path / "model.onnx")
-    message = MAKERS["int8-static"](material(reference), tmp_path / "static.onnx")
+    message = CONVERTERS["int8-static"](material(reference), tmp_path / "static.onnx")
     assert message == "ranges from 256 rows of training samples"
     tensors = {one.name: numpy_helper.to_array(one) for one in onnx.load(tmp_path / "static.onnx").graph.initializer}
     weights = [array for array in tensors.values() if array.dtype == np.int8 and array.ndim == 2]
@@ -113,18 +121,18 @@ def test_static_weights_have_a_scale_for_each_channel_and_stay_within_seven_bits
 
 def test_static_answers_beyond_what_calibration_saw_are_not_cut_off(tmp_path: Path) -> None:
     reference = write(tmp_path / "model.onnx")
-    MAKERS["int8-static"](material(reference), tmp_path / "static.onnx")
+    CONVERTERS["int8-static"](material(reference), tmp_path / "static.onnx")
     seen = Hills().data("train")["x"]
     far = seen[np.argmax(run(reference, seen).max(axis=1))][None] * 1.2
     assert run(tmp_path / "static.onnx", far).max() > run(tmp_path / "static.onnx", seen).max()
 
 
-@pytest.mark.parametrize("name", list(MAKERS))
+@pytest.mark.parametrize("name", list(CONVERTERS))
 def test_weights_that_lay_outside_the_file_stay_outside(name: str, tmp_path: Path) -> None:
     reference = write(tmp_path / "reference" / "model.onnx", external=True)
     path = tmp_path / "other" / "model.onnx"
     path.parent.mkdir()
-    MAKERS[name](material(reference, external=True), path)
+    CONVERTERS[name](material(reference, external=True), path)
     check_file(path)
     x = Hills().data("test")["x"]
     assert np.abs(run(path, x) - run(reference, x)).mean() < 0.02
@@ -142,7 +150,7 @@ def test_a_model_without_weights_has_nothing_to_make_smaller(name: str, message:
     nodes = [helper.make_node("Sin", ["x"], ["y"])]
     reference = graph(tmp_path / "model.onnx", nodes, [], WIDE, WIDE)
     with pytest.raises(StageError, match=message):
-        MAKERS[name](material(reference), tmp_path / "made.onnx")
+        CONVERTERS[name](material(reference), tmp_path / "made.onnx")
     assert not (tmp_path / "made.onnx").exists()
 
 
@@ -154,7 +162,7 @@ def test_a_weight_beyond_half_precision_is_named_and_not_clamped(tmp_path: Path)
     model.graph.initializer[2].CopyFrom(numpy_helper.from_array(huge, "weight2"))
     onnx.save(model, reference)
     with pytest.raises(StageError, match="weight2 goes beyond 65504, the largest number that fp16 has"):
-        MAKERS["fp16"](material(reference), tmp_path / "made.onnx")
+        CONVERTERS["fp16"](material(reference), tmp_path / "made.onnx")
 
 
 def test_the_lowest_float_of_a_mask_becomes_the_lowest_half(tmp_path: Path) -> None:
@@ -166,7 +174,7 @@ def test_the_lowest_float_of_a_mask_becomes_the_lowest_half(tmp_path: Path) -> N
     ]
     zero = numpy_helper.from_array(np.zeros((), np.float32), "zero")
     reference = graph(tmp_path / "model.onnx", nodes, [lowest, zero], WIDE, WIDE)
-    MAKERS["fp16"](material(reference), tmp_path / "made.onnx")
+    CONVERTERS["fp16"](material(reference), tmp_path / "made.onnx")
     x = Hills().data("test")["x"]
     assert np.allclose(run(tmp_path / "made.onnx", x), run(reference, x), atol=0.002)
 
@@ -179,8 +187,8 @@ def test_an_operator_without_a_form_in_fp16_stays_in_fp32_and_is_reported(tmp_pa
     ]
     weight = numpy_helper.from_array(np.eye(WIDE, 4, dtype=np.float32), "weight")
     reference = graph(tmp_path / "model.onnx", nodes, [weight], WIDE, 4)
-    assert without_half(onnx.load(reference)) == {"DynamicQuantizeLinear"}
-    message = MAKERS["fp16"](material(reference), tmp_path / "made.onnx")
+    assert operators_without_fp16(onnx.load(reference)) == {"DynamicQuantizeLinear"}
+    message = CONVERTERS["fp16"](material(reference), tmp_path / "made.onnx")
     assert message == "in fp32, for want of a form in fp16: DynamicQuantizeLinear"
     check_file(tmp_path / "made.onnx")
     kinds = {one.name: one.data_type for one in onnx.load(tmp_path / "made.onnx").graph.initializer}
@@ -202,7 +210,7 @@ def test_what_the_body_of_a_branch_reads_from_outside_comes_before_it(tmp_path: 
     ]
     path = graph(tmp_path / "model.onnx", nodes, tensors, WIDE, 4)
     model = onnx.load(path)
-    put_in_order(model.graph)
+    sort_nodes(model.graph)
     assert [node.op_type for node in model.graph.node] == ["MatMul", "If"]
     onnx.save(model, path)
     check_file(path)
@@ -210,7 +218,7 @@ def test_what_the_body_of_a_branch_reads_from_outside_comes_before_it(tmp_path: 
 
 def test_an_addition_is_rounded_beside_convolutions_alone(tmp_path: Path) -> None:
     reference = write(tmp_path / "model.onnx")
-    assert "Add" not in static_kinds(onnx.load(reference))
+    assert "Add" not in static_operators(onnx.load(reference))
     nodes = [helper.make_node("Conv", ["x", "weight"], ["y"])]
     weight = numpy_helper.from_array(np.ones((1, WIDE, 1), np.float32), "weight")
-    assert "Add" in static_kinds(onnx.load(graph(tmp_path / "conv.onnx", nodes, [weight], WIDE, 1)))
+    assert "Add" in static_operators(onnx.load(graph(tmp_path / "conv.onnx", nodes, [weight], WIDE, 1)))

@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 from scipy import stats  # type: ignore[import-untyped]
 
-from export.variants.timing import Array, quantile_bounds, race, share_of_time, timing
+from export.variants.timing import Array, measure_times, quantile_bounds, time_ratio, timing
 
 from .net import graph
 
@@ -41,7 +41,7 @@ def test_a_share_is_measured_in_rounds_so_that_a_slow_minute_slows_both() -> Non
     slow = np.where(np.arange(40) < 13, 5.0, 1.0)  # a third of the rounds, everything took five times as long
     first: list[Array] = [pace * rng.normal(1e-3, 2e-5, 10) for pace in slow]
     other: list[Array] = [pace * rng.normal(6e-4, 2e-5, 10) for pace in slow]
-    share = share_of_time({1: other}, {1: first}, 0.95)
+    share = time_ratio({1: other}, {1: first}, 0.95)
     assert 0.58 < share.low <= share.estimate <= share.high < 0.62
     message = timing({1: other, 32: first}, {1: first, 32: first}, 0.95)
     assert message.share.estimate == pytest.approx(
@@ -58,7 +58,7 @@ def test_a_race_shows_the_smaller_of_two_files(tmp_path: Path) -> None:
         nodes = [helper.make_node("MatMul", ["x", "w0"], ["h"]), helper.make_node("MatMul", ["h", "w1"], ["y"])]
         tensors = [numpy_helper.from_array(array, f"w{place}") for place, array in enumerate(weights)]
         paths[name] = graph(tmp_path / f"{name}.onnx", nodes, tensors, 16, 4)
-    found = race(paths, {32: {"x": np.ones((32, 16), np.float32)}}, 0.2, 1, 0.95)
+    found = measure_times(paths, {32: {"x": np.ones((32, 16), np.float32)}}, 0.2, 1, 0.95)
     assert found["large"].share.estimate == 1.0
     assert found["small"].share.high < 0.5
     assert 0 < found["small"].p50_ms[32].estimate < found["large"].p50_ms[32].estimate
