@@ -70,7 +70,7 @@ class ForkedProcess:
 
 
 def launch(
-    argv: Sequence[str], folder: Path, processes: int, env: Mapping[str, str], seconds: float = 90
+    argv: Sequence[str], folder: Path, processes: int, env: Mapping[str, str], seconds: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run a program in several processes as torchrun does: when one fails, end the others."""
     out, err = folder / "stdout.txt", folder / "stderr.txt"

@@ -124,7 +124,7 @@ def test_a_pod_that_takes_part_waits_until_the_first_has_begun(tiny: Project) ->
         (run.path / "run.json").write_text("{}")
         assert process.poll() is None
         run.output("prepare").mkdir()
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=300)
     assert (process.returncode, out) == (0, "takes part\n")
 
 
@@ -142,7 +142,7 @@ def test_a_pod_waits_for_the_one_it_takes_the_place_of(
                 assert not begun.done()
                 time.sleep(0.01)
             assert not started.is_set()
-        begun.result(timeout=30)
+        begun.result(timeout=300)
     assert started.is_set()
 
 

@@ -81,7 +81,7 @@ def weights(made: Trainer) -> dict[str, Tensor]:
 
 
 def run_distributed(
-    work: Callable[..., Found], size: int, *arguments: Any, seconds: float = 60, lost: Collection[int] = ()
+    work: Callable[..., Found], size: int, *arguments: Any, seconds: float = 300, lost: Collection[int] = ()
 ) -> list[Found]:
     """`work(group, *arguments)` on every process; it must be a function of a module, so that they can import it.
 
@@ -135,7 +135,7 @@ def _join(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=300)
         )
         answered, found = True, work(ProcessGroup(Rank(rank, rank, size), torch.device("cpu")), *arguments)
         if leave_together:

@@ -74,7 +74,7 @@ def left_over(run: Run) -> list[int]:
 
 
 def await_true(came: Callable[[], bool], process: subprocess.Popen[bytes] | None) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not came():
         assert time.monotonic() < deadline
         assert process is None or process.poll() is None

@@ -162,7 +162,7 @@ def test_workers_end_when_the_training_process_is_killed() -> None:
         workers = [psutil.Process(int(word)) for word in spy.stdout.readline().split()]
         assert len(workers) == 2
         spy.kill()
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=300)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 

@@ -58,7 +58,7 @@ def test_stack_dump_writes_unless_rearmed(tmp_path: Path) -> None:
         wire.rearm()
         time.sleep(0.05)
     assert path.read_text() == ""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while not path.read_text():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -72,7 +72,7 @@ def test_stack_dump_writes_unless_rearmed(tmp_path: Path) -> None:
 def test_a_stopped_process_is_reported_as_such(sleeper: psutil.Popen) -> None:
     started = sleeper.create_time()
     for text in ("its interpreter is blocked in native code", "it is stopped (SIGSTOP)"):
-        end = time.monotonic() + 20
+        end = time.monotonic() + 300
         while why_silent(sleeper.pid, started) != text:  # at its start it may wait for the disk
             assert time.monotonic() < end
             time.sleep(0.01)
@@ -85,7 +85,7 @@ def test_a_process_is_killed_only_if_its_start_time_matches(sleeper: psutil.Pope
     assert sleeper.is_running()
     assert why_silent(sleeper.pid, sleeper.create_time() - 60) == "it has ended"
     kill_process(sleeper.pid, sleeper.create_time())
-    assert sleeper.wait(timeout=20) == -signal.SIGKILL
+    assert sleeper.wait(timeout=300) == -signal.SIGKILL
     kill_process(sleeper.pid, 0.0)  # and is no error where it is gone
 
 

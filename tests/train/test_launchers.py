@@ -44,7 +44,7 @@ def test_an_address_left_by_an_earlier_launch_is_not_taken(project: Project) -> 
 def test_a_process_that_waits_in_vain_reports_for_what(project: Project) -> None:
     run = project.run(timeout_seconds=1)
     alone = task_of(project, run, 1)
-    alone.communicate(timeout=60)
+    alone.communicate(timeout=300)
     assert alone.returncode == 1
     assert "rank 1 on" in str(failure(run))
     assert "waited 1 s for rank 0 to publish where to meet" in str(failure(run))
@@ -60,7 +60,7 @@ def test_a_bug_under_mpirun_is_reported_with_its_rank(project: Project) -> None:
     )
     run = project.run()
     process = start(project, mpirun(2, module(run)))
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode != 0
     assert str(failure(run)).startswith("rank 1: AssertionError: mine (task.py, line")
     assert left_over(run) == []
@@ -88,5 +88,5 @@ def test_processes_of_mpirun_end_with_a_killed_runner(project: Project) -> None:
     await_true(lambda: len(list(project.root.glob("at-work-*"))) == 2, runner)
     assert len(left_over(run)) >= 3, "mpirun and its two processes"
     runner.kill()
-    runner.wait(timeout=10)
+    runner.wait(timeout=300)
     await_true(lambda: left_over(run) == [], None)

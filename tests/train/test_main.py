@@ -145,13 +145,13 @@ def killed_after(project: Project, run: Run, step: int, checkpoint: int | None =
     for process in processes:
         process.kill()
     for process in processes:
-        process.communicate(timeout=20)
+        process.communicate(timeout=300)
     hold.unlink()
     return int(journal(run)[-1]["step"])
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not true():
         assert time.monotonic() < end
         time.sleep(0.01)

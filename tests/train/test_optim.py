@@ -40,7 +40,7 @@ def faults(mode: str) -> int:
     """
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     argv = [sys.executable, "-c", FAULTS, mode]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode == 3:
         pytest.skip("the C library cannot be received to keep freed memory")
     assert done.returncode == 0, done.stderr

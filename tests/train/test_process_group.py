@@ -58,7 +58,7 @@ def test_first_process_opens_the_store_and_others_find_it(tmp_path: Path) -> Non
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(open_store, SECOND, "", tmp_path, 20)
         opened = open_store(FIRST, "", tmp_path, 20)
-        found = waits.result(timeout=20)
+        found = waits.result(timeout=300)
     assert opened is not None
     assert found is not None
     opened.set("word", "output")
@@ -109,7 +109,7 @@ def test_what_is_no_store_is_not_taken(tmp_path: Path, monkeypatch: pytest.Monke
             with contextlib.suppress(TimeoutError):
                 guest, _ = other.accept()
                 guest.close()
-        assert received.result(timeout=20) is None
+        assert received.result(timeout=300) is None
 
 
 def test_an_address_from_launcher_or_user_takes_precedence(tmp_path: Path) -> None:
@@ -118,5 +118,5 @@ def test_an_address_from_launcher_or_user_takes_precedence(tmp_path: Path) -> No
         port = free.getsockname()[1]
     with ThreadPoolExecutor() as pool:
         waits = [pool.submit(open_store, rank, f"127.0.0.1:{port}", tmp_path, 20) for rank in (SECOND, FIRST)]
-        assert None not in [wait.result(timeout=30) for wait in waits]
+        assert None not in [wait.result(timeout=300) for wait in waits]
     assert list(tmp_path.iterdir()) == []

@@ -45,7 +45,7 @@ def below() -> Iterator[psutil.Process]:
     """A process below ours."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     yield psutil.Process(process.pid)
-    process.communicate(b"\n", timeout=10)
+    process.communicate(b"\n", timeout=300)
 
 
 def test_victim_is_the_newest_process_of_the_rank_or_its_parent(below: psutil.Process) -> None:

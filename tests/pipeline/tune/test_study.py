@@ -112,7 +112,7 @@ def run_all(study: Study) -> list[dict[str, float]]:
 def kill_a_worker(folder: Path, make_config: MakeConfig) -> None:
     values = make_config(trials=3).model_dump(mode="json")
     done = subprocess.run(
-        [sys.executable, "-c", WORKER, str(folder), repr(values)], cwd=SOURCE_ROOT, timeout=60, check=False
+        [sys.executable, "-c", WORKER, str(folder), repr(values)], cwd=SOURCE_ROOT, timeout=300, check=False
     )
     assert done.returncode == -9
 

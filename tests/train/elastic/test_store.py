@@ -26,7 +26,7 @@ def test_machines_meet_in_a_store_that_is_a_process_own(tmp_path: Path) -> None:
         one.set("key", "value")
         assert other.get("key") == b"value"
         process.stdin.close()
-        assert process.wait(timeout=20) == 143, "it goes with the node that started it"
+        assert process.wait(timeout=300) == 143, "it goes with the node that started it"
 
 
 def test_a_port_that_is_taken_is_reported_with_its_fix(tmp_path: Path) -> None:
