@@ -21,8 +21,9 @@ def test_an_environment_is_kept_until_its_pins_change(tmp_path: Path, monkeypatc
     monkeypatch.setattr(environment, "PINS", tmp_path)
     (tmp_path / "peer.txt").write_text("peer==1\n")
     (tmp_path / "peer").mkdir()
-    (tmp_path / "peer" / "installed").write_text(digest_bytes(b"peer==1\npython"))
-    assert python_of("peer", "python", tmp_path) == tmp_path / "peer" / "bin" / "python"
+    python = str(tmp_path / "python")  # is not there, so nothing can be installed
+    (tmp_path / "peer" / "installed").write_text(digest_bytes(f"peer==1\n{python}".encode()))
+    assert python_of("peer", python, tmp_path) == tmp_path / "peer" / "bin" / "python"
     (tmp_path / "peer.txt").write_text("peer==2\n")
     with pytest.raises(ResourceError):
-        python_of("peer", "python", tmp_path)
+        python_of("peer", python, tmp_path)
