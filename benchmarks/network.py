@@ -37,7 +37,7 @@ class Host:
         return [_program("ip"), "netns", "exec", self.namespace, *argv]
 
     def slow(self, megabits: float) -> None:
-        """What the host sends leaves at so many megabits per second at most."""
+        """Limit the rate at which the host sends."""
         burst_kb = max(2, round(2.5 * megabits))  # 20 ms; less than a packet lets nothing through
         shape = ["tbf", "rate", f"{round(megabits * 1000)}kbit", "burst", f"{burst_kb}kb", "latency", "400ms"]
         _do("tc", "-n", self.namespace, "qdisc", "replace", "dev", self.interface, "root", *shape)
@@ -46,7 +46,7 @@ class Host:
         _do("tc", "-n", self.namespace, "qdisc", "delete", "dev", self.interface, "root")
 
     def cut(self) -> None:
-        """Pull the cable out at the switch: the host itself sees its carrier go."""
+        """Take the link down at the switch, so that the host loses its carrier."""
         _do("ip", "-n", self.switch, "link", "set", self.interface, "down")
 
     def restore(self) -> None:
@@ -54,28 +54,28 @@ class Host:
 
 
 def missing() -> str:
-    """Why there can be no namespaces here, or nothing."""
+    """Return why network namespaces cannot be created here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name, path=_path()) is None]
     if absent:
         return f"{' and '.join(absent)} (of iproute2 and util-linux) not found"
-    tried = subprocess.run([_program("unshare"), "--net", "true"], capture_output=True, text=True, check=False)
-    return f"network namespaces cannot be made here: {tried.stderr.strip()}" if tried.returncode else ""
+    result = subprocess.run([_program("unshare"), "--net", "true"], capture_output=True, text=True, check=False)
+    return f"network namespaces cannot be made here: {result.stderr.strip()}" if result.returncode else ""
 
 
 @contextlib.contextmanager
 def network(count: int, megabits: float = 0) -> Iterator[tuple[Host, ...]]:
-    """So many hosts that reach each other and nothing else; each sends at `megabits` per second, where given."""
+    """Create hosts that reach only each other; each sends at most `megabits` per second, if given."""
     sweep()
-    own = f"{_PREFIX}-{os.getpid()}"
-    hosts = tuple(Host(f"{own}-{number}", f"{own}-switch", number) for number in range(count))
+    prefix = f"{_PREFIX}-{os.getpid()}"
+    hosts = tuple(Host(f"{prefix}-{number}", f"{prefix}-switch", number) for number in range(count))
     with contextlib.ExitStack() as stack:
-        for name in (f"{own}-switch", *(host.namespace for host in hosts)):
+        for name in (f"{prefix}-switch", *(host.namespace for host in hosts)):
             _do("ip", "netns", "add", name)
             stack.callback(_do, "ip", "netns", "delete", name)
-        _do("ip", "-n", f"{own}-switch", "link", "add", "switch", "type", "bridge")
-        _do("ip", "-n", f"{own}-switch", "link", "set", "switch", "up")
+        _do("ip", "-n", f"{prefix}-switch", "link", "add", "switch", "type", "bridge")
+        _do("ip", "-n", f"{prefix}-switch", "link", "set", "switch", "up")
         for host in hosts:
             _plug(host)
             if megabits:
@@ -101,7 +101,7 @@ def _namespaces() -> list[str]:
 
 
 def _plug(host: Host) -> None:
-    """A cable between the host and the switch, which bear the same interface name at both ends."""
+    """Connect the host and the switch by a veth pair with the same interface name at both ends."""
     name = host.interface
     _do("ip", "link", "add", name, "netns", host.namespace, "type", "veth", "peer", name, "netns", host.switch)
     _do("ip", "-n", host.switch, "link", "set", name, "master", "switch", "up")
@@ -110,17 +110,17 @@ def _plug(host: Host) -> None:
     _do("ip", "-n", host.namespace, "link", "set", "lo", "up")
 
 
-def _do(program: str, *words: str) -> str:
-    done = subprocess.run([_program(program), *words], capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
-        raise StageError(f"{program} {' '.join(words)} failed: {done.stderr.strip()[:300]}")
-    return done.stdout
+def _do(program: str, *arguments: str) -> str:
+    result = subprocess.run([_program(program), *arguments], capture_output=True, text=True, timeout=30, check=False)
+    if result.returncode:
+        raise StageError(f"{program} {' '.join(arguments)} failed: {result.stderr.strip()[:300]}")
+    return result.stdout
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name, path=_path())
-    assert found is not None, name
-    return found
+    path = shutil.which(name, path=_path())
+    assert path is not None, name
+    return path
 
 
 def _path() -> str:

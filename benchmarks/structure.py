@@ -44,8 +44,8 @@ def import_graph(files: list[Path]) -> dict[str, set[str]]:
             parts = name.split(".")
             prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
             targets = [prefix for prefix in prefixes if prefix in modules]
-            inside = [target for target in targets[:-1] if not f"{module}.".startswith(f"{target}.")]
-            graph[module].update(inside, targets[-1:])
+            packages = [target for target in targets[:-1] if not f"{module}.".startswith(f"{target}.")]
+            graph[module].update(packages, targets[-1:])
         graph[module].discard(module)
     return graph
 
@@ -55,7 +55,7 @@ def cycles(graph: Graph) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    components: list[list[str]] = []
 
     def visit(module: str) -> None:
         index[module] = low[module] = len(index)
@@ -70,12 +70,12 @@ def cycles(graph: Graph) -> list[list[str]]:
             component = stack[stack.index(module) :]
             del stack[stack.index(module) :]
             if len(component) > 1:
-                found.append(sorted(component))
+                components.append(sorted(component))
 
     for module in sorted(graph):
         if module not in index:
             visit(module)
-    return found
+    return components
 
 
 def main() -> None:
@@ -86,9 +86,11 @@ def main() -> None:
         for target in targets:
             importers[target].add(module)
     lines = {module_name(path): len(path.read_text().splitlines()) for path in files}
-    named = [path for path in files if path.stem not in ("__init__", "__main__")]
+    named_files = [path for path in files if path.stem not in ("__init__", "__main__")]
     small = sorted(
-        module for module in map(module_name, named) if lines[module] < SMALL_LINES and len(importers[module]) == 1
+        module
+        for module in map(module_name, named_files)
+        if lines[module] < SMALL_LINES and len(importers[module]) == 1
     )
     folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in files)
     print(f"modules: {len(files)}, lines: {sum(lines.values())}")

@@ -16,55 +16,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from benchmarks.call_trace import ROOT, CallTrace
 from benchmarks.serve.workloads import NAME, WORKLOADS
 
-ROOT = Path(__file__).resolve().parents[1]
 OURS = (ROOT / "serve", ROOT / "pipeline")
 WARM_UP_REQUESTS = 300
 TRACED_REQUESTS = 20  # a timer of the service may run during one of them: the shortest trace is the request alone
 PATH = f"/v1/models/{NAME}:predict"
 
 
-@dataclass
-class Trace:
-    """The functions of ours that were entered, in order, each as its file and its name."""
-
-    calls: list[tuple[str, str]] = field(default_factory=list)
-    _frames: set[FrameType] = field(default_factory=set)
-
-    def record(self, frame: FrameType) -> None:
-        """A coroutine that goes on is not entered again."""
-        path = Path(frame.f_code.co_filename)
-        if frame not in self._frames and any(path.is_relative_to(folder) for folder in OURS):
-            self._frames.add(frame)
-            self.calls.append((str(path.relative_to(ROOT)), frame.f_code.co_qualname))
-
-    @property
-    def visits(self) -> list[str]:
-        """The files in the order they are entered; calls within one file are one visit."""
-        files = [file for file, _ in self.calls]
-        return [file for place, file in enumerate(files) if place == 0 or files[place - 1] != file]
-
-    @property
-    def files(self) -> list[str]:
-        """Each file once, in the order of the first visit."""
-        return list(dict.fromkeys(self.visits))
-
-    @property
-    def returns(self) -> int:
-        """How often a file is entered that had been left before."""
-        return len(self.visits) - len(self.files)
-
-
 class Profiler:
-    """Set in every thread from its start, as another thread cannot set it later; it records where there is a trace."""
+    """A profiler for all threads, set when they start; it records while there is a trace."""
 
     def __init__(self) -> None:
-        self.trace: Trace | None = None
+        self.trace: CallTrace | None = None
         threading.setprofile(self)
         sys.setprofile(self)
 
@@ -72,9 +40,9 @@ class Profiler:
         if self.trace is not None and event == "call":
             self.trace.record(frame)
 
-    def trace_call(self, action: Callable[[], None]) -> Trace:
+    def trace_call(self, action: Callable[[], None]) -> CallTrace:
         """Record what is entered in any thread while `action` runs."""
-        self.trace = trace = Trace()
+        self.trace = trace = CallTrace(OURS)
         try:
             action()
         finally:
@@ -82,7 +50,7 @@ class Profiler:
         return trace
 
 
-def trace_requests(port: int, profiler: Profiler, traces: list[Trace]) -> None:
+def trace_requests(port: int, profiler: Profiler, traces: list[CallTrace]) -> None:
     """Warm the service up, trace some requests one by one, then end the service."""
     body = WORKLOADS["digits"].json_v1()
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -104,7 +72,7 @@ def trace_requests(port: int, profiler: Profiler, traces: list[Trace]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def trace_prediction() -> Trace:
+def trace_prediction() -> CallTrace:
     """Start a service in this process and return the trace of one warm prediction."""
     from serve.__main__ import serve
     from serve.options import parse_options
@@ -115,15 +83,15 @@ def trace_prediction() -> Trace:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        traces: list[Trace] = []
-        client = threading.Thread(target=_when_listening, args=(port, profiler, traces))
+        traces: list[CallTrace] = []
+        client = threading.Thread(target=_wait_and_trace, args=(port, profiler, traces))
         client.start()
         serve(parse_options([str(bundle), "--port", str(port), "--grpc-port", "-1", "--log-format", "text"]))
         client.join()
     return min(traces, key=lambda trace: len(trace.calls))
 
 
-def _when_listening(port: int, profiler: Profiler, traces: list[Trace]) -> None:
+def _wait_and_trace(port: int, profiler: Profiler, traces: list[CallTrace]) -> None:
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -135,13 +103,8 @@ def _when_listening(port: int, profiler: Profiler, traces: list[Trace]) -> None:
 
 def main() -> None:
     trace = trace_prediction()
-    calls = iter(trace.calls)
-    previous = ""
     if "--calls" in sys.argv[1:]:
-        for file, function in calls:
-            print(f"{file if file != previous else '':34} {function}")
-            previous = file
-        print()
+        trace.print_calls()
     for number, file in enumerate(trace.files, 1):
         print(f"{number:3} {file} ({trace.visits.count(file)} visits)")
     print(f"files: {len(trace.files)}, returns to a file already left: {trace.returns}, calls: {len(trace.calls)}")

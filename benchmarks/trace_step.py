@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.call_trace import ROOT, CallTrace
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.processes import Rank
@@ -25,7 +26,6 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[1]
 OURS = (ROOT / "train", ROOT / "pipeline")
 WARM_STEP = 3
 
@@ -50,11 +50,11 @@ class LineTask:
         return {"error": (outputs - batch["target"]).abs()[:, 0]}
 
 
-class StepTrace:
-    """Takes the place of the profiler that the training loop calls before each step."""
+class StepProfiler:
+    """Replaces the profiler that the training loop calls before each step, and traces one warm step."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, str]] = []
+        self.trace = CallTrace(OURS)
 
     def before(self, step: int) -> None:
         sys.setprofile(self._record if step == WARM_STEP else None)
@@ -63,47 +63,31 @@ class StepTrace:
         sys.setprofile(None)
 
     def _record(self, frame: FrameType, event: str, _argument: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and any(path.is_relative_to(folder) for folder in OURS):
-            self.calls.append((str(path.relative_to(ROOT)), frame.f_code.co_qualname))
-
-    @property
-    def visits(self) -> list[str]:
-        """The files in the order they are entered; calls within one file are one visit."""
-        files = [file for file, _ in self.calls]
-        return [file for place, file in enumerate(files) if place == 0 or files[place - 1] != file]
-
-    @property
-    def files(self) -> list[str]:
-        """Each file once, in the order of the first visit."""
-        return list(dict.fromkeys(self.visits))
+        if event == "call":
+            self.trace.record(frame)
 
 
-def trace_step() -> StepTrace:
+def trace_step() -> CallTrace:
     settings = {"epochs": 1, "batch_size": 8, "device": "cpu", "log_every": 1000}
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": settings}, source="trace")
     task: Any = LineTask()
     group = ProcessGroup(Rank(), torch.device("cpu"))
     train, validation = (Samples(split, task.data(split)) for split in ("train", "validation"))
     trainer = Trainer(task, config, group, train, validation, 8)
-    trace: Any = StepTrace()
+    profiler = StepProfiler()
+    tracer: Any = profiler  # with the methods of a StepTracer
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder), group, trainer.order, resumed_step=0, attempt=1)
-        trainer.fit(Progress(), CheckpointStore(Path(folder), 1, {}, group), None, trace, ledger)
-    traced: StepTrace = trace
-    return traced
+        trainer.fit(Progress(), CheckpointStore(Path(folder), 1, {}, group), None, tracer, ledger)
+    return profiler.trace
 
 
 def main() -> None:
     trace = trace_step()
     if "--calls" in sys.argv[1:]:
-        previous = ""
-        for file, function in trace.calls:
-            print(f"{file if file != previous else '':34} {function}")
-            previous = file
-        print()
+        trace.print_calls()
     print("\n".join(trace.files))
-    print(f"{len(trace.files)} files, {len(trace.visits) - len(trace.files)} returns")
+    print(f"{len(trace.files)} files, {trace.returns} returns")
 
 
 if __name__ == "__main__":

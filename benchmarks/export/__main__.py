@@ -18,11 +18,11 @@ EXPERTS = (4, 16, 64)
 def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     try:
-        found = [_measured(form, experts, options.hidden) for experts in options.experts for form in FORMS]
+        costs = [_measure(form, experts, options.hidden) for experts in options.experts for form in FORMS]
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(json.dumps([asdict(one) for one in found], indent=2) if options.output == "json" else table(found))
+    print(json.dumps([asdict(cost) for cost in costs], indent=2) if options.output == "json" else table(costs))
     return 0
 
 
@@ -36,13 +36,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _measured(form: str, experts: int, hidden: int) -> Cost:
+def _measure(form: str, experts: int, hidden: int) -> Cost:
     """Run in a separate process: the peak memory of a process never falls."""
     argv = [sys.executable, "-m", "benchmarks.export.experts", form, str(experts), str(hidden)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        raise ResourceError(f"{form} with {experts} experts: {' '.join(done.stderr.split())[-400:]}")
-    return Cost(**json.loads(done.stdout.splitlines()[-1]))
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
+    if result.returncode:
+        raise ResourceError(f"{form} with {experts} experts: {' '.join(result.stderr.split())[-400:]}")
+    return Cost(**json.loads(result.stdout.splitlines()[-1]))
 
 
 if __name__ == "__main__":

@@ -33,21 +33,21 @@ class Cost:
 
 def measure(form: str, experts: int, hidden: int) -> Cost:
     with TemporaryDirectory() as folder:
-        session, expected = _exported(form, experts, hidden, Path(folder) / "model.onnx")
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        chance, times, worst = np.random.default_rng(0), {}, 0.0
+        session, expected = _export(form, experts, hidden, Path(folder) / "model.onnx")
+        memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        generator, times, worst = np.random.default_rng(0), {}, 0.0
         for tokens in TOKENS:
-            given = chance.normal(size=(1, tokens, hidden)).astype(np.float32)
-            ask = partial(session.run, None, {"x": given})
-            found = ask()[0]
-            times[str(tokens)] = 1e3 * _least(ask, REPEATS[tokens])
+            inputs = generator.normal(size=(1, tokens, hidden)).astype(np.float32)
+            run = partial(session.run, None, {"x": inputs})
+            outputs = run()[0]
+            times[str(tokens)] = 1e3 * _min_seconds(run, REPEATS[tokens])
             if tokens == 1:  # torch's own memory must not hide that of the rest
-                worst = float(np.abs(found - expected(given)).max())
-        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return Cost(form, experts, times, (after - before) / 1024, worst)
+                worst = float(np.abs(outputs - expected(inputs)).max())
+        memory_after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Cost(form, experts, times, (memory_after - memory_before) / 1024, worst)
 
 
-def _exported(form: str, experts: int, hidden: int, path: Path) -> tuple[Any, Callable[[Any], Any]]:
+def _export(form: str, experts: int, hidden: int, path: Path) -> tuple[Any, Callable[[Any], Any]]:
     import onnxruntime
     import torch
     from transformers import DeepseekV3Config
@@ -79,28 +79,28 @@ def _exported(form: str, experts: int, hidden: int, path: Path) -> tuple[Any, Ca
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return session, lambda given: block(torch.from_numpy(given)).detach().numpy()
+    return session, lambda inputs: block(torch.from_numpy(inputs)).detach().numpy()
 
 
-def _least(ask: Callable[[], object], repeats: int) -> float:
+def _min_seconds(call: Callable[[], object], repeats: int) -> float:
     times = []
     for _ in range(repeats):
         started = time.thread_time()
-        ask()
+        call()
         times.append(time.thread_time() - started)
     return min(times)
 
 
-def table(found: Sequence[Cost]) -> str:
+def table(costs: Sequence[Cost]) -> str:
     head = ["experts", "form", *(f"ms, {tokens} token{'s' * (tokens > 1)}" for tokens in TOKENS), "memory of a run, MB"]
     lines = [
         [
-            str(one.experts),
-            f"`{one.form}`: {FORMS[one.form]}",
-            *(f"{one.milliseconds[str(tokens)]:.3f}" for tokens in TOKENS),
-            f"{one.memory_mb:.0f}",
+            str(cost.experts),
+            f"`{cost.form}`: {FORMS[cost.form]}",
+            *(f"{cost.milliseconds[str(tokens)]:.3f}" for tokens in TOKENS),
+            f"{cost.memory_mb:.0f}",
         ]
-        for one in found
+        for cost in costs
     ]
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -19,15 +19,15 @@ from pipeline.contract.errors import PipelineError
 
 def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
-    steps, every = (400, [15.0]) if options.quick else (options.steps, options.every or [60.0, 15.0])
+    steps, intervals = (400, [15.0]) if options.quick else (options.steps, options.every or [60.0, 15.0])
     course = Course(steps, options.processes, options.checkpoint_every, options.victim, options.seed)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = measure(course, every, Path(folder))
+            results = measure(course, intervals, Path(folder))
         except PipelineError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
-    print(json.dumps(found, indent=2) if options.output == "json" else text(found))
+    print(json.dumps(results, indent=2) if options.output == "json" else text(results))
     return 0
 
 
@@ -47,7 +47,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    """As Ctrl-C: processes are taken down first."""
+    """Handle the signal like Ctrl-C, so that processes are ended first."""
     raise KeyboardInterrupt(number)
 
 

@@ -48,13 +48,13 @@ class Row:
     checkpoint_p99_ms: float | None
 
 
-def measure(course: Course, every: Sequence[float], folder: Path) -> dict[str, Any]:
-    """First without failures: the median step of that training is the measure of all."""
+def measure(course: Course, intervals: Sequence[float], folder: Path) -> dict[str, Any]:
+    """Train without failures first, then with each interval; goodput is relative to the first median step."""
     campaign = Campaign(Project(PROJECT, folder), PROJECT, folder, lambda _: None)
     config = campaign.project.config(overrides(course))
     prepared = campaign.prepare(config)
     step_seconds, rows = 0.0, []
-    for seconds in (0.0, *every):
+    for seconds in (0.0, *intervals):
         run = campaign.new_run(prepared, config)
         due = failures(seconds, course.victim, course.processes, course.seed)
         attack = campaign.attack(run, [], due, lambda _: None)
@@ -80,15 +80,15 @@ def overrides(course: Course) -> list[str]:
 def row_of(
     every: float, run: Run, events: Sequence[ChaosEvent], ended: float, step_seconds: float, by_hand: int
 ) -> Row:
-    first = next(event.time for event in events if event.event == "step")
+    first_step_time = next(event.time for event in events if event.event == "step")
     steps = json.loads((run.output("train") / "summary.json").read_text())["steps"]
     back = [seconds for _, seconds in recoveries(events, None) if seconds is not None]
     blocked = [1e3 * line["checkpoint_seconds"] for line in training_log(run) if "checkpoint_seconds" in line]
     return Row(
         every_seconds=every,
-        goodput=step_seconds * steps / (ended - first),
+        goodput=step_seconds * steps / (ended - first_step_time),
         steps=steps,
-        seconds=ended - first,
+        seconds=ended - first_step_time,
         kills=len(kill_events(events)),
         by_hand=by_hand,
         recovery_p50=percentile(back, 0.5),
@@ -99,38 +99,38 @@ def row_of(
 
 
 def median_step(run: Run) -> float:
-    """Of windows of a few steps; those with a checkpoint in them are the fewer."""
-    found: float = statistics.median(line["step_seconds"] for line in training_log(run) if "step_seconds" in line)
-    return found
+    """Return the median over windows of a few steps, most of which contain no checkpoint."""
+    median: float = statistics.median(line["step_seconds"] for line in training_log(run) if "step_seconds" in line)
+    return median
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The nearest value that was really seen."""
+    """Return the nearest measured value."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def text(found: Mapping[str, Any]) -> str:
-    course = found["course"]
+def text(results: Mapping[str, Any]) -> str:
+    course = results["course"]
     head = (
-        f"{course['steps']} steps of {found['step_ms']:.1f} ms undisturbed, {course['processes']} processes, "
+        f"{course['steps']} steps of {results['step_ms']:.1f} ms undisturbed, {course['processes']} processes, "
         f"a checkpoint every {course['checkpoint_every']} steps, kill -9 of a {course['victim']}, seed {course['seed']}"
     )
     lines = [
         head,
         f"{'failure every':<15}{'goodput':>8}{'kills':>7}{'recovery p50':>14}{'p99':>8}{'blocked p50':>13}{'p99':>10}",
     ]
-    return "\n".join([*lines, *(line(Row(**row)) for row in found["rows"])])
+    return "\n".join([*lines, *(line(Row(**row)) for row in results["rows"])])
 
 
 def line(row: Row) -> str:
-    every = f"{row.every_seconds:g} s" if row.every_seconds else "never"
+    interval = f"{row.every_seconds:g} s" if row.every_seconds else "never"
     recovery = [f"{value:.1f} s" if value is not None else "-" for value in (row.recovery_p50, row.recovery_p99)]
     blocked = [
         f"{value:.1f} ms" if value is not None else "-" for value in (row.checkpoint_p50_ms, row.checkpoint_p99_ms)
     ]
-    hands = f"  (resumed by hand {row.by_hand} times)" if row.by_hand else ""
+    by_hand = f"  (resumed by hand {row.by_hand} times)" if row.by_hand else ""
     return (
-        f"{every:<15}{row.goodput:>8.3f}{row.kills:>7}{recovery[0]:>14}{recovery[1]:>8}{blocked[0]:>13}{blocked[1]:>10}"
-        f"{hands}"
+        f"{interval:<15}{row.goodput:>8.3f}{row.kills:>7}{recovery[0]:>14}{recovery[1]:>8}{blocked[0]:>13}{blocked[1]:>10}"
+        f"{by_hand}"
     )

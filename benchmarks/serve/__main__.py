@@ -57,7 +57,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _texts(options: argparse.Namespace) -> int:
-    """No load generators, no peers: the service beside the bare runtime."""
+    """Compare the service with the bare runtime, without load generators and peers."""
     from benchmarks.serve import texts  # here, not above: it takes a tokenizer, which the other tables do without
 
     rows = texts.measure(texts.QUICK if options.quick else texts.FULL)
@@ -101,7 +101,7 @@ def _overload(options: argparse.Namespace, found: dict[str, Any], texts: list[st
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    """As Ctrl-C: processes are taken down first, and a second signal does not stop that."""
+    """Handle the signal like Ctrl-C; a second signal does not interrupt ending the processes."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
 

@@ -51,7 +51,7 @@ class Arrived:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Arrived:
-        """As it was printed."""
+        """Parse the printed result."""
         return cls(**{**fields, "statuses": {int(status): count for status, count in fields["statuses"].items()}})
 
     @property
@@ -64,7 +64,7 @@ class Arrived:
 
     @property
     def failed(self) -> int:
-        """Neither answered with a prediction nor cleanly refused."""
+        """Count requests with neither a prediction nor a rejection."""
         return self.due - self.predictions - self.refused
 
 
@@ -110,7 +110,7 @@ class Clients:
 
     @property
     def waiting(self) -> int:
-        """Requests that are due and have no answer yet, those that were lost left out."""
+        """Count requests that are due and have no response yet, without those that were lost."""
         return len(self._due) + sum(client.due >= 0 for client in self._all)
 
     async def open(self, count: int) -> None:
@@ -140,7 +140,7 @@ class Clients:
             self._free.append(client)
 
     def gone(self, client: Client) -> None:
-        """The service closed the connection: its request is lost, and a new connection replaces it."""
+        """Replace a connection that the service closed; its request is lost."""
         self._all.discard(client)
         if client in self._free:
             self._free.remove(client)
@@ -170,60 +170,60 @@ def complete(data: bytes) -> bool:
     end = data.find(b"\r\n\r\n")
     if end < 0:
         return False
-    place = data.find(b"content-length: ", 0, end)
-    if place < 0:  # another case, or none
-        place = data.lower().find(b"content-length: ", 0, end)
-    size = int(data[place + 16 : data.find(b"\r", place)]) if place >= 0 else 0
+    start = data.find(b"content-length: ", 0, end)
+    if start < 0:  # another case, or none
+        start = data.lower().find(b"content-length: ", 0, end)
+    size = int(data[start + 16 : data.find(b"\r", start)]) if start >= 0 else 0
     return len(data) >= end + 4 + size
 
 
 async def arrive(url: str, body: bytes, headers: Mapping[str, str], rate: float, seconds: float) -> dict[str, Any]:
-    """The fields of `Arrived`."""
-    place = urlsplit(url)
-    lines = [f"POST {place.path} HTTP/1.1", f"host: {place.netloc}", f"content-length: {len(body)}"]
+    """Send requests at a fixed rate; return the fields of `Arrived`."""
+    target = urlsplit(url)
+    lines = [f"POST {target.path} HTTP/1.1", f"host: {target.netloc}", f"content-length: {len(body)}"]
     head = "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode()
-    clients, loop = Clients(place.hostname or "", place.port or 80, head + body), asyncio.get_running_loop()
+    clients, loop = Clients(target.hostname or "", target.port or 80, head + body), asyncio.get_running_loop()
     count = max(1, round(rate * seconds))
     await clients.open(connections(rate, seconds))
     gc.freeze()
     gc.disable()  # what is kept of each answer would be looked through again and again
-    used, began, sent = _cpu_seconds(), loop.time(), 0
-    while sent < count:
-        due = min(count, int((loop.time() - began) * rate) + 1)
-        for number in range(sent, due):
-            clients.arrive(began + number / rate)
-        sent = due
-        await asyncio.sleep(max(_TICK_SECONDS, began + sent / rate - loop.time()))
+    cpu_seconds, started, sent_count = _cpu_seconds(), loop.time(), 0
+    while sent_count < count:
+        due = min(count, int((loop.time() - started) * rate) + 1)
+        for number in range(sent_count, due):
+            clients.arrive(started + number / rate)
+        sent_count = due
+        await asyncio.sleep(max(_TICK_SECONDS, started + sent_count / rate - loop.time()))
     end = loop.time() + _LAST_SECONDS
     while clients.waiting and loop.time() < end:
         await asyncio.sleep(0.01)
-    used = _cpu_seconds() - used
+    cpu_seconds = _cpu_seconds() - cpu_seconds
     await clients.close()
-    return {"due": count, "cpu_seconds": used, **summary(clients.answers, began, seconds)}
+    return {"due": count, "cpu_seconds": cpu_seconds, **summary(clients.answers, started, seconds)}
 
 
 def connections(rate: float, seconds: float) -> int:
-    """So many that one is free at every moment, unless answers take long; not more than there are requests."""
+    """Return how many connections are needed so that one is free for every request, unless responses are slow."""
     return max(1, min(round(rate * min(_WAIT_SECONDS, seconds)), _MOST_CONNECTIONS))
 
 
 def summary(answers: list[tuple[int, float, float, float]], began: float, seconds: float) -> dict[str, Any]:
-    took = sorted((answered - due) * 1e3 for status, due, _, answered in answers if status == 200)
-    refused = sorted((answered - due) * 1e3 for status, due, _, answered in answers if status != 200)
-    late = sorted((sent - due) * 1e3 for _, due, sent, _ in answers)
+    latencies = sorted((answered - due) * 1e3 for status, due, _, answered in answers if status == 200)
+    refused_latencies = sorted((answered - due) * 1e3 for status, due, _, answered in answers if status != 200)
+    delays = sorted((sent - due) * 1e3 for _, due, sent, _ in answers)
     return {
         "seconds": max(seconds, max((answered for *_, answered in answers), default=began) - began),
         "statuses": Counter(str(status) for status, *_ in answers),
-        "p50_ms": percentile(took, 0.5),
-        "p99_ms": percentile(took, 0.99),
-        "refused_p99_ms": percentile(refused, 0.99) if refused else 0.0,
-        "late_p99_ms": percentile(late, 0.99),
+        "p50_ms": percentile(latencies, 0.5),
+        "p99_ms": percentile(latencies, 0.99),
+        "refused_p99_ms": percentile(refused_latencies, 0.99) if refused_latencies else 0.0,
+        "late_p99_ms": percentile(delays, 0.99),
     }
 
 
 def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

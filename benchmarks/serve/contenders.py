@@ -25,7 +25,7 @@ class Contender:
     base: str = field(default=sys.executable)  # the interpreter its environment is made of
 
     def argv(self, bundle: Path, http_port: int, grpc_port: int, threads: int) -> list[str]:
-        """Raises ResourceError where it cannot be installed."""
+        """Return the command; raise ResourceError if the contender cannot be installed."""
         if not self.script:
             ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
             return [sys.executable, "-m", "serve", str(bundle), *ports]

@@ -26,7 +26,7 @@ _CACHES = {"latent": 128, "place": 32}
 
 
 def names() -> list[tuple[str, str, int]]:
-    """Input, output and width of each tensor of the cache."""
+    """Yield input, output and width of each tensor of the cache."""
     return [
         (f"past.{layer}.{kind}", f"present.{layer}.{kind}", width)
         for layer in range(LAYERS)
@@ -35,11 +35,11 @@ def names() -> list[tuple[str, str, int]]:
 
 
 def bundle(folder: Path, threads: int) -> Path:
-    """Sealed in `folder`, which must not exist yet. Its texts end at the requested length."""
+    """Write the bundle to `folder`, which must not exist yet. Its texts end at the requested length."""
     (folder / "files").mkdir(parents=True)
     _build(folder / "model.onnx")
-    words = {f"t{number}": number for number in range(VOCABULARY)}
-    Tokenizer(models.WordLevel(words, "t0")).save(str(folder / "files/tokenizer.json"))
+    vocabulary = {f"t{number}": number for number in range(VOCABULARY)}
+    Tokenizer(models.WordLevel(vocabulary, "t0")).save(str(folder / "files/tokenizer.json"))
     (folder / "card.md").write_text("# decoder\n\nRandom weights, to measure a service with.\n")
     signature = _signature(threads)
     write_json(folder / "signature.json", signature.model_dump())
@@ -50,23 +50,25 @@ def bundle(folder: Path, threads: int) -> Path:
     return folder
 
 
-def fed(ids: Array) -> dict[str, Array]:
-    """What the graph takes at the beginning of texts of one length."""
+def first_inputs(ids: Array) -> dict[str, Array]:
+    """Return the graph's inputs for the prompts of texts of one length."""
     rows, length = ids.shape
-    places = np.broadcast_to(np.arange(length), ids.shape).copy()
+    positions = np.broadcast_to(np.arange(length), ids.shape).copy()
     caches = {name: np.zeros((rows, 1, 0, width), np.float32) for name, _, width in names()}
-    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": places, **caches}
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": positions, **caches}
 
 
 def _golden(folder: Path, signature: Signature, ids: Array) -> None:
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
-    outputs = dict(zip(signature.output_names, session.run(list(signature.output_names), fed(ids)), strict=True))
-    Golden(fed(ids), outputs, [], [], rtol=1e-2, atol=1e-3).write(folder)
+    outputs = dict(
+        zip(signature.output_names, session.run(list(signature.output_names), first_inputs(ids)), strict=True)
+    )
+    Golden(first_inputs(ids), outputs, [], [], rtol=1e-2, atol=1e-3).write(folder)
 
 
 def _signature(threads: int) -> Signature:
-    texts = (("input_ids", "sequence"), ("attention_mask", "total"), ("position_ids", "sequence"))
-    inputs = [TensorSpec(name=name, datatype="INT64", shape=("batch", axis)) for name, axis in texts]
+    axes = (("input_ids", "sequence"), ("attention_mask", "total"), ("position_ids", "sequence"))
+    inputs = [TensorSpec(name=name, datatype="INT64", shape=("batch", axis)) for name, axis in axes]
     outputs = [TensorSpec(name="logits", datatype="FP32", shape=("batch", "sequence", VOCABULARY))]
     for past, present, width in names():
         inputs.append(TensorSpec(name=past, datatype="FP32", shape=("batch", 1, "past", width)))
@@ -85,14 +87,14 @@ def _signature(threads: int) -> Signature:
 
 def _build(path: Path) -> None:
     net = Net()
-    hidden = net.add("Add", _looked_up(net, VOCABULARY, "input_ids"), _looked_up(net, POSITIONS, "position_ids"))
+    hidden = net.add("Add", _embedding(net, VOCABULARY, "input_ids"), _embedding(net, POSITIONS, "position_ids"))
     mask = _mask(net)
     for layer in range(LAYERS):
         hidden = net.add("Add", hidden, _attention(net, layer, net.norm(hidden, _WIDE), mask))
         hidden = net.add("Add", hidden, _gated(net, net.norm(hidden, _WIDE)))
     net.nodes.append(helper.make_node("MatMul", [net.norm(hidden, _WIDE), net.weight(_WIDE, VOCABULARY)], ["logits"]))
-    texts = (("input_ids", "sequence"), ("attention_mask", "total"), ("position_ids", "sequence"))
-    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", axis]) for name, axis in texts]
+    axes = (("input_ids", "sequence"), ("attention_mask", "total"), ("position_ids", "sequence"))
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", axis]) for name, axis in axes]
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence", VOCABULARY])]
     for past, present, width in names():
         inputs.append(helper.make_tensor_value_info(past, TensorProto.FLOAT, ["batch", 1, "past", width]))
@@ -101,41 +103,43 @@ def _build(path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
 
 
-def _looked_up(net: Net, rows: int, what: str) -> str:
-    return net.add("Gather", net.weight(rows, _WIDE), what)
+def _embedding(net: Net, rows: int, name: str) -> str:
+    return net.add("Gather", net.weight(rows, _WIDE), name)
 
 
 def _mask(net: Net) -> str:
-    """0 where attention is allowed, a large negative number elsewhere."""
+    """Return 0 where attention is allowed, a large negative number elsewhere."""
     zero, one = net.constant(np.array(0)), net.constant(np.array(1))
     total = net.add("Gather", net.add("Shape", "attention_mask"), one)
     past = net.add("Sub", total, net.add("Gather", net.add("Shape", "input_ids"), one))
     queries = net.add("Unsqueeze", net.add("Range", past, total, one), net.constant(np.array([1])))
     causal = net.add("LessOrEqual", net.add("Range", zero, total, one), queries)
-    there = net.add("Cast", "attention_mask", to=TensorProto.BOOL)
-    rows = net.add("Unsqueeze", there, net.constant(np.array([1, 2])))
+    is_token = net.add("Cast", "attention_mask", to=TensorProto.BOOL)
+    rows = net.add("Unsqueeze", is_token, net.constant(np.array([1, 2])))
     values = net.constant(np.float32(0)), net.constant(np.float32(-1e9))
     return net.add("Where", net.add("And", causal, rows), *values)
 
 
 def _attention(net: Net, layer: int, x: str, mask: str) -> str:
-    """All heads attend to the same latent vectors, each through its own projection."""
-    whole = {}
+    """Add attention in which all heads use the same latent vectors, each by its own projection."""
+    caches = {}
     for kind, width in _CACHES.items():
-        made = net.add("Unsqueeze", net.add("MatMul", x, net.weight(_WIDE, width)), net.constant(np.array([1])))
+        new_entries = net.add("Unsqueeze", net.add("MatMul", x, net.weight(_WIDE, width)), net.constant(np.array([1])))
         net.nodes.append(
-            helper.make_node("Concat", [f"past.{layer}.{kind}", made], [f"present.{layer}.{kind}"], axis=2)
+            helper.make_node("Concat", [f"past.{layer}.{kind}", new_entries], [f"present.{layer}.{kind}"], axis=2)
         )
-        whole[kind] = f"present.{layer}.{kind}"
+        caches[kind] = f"present.{layer}.{kind}"
     scores = [
-        net.add("MatMul", _queries(net, x, width), net.add("Transpose", whole[kind], perm=[0, 1, 3, 2]))
+        net.add("MatMul", _queries(net, x, width), net.add("Transpose", caches[kind], perm=[0, 1, 3, 2]))
         for kind, width in _CACHES.items()
     ]
-    scaled = net.add("Mul", net.add("Add", *scores), net.constant(np.float32(_HEAD**-0.5)))
-    shares = net.add("Softmax", net.add("Add", scaled, mask), axis=-1)
-    seen = net.add("MatMul", net.add("MatMul", shares, whole["latent"]), net.weight(_HEADS, _CACHES["latent"], _HEAD))
-    turned = net.add("Transpose", seen, perm=[0, 2, 1, 3])
-    flat = net.add("Reshape", turned, net.constant(np.array([0, 0, _HEADS * _HEAD])))
+    scaled_scores = net.add("Mul", net.add("Add", *scores), net.constant(np.float32(_HEAD**-0.5)))
+    shares = net.add("Softmax", net.add("Add", scaled_scores, mask), axis=-1)
+    attended = net.add(
+        "MatMul", net.add("MatMul", shares, caches["latent"]), net.weight(_HEADS, _CACHES["latent"], _HEAD)
+    )
+    transposed = net.add("Transpose", attended, perm=[0, 2, 1, 3])
+    flat = net.add("Reshape", transposed, net.constant(np.array([0, 0, _HEADS * _HEAD])))
     return net.add("MatMul", flat, net.weight(_HEADS * _HEAD, _WIDE))
 
 

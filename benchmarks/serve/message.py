@@ -1,4 +1,4 @@
-"""A gRPC inference request as bytes, so that asking one needs no package that some contender disagrees with."""
+"""A gRPC inference request as bytes, so that sending one needs no package that some contender disagrees with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ FRAME_BYTES = 5  # before a message in an HTTP/2 body
 
 def infer_request(model: str, name: str, datatype: str, shape: Sequence[int], raw: bytes) -> bytes:
     """`ModelInferRequest` with one input whose values travel as raw bytes."""
-    packed = b"".join(_varint(axis) for axis in shape)
-    tensor = _field(1, name.encode()) + _field(2, datatype.encode()) + _field(3, packed)
+    axes = b"".join(_varint(axis) for axis in shape)
+    tensor = _field(1, name.encode()) + _field(2, datatype.encode()) + _field(3, axes)
     return _field(1, model.encode()) + _field(5, tensor) + _field(7, raw)
 
 
@@ -25,8 +25,8 @@ def _field(number: int, value: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*encoded, value])

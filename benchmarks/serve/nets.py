@@ -32,7 +32,7 @@ class Net:
         return name
 
     def weight(self, *shape: int) -> str:
-        """Scaled so that activations keep their size from layer to layer."""
+        """Add a weight, scaled so that activations keep their size from layer to layer."""
         fan_in = int(np.prod(shape[1:])) if len(shape) == 4 else shape[0]
         return self.constant(self._rng.normal(0, (2 / fan_in) ** 0.5, shape).astype(np.float32))
 
@@ -40,7 +40,7 @@ class Net:
         return self.add("Add", self.add("MatMul", x, self.weight(wide, out)), self.constant(np.zeros(out, np.float32)))
 
     def conv(self, x: str, channels: int, out: int, size: int, stride: int) -> str:
-        """With the bias that batch normalisation folds into at export."""
+        """Add a convolution with the bias that a folded batch normalization leaves."""
         bias = self.constant(np.zeros(out, np.float32))
         pad = [size // 2] * 4
         return self.add("Conv", x, self.weight(out, channels, size, size), bias, strides=[stride] * 2, pads=pad)
@@ -57,7 +57,7 @@ class Net:
 
 
 def digits(path: Path) -> None:
-    """Two layers on an 8x8 picture: next to nothing, so that what is measured is the service itself."""
+    """Write two layers on an 8x8 image: so little work that the service itself is measured."""
     net = Net()
     hidden = net.add("Relu", net.dense(net.add("Flatten", "x"), 64, 128))
     source = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 1, 8, 8])
@@ -65,23 +65,23 @@ def digits(path: Path) -> None:
 
 
 def conv(path: Path) -> None:
-    """ResNet-18 on 3x64x64."""
+    """Write ResNet-18 for 3x64x64 images."""
     net = Net()
     x = net.add("Relu", net.conv("x", 3, 64, 7, 2))
     x = net.add("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4)
     channels = 64
     for out in (64, 64, 128, 128, 256, 256, 512, 512):
         stride = 1 if out == channels else 2
-        beside = x if out == channels else net.conv(x, channels, out, 1, stride)
-        inner = net.add("Relu", net.conv(x, channels, out, 3, stride))
-        x, channels = net.add("Relu", net.add("Add", net.conv(inner, out, out, 3, 1), beside)), out
+        shortcut = x if out == channels else net.conv(x, channels, out, 1, stride)
+        hidden = net.add("Relu", net.conv(x, channels, out, 3, stride))
+        x, channels = net.add("Relu", net.add("Add", net.conv(hidden, out, out, 3, 1), shortcut)), out
     pooled = net.add("Flatten", net.add("GlobalAveragePool", x))
     source = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 64, 64])
     net.save(path, net.dense(pooled, 512, 1000), source, 1000)
 
 
 def text(path: Path, *, tokens: int = 64, wide: int = 256, layers: int = 4) -> None:
-    """A transformer encoder of 4 layers on 64 tokens, and a class for the whole."""
+    """Write a transformer encoder of 4 layers that classifies 64 tokens."""
     net = Net()
     x = net.add("Gather", net.weight(8192, wide), "x")
     x = net.add("Add", x, net.weight(tokens, wide))

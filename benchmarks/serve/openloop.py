@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.serve.arrivals import Arrived
 from benchmarks.serve.contenders import BINARY, CONTENDERS, JSON
-from benchmarks.serve.load import Asking, closed
-from benchmarks.serve.race import Started, started
+from benchmarks.serve.load import RequestSpec, closed
+from benchmarks.serve.race import Started, start_services
 from benchmarks.serve.workloads import Workload
 from pipeline.contract.errors import StageError
 
@@ -55,29 +55,31 @@ class Overload:
 
 
 def rates(workload: Workload, seconds: float) -> list[Rate]:
-    with _ours(workload) as (one, folder):
-        asking = one.asking[JSON]
-        top = _capacity(asking, folder)
-        found = []
+    with _start_our_service(workload) as (service, folder):
+        request_spec = service.request_specs[JSON]
+        capacity = _capacity(request_spec, folder)
+        results = []
         for share in _SHARES:
-            arrived, cores = _arrive(one, asking, top * share, seconds, folder)
+            arrived, cores = _arrive(service, request_spec, capacity * share, seconds, folder)
             failed = arrived.due - arrived.predictions
-            found.append(Rate(workload.name, top * share, share, arrived.p50_ms, arrived.p99_ms, failed, *cores))
-        return found
+            results.append(Rate(workload.name, capacity * share, share, arrived.p50_ms, arrived.p99_ms, failed, *cores))
+        return results
 
 
 def overload(workload: Workload, seconds: float) -> Overload:
-    with _ours(workload) as (one, folder):
-        asking = one.asking[BINARY]
-        before = _capacity(asking, folder)
-        within = (*asking.headers, ("x-request-timeout", str(_DEADLINE_SECONDS)))
-        arrived, cores = _arrive(one, Asking(asking.url, asking.body, within), 2 * before, seconds, folder)
-        capacity = (before + _capacity(asking, folder)) / 2
+    with _start_our_service(workload) as (service, folder):
+        request_spec = service.request_specs[BINARY]
+        capacity_before = _capacity(request_spec, folder)
+        headers = (*request_spec.headers, ("x-request-timeout", str(_DEADLINE_SECONDS)))
+        arrived, cores = _arrive(
+            service, RequestSpec(request_spec.url, request_spec.body, headers), 2 * capacity_before, seconds, folder
+        )
+        capacity = (capacity_before + _capacity(request_spec, folder)) / 2
     return summarize(workload.name, capacity, arrived, cores)
 
 
 def summarize(workload: str, capacity: float, arrived: Arrived, cores: tuple[float, float]) -> Overload:
-    """`cores` of the client and of the service."""
+    """Summarise the arrivals; `cores` are those used by the client and by the service."""
     return Overload(
         workload,
         arrived.seconds,
@@ -118,40 +120,42 @@ def overload_text(rows: Sequence[Overload]) -> str:
 
 
 @contextmanager
-def _ours(workload: Workload) -> Iterator[tuple[Started, Path]]:
+def _start_our_service(workload: Workload) -> Iterator[tuple[Started, Path]]:
     with tempfile.TemporaryDirectory() as folder:
         bundle = workload.bundle(Path(folder) / "bundle")
-        with started(workload, [one for one in CONTENDERS if one.name == "ours"], bundle) as found:
-            if not found:
+        with start_services(
+            workload, [contender for contender in CONTENDERS if contender.name == "ours"], bundle
+        ) as services:
+            if not services:
                 raise StageError("the service did not start; see the line above")
-            found[0].running.go_on()
-            yield found[0], Path(folder)
+            services[0].running.go_on()
+            yield services[0], Path(folder)
 
 
-def _capacity(asking: Asking, folder: Path) -> float:
-    closed(asking, _CLIENTS, 1, folder)
-    return closed(asking, _CLIENTS, 3, folder).per_second
+def _capacity(request_spec: RequestSpec, folder: Path) -> float:
+    closed(request_spec, _CLIENTS, 1, folder)
+    return closed(request_spec, _CLIENTS, 3, folder).per_second
 
 
 def _arrive(
-    one: Started, asking: Asking, rate: float, seconds: float, folder: Path
+    started: Started, request_spec: RequestSpec, rate: float, seconds: float, folder: Path
 ) -> tuple[Arrived, tuple[float, float]]:
-    """And the cores that client and service were busy with, on average."""
+    """Send requests at a rate; return the result, and the cores used by client and service on average."""
     body = folder / "arriving"
-    body.write_bytes(asking.body)
+    body.write_bytes(request_spec.body)
     arguments = {
-        "url": asking.url,
+        "url": request_spec.url,
         "body": str(body),
-        "headers": dict(asking.headers),
+        "headers": dict(request_spec.headers),
         "rate": rate,
         "seconds": seconds,
     }
     argv = [sys.executable, "-m", "benchmarks.serve.arrivals", json.dumps(arguments)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    before = one.running.cpu_seconds()
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=seconds + 120, check=False)
-    service = one.running.cpu_seconds() - before
-    if done.returncode:
-        raise StageError(f"the arrivals failed: {done.stderr.strip().splitlines()[-1:]}")
-    found = Arrived.of(json.loads(done.stdout))
-    return found, (found.cpu_seconds / found.seconds, service / found.seconds)
+    cpu_before = started.running.cpu_seconds()
+    result = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=seconds + 120, check=False)
+    service_cpu = started.running.cpu_seconds() - cpu_before
+    if result.returncode:
+        raise StageError(f"the arrivals failed: {result.stderr.strip().splitlines()[-1:]}")
+    arrived = Arrived.of(json.loads(result.stdout))
+    return arrived, (arrived.cpu_seconds / arrived.seconds, service_cpu / arrived.seconds)

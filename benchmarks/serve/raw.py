@@ -26,10 +26,10 @@ class Speed:
 
 
 def best(model: Path, threads: int, seconds: float, rows: Sequence[int]) -> Speed:
-    """The size of a batch with which it is fastest; measured in a separate process, like every contender."""
+    """Return the speed at the best batch size, measured in a separate process like every contender."""
     argv = [sys.executable, "-m", "benchmarks.serve.raw", str(model), str(threads), str(seconds), *map(str, rows)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60 + 10 * seconds * len(rows))
-    return max((Speed(*one) for one in json.loads(done.stdout)), key=lambda one: one.per_second)
+    result = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60 + 10 * seconds * len(rows))
+    return max((Speed(*speed) for speed in json.loads(result.stdout)), key=lambda speed: speed.per_second)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         speeds += [_speed(session, int(rows), seconds / 2) for rows in argv[3:]]
         del session
-    print(json.dumps([astuple(one) for one in speeds]))
+    print(json.dumps([astuple(speed) for speed in speeds]))
 
 
 def _speed(session: Any, rows: int, seconds: float) -> Speed:

@@ -15,37 +15,37 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from benchmarks.serve.decoder import fed, names
+from benchmarks.serve.decoder import first_inputs, names
 
 
 def main(argv: Sequence[str]) -> None:
     model, (threads, rows, length, tokens) = argv[0], map(int, argv[1:])
-    found = []
+    laps = []
     for spinning in "10":  # alone on the machine it gains, in company it costs
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.add_session_config_entry("session.intra_op.allow_spinning", spinning)
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         _lap(session, rows, 8, 2)
-        found.append(_lap(session, rows, length, tokens))
+        laps.append(_lap(session, rows, length, tokens))
         del session
-    print(json.dumps([min(one) for one in zip(*found, strict=True)]))
+    print(json.dumps([min(values) for values in zip(*laps, strict=True)]))
 
 
 def _lap(session: Any, rows: int, length: int, tokens: int) -> tuple[float, float, float]:
-    """Seconds for the prompts, and for the tokens after the first; and what both took of the processors."""
+    """Return the seconds for the prompts and for the tokens after the first, and the CPU seconds of both."""
     ids = np.random.default_rng(1).integers(1, 8000, (rows, length))
-    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in fed(ids).items()}
-    began, cpu = time.perf_counter(), time.process_time()
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in first_inputs(ids).items()}
+    started, cpu = time.perf_counter(), time.process_time()
     last, caches = _run(session, values)
-    read = time.perf_counter()
-    for place in range(length, length + tokens):
-        arrays = (last, np.ones((rows, place + 1), np.int64), np.full((rows, 1), place, np.int64))
-        texts = zip(("input_ids", "attention_mask", "position_ids"), arrays, strict=True)
+    read_at = time.perf_counter()
+    for position in range(length, length + tokens):
+        arrays = (last, np.ones((rows, position + 1), np.int64), np.full((rows, 1), position, np.int64))
+        inputs = zip(("input_ids", "attention_mask", "position_ids"), arrays, strict=True)
         last, caches = _run(
-            session, {**{name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in texts}, **caches}
+            session, {**{name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in inputs}, **caches}
         )
-    return read - began, time.perf_counter() - read, time.process_time() - cpu
+    return read_at - started, time.perf_counter() - read_at, time.process_time() - cpu
 
 
 def _run(session: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import grpc
 import psutil
 
-from benchmarks.serve.load import Asking
+from benchmarks.serve.load import RequestSpec
 from benchmarks.serve.message import FRAME_BYTES
 from pipeline.contract.errors import StageError
 
@@ -36,22 +36,22 @@ class Running:
         )
         self.seconds_to_answer = 0.0
 
-    def wait_for_answer(self, asking: Asking) -> None:
+    def wait_for_answer(self, request_spec: RequestSpec) -> None:
         """Raise StageError with its last output if it does not come."""
-        while not answers(asking):
+        while not answers(request_spec):
             if self._process.poll() is not None or time.monotonic() - self.began > _START_SECONDS:
                 raise StageError(f"{self.name} does not answer: {self._last_words()}")
             time.sleep(0.01)
         self.seconds_to_answer = time.monotonic() - self.began
 
     def cpu_seconds(self) -> float:
-        """Of all its processes together, those that ended left out."""
-        times = [one.cpu_times() for one in self._tree()]
-        return sum(one.user + one.system for one in times)
+        """Return the CPU seconds of all its running processes."""
+        times = [process.cpu_times() for process in self._tree()]
+        return sum(process_times.user + process_times.system for process_times in times)
 
     def memory_bytes(self) -> int:
-        """Pages that several of its processes share are counted once."""
-        return sum(one.memory_full_info().pss for one in self._tree())
+        """Return the memory of its processes; shared pages count once."""
+        return sum(process.memory_full_info().pss for process in self._tree())
 
     def hold(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -65,9 +65,9 @@ class Running:
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        for one in tree:
+        for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                process.kill()
         self._process.wait()
 
     def _tree(self) -> list[psutil.Process]:
@@ -78,9 +78,9 @@ class Running:
             return []
 
     def _signal(self, number: signal.Signals) -> None:
-        for one in self._tree():
+        for process in self._tree():
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
+                process.send_signal(number)
 
     def _last_words(self) -> str:
         self._log.seek(0)
@@ -88,27 +88,27 @@ class Running:
         return " / ".join(lines[-3:])[-400:] or "no output"
 
 
-def answers(asking: Asking) -> bool:
-    """One request, and whether a prediction came back: h2load sees no status of gRPC, and would take any answer."""
-    return _answers_grpc(asking) if asking.grpc else _answers_http(asking)
+def answers(request_spec: RequestSpec) -> bool:
+    """Return whether a request gets a prediction: h2load does not see the status of gRPC."""
+    return _answers_grpc(request_spec) if request_spec.grpc else _answers_http(request_spec)
 
 
-def _answers_grpc(asking: Asking) -> bool:
-    place = urlsplit(asking.url)
-    with grpc.insecure_channel(place.netloc) as channel:
+def _answers_grpc(request_spec: RequestSpec) -> bool:
+    target = urlsplit(request_spec.url)
+    with grpc.insecure_channel(target.netloc) as channel:
         try:
-            return bool(channel.unary_unary(place.path)(asking.body[FRAME_BYTES:], timeout=10))
+            return bool(channel.unary_unary(target.path)(request_spec.body[FRAME_BYTES:], timeout=10))
         except grpc.RpcError:
             return False
 
 
-def _answers_http(asking: Asking) -> bool:
-    place = urlsplit(asking.url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=10)
+def _answers_http(request_spec: RequestSpec) -> bool:
+    target = urlsplit(request_spec.url)
+    connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=10)
     try:
-        connection.request("POST", place.path, asking.body, dict(asking.headers))
-        answer = connection.getresponse()
-        return answer.status == 200 and len(answer.read()) > 0
+        connection.request("POST", target.path, request_spec.body, dict(request_spec.headers))
+        response = connection.getresponse()
+        return response.status == 200 and len(response.read()) > 0
     except (OSError, http.client.HTTPException):
         return False
     finally:
@@ -116,7 +116,7 @@ def _answers_http(asking: Asking) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct, and free a moment ago."""
+    """Return distinct ports that were free a moment ago."""
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in socks:

@@ -28,14 +28,16 @@ def closed_loop(rows: Sequence[Row]) -> str:
 
 
 def baseline(rows: Sequence[Row], row: Row) -> float | None:
-    """kserve as it comes over the same wire; over V2 JSON where it has no such wire."""
-    same = [one for one in rows if (one.workload, one.concurrency) == (row.workload, row.concurrency)]
-    plain = {one.wire: one.per_second for one in same if one.contender == "kserve"}
-    return plain.get(row.wire, plain.get("V2 JSON"))
+    """Return the speed of plain kserve with the same protocol, or with V2 JSON if it does not have that."""
+    same_load = [other for other in rows if (other.workload, other.concurrency) == (row.workload, row.concurrency)]
+    kserve_speeds = {other.wire: other.per_second for other in same_load if other.contender == "kserve"}
+    return kserve_speeds.get(row.wire, kserve_speeds.get("V2 JSON"))
 
 
-def starts(found: Sequence[Start]) -> str:
-    lines = [[one.workload, one.contender, f"{one.seconds:.2f}", f"{one.memory_mb:.0f}"] for one in found]
+def starts(measured_starts: Sequence[Start]) -> str:
+    lines = [
+        [start.workload, start.contender, f"{start.seconds:.2f}", f"{start.memory_mb:.0f}"] for start in measured_starts
+    ]
     return _table(["model", "service", "s to the first answer", "MB"], lines)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.serve import decoder
-from benchmarks.serve.load import Asking
+from benchmarks.serve.load import RequestSpec
 from benchmarks.serve.running import Running, free_ports, log_file
 from benchmarks.serve.workloads import NAME
 
@@ -65,13 +65,13 @@ def measure(size: Size) -> list[Row]:
         return [_row(service, Path(folder) / "b", rows, size) for rows in size.rows]
 
 
-def text(found: Sequence[Row]) -> str:
+def text(rows: Sequence[Row]) -> str:
     head = "| clients | read tokens/s | ÷ raw | written tokens/s | ÷ raw (least) | streamed ÷ raw | CPU: raw ÷ ours |"
     lines = [
         f"| {row.rows} | {row.read_per_second:,.0f} | {row.read_to_raw:.3f} | {row.written_per_second:,.0f} "
         f"| {row.written_to_raw:.3f} ({row.least_written_to_raw:.3f}) | {row.streamed_to_raw:.3f} "
         f"| {row.cpu_to_raw:.3f} |"
-        for row in found
+        for row in rows
     ]
     return "\n".join([head, "|" + "---|" * 7, *lines, "", NO_ROW])
 
@@ -80,10 +80,10 @@ def _row(service: tuple[Running, str], bundle: Path, rows: int, size: Size) -> R
     running, url = service
     laps: list[tuple[Seconds, Seconds, float]] = []
     for _ in range(size.rounds):
-        raw = _raw(bundle, rows, size)
+        raw = _measure_raw(bundle, rows, size)
         running.go_on()
         try:
-            ours = _ours(running, url, rows, size)
+            ours = _measure_service(running, url, rows, size)
             streamed = _together(url, rows, size, size.tokens + 1, stream=True)
         finally:
             running.hold()
@@ -101,7 +101,7 @@ def _row(service: tuple[Running, str], bundle: Path, rows: int, size: Size) -> R
     )
 
 
-def _raw(bundle: Path, rows: int, size: Size) -> Seconds:
+def _measure_raw(bundle: Path, rows: int, size: Size) -> Seconds:
     """Run in a separate process, like the service."""
     numbers = map(str, (THREADS, rows, size.length, size.tokens))
     argv = [sys.executable, "-m", "benchmarks.serve.raw_texts", str(bundle / "model.onnx"), *numbers]
@@ -109,24 +109,24 @@ def _raw(bundle: Path, rows: int, size: Size) -> Seconds:
     return read, written, cpu
 
 
-def _ours(running: Running, url: str, rows: int, size: Size) -> Seconds:
-    """What one token takes is what the prompts take; what is more for many tokens, those take."""
+def _measure_service(running: Running, url: str, rows: int, size: Size) -> Seconds:
+    """Return seconds for the prompts (one token), for the other tokens (the rest of many), and CPU seconds."""
     _together(url, rows, size, 2)  # so that it is warm, whatever it keeps
-    read = _together(url, rows, size, 1)
-    before = running.cpu_seconds()
-    both = _together(url, rows, size, size.tokens + 1)
-    return read, max(1e-9, both - read), running.cpu_seconds() - before
+    read_seconds = _together(url, rows, size, 1)
+    cpu_before = running.cpu_seconds()
+    total_seconds = _together(url, rows, size, size.tokens + 1)
+    return read_seconds, max(1e-9, total_seconds - read_seconds), running.cpu_seconds() - cpu_before
 
 
 def _together(url: str, rows: int, size: Size, tokens: int, *, stream: bool = False) -> float:
     prompts = np.random.default_rng(time.time_ns()).integers(1, 8000, (rows, size.length)).tolist()
     bodies = [_body(prompt, tokens, stream=stream) for prompt in prompts]
     with ThreadPoolExecutor(rows) as pool:
-        began = time.perf_counter()
-        found = list(pool.map(lambda body: _ask(url, body, stream=stream), bodies))
-        took = time.perf_counter() - began
-    assert all(count == tokens for count in found), f"{found} tokens, requested {tokens}"
-    return took
+        started = time.perf_counter()
+        counts = list(pool.map(lambda body: _ask(url, body, stream=stream), bodies))
+        seconds = time.perf_counter() - started
+    assert all(count == tokens for count in counts), f"{counts} tokens, requested {tokens}"
+    return seconds
 
 
 def _body(prompt: list[int], tokens: int, *, stream: bool) -> bytes:
@@ -137,7 +137,7 @@ def _body(prompt: list[int], tokens: int, *, stream: bool) -> bytes:
 
 
 def _ask(url: str, body: bytes, *, stream: bool = False) -> int:
-    """Tokens that came, as the answer counts them."""
+    """Return the number of tokens that the response reports."""
     request = urllib.request.Request(url, body, dict(_JSON))  # noqa: S310  # our own service
     with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310  # as above
         answer_body = answer.read()
@@ -156,7 +156,7 @@ def _started(bundle: Path) -> Iterator[tuple[Running, str]]:
         running = Running("pipe", argv, log)
         try:
             url = f"http://127.0.0.1:{http}/openai/v1/completions"
-            running.wait_for_answer(Asking(url, _body([1], 1, stream=False), _JSON))
+            running.wait_for_answer(RequestSpec(url, _body([1], 1, stream=False), _JSON))
             running.hold()
             yield running, url
         finally:

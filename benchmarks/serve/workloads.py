@@ -44,27 +44,32 @@ class Workload:
 
     @property
     def request(self) -> Array:
-        """One row, the same for all contenders."""
-        drawn = np.random.default_rng(1).integers(0, self.top, (1, *self.shape), endpoint=True)
-        return drawn if self.datatype == "INT64" else (drawn / self.top).astype(np.float32)
+        """Return one row, the same for all contenders."""
+        values = np.random.default_rng(1).integers(0, self.top, (1, *self.shape), endpoint=True)
+        return values if self.datatype == "INT64" else (values / self.top).astype(np.float32)
 
     def json_v1(self) -> bytes:
         return json.dumps({"instances": self.request.tolist()}, separators=(",", ":")).encode()
 
     def json_v2(self) -> bytes:
-        one = {"name": "x", "shape": [1, *self.shape], "datatype": self.datatype, "data": self.request.ravel().tolist()}
-        return json.dumps({"inputs": [one]}, separators=(",", ":")).encode()
+        tensor = {
+            "name": "x",
+            "shape": [1, *self.shape],
+            "datatype": self.datatype,
+            "data": self.request.ravel().tolist(),
+        }
+        return json.dumps({"inputs": [tensor]}, separators=(",", ":")).encode()
 
     def binary_v2(self) -> tuple[bytes, int]:
-        """The body, and the length of the JSON it begins with."""
+        """Return the body, and the length of the JSON it begins with."""
         raw = self.request.tobytes()
-        one = {"name": "x", "shape": [1, *self.shape], "datatype": self.datatype}
-        body = {"inputs": [{**one, "parameters": {"binary_data_size": len(raw)}}]}
+        tensor = {"name": "x", "shape": [1, *self.shape], "datatype": self.datatype}
+        body = {"inputs": [{**tensor, "parameters": {"binary_data_size": len(raw)}}]}
         head = json.dumps({"parameters": {"binary_data_output": True}, **body}, separators=(",", ":")).encode()
         return head + raw, len(head)
 
     def bundle(self, folder: Path) -> Path:
-        """Sealed in `folder`, which must not exist yet."""
+        """Write the bundle to `folder`, which must not exist yet."""
         folder.mkdir(parents=True)
         self.build(folder / "model.onnx")
         (folder / "codec.py").write_text(_CODEC.format(kind=self.kind))

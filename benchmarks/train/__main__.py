@@ -21,7 +21,7 @@ OF_TEXTS = ("loops", "packing", "gpu")  # with --model
 
 def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
-    made: dict[str, Callable[[], tuple[dict[str, Any], str]]] = {
+    makers: dict[str, Callable[[], tuple[dict[str, Any], str]]] = {
         "loops": lambda: _loops(options),
         "link": lambda: _link(options),
         "exact": lambda: _exact(options),
@@ -29,15 +29,15 @@ def main(argv: Sequence[str]) -> int:
         "gpu": lambda: _gpu(options),
         "packing": lambda: _packing(options),
     }
-    found, texts = {}, []
+    results, texts = {}, []
     try:
         for name in options.table or (OF_TEXTS if options.model else TABLES):
-            found[name], text = made[name]()
+            results[name], text = makers[name]()
             texts.append(text)
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(json.dumps(found, indent=2) if options.output == "json" else "\n\n".join(texts))
+    print(json.dumps(results, indent=2) if options.output == "json" else "\n\n".join(texts))
     return 0
 
 
@@ -71,27 +71,27 @@ def _loops(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     size = _size(options)
     workloads = options.workload or (["digits"] if options.quick else list(WORKLOADS))
     workloads, peers = ([options.model], False) if options.model else (workloads, not options.no_peers)
-    found = loops.loops(size, workloads, options.processes or [1, 2], options.threads, peers=peers)
-    return found, loops.text(found)
+    results = loops.loops(size, workloads, options.processes or [1, 2], options.threads, peers=peers)
+    return results, loops.text(results)
 
 
 def _packing(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from benchmarks.train import packed  # here, not above: it takes a tokenizer, which the other tables do without
 
-    found = packed.packed(_size(options), options.processes or [1, 2], options.threads or 1)
-    return found, packed.text(found)
+    results = packed.packed(_size(options), options.processes or [1, 2], options.threads or 1)
+    return results, packed.text(results)
 
 
 def _exact(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     workloads = options.workload or exact.WORKED
-    found = exact.exact(_size(options), workloads, options.processes or exact.PROCESSES)
-    return found, exact.text(found)
+    results = exact.exact(_size(options), workloads, options.processes or exact.PROCESSES)
+    return results, exact.text(results)
 
 
 def _saving(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     workloads = options.workload or saving.WORKED
-    found = saving.saving(_size(options), workloads, options.processes or saving.PROCESSES)
-    return found, saving.text(found)
+    results = saving.saving(_size(options), workloads, options.processes or saving.PROCESSES)
+    return results, saving.text(results)
 
 
 def _size(options: argparse.Namespace) -> loops.Size:
@@ -99,17 +99,17 @@ def _size(options: argparse.Namespace) -> loops.Size:
 
 
 def _link(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    found = link.link(quick=options.quick)
-    return found, link.text(found)
+    results = link.link(quick=options.quick)
+    return results, link.text(results)
 
 
 def _gpu(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    found = gpu.gpu(quick=options.quick, net=options.model or "gpt2")
-    return found, gpu.text(found)
+    results = gpu.gpu(quick=options.quick, net=options.model or "gpt2")
+    return results, gpu.text(results)
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    """As Ctrl-C: processes and namespaces are taken down first."""
+    """Handle the signal like Ctrl-C, so that processes and namespaces are removed first."""
     raise KeyboardInterrupt(number)
 
 

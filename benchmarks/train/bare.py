@@ -44,7 +44,7 @@ def bare(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
 
 
 def padded(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
-    """The same on the texts of `workload` with a row for each."""
+    """Train the bare loop on the texts of `workload`, one text per row."""
     from benchmarks.train.deepseek import Padded  # here: the other workloads do without a tokenizer
 
     bare(replace(workload, make=Padded), rank, gate, folder)

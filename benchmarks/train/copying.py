@@ -32,7 +32,7 @@ class Copying(CheckpointStore):
         self._thread.start()
 
     def _part(self, tensor: Tensor) -> Tensor:
-        """As much as one of the processes writes of it, as bytes."""
+        """Return as many bytes of a tensor as one of the processes writes."""
         return tensor.flatten()[: -(-tensor.numel() // self._size)].view(torch.uint8)
 
     def _put(self, row: Tensor) -> None:

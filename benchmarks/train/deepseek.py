@@ -72,11 +72,11 @@ class DeepSeek:
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         assert isinstance(outputs, Tensor)
-        places = slice(-outputs.shape[1], None)  # of those that were not cut off
-        ids, segments = batch["input_ids"][:, places], batch["attention_mask"][:, places]
+        columns = slice(-outputs.shape[1], None)  # of those that were not cut off
+        ids, segments = batch["input_ids"][:, columns], batch["attention_mask"][:, columns]
         counted = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
-        surprise = functional.cross_entropy(outputs[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
-        return ((surprise * counted).sum(dim=1) / counted.sum(dim=1).clamp(min=1)).mean()
+        losses = functional.cross_entropy(outputs[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+        return ((losses * counted).sum(dim=1) / counted.sum(dim=1).clamp(min=1)).mean()
 
     def metrics(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         assert isinstance(outputs, Tensor)
@@ -103,26 +103,26 @@ class _Trimmed(nn.Module):
 
     def forward(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
         longest = int((segments != 0).sum(dim=1).max())
-        ids, segments, positions = (one[:, -longest:] for one in (ids, segments, positions))
-        found: Tensor = self.model(ids, (segments != 0).long(), positions).logits
-        return found
+        ids, segments, positions = (column[:, -longest:] for column in (ids, segments, positions))
+        logits: Tensor = self.model(ids, (segments != 0).long(), positions).logits
+        return logits
 
 
 def useful_tokens(task: DeepSeek) -> float:
-    """In a batch, at the mean."""
+    """Return the mean number of tokens in a batch that are no padding."""
     return float((task.rows().segments != 0).sum(axis=1).mean()) * BATCH_SIZE
 
 
 def padding() -> float:
-    """The share of what `Padded` computes that is no text, its batches in any order: at the mean of many draws."""
+    """Return the mean fraction of padding in the batches of `Padded`, over many random draws."""
     lengths = np.array([len(piece) for piece in pieces()])
-    drawn = np.random.default_rng(0).choice(lengths, (1000, BATCH_SIZE))
-    return float(1 - drawn.sum() / (drawn.max(axis=1).sum() * BATCH_SIZE))
+    draws = np.random.default_rng(0).choice(lengths, (1000, BATCH_SIZE))
+    return float(1 - draws.sum() / (draws.max(axis=1).sum() * BATCH_SIZE))
 
 
 @cache
 def pieces() -> list[Sequence[int]]:
-    """Definitions of the library's own modules as tokens; a tokenizer learned from some of them, the same each time."""
+    """Return definitions of the standard library as tokens of a tokenizer that was trained on some of them."""
     texts = [piece for path in _library() for piece in _definitions(path.read_text(encoding="utf-8", errors="replace"))]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -132,8 +132,8 @@ def pieces() -> list[Sequence[int]]:
         vocab_size=VOCABULARY, special_tokens=["<pad>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts[::4], trainer)
-    found = cut_texts([one.ids for one in tokenizer.encode_batch(texts)], LENGTH)
-    return [found[place] for place in np.random.default_rng(0).permutation(len(found))]
+    rows = cut_texts([encoding.ids for encoding in tokenizer.encode_batch(texts)], LENGTH)
+    return [rows[index] for index in np.random.default_rng(0).permutation(len(rows))]
 
 
 def _library() -> list[Path]:
@@ -149,8 +149,8 @@ def _model() -> nn.Module:
 
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**_SIZE))
     model.set_experts_implementation("eager")  # the fastest on CPU
-    found: nn.Module = model
-    return found
+    result: nn.Module = model
+    return result
 
 
 PACKED = Workload(DeepSeek, BATCH_SIZE, LAP)

@@ -15,10 +15,10 @@ PINS = Path(__file__).resolve().parents[1] / "peers.txt"
 
 
 def peers_python(folder: Path) -> Path:
-    """An interpreter that can import the peers, installed at the first call and after the pins changed."""
-    wanted = digest_bytes(PINS.read_bytes() + sys.version.encode())
-    mark, python = folder / "installed", folder / "bin" / "python"
-    if mark.exists() and mark.read_text() == wanted:
+    """Return a Python that can import the peers; it is installed at the first call and after the pins changed."""
+    digest = digest_bytes(PINS.read_bytes() + sys.version.encode())
+    installed_digest, python = folder / "installed", folder / "bin" / "python"
+    if installed_digest.exists() and installed_digest.read_text() == digest:
         return python
     try:
         venv.create(folder, clear=True)
@@ -26,7 +26,7 @@ def peers_python(folder: Path) -> Path:
         _install(python, PINS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ResourceError(f"no environment for the peers in {folder}: {error}") from error
-    mark.write_text(wanted)
+    installed_digest.write_text(digest)
     return python
 
 
@@ -37,7 +37,7 @@ def _see_what_is_here(folder: Path) -> None:
 
 def _install(python: Path, pins: Path) -> None:
     argv = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(pins)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
+    if result.returncode:
+        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
         raise ResourceError(f"the peers cannot be installed: {errors[-1][:300]}")

@@ -44,7 +44,7 @@ def exact(size: Size, workloads: Sequence[str], processes: Sequence[int]) -> dic
 
 
 def row_of(course: Course, heats: Sequence[Mapping[str, Sequence[Lap]]]) -> Row:
-    """Laps are compared with those of the same round: both met the same neighbours on the machine."""
+    """Compare laps of the same round, so that other load on the machine affects both."""
     ratios = [ratio for heat in heats for ratio in ratios_to(heat["exact"], heat["ours"])]
     exact_ms, close_ms = (
         round(statistics.median(lap.cpu_seconds for heat in heats for lap in heat[loop]) / course.lap * 1e3, 2)

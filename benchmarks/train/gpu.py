@@ -19,7 +19,7 @@ _SECONDS = 900
 
 
 def gpu(quick: bool, net: str = "gpt2") -> dict[str, Any]:
-    """On one GPU, and on all of them where there are several; compiled and as it is."""
+    """Measure on one GPU and on all of them, compiled and not compiled."""
     title = NETS[net].title
     if not torch.cuda.is_available():
         return {"rows": [], "title": title, "skipped": "torch sees no CUDA device"}
@@ -36,11 +36,11 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    way = "compiled" if row["compiled"] else "as it is"
-    if why := row.get("failed"):
-        return f"{row['gpus']} x {way}: failed: {why}"
+    mode = "compiled" if row["compiled"] else "as it is"
+    if reason := row.get("failed"):
+        return f"{row['gpus']} x {mode}: failed: {reason}"
     share = f"{row['mfu']:.1%}" if row["mfu"] is not None else "unknown peak"
-    return f"{row['gpus']} x {row['device']:<24}{way:<10}{row['tokens_per_second']:>12,.0f} tokens/s  {share}"
+    return f"{row['gpus']} x {row['device']:<24}{mode:<10}{row['tokens_per_second']:>12,.0f} tokens/s  {share}"
 
 
 def row(net: str, gpus: int, steps: int, *, compiled: bool) -> dict[str, Any]:
@@ -56,9 +56,9 @@ def _run(net: str, gpus: int, steps: int, *, compiled: bool) -> dict[str, Any]:
     argv = [sys.executable, *launch, "-m", "benchmarks.train.on_gpu", net, str(steps), str(int(compiled))]
     root = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": root, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise StageError(f"{net} on {gpus} GPUs failed: {' / '.join(done.stderr.strip().splitlines()[-3:])}")
+    result = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    if result.returncode or not lines:
+        raise StageError(f"{net} on {gpus} GPUs failed: {' / '.join(result.stderr.strip().splitlines()[-3:])}")
     found: dict[str, Any] = json.loads(lines[-1])
     return found

@@ -70,8 +70,8 @@ class DeepSeek(Gpt2):
     def model(self) -> nn.Module:
         from transformers import DeepseekV3Config, DeepseekV3ForCausalLM  # here: GPT-2 needs it not
 
-        found: nn.Module = DeepseekV3ForCausalLM(DeepseekV3Config(**self.size))
-        return found
+        model: nn.Module = DeepseekV3ForCausalLM(DeepseekV3Config(**self.size))
+        return model
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         assert isinstance(outputs, Tensor)
@@ -98,5 +98,5 @@ NETS = {
 
 
 def sequences(memory_bytes: int) -> int:
-    """In a batch of one GPU: what fits beside the parameters and the scores of every token."""
+    """Return the batch size that fits on one GPU with the parameters and the logits of every token."""
     return next((count for count, gigabytes in ((32, 70), (16, 40), (8, 20)) if memory_bytes >= gigabytes << 30), 4)

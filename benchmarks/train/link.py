@@ -35,9 +35,9 @@ def link(quick: bool) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     target = 100.0 if quick else TARGET  # met at the first look
     with network(2, MEGABITS) as ends:
-        for name, words in WORDS.items():
-            found = _train(ends, words, target, LIMIT_SECONDS)
-            rows.append(_row(name, found, rows))
+        for name, settings in WORDS.items():
+            result = _train(ends, settings, target, LIMIT_SECONDS)
+            rows.append(_row(name, result, rows))
             print(line(rows[-1]), file=sys.stderr, flush=True)
     return {"rows": rows, "skipped": "", "megabits": MEGABITS, "target": target}
 
@@ -50,31 +50,31 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    reached = (
+    outcome = (
         f"{row['seconds']:7.1f} s" if row["reached"] else f"not within {row['seconds']:.0f} s, at {row['loss']:.2f}"
     )
     faster = f"{row['times_faster']:5.1f} x" if row["times_faster"] else ""
     return (
-        f"{row['words']:<14}{reached:<28}{faster:<10}{row['steps']:>6} steps"
+        f"{row['words']:<14}{outcome:<28}{faster:<10}{row['steps']:>6} steps"
         f"{row['step_ms']:>9.1f} ms/step{row['sent_bytes_per_step'] / 1e3:>10.1f} kB/step"
     )
 
 
-def _row(name: str, found: Mapping[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
-    first = before[0] if before else found
-    both = first["reached"] and found["reached"]
-    step_ms = found["seconds"] / found["steps"] * 1e3
+def _row(name: str, result: Mapping[str, Any], previous_rows: list[dict[str, Any]]) -> dict[str, Any]:
+    first_row = previous_rows[0] if previous_rows else result
+    both_reached = first_row["reached"] and result["reached"]
+    step_ms = result["seconds"] / result["steps"] * 1e3
     return {
         "words": name,
-        **found,
+        **result,
         "step_ms": step_ms,
-        "times_faster": first["seconds"] / found["seconds"] if both else 0,
+        "times_faster": first_row["seconds"] / result["seconds"] if both_reached else 0,
     }
 
 
-def _train(ends: Sequence[Host], words: Mapping[str, Any], target: float, limit: float) -> dict[str, Any]:
-    """Both processes to their end; what the first one printed."""
-    argv = [sys.executable, "-m", "benchmarks.train.linked", json.dumps(words), str(target), str(limit)]
+def _train(ends: Sequence[Host], settings: Mapping[str, Any], target: float, limit: float) -> dict[str, Any]:
+    """Run both processes to their end; return what the first one printed."""
+    argv = [sys.executable, "-m", "benchmarks.train.linked", json.dumps(settings), str(target), str(limit)]
     with contextlib.ExitStack() as stack:
         processes = []
         for rank, end in enumerate(ends):
@@ -86,12 +86,12 @@ def _train(ends: Sequence[Host], words: Mapping[str, Any], target: float, limit:
         if processes[0].returncode:
             raise StageError(f"training over the link failed: {' / '.join(errors.strip().splitlines()[-3:])}")
         processes[1].communicate(timeout=60)
-    found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return result
 
 
 def _environment(rank: int, master: str, interface: str) -> dict[str, str]:
-    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": master, "MASTER_PORT": _PORT}
+    variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": master, "MASTER_PORT": _PORT}
     root = str(Path(__file__).resolve().parents[2])
-    shared = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": root}
-    return {**{name: str(value) for name, value in place.items()}, **shared}
+    common = {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONPATH": root}
+    return {**{name: str(value) for name, value in variables.items()}, **common}

@@ -44,8 +44,8 @@ class Teacher(Synthetic):
     def data(self, split: str) -> dict[str, Tensor]:
         x = torch.randn(1 << 16 if split == "train" else 512, 64, generator=torch.Generator().manual_seed(len(split)))
         weights = torch.Generator().manual_seed(0)
-        inner, outer = torch.randn(64, 8, generator=weights), torch.randn(8, 10, generator=weights)
-        return {"x": x, "target": (torch.tanh(x @ inner / 8) @ outer).argmax(dim=1)}
+        first_layer, second_layer = torch.randn(64, 8, generator=weights), torch.randn(8, 10, generator=weights)
+        return {"x": x, "target": (torch.tanh(x @ first_layer / 8) @ second_layer).argmax(dim=1)}
 
 
 class Racing(Trainer):

@@ -54,27 +54,27 @@ def loops(size: Size, names: Sequence[str], processes: Sequence[int], threads: i
         skipped = str(error)
     rows = []
     for name, count in itertools.product(names, processes):
-        shared = threads or max(1, (os.cpu_count() or 1) // count)
-        course = Course(name, count, shared, size.lap or workload(name).lap, size.warm_laps, size.laps)
-        found = rows_of(course, [race(course, pythons) for _ in range(size.heats)])
-        rows += found
-        print("\n".join(line(row) for row in found), file=sys.stderr, flush=True)
+        threads_per_process = threads or max(1, (os.cpu_count() or 1) // count)
+        course = Course(name, count, threads_per_process, size.lap or workload(name).lap, size.warm_laps, size.laps)
+        rows_of_course = rows_of(course, [race(course, pythons) for _ in range(size.heats)])
+        rows += rows_of_course
+        print("\n".join(line(row) for row in rows_of_course), file=sys.stderr, flush=True)
     return {"rows": [asdict(row) for row in rows], "skipped": skipped}
 
 
 def rows_of(course: Course, heats: Sequence[Mapping[str, Sequence[Lap]]]) -> list[Row]:
-    found = []
+    rows = []
     for loop in heats[0]:
         ratios = [ratio for heat in heats for ratio in ratios_to(heat["bare"], heat[loop])]
         cpu = statistics.median(lap.cpu_seconds for heat in heats for lap in heat[loop]) / course.lap * 1e3
         median, low, high = (round(ratio, 3) for ratio in (statistics.median(ratios), min(ratios), max(ratios)))
-        found.append(Row(course.workload, course.processes, loop, median, low, high, round(cpu, 2)))
-    return found
+        rows.append(Row(course.workload, course.processes, loop, median, low, high, round(cpu, 2)))
+    return rows
 
 
 def ratios_to(bare: Sequence[Lap], other: Sequence[Lap]) -> list[float]:
-    """Speed against the bare loop's lap of the same round: both met the same neighbours on the machine."""
-    return [yardstick.seconds / lap.seconds for yardstick, lap in zip(bare, other, strict=True)]
+    """Return the speed relative to the bare loop's lap of the same round: other load affects both."""
+    return [bare_lap.seconds / lap.seconds for bare_lap, lap in zip(bare, other, strict=True)]
 
 
 def line(row: Row) -> str:

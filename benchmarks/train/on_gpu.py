@@ -45,14 +45,14 @@ class Stopwatch:
 def main(net: str, steps: int, *, compiled: bool) -> None:
     rank = Rank.from_env()
     batch_size = sequences(torch.cuda.get_device_properties(rank.local_rank).total_memory) * rank.world_size
-    words = {
+    settings = {
         "batch_size": batch_size,
         "precision": "bf16",
         "compile": compiled,
         "device": "cuda",
         "checkpoint_every": 0,
     }
-    body = {"name": "bench", "task": "task.py:T", "codec": "codec.py:C", "train": {**words, "deterministic": False}}
+    body = {"name": "bench", "task": "task.py:T", "codec": "codec.py:C", "train": {**settings, "deterministic": False}}
     config = parse_config(body, source="the bench")
     with tempfile.TemporaryDirectory() as folder, join_process_group(config.train, rank, Path(folder)) as group:
         task = NETS[net].make()

@@ -27,9 +27,9 @@ def ours(
     gate: Gate,
     folder: Path,
     make_store: Callable[[Path, ProcessGroup], CheckpointStore] | None = None,
-    **words: Any,
+    **settings: Any,
 ) -> None:
-    section = {**train_section(workload.batch_size), **words}
+    section = {**train_section(workload.batch_size), **settings}
     body = {"name": "race", "task": "task.py:T", "codec": "codec.py:C", "train": section}
     config = parse_config(body, source="the race")
     set_determinism(config.train)
@@ -39,8 +39,8 @@ def ours(
         train = open_split(task, "train")
         trainer = Lapping(task, config, group, train, train, workload.batch_size)
         trainer.gate, trainer.lap = gate, workload.lap
-        place = group.share(folder) / "checkpoints"
-        store = make_store(place, group) if make_store else CheckpointStore(place, 2, {}, group)
+        checkpoints = group.share(folder) / "checkpoints"
+        store = make_store(checkpoints, group) if make_store else CheckpointStore(checkpoints, 2, {}, group)
         freeze_garbage_collector()
         if not rank.first:
             trainer.fit(Progress(), store, None)

@@ -60,13 +60,13 @@ def layout_of_the_library() -> Layout:
 def row_of(course: Course, heats: Sequence[Mapping[str, Sequence[Lap]]], layout: Layout) -> Row:
     gain = layout.useful["ours"] / layout.useful["padded"]
     ratios = [ratio * gain for heat in heats for ratio in ratios_to(heat["padded"], heat["ours"])]
-    ours, theirs = (
+    our_speed, padded_speed = (
         round(layout.useful[loop] * course.lap / statistics.median(lap.seconds for heat in heats for lap in heat[loop]))
         for loop in LOOPS
     )
     median, low, high = (round(ratio, 3) for ratio in (statistics.median(ratios), min(ratios), max(ratios)))
-    padded = layout.padding
-    return Row(course.processes, padded["ours"], padded["padded"], ours, theirs, median, low, high)
+    padding = layout.padding
+    return Row(course.processes, padding["ours"], padding["padded"], our_speed, padded_speed, median, low, high)
 
 
 def line(row: Row) -> str:

@@ -27,12 +27,12 @@ class Racer:
 
     def __init__(self, name: str, argv: Sequence[str], processes: int, env: dict[str, str], errors: IO[bytes]) -> None:
         self.name, self._errors = name, errors
-        shared = {**os.environ, **env, "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": str(_free_port()), "NODE_RANK": "0"}
+        common = {**os.environ, **env, "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+        common |= {"MASTER_PORT": str(_free_port()), "NODE_RANK": "0"}
         self._processes = [
             subprocess.Popen(
                 argv,
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -46,8 +46,8 @@ class Racer:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        found = [self._answer(process) for process in self._processes]
-        return Lap(max(wall for wall, _ in found), sum(cpu for _, cpu in found))
+        times = [self._answer(process) for process in self._processes]
+        return Lap(max(wall for wall, _ in times), sum(cpu for _, cpu in times))
 
     def close(self) -> None:
         for process in self._processes:
@@ -66,11 +66,11 @@ class Racer:
 
 
 def rotations(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
-    """Every contestant starts at every place equally often: noise that grows or fades favours none of them."""
+    """Yield orders in which everyone has every position equally often, so that drifting noise favours none of them."""
     for i in range(rounds):
         start = i % len(names)
-        turned = [*names[start:], *names[:start]]
-        yield turned if i // len(names) % 2 == 0 else turned[::-1]
+        order = [*names[start:], *names[:start]]
+        yield order if i // len(names) % 2 == 0 else order[::-1]
 
 
 @dataclass(frozen=True)
@@ -87,28 +87,28 @@ class Course:
 
 @contextlib.contextmanager
 def racers(course: Course, pythons: dict[str, Path]) -> Iterator[dict[str, Racer]]:
-    """Every contestant's processes, started and waiting; gone at the end, whatever happens."""
+    """Start every contestant's processes, which wait for laps; they are ended in any case."""
     env = {"OMP_NUM_THREADS": str(course.threads), "PYTHONSAFEPATH": "1"}
     env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     with contextlib.ExitStack() as stack:
-        found = {}
+        racers_by_name = {}
         for name, python in pythons.items():
             errors = stack.enter_context(tempfile.TemporaryFile())
             argv = [str(python), "-m", "benchmarks.train.racer", name, course.workload, str(course.lap)]
-            found[name] = Racer(name, argv, course.processes, env, errors)
-            stack.callback(found[name].close)
-        yield found
+            racers_by_name[name] = Racer(name, argv, course.processes, env, errors)
+            stack.callback(racers_by_name[name].close)
+        yield racers_by_name
 
 
 def race(course: Course, pythons: dict[str, Path]) -> dict[str, list[Lap]]:
-    with racers(course, pythons) as found:
+    with racers(course, pythons) as racers_by_name:
         for name in pythons:
             for _ in range(course.warm_laps):
-                found[name].lap()
+                racers_by_name[name].lap()
         times: dict[str, list[Lap]] = {name: [] for name in pythons}
         for order in rotations(list(pythons), course.laps):
             for name in order:
-                times[name].append(found[name].lap())
+                times[name].append(racers_by_name[name].lap())
         return times
 
 

@@ -19,7 +19,7 @@ Contestant = Callable[[Workload, Rank, Gate, Path], None]
 
 
 def contestant(name: str) -> Contestant:
-    """Peers are imported only where they run: they live in an environment of their own."""
+    """Return the training loop of a contestant; peers are imported only in their own environments."""
     if name in ("ours", "exact"):
         from benchmarks.train.ours import ours
 
@@ -35,16 +35,16 @@ def contestant(name: str) -> Contestant:
         return padded if name == "padded" else bare
     from benchmarks.train import peers
 
-    found: Contestant = getattr(peers, name)
-    return found
+    peer: Contestant = getattr(peers, name)
+    return peer
 
 
 def main() -> int:
-    name, raced, lap = sys.argv[1:]
+    name, workload_name, lap = sys.argv[1:]
     rank = Rank.from_env()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            contestant(name)(replace(workload(raced), lap=int(lap)), rank, Gate(), Path(folder))
+            contestant(name)(replace(workload(workload_name), lap=int(lap)), rank, Gate(), Path(folder))
         except Finished:
             return 0
         except Exception:

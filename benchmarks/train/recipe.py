@@ -23,7 +23,7 @@ EPOCHS = 4
 
 
 def train_section(batch_size: int) -> dict[str, Any]:
-    """The same, in the words of `pipe.yaml`."""
+    """Return the recipe as settings of `pipe.yaml`."""
     return {
         "epochs": EPOCHS,
         "batch_size": batch_size,
@@ -47,11 +47,11 @@ class Plan:
         self._rank = rank
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """This process's slices, one a step, straight from memory."""
+        """Yield this process's slice of each batch, from memory."""
         for step in itertools.count():
-            chosen = self._order.batch(step)
-            mine = self._rank.slice_of(len(chosen))
-            index = torch.from_numpy(chosen[mine.start : mine.stop])
+            indices = self._order.batch(step)
+            own_slice = self._rank.slice_of(len(indices))
+            index = torch.from_numpy(indices[own_slice.start : own_slice.stop])
             yield {name: column[index] for name, column in self._columns.items()}
 
     def rate(self, step: int) -> float:

@@ -33,7 +33,7 @@ class Row:
 
     @property
     def beyond(self) -> float:
-        """CPU time that a checkpoint takes beyond its bytes, as a share of a step's."""
+        """Return the CPU time of a checkpoint beyond copying its bytes, relative to that of a step."""
         return (self.saving_cpu_ms - self.copying_cpu_ms) / self.cpu_ms
 
 
@@ -48,8 +48,8 @@ def saving(size: Size, workloads: Sequence[str], processes: Sequence[int]) -> di
 
 
 def row_of(course: Course, heats: Sequence[Mapping[str, Sequence[Lap]]]) -> Row:
-    """Laps are compared with those of the same round: both met the same neighbours on the machine."""
-    copied, saved = (
+    """Compare laps of the same round, so that other load on the machine affects both."""
+    copied_ratio, saved_ratio = (
         round(statistics.median(ratio for heat in heats for ratio in ratios_to(heat[loop], heat["ours"])), 3)
         for loop in LOOPS[1:]
     )
@@ -57,7 +57,7 @@ def row_of(course: Course, heats: Sequence[Mapping[str, Sequence[Lap]]]) -> Row:
         round(statistics.median(lap.cpu_seconds for heat in heats for lap in heat[loop]) / course.lap * 1e3, 2)
         for loop in LOOPS
     ]
-    return Row(course.workload, course.processes, copied, saved, *cpu)
+    return Row(course.workload, course.processes, copied_ratio, saved_ratio, *cpu)
 
 
 def line(row: Row) -> str:

@@ -18,8 +18,8 @@ class Transformer(nn.Module):
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.norm(self.blocks(self.token(x) + self.place))
-        return functional.linear(found, self.token.weight)
+        hidden: Tensor = self.norm(self.blocks(self.token(x) + self.place))
+        return functional.linear(hidden, self.token.weight)
 
 
 class _Block(nn.Module):
@@ -36,7 +36,7 @@ class _Block(nn.Module):
         count, length, width = x.shape
         mixed = self.mix(self.before(x)).view(count, length, 3, self.heads, width // self.heads)
         query, key, value = mixed.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(count, length, width))
-        found: Tensor = x + self.think(self.between(x))
-        return found
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(count, length, width))
+        output: Tensor = x + self.think(self.between(x))
+        return output

@@ -52,9 +52,9 @@ class Convolution(Synthetic):
     def model(self) -> nn.Module:
         widths = (3, 32, 32, 64, 64, 128, 128)
         layers: list[nn.Module] = []
-        for i, (before, after) in enumerate(itertools.pairwise(widths)):
+        for i, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
             stride = 2 if i in (2, 4) else 1
-            layers += [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+            layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
 
     def data(self, split: str) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ class Language(Synthetic):
 
 
 def _digits() -> Task:
-    """The example's own task; its training split is repeated, since it is short."""
+    """Return the example's own task, with its short training split repeated."""
     task = load_task("task.py:Digits", example_folder("digits"))
     original = task.data
 

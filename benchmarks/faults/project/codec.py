@@ -12,5 +12,5 @@ class TextCodec:
         return {"x": np.asarray(payload, dtype=np.int64)}
 
     def encode(self, arrays: dict[str, Any]) -> list[list[int]]:
-        found: list[list[int]] = arrays["scores"].argmax(axis=-1).tolist()
-        return found
+        classes: list[list[int]] = arrays["scores"].argmax(axis=-1).tolist()
+        return classes

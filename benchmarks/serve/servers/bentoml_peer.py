@@ -23,9 +23,9 @@ class Net:
 
     @bentoml.api  # type: ignore[untyped-decorator]
     def predict(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        one = inputs[0]
-        kind = np.int64 if one["datatype"] == "INT64" else np.float32
-        logits = self.session.run(["logits"], {"x": np.array(one["data"], kind).reshape(one["shape"])})[0]
+        tensor = inputs[0]
+        kind = np.int64 if tensor["datatype"] == "INT64" else np.float32
+        logits = self.session.run(["logits"], {"x": np.array(tensor["data"], kind).reshape(tensor["shape"])})[0]
         return {"outputs": [{"name": "logits", "data": logits.ravel().tolist()}]}
 
 

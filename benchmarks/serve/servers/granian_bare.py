@@ -21,9 +21,9 @@ def session() -> Any:
 
 
 async def app(_scope: Any, protocol: Any) -> None:
-    one = orjson.loads(await protocol())["inputs"][0]
-    kind = np.int64 if one["datatype"] == "INT64" else np.float32
-    values = session().run(["logits"], {"x": np.array(one["data"], kind).reshape(one["shape"])})[0]
+    tensor = orjson.loads(await protocol())["inputs"][0]
+    kind = np.int64 if tensor["datatype"] == "INT64" else np.float32
+    values = session().run(["logits"], {"x": np.array(tensor["data"], kind).reshape(tensor["shape"])})[0]
     output = {"name": "logits", "shape": values.shape, "datatype": "FP32", "data": values.ravel()}
     body = orjson.dumps({"model_name": "net", "outputs": [output]}, option=orjson.OPT_SERIALIZE_NUMPY)
     protocol.response_bytes(200, _JSON, body)

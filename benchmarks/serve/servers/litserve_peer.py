@@ -17,9 +17,9 @@ class Net(litserve.LitAPI):  # type: ignore[misc]  # mypy is not run where the p
         self.session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
 
     def decode_request(self, request) -> Any:  # type: ignore[no-untyped-def]  # a typed parameter would be read from the URL
-        one = request["inputs"][0]
-        kind = np.int64 if one["datatype"] == "INT64" else np.float32
-        return np.array(one["data"], kind).reshape(one["shape"])[0]
+        tensor = request["inputs"][0]
+        kind = np.int64 if tensor["datatype"] == "INT64" else np.float32
+        return np.array(tensor["data"], kind).reshape(tensor["shape"])[0]
 
     def batch(self, inputs: Any) -> Any:
         return np.stack(inputs)

@@ -25,9 +25,9 @@ class Net:
         return list(self.session.run(["logits"], {"x": np.concatenate(rows)})[0])
 
     async def __call__(self, request: Request) -> dict[str, Any]:
-        one = (await request.json())["inputs"][0]
-        kind = np.int64 if one["datatype"] == "INT64" else np.float32
-        logits = await self.run(np.array(one["data"], kind).reshape(one["shape"]))
+        tensor = (await request.json())["inputs"][0]
+        kind = np.int64 if tensor["datatype"] == "INT64" else np.float32
+        logits = await self.run(np.array(tensor["data"], kind).reshape(tensor["shape"]))
         return {"outputs": [{"name": "logits", "data": logits.tolist()}]}
 
 

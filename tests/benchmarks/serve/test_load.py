@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.serve.load import Found, percentile, read_h2load, read_wrk
+from benchmarks.serve.load import LoadResult, percentile, read_h2load, read_wrk
 from pipeline.contract.errors import StageError
 
 
@@ -21,13 +21,13 @@ def test_of_nothing_there_is_no_percentile() -> None:
 
 def test_wrk_shows_microseconds() -> None:
     text = "Running 2s test\n  12 requests in 2.00s\nFOUND 12000 2000000 3 1500 20500\n"
-    assert read_wrk(text) == Found(12000, 6000.0, 1.5, 20.5, 3)
+    assert read_wrk(text) == LoadResult(12000, 6000.0, 1.5, 20.5, 3)
 
 
 def test_h2load_shows_its_rate_and_logs_each_request() -> None:
     text = "finished in 2.00s, 2.00 req/s, 1.2KB/s\nrequests: 4 total"
     lines = ["1\t200\t1000", "2\t200\t2000", "3\t503\t3000", "4\t200\t4000"]
-    assert read_h2load(text, lines) == Found(4, 2.0, 3.0, 4.0, 1)
+    assert read_h2load(text, lines) == LoadResult(4, 2.0, 3.0, 4.0, 1)
 
 
 @pytest.mark.parametrize("read", [read_wrk, lambda text: read_h2load(text, [])])

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.serve import race, table
 from benchmarks.serve.arrivals import Arrived
 from benchmarks.serve.contenders import BINARY, CONTENDERS, GRPC, JSON, V1, Contender
-from benchmarks.serve.load import Asking, Found
+from benchmarks.serve.load import LoadResult, RequestSpec
 from benchmarks.serve.openloop import summarize
 from benchmarks.serve.race import Lap, Row
 from benchmarks.serve.running import Running, log_file
@@ -24,7 +24,7 @@ def _row(contender: str, wire: str, per_second: float, clients: int = 32) -> Row
 
 def test_a_ratio_is_of_one_round_and_a_row_is_the_median_of_rounds() -> None:
     laps = [
-        Lap(Found(100, rate, p50, 9.0, failed), cpu, limit)
+        Lap(LoadResult(100, rate, p50, 9.0, failed), cpu, limit)
         for rate, limit, p50, cpu, failed in [(100, 200, 1, 10, 0), (300, 400, 3, 30, 2), (200, 1000, 2, 20, 1)]
     ]
     found = race.row("digits", 32, "ours", JSON, laps)
@@ -63,7 +63,7 @@ def test_who_cannot_be_installed_is_left_out_with_the_reason(
 
     monkeypatch.setattr("benchmarks.serve.contenders.python_of", refuse)
     absent = Contender("absent", {JSON: "/"}, "granian_bare", "absent")
-    with race.started(WORKLOADS["digits"], [absent], tmp_path) as found:
+    with race.start_services(WORKLOADS["digits"], [absent], tmp_path) as found:
         assert found == []
     assert "absent is left out: absent cannot be installed: no such package" in capsys.readouterr().err
 
@@ -72,19 +72,19 @@ def test_who_ends_before_it_answers_is_reported_with_its_last_words() -> None:
     with log_file() as log:
         running = Running("short", [sys.executable, "-c", "raise SystemExit('no licence')"], log)
         with pytest.raises(StageError, match="short does not answer: no licence"):
-            running.wait_for_answer(Asking("http://127.0.0.1:9/", b"", ()))
+            running.wait_for_answer(RequestSpec("http://127.0.0.1:9/", b"", ()))
         running.close()
 
 
 @pytest.mark.parametrize("wire", [V1, JSON, BINARY, GRPC])
 def test_each_wire_format_has_its_body_and_its_headers(wire: str) -> None:
-    asking = race.asking_of(WORKLOADS["digits"], wire, "/path", 1111, 2222)
-    assert asking.url == f"http://127.0.0.1:{2222 if wire == GRPC else 1111}/path"
-    assert asking.grpc == (wire == GRPC)
-    headers = dict(asking.headers)
+    request_spec = race.make_request_spec(WORKLOADS["digits"], wire, "/path", 1111, 2222)
+    assert request_spec.url == f"http://127.0.0.1:{2222 if wire == GRPC else 1111}/path"
+    assert request_spec.grpc == (wire == GRPC)
+    headers = dict(request_spec.headers)
     assert ("inference-header-content-length" in headers) == (wire == BINARY)
     raw = WORKLOADS["digits"].request.tobytes()
-    assert asking.body.endswith(raw) == (wire in (BINARY, GRPC))
+    assert request_spec.body.endswith(raw) == (wire in (BINARY, GRPC))
 
 
 def test_every_contender_has_a_script_and_pins() -> None:

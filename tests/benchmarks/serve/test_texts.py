@@ -32,12 +32,15 @@ def test_the_plain_loop_writes_what_the_whole_text_gives_in_one_run(tmp_path: Pa
     path = decoder.bundle(tmp_path / "bundle", 1)
     session = onnxruntime.InferenceSession(str(path / "model.onnx"), providers=["CPUExecutionProvider"])
     ids = np.arange(5, 25).reshape(2, 10)
-    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in decoder.fed(ids[:, :9]).items()}
+    values = {
+        name: onnxruntime.OrtValue.ortvalue_from_numpy(array)
+        for name, array in decoder.first_inputs(ids[:, :9]).items()
+    }
     _, caches = raw_texts._run(session, values)
     step = {"input_ids": ids[:, 9:], "attention_mask": np.ones_like(ids), "position_ids": np.full((2, 1), 9)}
     bound = {
         name: onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)) for name, array in step.items()
     }
     last, _ = raw_texts._run(session, {**bound, **caches})
-    whole = session.run(["logits"], decoder.fed(ids))[0]
+    whole = session.run(["logits"], decoder.first_inputs(ids))[0]
     assert last[:, 0].tolist() == whole[:, -1].argmax(axis=1).tolist()
