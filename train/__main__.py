@@ -63,11 +63,11 @@ def train(run: Run, root: Path) -> None:
         if group.rank.first:
             _check_matches_prepare(run, splits)
         splits[0] = splits[0].first(config.max_samples)
-        make = partial(build_model, task, run)
-        batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"), make)
+        make_model = partial(build_model, task, run)
+        batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"), make_model)
         identity = _identity(run, len(splits[0]), batch_size)
-        place = make_storage(config.checkpoints, run.partial("train"), run.id)
-        store = CheckpointStore(place, config.keep_checkpoints, identity, group, config.timeout_seconds)
+        storage = make_storage(config.checkpoints, run.partial("train"), run.id)
+        store = CheckpointStore(storage, config.keep_checkpoints, identity, group, config.timeout_seconds)
         snapshots = None
         if config.snapshot_every:
             snapshots = MemorySnapshots(
@@ -75,11 +75,13 @@ def train(run: Run, root: Path) -> None:
             )
         resume_point = find_resume_point(store, snapshots, run.partial("train"), identity, group)
         trainer_class = ParameterServerTrainer if config.strategy == "parameter_server" and group.size > 1 else Trainer
-        with open_recorded_weights(run, root, make, group, resumes=resume_point.saved is not None) as create_model:
+        with open_recorded_weights(
+            run, root, make_model, group, resumes=resume_point.saved is not None
+        ) as create_model:
             trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model)
         trainer.snapshots = snapshots
-        gate = run.config.evaluate
-        check_metrics(task, trainer.strategy, splits[1], group, {gate.metric, *gate.metric_limits})
+        evaluate = run.config.evaluate
+        check_metrics(task, trainer.strategy, splits[1], group, {evaluate.metric, *evaluate.metric_limits})
         _fit(trainer, run, group, store, resume_point)
 
 
@@ -186,8 +188,8 @@ def find_resume_point(
     group: ProcessGroup,
 ) -> ResumePoint:
     """Find the newest state; all take part. It comes before the model is created, which then needs no weights."""
-    saved = store.newest()
-    step = saved.progress.step if saved else 0
+    checkpoint = store.newest()
+    step = checkpoint.progress.step if checkpoint else 0
     if snapshots is not None:
         snapshot = find_newest_snapshot(
             snapshots,
@@ -197,7 +199,7 @@ def find_resume_point(
         )
         if snapshot is not None:
             return ResumePoint(snapshot, "snapshot")
-    return ResumePoint(saved, "checkpoint")
+    return ResumePoint(checkpoint, "checkpoint")
 
 
 def resume(trainer: Trainer, resume_point: ResumePoint, group: ProcessGroup) -> Progress:
@@ -245,17 +247,22 @@ def check_splits(task: Task, splits: Sequence[Samples], group: ProcessGroup) -> 
 def describe_samples(samples: Samples) -> dict[str, str]:
     """Return facts that can be compared at the cost of loading a few samples."""
     facts = {"its length": str(len(samples))}
-    first, last = samples.batch([0]), samples.batch([len(samples) - 1])
-    for name in first.keys() | last.keys():
-        ends = [
-            f"{tuple(end[name].shape[1:])} {end[name].dtype}" if name in end else "missing" for end in (first, last)
+    first_sample, last_sample = samples.batch([0]), samples.batch([len(samples) - 1])
+    for name in first_sample.keys() | last_sample.keys():
+        descriptions = [
+            f"{tuple(end[name].shape[1:])} {end[name].dtype}" if name in end else "missing"
+            for end in (first_sample, last_sample)
         ]
-        facts[f"column {name}"] = ends[0] if ends[0] == ends[1] else f"{ends[0]} at first, {ends[1]} at last"
+        facts[f"column {name}"] = (
+            descriptions[0]
+            if descriptions[0] == descriptions[1]
+            else f"{descriptions[0]} at first, {descriptions[1]} at last"
+        )
     if samples.in_memory:  # items of a dataset may be random
         rows = sorted({*(len(samples) * i // _COMPARED_ROWS for i in range(_COMPARED_ROWS)), len(samples) - 1})
-        rows_only = Samples(samples.split, samples.batch(rows))
+        selected = Samples(samples.split, samples.batch(rows))
         facts |= {
-            f"the content of column {name}": digest_parts(sample_digests(rows_only, [name]))[:8] for name in first
+            f"the content of column {name}": digest_parts(sample_digests(selected, [name]))[:8] for name in first_sample
         }
     return facts
 

@@ -79,16 +79,16 @@ def find_batch_size(
     probe = StepProbe(task, config, samples, group.device, make)
     exchange = max(group.gather(_exchange_seconds(probe, group)))
     candidates = candidate_sizes(len(samples), group.data_size, config.accumulate)
-    largest, timed = 0, list[Timing]()
+    largest, timings = 0, list[Timing]()
     for size in candidates:
-        passes, micro = micro_batches(size, group.data_size, config.accumulate)
-        if not all(group.gather(probe.fits(micro, budget))):
+        passes, micro_batch_size = micro_batches(size, group.data_size, config.accumulate)
+        if not all(group.gather(probe.fits(micro_batch_size, budget))):
             break
-        if is_still_gaining(timed):
-            seconds = group.gather(probe.seconds(micro, passes))
+        if is_still_gaining(timings):
+            seconds = group.gather(probe.seconds(micro_batch_size, passes))
             if None in seconds:
                 break
-            timed.append(Timing(size, size / (max(seconds) + exchange)))
+            timings.append(Timing(size, size / (max(seconds) + exchange)))
         largest = size
     probe.clear()
     if not largest:
@@ -96,7 +96,9 @@ def find_batch_size(
             f"train.batch_size=auto: a batch of {candidates[0]} does not fit {budget >> 20} MiB per process; "
             "to fix it, raise train.accumulate, or use more processes"
         )
-    return BatchSizeChoice(fastest(timed), largest, "samples" if largest == candidates[-1] else "memory", tuple(timed))
+    return BatchSizeChoice(
+        fastest(timings), largest, "samples" if largest == candidates[-1] else "memory", tuple(timings)
+    )
 
 
 def candidate_sizes(samples: int, processes: int, accumulate: int) -> list[int]:
@@ -113,22 +115,22 @@ def micro_batches(size: int, processes: int, accumulate: int) -> tuple[int, int]
     return passes, -(-slice_size // passes)
 
 
-def is_still_gaining(timed: Sequence[Timing]) -> bool:
+def is_still_gaining(timings: Sequence[Timing]) -> bool:
     """Return whether one of the last few doublings was faster than all before."""
-    speeds = [entry.samples_per_second for entry in timed]
-    earlier, late = speeds[:-_PATIENCE], speeds[-_PATIENCE:]
-    return not earlier or max(late) > max(earlier) * (1 + _SAME_SPEED)
+    speeds = [entry.samples_per_second for entry in timings]
+    earlier_speeds, late_speeds = speeds[:-_PATIENCE], speeds[-_PATIENCE:]
+    return not earlier_speeds or max(late_speeds) > max(earlier_speeds) * (1 + _SAME_SPEED)
 
 
-def fastest(timed: Sequence[Timing]) -> int:
-    top = max(entry.samples_per_second for entry in timed)
-    return next(entry.batch_size for entry in timed if entry.samples_per_second >= top * (1 - _SAME_SPEED))
+def fastest(timings: Sequence[Timing]) -> int:
+    highest = max(entry.samples_per_second for entry in timings)
+    return next(entry.batch_size for entry in timings if entry.samples_per_second >= highest * (1 - _SAME_SPEED))
 
 
 def describe_choice(choice: BatchSizeChoice) -> str:
-    tried = ", ".join(f"{entry.batch_size}: {entry.samples_per_second:,.0f}" for entry in choice.timed)
+    speeds = ", ".join(f"{entry.batch_size}: {entry.samples_per_second:,.0f}" for entry in choice.timed)
     return (
-        f"batch size {choice.batch_size} (samples/s by size: {tried}; "
+        f"batch size {choice.batch_size} (samples/s by size: {speeds}; "
         f"the largest that fits is {choice.largest}, limited by {choice.limit})"
     )
 
@@ -142,10 +144,10 @@ def _exchange_seconds(probe: StepProbe, group: ProcessGroup) -> float:
     if group.size == 1:
         return 0.0
     flat = torch.zeros(sum(p.numel() for p in probe.model.parameters() if p.requires_grad), device=group.device)
-    return min(_timed_exchange(flat) for _ in range(3))
+    return min(_time_exchange(flat) for _ in range(3))
 
 
-def _timed_exchange(flat: torch.Tensor) -> float:
+def _time_exchange(flat: torch.Tensor) -> float:
     started = time.perf_counter()
     dist.all_reduce(flat)
     if flat.is_cuda:
@@ -178,24 +180,26 @@ class StepProbe:
     def fits(self, micro: int, budget: int) -> bool:
         """Return whether a step with micro-batches of this size needs at most `budget` bytes."""
         try:
-            needed = self.needed_bytes(micro) if self._device.type == "cpu" else self._peak_bytes(micro)
+            needed_bytes = self.needed_bytes(micro) if self._device.type == "cpu" else self._peak_bytes(micro)
         except RuntimeError as error:
             self._clear_if_out_of_memory(error)
             return False
-        return needed <= budget
+        return needed_bytes <= budget
 
     def needed_bytes(self, micro: int) -> int:
         """Estimate the memory of a step: weights, gradients, optimizer state and what autograd keeps."""
         if not self._measured:
             self._step(micro, 1)  # the optimizer has its state from here on
-            self._measured = {size: self._kept_bytes(size) for size in (micro, min(2 * micro, len(self._samples)))}
+            self._measured = {
+                size: self._activation_bytes(size) for size in (micro, min(2 * micro, len(self._samples)))
+            }
         return model_bytes(self.model, self._optimizer) + interpolate_bytes(self._measured, micro)
 
     def seconds(self, micro: int, passes: int) -> float | None:
         """Time one step; None if it ran out of memory after all."""
         try:
             self._step(micro, passes)
-            return min(self._timed(micro, passes) for _ in range(_REPEATS))
+            return min(self._time_step(micro, passes) for _ in range(_REPEATS))
         except RuntimeError as error:
             self._clear_if_out_of_memory(error)
             return None
@@ -217,16 +221,16 @@ class StepProbe:
             raise error
         self.clear()
 
-    def _kept_bytes(self, size: int) -> int:
+    def _activation_bytes(self, size: int) -> int:
         """Estimate what autograd keeps at its peak, when the backward pass begins."""
         batch = self._batch(size)
-        saved = SavedActivations(self.model)
-        with saved.counting():
+        activations = SavedActivations(self.model)
+        with activations.counting():
             self._objective.loss(self.model, batch)
         # The backward pass starts with everything kept, and makes the gradients of a layer's input and output.
-        return round(_MARGIN * (saved.bytes + 2 * saved.largest))
+        return round(_MARGIN * (activations.bytes + 2 * activations.largest))
 
-    def _timed(self, micro: int, passes: int) -> float:
+    def _time_step(self, micro: int, passes: int) -> float:
         started = time.perf_counter()
         self._step(micro, passes)
         return time.perf_counter() - started
@@ -255,16 +259,16 @@ def budget_bytes(group: ProcessGroup) -> int:
     if group.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(group.device)
         return int(_FREE_GPU_MEMORY_SHARE * (free + torch.cuda.memory_reserved(group.device)))
-    here = socket.gethostname()
-    return int(_FREE_MEMORY_SHARE * free_bytes() / group.gather(here).count(here))
+    host = socket.gethostname()
+    return int(_FREE_MEMORY_SHARE * free_bytes() / group.gather(host).count(host))
 
 
 def free_bytes(control: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the free memory of the machine, or of this container if that has less."""
     free: int = psutil.virtual_memory().available
-    limit, used = control / "memory.max", control / "memory.current"
-    if limit.is_file() and used.is_file() and (maximum := limit.read_text().strip()) != "max":
-        free = min(free, int(maximum) - int(used.read_text()) + _reclaimable(control / "memory.stat"))
+    limit, usage = control / "memory.max", control / "memory.current"
+    if limit.is_file() and usage.is_file() and (maximum := limit.read_text().strip()) != "max":
+        free = min(free, int(maximum) - int(usage.read_text()) + _reclaimable(control / "memory.stat"))
     return max(0, free)
 
 
@@ -299,9 +303,9 @@ def interpolate_bytes(sizes: Mapping[int, int], size: int) -> int:
     """Return the bytes at a batch size, on the line through two measured ones."""
     if size in sizes:
         return sizes[size]
-    (small, low), (large, high) = sorted(sizes.items())
-    per_sample = (high - low) / (large - small)
-    return max(0, round(low + per_sample * (size - small)))
+    (small_size, small_bytes), (large_size, large_bytes) = sorted(sizes.items())
+    per_sample = (large_bytes - small_bytes) / (large_size - small_size)
+    return max(0, round(small_bytes + per_sample * (size - small_size)))
 
 
 def _reclaimable(stat: Path) -> int:

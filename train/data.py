@@ -52,7 +52,7 @@ class LoaderWorkers:
         self._batches: Iterator[Any] = iter(loader)
 
     def next(self, request: Any) -> Batch:
-        """The batch of `request`, which must be the next one in order."""
+        """Return the batch of `request`, which must be the next one in order."""
         try:
             position, batch = next(self._batches)
         except (RuntimeError, ConnectionError, EOFError) as error:  # the pipe may break before the death is noticed
@@ -102,7 +102,7 @@ class _ParentWatch:
         self._reading, self._writing = os.pipe()
 
     def start(self, _worker: int) -> None:
-        """In a worker, which was forked with both ends."""
+        """Run in a worker process, which was forked with both ends of the pipe."""
         os.close(self._writing)
         threading.Thread(target=self._wait, name="parent-watch", daemon=True).start()
 
@@ -177,11 +177,11 @@ class BatchLoader:
 
     def _pick(self, columns: Mapping[str, Tensor], indices: Indices) -> dict[str, Tensor]:
         index = torch.from_numpy(indices)
-        where = next(iter(columns.values())).device
-        if where.type == "cuda":
-            index = index.pin_memory().to(where, non_blocking=True)
+        device = next(iter(columns.values())).device
+        if device.type == "cuda":
+            index = index.pin_memory().to(device, non_blocking=True)
         batch = {name: column.index_select(0, index) for name, column in columns.items()}
-        return batch if where == self._device else self._to_device(batch, pinned=False)
+        return batch if device == self._device else self._to_device(batch, pinned=False)
 
     def _to_device(self, batch: dict[str, Tensor], pinned: bool) -> dict[str, Tensor]:
         """Copy to a GPU from pinned memory, asynchronously."""

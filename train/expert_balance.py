@@ -97,11 +97,13 @@ def is_router(module: nn.Module) -> bool:
 
 def load_summary(layers: list[list[float]]) -> dict[str, Any]:
     """Summarise layers: each has its experts' loads, the entropy summed over tokens, the tokens and their choices."""
-    used = [i for i, layer in enumerate(layers) if layer[-2]]
-    if not used:
+    used_layers = [i for i, layer in enumerate(layers) if layer[-2]]
+    if not used_layers:
         return {}
-    loads, sums = [layers[i][:-_SUMS] for i in used], [layers[i][-_SUMS:] for i in used]
-    peaks = {f"layer_{i}": max(load) * len(load) / max(sum(load), 1) for i, load in zip(used, loads, strict=True)}
+    loads, sums = [layers[i][:-_SUMS] for i in used_layers], [layers[i][-_SUMS:] for i in used_layers]
+    peaks = {
+        f"layer_{i}": max(load) * len(load) / max(sum(load), 1) for i, load in zip(used_layers, loads, strict=True)
+    }
     values: dict[str, Any] = {
         "experts": {
             "load_max_over_mean": sum(peaks.values()) / len(peaks),
@@ -117,18 +119,18 @@ def load_summary(layers: list[list[float]]) -> dict[str, Any]:
 
 def _counting_hook(router: Router, strategy: Strategy) -> Callable[..., None]:
     experts = torch.arange(_expert_count(router.module), device=router.counts.device)
-    spread = math.log(max(len(experts), 2))
+    max_entropy = math.log(max(len(experts), 2))
 
     def hook(module: nn.Module, _: Any, output: Any) -> None:
         if not (module.training and strategy.counts_samples) or _is_backward():
             return
-        logits, _, chosen = (part.detach() for part in output)
+        logits, _, choices = (part.detach() for part in output)
         with torch.no_grad():
             scores = logits.float().softmax(-1) if router.bias is None else _normalize(logits.float().sigmoid())
-            router.counts[:-_SUMS] += (chosen.reshape(-1, 1) == experts).sum(0)
-            router.counts[-3] += torch.special.entr(scores).sum(dtype=torch.float64) / spread
+            router.counts[:-_SUMS] += (choices.reshape(-1, 1) == experts).sum(0)
+            router.counts[-3] += torch.special.entr(scores).sum(dtype=torch.float64) / max_entropy
             router.counts[-2] += len(logits)
-            router.counts[-1] += chosen.numel()
+            router.counts[-1] += choices.numel()
 
     return hook
 

@@ -97,17 +97,17 @@ def is_network_cut(reports: Sequence[ProcessReport], timeout_seconds: float) -> 
 
 
 def describe_hang(hang: Hang) -> str:
-    """Say which process the others wait for, where it is, and where they wait."""
+    """Describe which process the others wait for, where it is, and where they wait."""
     if not hang.culprits:
         return f"{_describe_network_cut(hang.reports)}. {_ADVICE}"
     culprit_text = "; ".join(_describe_culprit(report, hang.silent) for report in hang.culprits)
     others = [report for report in hang.reports if report not in hang.culprits]
-    return f"{culprit_text}. Waiting for it: {_places(others)}. {_ADVICE}"
+    return f"{culprit_text}. Waiting for it: {_describe_positions(others)}. {_ADVICE}"
 
 
 def locate(frame: FrameType | None, root: Path) -> tuple[Activity, str]:
     """Find what a thread is doing: the innermost frame of user code or of waiting, else the innermost of `train`."""
-    innermost, ours = _describe_frame(frame) if frame is not None else "", ""
+    innermost, train_location = _describe_frame(frame) if frame is not None else "", ""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(root) and "site-packages" not in path.parts:
@@ -116,10 +116,10 @@ def locate(frame: FrameType | None, root: Path) -> tuple[Activity, str]:
             return Activity.WAITING, f"the collective {frame.f_code.co_name}"
         if "/torch/autograd/" in path.as_posix():
             return Activity.WAITING, "the backward pass"
-        if not ours and path.is_relative_to(_TRAIN_FOLDER):
-            ours = _describe_frame(frame)
+        if not train_location and path.is_relative_to(_TRAIN_FOLDER):
+            train_location = _describe_frame(frame)
         frame = frame.f_back
-    return Activity.PIPE_CODE, ours or innermost
+    return Activity.PIPE_CODE, train_location or innermost
 
 
 def is_checkpointing(frame: FrameType | None) -> bool:
@@ -136,32 +136,33 @@ def _any_progress(reports: Sequence[ProcessReport], silent: Collection[int], tim
 
 
 def _describe_culprit(report: ProcessReport, silent: Mapping[int, str]) -> str:
-    who = f"rank {report.rank} on {report.host} (process {report.pid})"
+    process = f"rank {report.rank} on {report.host} (process {report.pid})"
     if report.rank in silent:
-        why = silent[report.rank] or "stopped, stuck in native code, or its machine is gone"
-        return f"{who} does not answer: {why}; last seen at {_place(report)}"
-    return f"{who} has made no progress for {report.still_seconds:.0f} s from {_place(report)}"
+        reason = silent[report.rank] or "stopped, stuck in native code, or its machine is gone"
+        return f"{process} does not answer: {reason}; last seen at {_describe_position(report)}"
+    return f"{process} has made no progress for {report.still_seconds:.0f} s from {_describe_position(report)}"
 
 
 def _describe_network_cut(reports: Sequence[ProcessReport]) -> str:
-    still, hosts = min(report.still_seconds for report in reports), sorted({report.host for report in reports})
+    still_seconds, hosts = min(report.still_seconds for report in reports), sorted({report.host for report in reports})
+    positions = _describe_positions(reports)
     return (
-        f"all {len(reports)} processes have waited for each other for {still:.0f} s: {_places(reports)}; "
+        f"all {len(reports)} processes have waited for each other for {still_seconds:.0f} s: {positions}; "
         f"the network between them is cut or too slow ({', '.join(hosts)})"
     )
 
 
-def _places(reports: Sequence[ProcessReport]) -> str:
-    ordered = sorted(reports, key=_place)
+def _describe_positions(reports: Sequence[ProcessReport]) -> str:
+    ordered_reports = sorted(reports, key=_describe_position)
     return "; ".join(
-        f"rank {', '.join(str(report.rank) for report in group)} at {where}"
-        for where, group in itertools.groupby(ordered, key=_place)
+        f"rank {', '.join(str(report.rank) for report in group)} at {place}"
+        for place, group in itertools.groupby(ordered_reports, key=_describe_position)
     )
 
 
-def _place(report: ProcessReport) -> str:
-    inside = "; ".join(text for text in (report.place, report.exchanges) if text)
-    return f"step {report.step}, {report.phase}" + (f" ({inside})" if inside else "")
+def _describe_position(report: ProcessReport) -> str:
+    details = "; ".join(text for text in (report.place, report.exchanges) if text)
+    return f"step {report.step}, {report.phase}" + (f" ({details})" if details else "")
 
 
 def _describe_frame(frame: FrameType) -> str:
@@ -191,17 +192,17 @@ class StackDump:
 def thread_stacks() -> str:
     """Return the stacks of all threads except the calling one; the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main, own = threading.main_thread().ident, threading.get_ident()
+    main, own_thread = threading.main_thread().ident, threading.get_ident()
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     return "\n".join(
         f"thread {names.get(number, number)}, innermost call last:\n" + "".join(traceback.format_stack(frame))
         for number, frame in frames
-        if number != own
+        if number != own_thread
     )
 
 
-def why_silent(pid: int, started: float) -> str:
-    """Say why a process of this machine does not report, as far as the kernel knows."""
+def silence_reason(pid: int, started: float) -> str:
+    """Return why a process of this machine does not report, as far as the kernel knows."""
     if _find_process(pid, started) is None:
         return "it has ended"
     return _KERNEL_STATES.get(kernel_state(pid)[:1], "its interpreter is blocked in native code")
@@ -234,10 +235,10 @@ def _find_process(pid: int, started: float) -> psutil.Process | None:
     """Return the process; None when the pid is free or belongs to another one by now."""
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() - started) < _SAME_START_SECONDS
+        is_same = abs(process.create_time() - started) < _SAME_START_SECONDS
     except psutil.NoSuchProcess:
         return None
-    return process if same else None
+    return process if is_same else None
 
 
 def enable_flight_recorder() -> None:

@@ -66,17 +66,17 @@ def read_lines(path: Path, growing: bool = False) -> list[LedgerLine]:
         rows = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BundleError(f"{path}: cannot be read ({error}); without it, the samples used are unknown") from error
-    half = rows.pop()
-    if half and not growing:
-        rows.append(half)
-    found = []
+    last_row = rows.pop()
+    if last_row and not growing:
+        rows.append(last_row)
+    lines = []
     for number, row in enumerate(rows, start=1):
         try:
-            found.append(LedgerLine.model_validate_json(row))
+            lines.append(LedgerLine.model_validate_json(row))
         except ValidationError as error:
             reason = error.errors()[0]["msg"].lower()
             raise BundleError(f"{path}, line {number}: not a line of the ledger ({reason})") from error
-    return found
+    return lines
 
 
 def verify_ledger(lines: Sequence[LedgerLine], order: BatchOrder, steps: int) -> LedgerVerification:
@@ -112,13 +112,15 @@ def _count(
     lines: Sequence[LedgerLine], trained: Sequence[int | None], order: BatchOrder, steps: int
 ) -> tuple[int, int]:
     """Count lost and repeated uses. Each epoch counts for itself: others do not make up for a lost sample."""
-    used: dict[int, list[Indices]] = {order.epoch_of(step): [] for step in range(0, steps, order.steps_per_epoch)}
+    batches_by_epoch: dict[int, list[Indices]] = {
+        order.epoch_of(step): [] for step in range(0, steps, order.steps_per_epoch)
+    }
     for line, step in zip(lines, trained, strict=True):
-        batches = used.setdefault(order.epoch_of(line.step - 1), [])
+        batches = batches_by_epoch.setdefault(order.epoch_of(line.step - 1), [])
         if step is not None:
             batches.append(order.batch(step))
     lost = repeated = 0
-    for epoch, batches in used.items():
+    for epoch, batches in batches_by_epoch.items():
         counts = _uses(batches, order) - _planned_uses(epoch, order, steps)
         lost -= int(counts[counts < 0].sum())
         repeated += int(counts[counts > 0].sum())
@@ -127,10 +129,10 @@ def _count(
 
 def _planned_uses(epoch: int, order: BatchOrder, steps: int) -> Indices:
     """Return how often an epoch uses each sample: once, or, in an incomplete epoch, as far as it got."""
-    first = epoch * order.steps_per_epoch
-    if first + order.steps_per_epoch <= steps:
+    first_step = epoch * order.steps_per_epoch
+    if first_step + order.steps_per_epoch <= steps:
         return np.ones(order.samples, np.int64)
-    return _uses([order.batch(step) for step in range(first, steps)], order)
+    return _uses([order.batch(step) for step in range(first_step, steps)], order)
 
 
 def _uses(batches: Sequence[Indices], order: BatchOrder) -> Indices:
@@ -141,20 +143,20 @@ def _uses(batches: Sequence[Indices], order: BatchOrder) -> Indices:
 def _faults(lines: Sequence[LedgerLine], trained: Sequence[int | None], order: BatchOrder, steps: int) -> Iterator[str]:
     """Yield what is wrong, in the order of the lines."""
     all_steps = {line.step for line in lines}
-    seen: set[int] = set()
+    seen_steps: set[int] = set()
     attempt = 1
-    for place, (line, step) in enumerate(zip(lines, trained, strict=True), start=1):
-        if line.step in seen:
-            yield f"line {place}: a second line of step {line.step}"
-        elif line.step != place and place not in all_steps:
-            yield f"line {place}: the line of step {place} is missing, this one is of step {line.step}"
-        elif line.step != place:
-            yield f"line {place}: out of order, it is of step {line.step}"
+    for number, (line, step) in enumerate(zip(lines, trained, strict=True), start=1):
+        if line.step in seen_steps:
+            yield f"line {number}: a second line of step {line.step}"
+        elif line.step != number and number not in all_steps:
+            yield f"line {number}: the line of step {number} is missing, this one is of step {line.step}"
+        elif line.step != number:
+            yield f"line {number}: out of order, it is of step {line.step}"
         elif line.step > steps:
-            yield f"line {place}: step {line.step} is beyond the last one, {steps}"
+            yield f"line {number}: step {line.step} is beyond the last one, {steps}"
         elif fault := _line_fault(line, step, order, attempt):
-            yield f"line {place}: {fault}"
-        seen.add(line.step)
+            yield f"line {number}: {fault}"
+        seen_steps.add(line.step)
         attempt = max(attempt, line.attempt)
     if len(lines) < steps:
         yield f"the line of step {len(lines) + 1} is missing, {steps} steps were trained"
@@ -259,18 +261,18 @@ def _flatten(samples: dict[int, list[Indices]]) -> _Records:
 
 def _drop_lines_after(path: Path, step: int) -> None:
     """Keep the lines up to the checkpoint that training continues from; later steps will be repeated."""
-    kept = []
+    kept_rows = []
     for row in path.read_text().split("\n")[:-1] if path.exists() else []:
         try:
             if json.loads(row)["step"] > step:
                 break
         except (ValueError, KeyError, TypeError):
             break  # lines after it are not reliable
-        kept.append(f"{row}\n")
-    if len(kept) < step:
+        kept_rows.append(f"{row}\n")
+    if len(kept_rows) < step:
         print(
-            f"warning: {path.name} has {len(kept)} lines for the {step} steps of the checkpoint, so `pipe verify` "
+            f"warning: {path.name} has {len(kept_rows)} lines for the {step} steps of the checkpoint, so `pipe verify` "
             "will fail for this run; to fix it, train again: pipe run train --force train",
             file=sys.stderr,
         )
-    write_atomic(path, "".join(kept))
+    write_atomic(path, "".join(kept_rows))

@@ -40,7 +40,7 @@ class MetricsLog:
             self._file = path.open("a")
 
     def record(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """One line: `step` steps are complete. Nested values become grouped TensorBoard scalars."""
+        """Write one line after `step` steps. Nested values become grouped TensorBoard scalars."""
         self._file.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
         self._file.flush()
         self._plot(step, {name: value for name, value in values.items() if name not in _NOT_PLOTTED})
@@ -72,14 +72,14 @@ def _drop_lines_after(path: Path, step: int) -> None:
     """Drop the lines of steps that will be repeated, so that each step has one line."""
     if not path.exists():
         return
-    kept = []
+    kept_lines = []
     for line in path.read_text().splitlines():
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+                kept_lines.append(line + "\n")
         except ValueError:
             break  # half a line, left by a killed process
-    write_atomic(path, "".join(kept))
+    write_atomic(path, "".join(kept_lines))
 
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
@@ -135,9 +135,9 @@ class StepMeter:
         return Measurement(bool(total[0]), {name: value for name, value in values.items() if _is_finite(value)})
 
     def _measures_waiting(self) -> bool:
-        """Tensor and pipeline parallel processes also wait within a pass, which only a timeline shows."""
-        apart = self._group.model_size == 1 and not self._strategy.collective_forward
-        return apart and self._strategy.traffic.exposed_seconds > 0
+        """Return False for tensor and pipeline parallelism: there, processes also wait within a pass."""
+        is_alone = self._group.model_size == 1 and not self._strategy.collective_forward
+        return is_alone and self._strategy.traffic.exposed_seconds > 0
 
     def _read(self) -> Totals:
         self._strategy.stopwatch.collect()

@@ -25,22 +25,24 @@ from pipeline.contract.settings.stages import Train
 
 def make_optimizer(model: nn.Module, kind: str, weight_decay: float) -> torch.optim.Optimizer:
     """Create the optimizer; parameters with one axis, biases and norms, get no weight decay."""
-    rows: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    parameters_by_kind: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             mesh = getattr(parameter, "device_mesh", None)  # fused kernels cannot mix sharded and whole parameters
-            rows.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
+            parameters_by_kind.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     groups = [
         {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
-        for (decayed, _), parameters in sorted(rows.items(), key=lambda row: not row[0][0])
+        for (decayed, _), parameters in sorted(parameters_by_kind.items(), key=lambda row: not row[0][0])
     ]
-    plain = all(type(parameter) is nn.Parameter for parameters in rows.values() for parameter in parameters)
+    is_unsharded = all(
+        type(parameter) is nn.Parameter for parameters in parameters_by_kind.values() for parameter in parameters
+    )
     if kind == "sgd":
         return torch.optim.SGD(
-            groups, lr=0.0, momentum=0.9, fused=plain
+            groups, lr=0.0, momentum=0.9, fused=is_unsharded
         )  # torch has no fused SGD for sharded parameters
-    one_kind = len({(p.dtype, p.device) for parameters in rows.values() for p in parameters}) == 1
-    return (FusedAdamW if plain and one_kind else torch.optim.AdamW)(groups, lr=0.0, fused=True)
+    is_uniform = len({(p.dtype, p.device) for parameters in parameters_by_kind.values() for p in parameters}) == 1
+    return (FusedAdamW if is_unsharded and is_uniform else torch.optim.AdamW)(groups, lr=0.0, fused=True)
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -50,10 +52,12 @@ class FusedAdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None, "gradients are computed already"
         for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if trained:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
                 self._update(
-                    group, trained, [self.state[parameter] or self._initial_state(parameter) for parameter in trained]
+                    group,
+                    parameters,
+                    [self.state[parameter] or self._initial_state(parameter) for parameter in parameters],
                 )
 
     def _initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -62,13 +66,13 @@ class FusedAdamW(torch.optim.AdamW):
         self.state[parameter] = state
         return state
 
-    def _update(self, group: dict[str, Any], trained: list[Tensor], state: list[dict[str, Tensor]]) -> None:
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], state: list[dict[str, Tensor]]) -> None:
         steps = [entry["step"] for entry in state]
         overflow = getattr(self, "found_inf", None)  # set by a GradScaler: after an overflow nothing is changed
         torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
-            trained,
-            [parameter.grad for parameter in trained if parameter.grad is not None],
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
             [entry["exp_avg"] for entry in state],
             [entry["exp_avg_sq"] for entry in state],
             [],
@@ -143,7 +147,7 @@ class Precision:
         self.overflows = state["overflows"]
 
     def metrics(self) -> dict[str, float]:
-        """For the journal and the summary; fp16 alone scales its gradients."""
+        """Return the metrics of loss scaling, which only fp16 has."""
         return {"loss_scale": self.scaler.get_scale(), "overflow_steps": self.overflows} if self.kind == "fp16" else {}
 
     @property
@@ -152,7 +156,7 @@ class Precision:
 
 
 def set_determinism(config: Train) -> None:
-    """Ask torch for identical bits at every run, where the settings require that."""
+    """Make torch deterministic if the settings require it."""
     if config.elastic_shards > 0:
         torch.set_num_threads(1)  # the order of sums depends on the number of threads
     if config.deterministic:
@@ -178,20 +182,20 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 @contextlib.contextmanager
 def sample_rng(seed: int, step: int, part: int, rank: int) -> Iterator[None]:
     """Load samples with their own random numbers, the same in a worker and here; restore the generators after."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     value = _seed_value(seed, step, rank, "data", part)
     _seed_python(value)
     torch.default_generator.manual_seed(value)  # no GPU generator: samples are loaded on the CPU
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
-def _seed_value(*place: object) -> int:
-    parts = (str(part).encode() for part in place)
+def _seed_value(*components: object) -> int:
+    parts = (str(part).encode() for part in components)
     digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts))  # the same everywhere
     return int(digest.hexdigest()[:8], 16)
 

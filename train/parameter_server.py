@@ -114,9 +114,9 @@ class ParameterServerTrainer(Trainer):
         if self.expert_balance.routers:
             self.expert_balance.after_update()
         result = Result(work.step, work.version, len(indices), float(loss), float(norm), row)
-        for what, value in (("loss", result.loss), ("gradient", result.norm)):
+        for quantity, value in (("loss", result.loss), ("gradient", result.norm)):
             if not math.isfinite(value):
-                raise DataError(not_finite_message(what, work.step, [self._group.rank.rank]))
+                raise DataError(not_finite_message(quantity, work.step, [self._group.rank.rank]))
         return result
 
     def _learning_rate(self, updates: int) -> float:
@@ -309,10 +309,10 @@ class WorkerLink:
             self._send_tensor(row.cpu())
 
     def _receive(self) -> tuple[list[float], Tensor | None]:
-        head = torch.empty(_HEADER_SIZE, dtype=torch.float64)
-        dist.recv(head, self._peer, self._channel)
-        follows, *numbers = head.tolist()
-        if not follows:
+        header = torch.empty(_HEADER_SIZE, dtype=torch.float64)
+        dist.recv(header, self._peer, self._channel)
+        has_row, *numbers = header.tolist()
+        if not has_row:
             return numbers, None
         row = torch.empty(self._numbers)
         dist.recv(row, self._peer, self._channel)

@@ -142,24 +142,28 @@ class CommunicationShares:
 def merge_timelines(timelines: Sequence[Timeline], first_step: int) -> list[Event]:
     """Merge into one lane per process; times are microseconds of the first process's clock, from the first event."""
     shifts = clock_offsets_ns(timelines)
-    merged: list[Event] = []
-    for rank, (timeline, shift) in enumerate(zip(timelines, shifts, strict=True)):
-        later = (timeline.base_ns - timelines[0].base_ns + shift) / 1e3
-        merged += [_place_in_lane(event, rank, later, first_step) for event in timeline.events if _is_relevant(event)]
-    origin = min((event["ts"] for event in merged if event["ph"] != "M"), default=0.0)
-    for event in merged:
-        event["ts"] = round(max(0.0, event["ts"] - origin), 3)
+    events: list[Event] = []
+    for rank, (timeline, offset_ns) in enumerate(zip(timelines, shifts, strict=True)):
+        offset_us = (timeline.base_ns - timelines[0].base_ns + offset_ns) / 1e3
+        events += [
+            _place_in_lane(event, rank, offset_us, first_step) for event in timeline.events if _is_relevant(event)
+        ]
+    start = min((event["ts"] for event in events if event["ph"] != "M"), default=0.0)
+    for event in events:
+        event["ts"] = round(max(0.0, event["ts"] - start), 3)
     names = [_lane(rank, f"rank {rank} ({timeline.host})") for rank, timeline in enumerate(timelines)]
-    return [entry for lane in names for entry in lane] + merged
+    return [entry for lane in names for entry in lane] + events
 
 
 def clock_offsets_ns(timelines: Sequence[Timeline]) -> list[int]:
     """Return what to add to each process's clock; processes of one machine share a clock."""
-    first = timelines[0]
+    first_timeline = timelines[0]
     return [
         0
-        if timeline.host == first.host
-        else round(statistics.median(a - b for a, b in zip(first.moments_ns, timeline.moments_ns, strict=True)))
+        if timeline.host == first_timeline.host
+        else round(
+            statistics.median(a - b for a, b in zip(first_timeline.moments_ns, timeline.moments_ns, strict=True))
+        )
         for timeline in timelines
     ]
 
@@ -180,10 +184,10 @@ def uncovered_length(spans: Iterable[Span], cover: Iterable[Span]) -> float:
 
 def union_length(spans: Iterable[Span]) -> float:
     """Return the length of the union of `spans`."""
-    total, reached = 0.0, float("-inf")
+    total, covered_until = 0.0, float("-inf")
     for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
+        total += max(0.0, stop - max(start, covered_until))
+        covered_until = max(covered_until, stop)
     return total
 
 
@@ -200,12 +204,16 @@ def _lane_shares(events: Sequence[Event]) -> CommunicationShares:
             exchange.append(span)
         elif not on_gpu and event["name"].startswith("aten::"):
             compute.append(span)
-    whole = union_length(steps)
-    if not whole:
+    step_seconds = union_length(steps)
+    if not step_seconds:
         return CommunicationShares(0.0, 0.0)
     begin, end = min(start for start, _ in steps), max(stop for _, stop in steps)
-    within = [(max(start, begin), min(stop, end)) for start, stop in exchange if start < end and stop > begin]
-    return CommunicationShares(union_length(within) / whole, uncovered_length(within, compute) / whole)
+    exchange_in_steps = [
+        (max(start, begin), min(stop, end)) for start, stop in exchange if start < end and stop > begin
+    ]
+    return CommunicationShares(
+        union_length(exchange_in_steps) / step_seconds, uncovered_length(exchange_in_steps, compute) / step_seconds
+    )
 
 
 def _is_relevant(event: Mapping[str, Any]) -> bool:
@@ -215,13 +223,13 @@ def _is_relevant(event: Mapping[str, Any]) -> bool:
     return isinstance(event.get("pid"), int)
 
 
-def _place_in_lane(event: Event, rank: int, later: float, first_step: int) -> Event:
-    placed = {**event, "pid": rank, "ts": event["ts"] + later}
+def _place_in_lane(event: Event, rank: int, offset_us: float, first_step: int) -> Event:
+    moved_event = {**event, "pid": rank, "ts": event["ts"] + offset_us}
     if "id" in event:  # arrows must not cross lanes
-        placed["id"] = f"{rank}.{event['id']}"
-    if found := _STEP.fullmatch(event["name"]):
-        placed["name"] = f"step {first_step + int(found[1])}"
-    return placed
+        moved_event["id"] = f"{rank}.{event['id']}"
+    if match := _STEP.fullmatch(event["name"]):
+        moved_event["name"] = f"step {first_step + int(match[1])}"
+    return moved_event
 
 
 def _lane(rank: int, name: str) -> list[Event]:

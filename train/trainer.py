@@ -133,9 +133,9 @@ class Trainer:
             if ends_epoch:
                 progress = self._end_epoch(progress, log)
             evicted = self._preemption.is_due(progress.step) and progress.step < self.total_steps
-            if evicted or ends_epoch or _every(self.config.checkpoint_every, progress.step):
+            if evicted or ends_epoch or _is_multiple(self.config.checkpoint_every, progress.step):
                 self._save(progress, store)
-            elif self.snapshots and _every(self.config.snapshot_every, progress.step):
+            elif self.snapshots and _is_multiple(self.config.snapshot_every, progress.step):
                 self._save_snapshot(progress, self.snapshots)
             if evicted:
                 store.wait()
@@ -211,12 +211,12 @@ class Trainer:
                 self._raise_not_finite("gradient", [norm] * self._group.size, step - window.steps)
             self._precision.overflows += window.overflows(first)
 
-    def _raise_not_finite(self, what: str, by_rank: list[int | None], window_start: int) -> None:
-        """`by_rank` is each process's first bad step, counted from the start of the window."""
+    def _raise_not_finite(self, quantity: str, by_rank: list[int | None], window_start: int) -> None:
+        """Raise for the earliest bad step; `by_rank` has each process's first, counted from the start of the window."""
         bad_steps = [step for step in by_rank if step is not None]
         if bad_steps:
             ranks = [rank for rank, step in enumerate(by_rank) if step == min(bad_steps)]
-            raise DataError(not_finite_message(what, window_start + min(bad_steps), ranks))
+            raise DataError(not_finite_message(quantity, window_start + min(bad_steps), ranks))
 
     def _log(self, step: int, log: MetricsLog | None) -> None:
         self.heartbeat.at(step - 1, "update")
@@ -261,8 +261,8 @@ class Trainer:
         with self.pauses.measured():
             store.wait()  # the last checkpoint writes the ledger's lines
             commit = self._ledger.collect(progress.step) if self._ledger else None
-            written = partial(self.attempt.checkpoint_written, progress.step) if self.attempt else None
-            store.save(self.strategy.state(self._optimizer, progress), commit, written)
+            on_complete = partial(self.attempt.checkpoint_written, progress.step) if self.attempt else None
+            store.save(self.strategy.state(self._optimizer, progress), commit, on_complete)
 
     def _save_snapshot(self, progress: Progress, snapshots: MemorySnapshots) -> None:
         self.heartbeat.at(progress.step - 1, "checkpoint")
@@ -277,15 +277,15 @@ class Trainer:
 
 def _slices(config: Train, group: ProcessGroup, order: BatchOrder) -> int:
     """Return the number of slices of each batch; none may be empty."""
-    exact = config.elastic_shards > 0
-    slices = config.elastic_shards if exact else group.data_size
+    is_exact = config.elastic_shards > 0
+    slices = config.elastic_shards if is_exact else group.data_size
     if order.smallest_batch < slices:
-        what = "shards" if exact else "processes"
-        raise ConfigError(f"train.batch_size={order.batch_size} leaves some of {slices} {what} without work")
+        unit = "shards" if is_exact else "processes"
+        raise ConfigError(f"train.batch_size={order.batch_size} leaves some of {slices} {unit} without work")
     return slices
 
 
-def _every(steps: int, step: int) -> bool:
+def _is_multiple(steps: int, step: int) -> bool:
     return steps > 0 and step % steps == 0
 
 
@@ -302,10 +302,10 @@ def update_best(progress: Progress, validation: dict[str, float]) -> Progress:
     )
 
 
-def not_finite_message(what: str, step: int, ranks: list[int]) -> str:
-    places = "rank " + ", ".join(map(str, ranks))
+def not_finite_message(quantity: str, step: int, ranks: list[int]) -> str:
+    rank_text = "rank " + ", ".join(map(str, ranks))
     return (
-        f"the {what} is not finite at step {step} on {places}; checkpoints made so far are kept; "
+        f"the {quantity} is not finite at step {step} on {rank_text}; checkpoints made so far are kept; "
         "to fix it, lower train.lr, set train.clip_norm, or check the data of that step"
     )
 
@@ -393,9 +393,10 @@ class BatchBalance:
             self._samples += len(self.slice_of(count))
         if self._steps and self._steps % _REBALANCE_STEPS == 0:
             speeds = self._group.gather(self._samples / max(self._own_seconds(), 1e-9))
-            old = self.speeds if self._steps > _REBALANCE_STEPS else speeds
+            previous_speeds = self.speeds if self._steps > _REBALANCE_STEPS else speeds
             self.speeds = [
-                _SMOOTHING * before + (1 - _SMOOTHING) * now for before, now in zip(old, speeds, strict=True)
+                _SMOOTHING * before + (1 - _SMOOTHING) * now
+                for before, now in zip(previous_speeds, speeds, strict=True)
             ]
             self._samples = 0
         self._steps += 1
@@ -409,18 +410,18 @@ class BatchBalance:
     def _own_seconds(self) -> float:
         """Return the seconds of own work since the last call, without waiting for others."""
         self._strategy.stopwatch.collect()
-        now, before = self._strategy.traffic.compute_seconds, self._seconds_before
-        self._seconds_before = now
-        return now - before
+        total, total_before = self._strategy.traffic.compute_seconds, self._seconds_before
+        self._seconds_before = total
+        return total - total_before
 
 
 def split_by_speed(count: int, speeds: Sequence[float]) -> list[range]:
     """Cut consecutive slices in proportion to the speeds; none is empty while there is a sample for each."""
     total, least = sum(speeds), 1 if count >= len(speeds) else 0
-    spare = count - least * len(speeds)
-    bounds, passed = [0], 0.0
+    remaining = count - least * len(speeds)
+    bounds, speed_sum = [0], 0.0
     for i, speed in enumerate(speeds, start=1):
-        passed += speed
-        bounds.append(least * i + int(spare * (passed / total) + 1e-9))
+        speed_sum += speed
+        bounds.append(least * i + int(remaining * (speed_sum / total) + 1e-9))
     bounds[-1] = count
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]

@@ -116,7 +116,7 @@ IDS, POSITIONS = "input_ids", "position_ids"  # columns, as transformers name th
 
 def check_texts(task: Task, model: nn.Module, splits: Iterable[Samples]) -> None:
     """Check that texts fit a model of transformers: a whole split in memory, else its first sample."""
-    core: Any = (found := transformers_model(model)) and found[1]
+    core: Any = (located := transformers_model(model)) and located[1]
     if core is None or IDS not in task.inputs:
         return
     rows, max_positions = _rows(core), getattr(core.config, "max_position_embeddings", None)
@@ -137,7 +137,7 @@ def check_texts(task: Task, model: nn.Module, splits: Iterable[Samples]) -> None
 
 def check_tokenizer(folder: Path, model: nn.Module) -> None:
     """Check that the tokenizer.json in a folder fits the model; pretrained models come with one."""
-    core: Any = (found := transformers_model(model)) and found[1]
+    core: Any = (located := transformers_model(model)) and located[1]
     path = folder / TOKENIZER_FILE
     if core is None or not path.is_file():
         return

@@ -32,9 +32,9 @@ from train.hang_report import (
     kill_process,
     locate,
     process_start,
+    silence_reason,
     thread_stacks,
     unfinished_collectives,
-    why_silent,
 )
 from train.process_group import Heartbeat, ProcessGroup
 
@@ -94,14 +94,15 @@ class Watchdog:
         reports = [self._read_report(rank) for rank in range(self._size)]
         if self._own.still_seconds < self._timeout:
             return None
-        quiet = [report for report in reports if self._silent_rounds.get(report.rank, 0) >= _SILENT_ROUNDS]
+        silent_reports = [report for report in reports if self._silent_rounds.get(report.rank, 0) >= _SILENT_ROUNDS]
         silent = {
-            report.rank: why_silent(report.pid, report.started) if self._is_here(report) else "" for report in quiet
+            report.rank: silence_reason(report.pid, report.started) if self._is_here(report) else ""
+            for report in silent_reports
         }
-        waited_for = culprits(reports, silent, self._timeout)
-        if not waited_for and (silent or not is_network_cut(reports, self._timeout)):
+        culprit_reports = culprits(reports, silent, self._timeout)
+        if not culprit_reports and (silent or not is_network_cut(reports, self._timeout)):
             return None
-        return Hang(reports, waited_for, silent)
+        return Hang(reports, culprit_reports, silent)
 
     def publish(self) -> None:
         position, now = self._heartbeat.position, time.monotonic()
@@ -137,8 +138,10 @@ class Watchdog:
         frames = sys._current_frames()
         activity = locate(frames.get(self._main or 0), self._root)
         if saves and activity[0] is Activity.PIPE_CODE:
-            working = (frame for number, frame in frames.items() if number != self._main and is_checkpointing(frame))
-            activity = next((locate(frame, self._root) for frame in working), activity)
+            checkpoint_frames = (
+                frame for number, frame in frames.items() if number != self._main and is_checkpointing(frame)
+            )
+            activity = next((locate(frame, self._root) for frame in checkpoint_frames), activity)
         return activity
 
     @property
@@ -149,14 +152,14 @@ class Watchdog:
         """Return a process's last report, and count the rounds without a new one."""
         if rank == self._own.rank:
             return self._own
-        before = self._reports.get(rank)
+        previous = self._reports.get(rank)
         try:
             body = json.loads(self.path(rank).read_text())
             report = ProcessReport(**{**body, "activity": Activity(body["activity"])})
         except (OSError, ValueError):
-            report = before or _no_report(rank, "an unknown host", 0, 0.0)
+            report = previous or _no_report(rank, "an unknown host", 0, 0.0)
         self._silent_rounds[rank] = (
-            self._silent_rounds.get(rank, 0) + 1 if before is not None and before.beat == report.beat else 0
+            self._silent_rounds.get(rank, 0) + 1 if previous is not None and previous.beat == report.beat else 0
         )
         self._reports[rank] = report
         return report
@@ -212,10 +215,10 @@ class HangReports:
 
 
 def _section(report: ProcessReport, hang: Hang, local_facts: str) -> str:
-    mark = "  <- waited for" if report in hang.culprits else ""
-    head = (
-        f"== rank {report.rank} on {report.host} (process {report.pid}), still for {report.still_seconds:.1f} s{mark}"
+    suffix = "  <- waited for" if report in hang.culprits else ""
+    heading = (
+        f"== rank {report.rank} on {report.host} (process {report.pid}), still for {report.still_seconds:.1f} s{suffix}"
     )
     facts = [f"at step {report.step}, {report.phase}", report.place and f"place: {report.place}"]
     facts += [report.exchanges and f"unfinished: {report.exchanges}", local_facts, report.stacks]
-    return "\n".join([head, *(fact for fact in facts if fact)]) + "\n"
+    return "\n".join([heading, *(fact for fact in facts if fact)]) + "\n"

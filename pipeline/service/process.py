@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _DRAIN_TIMEOUT_SECONDS = 30.0
 
 
-class Canary(Frozen):
+class CanaryRecord(Frozen):
     """A bundle that gets a fraction of the requests while another one gets the rest."""
 
     run: str
@@ -56,7 +56,7 @@ class LiveService(Frozen):
     token: str = ""  # file with the token of the admin interface
     stamp: str = ""  # digest of what is fixed for the process
     max_body_bytes: int = 0  # limit of the process for all bundles
-    canary: Canary | None = None
+    canary: CanaryRecord | None = None
 
     @property
     def url(self) -> str:

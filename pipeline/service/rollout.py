@@ -29,7 +29,7 @@ from pipeline.contract.settings.stages import Deploy
 from pipeline.contract.sources import package_sources
 from pipeline.history import find_run, installed_versions, now
 from pipeline.service.process import (
-    Canary,
+    CanaryRecord,
     LiveService,
     check_golden,
     forget_token,
@@ -116,7 +116,7 @@ def swap_bundle(
     share = canary_share(config) if bundle.digest != live.bundle else 0.0
     if share:
         admin.canary(version, share)
-        updated = live.model_copy(update={"canary": Canary(run=run.id, bundle=bundle.digest, share=share)})
+        updated = live.model_copy(update={"canary": CanaryRecord(run=run.id, bundle=bundle.digest, share=share)})
     else:
         admin.switch(version)
         since = live.since if live.bundle == bundle.digest else now()
@@ -380,7 +380,7 @@ def _record(
         token=str(files[0]),
         stamp=request.stamp,
         max_body_bytes=bundle.signature.limits.max_body_bytes,
-        canary=Canary(run=run.id, bundle=bundle.digest, share=share) if share else None,
+        canary=CanaryRecord(run=run.id, bundle=bundle.digest, share=share) if share else None,
     )
 
 

@@ -29,7 +29,7 @@ from train.hang_report import (
     process_start,
     thread_stacks,
     unfinished_collectives,
-    why_silent,
+    silence_reason,
 )
 
 
@@ -73,7 +73,7 @@ def test_a_stopped_process_is_reported_as_such(sleeper: psutil.Popen) -> None:
     started = sleeper.create_time()
     for text in ("its interpreter is blocked in native code", "it is stopped (SIGSTOP)"):
         end = time.monotonic() + 300
-        while why_silent(sleeper.pid, started) != text:  # at its start it may wait for the disk
+        while silence_reason(sleeper.pid, started) != text:  # at its start it may wait for the disk
             assert time.monotonic() < end
             time.sleep(0.01)
         os.kill(sleeper.pid, signal.SIGSTOP)
@@ -83,7 +83,7 @@ def test_a_stopped_process_is_reported_as_such(sleeper: psutil.Popen) -> None:
 def test_a_process_is_killed_only_if_its_start_time_matches(sleeper: psutil.Popen) -> None:
     kill_process(sleeper.pid, sleeper.create_time() - 60)
     assert sleeper.is_running()
-    assert why_silent(sleeper.pid, sleeper.create_time() - 60) == "it has ended"
+    assert silence_reason(sleeper.pid, sleeper.create_time() - 60) == "it has ended"
     kill_process(sleeper.pid, sleeper.create_time())
     assert sleeper.wait(timeout=300) == -signal.SIGKILL
     kill_process(sleeper.pid, 0.0)  # and is no error where it is gone

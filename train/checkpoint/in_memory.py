@@ -88,9 +88,11 @@ class MemorySnapshots:
         self._shard = plan_shard(state.tensors, self.background.process_group)
         self._sizes = self._group.gather(self._shard.bytes)
         local_ranks = self.backups.local_ranks
-        stored = [r for r in range(self._group.size) if r in local_ranks or self.backups.backup_rank(r) in local_ranks]
-        needed = SNAPSHOTS_KEPT * sum(self._sizes[rank] for rank in stored)
-        for failure in self._group.gather(_catch(lambda: check_free_memory(self.folder, needed))):
+        stored_ranks = [
+            r for r in range(self._group.size) if r in local_ranks or self.backups.backup_rank(r) in local_ranks
+        ]
+        needed_bytes = SNAPSHOTS_KEPT * sum(self._sizes[rank] for rank in stored_ranks)
+        for failure in self._group.gather(_catch(lambda: check_free_memory(self.folder, needed_bytes))):
             if failure is not None:
                 raise failure
 
@@ -108,8 +110,8 @@ class MemorySnapshots:
         record: FileRecord | PipelineError
         try:
             record = self.storage.write(step, shard_name(rank), data)
-            for other, shard in copies.items():
-                self.storage.write(step, shard_name(other), shard.numpy().data)
+            for other_rank, shard in copies.items():
+                self.storage.write(step, shard_name(other_rank), shard.numpy().data)
         except OSError as error:  # raised below, on all processes
             record = StageError(f"cannot write the snapshot of step {step} to {self.folder}: {error}")
         manifest = self.background.broadcast(
@@ -177,9 +179,9 @@ class BackupPlan:
         """Return the rank on the next machine that gets a copy; None if there is only one machine."""
         if len(self._order) == 1:
             return None
-        machine = self._machines[rank]
-        others = self._ranks_on(self._order[(self._order.index(machine) + 1) % len(self._order)])
-        return others[self._ranks_on(machine).index(rank) % len(others)]
+        host = self._machines[rank]
+        backup_ranks = self._ranks_on(self._order[(self._order.index(host) + 1) % len(self._order)])
+        return backup_ranks[self._ranks_on(host).index(rank) % len(backup_ranks)]
 
     @property
     def protected_ranks(self) -> list[int]:
@@ -309,8 +311,8 @@ def sorted_candidates(manifests: Sequence[Mapping[int, bytes]], identity: Mappin
             decoded[raw] = decode_manifest(raw)
         except DamagedCheckpoint as error:
             print(f"warning: a snapshot is skipped: {error}", file=sys.stderr)
-    matching = [raw for raw, manifest in decoded.items() if manifest.identity == identity]
-    return sorted(matching, key=lambda raw: (-decoded[raw].progress.step, raw))
+    of_this_run = [raw for raw, manifest in decoded.items() if manifest.identity == identity]
+    return sorted(of_this_run, key=lambda raw: (-decoded[raw].progress.step, raw))
 
 
 def choose_senders(names: Sequence[str], files_by_leader: Mapping[int, set[str]]) -> dict[str, int] | None:
@@ -344,8 +346,8 @@ def _complete_everywhere(snapshots: MemorySnapshots, raw: bytes, group: ProcessG
 def _intact_files(snapshots: MemorySnapshots, manifest: Manifest, group: ProcessGroup) -> dict[int, set[str]]:
     """Return the intact files of each machine by its leader's rank; processes of a machine divide the checking."""
     backups, step = snapshots.backups, manifest.progress.step
-    own = manifest.files[backups.local_ranks.index(group.rank.rank) :: len(backups.local_ranks)]
-    intact = {file.name for file in own if not find_damage(snapshots.storage, step, [file])}
+    own_files = manifest.files[backups.local_ranks.index(group.rank.rank) :: len(backups.local_ranks)]
+    intact = {file.name for file in own_files if not find_damage(snapshots.storage, step, [file])}
     files: dict[int, set[str]] = {leader: set() for leader in backups.leader_ranks}
     for leader, names in group.gather((backups.local_ranks[0], intact)):
         files[leader] |= names
@@ -356,8 +358,8 @@ def _has_memory_for(
     snapshots: MemorySnapshots, manifest: Manifest, senders: Mapping[str, int], group: ProcessGroup
 ) -> bool:
     """Return whether every machine has memory for all files; until now it may have had a few of them only."""
-    needed = sum(file.bytes for file in manifest.files if file.name in senders)
-    failure = _catch(lambda: check_free_memory(snapshots.folder, needed))
+    needed_bytes = sum(file.bytes for file in manifest.files if file.name in senders)
+    failure = _catch(lambda: check_free_memory(snapshots.folder, needed_bytes))
     failures = [text for text in group.gather(str(failure) if failure else "") if text]
     if failures and group.rank.first:
         print(f"warning: a snapshot is skipped: {failures[0]}", file=sys.stderr)

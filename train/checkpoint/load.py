@@ -59,15 +59,15 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            source = self._chunk(item.storage_index)
+            chunk = self._chunk(item.storage_index)
             for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                source = source.narrow(dimension, start, length)
+                chunk = chunk.narrow(dimension, start, length)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(source)
+            target.copy_(chunk)
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -96,11 +96,11 @@ class CheckpointReader(StorageReader):
         self._locations[MetadataIndex(chunk.name, chunk.offsets)] = name, span
 
     def _chunk(self, index: MetadataIndex) -> Tensor:
-        name, span = self._locations[index]
+        name, location = self._locations[index]
         if name not in self._files:
             self._files[name] = self._storage.read(self._step, name)
-        raw = self._files[name][span.start : span.start + span.chunk.bytes]
-        return raw.view(span.chunk.dtype).view(span.chunk.sizes)
+        raw = self._files[name][location.start : location.start + location.chunk.bytes]
+        return raw.view(location.chunk.dtype).view(location.chunk.sizes)
 
 
 class SavedCheckpoint:
@@ -129,13 +129,13 @@ class SavedCheckpoint:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load values into the tensors; of a distributed tensor each process reads its own shard."""
-        stored = self.shapes("")
+        shapes = self.shapes("")
         for name, tensor in tensors.items():
-            if name not in stored or stored[name][0] != tensor.shape:
-                saved = str(tuple(stored[name][0])) if name in stored else "missing"
+            if name not in shapes or shapes[name][0] != tensor.shape:
+                stored_shape = str(tuple(shapes[name][0])) if name in shapes else "missing"
                 raise StageError(
                     f"the checkpoint of step {self.progress.step} does not fit the model: {name} is "
-                    f"{tuple(tensor.shape)} in the model and {saved} in the checkpoint; "
+                    f"{tuple(tensor.shape)} in the model and {stored_shape} in the checkpoint; "
                     "to fix it: train again with `pipe run --force train`"
                 )
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -191,8 +191,8 @@ def _check_together(storage: Storage, step: int, identity: Mapping[str, Any], gr
     manifest = group.share(manifest)
     if isinstance(manifest, StageError):
         raise manifest
-    own = manifest.files[group.rank.rank :: group.size]
-    for problem in group.gather(find_damage(storage, step, own)):
+    own_files = manifest.files[group.rank.rank :: group.size]
+    for problem in group.gather(find_damage(storage, step, own_files)):
         if problem:
             raise _damage_error(step, problem)
     return manifest

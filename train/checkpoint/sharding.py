@@ -70,8 +70,8 @@ def _make_global_plan(planner: DefaultSavePlanner, local: SavePlan, group: dist.
     """Return this process's part of the plan, which the first process makes from all local plans."""
     if group is None:
         return planner.create_global_plan([local])[0][0]
-    first, size = dist.get_rank(group) == 0, dist.get_world_size(group)
-    local_plans: list[Any] | None = [None] * size if first else None
+    is_first, world_size = dist.get_rank(group) == 0, dist.get_world_size(group)
+    local_plans: list[Any] | None = [None] * world_size if is_first else None
     dist.gather_object(local, local_plans, dst=0, group=group)
     global_plans = planner.create_global_plan(local_plans)[0] if local_plans else None
     received: list[Any] = [None]

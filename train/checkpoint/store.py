@@ -139,10 +139,10 @@ class CheckpointStore:
         """
         progress = state.progress
         self._best_steps[progress.step] = progress.best_step
-        past = [step for step in self._storage.steps() if step <= progress.step]
-        kept = {*past[-self._keep :], progress.best_step}
-        kept |= {self._best_step(step) for step in kept.intersection(past)}
-        for step in set(past) - kept:
+        earlier_steps = [step for step in self._storage.steps() if step <= progress.step]
+        kept_steps = {*earlier_steps[-self._keep :], progress.best_step}
+        kept_steps |= {self._best_step(step) for step in kept_steps.intersection(earlier_steps)}
+        for step in set(earlier_steps) - kept_steps:
             self._storage.remove(step)
 
     def _best_step(self, step: int) -> int:
@@ -155,19 +155,20 @@ class CheckpointStore:
         if isinstance(error, PipelineError):
             return error
         steps = self._storage.steps()
-        kept = f"the last good one is step {steps[-1]}" if steps else "there is no earlier one"
-        what, host = f"the checkpoint of step {step}", socket.gethostname()
+        fallback = f"the last good one is step {steps[-1]}" if steps else "there is no earlier one"
+        subject, host = f"the checkpoint of step {step}", socket.gethostname()
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return ResourceError(
-                f"disk full on {host} while writing {what}; {kept}; "
+                f"disk full on {host} while writing {subject}; {fallback}; "
                 "to fix it: free some space, then `pipe run --resume`"
             )
         if isinstance(error, OSError):
             reason = os.strerror(error.errno).lower() if error.errno else str(error)
             return ResourceError(
-                f"cannot write {what} on {host}: {reason}; {kept}; to fix it: check the disk, then `pipe run --resume`"
+                f"cannot write {subject} on {host}: {reason}; {fallback}; to fix it: check the disk, "
+                "then `pipe run --resume`"
             )
-        return StageError(f"cannot write {what} on {host}: {type(error).__name__}: {error}; {kept}")
+        return StageError(f"cannot write {subject} on {host}: {type(error).__name__}: {error}; {fallback}")
 
 
 def _do_nothing() -> None:
@@ -230,9 +231,9 @@ class BackgroundJobs:
         """Return small values of all processes on the first one, in one round; `gather_any` needs two."""
         if self.process_group is None:
             return [value]
-        own = _pickle_into_message(value)
-        messages = [torch.empty_like(own) for _ in range(self._group.size)] if self._group.rank.first else None
-        dist.gather(own, messages, dst=0, group=self.process_group)
+        message = _pickle_into_message(value)
+        messages = [torch.empty_like(message) for _ in range(self._group.size)] if self._group.rank.first else None
+        dist.gather(message, messages, dst=0, group=self.process_group)
         return [pickle.loads(row.numpy().data) for row in messages or ()]  # noqa: S301  # from our own processes
 
     def gather_any(self, value: Any) -> list[Any]:

@@ -61,21 +61,21 @@ class Agent(LocalElasticAgent):
 def describe_failures(statuses: Mapping[int, int], directory: Path) -> ProcessEnd:
     """Return why processes ended, from the exit statuses by rank: a killed one explains those that failed after it."""
     host = socket.gethostname()
-    own = {rank: status for rank, status in statuses.items() if not was_terminated(status)} or dict(statuses)
+    causes = {rank: status for rank, status in statuses.items() if not was_terminated(status)} or dict(statuses)
     # Signals first; but a process may abort (SIGABRT) because another was killed.
-    rank = min(own, key=lambda rank: (own[rank] >= 0, own[rank] == -signal.SIGABRT))
-    exit_text = describe_exit(f"rank {rank} on {host}", own[rank])
+    rank = min(causes, key=lambda rank: (causes[rank] >= 0, causes[rank] == -signal.SIGABRT))
+    exit_text = describe_exit(f"rank {rank} on {host}", causes[rank])
     error = read_error(directory)
     if error is not None and not error.passing:
         return ProcessEnd(host, str(error), passing=False)
     if isinstance(error, Stalled):  # the watchdogs of the others killed the process that hung
         return ProcessEnd(host, str(error))
-    if own[rank] < 0 or was_terminated(own[rank]):
+    if causes[rank] < 0 or was_terminated(causes[rank]):
         return ProcessEnd(host, exit_text)
     if error is not None:
         return ProcessEnd(host, str(error), echo=error.echo)
     # Status 1 without an error may come from a process that lost contact while a new attempt began.
-    return ProcessEnd(host, f"{exit_text} and left no reason", passing=own[rank] == 1)
+    return ProcessEnd(host, f"{exit_text} and left no reason", passing=causes[rank] == 1)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -66,24 +66,24 @@ class Preemption:
 
     def eviction_error(self, step: int) -> Evicted:
         """Return the error that ends training; all take part, so that every checkpoint is complete by then."""
-        signalled = [str(rank) for rank, flag in enumerate(self._group.gather(self._signalled)) if flag]
+        ranks = [str(rank) for rank, flag in enumerate(self._group.gather(self._signalled)) if flag]
         return Evicted(
-            f"ended by SIGTERM (rank {', '.join(signalled)}); nothing is lost, there is a checkpoint of step {step}; "
+            f"ended by SIGTERM (rank {', '.join(ranks)}); nothing is lost, there is a checkpoint of step {step}; "
             "to continue: pipe run --resume"
         )
 
-    def serve(self, signals: int, done: threading.Event) -> None:
+    def serve(self, signals: int, stop: threading.Event) -> None:
         """Run in a thread; `signals` is a pipe from which signal numbers can be read."""
         try:
-            while not done.is_set():
+            while not stop.is_set():
                 ready, _, _ = select.select([signals], [], [], _POLL_SECONDS)
                 if ready and signal.SIGTERM in os.read(signals, 512):
                     self._announce()
                 self._answer()
-                if self._signalled and not done.is_set():
+                if self._signalled and not stop.is_set():
                     self._end_if_others_hang()
         except RuntimeError as error:  # the store died with its process: the next exchange fails too
-            if self._signalled and not done.is_set():
+            if self._signalled and not stop.is_set():
                 _end(f"the others cannot be reached ({error})")
 
     def _note_step(self, step: int) -> None:
@@ -129,28 +129,28 @@ class Preemption:
         position = self._group.heartbeat.position
         if position is not self._last_progress[0]:
             self._last_progress = (position, now)
-        saves = position[1] == "checkpoint"  # however long that takes: the sender of the signal sets the limit
-        if not saves and now - self._last_progress[1] > max(_HANG_SECONDS, 2 * self._step_seconds):
+        is_saving = position[1] == "checkpoint"  # however long that takes: the sender of the signal sets the limit
+        if not is_saving and now - self._last_progress[1] > max(_HANG_SECONDS, 2 * self._step_seconds):
             _end(f"no progress since step {position[0]}, {position[1]}")
 
 
 @contextlib.contextmanager
 def preemption_handler(group: ProcessGroup, next_sync_step: Callable[[int], int], step: int) -> Iterator[Preemption]:
     """Handle SIGTERM within; `next_sync_step(step)` is the next step at which all processes synchronize."""
-    preemption, done = Preemption(group, next_sync_step, step), threading.Event()
+    preemption, stop = Preemption(group, next_sync_step, step), threading.Event()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    thread = threading.Thread(target=preemption.serve, args=(reading, done), name="preemption", daemon=True)
+    thread = threading.Thread(target=preemption.serve, args=(reading, stop), name="preemption", daemon=True)
     # A Python handler would wait for the main thread, which may hang; the wake-up pipe is written to at once.
-    pipe_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    before: Any = signal.signal(signal.SIGTERM, lambda *_: None)
+    previous_fd = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    previous_handler: Any = signal.signal(signal.SIGTERM, lambda *_: None)
     thread.start()
     try:
         yield preemption
     finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.set_wakeup_fd(pipe_before)
-        done.set()
+        signal.signal(signal.SIGTERM, previous_handler)
+        signal.set_wakeup_fd(previous_fd)
+        stop.set()
         os.write(writing, b"\0")
         thread.join()
         os.close(reading)
@@ -165,6 +165,6 @@ def _open_store(group: ProcessGroup) -> Store:
     return PrefixStore("preemption", store.clone())
 
 
-def _end(why: str) -> None:
-    print(f"SIGTERM: ending at once, {why}", file=sys.stderr, flush=True)
+def _end(reason: str) -> None:
+    print(f"SIGTERM: ending at once, {reason}", file=sys.stderr, flush=True)
     os._exit(TERMINATED)

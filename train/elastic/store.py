@@ -49,7 +49,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at that address; on all interfaces where it belongs to a gateway in front of this machine."""
+    """Listen at the address; on all interfaces where it belongs to a gateway in front of this machine."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
         return socket.create_server(address[:2], family=family)

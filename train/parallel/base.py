@@ -134,11 +134,11 @@ class Strategy:
         return State(progress, tensors, self.objective.precision.state())
 
     def restore(self, optimizer: torch.optim.Optimizer, saved: SavedCheckpoint) -> None:
-        own = self.own_targets(saved)
-        saved.load({**self.shared_targets(optimizer, saved), **add_prefix(self._own_prefix, own)})
+        own_targets = self.own_targets(saved)
+        saved.load({**self.shared_targets(optimizer, saved), **add_prefix(self._own_prefix, own_targets)})
         if saved.scaler:
             self.objective.precision.restore(saved.scaler)
-        self.restore_process_state(own)
+        self.restore_process_state(own_targets)
 
     def shared_targets(self, optimizer: torch.optim.Optimizer, saved: SavedCheckpoint) -> dict[str, Tensor]:
         """Return the tensors to load weights and optimizer state into, by their names in the checkpoint."""
@@ -163,16 +163,16 @@ class Strategy:
 
     def own_targets(self, saved: SavedCheckpoint) -> dict[str, Tensor]:
         """Return tensors to load `process_state` into; none when the run resumes with another number of processes."""
-        stored = saved.shapes(self._own_prefix) if saved.world_size == self.group.size else {}
-        return {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in stored.items()}
+        shapes = saved.shapes(self._own_prefix) if saved.world_size == self.group.size else {}
+        return {name: torch.zeros(size, dtype=dtype) for name, (size, dtype) in shapes.items()}
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model whose parameters may still be on the meta device; these are materialized later."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device)
-    moved: nn.Module = model._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
-    return moved
+    on_device: nn.Module = model._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+    return on_device
 
 
 @dataclass
@@ -228,12 +228,12 @@ class Stopwatch:
         """Add what was measured to the totals."""
         if self._on_gpu and (self._laps or self._waits):
             torch.cuda.synchronize()
-        for began, computed, ended in self._laps:
-            self._traffic.compute_seconds += self._seconds(began, computed)
+        for started, computed, ended in self._laps:
+            self._traffic.compute_seconds += self._seconds(started, computed)
             self._traffic.exposed_seconds += self._seconds(computed, ended)
-        for began, ended, passing in self._waits:
-            self._traffic.exposed_seconds += self._seconds(began, ended)
-            self._traffic.compute_seconds -= self._seconds(began, ended) if passing else 0.0
+        for started, ended, passing in self._waits:
+            self._traffic.exposed_seconds += self._seconds(started, ended)
+            self._traffic.compute_seconds -= self._seconds(started, ended) if passing else 0.0
         self._laps.clear()
         self._waits.clear()
 

@@ -114,8 +114,8 @@ class Float16Compressor(Compressor):
         factor = self._factors[bucket.index()] = power_of_two_below(largest)
         compressed = self._count_bytes((buffer * (factor / self._world_size)).half())
 
-        def decompress(done: Future[list[Tensor]]) -> Tensor:
-            buffer.copy_(done.value()[0])
+        def decompress(future: Future[list[Tensor]]) -> Tensor:
+            buffer.copy_(future.value()[0])
             return buffer.div_(factor)
 
         work = dist.all_reduce(compressed, async_op=True)
@@ -144,18 +144,18 @@ class ErrorFeedbackCompressor(Compressor):
 
     def average(self, bucket: GradBucket) -> Future[Tensor]:
         buffer, index = bucket.buffer(), bucket.index()
-        before = self._remainders.get(index)
-        if before is None:
-            before = torch.zeros_like(buffer)
-        buffer.add_(before)
+        previous = self._remainders.get(index)
+        if previous is None:
+            previous = torch.zeros_like(buffer)
+        buffer.add_(previous)
         remainder = self._approximate(bucket)
         finite = buffer.sum().isfinite()  # of the average, so all processes find the same
         # After an overflow (fp16) the optimizer makes no step, so the remainders stay as they were.
-        self._remainders[index] = torch.where(finite, remainder, before)
+        self._remainders[index] = torch.where(finite, remainder, previous)
         self._keep_for_next_step(index, finite)
-        done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
-        done.set_result(buffer)
-        return done
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
+        future.set_result(buffer)
+        return future
 
     @abc.abstractmethod
     def _approximate(self, bucket: GradBucket) -> Tensor:
@@ -187,11 +187,11 @@ class TopKCompressor(ErrorFeedbackCompressor):
     def _approximate(self, bucket: GradBucket) -> Tensor:
         buffer = bucket.buffer()
         count = math.ceil(self._fraction * buffer.numel())
-        chosen = torch.topk(buffer.abs(), count, sorted=False).indices  # NaN counts as largest
-        values = buffer[chosen].float()
+        largest = torch.topk(buffer.abs(), count, sorted=False).indices  # NaN counts as largest
+        values = buffer[largest].float()
         remainder = buffer.clone()
-        remainder[chosen] -= values.to(buffer.dtype)
-        positions = chosen.to(torch.int32 if buffer.numel() < 1 << 31 else torch.int64)
+        remainder[largest] -= values.to(buffer.dtype)
+        positions = largest.to(torch.int32 if buffer.numel() < 1 << 31 else torch.int64)
         message = self._count_bytes(torch.cat([positions.view(torch.int32), values.view(torch.int32)]))
         received = [torch.empty_like(message) for _ in range(self._world_size)]
         with self._stopwatch.waiting():
@@ -219,19 +219,19 @@ class PowerSGDCompressor(ErrorFeedbackCompressor):
         buffer = bucket.buffer()
         original = buffer.clone()
         matrices = [gradient.flatten(1) for gradient in bucket.gradients() if is_worth_factoring(gradient, self._rank)]
-        others = [gradient for gradient in bucket.gradients() if not is_worth_factoring(gradient, self._rank)]
+        small_gradients = [gradient for gradient in bucket.gradients() if not is_worth_factoring(gradient, self._rank)]
         bases = self._split_bases(bucket.index(), matrices)
-        left = [matrix.float() @ orthonormalize(base) for matrix, base in zip(matrices, bases, strict=True)]
-        averages = self._average_together([*left, *others])
-        left = [orthonormalize(factor) for factor in averages[: len(left)]]
-        right = [matrix.float().T @ factor for matrix, factor in zip(matrices, left, strict=True)]
-        _multiply(left, right, matrices)
+        left_factors = [matrix.float() @ orthonormalize(base) for matrix, base in zip(matrices, bases, strict=True)]
+        averages = self._average_together([*left_factors, *small_gradients])
+        left_factors = [orthonormalize(factor) for factor in averages[: len(left_factors)]]
+        right_factors = [matrix.float().T @ factor for matrix, factor in zip(matrices, left_factors, strict=True)]
+        _multiply(left_factors, right_factors, matrices)
         remainder = original.sub_(buffer)  # zero for the small gradients, which are sent whole
-        right = self._average_together(right)
-        _multiply(left, right, matrices)
-        for gradient, average in zip(others, averages[len(left) :], strict=True):
+        right_factors = self._average_together(right_factors)
+        _multiply(left_factors, right_factors, matrices)
+        for gradient, average in zip(small_gradients, averages[len(left_factors) :], strict=True):
             gradient.copy_(average)
-        flat = torch.cat([factor.flatten() for factor in right]) if right else buffer.new_empty(0)
+        flat = torch.cat([factor.flatten() for factor in right_factors]) if right_factors else buffer.new_empty(0)
         self._next_bases[bucket.index()] = flat
         return remainder
 

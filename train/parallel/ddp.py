@@ -50,10 +50,10 @@ class DDPStrategy(Strategy):
         a resumed run adds up gradients in the same order as an uninterrupted one: with three processes or more the
         order changes the bits.
         """
-        first = replace(next(iter(micro_batches())), last=True)
+        first_batch = replace(next(iter(micro_batches())), last=True)
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         for _ in range(2):  # buckets are reordered at the second forward pass
-            self.backward([first])
+            self.backward([first_batch])
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])

@@ -59,8 +59,8 @@ class DeterministicStrategy(Strategy):
         return super().wrap_model()
 
     def slices(self, count: int) -> dict[int, range]:
-        own = self.group.slice_of(self._shard_count)
-        return {shard: Rank(shard, world_size=self._shard_count).slice_of(count) for shard in own}
+        own_shards = self.group.slice_of(self._shard_count)
+        return {shard: Rank(shard, world_size=self._shard_count).slice_of(count) for shard in own_shards}
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         shard_sums = self._compute_shards(micro_batches)
@@ -74,11 +74,11 @@ class DeterministicStrategy(Strategy):
             self._buffers_after_shard_0.restore()
         if self._sync_buffers:
             self.group.sync_buffers(self.model)
-        own = torch.stack([loss for partial in sums for loss in partial.losses])
-        losses = own if self.group.size == 1 else self._reduce(sums)
+        own_losses = torch.stack([loss for partial in sums for loss in partial.losses])
+        losses = own_losses if self.group.size == 1 else self._reduce(sums)
         if self.group.size == 1:
             self._set_gradients(sums[0].gradient)
-        return self._reported_loss(own.double().sum(), losses.double().sum())
+        return self._reported_loss(own_losses.double().sum(), losses.double().sum())
 
     def _compute_shards(self, micro_batches: Iterable[MicroBatch]) -> Iterator[PartialSum]:
         """Yield the sum of each shard; the next one is computed only when it is needed."""
@@ -125,15 +125,15 @@ class DeterministicStrategy(Strategy):
         for parameter, gradient in zip(self._trained, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
-    def _reported_loss(self, own: Tensor, total: Tensor) -> Tensor:
+    def _reported_loss(self, own_loss: Tensor, total: Tensor) -> Tensor:
         """Return the loss that this process reports; the trainer adds up those of all processes.
 
         The first process reports the loss of all, so that it is added up in one order. A loss that is not finite is
         reported by the process that has it.
         """
         if self.group.rank.first:
-            return torch.where(total.isfinite(), total, own)
-        return torch.where(own.isfinite(), torch.zeros_like(own), own)
+            return torch.where(total.isfinite(), total, own_loss)
+        return torch.where(own_loss.isfinite(), torch.zeros_like(own_loss), own_loss)
 
 
 @dataclass
@@ -170,8 +170,8 @@ def add(left: PartialSum, right: PartialSum) -> PartialSum:
     pairs = [(a, b) for a, b in zip(left.gradient, right.gradient, strict=True) if a is not None and b is not None]
     if pairs:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
-    both = zip(left.gradient, right.gradient, strict=True)
-    return PartialSum([_first_present(a, b) for a, b in both], left.losses + right.losses)
+    gradients = zip(left.gradient, right.gradient, strict=True)
+    return PartialSum([_first_present(a, b) for a, b in gradients], left.losses + right.losses)
 
 
 def _first_present(left: Tensor | None, right: Tensor | None) -> Tensor | None:
@@ -198,10 +198,12 @@ class DeterministicAllReduce:
         self._nodes_by_rank = [covering_nodes(self._root, own) for own in shards_by_rank]
         self.own_nodes = self._nodes_by_rank[group.rank.rank]
         self._columns, self._size = -(-width // group.size), group.size
-        padded, device = self._columns * group.size, group.device
-        self.rows = torch.zeros(len(self.own_nodes), padded, dtype=dtype, device=device)  # to be filled, one per node
+        padded_width, device = self._columns * group.size, group.device
+        self.rows = torch.zeros(
+            len(self.own_nodes), padded_width, dtype=dtype, device=device
+        )  # to be filled, one per node
         self._received = torch.zeros(sum(map(len, self._nodes_by_rank)), self._columns, dtype=dtype, device=device)
-        self.total = torch.zeros(padded, dtype=dtype, device=device)
+        self.total = torch.zeros(padded_width, dtype=dtype, device=device)
 
     @property
     def sent_bytes(self) -> int:
@@ -242,8 +244,8 @@ def tree_sum(
     if value is not None:
         return value
     left, right = halves(node)
-    first = tree_sum(left, lookup, add)
-    return add(first, tree_sum(right, lookup, add))
+    left_sum = tree_sum(left, lookup, add)
+    return add(left_sum, tree_sum(right, lookup, add))
 
 
 def halves(node: range) -> tuple[range, range]:

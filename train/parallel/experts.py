@@ -90,8 +90,8 @@ class _Dispatch:
         flat = chosen.reshape(-1)
         order = torch.argsort(flat, stable=True)
         order = order[flat[order] // self._experts_here % self._tensor == self._tensor_rank]
-        every = torch.arange(self._experts_here * self._expert * self._tensor, device=flat.device)
-        counts = (flat[:, None] == every).sum(0).view(self._expert, self._tensor, self._experts_here)
+        all_experts = torch.arange(self._experts_here * self._expert * self._tensor, device=flat.device)
+        counts = (flat[:, None] == all_experts).sum(0).view(self._expert, self._tensor, self._experts_here)
         return counts[:, self._tensor_rank].contiguous(), order
 
     def _run_experts(self, tokens: Tensor, counts: Tensor) -> Tensor:
@@ -99,13 +99,15 @@ class _Dispatch:
         weights = {name: self._local_rows(p) for name, p in self._module.named_parameters(recurse=False)}
         if not len(tokens):  # the others still wait for this process's gradients
             return tokens + sum(weight.sum() for weight in weights.values()) * 0
-        local = object.__new__(self._type)  # the module with the experts of this process alone
-        own = {name: value for name, value in self._module.__dict__.items() if name not in ("forward", "_parameters")}
-        local.__dict__ = {**own, "_parameters": {}, **weights, "num_experts": self._experts_here}
+        local_module = object.__new__(self._type)  # the module with the experts of this process alone
+        attributes = {
+            name: value for name, value in self._module.__dict__.items() if name not in ("forward", "_parameters")
+        }
+        local_module.__dict__ = {**attributes, "_parameters": {}, **weights, "num_experts": self._experts_here}
         experts = torch.arange(self._experts_here, device=tokens.device).repeat(self._expert)
-        chosen = experts.repeat_interleave(counts.flatten())
-        unweighted = tokens.new_ones(len(tokens), 1)
-        result: Tensor = self._type.forward(local, tokens, chosen[:, None], unweighted)
+        expert_indices = experts.repeat_interleave(counts.flatten())
+        ones = tokens.new_ones(len(tokens), 1)
+        result: Tensor = self._type.forward(local_module, tokens, expert_indices[:, None], ones)
         return result
 
     def _local_rows(self, parameter: nn.Parameter) -> Tensor:

@@ -111,8 +111,8 @@ class FSDPStrategy(Strategy):
             if isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         experts = [parameter for parameter in self._parameters if _is_expert(parameter)]
-        others = [parameter for parameter in self._parameters if not _is_expert(parameter)]
-        for parameters, mesh in ((others, self.mesh["data"]), (experts, self.copies)):
+        dense = [parameter for parameter in self._parameters if not _is_expert(parameter)]
+        for parameters, mesh in ((dense, self.mesh["data"]), (experts, self.copies)):
             if mesh.size() > 1 and local_gradients(parameters):
                 self.traffic.sent_bytes += average_gradients(parameters, mesh.get_group(), mesh.size())
 
@@ -151,20 +151,20 @@ class FSDPStrategy(Strategy):
 
     def _shard(self) -> None:
         """Shard each repeated block by itself, so that only one at a time is unsharded; the rest with the root."""
-        plain, cast = self._policies()
+        fp32_policy, cast_policy = self._policies()
         blocks = [unit.module for unit in units(self.model) if unit.repeated and has_trained_parameters(unit.module)]
         self._refuse_shared_weights(blocks)
-        if cast.param_dtype:  # running statistics stay in fp32, and a batch norm needs its weights in their type
+        if cast_policy.param_dtype:  # running statistics stay in fp32, and a batch norm needs its weights in their type
             for module in self.model.modules():
                 if isinstance(module, _BatchNorm) and has_trained_parameters(module):
-                    fully_shard(module, mesh=self.mesh["data"], mp_policy=plain)
+                    fully_shard(module, mesh=self.mesh["data"], mp_policy=fp32_policy)
         for module in self._experts:  # over fewer processes, and with arguments in the type they have
-            policy = replace(cast, cast_forward_inputs=False)
+            policy = replace(cast_policy, cast_forward_inputs=False)
             fully_shard(module, mesh=self.copies, mp_policy=policy, shard_placement_fn=self._placement)
         for block in blocks:
             if not isinstance(block, FSDPModule):
-                fully_shard(block, mesh=self.mesh["data"], mp_policy=cast)
-        fully_shard(self.model, mesh=self.mesh["data"], mp_policy=replace(cast, output_dtype=torch.float32))
+                fully_shard(block, mesh=self.mesh["data"], mp_policy=cast_policy)
+        fully_shard(self.model, mesh=self.mesh["data"], mp_policy=replace(cast_policy, output_dtype=torch.float32))
         self._compute_traffic(blocks)
 
     def _placement(self, parameter: nn.Parameter) -> Shard:
@@ -191,15 +191,15 @@ class FSDPStrategy(Strategy):
 
     def _policies(self) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
         """Return policies without and with a cast of gathered weights; gradients are always added up in fp32."""
-        plain = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        return plain, replace(plain, param_dtype=self.objective.precision.cast_by_model())
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        return policy, replace(policy, param_dtype=self.objective.precision.cast_by_model())
 
     def _compute_traffic(self, blocks: list[nn.Module]) -> None:
         """Compute the bytes this process sends: its shards for every gathering, and whole gradients once."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        gathered_twice = {parameter for block in blocks for parameter in block.parameters()}  # for backward, too
+        block_parameters = {parameter for block in blocks for parameter in block.parameters()}  # for backward, too
         width = (self.objective.precision.type or torch.float32).itemsize
-        gatherings = {p: 2 if p in gathered_twice else 1 for p in parameters}
+        gatherings = {p: 2 if p in block_parameters else 1 for p in parameters}
         self._gathered_bytes = sum(local_shard(p).numel() * width * times for p, times in gatherings.items())
         copies = {id(p): self.copies.size() for p in parameters if _is_expert(p)}
         numbers = sum(local_shard(p).numel() * copies[id(p)] if id(p) in copies else p.numel() for p in parameters)
@@ -215,10 +215,10 @@ def _pad(micro_batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch
 
     A padding pass repeats the last samples and counts for nothing.
     """
-    done = 0
+    count_done = 0
     for micro_batch in micro_batches:
-        done += 1
-        yield replace(micro_batch, last=done == count)
-    while done < count:
-        done += 1
-        yield replace(micro_batch, count=0, fraction=0.0, last=done == count)
+        count_done += 1
+        yield replace(micro_batch, last=count_done == count)
+    while count_done < count:
+        count_done += 1
+        yield replace(micro_batch, count=0, fraction=0.0, last=count_done == count)

@@ -30,19 +30,23 @@ class HorovodStrategy(Strategy):
                 f"train.strategy=horovod: Horovod sees {self._horovod.size()} of {self.group.size} processes; "
                 "start them with horovodrun, as `pipe run` does"
             )
-        half = self.config.compress_kind == "fp16"
-        trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        is_fp16 = self.config.compress_kind == "fp16"
+        trained_parameters = [
+            (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        ]
         compression = self._horovod.Compression
-        wrapped: Any = self._horovod.DistributedOptimizer(
-            optimizer, named_parameters=trained, compression=compression.fp16 if half else compression.none
+        horovod_optimizer: Any = self._horovod.DistributedOptimizer(
+            optimizer,
+            named_parameters=trained_parameters,
+            compression=compression.fp16 if is_fp16 else compression.none,
         )
-        self._exchanged_bytes = sum(p.numel() * (2 if half else p.element_size()) for _, p in trained)
+        self._exchanged_bytes = sum(p.numel() * (2 if is_fp16 else p.element_size()) for _, p in trained_parameters)
         # This context is never closed: backward() waits for the gradients itself, before they are scaled or clipped.
         self._manual_synchronize = contextlib.ExitStack()
-        self._manual_synchronize.enter_context(wrapped.skip_synchronize())
-        self._optimizer = wrapped
+        self._manual_synchronize.enter_context(horovod_optimizer.skip_synchronize())
+        self._optimizer = horovod_optimizer
         self._horovod.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        distributed: torch.optim.Optimizer = wrapped
+        distributed: torch.optim.Optimizer = horovod_optimizer
         return distributed
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:

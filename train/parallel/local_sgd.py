@@ -41,8 +41,8 @@ class LocalSGDStrategy(Strategy):
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             dist.broadcast(tensor.detach(), 0)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        outer = (self.OUTER_LR, self.OUTER_MOMENTUM) if self.config.strategy == "diloco" else (1.0, 0.0)
-        self._outer = OuterOptimizer(self._trained, *outer, self.traffic, self.stopwatch)
+        outer_settings = (self.OUTER_LR, self.OUTER_MOMENTUM) if self.config.strategy == "diloco" else (1.0, 0.0)
+        self._outer = OuterOptimizer(self._trained, *outer_settings, self.traffic, self.stopwatch)
         self._steps_since_sync = 0  # since an exchange started
         return super().wrap_model()
 
@@ -54,9 +54,9 @@ class LocalSGDStrategy(Strategy):
 
     def next_sync_step(self, step: int) -> int:
         """Return the next exchange; with overlap the one after it, where the next one is waited for."""
-        every = self.config.sync_every
-        first = (step // every + 1) * every
-        return first + every if self.config.sync_overlap else first
+        interval = self.config.sync_every
+        next_step = (step // interval + 1) * interval
+        return next_step + interval if self.config.sync_overlap else next_step
 
     def sync_weights(self) -> None:
         self._outer.finish()
@@ -69,11 +69,11 @@ class LocalSGDStrategy(Strategy):
 
     def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State:
         """Return the averaged weights, and each process's own weights and optimizer state."""
-        common = super().state(optimizer, progress)
+        state = super().state(optimizer, progress)
         optimizer_state = optimizer_tensors(self.model, optimizer)
-        own = {**add_prefix("model.", self.weights()), **add_prefix("optimizer.", optimizer_state)}
+        own_state = {**add_prefix("model.", self.weights()), **add_prefix("optimizer.", optimizer_state)}
         averaged = add_prefix("weights.", self._averaged_weights())
-        return replace(common, tensors={**common.tensors, **add_prefix(self._own_prefix, own), **averaged})
+        return replace(state, tensors={**state.tensors, **add_prefix(self._own_prefix, own_state), **averaged})
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return the first process's state, with which another number of processes continues."""
@@ -87,8 +87,10 @@ class LocalSGDStrategy(Strategy):
         return {**add_prefix(weights, self.weights()), **add_prefix(optimizer_prefix, optimizer_state)}
 
     def own_targets(self, saved: SavedCheckpoint) -> dict[str, Tensor]:
-        own = super().own_targets(saved)
-        return {name: tensor for name, tensor in own.items() if name.partition(".")[0] not in ("model", "optimizer")}
+        targets = super().own_targets(saved)
+        return {
+            name: tensor for name, tensor in targets.items() if name.partition(".")[0] not in ("model", "optimizer")
+        }
 
     def process_state(self) -> Mapping[str, Tensor]:
         return {
@@ -122,6 +124,9 @@ class LocalSGDStrategy(Strategy):
             dist.all_reduce(average)
         self.traffic.sent_bytes += average.nbytes
         return average
+
+
+_OLD_KEYS = {"noted": "start_weights", "way": "difference"}  # in checkpoints of earlier versions
 
 
 class OuterOptimizer:
@@ -158,8 +163,8 @@ class OuterOptimizer:
             self._velocity.mul_(self._momentum).add_(step)
             step = step.add(self._velocity, alpha=self._momentum)
         self._weights.sub_(step, alpha=self._lr)
-        learned = flatten(self._parameters).sub_(self._start_weights)  # exactly zero if no step was made since
-        unflatten_into(self._parameters, learned.add_(self._weights))
+        progress = flatten(self._parameters).sub_(self._start_weights)  # exactly zero if no step was made since
+        unflatten_into(self._parameters, progress.add_(self._weights))
         self._start_weights = self._difference = torch.empty(0)
 
     @property
@@ -172,8 +177,8 @@ class OuterOptimizer:
         return {
             "weights": self._weights,
             "velocity": self._velocity,
-            "noted": self._start_weights,
-            "way": self._difference,
+            "start_weights": self._start_weights,
+            "difference": self._difference,
         }
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -182,8 +187,9 @@ class OuterOptimizer:
         self._weights = tensors["weights"].to(device) if tensors else flatten(self._parameters)
         no_velocity = torch.zeros_like(self._weights) if self._momentum else torch.empty(0)
         self._velocity = tensors.get("velocity", no_velocity).to(device)
-        self._start_weights = tensors.get("noted", torch.empty(0)).to(device)
-        self._difference = tensors.get("way", torch.empty(0)).to(device)
+        tensors = {_OLD_KEYS.get(name, name): tensor for name, tensor in tensors.items()}
+        self._start_weights = tensors.get("start_weights", torch.empty(0)).to(device)
+        self._difference = tensors.get("difference", torch.empty(0)).to(device)
 
     def _wait(self) -> None:
         if self._work is not None:

@@ -97,9 +97,9 @@ class PipelineStrategy(Strategy):
         return total
 
     def clip(self, limit: float) -> Tensor:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         is_first_copy = self.group.data_rank == 0
-        return clip_gradients(trained, limit, lambda p: is_first_copy and self._tied_weights.is_owned(p))
+        return clip_gradients(parameters, limit, lambda p: is_first_copy and self._tied_weights.is_owned(p))
 
     def sync_weights(self) -> None:
         """Broadcast running statistics from the stage that computes them, on the first copy of the model."""
@@ -127,8 +127,8 @@ class PipelineStrategy(Strategy):
         """Return what this stage computes; a tensor on every stage is saved by one of them."""
         state = super().state(optimizer, progress)
         stages = self._plan.stage_by_tensor.items()
-        elsewhere = {f"weights.{name}" for name, stage in stages if stage != self._stage.index}
-        tensors = {n: t for n, t in state.tensors.items() if n not in elsewhere and not n.startswith(_OPTIMIZER)}
+        others = {f"weights.{name}" for name, stage in stages if stage != self._stage.index}
+        tensors = {n: t for n, t in state.tensors.items() if n not in others and not n.startswith(_OPTIMIZER)}
         optimizer_state = self._tied_weights.only_owned(self.optimizer_state(optimizer))
         return replace(state, tensors={**tensors, **add_prefix(_OPTIMIZER, optimizer_state)})
 
@@ -136,8 +136,8 @@ class PipelineStrategy(Strategy):
         return self._tied_weights.to_model_names(super().optimizer_state(optimizer))
 
     def shared_targets(self, optimizer: torch.optim.Optimizer, saved: SavedCheckpoint) -> dict[str, Tensor]:
-        stored = self._tied_weights.to_stage_names(saved.shapes(_OPTIMIZER))
-        optimizer_state = self._tied_weights.to_model_names(allocate_optimizer_state(self.model, optimizer, stored))
+        shapes = self._tied_weights.to_stage_names(saved.shapes(_OPTIMIZER))
+        optimizer_state = self._tied_weights.to_model_names(allocate_optimizer_state(self.model, optimizer, shapes))
         return {**add_prefix("weights.", self.weights()), **add_prefix(_OPTIMIZER, optimizer_state)}
 
     def _pass(self, count: int, micro_batches: list[MicroBatch]) -> Tensor:
@@ -182,11 +182,11 @@ class PipelineStrategy(Strategy):
         return names
 
     def _choose_starts(self, row: list[Unit], recorded: DryRun) -> list[str]:
-        called = {name: self.model.get_submodule(name) for name in dict.fromkeys(recorded.order)}
-        repeated = {unit.name for unit in row if unit.repeated and has_trained_parameters(unit.module)}
-        sizes = [sum(p.numel() for p in module.parameters() if p.requires_grad) for module in called.values()]
-        may_start = [name in repeated and bool(recorded.calls[name].positions) for name in called]
-        return [list(called)[index] for index in choose_stage_starts(sizes, may_start, self.group.model_size)]
+        modules = {name: self.model.get_submodule(name) for name in dict.fromkeys(recorded.order)}
+        repeated_blocks = {unit.name for unit in row if unit.repeated and has_trained_parameters(unit.module)}
+        sizes = [sum(p.numel() for p in module.parameters() if p.requires_grad) for module in modules.values()]
+        may_start = [name in repeated_blocks and bool(recorded.calls[name].positions) for name in modules]
+        return [list(modules)[index] for index in choose_stage_starts(sizes, may_start, self.group.model_size)]
 
     def _try(self, count: int) -> Outputs:
         """Make a forward pass of the whole model, as validation does, but with gradients."""
@@ -201,8 +201,8 @@ class PipelineStrategy(Strategy):
         with torch.no_grad():
             outputs = self.predict(self._example(SAMPLE_COUNTS[0]))
         pairs = zip(tree_leaves(outputs), tree_leaves(expected), strict=True) if self._stage.is_last else ()
-        same = all(torch.allclose(a, b, rtol=0.01, atol=0.01 * float(b.detach().abs().max())) for a, b in pairs)
-        if not all(self.group.gather(same)):
+        is_equal = all(torch.allclose(a, b, rtol=0.01, atol=0.01 * float(b.detach().abs().max())) for a, b in pairs)
+        if not all(self.group.gather(is_equal)):
             raise ConfigError(
                 split_problem("its outputs change, so stages need more than the arguments of their first unit")
             )

@@ -48,10 +48,10 @@ def units(model: nn.Module, requested: Collection[str] = (), prefix: str = "") -
 
 
 def _has_container(module: nn.Module, in_container: bool) -> bool:
-    """Inside a repeated block no further containers are searched for: the block is the unit."""
+    """Return whether a module contains a list of repeated blocks; a repeated block itself is never searched."""
     if isinstance(module, _CONTAINERS):
         return True
-    return not in_container and any(isinstance(below, _CONTAINERS) for below in module.modules())
+    return not in_container and any(isinstance(child, _CONTAINERS) for child in module.modules())
 
 
 def has_trained_parameters(module: nn.Module) -> bool:
@@ -110,15 +110,15 @@ class DryRun:
 
 def dry_run(row: Sequence[Unit], run: Run) -> DryRun:
     """Run the whole model on two and on three samples, and record the calls of its units."""
-    (order, calls, outputs), (_, larger, _) = (_record_calls(row, run, count) for count in SAMPLE_COUNTS)
+    (order, calls, outputs), (_, larger_calls, _) = (_record_calls(row, run, count) for count in SAMPLE_COUNTS)
     activations = {
         name: [
             ScalingShape(tuple(two.shape), tuple(three.shape), two.dtype)
-            for two, three in zip(call.activations, larger[name].activations, strict=True)
+            for two, three in zip(call.activations, larger_calls[name].activations, strict=True)
         ]
         for name, call in calls.items()
     }
-    templates = {name: _template(call.output, larger[name].output) for name, call in calls.items()}
+    templates = {name: _template(call.output, larger_calls[name].output) for name, call in calls.items()}
     return DryRun(order, calls, activations, templates, outputs)
 
 
@@ -155,17 +155,17 @@ def _template(two: tuple[list[Any], TreeSpec], three: tuple[list[Any], TreeSpec]
 
 def choose_stage_starts(sizes: Sequence[int], may_start: Sequence[bool], stages: int) -> list[int]:
     """Return the indices of the units at which the later stages start, so that all have about as many parameters."""
-    before = [0, *itertools.accumulate(sizes)]
-    allowed = [index for index, may in enumerate(may_start) if may and before[index] > 0]
+    parameters_before = [0, *itertools.accumulate(sizes)]
+    allowed = [index for index, may in enumerate(may_start) if may and parameters_before[index] > 0]
     chosen: list[int] = []
     for stage in range(1, stages):
         later_stages = stages - 1 - stage  # so many candidates must be left for them
-        first = bisect.bisect_right(allowed, chosen[-1]) if chosen else 0
-        candidates = allowed[first : len(allowed) - later_stages]
+        first_candidate = bisect.bisect_right(allowed, chosen[-1]) if chosen else 0
+        candidates = allowed[first_candidate : len(allowed) - later_stages]
         if not candidates:
             raise ConfigError(split_problem(f"it has {len(allowed) + 1} repeated blocks with parameters, too few"))
-        goal = before[-1] * stage / stages
-        chosen.append(min(candidates, key=lambda index: abs(before[index] - goal)))
+        target = parameters_before[-1] * stage / stages
+        chosen.append(min(candidates, key=lambda index: abs(parameters_before[index] - target)))
     return chosen
 
 
@@ -342,7 +342,7 @@ class TemporaryWeights:
             return
         blocks = {unit.name: unit.module for unit in units(model) if unit.repeated}
         handles = [handle for name, block in blocks.items() for handle in self._add_hooks(block, name)]
-        in_blocks = {id(below) for block in blocks.values() for below in block.modules()}
+        in_blocks = {id(module) for block in blocks.values() for module in block.modules()}
         try:
             with (
                 self._materializer.materialize_temporarily(model, self._device, skip=in_blocks),
@@ -415,9 +415,9 @@ class TiedWeights:
         for tie in self._ties:
             parameter = self._model.get_parameter(tie.names[self._stage])
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            others = [rank - self._stage + stage for stage in tie.names if stage != tie.owner]
+            other_ranks = [rank - self._stage + stage for stage in tie.names if stage != tie.owner]
             if self._stage == tie.owner:
-                sent += _sum_and_return(gradient, others)
+                sent += _sum_and_return(gradient, other_ranks)
             else:
                 owner = rank - self._stage + tie.owner
                 dist.send(gradient.contiguous(), owner)
@@ -436,26 +436,26 @@ class TiedWeights:
 
     def to_stage_names(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
         """Rename entries `NAME.WHAT` from the parameter's name in the whole model to that on this stage."""
-        back = {name: own for own, name in self._owned_elsewhere.items()}
-        return {_rename(key, back): value for key, value in tensors.items()}
+        names = {name: own for own, name in self._owned_elsewhere.items()}
+        return {_rename(key, names): value for key, value in tensors.items()}
 
     def only_owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Leave out what another stage saves; names are those of the whole model."""
-        elsewhere = set(self._owned_elsewhere.values())
-        return {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] not in elsewhere}
+        others = set(self._owned_elsewhere.values())
+        return {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] not in others}
 
 
-def _sum_and_return(gradient: Tensor, others: Sequence[int]) -> int:
+def _sum_and_return(gradient: Tensor, ranks: Sequence[int]) -> int:
     """Add up in the order of the stages and send the sum back, so that it has the same bits on all."""
     received = torch.empty_like(gradient)
-    for other in others:
-        dist.recv(received, other)
+    for rank in ranks:
+        dist.recv(received, rank)
         gradient += received
-    for other in others:
-        dist.send(gradient.contiguous(), other)
-    return gradient.nbytes * len(others)
+    for rank in ranks:
+        dist.send(gradient.contiguous(), rank)
+    return gradient.nbytes * len(ranks)
 
 
 def _rename(key: str, names: Mapping[str, str]) -> str:
-    name, dot, what = key.rpartition(".")
-    return names.get(name, name) + dot + what
+    name, dot, suffix = key.rpartition(".")
+    return names.get(name, name) + dot + suffix

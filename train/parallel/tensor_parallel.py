@@ -38,11 +38,11 @@ def split_layers(
     if isinstance(task, HasParallelize):
         with torch.no_grad():
             with weights.during_forward(model):
-                before = _float_tensors(run())
+                expected = _float_tensors(run())
             task.parallelize(model, mesh)
             with weights.during_forward(model):
-                after = _float_tensors(run())
-            if not _agree(after, before):
+                actual = _float_tensors(run())
+            if not _agree(actual, expected):
                 raise ConfigError("parallelize(): the model's outputs differ from those of the whole model")
     else:
         _split_by_names(model, mesh, run, weights)
@@ -52,8 +52,8 @@ def split_layers(
 def _split_by_names(model: nn.Module, mesh: DeviceMesh, run: Run, weights: TemporaryWeights) -> None:
     pairs = find_pairs(model, mesh.size())
     with weights.during_forward(model):
-        received = dict(_record_arguments(model, [pair.owner for pair in pairs], run))
-    whole = {name: copy.deepcopy(model.get_submodule(name)) for name in received}
+        arguments_by_module = dict(_record_arguments(model, [pair.owner for pair in pairs], run))
+    whole_modules = {name: copy.deepcopy(model.get_submodule(name)) for name in arguments_by_module}
     for pair in pairs:
         split_head_counts(model, pair, mesh.size())
     layers = [(name, True) for pair in pairs for name in pair.columns] + [(pair.row, False) for pair in pairs]
@@ -64,10 +64,10 @@ def _split_by_names(model: nn.Module, mesh: DeviceMesh, run: Run, weights: Tempo
     for owner in {pair.owner: model.get_submodule(pair.owner) for pair in pairs}.values():
         if latent_column_layers(owner):
             sum_rotary_gradient(owner, mesh)
-    for name, arguments in received.items():
-        split = model.get_submodule(name)
-        with weights.of_module(split, name), weights.of_module(whole[name], name):
-            _compare(name, split, whole[name], arguments)
+    for name, arguments in arguments_by_module.items():
+        split_module = model.get_submodule(name)
+        with weights.of_module(split_module, name), weights.of_module(whole_modules[name], name):
+            _compare(name, split_module, whole_modules[name], arguments)
 
 
 def split_experts(model: nn.Module, mesh: DeviceMesh, run: Run, weights: TemporaryWeights) -> list[nn.Module]:
@@ -76,14 +76,20 @@ def split_experts(model: nn.Module, mesh: DeviceMesh, run: Run, weights: Tempora
     check_experts(layers, mesh.size(0), mesh.size(1))
     model.eval()
     with weights.during_forward(model):
-        received = dict(_record_arguments(model, list(layers), run))
-    whole = {name: copy.deepcopy(model.get_submodule(name)) for name in received}
+        arguments_by_module = dict(_record_arguments(model, list(layers), run))
+    whole_modules = {name: copy.deepcopy(model.get_submodule(name)) for name in arguments_by_module}
     for module in layers.values():
         shard_experts(module, mesh)
-    for name, arguments in received.items():
-        split = model.get_submodule(name)
-        with weights.of_module(split, name), weights.of_module(whole[name], name):
-            _compare(name, split, whole[name], arguments, "expert_parallel" if mesh.size(0) > 1 else "tensor_parallel")
+    for name, arguments in arguments_by_module.items():
+        split_module = model.get_submodule(name)
+        with weights.of_module(split_module, name), weights.of_module(whole_modules[name], name):
+            _compare(
+                name,
+                split_module,
+                whole_modules[name],
+                arguments,
+                "expert_parallel" if mesh.size(0) > 1 else "tensor_parallel",
+            )
     model.train()
     return list(layers.values())
 
@@ -108,8 +114,8 @@ def _record_arguments(model: nn.Module, owners: Sequence[str], run: Run) -> Iter
         if owner in calls and kind not in kinds:
             kinds.add(kind)
             yield owner, calls[owner]
-    if missed := [owner for owner in owners if _module_kind(model.get_submodule(owner)) not in kinds]:
-        raise ConfigError(_split_problem(missed[0], "the model does not call it, so the split cannot be checked"))
+    if missing := [owner for owner in owners if _module_kind(model.get_submodule(owner)) not in kinds]:
+        raise ConfigError(_split_problem(missing[0], "the model does not call it, so the split cannot be checked"))
 
 
 def _module_kind(module: nn.Module) -> tuple[Any, ...]:
@@ -219,12 +225,12 @@ def find_pairs(model: nn.Module, size: int) -> list[Pair]:
     """Return all pairs, no layer in two of them; refuse what looks like a pair and cannot be split."""
     _refuse_fused(model)
     pairs: list[Pair] = []
-    used: set[str] = set()
+    used_layers: set[str] = set()
     for pair in _candidate_pairs(model):
         layers = {*pair.columns, pair.row}
-        if not layers & used:
+        if not layers & used_layers:
             _check_pair(model, pair, size)
-            used |= layers
+            used_layers |= layers
             pairs.append(pair)
     if not pairs:
         raise ConfigError(
@@ -279,10 +285,10 @@ def _find_linear(module: nn.Module, path: str) -> nn.Linear | None:
 def _sequential_pairs(owner: str, row: nn.Sequential) -> Iterator[Pair]:
     """Yield pairs Linear, element-wise modules, Linear."""
     modules = list(row.named_children())
-    linear = [place for place, (_, module) in enumerate(modules) if isinstance(module, nn.Linear)]
+    linear = [index for index, (_, module) in enumerate(modules) if isinstance(module, nn.Linear)]
     for start, stop in itertools.pairwise(linear):
         if all(isinstance(module, _ELEMENTWISE) for _, module in modules[start + 1 : stop]):
-            first, second = (_join(owner, modules[place][0]) for place in (start, stop))
+            first, second = (_join(owner, modules[index][0]) for index in (start, stop))
             yield Pair(owner, (first,), second, attention=False)
 
 
@@ -349,11 +355,11 @@ def parallel_styles(name: str, module: nn.Module, *, by_outputs: bool) -> dict[s
 
 def _is_plain_lora(module: nn.Module) -> bool:
     """Return whether a module is a LoRA adapter without biases; others (DoRA's magnitudes) need the whole layer."""
-    added = {name: child for name, child in module.named_children() if name != "base_layer"}
-    others = [child for name, child in added.items() if name not in _LORA_MATRICES]
-    if not set(_LORA_MATRICES) <= added.keys() or any(True for child in others for _ in child.parameters()):
+    adapters = {name: child for name, child in module.named_children() if name != "base_layer"}
+    other_modules = [child for name, child in adapters.items() if name not in _LORA_MATRICES]
+    if not set(_LORA_MATRICES) <= adapters.keys() or any(True for child in other_modules for _ in child.parameters()):
         return False
-    matrices = [child for name in _LORA_MATRICES for child in added[name].children()]
+    matrices = [child for name in _LORA_MATRICES for child in adapters[name].children()]
     return bool(matrices) and all(isinstance(matrix, nn.Linear) and matrix.bias is None for matrix in matrices)
 
 

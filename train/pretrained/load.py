@@ -64,11 +64,11 @@ def open_recorded_weights(
     recorded = json.loads((run.output("prepare") / PRETRAINED_RECORD).read_text())
     folder = locate_pretrained(config.model, root, recorded["commit"], recorded["files"], recorded["run"])
     pretrained = open_pretrained(folder)
-    before = _file_states(pretrained)
+    states_before = _file_states(pretrained)
     check_recorded(pretrained, recorded["files"], group)
     seed = partial(seed_step, config.train.seed, -1, 0)
     yield partial(load_from_files, build, pretrained, config.model.allow_mismatch, seed)
-    if _file_states(pretrained) != before:
+    if _file_states(pretrained) != states_before:
         raise DataError(
             f"{pretrained.folder}: its files changed while they were read; "
             "to fix it: do not change them during training, then `pipe run all`"
@@ -83,9 +83,12 @@ def load_from_files(
     """Build the model and match it with the files; `seed` seeds weights that no file has, alike on every process."""
     meta, matching = match_weights(build, pretrained, allow)
     names = [name for name in matching.missing if name in dict(meta.model.named_parameters())]
-    new: Mapping[str, nn.Parameter] = meta.initialize(names, seed) if names else {}
-    sources: dict[str, Source] = {**matching.sources, **{name: Initialized(p.detach()) for name, p in new.items()}}
-    return PretrainedModel(meta.model, Materializer(_by_every_name(meta.model, sources)))
+    initialized: Mapping[str, nn.Parameter] = meta.initialize(names, seed) if names else {}
+    sources: dict[str, Source] = {
+        **matching.sources,
+        **{name: Initialized(p.detach()) for name, p in initialized.items()},
+    }
+    return PretrainedModel(meta.model, Materializer(_add_tied_names(meta.model, sources)))
 
 
 def load_placeholder(build: BuildModel) -> PretrainedModel:
@@ -136,7 +139,7 @@ def _entries(weights: Mapping[str, Path]) -> dict[str, Entry]:
     return entries
 
 
-def _by_every_name(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, Source]:
+def _add_tied_names(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, Source]:
     """Give tied weights, of which one name has a source, a source for every name."""
     by_tensor = {id(p): sources[name] for name, p in _all_names(model) if name in sources}
     return {**sources, **{name: by_tensor[id(p)] for name, p in _all_names(model)}}
@@ -153,8 +156,10 @@ def check_recorded(pretrained: Pretrained, recorded: Mapping[str, Any], group: P
     """
     names = sorted(pretrained.files.keys() | recorded.keys())
     rank = group.rank
-    own = names[rank.local_rank :: rank.local_size] if rank.local_size else names
-    problems_by_rank = group.gather([problem for name in own if (problem := _difference(name, pretrained, recorded))])
+    own_names = names[rank.local_rank :: rank.local_size] if rank.local_size else names
+    problems_by_rank = group.gather(
+        [problem for name in own_names if (problem := _difference(name, pretrained, recorded))]
+    )
     if problems := sorted({problem for problems in problems_by_rank for problem in problems}):
         raise DataError(f"{'; '.join(problems[:3])}; to fix it: `pipe run all`, which prepares the files again")
 
@@ -182,8 +187,8 @@ _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
 
 def available_weights(entries: Mapping[str, Entry], config: Mapping[str, Any], converted: bool) -> dict[str, Source]:
     """Return the source of each weight by its name in the files or, if `converted`, in transformers' models."""
-    plain = _with_scales(entries, config)
-    return _convert(plain, str(config["model_type"])) if converted else plain
+    sources = _with_scales(entries, config)
+    return _convert(sources, str(config["model_type"])) if converted else sources
 
 
 def _with_scales(entries: Mapping[str, Entry], config: Mapping[str, Any]) -> dict[str, Source]:
@@ -238,26 +243,26 @@ def _check_scale(weight: Entry, scale: Entry, block: tuple[int, int]) -> None:
         raise DataError(f"{scale.file}: {scale.name} is of type {scale.dtype}; scales are floating-point numbers")
 
 
-def _convert(plain: Mapping[str, Source], model_type: str) -> dict[str, Source]:
+def _convert(sources: Mapping[str, Source], model_type: str) -> dict[str, Source]:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     converters = get_checkpoint_conversion_mapping(model_type) or []
-    sources: dict[str, Source] = {}
+    converted: dict[str, Source] = {}
     groups: dict[tuple[str, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name, source in plain.items():
+    for name, source in sources.items():
         for position, converter in enumerate(converters):
             target, pattern = converter.rename_source_key(name)
             if pattern is not None:
                 groups[target, position][pattern].append(name)
                 break
         else:
-            sources[name] = source
+            converted[name] = source
     for (target, position), names in groups.items():
-        sources[target] = _combine(target, converters[position], names, plain)
-    return sources
+        converted[target] = _combine(target, converters[position], names, sources)
+    return converted
 
 
-def _combine(target: str, converter: Any, names: Mapping[str, list[str]], plain: Mapping[str, Source]) -> Source:
+def _combine(target: str, converter: Any, names: Mapping[str, list[str]], sources: Mapping[str, Source]) -> Source:
     """Stack the experts, and concatenate the stacks: the only operations of the supported architectures."""
     operations = [(type(operation).__name__, operation.dim) for operation in converter.operations]
     if (
@@ -267,12 +272,12 @@ def _combine(target: str, converter: Any, names: Mapping[str, list[str]], plain:
     ):
         raise ConfigError(f"model.pretrained: {target} needs the conversion {operations}, which is not supported")
     _refuse_gaps(target, converter.source_patterns, names)
-    stacks = tuple(_stack(sorted(names[p], key=_expert_number), plain) for p in converter.source_patterns)
+    stacks = tuple(_stack(sorted(names[p], key=_expert_number), sources) for p in converter.source_patterns)
     return Concatenated(stacks, operations[1][1]) if len(operations) > 1 else stacks[0]
 
 
-def _stack(names: list[str], plain: Mapping[str, Source]) -> Stacked:
-    sources = tuple(plain[name] for name in names)
+def _stack(names: list[str], sources_by_name: Mapping[str, Source]) -> Stacked:
+    sources = tuple(sources_by_name[name] for name in names)
     for name, source in zip(names, sources, strict=True):
         if source.shape != sources[0].shape:
             raise DataError(

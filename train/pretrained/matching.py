@@ -46,36 +46,38 @@ class Matching:
         """
         self.missing |= {name: problem for name, problem in self.misfits.items() if _is_allowed(name, allow)}
         kinds = {
-            "missing": _not_allowed(self.missing, allow),
-            "unexpected": _not_allowed(self.unexpected, allow),
-            "misfit": _not_allowed(self.misfits, allow),
+            "missing": _disallowed(self.missing, allow),
+            "unexpected": _disallowed(self.unexpected, allow),
+            "misfit": _disallowed(self.misfits, allow),
         }
         for kind, problems in kinds.items():
             for name, problem in problems.items():
                 print(f"{kind}: {name} {problem}", file=sys.stderr)
         if any(kinds.values()):
-            listed = "; ".join(f"{kind}: {_list_some(problems)}" for kind, problems in kinds.items() if problems)
-            raise DataError(f"model.pretrained does not fit the task's model: {listed}; {_suggest_fix(kinds)}")
+            problem_text = "; ".join(f"{kind}: {_list_some(problems)}" for kind, problems in kinds.items() if problems)
+            raise DataError(f"model.pretrained does not fit the task's model: {problem_text}; {_suggest_fix(kinds)}")
 
 
 def match(model: nn.Module, offers: Mapping[str, Source], config: Mapping[str, Any]) -> Matching:
     """Match a model, whose parameters may be on the meta device, with the weights that files offer."""
-    matching, used = Matching(), set[str]()
+    matching, used_names = Matching(), set[str]()
     names = _names_by_tensor(model)
-    below, above = _alignment(model, [alias(name) for group in names.values() for name in group], offers)
+    model_prefix, file_prefix = _alignment(model, [alias(name) for group in names.values() for name in group], offers)
     for group, tensor in ((group, _get_tensor(model, group[0])) for group in names.values()):
-        names_in_files = {above + alias(name)[len(below) :] for name in group if alias(name).startswith(below)}
-        matched = sorted(names_in_files & offers.keys())
-        used.update(matched)
-        if not matched:
+        names_in_files = {
+            file_prefix + alias(name)[len(model_prefix) :] for name in group if alias(name).startswith(model_prefix)
+        }
+        matches = sorted(names_in_files & offers.keys())
+        used_names.update(matches)
+        if not matches:
             matching.missing[group[0]] = f"{list(tensor.shape)}, in no file"
             continue
-        source = offers[matched[0]] if len(matched) == 1 else Duplicates(tuple(offers[name] for name in matched))
+        source = offers[matches[0]] if len(matches) == 1 else Duplicates(tuple(offers[name] for name in matches))
         if problem := _misfit(tensor, source):
             matching.misfits[group[0]] = problem
         else:
             matching.sources |= dict.fromkeys(group, source)
-    for name in sorted(offers.keys() - used):
+    for name in sorted(offers.keys() - used_names):
         if _is_ignored(name, model, config):
             matching.left_out.append(name)
         else:
@@ -121,18 +123,20 @@ def _alignment(model: nn.Module, names: Sequence[str], offers: Mapping[str, Sour
     model into its own module. The pair that matches most names is returned.
     """
     core = transformers_model(model)
-    outer = f"{alias(core[0])}." if core and core[0] else ""
+    wrapper = f"{alias(core[0])}." if core and core[0] else ""
     body = f"{core[1].base_model_prefix}." if core else ""
-    pairs = [("", ""), (outer, ""), (outer, body), (outer + body, ""), (outer + body, body)]
-    inner = [name.removeprefix(outer) for name in names if name.startswith(outer)]
-    for probe in inner[:1]:
-        pairs += [(outer, name.removesuffix(probe)) for name in sorted(offers) if name.endswith(f".{probe}")]
+    prefixes = [("", ""), (wrapper, ""), (wrapper, body), (wrapper + body, ""), (wrapper + body, body)]
+    inner_names = [name.removeprefix(wrapper) for name in names if name.startswith(wrapper)]
+    for probe in inner_names[:1]:
+        prefixes += [(wrapper, name.removesuffix(probe)) for name in sorted(offers) if name.endswith(f".{probe}")]
 
     def match_count(pair: tuple[str, str]) -> int:
-        below, above = pair
-        return sum(name.startswith(below) and above + name[len(below) :] in offers for name in names)
+        model_prefix, file_prefix = pair
+        return sum(
+            name.startswith(model_prefix) and file_prefix + name[len(model_prefix) :] in offers for name in names
+        )
 
-    return max(pairs, key=match_count)  # the first one of several equal ones
+    return max(prefixes, key=match_count)  # the first one of several equal ones
 
 
 def _misfit(tensor: Tensor, source: Source) -> str:
@@ -174,18 +178,18 @@ def _is_allowed(name: str, allow: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in allow)
 
 
-def _not_allowed(problems: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
+def _disallowed(problems: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
     return {name: problem for name, problem in problems.items() if not _is_allowed(name, allow)}
 
 
 def _list_some(problems: Mapping[str, str]) -> str:
-    listed = ", ".join(f"{name} {problem}" for name, problem in list(problems.items())[:_LISTED])
-    return listed + (f" and {len(problems) - _LISTED} more, all in the log" if len(problems) > _LISTED else "")
+    text = ", ".join(f"{name} {problem}" for name, problem in list(problems.items())[:_LISTED])
+    return text + (f" and {len(problems) - _LISTED} more, all in the log" if len(problems) > _LISTED else "")
 
 
 def _suggest_fix(kinds: Mapping[str, Mapping[str, str]]) -> str:
-    first: Iterator[str] = (name for problems in kinds.values() for name in problems)
+    allowed_names: Iterator[str] = (name for problems in kinds.values() for name in problems)
     return (
         "to fix it: build the model that these weights belong to, or allow the differences with "
-        f"model.allow_mismatch=[{next(first)!r}]"
+        f"model.allow_mismatch=[{next(allowed_names)!r}]"
     )

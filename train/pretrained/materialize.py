@@ -48,11 +48,11 @@ class MetaModel:
             )
         seed()
         with _MetaRegistration({position for position in positions.values() if position is not None}), _IgnoreMeta():
-            again = self._build()
-        initialized = {name: again.get_parameter(name) for name in names}
-        if different := [n for n, new in initialized.items() if new.is_meta or new.shape != expected[n].shape]:
+            second_model = self._build()
+        initialized = {name: second_model.get_parameter(name) for name in names}
+        if changed := [n for n, new in initialized.items() if new.is_meta or new.shape != expected[n].shape]:
             raise ConfigError(
-                f"adapt(): builds {different[0]} differently each time, or from weights that are not read yet; "
+                f"adapt(): builds {changed[0]} differently each time, or from weights that are not read yet; "
                 "it must build the same model every time, and initialize new weights by itself"
             )
         return initialized
@@ -76,8 +76,8 @@ class _MetaRegistration:
     positions `kept` keep their memory.
     """
 
-    def __init__(self, kept: Collection[int]) -> None:
-        self._kept, self._count = kept, 0
+    def __init__(self, kept_positions: Collection[int]) -> None:
+        self._kept, self._count = kept_positions, 0
         self._alive: list[nn.Parameter] = []  # so that no id is used twice
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # by the id of the original
         self.positions: dict[int, int] = {}
@@ -161,14 +161,14 @@ class Materializer:
     ) -> Iterator[None]:
         """Materialize a module within the context, and free its weights at the end."""
         slots = list(_meta_slots(module, prefix, skip))
-        before = [owner._parameters[own_name] for owner, own_name, _ in slots]
+        meta_parameters = [owner._parameters[own_name] for owner, own_name, _ in slots]
         self.materialize(module, device, prefix, skip)
         storages = [(name, _storage(owner._parameters[own_name])) for owner, own_name, name in slots]
         self._temporary |= {storage.data_ptr(): name for name, storage in storages}
         try:
             yield
         finally:
-            for (owner, own_name, _), meta in zip(slots, before, strict=True):
+            for (owner, own_name, _), meta in zip(slots, meta_parameters, strict=True):
                 owner._parameters[own_name] = meta
             for _, storage in storages:
                 self._temporary.pop(storage.data_ptr(), None)

@@ -149,8 +149,8 @@ class Stacked:
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         start, stop = box[0]
-        for place, part in enumerate(self.parts[start:stop]):
-            part.fill(box[1:], out[place], read)
+        for index, part in enumerate(self.parts[start:stop]):
+            part.fill(box[1:], out[index], read)
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,9 @@ class Concatenated:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        whole = list(self.parts[0].shape)
-        whole[self.axis] = sum(part.shape[self.axis] for part in self.parts)
-        return tuple(whole)
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
 
     @cached_property
     def entries(self) -> Sequence[Entry]:
@@ -172,14 +172,18 @@ class Concatenated:
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         start, stop = box[self.axis]
-        begin = 0
+        part_start = 0
         for part in self.parts:
-            end = begin + part.shape[self.axis]
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                inner = (*box[: self.axis], (first - begin, last - begin), *box[self.axis + 1 :])
-                part.fill(inner, out.narrow(self.axis, first - start, last - first), read)
-            begin = end
+            part_stop = part_start + part.shape[self.axis]
+            overlap_start, overlap_stop = max(start, part_start), min(stop, part_stop)
+            if overlap_start < overlap_stop:
+                part_box = (
+                    *box[: self.axis],
+                    (overlap_start - part_start, overlap_stop - part_start),
+                    *box[self.axis + 1 :],
+                )
+                part.fill(part_box, out.narrow(self.axis, overlap_start - start, overlap_stop - overlap_start), read)
+            part_start = part_stop
 
 
 @dataclass(frozen=True)
@@ -228,13 +232,14 @@ class Duplicates:
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         self.parts[0].fill(box, out, read)
         for part in self.parts[1:]:
-            other = torch.empty_like(out)
-            part.fill(box, other, read)
-            if not torch.equal(out, other):
-                first, second = self.parts[0].entries[0], part.entries[0]
+            other_values = torch.empty_like(out)
+            part.fill(box, other_values, read)
+            if not torch.equal(out, other_values):
+                first_entry, other_entry = self.parts[0].entries[0], part.entries[0]
                 raise DataError(
-                    f"{second.file}: {second.name} differs from {first.name}, but the model has one weight for both; "
-                    "to fix it: set tie_word_embeddings to false in config.json, or fix the file"
+                    f"{other_entry.file}: {other_entry.name} differs from {first_entry.name}, but the model "
+                    "has one weight for both; to fix it: set tie_word_embeddings to false in config.json, or fix "
+                    "the file"
                 )
 
 
