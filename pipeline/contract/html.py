@@ -39,20 +39,12 @@ def flat(*children: Child) -> Html:
     return Html("".join(_text(child) for child in children))
 
 
-def table(
-    head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = True, text_columns: Sequence[int] = ()
-) -> Html:
-    """Return a table whose first column names the row; the others are numbers, except those in `text_columns`."""
-
-    def kind(column: int) -> str | None:
-        return "number" if numbers and column not in text_columns else None
-
-    body = [
-        el("tr", el("th", row[0], scope="row"), [el("td", cell, class_=kind(i)) for i, cell in enumerate(row) if i])
-        for row in rows
-    ]
+def table(head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = True) -> Html:
+    """Return a table whose first column names the row; the others are numbers unless `numbers` is false."""
+    kind = "number" if numbers else None
+    body = [el("tr", el("th", row[0], scope="row"), [el("td", cell, class_=kind) for cell in row[1:]]) for row in rows]
     first_column, *other_columns = head
-    names = [el("th", name, scope="col", class_=kind(i)) for i, name in enumerate(other_columns, 1)]
+    names = [el("th", name, scope="col", class_=kind) for name in other_columns]
     heading = el("tr", el("th", first_column, scope="col"), names)
     return el("div", el("table", el("thead", heading), el("tbody", body)), class_="scroll")
 

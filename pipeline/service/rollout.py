@@ -44,7 +44,7 @@ from pipeline.service.process import (
     write_live,
 )
 
-Way = Literal["start", "take over", "swap"]
+RolloutMethod = Literal["start", "take over", "swap"]
 
 _PACKAGES = (
     "kserve", "uvicorn", "grpcio", "orjson", "numpy", "pydantic", "onnxruntime", "onnxruntime-gpu",
@@ -52,7 +52,7 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def choose_rollout(live: LiveService | None, config: Config, bundle: Bundle, stamp: str) -> tuple[Way, str]:
+def choose_rollout(live: LiveService | None, config: Config, bundle: Bundle, stamp: str) -> tuple[RolloutMethod, str]:
     """Choose between a swap in the running process and a new process, and return the reason.
 
     A bundle alone can be swapped; anything else that differs belongs to the process.

@@ -84,19 +84,19 @@ def _locally(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[str, 
     live = live if live and live.alive else None
     fixed = fixed_options(run.config, access)
     request = ServiceStart(run, bundle, access, fixed, process_stamp(fixed), shadow_bundle(run.config, run, root))
-    way, why = choose_rollout(live, run.config, bundle, request.stamp)
-    if live is not None and way == "swap" and not AdminClient(live).answers():
-        way, why = "take over", "the live service does not answer on its admin port"
-    if live is not None and way == "swap":
+    method, reason = choose_rollout(live, run.config, bundle, request.stamp)
+    if live is not None and method == "swap" and not AdminClient(live).answers():
+        method, reason = "take over", "the live service does not answer on its admin port"
+    if live is not None and method == "swap":
         live, golden_count = _swap(request, live)
     else:
         if live is not None:
-            _print(f"a new process takes over: {why}")
+            _print(f"a new process takes over: {reason}")
         live, golden_count = start(request, live, _print)
     return {
         "target": "local",
         "live": True,
-        "way": way,
+        "way": method,
         "url": live.url,
         "grpc_port": live.grpc_port,
         "pid": live.pid,
@@ -161,10 +161,10 @@ def _preview_on_cluster(
 def _preview_locally(source: Run, config: Config, bundle: Bundle, access: Access) -> list[dict[str, Any]]:
     live = read_live(source.runs)
     live = live if live and live.alive else None
-    way, why = choose_rollout(live, config, bundle, process_stamp(fixed_options(config, access)))
+    method, reason = choose_rollout(live, config, bundle, process_stamp(fixed_options(config, access)))
     if live is None:
         return [{"object": f"service/{config.name}", "new": True, "fields": []}]
-    fields = [f"a new process takes over: {why}"] if way == "take over" else []
+    fields = [f"a new process takes over: {reason}"] if method == "take over" else []
     if live.bundle != bundle.digest:
         fields.append(f"bundle {live.bundle[:12]} → {bundle.digest[:12]}")
     return [{"object": f"service/{live.name}", "new": False, "fields": fields}] if fields else []

@@ -27,9 +27,9 @@ from train.hang_report import (
     kill_process,
     locate,
     process_start,
+    silence_reason,
     thread_stacks,
     unfinished_collectives,
-    silence_reason,
 )
 
 
