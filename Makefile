@@ -16,7 +16,8 @@ help:  ## this list
 run: $(VENV)/.all  ## install everything, then run the example: pipe run all
 	$(BIN)/pipe run all
 
-test: lint types unit  ## every check and test that CI runs
+test: lint  ## every check and test that CI runs
+	$(MAKE) --jobs 2 types unit
 
 test-long: $(VENV)/.dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "long and not gpu"
@@ -25,6 +26,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
+# One cache for all: the examples import what was checked already.
+types: export MYPY_CACHE_DIR = $(CURDIR)/.mypy_cache
 types: $(VENV)/.dev
 	$(BIN)/mypy
 	cd examples/digits && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
@@ -32,8 +35,6 @@ types: $(VENV)/.dev
 	cd examples/deepseek/pretrain && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 	cd examples/deepseek/classify && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 
-# In the order of tests/conftest.py: sorted by their number of tests, files with few and long ones would run last.
-# Hundreds of processes import the same modules: compile them once, even where this is switched off.
 unit: $(VENV)/.dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
 	  -m "not long and not gpu"
