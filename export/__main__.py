@@ -184,7 +184,8 @@ def write_provenance(bundle: Path, run: Run, signature: Signature) -> None:
     properties: dict[str, Any] = {name: config[name] for name in _SECTIONS}
     properties["serve"] = {name: config["serve"][name] for name in BUNDLED_SETTINGS}
     packages = _versions(_PACKAGES) | dict(_split_pin(pin) for pin in signature.requires)
-    builder = {"python": platform.python_version(), "source": digest_mapping(package_sources("export"))}
+    source = digest_mapping(package_sources("export", "pipeline.contract"))
+    builder = {"python": platform.python_version(), "source": source}
     builder |= _versions(("pipe-road",))
     write_json(bundle / PROVENANCE, statement(Manifest.model_validate_json(raw), raw, properties, packages, builder))
 

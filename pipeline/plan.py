@@ -1,32 +1,38 @@
 """Plan the pipeline: which steps have to run, and why.
 
-Each step has a key, made of everything that can change its result. A step whose key has been complete before is reused.
+Each step has a key, made of everything that can change its result and of nothing else: the user's code, the settings
+that matter, the step's inputs, the releases of the packages that compute, and the version of the step itself. A step
+whose key has been complete before is reused.
 """
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.version import Version
+
+from pipeline.contract.code_digest import project_code
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_file, digest_mapping
+from pipeline.contract.files import digest_mapping
 from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.registry import read_registry
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Serve, Train
 from pipeline.contract.signature import BUNDLED_SETTINGS
 from pipeline.contract.signing import SIGNATURE
-from pipeline.contract.sources import SOURCE_ROOT, package_sources, project_sources, third_party_imports
+from pipeline.contract.sources import third_party_imports
 from pipeline.data_checks.champion import CHAMPION_PART, NO_CHAMPION, comparable_champion
 from pipeline.history import Project, data_file_digests, installed_versions
 from pipeline.steps.pretrained import pretrained_parts
 from pipeline.training.launchers import torchrun
 
-SCHEMA = "1"  # version of the keys; increase it to make every step run again
+SCHEMA = "2"  # version of the keys; increase it to make every step run again
 CLUSTER_STEPS = ("prepare", "train", "evaluate", "export")  # the others need this machine's builder and kubeconfig
 UNKNOWN = "?"  # digest of an input that an earlier step has yet to write
 RESTARTED_FLAG = "--again"  # argument of the train step after its process was killed
@@ -37,10 +43,9 @@ DEPLOYMENT_SETTINGS = tuple(name for name in Serve.model_fields if name not in B
 _VARIANT_SETTINGS = tuple(f"evaluate.{name}" for name in ("metric", "margin", "confidence", "resamples", "require"))
 # Distributions whose modules have another name.
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
-_IMAGE_FILES = ("k8s/images/serve.Dockerfile", "k8s/images/slim.py")
 # Kinds of parts, in the order in which changes are listed: the user's own first, their consequences last.
 _CHAMPION = CHAMPION_PART.partition(":")[0]
-_PART_KINDS = ("config", "source", "file", "pretrained", "version", "pipe", "baseline", "input", _CHAMPION)
+_PART_KINDS = ("config", "source", "file", "pretrained", "version", "step", "baseline", "input", _CHAMPION)
 
 Past = Sequence[tuple[str, StepRecord]]  # (run id, record) of one step, newest first
 
@@ -48,59 +53,82 @@ Past = Sequence[tuple[str, StepRecord]]  # (run id, record) of one step, newest 
 @dataclass(frozen=True)
 class StepKind:
     name: str
-    module: str  # what `python -m` runs; its imports are part of the key
+    module: str  # what `python -m` runs
+    version: int  # raised by hand when the step's code starts to compute something else
     settings: tuple[str, ...]  # sections or single settings
     inputs: tuple[str, ...] = ()  # files of earlier steps
-    packages: tuple[str, ...] = ()  # distributions whose version matters
+    packages: tuple[str, ...] = ()  # distributions whose release matters
     user_code: bool = True
+    unused: frozenset[str] = frozenset()  # methods of task and codec that the step never calls
     cached: bool = True
-    extra_packages: tuple[str, ...] = ()  # packages of pipe that are copied into the output
 
     @property
     def upstream(self) -> set[str]:
         return {path.partition("/")[0] for path in self.inputs}
 
 
+_REPORTED = frozenset({"example", "text", "slices", "baseline", "prompting", "language_model", "encode"})
+_PREDICTED = frozenset({"predicted", "actual", "probabilities", "queries"})
+
 STEP_KINDS = {
     kind.name: kind
     for kind in (
         StepKind(
-            "prepare", "pipeline.steps.prepare", ("task", "codec", "prepare", "model"), packages=("torch", "numpy")
+            "prepare",
+            "pipeline.steps.prepare",
+            version=1,
+            settings=("task", "codec", "prepare", "model"),
+            packages=("torch", "numpy"),
+            unused=_REPORTED | {"parallelize"},
         ),
         StepKind(
             "train",
             "train",
-            ("task", "train", "model.allow_mismatch"),
+            version=1,
+            settings=("task", "train", "model.allow_mismatch"),
             inputs=("prepare/data.json",),
-            packages=("torch", "numpy", "safetensors"),
+            packages=("torch", "numpy"),
+            unused=_REPORTED | _PREDICTED,
         ),
         StepKind(
             "evaluate",
             "pipeline.evaluate",
-            ("task", "evaluate", "train.device"),
+            version=1,
+            settings=("task", "evaluate", "train.device"),
             inputs=("prepare/data.json", "train/model.safetensors"),
             packages=("torch", "numpy"),
+            unused=frozenset({"example", "encode", "prompting", "language_model", "parallelize"}),
         ),
         StepKind(
             "export",
             "export",
-            ("name", "task", "codec", "export", *(f"serve.{name}" for name in BUNDLED_SETTINGS), *_VARIANT_SETTINGS),
+            version=1,
+            settings=(
+                "name",
+                "task",
+                "codec",
+                "export",
+                *(f"serve.{name}" for name in BUNDLED_SETTINGS),
+                *_VARIANT_SETTINGS,
+            ),
             inputs=("prepare/data.json", "train/model.safetensors", "evaluate/verdict.json"),
             packages=("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy"),
+            unused=frozenset({"text", "slices", "baseline", "parallelize"}),
         ),
         StepKind(
             "package",
             "pipeline.steps.package",
-            ("name", "package", "deploy.on_cluster", "deploy.gpus"),
+            version=1,
+            settings=("name", "package", "deploy.on_cluster", "deploy.gpus"),
             inputs=("export/bundle/manifest.json",),
-            packages=("kserve", "onnxruntime-gpu", "onnxruntime", "numpy", "pydantic"),
+            packages=("onnxruntime-gpu", "onnxruntime", "numpy", "pydantic"),
             user_code=False,
-            extra_packages=("serve",),
         ),
         StepKind(
             "deploy",
             "pipeline.steps.deploy",
-            ("name", "deploy", "rollout", *(f"serve.{name}" for name in DEPLOYMENT_SETTINGS)),
+            version=1,
+            settings=("name", "deploy", "rollout", *(f"serve.{name}" for name in DEPLOYMENT_SETTINGS)),
             inputs=("export/bundle/manifest.json", "package/image.json"),
             user_code=False,
             cached=False,  # what is live may have changed
@@ -150,7 +178,7 @@ def decide_step(
     step: str, parts: Mapping[str, str], past: Past, forced: bool, changed_files: Callable[[str, StepRecord], list[str]]
 ) -> Step:
     """Reuse the newest outputs made under the same key, if none of their files has changed."""
-    key = digest_mapping({**parts, "schema": SCHEMA})
+    key = digest_key(parts)
 
     def run(reason: str) -> Step:
         return Step(step, "run", reason, key, parts)
@@ -162,7 +190,7 @@ def decide_step(
     unfinished = [name[6:].partition("/")[0] for name, value in parts.items() if value == UNKNOWN]
     if unfinished:
         return run(f"after {', '.join(dict.fromkeys(unfinished))}")
-    reusable = next(((run_id, record) for run_id, record in past if record.key == key and record.complete), None)
+    reusable = next(((run_id, record) for run_id, record in past if record.is_current(key) and record.complete), None)
     if reusable is None:
         return run(explain_change(parts, past))
     run_id, record = reusable
@@ -172,22 +200,26 @@ def decide_step(
     return Step(step, "reuse", f"unchanged since {record.reused_from or run_id}", key, parts, source=run_id)
 
 
+def digest_key(parts: Mapping[str, str]) -> str:
+    return digest_mapping({**parts, "schema": SCHEMA})
+
+
 def explain_change(parts: Mapping[str, str], past: Past) -> str:
     """Return which parts of the key changed since the step was last complete."""
     last = next((record for _, record in past if record.complete), None)
     if last is None:
         return "never completed" if past else "never run"
-    return describe_changes(last.parts, parts) or "key format changed"
+    return describe_changes(last.current_parts, parts) or "key format changed"
 
 
-def describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Name the first three parts that differ, and count the rest."""
+def describe_changes(before: Mapping[str, str], after: Mapping[str, str], most: int = 3) -> str:
+    """Name the first parts that differ, and count the rest."""
     names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     names.sort(key=_kind_order)
     # With other data, the champion to compare it with is another one: only worth naming if nothing else changed.
     names = [name for name in names if not name.startswith(f"{_CHAMPION}:")] or names
     changes = [_describe_change(name, before.get(name), after.get(name)) for name in names]
-    return ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
+    return ", ".join(changes[:most]) + (f" and {len(changes) - most} more" if len(changes) > most else "")
 
 
 def _kind_order(name: str) -> int:
@@ -198,23 +230,25 @@ def _kind_order(name: str) -> int:
 def _describe_change(name: str, before: str | None, after: str | None) -> str:
     kind, _, subject = name.partition(":")
     if kind in ("config", "version"):
-        return f"{subject} {before or 'absent'} → {after or 'absent'}"
+        unset = default_part(name) if kind == "config" else ""
+        return f"{subject} {before or unset or 'absent'} → {after or unset or 'absent'}"
+    if kind == "step":
+        return f"pipe computes {subject} differently"
     if before is None or after is None:
         return f"{subject} {'is new' if before is None else 'was removed'}"
-    return f"{'pipe’s own ' if kind == 'pipe' else ''}{subject} changed"
+    return f"{subject} changed"
 
 
 def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return the named parts of a step's key; `outputs` has the digests of earlier steps' files, where they exist."""
     kind = STEP_KINDS[step]
     parts = config_parts(step, config) | input_parts(step, outputs)
-    own_sources = {k: v for module in (kind.module, *kind.extra_packages) for k, v in package_sources(module).items()}
-    parts |= _add_prefix("pipe", own_sources)
-    parts |= _add_prefix("version", installed_versions(kind.packages))
+    parts[f"step:{step}"] = str(kind.version)
+    parts |= _releases(kind.packages)
     parts["version:python"] = ".".join(platform.python_version_tuple()[:2])
     if kind.user_code:
-        parts |= _add_prefix("source", project_sources(project.root, config.task, config.codec))
-        parts |= _add_prefix("version", installed_versions(_imported_distributions(project, config)))
+        parts |= _add_prefix("source", project_code(project.root, (config.task, config.codec), kind.unused))
+        parts |= _releases(_imported_distributions(project, config))
     if step == "prepare":
         parts |= _add_prefix("pretrained", pretrained_parts(config, project.root, project.runs))
         parts |= _add_prefix("file", data_file_digests(project.root, config.prepare.files))
@@ -225,7 +259,6 @@ def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str,
         champion = registry.champion_for(outputs.get("train", {}).get("model.safetensors"))
         parts["baseline:champion"] = champion.bundle if champion else "the task's own"
     if step == "package":
-        parts |= _add_prefix("pipe", {name: digest_file(SOURCE_ROOT / name) for name in _IMAGE_FILES})
         if any((project.root / WHEELS_FOLDER).glob("*.whl")):
             parts |= _add_prefix("file", data_file_digests(project.root, (f"{WHEELS_FOLDER}/*.whl",)))
         if signature := outputs.get("export", {}).get(f"bundle/{SIGNATURE}"):
@@ -234,7 +267,7 @@ def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str,
 
 
 def config_parts(step: str, config: Config) -> dict[str, str]:
-    """Return the settings a step depends on, one part for each, so that a change can be named."""
+    """Return the settings that matter to a step and differ from their default, so that a new setting changes no key."""
     values: dict[str, Any] = config.model_dump(mode="json")
     parts: dict[str, str] = {}
     for setting in STEP_KINDS[step].settings:
@@ -243,10 +276,23 @@ def config_parts(step: str, config: Config) -> dict[str, str]:
         if key:
             parts[f"config:{setting}"] = str(value[key] if key in value else getattr(getattr(config, section), key))
         elif isinstance(value, dict):
-            parts |= {f"config:{section}.{name}": str(inner) for name, inner in value.items()}
+            operational = getattr(config, section).operational
+            parts |= {f"config:{section}.{name}": str(it) for name, it in value.items() if name not in operational}
         else:
             parts[f"config:{section}"] = str(value)
-    return parts
+    return {name: value for name, value in parts.items() if value != default_part(name)}
+
+
+@functools.cache
+def default_part(name: str) -> str:
+    """Return the part of a setting that is not set; empty where there is no default."""
+    section, _, key = name.removeprefix("config:").partition(".")
+    field = Config.model_fields.get(section)
+    if field is None or not key:
+        return ""
+    defaults = field.annotation()  # type: ignore[misc]  # a section, all of whose settings have defaults
+    values = defaults.model_dump(mode="json")
+    return str(values[key] if key in values else getattr(defaults, key, ""))
 
 
 def input_parts(step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -264,6 +310,12 @@ def _imported_distributions(project: Project, config: Config) -> tuple[str, ...]
     """Guess the distributions that task and codec import by name: reading all lists of installed files is too slow."""
     modules = third_party_imports(project.root, config.task, config.codec)
     return tuple(sorted(_DISTRIBUTIONS.get(module, module) for module in modules))
+
+
+def _releases(distributions: Sequence[str]) -> dict[str, str]:
+    """Return the major and minor version of each installed distribution: what a patch release repairs runs nothing."""
+    versions = {name: Version(text) for name, text in installed_versions(tuple(distributions)).items()}
+    return {f"version:{name}": f"{version.major}.{version.minor}" for name, version in versions.items()}
 
 
 def _add_prefix(prefix: str, parts: Mapping[str, str]) -> dict[str, str]:

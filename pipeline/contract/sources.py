@@ -6,7 +6,7 @@ import ast
 import functools
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline.contract.errors import ConfigError
@@ -16,15 +16,26 @@ SOURCE_ROOT = Path(__file__).resolve().parents[2]  # the folder that contains ou
 PACKAGES = ("pipeline", "train", "export", "serve", "k8s")
 
 
-def package_sources(package: str) -> dict[str, str]:
-    """Return the digests of our own files that a package or module imports, by path."""
-    start = SOURCE_ROOT / Path(*package.split("."))
+def package_sources(*packages: str) -> dict[str, str]:
+    """Return the digests of all our own files in these packages, by path."""
+    folders = [SOURCE_ROOT / Path(*package.split(".")) for package in packages]
+    return _digests(SOURCE_ROOT, (path for folder in folders for path in folder.rglob("*.py")))
+
+
+def package_files(module: str) -> list[Path]:
+    """Return our own files that a module or package imports."""
+    start = SOURCE_ROOT / Path(*module.split("."))
     entry = sorted(start.glob("*.py")) if start.is_dir() else [start.with_suffix(".py")]
-    return _digests(SOURCE_ROOT, _import_closure(entry, SOURCE_ROOT, [SOURCE_ROOT], only=PACKAGES))
+    return sorted(_import_closure(entry, SOURCE_ROOT, [SOURCE_ROOT], only=PACKAGES))
 
 
 def project_sources(root: Path, *references: str) -> dict[str, str]:
     """Return the digests of the user's files that task and codec import, by path below the project."""
+    return _digests(root.resolve(), project_files(root, references))
+
+
+def project_files(root: Path, references: Iterable[str]) -> list[Path]:
+    """Return the user's files that task and codec import."""
     entry = []
     for reference in references:
         file, _, name = reference.partition(":")
@@ -39,13 +50,13 @@ def project_sources(root: Path, *references: str) -> dict[str, str]:
     base = root.resolve()
     # The folders that pipeline.contract.task puts on the path, in its order.
     folders = list(dict.fromkeys([base, *(path.parent for path in entry)]))
-    return _digests(base, _import_closure(entry, base, folders, only=None))
+    return sorted(_import_closure(entry, base, folders, only=None))
 
 
 def third_party_imports(root: Path, *references: str) -> set[str]:
     """Return the top-level modules that the user's files import, without local, our own and standard modules."""
     base = root.resolve()
-    files = [base / name for name in project_sources(root, *references)]
+    files = project_files(root, references)
     folders = {base, *(path.parent for path in files)}
     ignored = {*sys.stdlib_module_names, *PACKAGES}
     modules = {module.partition(".")[0] for path in files for module in _cached_imports(path, base)} - ignored
@@ -57,7 +68,7 @@ def code_digest(root: Path, *references: str) -> str:
     return digest_mapping(project_sources(root, *references))
 
 
-def _digests(base: Path, paths: set[Path]) -> dict[str, str]:
+def _digests(base: Path, paths: Iterable[Path]) -> dict[str, str]:
     return {path.relative_to(base).as_posix(): digest_file(path) for path in sorted(paths)}
 
 
@@ -86,7 +97,7 @@ def _cached_imports(path: Path, base: Path) -> tuple[str, ...]:
 def _imports_in(source: bytes, file: str, package: tuple[str, ...]) -> tuple[str, ...]:
     """Return every module that a source imports; `from a import b` may mean the module a.b."""
     modules: list[str] = []
-    for node in _statements(_parse(source, file)):
+    for node in _statements(parse_source(source, file)):
         if isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -154,7 +165,7 @@ def _installed_file(name: str) -> str | None:
 
 def _top_level_names(path: Path) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(_parse(path.read_bytes(), path.name)):
+    for node in ast.walk(parse_source(path.read_bytes(), path.name)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -164,7 +175,7 @@ def _top_level_names(path: Path) -> set[str]:
     return names
 
 
-def _parse(source: bytes, file: str) -> ast.Module:
+def parse_source(source: bytes, file: str) -> ast.Module:
     try:
         return ast.parse(source)
     except SyntaxError as error:

@@ -75,7 +75,7 @@ def choose_rollout(live: LiveService | None, config: Config, bundle: Bundle, sta
 
 def process_stamp(options: Sequence[str]) -> str:
     """Return a digest of what is fixed for a process; services with the same stamp differ only in bundles."""
-    parts = {**package_sources("serve"), **installed_versions(_PACKAGES)}
+    parts = {**package_sources("serve", "pipeline.contract"), **installed_versions(_PACKAGES)}
     return digest_mapping({**parts, "python": platform.python_version(), "options": json.dumps(list(options))})
 
 

@@ -77,12 +77,36 @@ def test_version_of_an_imported_package_counts_in_every_step_that_runs_it(
     assert changed(before, all_parts(config, project)) == {step: {"version:scikit-learn"} for step in steps}
 
 
-def test_our_own_source_counts_for_the_step_that_runs_it(before: Parts) -> None:
-    assert "pipe:train/trainer.py" in before["train"]
-    assert "pipe:train/trainer.py" not in before["evaluate"]
-    assert "pipe:pipeline/contract/data.py" in before["train"]
-    assert "pipe:serve/runtime/session.py" in before["package"], "the container carries it"
-    assert "pipe:k8s/images/serve.Dockerfile" in before["package"]
+def test_code_of_pipe_counts_by_the_version_of_the_step_alone(before: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not [name for parts in before.values() for name in parts if name.startswith("pipe:")]
+    assert [before[step][f"step:{step}"] for step in STEPS] == ["1"] * len(STEPS)
+
+
+def test_operational_settings_count_nowhere(config: Config, project: Project, before: Parts) -> None:
+    operational = [
+        "train.timeout_seconds=9", "train.restarts=9", "train.keep_checkpoints=9", "train.log_every=9",
+        "train.trace=true", "train.workers=9", "train.snapshot=memory", "train.checkpoints=elsewhere", "train.image=i",
+        "train.checkpoint_every=9", "train.launcher=srun", "train.rendezvous=host:1", "evaluate.processes=2",
+    ]  # fmt: skip
+    assert changed(before, all_parts(override_config(config, operational), project)) == {}
+    assert {name.partition("=")[0] for name in operational} == {
+        f"{section}.{name}" for section in ("train", "evaluate") for name in getattr(config, section).OPERATIONAL
+    }
+
+
+def test_processes_count_unless_any_number_gives_the_same_bits(config: Config, project: Project) -> None:
+    def parts(*overrides: str) -> Parts:
+        return all_parts(override_config(config, overrides), project)
+
+    assert changed(parts(), parts("train.processes=3"))["train"] == {"config:train.processes"}
+    exact = "train.elastic_shards=4"
+    assert changed(parts(exact), parts(exact, "train.processes=3", "train.nodes=2", "train.rendezvous=host:1")) == {}
+
+
+def test_a_setting_with_its_default_is_no_part(config: Config, project: Project, before: Parts) -> None:
+    """So a setting that a later version adds changes no key."""
+    assert not [name for name in before["train"] if name.startswith("config:train.")]
+    assert changed(before, all_parts(override_config(config, ["train.lr=0.001"]), project)) == {}
 
 
 def test_another_champion_counts_for_the_evaluation_alone(config: Config, project: Project, before: Parts) -> None:
@@ -292,12 +316,15 @@ def test_a_changed_setting_is_reported_with_both_values() -> None:
     assert explain_change({**PARTS, "version:torch": "2.13.0"}, past) == "torch absent → 2.13.0"
 
 
-def test_a_changed_file_is_named_and_our_own_reported_from_the_users() -> None:
-    past = [("first", done({**PARTS, "pipe:train/batch_order.py": "c"}))]
-    assert explain_change({**PARTS, "source:task.py": "d", "pipe:train/batch_order.py": "c"}, past) == "task.py changed"
-    assert (
-        explain_change({**PARTS, "pipe:train/batch_order.py": "d"}, past) == "pipe’s own train/batch_order.py changed"
-    )
+def test_a_changed_file_and_a_step_that_computes_differently_are_named() -> None:
+    past = [("first", done({**PARTS, "step:train": "1"}))]
+    assert explain_change({**PARTS, "source:task.py": "d", "step:train": "1"}, past) == "task.py changed"
+    assert explain_change({**PARTS, "step:train": "2"}, past) == "pipe computes train differently"
+
+
+def test_a_setting_that_is_left_out_is_named_with_its_default() -> None:
+    past = [("first", done({**PARTS, "config:train.epochs": "3"}))]
+    assert explain_change(PARTS, past) == "train.epochs 3 → 10"
 
 
 def test_new_champion_is_a_reason_only_if_nothing_else_changed() -> None:

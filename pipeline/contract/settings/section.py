@@ -6,7 +6,7 @@ import ipaddress
 import re
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -21,6 +21,14 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 class Section(BaseModel):
     # Built at first use: `pipe --help` validates nothing.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+    # Settings that cannot change a step's result, so that changing them runs nothing again.
+    OPERATIONAL: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def operational(self) -> frozenset[str]:
+        """Return the operational settings, with those that are operational beside the other settings as they are."""
+        return self.OPERATIONAL
 
     @field_validator("*", mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NoReturn, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -85,6 +85,11 @@ class Model(Section):
 
 class Train(Section):
     """Training: optimization, distribution over processes and machines, checkpoints."""
+
+    OPERATIONAL: ClassVar = frozenset(
+        {"workers", "launcher", "rendezvous", "image", "restarts", "snapshot", "timeout_seconds", "log_every", "trace"}
+        | {"checkpoints", "checkpoint_every", "keep_checkpoints"}
+    )
 
     epochs: Positive = Field(10, description="maximum passes over the training split")
     batch_size: Positive | Literal["auto"] = Field(
@@ -177,6 +182,11 @@ class Train(Section):
     timeout_seconds: Positive = Field(300, description="timeout for waiting on other processes")
 
     @property
+    def operational(self) -> frozenset[str]:
+        exact = {"processes", "nodes"} if self.elastic_shards else set()  # any number of processes gives the same bits
+        return self.OPERATIONAL | exact
+
+    @property
     def fewest_nodes(self) -> int:
         return int(str(self.nodes).partition(":")[0])
 
@@ -220,6 +230,8 @@ _CALIBRATION = ("ece", "brier", "brier_margin")
 
 class Evaluate(Section):
     """The quality gate: comparison with the baseline, and limits that the candidate must meet."""
+
+    OPERATIONAL: ClassVar = frozenset({"processes"})
 
     metric: str = Field(
         "accuracy",

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.sources import code_digest, package_sources, project_sources
+from pipeline.contract.sources import SOURCE_ROOT, code_digest, package_files, project_sources
 
 TASK = "import my_helper\nclass Net: ...\n"
 
@@ -156,13 +157,17 @@ def test_a_class_that_is_imported_or_assigned_is_found(tmp_path: Path) -> None:
     assert found(tmp_path, "task.py:Net") == found(tmp_path, "task.py:Alias") == {"task.py", "my_nets.py"}
 
 
+def relative(paths: Iterable[Path]) -> set[str]:
+    return {path.relative_to(SOURCE_ROOT).as_posix() for path in paths}
+
+
 def test_a_step_of_ours_depends_on_its_package_and_the_contracts_and_on_no_other_stage() -> None:
-    names = set(package_sources("train"))
+    names = relative(package_files("train"))
     assert {"train/__main__.py", "train/batch_order.py", "pipeline/contract/config.py", "pipeline/__init__.py"} <= names
     assert not [name for name in names if name.startswith(("evaluate/", "export/", "serve/", "k8s/"))]
 
 
 def test_a_step_of_ours_may_be_a_single_module() -> None:
-    names = set(package_sources("pipeline.steps.prepare"))
+    names = relative(package_files("pipeline.steps.prepare"))
     assert {"pipeline/steps/prepare.py", "pipeline/contract/data.py"} <= names
     assert "pipeline/runner.py" not in names

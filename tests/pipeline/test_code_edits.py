@@ -1,0 +1,226 @@
+"""Edits of the user's code: which of them can change the weights, and which cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.contract.code_digest import project_code
+from pipeline.plan import STEP_KINDS
+
+TASK = '''"""Points on two sides of a line."""
+
+import torch
+from codec import PointCodec
+
+WIDTH = 8  # of the hidden layer
+
+
+def scaled(x):
+    """Scale to [0, 1]."""
+    return x / 10
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(2, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 2))
+
+    def forward(self, point):
+        return self.layers(point)
+
+
+class Sides:
+    inputs = ("point",)
+    outputs = ("logits",)
+    classes = ("left", "right")
+
+    def model(self):
+        return Net()
+
+    def data(self, split):
+        points = torch.rand(100, 2, generator=torch.Generator().manual_seed(len(split)))
+        return {"point": scaled(points), "side": (points[:, 0] > 5).long()}
+
+    def loss(self, outputs, batch):
+        return torch.nn.functional.cross_entropy(outputs["logits"], batch["side"])
+
+    def metrics(self, outputs, batch):
+        return {"accuracy": (self.predicted(outputs) == batch["side"]).float()}
+
+    def predicted(self, outputs):
+        return outputs["logits"].argmax(1)
+
+    def actual(self, batch):
+        return batch["side"]
+
+    def slices(self, batch):
+        return {"height": ["high" if y > 5 else "low" for y in batch["point"][:, 1]]}
+
+    def example(self):
+        return [[0.5, 0.5], [1.0, 2.0]]
+
+    def text(self, batch):
+        return [f"point {x}" for x in batch["point"]]
+'''
+CODEC = '''import numpy as np
+
+
+class PointCodec:
+    """Points as JSON lists."""
+
+    def decode(self, instances):
+        return {"point": np.asarray(instances, np.float32)}
+
+    def encode(self, outputs):
+        return [{"side": int(row.argmax())} for row in outputs["logits"]]
+'''
+Edit = Callable[[str, str], tuple[str, str]]  # of task.py and codec.py
+
+
+def task(old: str, new: str) -> Edit:
+    assert TASK.count(old) >= 1, old
+    return lambda task, codec: (task.replace(old, new), codec)
+
+
+def codec(old: str, new: str) -> Edit:
+    assert CODEC.count(old) >= 1, old
+    return lambda task, codec: (task, codec.replace(old, new))
+
+
+HARMLESS: dict[str, Edit] = {
+    "a comment changed": task("# of the hidden layer", "# neurons"),
+    "a comment added": task("class Sides:", "# The task.\nclass Sides:"),
+    "the module's docstring": task('"""Points on two sides of a line."""', '"""Two classes."""'),
+    "a function's docstring removed": task('    """Scale to [0, 1]."""\n', ""),
+    "the codec's docstring": codec('    """Points as JSON lists."""\n', '    """Points."""\n'),
+    "a docstring added": task("class Net(torch.nn.Module):\n", 'class Net(torch.nn.Module):\n    """A net."""\n\n'),
+    "blank lines": task("\n\nclass Net", "\n\n\n\nclass Net"),
+    "other quotes": task('("left", "right")', "('left', 'right')"),
+    "a call on several lines": task(
+        "torch.nn.Linear(2, WIDTH), ", "\n            torch.nn.Linear(2, WIDTH),\n            "
+    ),
+    "a trailing comma": task('("left", "right")', '("left", "right",)'),
+    "brackets": task("return x / 10", "return (x / 10)"),
+    "a number written otherwise": task("rand(100, 2", "rand(1_00, 2"),
+    "example() edited": task("[1.0, 2.0]]", "[1.0, 2.5]]"),
+    "slices() edited": task('"high" if y > 5', '"high" if y > 6'),
+    "slices() removed": task(TASK[TASK.index("    def slices") : TASK.index("    def example")], ""),
+    "text() edited": task('f"point {x}"', 'f"{x}"'),
+    "actual() edited": task('return batch["side"]\n\n    def slices', 'return batch["side"].clone()\n\n    def slices'),
+    "encode() edited": codec('{"side": int', '{"class": int'),
+    "encode() edited in a call": codec("row.argmax()", "row.argmax(axis=-1)"),
+    "a type hint of example()": task("    def example(self):", "    def example(self) -> list:"),
+}
+HARMFUL: dict[str, Edit] = {
+    "a constant": task("WIDTH = 8", "WIDTH = 9"),
+    "a helper": task("return x / 10", "return x / 11"),
+    "an operator": task("points[:, 0] > 5", "points[:, 0] >= 5"),
+    "a layer": task("torch.nn.ReLU()", "torch.nn.Tanh()"),
+    "a layer added": task("torch.nn.ReLU(), ", "torch.nn.ReLU(), torch.nn.Identity(), "),
+    "the data": task("rand(100, 2", "rand(200, 2"),
+    "the data's seed": task("manual_seed(len(split))", "manual_seed(1 + len(split))"),
+    "the loss": task('batch["side"])\n\n    def metrics', 'batch["side"], reduction="sum")\n\n    def metrics'),
+    "metrics(), which chooses the best checkpoint": task(".float()}", ".float() * 2}"),
+    "predicted(), which metrics() calls": task(".argmax(1)", ".argmin(1)"),
+    "the order of statements": task("WIDTH = 8  # of the hidden layer\n", "WIDTH = 8\nWIDTH = 8\n"),
+    "the order of inputs": task('inputs = ("point",)', 'inputs = ("point", "other")'),
+    "classes": task('("left", "right")', '("right", "left")'),
+    "an import": task("import torch\n", "import torch\ntorch.manual_seed(3)\n"),
+    "a text": task('"side": (points', '"sides": (points'),
+    "decode(), which the task may use": codec("np.float32", "np.float16"),
+    "a default": task("def scaled(x):", "def scaled(x, y=1):"),
+    "a decorator": task("def scaled(x):", "@torch.no_grad()\ndef scaled(x):"),
+    "example() with a default that is called at once": task("def example(self):", "def example(self, x=print()):"),
+    "example() decorated": task("    def example", "    @torch.no_grad()\n    def example"),
+    "example(), which data() calls": lambda task, codec: (
+        task.replace("        points = torch.rand", "        self.example()\n        points = torch.rand").replace(
+            "[1.0, 2.0]]", "[1.0, 3.0]]"
+        ),
+        codec,
+    ),
+}
+
+
+def weights_code(folder: Path, edit: Edit = lambda task, codec: (task, codec)) -> dict[str, str]:
+    texts = edit(TASK, CODEC)
+    for name, text in zip(("task.py", "codec.py"), texts, strict=True):
+        (folder / name).write_text(text)
+    return project_code(folder, ("task.py:Sides", "codec.py:PointCodec"), STEP_KINDS["train"].unused)
+
+
+@pytest.mark.parametrize("edit", HARMLESS.values(), ids=HARMLESS)
+def test_what_cannot_change_the_weights_trains_nothing(tmp_path: Path, edit: Edit) -> None:
+    assert edit(TASK, CODEC) != (TASK, CODEC)
+    assert weights_code(tmp_path, edit) == weights_code(tmp_path)
+
+
+@pytest.mark.parametrize("edit", HARMFUL.values(), ids=HARMFUL)
+def test_what_can_change_the_weights_trains_again(tmp_path: Path, edit: Edit) -> None:
+    assert weights_code(tmp_path, edit) != weights_code(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "Sides().example()",
+        "getattr(Sides(), 'ex' + 'ample')()",
+        "operator.methodcaller('example')(Sides())",
+        "[getattr(Sides(), name)() for name in dir(Sides)]",
+        "eval('Sides().exam' + 'ple()')",
+        "vars(Sides)['exam' 'ple'](None)",
+        "Sides.__dict__",
+        "Sides = wrapped(Sides)",
+        "class Sides(Sides): ...",
+    ],
+)
+def test_a_method_that_anything_else_may_call_counts(tmp_path: Path, call: str) -> None:
+    def before(task: str, codec: str) -> tuple[str, str]:
+        return f"{task}\n\n{call}\n", codec
+
+    def after(task: str, codec: str) -> tuple[str, str]:
+        return f"{task}\n\n{call}\n".replace("[1.0, 2.0]]", "[1.0, 3.0]]"), codec
+
+    assert weights_code(tmp_path, after) != weights_code(tmp_path, before)
+
+
+def test_an_unused_method_that_a_used_one_calls_counts_with_all_it_calls(tmp_path: Path) -> None:
+    """text() is called by metrics(), and slices() by text(), so that both can change the weights."""
+    called = TASK.replace('        return {"accuracy"', '        self.text(batch)\n        return {"accuracy"')
+    called = called.replace('        return [f"point', '        self.slices(batch)\n        return [f"point')
+    digest = weights_code(tmp_path, lambda task, codec: (called, codec))
+    assert weights_code(tmp_path, lambda task, codec: (called.replace("y > 5", "y > 6"), codec)) != digest
+
+
+@pytest.mark.parametrize(
+    "reader", ["import inspect", "from inspect import getsource", "print(scaled.__doc__)", "open(__file__).read()"]
+)
+def test_code_that_reads_its_own_text_counts_by_every_byte(tmp_path: Path, reader: str) -> None:
+    def before(task: str, codec: str) -> tuple[str, str]:
+        return f"{task}\n{reader}\n", codec
+
+    def after(task: str, codec: str) -> tuple[str, str]:
+        return f"{task}\n{reader}  # a comment\n", codec
+
+    assert weights_code(tmp_path, after) != weights_code(tmp_path, before)
+
+
+def test_steps_differ_in_what_they_call(tmp_path: Path) -> None:
+    def steps(edit: Edit) -> set[str]:
+        def code(step: str) -> dict[str, str]:
+            return project_code(tmp_path, ("task.py:Sides", "codec.py:PointCodec"), STEP_KINDS[step].unused)
+
+        kinds = [name for name, kind in STEP_KINDS.items() if kind.user_code]
+        weights_code(tmp_path)
+        before = {step: code(step) for step in kinds}
+        weights_code(tmp_path, edit)
+        return {step for step in kinds if code(step) != before[step]}
+
+    assert steps(HARMLESS["slices() edited"]) == {"evaluate"}
+    assert steps(HARMLESS["text() edited"]) == {"evaluate"}
+    assert steps(HARMLESS["example() edited"]) == {"export"}
+    assert steps(HARMLESS["encode() edited"]) == {"export"}
+    assert steps(HARMLESS["a comment changed"]) == set()
+    assert steps(HARMFUL["a layer"]) == {"prepare", "train", "evaluate", "export"}
