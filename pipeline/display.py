@@ -105,7 +105,8 @@ class Display:
         if isinstance(error, ConfigError):  # a resumed run keeps its own settings
             print("to continue after fixing it: pipe run all (finished steps are reused)", file=sys.stderr)
         else:
-            print(f"to continue after fixing it: pipe run --resume {self._run.id}", file=sys.stderr)
+            hint = " (if code changed: with --accept-changes)" if self._step == "train" else ""
+            print(f"to continue after fixing it: pipe run --resume {self._run.id}{hint}", file=sys.stderr)
 
     def _move_bar(self) -> None:
         if self._progress is None or self._bar is None or self._run is None:

@@ -5,15 +5,17 @@ A step runs as a process on this machine or as a Job on a cluster. If it fails, 
 
 from __future__ import annotations
 
+import getpass
+import itertools
 import os
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import (
@@ -30,7 +32,7 @@ from pipeline.contract.errors import (
 from pipeline.contract.override import OVERRIDDEN
 from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
-from pipeline.contract.run import Run, RunFile, StepRecord
+from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord
 from pipeline.display import Display
 from pipeline.history import (
     History,
@@ -49,8 +51,12 @@ from pipeline.plan import (
     CLUSTER_STEPS,
     DEPLOYMENT_SETTINGS,
     RESTARTED_FLAG,
+    STEP_KINDS,
+    UNKNOWN,
     Step,
     decide_step,
+    describe_changes,
+    digest_key,
     key_parts,
     processes_per_node,
     run_argument,
@@ -78,6 +84,10 @@ RESUMABLE_SETTINGS = (
 )  # fmt: skip
 
 
+LONG_TRAINING_SECONDS = 600  # a training that took longer is not replaced without a question
+OnChanges = Literal["stop", "accept", "restart"]
+
+
 @dataclass(frozen=True)
 class RunRequest:
     """What one command is to run."""
@@ -88,6 +98,7 @@ class RunRequest:
     study: str = ""  # the run is a trial of this study of `pipe tune`
     trial: int | None = None
     cores: int = 0  # CPU cores for its steps, where other runs share the machine; 0: all
+    on_changes: OnChanges = "stop"  # since an interrupted training began
 
 
 @dataclass
@@ -106,6 +117,8 @@ class PipelineRun:
         parts = key_parts(step, self.key_config or self.config, self.project, self.outputs)
         past = [(run.id, body.steps[step]) for run, body in self.history if step in body.steps]
         decision = decide_step(step, parts, past, step in self.request.force, self._changed_outputs)
+        if step == "train" and decision.action == "run":
+            decision = replace(decision, reason=decision.reason + _last_duration(self.history))
         if decision.action == "run" and step in self.request.reuse_only:
             raise ConfigError(f"--from starts after {step}, but {step} has to run: {decision.reason}")
         return decision
@@ -133,6 +146,21 @@ class PipelineRun:
         return self._changed[key]
 
 
+def last_training_seconds(history: History) -> float:
+    """Return how long the newest complete training took; 0 without one. Runs that reuse it have no duration."""
+    records = (body.steps["train"] for _, body in history if "train" in body.steps and not body.study)
+    return next((record.seconds for record in records if record.complete and not record.reused_from), 0.0)
+
+
+def _last_duration(history: History) -> str:
+    last = last_training_seconds(history)
+    if last < LONG_TRAINING_SECONDS:
+        return ""
+    from pipeline.contract.html import seconds  # slow to load
+
+    return f"; the last training took {seconds(last)}"
+
+
 def run_pipeline(project: Project, config: Config, request: RunRequest, display: Display) -> Run:
     """Run the steps in a new run directory; the caller holds the lock of the runs."""
     history = load_history(project.runs)
@@ -150,9 +178,81 @@ def resume_run(project: Project, run: Run, request: RunRequest, display: Display
     """Continue in the same run directory with the run's own configuration; overrides may change where it trains."""
     run = override_resumed(run, overrides)
     pipeline_run = PipelineRun(project, run.config, request, [(run, run.read())], key_config=run.planned)
+    _check_changes(pipeline_run, run)
     _check_training(pipeline_run)
     _run_steps(pipeline_run, run, display)
     return run
+
+
+def _check_changes(pipeline_run: PipelineRun, run: Run) -> None:
+    """Stop before anything runs where training began with other code, data, settings or packages."""
+    records = run.read().steps
+    if pipeline_run.request.on_changes != "stop" or not _has_progress(run, records.get("train")):
+        return
+    outputs = {name: record.outputs for name, record in records.items() if record.complete}
+    for name in ("prepare", "train"):
+        if name in records and name in pipeline_run.request.steps:
+            parts = key_parts(name, pipeline_run.key_config or run.config, pipeline_run.project, outputs)
+            _settle_changes(pipeline_run, run, records[name], parts)
+
+
+def _has_progress(run: Run, training: StepRecord | None) -> bool:
+    """Return whether there is a model or a checkpoint to lose."""
+    checkpoints = run.partial("train") / "checkpoints"
+    has_checkpoints = bool(run.config.train.checkpoints) or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+    return training is not None and (training.complete or has_checkpoints)
+
+
+def _settle_changes(pipeline_run: PipelineRun, run: Run, record: StepRecord, parts: Mapping[str, str]) -> None:
+    """Accept what changed since a step of this run began, or stop; `--restart` begins it again."""
+    if record.is_current(digest_key(parts)):
+        return
+    changes = describe_changes(record.current_parts, parts, most=20) or "the format of keys"
+    if pipeline_run.request.on_changes == "stop":
+        raise ConfigError(
+            f"since the training of run {run.id} began, this changed: {changes}; to go on with it nevertheless: "
+            f"`pipe run --resume {run.id} --accept-changes`; to train from the beginning: add `--restart` instead"
+        )
+    if pipeline_run.request.on_changes == "accept":
+        accept(run, record, parts, changes)
+        pipeline_run.history[:] = [(run, run.read())]
+
+
+def accept_outputs(pipeline_run: PipelineRun, steps: Sequence[str]) -> list[tuple[str, Run, str]]:
+    """Accept the newest outputs of these steps as current; return each step, its run and what changed."""
+    accepted = []
+    for name in pipeline_run.request.steps:
+        step = pipeline_run.decide(name)
+        if name in steps and step.action == "run" and STEP_KINDS[name].cached:
+            run, record = _newest_complete(pipeline_run, name)
+            if UNKNOWN in step.parts.values():
+                raise ConfigError(
+                    f"{name}: {step.reason} has run; `pipe accept` without a step accepts those before it"
+                )
+            accept(run, record, step.parts, describe_changes(record.current_parts, step.parts, most=20))
+            accepted.append((name, run, step.reason))
+            pipeline_run.history[:] = [(run, run.read()) for run, _ in pipeline_run.history]
+            step = pipeline_run.decide(name)
+        if step.action == "reuse":
+            pipeline_run.outputs[name] = outputs_with_override(*pipeline_run.reused_record(step))
+    return accepted
+
+
+def _newest_complete(pipeline_run: PipelineRun, step: str) -> tuple[Run, StepRecord]:
+    """Return the newest outputs of a step, which must be as they were recorded."""
+    for run, body in pipeline_run.history:
+        if (record := body.steps.get(step)) is not None and record.complete:
+            if changed := changed_outputs(run, record):
+                raise ConfigError(f"{step}: {changed[0]} of run {run.id} changed on disk; it cannot be accepted")
+            return run, record
+    raise ConfigError(f"{step}: has never been complete, so there is nothing to accept")
+
+
+def accept(run: Run, record: StepRecord, parts: Mapping[str, str], changes: str) -> StepRecord:
+    """Record that a step's outputs, or its checkpoints, stay current although these parts changed."""
+    acceptance = Acceptance(key=digest_key(parts), parts=parts, changes=changes, by=getpass.getuser(), at=now())
+    update = {"accepted": (*record.accepted, acceptance), "checkpoints_key": record.checkpoints_key or record.key}
+    return write_record(run, record.model_copy(update=update))
 
 
 def override_resumed(run: Run, overrides: Sequence[str]) -> Run:
@@ -269,6 +369,10 @@ def _check_training(pipeline_run: PipelineRun) -> None:
 def _run_steps(pipeline_run: PipelineRun, run: Run, display: Display) -> None:
     for name in pipeline_run.request.steps:
         step = pipeline_run.decide(name)
+        earlier = run.read().steps.get(name)
+        if name == "train" and step.action == "run" and earlier is not None and _has_progress(run, earlier):
+            _settle_changes(pipeline_run, run, earlier, step.parts)
+            step = pipeline_run.decide(name)
         if step.action == "reuse":
             record = _reuse_step(pipeline_run, run, step)
             display.report(f"{name}: reused, {step.reason}")
@@ -291,8 +395,11 @@ def _reuse_step(pipeline_run: PipelineRun, run: Run, step: Step) -> StepRecord:
 def _run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display) -> StepRecord:
     root, request = pipeline_run.project.root, pipeline_run.request
     executor = choose_executor(step.name, root, run.config, request.cores, display.report, display.ask)
-    if not executor.is_running(run, step):
-        _clear_earlier_attempt(run, step, display)
+    earlier = run.read().steps.get(step.name)
+    continues = step.name == "train" and earlier is not None and not earlier.complete and earlier.is_current(step.key)
+    if not continues and not executor.is_running(run, step):
+        _put_earlier_attempt_aside(run, step.name, display)
+    clear_error(run.partial(step.name))
     log = run.log(step.name)
     log_start = prepare_log(log)
     record = StepRecord(
@@ -303,6 +410,8 @@ def _run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display)
         argv=step_command(step.name, pipeline_run.config, run_argument(root, run)),
         started=now(),
         reason=step.reason,
+        accepted=earlier.accepted if continues and earlier is not None else (),
+        checkpoints_key=earlier.checkpoints_key if continues and earlier is not None else "",
     )
     write_record(run, record)
     display.start(run, step.name, step.reason)
@@ -329,6 +438,8 @@ def _finish_step(
         clear_error(run.partial(record.step))
         outputs, digest = seal_step(run, record.step)
         update |= {"outputs": outputs, "digest": digest}
+        for replaced in run.path.glob(f"{record.step}.replaced-*"):
+            shutil.rmtree(replaced)
     if error is None:
         display.end(f"done in {record.seconds:.1f} s")
         return write_record(run, record.model_copy(update={**update, "status": "done"}))
@@ -345,16 +456,15 @@ def _finish_step(
     raise error
 
 
-def _clear_earlier_attempt(run: Run, step: Step, display: Display) -> None:
-    """Remove what an earlier attempt left, except checkpoints made under the same key."""
-    partial = run.partial(step.name)
-    clear_error(partial)
-    earlier = run.read().steps.get(step.name)
-    if step.name == "train" and earlier is not None and earlier.key == step.key and earlier.status != "done":
+def _put_earlier_attempt_aside(run: Run, step: str, display: Display) -> None:
+    """Remove what an earlier attempt left; checkpoints are kept until the step is complete."""
+    partial = run.partial(step)
+    if not (partial / "checkpoints").is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
         return
-    if (partial / "checkpoints").is_dir():
-        display.report(f"{step.name}: starting over, its checkpoints were made under other settings or sources")
-    shutil.rmtree(partial, ignore_errors=True)
+    replaced = next(path for n in itertools.count(1) if not (path := run.path / f"{step}.replaced-{n}").exists())
+    partial.rename(replaced)
+    display.report(f"{step}: starting over; earlier checkpoints are kept in {replaced} until it is complete")
 
 
 _DISK_FULL_BYTES = 1 << 20

@@ -90,7 +90,9 @@ def _identity(run: Run, samples: int, batch_size: int) -> dict[str, Any]:
     config = run.config.train
     identity: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": config.seed}
     if config.checkpoints and (record := run.read().steps.get("train")):
-        identity["key"] = record.key  # that folder also keeps checkpoints of other sources or settings
+        identity["key"] = (
+            record.checkpoints_key or record.key
+        )  # that folder also keeps checkpoints of other sources or settings
     return identity
 
 

@@ -16,8 +16,8 @@ from pipeline.contract.errors import ConfigError
 from pipeline.history import Project, find_project
 
 COMMANDS = [
-    "init", "doctor", "plan", "run", "join", "status", "logs", "compare", "report", "verify", "gate", "registry",
-    "sign", "serve", "predict", "package", "deploy", "stop", "gc", "tune", "chaos", "repro",
+    "init", "doctor", "plan", "run", "accept", "join", "status", "logs", "compare", "report", "verify", "gate",
+    "registry", "sign", "serve", "predict", "package", "deploy", "stop", "gc", "tune", "chaos", "repro",
 ]  # fmt: skip
 REPLACED = {
     "bench": "python -m benchmarks.train, or .serve, .export, .faults, in a checkout",

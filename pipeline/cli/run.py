@@ -34,9 +34,13 @@ from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_runs
 from pipeline.plan import select_steps, with_upstream
 from pipeline.runner import (
+    LONG_TRAINING_SECONDS,
     REDEPLOYED,
+    OnChanges,
     PipelineRun,
     RunRequest,
+    accept_outputs,
+    last_training_seconds,
     latest_unfinished,
     redeploy,
     resume_run,
@@ -117,6 +121,13 @@ def run(
     until: Until = None,
     force: Force = None,
     resume: Resume = None,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="With --resume: go on although code, data or settings changed.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="With --resume: if they changed, train from the beginning.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Train again without asking, however long it took.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="The same as `pipe plan`.")] = False,
     render: Render = None,
     executor: Executor = None,
@@ -126,6 +137,10 @@ def run(
     """Run the pipeline, or selected steps and their prerequisites."""
     if dry_run:
         return plan(context, words, start, until, force, output=output)
+    if accept_changes and restart:
+        raise ConfigError("--restart: contradicts --accept-changes; leave one out")
+    if (accept_changes or restart) and resume is None:
+        raise ConfigError(f"--{'restart' if restart else 'accept-changes'}: is for --resume")
     project = project_of(context)
     names, overrides = split_overrides(words)
     overrides += cluster_overrides(executor, cluster_context)
@@ -140,9 +155,12 @@ def run(
         display.report("no pipe.yaml here: this is the digits example; `pipe init my-model` starts your own")
     with lock_runs(_runs_folder(project, resume)):
         if resume is not None:
-            finished_run = _resume(project, resume, names, overrides, display)
+            on_changes: OnChanges = "accept" if accept_changes else "restart" if restart else "stop"
+            finished_run = _resume(project, resume, names, overrides, on_changes, display)
         else:
             config, request = project.config(overrides), make_request(names, start, until, force)
+            if not yes:
+                _ask_before_training(PipelineRun(project, config, request, load_history(project.runs)), display)
             finished_run = finish(project, lambda: run_pipeline(project, config, request, display))
     _copy_manifests(finished_run, render)
     emit_run(output, finished_run)
@@ -164,10 +182,24 @@ def _runs_folder(project: Project, resume: str | None) -> Path:
     return named.resolve().parent if (named / "run.json").is_file() else project.runs
 
 
-def _resume(project: Project, name: str, names: list[str], overrides: list[str], display: Display) -> Run:
+def _ask_before_training(pipeline_run: PipelineRun, display: Display) -> None:
+    """Ask before a model that took long to train is replaced; the plan's line names the duration without a terminal."""
+    last = last_training_seconds(pipeline_run.history)
+    steps = {step.name: step for step in pipeline_run.preview()}
+    training = steps.get("train")
+    if training is None or training.action == "reuse" or training.reason == "forced" or last < LONG_TRAINING_SECONDS:
+        return
+    display.report(f"train: {training.reason}")
+    if not display.ask("Train again? `pipe accept` keeps the trained model instead. [Y/n] "):
+        raise ConfigError("nothing was run; `pipe accept` marks the trained model as current")
+
+
+def _resume(
+    project: Project, name: str, names: list[str], overrides: list[str], on_changes: OnChanges, display: Display
+) -> Run:
     selected_steps = with_upstream(select_steps(names, None, None)) if names else ()
     stopped_run = latest_unfinished(project) if name == "latest" else find_run(project.runs, name)
-    request = RunRequest(selected_steps or stopped_run.read().wanted)
+    request = RunRequest(selected_steps or stopped_run.read().wanted, on_changes=on_changes)
     display.report(f"resuming run {stopped_run.id}")
     return finish(project, lambda: resume_run(project, stopped_run, request, display, overrides), resumed=stopped_run)
 
@@ -199,6 +231,26 @@ def _report_failure(run: Run) -> None:
         write_report(run, run.path / "report.html")
     except Exception as problem:
         print(f"warning: no report: {type(problem).__name__}: {problem}", file=sys.stderr)
+
+
+@app.command()
+def accept(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[STEP…] [KEY=VALUE…]", help="Steps; all by default.")
+    ] = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Mark outputs as current after a change that cannot matter."""
+    project = project_of(context)
+    names, overrides = split_overrides(words)
+    with lock_runs(project.runs):
+        pipeline_run = PipelineRun(
+            project, project.config(overrides), make_request(names, None, None, None), load_history(project.runs)
+        )
+        accepted = accept_outputs(pipeline_run, select_steps(names, None, None))
+    rows = [{"step": step, "run": run.id, "accepted": changes} for step, run, changes in accepted]
+    emit(output, rows, table(rows) if rows else "nothing to accept: every step is current")
 
 
 @app.command()

@@ -55,6 +55,16 @@ def created(run: Run) -> datetime:
 STEPS = ("prepare", "train", "evaluate", "export", "package", "deploy")
 
 
+class Acceptance(Frozen):
+    """A person's decision that outputs stay current although parts of their key changed."""
+
+    key: str
+    parts: Mapping[str, str]
+    changes: str
+    by: str
+    at: str
+
+
 class StepRecord(Frozen):
     """The record of one step of one run."""
 
@@ -70,11 +80,21 @@ class StepRecord(Frozen):
     digest: str = ""  # of outputs
     reused_from: str = ""  # run whose files these are
     reason: str = ""  # why it ran, was reused or failed
+    accepted: tuple[Acceptance, ...] = ()  # the newest last
+    checkpoints_key: str = ""  # key under which its checkpoints were begun, where changes were accepted since
 
     @property
     def complete(self) -> bool:
         """Return whether its outputs may be used, in this run and in others."""
         return self.status in ("done", "overridden")
+
+    def is_current(self, key: str) -> bool:
+        return key == self.key or any(key == acceptance.key for acceptance in self.accepted)
+
+    @property
+    def current_parts(self) -> Mapping[str, str]:
+        """Return the parts that were last found or declared to be those of the outputs."""
+        return self.accepted[-1].parts if self.accepted else self.parts
 
 
 class RunFile(Frozen):

@@ -99,7 +99,7 @@ def _train_trial(
     elif _was_pruned(run):
         return TrialResult("pruned", reason="before its worker was stopped"), run
     else:
-        resume_run(project, run, request, monitor)
+        resume_run(project, run, replace(request, on_changes="restart"), monitor)
     monitor.report_epochs(run.output("train"))
     value = trial_value(run, config.tune.metric)
     assert value is not None, "an epoch without the metric prunes the trial"

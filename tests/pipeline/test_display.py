@@ -92,7 +92,7 @@ def test_failed_step_shows_its_last_lines_and_how_to_continue(
         "    epoch 1",
         "    ValueError: no",
         f"log: {run.log('train')}",
-        f"to continue after fixing it: pipe run --resume {run.id}",
+        f"to continue after fixing it: pipe run --resume {run.id} (if code changed: with --accept-changes)",
     ]
 
 

@@ -9,13 +9,13 @@ from typer.testing import CliRunner
 from pipeline.cli import app
 from pipeline.contract.config import Config
 from pipeline.contract.errors import BundleError, ConfigError, GateError
-from pipeline.contract.files import digest_mapping, write_json
+from pipeline.contract.files import write_json
 from pipeline.contract.override import Override, read_override, write_override
 from pipeline.contract.run import Run, StepRecord
 from pipeline.display import Display
 from pipeline.history import Project, load_history, seal_step, write_record
 from pipeline.override import outputs_with_override, override_verdict, reuse_override, verdict_digest
-from pipeline.plan import decide_step, key_parts
+from pipeline.plan import decide_step, digest_key, key_parts
 from pipeline.runner import PipelineRun, RunRequest, _finish_step, latest_unfinished
 
 from .conftest import NewRun
@@ -81,7 +81,7 @@ def test_an_override_reuses_the_evaluation_and_reruns_the_export(
 ) -> None:
     before = {"prepare": {"data.json": "1"}, "train": {"model.safetensors": "2"}}
     run = new_run()
-    key = digest_mapping({**key_parts("evaluate", config, project, before), "schema": "1"})
+    key = digest_key(key_parts("evaluate", config, project, before))
     run = evaluated(run, key=key)
 
     def step(name: str) -> tuple[str, str]:
@@ -145,5 +145,5 @@ def test_the_commands_explain_a_verdict_and_go_past_it(new_run: NewRun, folder: 
 
 
 def test_decide_reuses_what_is_complete_alone() -> None:
-    made = StepRecord(step="evaluate", status="overridden", key=digest_mapping({"schema": "1"}), parts={})
+    made = StepRecord(step="evaluate", status="overridden", key=digest_key({}), parts={})
     assert decide_step("evaluate", {}, [("one", made)], False, lambda *_: []).action == "reuse"
