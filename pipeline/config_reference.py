@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from pipeline.contract.config import Config
+from pipeline.contract.config import Config, setting_names
+from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.section import Section
 
 _HEAD = """# `pipe.yaml`
@@ -25,6 +27,21 @@ def reference() -> str:
         doc = (kind.__doc__ or "").strip()
         parts.append(f"## `{name}`\n\n{doc}\n\n{_table(kind.model_fields)}")
     return "\n".join(parts)
+
+
+def describe_setting(name: str) -> dict[str, str]:
+    """Return the type, default and meaning of one setting, as in `train.lr`."""
+    section, _, key = name.partition(".")
+    field = Config.model_fields.get(section)
+    kind = _section(field) if field else None
+    if kind is not None:
+        field = kind.model_fields.get(key)
+    if field is None or (kind is None and key):
+        near = difflib.get_close_matches(name, setting_names(), n=1)
+        raise ConfigError(f"no setting {name!r}{f'; did you mean {near[0]}?' if near else ''}")
+    default = "required" if field.is_required() else _plain(field.default)
+    kind_name = _type(field.annotation).replace("\\", "").replace("`", "")
+    return {"setting": name, "type": kind_name, "default": default, "meaning": str(field.description)}
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:

@@ -23,6 +23,7 @@ from pipeline.contract.files import digest_mapping
 from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.registry import read_registry
 from pipeline.contract.run import STEPS, Run, StepRecord
+from pipeline.contract.settings.section import Section
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Serve, Train
 from pipeline.contract.signature import BUNDLED_SETTINGS
 from pipeline.contract.signing import SIGNATURE
@@ -281,6 +282,15 @@ def config_parts(step: str, config: Config) -> dict[str, str]:
         else:
             parts[f"config:{section}"] = str(value)
     return {name: value for name, value in parts.items() if value != default_part(name)}
+
+
+def steps_of_setting(name: str) -> list[str]:
+    """Return the steps that run again when this setting changes; those that read their outputs follow."""
+    section, _, key = name.partition(".")
+    kinds = [kind for kind in STEP_KINDS.values() if {section, name} & set(kind.settings)]
+    annotation = Config.model_fields[section].annotation
+    operational = annotation.OPERATIONAL if isinstance(annotation, type) and issubclass(annotation, Section) else ()
+    return [kind.name for kind in kinds if kind.cached and key not in operational]
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from pipeline.contract.errors import (
 from pipeline.contract.override import OVERRIDDEN
 from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
-from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord
+from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord, own_identity
 from pipeline.display import Display
 from pipeline.history import (
     History,
@@ -405,6 +405,7 @@ def _run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display)
     record = StepRecord(
         step=step.name,
         status="running",
+        owner=own_identity(),
         key=step.key,
         parts=step.parts,
         argv=step_command(step.name, pipeline_run.config, run_argument(root, run)),

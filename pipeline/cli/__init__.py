@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import signal
 import sys
@@ -24,12 +25,17 @@ _FOLDER_OPTIONS = ("-C", "--project")
 
 def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+        signal.signal(signal.SIGHUP, _interrupt)
     watch_parent()  # `pipe chaos` starts commands, which must end with it
     try:
         sys.exit(app(complete_arguments(sys.argv[1:]), prog_name="pipe", standalone_mode=False))
     except typer.TyperException as error:  # an unknown command, an option without its value
-        print(usage_error(error), file=sys.stderr)
-        sys.exit(ConfigError.exit_code)
+        text = usage_error(error)
+        if not text.startswith("error: "):  # the help of `pipe` alone
+            print(text, file=sys.stderr)
+            sys.exit(ConfigError.exit_code)
+        _exit_with(ConfigError(text.removeprefix("error: ")))
     except PipelineError as error:
         _exit_with(error)
     except ImportError as error:
@@ -50,7 +56,14 @@ def main() -> None:
 
 def _exit_with(error: PipelineError) -> None:
     print(f"error: {error}", file=sys.stderr)
+    if _wants_json(sys.argv[1:]):
+        print(json.dumps({"error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}))
     sys.exit(error.exit_code)
+
+
+def _wants_json(argv: Sequence[str]) -> bool:
+    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    return any(pair in (("-o", "json"), ("--output", "json")) for pair in pairs) or "--output=json" in argv
 
 
 def usage_error(error: typer.TyperException) -> str:

@@ -13,12 +13,20 @@ from typer.core import TyperGroup
 
 from pipeline.contract import __version__
 from pipeline.contract.errors import ConfigError
+from pipeline.contract.run import STEPS, all_runs
 from pipeline.history import Project, find_project
 
-COMMANDS = [
-    "init", "doctor", "plan", "run", "accept", "join", "status", "logs", "compare", "report", "verify", "gate",
-    "registry", "sign", "serve", "predict", "package", "deploy", "stop", "gc", "tune", "chaos", "repro",
-]  # fmt: skip
+GROUPS = {
+    "Start": ("init", "doctor", "explain"),
+    "Run": ("plan", "run", "accept", "join", "status", "logs", "tune", "gc"),
+    "Judge": ("report", "compare", "gate", "verify", "repro", "chaos"),
+    "Deploy": ("registry", "sign", "package", "deploy", "serve", "predict", "stop"),
+}
+COMMANDS = [command for group in GROUPS.values() for command in group]
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 rejected by the gate, 4 the plan has changes, "
+    "130 interrupted."
+)
 REPLACED = {
     "bench": "python -m benchmarks.train, or .serve, .export, .faults, in a checkout",
     "diff": "pipe compare RUN RUN",
@@ -35,6 +43,12 @@ class _Commands(TyperGroup):
     def list_commands(self, context: Any) -> list[str]:
         return sorted(super().list_commands(context), key=COMMANDS.index)
 
+    def format_commands(self, context: Any, formatter: Any) -> None:
+        for title, names in GROUPS.items():
+            commands = [(name, self.get_command(context, name)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in commands])
+
     def get_command(self, context: Any, name: str) -> Any:
         if name in REPLACED:
             raise ConfigError(f"`pipe {name}` was replaced by `{REPLACED[name]}`")
@@ -49,6 +63,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug shows its plain traceback
     rich_markup_mode=None,  # plain help and one-line usage errors; loading rich would double the time of `--help`
     help="Train a PyTorch model, evaluate it, export it to ONNX and deploy it.",
+    epilog=EXIT_CODES,
 )
 
 
@@ -58,9 +73,44 @@ class Output(StrEnum):
 
 
 OutputOption = Annotated[Output, typer.Option("-o", "--output", help="Format of the result on standard output.")]
-RunName = Annotated[str, typer.Argument(metavar="[RUN]", help="Run id, the beginning of one, its path, or `latest`.")]
+
+
+def complete_runs(context: typer.Context, incomplete: str) -> list[str]:
+    names = ["latest", *(run.id for run in all_runs(find_project(_folder_of(context)).runs))]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def complete_words(incomplete: str) -> list[str]:
+    """Complete steps, and settings as `section.name=`."""
+    from pipeline.contract.config import setting_names  # slow to load
+
+    words = ["all", *STEPS, *(f"{name}=" for name in setting_names())]
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def complete_settings(incomplete: str) -> list[str]:
+    from pipeline.contract.config import setting_names  # slow to load
+
+    return [name for name in setting_names() if name.startswith(incomplete)]
+
+
+def _folder_of(context: typer.Context) -> Path:
+    """Return the project folder while a command line is completed, when no callback has run."""
+    parent = context.parent
+    return Path(parent.params.get("folder") or ".") if parent is not None else Path()
+
+
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="[RUN]",
+        help="Run id, the beginning of one, its path, or `latest`.",
+        autocompletion=complete_runs,
+    ),
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE…]", help="Settings that override pipe.yaml.")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE…]", help="Settings that override pipe.yaml.", autocompletion=complete_words),
 ]
 KubeContext = Annotated[
     str | None, typer.Option("--context", help="Context of the kubeconfig; the current one by default.")

@@ -34,7 +34,7 @@ def status(
     project = project_of(context)
     history = load_history(project.runs)
     runs = [
-        {"run": run.id, **{step: body.steps[step].status if step in body.steps else "-" for step in STEPS}}
+        {"run": run.id, **{step: body.steps[step].current_status if step in body.steps else "-" for step in STEPS}}
         for run, body in [(run, body) for run, body in history if not body.study][:count]
     ]
     names = [row["run"] for row in runs]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.app import Output, OutputOption, RunName, app, emit, project_of, table
+from pipeline.cli.app import Output, OutputOption, RunName, app, complete_settings, emit, project_of, table
 from pipeline.compare import result_digests
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.registry import Entry, read_registry
@@ -18,6 +18,7 @@ from pipeline.contract.run import STEPS, Run
 from pipeline.display import Display
 from pipeline.doctor import check_machine
 from pipeline.history import Project, example_folder, find_run, load_history, lock_runs
+from pipeline.plan import steps_of_setting
 from pipeline.runner import RunRequest, run_pipeline
 from pipeline.service.cluster_record import read_cluster_record
 from pipeline.service.process import read_live
@@ -42,6 +43,22 @@ def init(
     (folder / "pipe.yaml").write_text(text)
     message = f"{folder}: edit task.py and codec.py; `pipe -C {folder} run all` already runs it as it is"
     emit(output, {"folder": str(folder), "name": name}, message)
+
+
+@app.command()
+def explain(
+    setting: Annotated[
+        str, typer.Argument(metavar="SETTING", help="As in train.lr.", autocompletion=complete_settings)
+    ],
+    output: OutputOption = Output.text,
+) -> None:
+    """Print what a setting means, and what runs again when it changes."""
+    from pipeline.config_reference import describe_setting  # slow to load
+
+    facts = describe_setting(setting)
+    steps = steps_of_setting(setting)
+    facts["reruns"] = ", ".join(steps) + " and what depends on it" if steps else "nothing"
+    emit(output, facts, "\n".join(f"{name:8} {value}" for name, value in facts.items()))
 
 
 def model_name(folder: str) -> str:

@@ -21,6 +21,7 @@ from pipeline.cli.app import (
     Overrides,
     RunName,
     app,
+    complete_words,
     emit,
     project_of,
     split_overrides,
@@ -55,7 +56,10 @@ class Engine(StrEnum):
 
 
 Words = Annotated[
-    list[str] | None, typer.Argument(metavar="[STEP…] [KEY=VALUE…]", help="`all` or steps, and settings to override.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[STEP…] [KEY=VALUE…]", help="`all` or steps, and settings to override.", autocompletion=complete_words
+    ),
 ]
 From = Annotated[str | None, typer.Option("--from", help="First step; the ones before it must be up to date.")]
 Until = Annotated[str | None, typer.Option("--until", help="Last step.")]
@@ -434,5 +438,5 @@ def run_facts(run: Run) -> dict[str, Any]:
     if "deploy" in body.steps and live is not None and run.config.deploy.target == "local":
         facts["service"] = live.url
     facts["report"] = str(run.path / "report.html")
-    facts["steps"] = {name: record.status for name, record in body.steps.items()}
+    facts["steps"] = {name: record.current_status for name, record in body.steps.items()}
     return facts

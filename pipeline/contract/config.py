@@ -40,6 +40,16 @@ class Config(Section):
     tune: Tune = Field(default_factory=Tune, description="the search for better settings")
 
 
+def setting_names() -> list[str]:
+    """Return the names of all settings, as in `train.lr`."""
+    names = []
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        is_section = isinstance(section, type) and issubclass(section, Section)
+        names += [f"{name}.{key}" for key in section.model_fields] if is_section else [name]  # type: ignore[union-attr]
+    return names
+
+
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     """Read `pipe.yaml` and apply `key=value` overrides."""
     try:
@@ -80,7 +90,15 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes `2:4` for minutes and seconds, and reads 124."""
+    """YAML 1.1 takes `2:4` for minutes and seconds, and reads 124; of two equal keys PyYAML drops the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if doubled := next((key for i, key in enumerate(keys) if key in keys[:i]), None):
+            line = node.start_mark.line + 1
+            raise yaml.constructor.ConstructorError(problem=f"{doubled!r} is set twice in the mapping at line {line}")
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:

@@ -6,6 +6,7 @@ import argparse
 import errno
 import itertools
 import json
+import os
 import re
 import socket
 import sys
@@ -81,12 +82,21 @@ class StepRecord(Frozen):
     reused_from: str = ""  # run whose files these are
     reason: str = ""  # why it ran, was reused or failed
     accepted: tuple[Acceptance, ...] = ()  # the newest last
+    owner: str = ""  # process of `pipe` that runs it: host, process number and start time
     checkpoints_key: str = ""  # key under which its checkpoints were begun, where changes were accepted since
 
     @property
     def complete(self) -> bool:
         """Return whether its outputs may be used, in this run and in others."""
         return self.status in ("done", "overridden")
+
+    @property
+    def current_status(self) -> str:
+        """Return the status, or `died` for a step whose `pipe` is gone from this machine without recording its end."""
+        host, _, process = self.owner.partition(" ")
+        if self.status != "running" or host != socket.gethostname():
+            return self.status
+        return self.status if _process_identity(int(process.partition(" ")[0])) == self.owner else "died"
 
     def is_current(self, key: str) -> bool:
         return key == self.key or any(key == acceptance.key for acceptance in self.accepted)
@@ -97,10 +107,27 @@ class StepRecord(Frozen):
         return self.accepted[-1].parts if self.accepted else self.parts
 
 
+SCHEMA = 2  # of run.json; those of 1 lack fields that have defaults
+
+
+def own_identity() -> str:
+    """Return what identifies this process, on all machines and for all time."""
+    return _process_identity(os.getpid())
+
+
+def _process_identity(pid: int) -> str:
+    import psutil  # slow to load
+
+    try:
+        return f"{socket.gethostname()} {pid} {psutil.Process(pid).create_time()}"
+    except psutil.NoSuchProcess:
+        return ""
+
+
 class RunFile(Frozen):
     """`run.json`."""
 
-    schema_version: int = 1
+    schema_version: int = SCHEMA
     id: str
     created: str
     parent: str = ""
@@ -148,10 +175,17 @@ class Run:
     def read(self) -> RunFile:
         path = self.path / "run.json"
         try:
-            return RunFile.model_validate_json(path.read_text())
+            body = path.read_bytes()
         except FileNotFoundError:
             raise PipelineError(f"{self.path}: not a run directory (no run.json)") from None
+        try:
+            return RunFile.model_validate_json(body)
         except ValueError as error:
+            if (version := _schema_version(body)) > SCHEMA:
+                raise PipelineError(
+                    f"{path}: written by a newer version of pipe (schema {version}, this one reads {SCHEMA}); "
+                    "to fix it: pip install --upgrade pipe-road"
+                ) from None
             raise PipelineError(f"{path}: damaged: {str(error).splitlines()[0]}") from error
 
     @cached_property
@@ -174,6 +208,16 @@ class Run:
         """Return the override of exactly this verdict; an override of another verdict does not count."""
         override = read_override(self.path)
         return override if override is not None and override.verdict == verdict_digest else None
+
+
+def _schema_version(body: bytes) -> int:
+    """Return the version that a run.json names; 0 where it is unreadable."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return 0
+    version = fields.get("schema_version") if isinstance(fields, dict) else None
+    return version if isinstance(version, int) else 0
 
 
 def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) -> int:

@@ -39,6 +39,7 @@ _STATUS_SIGNS = {
     "interrupted": ("warn", "‖"),
     "pruned": ("warn", "‖"),
     "running": ("live", "•"),
+    "died": ("bad", "✕"),
 }
 
 Tile: TypeAlias = tuple[str, str, str]  # name, value, note
@@ -74,9 +75,9 @@ def render_report(facts: Facts, other: Facts | None = None, compared: comparison
         tiles=list(_tiles(facts)),
         steps=[_step(name, facts.step(name)) for name in STEPS],
         stopped=[
-            (record.step, record.status, record.reason.removeprefix(f"{record.step}: "))
+            (record.step, record.current_status, record.reason.removeprefix(f"{record.step}: "))
             for record in facts.file.steps.values()
-            if record.status in ("failed", "rejected", "interrupted")
+            if record.current_status in ("failed", "rejected", "interrupted")
         ],
         sections=sections,
         style=Html(_STYLE.read_text()),
@@ -127,9 +128,9 @@ def _content(section: Section, facts: Facts) -> Html | None:
     record = facts.step(section.step)
     if not section.absent:
         return None
-    if record is not None and record.status in _FINISHED:
+    if record is not None and record.current_status in _FINISHED:
         return el("p", section.absent, class_="missing")
-    state = f"the {section.step} step {'is ' + record.status if record else 'has not run'}"
+    state = f"the {section.step} step {'is ' + record.current_status if record else 'has not run'}"
     return el("p", f"Not reached: {state}.", class_="missing")
 
 
@@ -167,10 +168,10 @@ def _metric_tiles(facts: Facts) -> Iterator[Tile]:
 def _step(name: str, record: StepRecord | None) -> dict[str, str | None]:
     if record is None:
         return {"name": name, "kind": "none", "sign": "", "note": "not reached", "reason": None}
-    kind, sign = _STATUS_SIGNS[record.status]
+    kind, sign = _STATUS_SIGNS[record.current_status]
     note = f"reused from {record.reused_from}" if record.reused_from else seconds(record.seconds)
-    if record.status != "done":
-        note = f"{record.status} · {note}"
+    if record.current_status != "done":
+        note = f"{record.current_status} · {note}"
     return {"name": name, "kind": kind, "sign": sign, "note": note or MISSING, "reason": record.reason}
 
 
@@ -218,4 +219,4 @@ def _last_step(facts: Facts) -> tuple[float, str]:
     position, last_record = records[-1]
     return float(
         position
-    ), last_record.step if last_record.status == "done" else f"{last_record.step} {last_record.status}"
+    ), last_record.step if last_record.current_status == "done" else f"{last_record.step} {last_record.current_status}"

@@ -60,6 +60,8 @@ def test_killed_pipe_ends_its_processes_and_resume_skips_a_damaged_checkpoint(
         assert len(processes_of(run)) == 4, "a node, its agent and two workers"
         pipe.kill()
         wait_for(lambda: not processes_of(run))
+        pipe.wait(300)
+    assert copied.pipe("status", "-o", "json").stdout.count('"died"') == 1
     newest = copied.checkpoints / "step-00000050" / "0.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + b"\xff")
     copied.pipe("run", "--resume")
@@ -79,7 +81,7 @@ def test_second_run_names_the_lock_owner_and_interrupted_run_how_to_continue(
         assert len(stderr.splitlines()) == 1
         copied.pipe("status")  # looking is allowed at any time
         assert "train" in copied.plan()
-        end_with(signal.SIGTERM, pipe, run)
+        end_with(signal.SIGHUP, pipe, run)
     stderr = copied.pipe("run", "prepare").stderr
     assert f"note: run {run.id} is unfinished; `pipe run --resume` continues it" in stderr
     with copied.paused_training(HELD_AFTER, "run", "--resume", run.id) as pipe:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -14,8 +18,47 @@ from .conftest import Pipe
 
 
 def test_help_lists_every_command_in_order(pipe: Pipe) -> None:
-    listed = re.findall(r"^  ([a-z]+) {2,}\S", pipe("-h").stdout.partition("Commands:")[2], re.MULTILINE)
+    text = pipe("-h").stdout
+    listed = re.findall(r"^  ([a-z]+) {2,}\S", text.partition("Start:")[2], re.MULTILINE)
     assert listed == COMMANDS
+    assert "Exit codes: 0 done, 1 failed, 2 usage or configuration" in text
+
+
+@pytest.mark.parametrize("words", [["status", "extra"], ["plan", "train.lrr=1"], ["explain", "lr"], ["rum"]])
+def test_an_error_is_json_as_well_where_json_is_expected(pipe: Pipe, words: list[str]) -> None:
+    done = pipe(*words, "-o", "json", expect=2)
+    error = json.loads(done.stdout)
+    assert done.stderr == f"error: {error['error']}\n"
+    assert (error["kind"], error["exit_code"]) == ("ConfigError", 2)
+
+
+@pytest.mark.parametrize(
+    ("typed", "completions"),
+    [
+        ("pipe run ev", ["evaluate", "evaluate.metric=", "evaluate.rule="]),
+        ("pipe plan train.lr", ["train.lr="]),
+        ("pipe explain train.sch", ["train.schedule"]),
+        ("pipe report la", ["latest"]),
+        ("pipe acc", ["accept"]),
+    ],
+)
+def test_commands_steps_settings_and_runs_are_completed(
+    starter: Path, monkeypatch: pytest.MonkeyPatch, typed: str, completions: list[str]
+) -> None:
+    words = typed.split()
+    variables = {"_PIPE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline"], env={**os.environ, **variables}, cwd=starter, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[: len(completions)] == completions, done.stderr
+
+
+def test_a_setting_is_explained_with_what_it_runs_again(pipe: Pipe) -> None:
+    facts = json.loads(pipe("explain", "train.schedule", "-o", "json").stdout)
+    assert (facts["type"], facts["default"]) == ("cosine | constant", "cosine")
+    assert facts["reruns"] == "train and what depends on it"
+    assert json.loads(pipe("explain", "train.workers", "-o", "json").stdout)["reruns"] == "nothing"
+    assert "did you mean train.lr?" in pipe("explain", "train.lrr", expect=2).stderr
 
 
 def test_version_is_that_of_the_distribution(pipe: Pipe) -> None:

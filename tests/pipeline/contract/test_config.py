@@ -165,6 +165,14 @@ def test_broken_yaml_is_refused_on_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"), [("name: a\ntask: t.py:T\nname: b\n", 1), ("name: a\ntrain:\n  lr: 1\n  epochs: 2\n  lr: 3\n", 3)]
+)
+def test_a_key_that_is_set_twice_is_refused(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(ConfigError, match=rf"is set twice in the mapping at line {line}"):
+        load_config(write(tmp_path, text))
+
+
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "pipe.yaml"
     path.write_bytes(b"name: \xff\xfe\n")

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import errno
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipeline.contract.errors import ConfigError, DataError, GateError, PipelineError, read_error
-from pipeline.contract.run import Run, RunFile, StepRecord, run_step
+from pipeline.contract.run import SCHEMA, Run, RunFile, StepRecord, own_identity, run_step
 
 CONFIG = {"name": "digits", "task": "task.py:T", "codec": "codec.py:C", "train": {"epochs": 3}}
 
@@ -56,6 +59,35 @@ def test_a_record_cannot_be_changed_in_place() -> None:
     record = StepRecord(step="train", status="running", key="k", parts={})
     with pytest.raises(ValueError, match="frozen"):
         record.status = "done"  # type: ignore[misc]
+
+
+def test_a_run_of_a_newer_version_is_named_as_such(tmp_path: Path) -> None:
+    newer = json.loads(write(tmp_path, dict(CONFIG)).model_dump_json()) | {
+        "schema_version": SCHEMA + 1,
+        "unheard_of": 1,
+    }
+    (tmp_path / "run.json").write_text(json.dumps(newer))
+    with pytest.raises(
+        PipelineError, match=rf"written by a newer version of pipe \(schema {SCHEMA + 1}, this one reads"
+    ):
+        Run(tmp_path).read()
+
+
+def test_a_step_whose_pipe_is_gone_has_died() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "from pipeline.contract.run import own_identity as i; print(i())"], stdout=subprocess.PIPE, text=True)  # fmt: skip  # noqa: E501
+    gone, _ = ended.communicate()
+
+    def status(owner: str, status: str = "running") -> str:
+        return StepRecord.model_validate(
+            {"step": "train", "status": status, "key": "k", "parts": {}, "owner": owner}
+        ).current_status
+
+    assert status(gone.strip()) == "died"
+    assert status(own_identity()) == "running"
+    assert status(own_identity() + "9") == "died", "another process has its number now"
+    assert status(f"elsewhere {gone.partition(' ')[2]}") == "running", "nothing is known of that machine"
+    assert status("") == "running", "a pod, or a run of an older version"
+    assert status(gone.strip(), "done") == "done"
 
 
 @pytest.fixture(autouse=True)
