@@ -1,7 +1,7 @@
 """Train a PyTorch model, evaluate it, export it to ONNX and deploy it.
 
-This is the public API for a project's `task.py` and `codec.py`. Importing it loads neither torch nor numpy: each name
-is loaded when it is first used.
+This is the public API for a project's `task.py` and `codec.py`, and for notebooks. Importing it loads neither torch nor
+numpy: each name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
         pack_texts,
     )
     from pipeline.contract.errors import ConfigError, DataError, InvalidPayload, PipelineError
+    from pipeline.contract.run import Run
     from pipeline.contract.signature import Drawing, Prompting
     from pipeline.contract.task import Batch, Outputs, Split, Task
+    from pipeline.history import open_run
 
 __all__ = [
     "Arrays",
@@ -35,28 +37,32 @@ __all__ = [
     "PackedRows",
     "PipelineError",
     "Prompting",
+    "Run",
     "Samples",
     "Split",
     "Task",
     "cut_texts",
     "mask_between_texts",
     "one_text_per_row",
+    "open_run",
     "pack_texts",
 ]
 
 _MODULES = {
-    "codec": ("Arrays", "Codec"),
-    "data": ("PackedRows", "Samples", "cut_texts", "mask_between_texts", "one_text_per_row", "pack_texts"),
-    "errors": ("ConfigError", "DataError", "InvalidPayload", "PipelineError"),
-    "signature": ("Drawing", "Prompting"),
-    "task": ("Batch", "Outputs", "Split", "Task"),
+    "contract.codec": ("Arrays", "Codec"),
+    "contract.data": ("PackedRows", "Samples", "cut_texts", "mask_between_texts", "one_text_per_row", "pack_texts"),
+    "contract.errors": ("ConfigError", "DataError", "InvalidPayload", "PipelineError"),
+    "contract.run": ("Run",),
+    "contract.signature": ("Drawing", "Prompting"),
+    "contract.task": ("Batch", "Outputs", "Split", "Task"),
+    "history": ("open_run",),
 }
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
-            return getattr(import_module(f"pipeline.contract.{module}"), name)
+            return getattr(import_module(f"pipeline.{module}"), name)
     raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
 
 

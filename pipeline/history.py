@@ -130,6 +130,11 @@ def find_run(runs: Path, name: str) -> Run:
     return matches[0]
 
 
+def open_run(name: str = "latest", folder: str | Path = ".") -> Run:
+    """Return a run of the project in a folder by its id, the beginning of it, its path, or `latest`."""
+    return find_run(find_project(Path(folder)).runs, name)
+
+
 def changed_outputs(run: Run, record: StepRecord) -> list[str]:
     """Return the files of a complete step that were removed, changed or added since it was recorded."""
     directory = run.output(record.step)

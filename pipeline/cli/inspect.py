@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from pipeline.compare import align_columns, describe_different_tests, difference
 from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.override import read_override
 from pipeline.contract.restarts import read_attempts
-from pipeline.contract.run import STEPS, Run
+from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.signing import Trust
 from pipeline.history import Project, find_run, load_history, lock_runs
 from pipeline.override import override_verdict, verdict_digest
@@ -33,22 +34,55 @@ def status(
     """Show the newest runs and the live service."""
     project = project_of(context)
     history = load_history(project.runs)
-    runs = [
-        {"run": run.id, **{step: body.steps[step].current_status if step in body.steps else "-" for step in STEPS}}
-        for run, body in [(run, body) for run, body in history if not body.study][:count]
-    ]
-    names = [row["run"] for row in runs]
+    shown = [(run, body) for run, body in history if not body.study][:count]
+    runs = [_run_row(run, body) for run, body in shown]
+    names = [run.id for run, _ in shown]
     restarts, overrides = _restarts(project, names), _overrides(project, names)
     studies = count_trials(project.runs, history)
     live, cluster = read_live(project.runs), read_cluster_status(project)
     service, service_lines = _service(live) if live else (None, ["no service is live"])
-    lines = [table(runs), "", *map(_restart_line, restarts)]
+    columns = ("run", "age", "state", "model", "verdict", "metric")
+    lines = [table([{name: row[name] for name in columns} for row in runs]), "", *map(_restart_line, restarts)]
     lines += [f"run {override['run']} went past the gate: {override['text']}" for override in overrides]
     lines += [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
     lines += service_lines if live or not cluster else []
     lines += cluster.lines() if cluster else []
     facts = {"runs": runs, "restarts": restarts, "overrides": overrides, "studies": studies, "service": service}
     emit(output, facts | {"cluster": cluster.facts() if cluster else None}, "\n".join(lines))
+
+
+def _run_row(run: Run, body: RunFile) -> dict[str, Any]:
+    """Return what became of a run: how far it came, whether it trained, and what the gate decided."""
+    steps = {step: body.steps[step].current_status for step in STEPS if step in body.steps}
+    unfinished = next(
+        (f"{step} {status}" for step, status in steps.items() if status not in ("done", "overridden")), ""
+    )
+    missing = next((step for step in body.wanted if step not in steps), "")
+    training = body.steps.get("train")
+    model = "-" if training is None or not training.complete else "reused" if training.reused_from else "trained"
+    row = {
+        "run": run.id,
+        "age": format_age(datetime.now(UTC) - datetime.fromisoformat(body.created).astimezone(UTC)),
+        "state": unfinished or (f"before {missing}" if missing else "done"),
+        "model": model,
+        "verdict": "-",
+        "metric": "-",
+    }
+    if body.steps.get("evaluate") is not None and (run.output("evaluate") / "verdict.json").is_file():
+        verdict = run.verdict()
+        name = str(verdict["metric"])
+        row["verdict"] = "overridden" if steps["evaluate"] == "overridden" else str(verdict["verdict"])
+        row["metric"] = f"{name} {run.metrics[name]:.4g}" if name in run.metrics else name
+    return {**row, "steps": steps}
+
+
+def format_age(age: timedelta) -> str:
+    """Return the largest unit of an age, as in `3 h`."""
+    seconds = max(0, int(age.total_seconds()))
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"
 
 
 def _restarts(project: Project, names: list[str]) -> list[dict[str, Any]]:

@@ -204,6 +204,15 @@ class Run:
         body: dict[str, object] = json.loads((self.output("evaluate") / "verdict.json").read_text())
         return body
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the model on the test set."""
+        path = self.output("evaluate") / "metrics.json"
+        if not path.is_file():
+            raise PipelineError(f"run {self.id} has no evaluation yet; `pipe run --resume {self.id}` continues it")
+        metrics: dict[str, float] = json.loads(path.read_text())["candidate"]
+        return metrics
+
     def override(self, verdict_digest: str) -> Override | None:
         """Return the override of exactly this verdict; an override of another verdict does not count."""
         override = read_override(self.path)
