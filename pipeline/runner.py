@@ -33,6 +33,7 @@ from pipeline.contract.override import OVERRIDDEN
 from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
 from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord, own_identity
+from pipeline.detached import adopt_output
 from pipeline.display import Display
 from pipeline.history import (
     History,
@@ -170,6 +171,7 @@ def run_pipeline(project: Project, config: Config, request: RunRequest, display:
     _check_training(pipeline_run)  # raise mistakes before a run directory is made
     parent = history[0][0].id if history else ""
     run = create_run(project.runs, config, request.steps, parent, request.study, request.trial)
+    adopt_output(run)
     _run_steps(pipeline_run, run, display)
     return run
 
@@ -180,6 +182,7 @@ def resume_run(project: Project, run: Run, request: RunRequest, display: Display
     pipeline_run = PipelineRun(project, run.config, request, [(run, run.read())], key_config=run.planned)
     _check_changes(pipeline_run, run)
     _check_training(pipeline_run)
+    adopt_output(run)
     _run_steps(pipeline_run, run, display)
     return run
 

@@ -31,6 +31,7 @@ from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError, Interrupted
 from pipeline.contract.override import read_override
 from pipeline.contract.run import STEPS, Run, RunFile, all_runs
+from pipeline.detached import follow, start_detached
 from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_runs
 from pipeline.plan import select_steps, with_upstream
@@ -132,6 +133,7 @@ def run(
         bool, typer.Option("--restart", help="With --resume: if they changed, train from the beginning.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Train again without asking, however long it took.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Run in the background; `pipe attach` follows it.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="The same as `pipe plan`.")] = False,
     render: Render = None,
     executor: Executor = None,
@@ -154,6 +156,10 @@ def run(
 
             return _emit_paths(output, render_training(project, project.config(overrides), render))
         overrides += _render_overrides(project.config(overrides))
+    if detach:
+        started_run = start_detached(project, [argument for argument in sys.argv[1:] if argument != "--detach"])
+        text = f"run {started_run.id} goes on in the background; `pipe attach {started_run.id}` follows it"
+        return emit(output, {"run": started_run.id}, text)
     display = Display(live=sys.stderr.isatty())
     if project.embedded:
         display.report("no pipe.yaml here: this is the digits example; `pipe init my-model` starts your own")
@@ -235,6 +241,16 @@ def _report_failure(run: Run) -> None:
         write_report(run, run.path / "report.html")
     except Exception as problem:
         print(f"warning: no report: {type(problem).__name__}: {problem}", file=sys.stderr)
+
+
+@app.command()
+def attach(context: typer.Context, run: RunName = "latest") -> None:
+    """Follow a run in the background, until it ends."""
+    attached_run = find_run(project_of(context).runs, run)
+    try:
+        follow(attached_run, lambda text: print(text, end="", flush=True))
+    except KeyboardInterrupt:
+        raise Interrupted(f"run {attached_run.id} goes on; `pipe attach {attached_run.id}` follows it again") from None
 
 
 @app.command()

@@ -93,10 +93,7 @@ class StepRecord(Frozen):
     @property
     def current_status(self) -> str:
         """Return the status, or `died` for a step whose `pipe` is gone from this machine without recording its end."""
-        host, _, process = self.owner.partition(" ")
-        if self.status != "running" or host != socket.gethostname():
-            return self.status
-        return self.status if _process_identity(int(process.partition(" ")[0])) == self.owner else "died"
+        return "died" if self.status == "running" and self.owner and not is_alive(self.owner) else self.status
 
     def is_current(self, key: str) -> bool:
         return key == self.key or any(key == acceptance.key for acceptance in self.accepted)
@@ -113,6 +110,12 @@ SCHEMA = 2  # of run.json; those of 1 lack fields that have defaults
 def own_identity() -> str:
     """Return what identifies this process, on all machines and for all time."""
     return _process_identity(os.getpid())
+
+
+def is_alive(owner: str) -> bool:
+    """Return whether a process lives, by its identity; of processes on other machines it is not known, and assumed."""
+    host, pid, _ = owner.split()
+    return host != socket.gethostname() or _process_identity(int(pid)) == owner
 
 
 def _process_identity(pid: int) -> str:
