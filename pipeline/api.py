@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.contract import bundle
 from pipeline.contract.signing import Trust
-from serve.loading import load_predictor
+from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 
 

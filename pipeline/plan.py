@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
-from pipeline.contract.code_digest import project_code
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import digest_mapping
@@ -27,7 +26,7 @@ from pipeline.contract.settings.section import Section
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Serve, Train
 from pipeline.contract.signature import BUNDLED_SETTINGS
 from pipeline.contract.signing import SIGNATURE
-from pipeline.contract.sources import third_party_imports
+from pipeline.contract.sources import project_code, third_party_imports
 from pipeline.data_checks.champion import CHAMPION_PART, NO_CHAMPION, comparable_champion
 from pipeline.history import Project, data_file_digests, installed_versions
 from pipeline.steps.pretrained import pretrained_parts

@@ -33,7 +33,6 @@ from pipeline.contract.override import OVERRIDDEN
 from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
 from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord, own_identity
-from pipeline.detached import adopt_output
 from pipeline.display import Display
 from pipeline.history import (
     History,
@@ -67,6 +66,7 @@ from pipeline.processes import (
     Ask,
     LocalLauncher,
     Report,
+    adopt_output,
     count_gpus,
     find_killed_process,
     prepare_log,

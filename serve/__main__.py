@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.errors import ConfigError, PipelineError
-from serve.loading import load_predictor
 from serve.logs import configure, log_fatal, log_fields
 from serve.options import NamedBundle, Options, parse_options
+from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.security import Security, read_token
 from serve.server import Service

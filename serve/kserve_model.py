@@ -17,9 +17,9 @@ from kserve.errors import InvalidInput
 
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import BundleError, InvalidPayload, PipelineError
-from serve.loading import load_predictor
 from serve.model_version import tensor_metadata
 from serve.protocol import tensors, v2
+from serve.runtime.loading import load_predictor
 
 
 class BundleModel(Model):  # type: ignore[misc]  # kserve ships no types

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from pipeline.contract import __version__
 from pipeline.contract.bundle import Bundle, open_bundle
 from serve.errors import Conflict, Headers, NotFound
-from serve.loading import load_predictor
 from serve.logs import log_fields
 from serve.model_version import Canary, ModelVersion
 from serve.options import Options
+from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.shadow import Shadow, incompatibility, open_shadow
 

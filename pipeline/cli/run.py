@@ -31,10 +31,10 @@ from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError, Interrupted
 from pipeline.contract.override import read_override
 from pipeline.contract.run import STEPS, Run, RunFile, all_runs
-from pipeline.detached import follow, start_detached
 from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_runs
 from pipeline.plan import select_steps, with_upstream
+from pipeline.processes import follow, start_detached
 from pipeline.runner import (
     LONG_TRAINING_SECONDS,
     REDEPLOYED,

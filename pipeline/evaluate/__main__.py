@@ -1,11 +1,171 @@
-"""`python -m pipeline.evaluate RUN [--root ROOT]`, as one process or under torchrun."""
+"""Run the evaluate step: predict, gather, decide, write; a rejected candidate stops the pipeline.
+
+Several processes split the test set into whole batches of one fixed grid; the first one gathers the results.
+
+`python -m pipeline.evaluate RUN [--root ROOT]`, as one process or under torchrun.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pipeline.contract.run import run_step
-from pipeline.evaluate.evaluate import evaluate
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipeline.contract.data import Samples, check_columns, fingerprint, open_split
+from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
+from pipeline.contract.facts import CHAMPION, WORST
+from pipeline.contract.files import digest_file, write_json
+from pipeline.contract.processes import Rank
+from pipeline.contract.run import Run, run_step
+from pipeline.contract.settings.stages import Evaluate
+from pipeline.contract.task import Classifier, Task, build_model, open_task
+from pipeline.contract.weights import load_weights
+from pipeline.evaluate.baseline import Baseline, find_baseline
+from pipeline.evaluate.gate import Verdict, decide, rejection_message
+from pipeline.evaluate.predictions import BASELINE, CANDIDATE, Columns, candidate_predictor, join_parts, score_batch
+from pipeline.evaluate.results import Results, metrics_body, verdict_body
+from pipeline.evaluate.slices import check_slice_labels, label_columns
+from pipeline.evaluate.worst_samples import worst_body
+
+if TYPE_CHECKING:
+    from pipeline.contract.task import Predictor
+
+
+def evaluate(run: Run, root: Path) -> None:
+    config, rank = run.config, Rank.from_env()
+    weights = run.output("train") / "model.safetensors"
+    if not weights.is_file():
+        raise StageError(f"{weights}: no trained weights; run the train step first")
+    checkpoint = digest_file(weights)
+    task = open_task(run, root)
+    samples = open_split(task, "test")
+    check_columns(task, samples)
+    candidate = _load_candidate(task, weights, run, rank)
+    baseline = find_baseline(task, samples, run, checkpoint)
+    with process_group(rank, config.train.timeout_seconds):
+        shard = shard_range(rank, len(samples), config.evaluate.batch_size)
+        columns = gather(rank, _predict(task, candidate, baseline, samples, shard, config.evaluate))
+    if columns is None:
+        return
+    # The other processes are done, so reading the whole split again delays none of them.
+    test_fingerprint = _verify_fingerprint(run, samples)
+    results = _results(task, columns, baseline)
+    verdict = _decide_and_write(run, results, test_fingerprint, checkpoint)
+    if baseline is not None and baseline.champion is not None:
+        write_json(run.partial("evaluate") / CHAMPION, baseline.champion)
+    write_json(run.partial("evaluate") / WORST, worst_body(run, task, samples, results, config.evaluate.metric))
+    print(f"{verdict.verdict}: {verdict.summary}", flush=True)
+    for warning in verdict.warnings:
+        print(f"warning: {warning}", flush=True)
+    if verdict.verdict == "fail":
+        raise GateError(rejection_message(verdict, run.id))
+
+
+def _load_candidate(task: Task, weights: Path, run: Run, rank: Rank) -> Predictor:
+    device = choose_device(run.config.train.device, rank)
+    return candidate_predictor(load_weights(build_model(task, run), weights, device), task, device)
+
+
+def _predict(
+    task: Task, candidate: Predictor, baseline: Baseline | None, samples: Samples, shard: range, config: Evaluate
+) -> Columns:
+    """Score candidate and baseline in one pass: each batch is read once."""
+    parts = []
+    for batch in samples.batches(shard, config.batch_size):
+        part = _add_prefix(CANDIDATE, score_batch(task, candidate, batch))
+        if baseline is not None:
+            part |= _add_prefix(BASELINE, score_batch(task, baseline.predict, batch))
+        parts.append(part | label_columns(task, batch, config.slices))
+    return join_parts(parts)
+
+
+def _add_prefix(owner: str, columns: Columns) -> Columns:
+    return {owner + name: values for name, values in columns.items()}
+
+
+def _verify_fingerprint(run: Run, samples: Samples) -> str:
+    """Return the fingerprint of the test data, which must be the one that prepare recorded."""
+    actual = fingerprint(samples)
+    recorded = run.output("prepare") / "data.json"
+    if recorded.is_file():
+        expected = json.loads(recorded.read_text())["splits"]["test"]["fingerprint"]
+        if actual != expected:
+            raise DataError(
+                f"data('test') changed since prepare: fingerprint {actual[:12]}, recorded {expected[:12]}; "
+                "to fix it: make data() return the same samples each time, or run from prepare again"
+            )
+    return actual
+
+
+def _results(task: Task, columns: Columns, baseline: Baseline | None) -> Results:
+    classes = task.classes if isinstance(task, Classifier) else None
+    if baseline is None:
+        return Results(columns, None, None, classes)
+    return Results(columns, baseline.kind, baseline.bundle, classes)
+
+
+def _decide_and_write(run: Run, results: Results, test_fingerprint: str, checkpoint: str) -> Verdict:
+    config, directory = run.config.evaluate, run.partial("evaluate")
+    results.check(config)
+    check_slice_labels(results.columns)
+    measurements = results.measurements(config)
+    verdict = decide(config, measurements)
+    np.savez(directory / "predictions.npz", allow_pickle=False, **results.columns)
+    write_json(directory / "metrics.json", metrics_body(config, results, test_fingerprint))
+    body = verdict_body(config, results, measurements, verdict, checkpoint, test_fingerprint)
+    write_json(directory / "verdict.json", body)
+    return verdict
+
+
+def shard_range(rank: Rank, samples: int, batch_size: int) -> range:
+    """Return the sample indices of this rank: contiguous, each sample in exactly one shard, no padding.
+
+    Whole batches are distributed, so that a batch has the same samples, and so the same rounding, for any number of
+    processes. A rank may get none.
+    """
+    batches = rank.slice_of(-(-samples // batch_size))
+    return range(min(batches.start * batch_size, samples), min(batches.stop * batch_size, samples))
+
+
+@contextmanager
+def process_group(rank: Rank, timeout_seconds: int) -> Iterator[None]:
+    """Open a gloo process group if there are several processes."""
+    if rank.world_size == 1:
+        yield
+        return
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def gather(rank: Rank, columns: Columns) -> Columns | None:
+    """Return all columns in the order of the samples on the first rank, None on the others."""
+    if rank.world_size == 1:
+        return columns
+    parts: list[Any] | None = [None] * rank.world_size if rank.first else None
+    dist.gather_object(columns, parts, dst=0)
+    return None if parts is None else join_parts(parts)
+
+
+def choose_device(setting: str, rank: Rank) -> torch.device:
+    """Return the device of the candidate. `cuda` without a GPU is an error, never a silent fallback to the CPU."""
+    available = torch.cuda.is_available()
+    if setting == "cuda" and not available:
+        raise ConfigError("train.device is cuda, but torch sees no GPU; to fix it: set train.device=auto")
+    if setting == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", rank.local_rank % torch.cuda.device_count())
+
 
 if __name__ == "__main__":
     sys.exit(run_step("evaluate", evaluate, sys.argv[1:]))

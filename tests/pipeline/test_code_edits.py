@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.code_digest import project_code
+from pipeline.contract.sources import project_code
 from pipeline.plan import STEP_KINDS
 
 TASK = '''"""Points on two sides of a line."""

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pipeline.config_reference import reference
+from pipeline.cli.project import reference
 from pipeline.contract.config import Config
 from pipeline.contract.settings.section import Section
 from pipeline.contract.sources import SOURCE_ROOT

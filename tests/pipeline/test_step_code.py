@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.code_digest import package_code
 from pipeline.contract.files import digest_mapping
+from pipeline.contract.sources import package_code
 from pipeline.plan import STEP_KINDS, StepKind
 
 RECORDED = Path(__file__).with_name("step_code.json")

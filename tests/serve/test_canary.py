@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from serve.loading import load_predictor
 from serve.model_version import Canary, ModelVersion, id_position
 from serve.models import Model
 from serve.protocol import v1, v2
+from serve.runtime.loading import load_predictor
 
 IDS = [f"request-{number}".encode() for number in range(4000)]
 

@@ -16,10 +16,10 @@ from pipeline.contract.bundle import open_bundle
 from pipeline.contract.signature import Limits, Runtime
 from serve.errors import Busy, DeadlineExceeded
 from serve.load_shedding import admit
-from serve.loading import load_predictor
 from serve.model_version import ModelVersion
 from serve.request_context import TIMEOUT_HEADER, RequestContext
 from serve.runtime.batcher import BatchingOptions
+from serve.runtime.loading import load_predictor
 from tests.serve.special_models import mixing, slow
 
 LIMITS = Limits(max_batch_size=16, max_body_bytes=1 << 20, max_waiting=5, deadline_seconds=7)

@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
 from serve.errors import Conflict, NotFound
-from serve.loading import load_predictor
 from serve.models import Model, ModelManager, ModelRepository
 from serve.options import parse_options
+from serve.runtime.loading import load_predictor
 from tests.serve.bundles import build, digits
 from tests.serve.doubling_model import Client
 

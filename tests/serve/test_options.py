@@ -23,10 +23,10 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError, InvalidPayload
 from pipeline.contract.signature import BUNDLED_SETTINGS
 from pipeline.service.process import send_request
-from serve.loading import load_predictor
 from serve.model_version import ModelVersion
 from serve.options import NamedBundle, Overrides, parse_options
 from serve.runtime.batcher import BatchingOptions
+from serve.runtime.loading import load_predictor
 from serve.security import CertificatePair
 from serve.sockets import Address
 

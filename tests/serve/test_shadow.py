@@ -12,7 +12,7 @@ import pytest
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import BundleError
 from pipeline.contract.signature import Signature, TensorSpec
-from serve.loading import load_predictor
+from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session
 from serve.shadow import MAX_WAITING_COPIES, Agreement, Shadow, count_differences, incompatibility, open_shadow

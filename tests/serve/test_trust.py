@@ -16,9 +16,9 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import BundleError
 from pipeline.contract.signing import SIGNATURE, new_key, private_key, sign
 from serve.__main__ import _load, _shadow
-from serve.loading import load_predictor
 from serve.models import ModelManager, ModelRepository
 from serve.options import Options, parse_options
+from serve.runtime.loading import load_predictor
 from tests.serve.bundles import seal
 
 Spoil = Callable[[Path], None]

@@ -12,7 +12,7 @@ from pipeline.contract.errors import BundleError, DataError, GateError
 from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.registry import ProposedChange, change_registry, publish, read_registry
 from pipeline.contract.run import Run
-from pipeline.evaluate.evaluate import evaluate
+from pipeline.evaluate.__main__ import evaluate
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

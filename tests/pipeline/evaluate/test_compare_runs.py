@@ -10,8 +10,8 @@ from pipeline.cli import app
 from pipeline.contract.errors import DataError
 from pipeline.contract.files import digest_tree
 from pipeline.contract.run import Run, StepRecord
+from pipeline.evaluate.__main__ import evaluate
 from pipeline.evaluate.compare_runs import compare_runs, describe_comparison
-from pipeline.evaluate.evaluate import evaluate
 from pipeline.history import write_record
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pipeline.contract.files import write_json
 from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run
 from pipeline.contract.task import load_task
-from pipeline.evaluate.evaluate import choose_device, evaluate, shard_range
+from pipeline.evaluate.__main__ import choose_device, evaluate, shard_range
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

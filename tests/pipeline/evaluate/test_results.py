@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.contract.errors import GateError
-from pipeline.evaluate.evaluate import evaluate
+from pipeline.evaluate.__main__ import evaluate
 from pipeline.evaluate.results import describe_verdict, explain
 
 if TYPE_CHECKING:

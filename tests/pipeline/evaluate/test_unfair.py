@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.contract.errors import DataError, GateError
 from pipeline.contract.files import write_json
-from pipeline.evaluate.evaluate import evaluate
+from pipeline.evaluate.__main__ import evaluate
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

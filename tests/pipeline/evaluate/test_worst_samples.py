@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.contract.errors import DataError
-from pipeline.evaluate.evaluate import evaluate
+from pipeline.evaluate.__main__ import evaluate
 from pipeline.evaluate.worst_samples import MAX_SIDE_PIXELS, WORST_SAMPLES, as_image, png, worst_indices
 
 if TYPE_CHECKING:

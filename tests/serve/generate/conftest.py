@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.contract.bundle import open_bundle
 from serve.generate.model import LanguageModel
-from serve.loading import load_predictor
+from serve.runtime.loading import load_predictor
 from tests.serve.generate import tiny
 
 

@@ -17,7 +17,7 @@ from serve.generate.engine import Engine
 from serve.generate.model import LanguageModel, TextGenerator
 from serve.generate.openai_api import parse_chat
 from serve.generate.tokenizer import ModelTokenizer
-from serve.loading import load_predictor
+from serve.runtime.loading import load_predictor
 from tests.serve.generate import tiny
 
 
