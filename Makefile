@@ -40,7 +40,7 @@ unit: $(VENV)/.dev
 	  -m "not long and not gpu"
 
 docs: $(VENV)/.dev  ## write docs/config.md from the settings in pipeline/contract/settings
-	$(BIN)/python -m pipeline.config_reference > docs/config.md
+	$(BIN)/pipe explain > docs/config.md
 
 format: $(VENV)/.dev  ## format and fix with ruff
 	$(BIN)/ruff format .

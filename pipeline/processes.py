@@ -1,6 +1,6 @@
 """Run the process of a step on this machine, and find in its log which process of training was killed.
 
-Runs that outlive their terminal: `pipe run --detach` starts one in the background, `pipe attach` follows it.
+Also start a whole command in the background (`pipe run --detach`), and follow it (`pipe attach`).
 """
 
 from __future__ import annotations

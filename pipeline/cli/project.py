@@ -1,7 +1,4 @@
-"""`docs/config.md`, generated: every key of `pipe.yaml` with its type, default and meaning.
-
-Commands for the project itself: init, doctor, gc, repro.
-"""
+"""Commands for the project itself: init, doctor, explain, gc, repro; and the reference of all settings."""
 
 from __future__ import annotations
 
@@ -122,12 +119,14 @@ def init(
 @app.command()
 def explain(
     setting: Annotated[
-        str, typer.Argument(metavar="SETTING", help="As in train.lr.", autocompletion=complete_settings)
-    ],
+        str, typer.Argument(metavar="[SETTING]", help="As in train.lr.", autocompletion=complete_settings)
+    ] = "",
     output: OutputOption = Output.text,
 ) -> None:
-    """Print what a setting means, and what runs again when it changes."""
-
+    """Print what a setting means and what it runs again; without one, describe all."""
+    if not setting:
+        emit(output, [describe_setting(name) for name in setting_names()], reference().rstrip())
+        return
     facts = describe_setting(setting)
     steps = steps_of_setting(setting)
     facts["reruns"] = ", ".join(steps) + " and what depends on it" if steps else "nothing"
@@ -208,7 +207,3 @@ def repro(context: typer.Context, run: RunName = "latest", output: OutputOption 
     emit(output, {"run": repeated_run.id, "original": original_run.id, "files": rows}, table(rows))
     if not all(row["equal"] for row in rows):
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

@@ -1,8 +1,7 @@
-"""Find the source files that a step's result depends on: the transitive closure of local imports.
+"""Find the source files that a step's result depends on, and compute their digests.
 
-Digests of code for the keys of steps: what cannot change a step's result is not part of them.
-
-Comments, docstrings and formatting do not count, nor do methods of the task and the codec that the step never calls.
+The files are those that the code imports, and what these import. For provenance, every byte of them counts. For the key
+of a step, comments, docstrings and formatting do not count, nor do methods of task and codec that the step never calls.
 """
 
 from __future__ import annotations

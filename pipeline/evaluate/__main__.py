@@ -1,8 +1,7 @@
 """Run the evaluate step: predict, gather, decide, write; a rejected candidate stops the pipeline.
 
 Several processes split the test set into whole batches of one fixed grid; the first one gathers the results.
-
-`python -m pipeline.evaluate RUN [--root ROOT]`, as one process or under torchrun.
+It is started by `python -m pipeline.evaluate RUN [--root ROOT]`, as one process or under torchrun.
 """
 
 from __future__ import annotations

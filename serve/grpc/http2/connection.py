@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from serve.grpc.http2.frames import ConnectionFault, ErrorCode, goaway
-from serve.grpc.http2.send_queue import WRITE_TIMEOUT_SECONDS
+from serve.grpc.http2.stream import WRITE_TIMEOUT_SECONDS
 from serve.grpc.http2.streams import SERVER_PREFACE, Application, Streams
 
 HEADERS_TIMEOUT_SECONDS = 10.0  # for the preface and for a header block, from the first byte to the last

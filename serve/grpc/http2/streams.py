@@ -11,8 +11,7 @@ from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import ACK, DATA, END_STREAM, HEADERS, ConnectionFault, ErrorCode, StreamFault
 from serve.grpc.http2.headers import MAX_HEADER_LIST_BYTES, HeaderBlock, HeaderReader, validate_trailers
 from serve.grpc.http2.hpack import HpackError
-from serve.grpc.http2.send_queue import SendQueue
-from serve.grpc.http2.stream import Stream
+from serve.grpc.http2.stream import SendQueue, Stream
 
 BODY_TIMEOUT_SECONDS = 60.0  # for a request, from its first byte to its last
 MAX_STREAMS = 2048

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import ConnectionFault, ErrorCode, StreamFault
-from serve.grpc.http2.send_queue import WRITE_TIMEOUT_SECONDS, SendQueue
-from serve.grpc.http2.stream import Stream
+from serve.grpc.http2.stream import WRITE_TIMEOUT_SECONDS, SendQueue, Stream
 from tests.serve.grpc.http2_frames import FUZZ_SETTINGS, split_frames
 
 
