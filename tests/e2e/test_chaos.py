@@ -49,7 +49,7 @@ def test_task_with_hidden_state_is_detected_and_its_files_are_kept(project: Proj
     done = project.pipe("chaos", "train.processes=1", "--kills", "1", "--seed", "7", expect=1, seconds=300)
     assert "final weights     DIFFERENT" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("did NOT hold: training differs from the reference from step ")
-    kept = next(line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("kept"))
+    kept = next(line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("run "))
     assert (Path(kept) / "train" / "ledger.jsonl").is_file()
     assert f"pipe verify {kept}; pipe logs train --run {kept}" in done.stdout
 
