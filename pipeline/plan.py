@@ -214,12 +214,21 @@ def explain_change(parts: Mapping[str, str], past: Past) -> str:
 
 def describe_changes(before: Mapping[str, str], after: Mapping[str, str], most: int = 3) -> str:
     """Name the first parts that differ, and count the rest."""
-    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    parts = before.keys() | after.keys()
+    names = sorted(name for name in parts if _is_change(name, before.get(name), after.get(name)))
     names.sort(key=_kind_order)
     # With other data, the champion to compare it with is another one: only worth naming if nothing else changed.
     names = [name for name in names if not name.startswith(f"{_CHAMPION}:")] or names
     changes = [_describe_change(name, before.get(name), after.get(name)) for name in names]
     return ", ".join(changes[:most]) + (f" and {len(changes) - most} more" if len(changes) > most else "")
+
+
+def _is_change(name: str, before: str | None, after: str | None) -> bool:
+    """Compare a part with one that an older version recorded: it listed its own sources, and settings not set."""
+    kind = name.partition(":")[0]
+    if kind == "config":
+        return (before or default_part(name)) != (after or default_part(name))
+    return kind != "pipe" and before != after
 
 
 def _kind_order(name: str) -> int:

@@ -223,7 +223,7 @@ def start_detached(project: Project, argv: Sequence[str]) -> Run:
             start_new_session=True,
         )
         while output.exists():
-            if command.poll() is not None:
+            if command.poll() is not None and output.exists():  # it can no longer be moved
                 file.seek(0)
                 sys.stderr.write(file.read())
                 output.unlink()

@@ -33,6 +33,7 @@ from pipeline.contract.override import OVERRIDDEN
 from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
 from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord, own_identity
+from pipeline.data_checks.champion import CHAMPION_PART
 from pipeline.display import Display
 from pipeline.history import (
     History,
@@ -196,7 +197,10 @@ def _check_changes(pipeline_run: PipelineRun, run: Run) -> None:
     for name in ("prepare", "train"):
         if name in records and name in pipeline_run.request.steps:
             parts = key_parts(name, pipeline_run.key_config or run.config, pipeline_run.project, outputs)
-            _settle_changes(pipeline_run, run, records[name], parts)
+            before = records[name].current_parts
+            changed = {part for part in parts.keys() | before.keys() if parts.get(part) != before.get(part)}
+            if changed != {CHAMPION_PART}:  # another champion only repeats the checks of the data
+                _settle_changes(pipeline_run, run, records[name], parts)
 
 
 def _has_progress(run: Run, training: StepRecord | None) -> bool:
@@ -221,12 +225,17 @@ def _settle_changes(pipeline_run: PipelineRun, run: Run, record: StepRecord, par
         pipeline_run.history[:] = [(run, run.read())]
 
 
-def accept_outputs(pipeline_run: PipelineRun, steps: Sequence[str]) -> list[tuple[str, Run, str]]:
-    """Accept the newest outputs of these steps as current; return each step, its run and what changed."""
+def accept_outputs(pipeline_run: PipelineRun, named: Sequence[str]) -> list[tuple[str, Run, str]]:
+    """Accept the newest outputs of the named steps, or of all up to one that was never complete.
+
+    Return each accepted step, its run and what changed.
+    """
     accepted = []
     for name in pipeline_run.request.steps:
         step = pipeline_run.decide(name)
-        if name in steps and step.action == "run" and STEP_KINDS[name].cached:
+        if not named and not any(name in body.steps and body.steps[name].complete for _, body in pipeline_run.history):
+            break
+        if (not named or name in named) and step.action == "run" and STEP_KINDS[name].cached:
             run, record = _newest_complete(pipeline_run, name)
             if UNKNOWN in step.parts.values():
                 raise ConfigError(

@@ -157,6 +157,12 @@ def run(
             return _emit_paths(output, render_training(project, project.config(overrides), render))
         overrides += _render_overrides(project.config(overrides))
     if detach:
+        if resume is None and not yes:
+            request = make_request(names, start, until, force)
+            _ask_before_training(
+                PipelineRun(project, project.config(overrides), request, load_history(project.runs)),
+                Display(live=False),
+            )
         started_run = start_detached(project, [argument for argument in sys.argv[1:] if argument != "--detach"])
         text = f"run {started_run.id} goes on in the background; `pipe attach {started_run.id}` follows it"
         return emit(output, {"run": started_run.id}, text)
@@ -268,7 +274,7 @@ def accept(
         pipeline_run = PipelineRun(
             project, project.config(overrides), make_request(names, None, None, None), load_history(project.runs)
         )
-        accepted = accept_outputs(pipeline_run, select_steps(names, None, None))
+        accepted = accept_outputs(pipeline_run, () if names in ([], ["all"]) else names)
     rows = [{"step": step, "run": run.id, "accepted": changes} for step, run, changes in accepted]
     emit(output, rows, table(rows) if rows else "nothing to accept: every step is current")
 

@@ -271,6 +271,8 @@ def _names(node: ast.AST) -> set[str]:
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return {name}
+        case ast.MatchClass(kwd_attrs=names):
+            return set(names)
         case ast.Constant(value=str(text)):
             return {text}
         case ast.Import(names=aliases):

@@ -6,6 +6,8 @@ import json
 import re
 import signal
 
+from pipeline.contract.run import all_runs
+
 from .project_folder import ProjectFolder, wait_for
 
 HELD_AFTER = 57  # there are checkpoints of steps 25 and 50
@@ -58,6 +60,15 @@ def test_a_comment_changes_nothing(copied: ProjectFolder) -> None:
     with (copied.folder / "task.py").open("a") as file:
         file.write("# a comment\n")
     assert RESUMED.search(copied.pipe("run", "--resume").stderr)
+
+
+def test_another_champion_does_not_stop_a_resumed_training(copied: ProjectFolder) -> None:
+    interrupt(copied)
+    copied.pipe("registry", "promote", all_runs(copied.runs)[1].id)
+    with copied.paused_training(HELD_AFTER, "run", "--resume") as pipe:
+        wait_for(lambda: RESUMED.search(copied.latest.log("train").read_text()))
+        pipe.send_signal(signal.SIGTERM)
+        pipe.communicate(timeout=300)
 
 
 def test_accepted_outputs_are_reused(copied: ProjectFolder) -> None:

@@ -172,6 +172,7 @@ def test_what_can_change_the_weights_trains_again(tmp_path: Path, edit: Edit) ->
         "eval('Sides().exam' + 'ple()')",
         "vars(Sides)['exam' 'ple'](None)",
         "Sides.__dict__",
+        "match Sides():\n    case object(example=call): call()",
         "Sides = wrapped(Sides)",
         "class Sides(Sides): ...",
     ],
