@@ -143,10 +143,7 @@ def run(
     """Run the pipeline, or selected steps and their prerequisites."""
     if dry_run:
         return plan(context, words, start, until, force, output=output)
-    if accept_changes and restart:
-        raise ConfigError("--restart: contradicts --accept-changes; leave one out")
-    if (accept_changes or restart) and resume is None:
-        raise ConfigError(f"--{'restart' if restart else 'accept-changes'}: is for --resume")
+    on_changes = _on_changes(accept_changes, restart, resume)
     project = project_of(context)
     names, overrides = split_overrides(words)
     overrides += cluster_overrides(executor, cluster_context)
@@ -157,27 +154,17 @@ def run(
             return _emit_paths(output, render_training(project, project.config(overrides), render))
         overrides += _render_overrides(project.config(overrides))
     if detach:
-        if resume is None and not yes:
-            request = make_request(names, start, until, force)
-            _ask_before_training(
-                PipelineRun(project, project.config(overrides), request, load_history(project.runs)),
-                Display(live=False),
-            )
-        started_run = start_detached(project, [argument for argument in sys.argv[1:] if argument != "--detach"])
-        text = f"run {started_run.id} goes on in the background; `pipe attach {started_run.id}` follows it"
-        return emit(output, {"run": started_run.id}, text)
+        needs_answer = resume is None and not yes
+        return _detach(project, overrides, make_request(names, start, until, force) if needs_answer else None, output)
     display = Display(live=sys.stderr.isatty())
     if project.embedded:
         display.report("no pipe.yaml here: this is the digits example; `pipe init my-model` starts your own")
     with lock_runs(_runs_folder(project, resume)):
         if resume is not None:
-            on_changes: OnChanges = "accept" if accept_changes else "restart" if restart else "stop"
             finished_run = _resume(project, resume, names, overrides, on_changes, display)
         else:
-            config, request = project.config(overrides), make_request(names, start, until, force)
-            if not yes:
-                _ask_before_training(PipelineRun(project, config, request, load_history(project.runs)), display)
-            finished_run = finish(project, lambda: run_pipeline(project, config, request, display))
+            request = make_request(names, start, until, force)
+            finished_run = _begin(project, overrides, request, yes, display)
     _copy_manifests(finished_run, render)
     emit_run(output, finished_run)
     return None
@@ -198,13 +185,39 @@ def _runs_folder(project: Project, resume: str | None) -> Path:
     return named.resolve().parent if (named / "run.json").is_file() else project.runs
 
 
-def _ask_before_training(pipeline_run: PipelineRun, display: Display) -> None:
+def _on_changes(accept_changes: bool, restart: bool, resume: str | None) -> OnChanges:
+    if accept_changes and restart:
+        raise ConfigError("--restart: contradicts --accept-changes; leave one out")
+    if (accept_changes or restart) and resume is None:
+        raise ConfigError(f"--{'restart' if restart else 'accept-changes'}: is for --resume")
+    return "accept" if accept_changes else "restart" if restart else "stop"
+
+
+def _begin(project: Project, overrides: list[str], request: RunRequest, yes: bool, display: Display) -> Run:
+    config = project.config(overrides)
+    if not yes:
+        _ask_before_training(project, overrides, request)
+    return finish(project, lambda: run_pipeline(project, config, request, display))
+
+
+def _detach(project: Project, overrides: list[str], request: RunRequest | None, output: Output) -> None:
+    """Start this command again in the background; a request may need a confirmation first."""
+    if request is not None:
+        _ask_before_training(project, overrides, request)
+    started_run = start_detached(project, [argument for argument in sys.argv[1:] if argument != "--detach"])
+    text = f"run {started_run.id} goes on in the background; `pipe attach {started_run.id}` follows it"
+    emit(output, {"run": started_run.id}, text)
+
+
+def _ask_before_training(project: Project, overrides: list[str], request: RunRequest) -> None:
     """Ask before a model that took long to train is replaced; the plan's line names the duration without a terminal."""
+    pipeline_run = PipelineRun(project, project.config(overrides), request, load_history(project.runs))
     last = last_training_seconds(pipeline_run.history)
     steps = {step.name: step for step in pipeline_run.preview()}
     training = steps.get("train")
     if training is None or training.action == "reuse" or training.reason == "forced" or last < LONG_TRAINING_SECONDS:
         return
+    display = Display(live=False)
     display.report(f"train: {training.reason}")
     if not display.ask("Train again? `pipe accept` keeps the trained model instead. [Y/n] "):
         raise ConfigError("nothing was run; `pipe accept` marks the trained model as current")
