@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 from pipeline.cli import app
 from pipeline.contract.config import load_config
 from pipeline.contract.errors import ConfigError
-from pipeline.history import create_run
+from pipeline.contract.run import StepRecord
+from pipeline.display import Display
+from pipeline.history import create_run, find_project, write_record
 
 from .conftest import Pipe
 
@@ -205,3 +207,16 @@ def test_missing_extra_is_named_with_its_install_command(
     expected = f"the module `{module}` is not installed; to fix it: pip install 'pipe-road[{extra}]'"
     assert expected in error.splitlines()[-1]
     assert "Traceback" not in error
+
+
+def test_a_long_training_is_replaced_only_after_a_confirmation(
+    pipe: Pipe, starter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = find_project(starter)
+    run = create_run(project.runs, project.config(), ("prepare", "train"), parent="")
+    write_record(run, StepRecord(step="train", status="done", key="other", parts={}, seconds=700.0))
+    rows = {row["name"]: row["reason"] for row in json.loads(pipe("plan", "train", "-o", "json").stdout)}
+    assert rows["train"].endswith("; the last training took 11 min 40 s")
+    monkeypatch.setattr(Display, "ask", lambda *_: False)
+    assert "nothing was run; `pipe accept`" in pipe("run", "train", expect=2).stderr
+    assert [path.name for path in project.runs.iterdir() if path.is_dir()] == [run.id]
