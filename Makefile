@@ -13,8 +13,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(VENV)/.all  ## install everything, then run the example: pipe run all
-	$(BIN)/pipe run all
+run: $(VENV)/.all  ## install everything, then run the example in digits/: pipe demo
+	$(BIN)/pipe demo
 
 test: lint  ## every check and test that CI runs
 	$(MAKE) --jobs 2 types unit

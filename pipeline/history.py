@@ -37,20 +37,19 @@ History: TypeAlias = list[tuple[Run, RunFile]]
 class Project:
     root: Path  # working directory of every step
     runs: Path
-    embedded: bool = False  # the digits example, as the folder has no pipe.yaml
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         return load_config(self.root / "pipe.yaml", overrides)
 
 
 def find_project(folder: Path) -> Project:
-    """Return the project in a folder; in a folder without `pipe.yaml`, the embedded example."""
+    """Return the project in a folder that has a `pipe.yaml`."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; `pipe init {folder}` makes a project")
     folder = folder.resolve()
-    if (folder / "pipe.yaml").is_file():
-        return Project(folder, folder / "runs")
-    return Project(example_folder("digits"), folder / "runs", embedded=True)
+    if not (folder / "pipe.yaml").is_file():
+        raise ConfigError(f"no pipe.yaml in {folder}: `pipe init NAME` makes a project, `pipe demo` runs an example")
+    return Project(folder, folder / "runs")
 
 
 def example_folder(name: str) -> Path:

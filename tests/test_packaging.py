@@ -100,7 +100,7 @@ def test_installed_pipeline_runs_beside_evaluate_and_datasets(wheel: Path, tmp_p
     commands = environment(tmp_path / "venv", f"{wheel}[train,examples]", "evaluate", "datasets")
     project = tmp_path / "project"
     project.mkdir()
-    run(commands / "pipe", "run", "all", f"deploy.port={free_port()}", "train.epochs=10", cwd=project, timeout=1200)
+    run(commands / "pipe", "demo", ".", f"deploy.port={free_port()}", "train.epochs=10", cwd=project, timeout=1200)
     try:
         status = json.loads(run(commands / "pipe", "status", "-o", "json", cwd=project).stdout)
         assert status

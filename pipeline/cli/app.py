@@ -17,7 +17,7 @@ from pipeline.contract.run import STEPS, all_runs
 from pipeline.history import Project, find_project
 
 GROUPS = {
-    "Start": ("init", "doctor", "explain"),
+    "Start": ("demo", "init", "doctor", "explain"),
     "Run": ("plan", "run", "attach", "accept", "join", "status", "logs", "tune", "gc"),
     "Judge": ("report", "compare", "gate", "verify", "repro", "chaos"),
     "Deploy": ("registry", "sign", "package", "deploy", "serve", "predict", "stop"),
@@ -76,7 +76,7 @@ OutputOption = Annotated[Output, typer.Option("-o", "--output", help="Format of 
 
 
 def complete_runs(context: typer.Context, incomplete: str) -> list[str]:
-    names = ["latest", *(run.id for run in all_runs(find_project(_folder_of(context)).runs))]
+    names = ["latest", *(run.id for run in all_runs(_folder_of(context) / "runs"))]
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -132,8 +132,7 @@ def global_options(
             "-C",
             "--project",
             metavar="DIR",
-            help="Project folder, the current one by default; accepted anywhere. "
-            "In a folder without a pipe.yaml, the digits example is used.",
+            help="Project folder, the current one by default; accepted anywhere.",
         ),
     ] = Path(),
     version: Annotated[  # noqa: ARG001 - the callback prints it

@@ -13,7 +13,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from pipeline.cli.app import Output, OutputOption, RunName, app, complete_settings, emit, project_of, table
+from pipeline.cli.app import (
+    Output,
+    OutputOption,
+    RunName,
+    app,
+    complete_settings,
+    emit,
+    project_of,
+    split_overrides,
+    table,
+)
+from pipeline.cli.run import run
 from pipeline.compare import result_digests
 from pipeline.contract.config import Config, setting_names
 from pipeline.contract.errors import ConfigError
@@ -102,18 +113,46 @@ def init(
     output: OutputOption = Output.text,
 ) -> None:
     """Start a project: task.py, codec.py and pipe.yaml, ready to run."""
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty; give a new folder")
+    _require_empty(folder)
     name = model_name(folder.resolve().name)
-    source = example_folder("starter")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
-    text = (source / "pipe.yaml").read_text().replace("name: starter", f"name: {name}")
-    (folder / "pipe.yaml").write_text(text)
+    _copy_example("starter", folder)
+    settings = folder / "pipe.yaml"
+    settings.write_text(settings.read_text().replace("name: starter", f"name: {name}"))
     message = f"{folder}: edit task.py and codec.py; `pipe -C {folder} run all` already runs it as it is"
     emit(output, {"folder": str(folder), "name": name}, message)
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DIR] [KEY=VALUE…]", help="Folder to make, `digits` by default; and settings."),
+    ] = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Write the digits example to a folder and run the whole pipeline."""
+    names, overrides = split_overrides(words)
+    if len(names) > 1:
+        raise ConfigError(f"`pipe demo` takes one folder, not {' and '.join(names)}")
+    folder = context.obj / (names[0] if names else "digits")
+    if not (folder / "pipe.yaml").is_file():
+        _require_empty(folder)
+        _copy_example("digits", folder)
+    context.obj = folder
+    run(context, ["all", *overrides], output=output)
+    print(f"next: cd {folder}, then pipe predict, pipe report, pipe stop", file=sys.stderr)
+
+
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty; give a new folder")
+
+
+def _copy_example(name: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in filter(Path.is_file, example_folder(name).iterdir()):
+        shutil.copyfile(path, folder / path.name)
 
 
 @app.command()
@@ -143,7 +182,7 @@ def model_name(folder: str) -> str:
 @app.command()
 def doctor(context: typer.Context, output: OutputOption = Output.text) -> None:
     """Check this machine and suggest fixes."""
-    findings = [asdict(finding) for finding in check_machine(project_of(context).runs.parent)]
+    findings = [asdict(finding) for finding in check_machine(context.obj)]
     emit(output, findings, table(findings))
     if any(finding["state"] == "fail" for finding in findings):
         raise typer.Exit(1)

@@ -157,8 +157,6 @@ def run(
         needs_answer = resume is None and not yes
         return _detach(project, overrides, make_request(names, start, until, force) if needs_answer else None, output)
     display = Display(live=sys.stderr.isatty())
-    if project.embedded:
-        display.report("no pipe.yaml here: this is the digits example; `pipe init my-model` starts your own")
     with lock_runs(_runs_folder(project, resume)):
         if resume is not None:
             finished_run = _resume(project, resume, names, overrides, on_changes, display)

@@ -92,14 +92,26 @@ def readme_commands() -> list[list[str]]:
 
 
 def test_the_commands_of_the_readme_work_one_after_the_other(copied: ProjectFolder) -> None:
-    """On a finished run, up to the next project; `pipe tune` and `pipe chaos` have their own tests."""
-    commands = [words for words in readme_commands() if words[0] not in ("tune", "chaos", "init", "-C")]
+    """On a finished run; the projects that commands write have their own tests."""
+    commands = [words for words in readme_commands() if words[0] not in ("demo", "init", "-C")]
     copied.deploy(copied.latest)
     for words in commands:
         copied.pipe(*words)
     assert [words[0] for words in commands] == [
         "status", "predict", "report", "run", "plan", "verify", "registry", "stop",
     ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_the_demo_runs_the_pipeline_and_leaves_a_service(tmp_path: Path) -> None:
+    project = ProjectFolder.with_free_port(tmp_path / "digits")
+    ProjectFolder(tmp_path, 0).pipe("demo", f"deploy.port={project.port}")
+    try:
+        assert "digit" in project.pipe("predict").stdout
+        again = ProjectFolder(tmp_path, 0).pipe("demo", f"deploy.port={project.port}")
+        assert "train: reused" in again.stderr
+    finally:
+        project.stop()
 
 
 @pytest.mark.long

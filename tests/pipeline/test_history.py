@@ -255,14 +255,13 @@ def test_work_of_a_moment_is_done_one_after_another(tmp_path: Path) -> None:
 
 def test_a_folder_with_settings_is_its_own_project(folder: Path) -> None:
     project = find_project(folder)
-    assert (project.root, project.runs, project.embedded) == (folder, folder / "runs", False)
+    assert (project.root, project.runs) == (folder, folder / "runs")
     assert project.config(["train.epochs=3"]).train.epochs == 3
 
 
-def test_an_empty_folder_runs_the_embedded_example_and_keeps_the_runs(tmp_path: Path) -> None:
-    project = find_project(tmp_path)
-    assert (project.root, project.runs, project.embedded) == (example_folder("digits"), tmp_path / "runs", True)
-    assert project.config().name == "digits"
+def test_a_folder_without_settings_is_no_project(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no pipe\.yaml in .*`pipe init NAME` makes a project, `pipe demo` runs"):
+        find_project(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["digits", "starter"])

@@ -30,6 +30,25 @@ def test_init_takes_an_empty_folder(pipe: Pipe, tmp_path: Path) -> None:
     assert (tmp_path / "new" / "task.py").is_file()
 
 
+def test_demo_writes_the_example_and_runs_it_with_the_settings(pipe: Pipe, tmp_path: Path) -> None:
+    stopped = pipe("demo", "train.epochs=0", here=tmp_path, expect=2)
+    assert "`train.epochs`: input should be greater than or equal to 1" in stopped.stderr
+    assert "DigitsCodec" in (tmp_path / "digits" / "codec.py").read_text()
+
+
+def test_demo_runs_the_folder_of_an_earlier_demo_as_it_is(pipe: Pipe, starter: Path) -> None:
+    before = {path: path.read_bytes() for path in starter.iterdir()}
+    pipe("demo", str(starter), "train.epochs=0", expect=2)
+    assert {path: path.read_bytes() for path in starter.iterdir() if path.is_file()} == before
+
+
+def test_demo_leaves_a_folder_that_is_no_project_alone(pipe: Pipe, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").touch()
+    assert "is not empty; give a new folder" in pipe("demo", "full", here=tmp_path, expect=2).stderr
+    assert "takes one folder, not a and b" in pipe("demo", "a", "b", here=tmp_path, expect=2).stderr
+
+
 @pytest.mark.parametrize(
     ("folder", "name"),
     [
