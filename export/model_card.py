@@ -27,7 +27,7 @@ def render_card(facts: Facts, signature: Signature, ancestors: Ancestors, about:
         "Calibration": _calibration(facts),
         "Variants": _variants(facts),
         "Data": _data(facts),
-        "Lineage": _lineage(ancestors),
+        "Lineage": _lineage(facts, ancestors),
     }
     lines = [f"# {facts.name}", "", *_verdict(facts)]
     for title, body in sections.items():
@@ -157,9 +157,12 @@ def _data(facts: Facts) -> Iterator[str]:
         )
 
 
-def _lineage(ancestors: Ancestors) -> Iterator[str]:
+def _lineage(facts: Facts, ancestors: Ancestors) -> Iterator[str]:
     rows = [(kind, f"`{digest}`") for kind, digest in ancestors.model_dump().items() if digest]
     yield from _table(("what", "SHA-256"), rows)
+    if changes := facts.accepted_changes:
+        yield from ("", "Changed, and not run again:", "")
+        yield from (f"- {_cell(change)}" for change in changes)
 
 
 def _metric(metric: Any) -> str:

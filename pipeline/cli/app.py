@@ -80,6 +80,14 @@ def complete_runs(context: typer.Context, incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
+def complete_logs(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete the logs of the run that `--run` names."""
+    name = context.params.get("run") or "latest"
+    runs = [run for run in all_runs(_folder_of(context) / "runs") if name == "latest" or run.id.startswith(name)]
+    names = {*(path.stem for path in (runs[0].path / "logs").glob("*.log")), "service"} if runs else set()
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
 def complete_words(incomplete: str) -> list[str]:
     """Complete steps, and settings as `section.name=`."""
     from pipeline.contract.config import setting_names  # slow to load

@@ -10,7 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.cli.app import Output, OutputOption, RunName, app, emit, project_of, table
+from pipeline.cli.app import (
+    Output,
+    OutputOption,
+    RunName,
+    app,
+    complete_logs,
+    complete_runs,
+    emit,
+    project_of,
+    table,
+)
 from pipeline.compare import align_columns, describe_different_tests, differences, result_row
 from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.override import read_override
@@ -138,8 +148,8 @@ def _shadow_line(shadow: dict[str, Any]) -> str:
 @app.command()
 def logs(
     context: typer.Context,
-    step: Annotated[str, typer.Argument(help="A step, or `service`.")] = "train",
-    run: Annotated[str, typer.Option("--run", help="Run id or `latest`.")] = "latest",
+    step: Annotated[str, typer.Argument(help="A step, or `service`.", autocompletion=complete_logs)] = "train",
+    run: Annotated[str, typer.Option("--run", help="Run id or `latest`.", autocompletion=complete_runs)] = "latest",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing what is added.")] = False,
     output: OutputOption = Output.text,
 ) -> None:
@@ -201,7 +211,9 @@ def compare(
 def report(
     context: typer.Context,
     run: RunName = "latest",
-    other: Annotated[str, typer.Option("--compare", metavar="RUN", help="Show this run next to it.")] = "",
+    other: Annotated[
+        str, typer.Option("--compare", metavar="RUN", help="Show this run next to it.", autocompletion=complete_runs)
+    ] = "",
     index: Annotated[bool, typer.Option("--index", help="Write a page that lists all runs instead.")] = False,
     file: Annotated[Path | None, typer.Option("--file", help="Where to write it.")] = None,
     output: OutputOption = Output.text,
@@ -268,7 +280,10 @@ def explain(
     context: typer.Context,
     run: RunName = "latest",
     against: Annotated[
-        str, typer.Option("--against", metavar="RUN", help="Compare with this run, sample by sample.")
+        str,
+        typer.Option(
+            "--against", metavar="RUN", help="Compare with this run, sample by sample.", autocompletion=complete_runs
+        ),
     ] = "",
     output: OutputOption = Output.text,
 ) -> None:

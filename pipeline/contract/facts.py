@@ -85,6 +85,15 @@ class Facts:
         return f"forced: {forced_reason}" if forced_reason and self.effective_verdict == "forced" else ""
 
     @property
+    def accepted_changes(self) -> list[str]:
+        """Return the changes after which a person declared outputs or checkpoints to be current, step by step."""
+        return [
+            f"{step}: {acceptance.changes}, accepted by {acceptance.by}, {acceptance.at}"
+            for step, record in self.file.steps.items()
+            for acceptance in record.accepted
+        ]
+
+    @property
     def slices(self) -> list[Body]:
         return mappings(self.verdict.get("slices"))
 

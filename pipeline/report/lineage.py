@@ -150,7 +150,7 @@ def lineage(facts: Facts) -> Html:
     chain = digest_chain(facts)
     broken = [artifact.name for artifact in chain if artifact.is_broken]
     graphs = [_graph(chain, wide=True), _graph(chain, wide=False)]
-    return render("lineage.html", chain=chain, broken=broken, graphs=graphs)
+    return render("lineage.html", chain=chain, broken=broken, graphs=graphs, accepted=facts.accepted_changes)
 
 
 def _graph(chain: Sequence[Artifact], wide: bool) -> Html:

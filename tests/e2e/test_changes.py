@@ -80,6 +80,8 @@ def test_accepted_outputs_are_reused(copied: ProjectFolder) -> None:
     assert {step: action for step, (action, _) in copied.plan().items() if step != "deploy"} == dict.fromkeys(
         ("prepare", "train", "evaluate", "export", "package"), "reuse"
     )
+    copied.pipe("report")
+    assert "train: task.py changed, accepted by " in (copied.latest.path / "report.html").read_text()
     assert copied.pipe("accept").stdout == "nothing to accept: every step is current\n"
     copied.replace("pipe.yaml", "lr: 0.02", "lr: 0.03")
     assert copied.plan()["train"] == ("run", "train.lr 0.02 → 0.03")

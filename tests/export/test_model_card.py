@@ -10,7 +10,7 @@ import pytest
 from export.model_card import describe_codec, render_card
 from pipeline.contract.bundle import Ancestors
 from pipeline.contract.facts import Facts
-from pipeline.contract.run import RunFile
+from pipeline.contract.run import Acceptance, RunFile, StepRecord
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 
 FILE = RunFile(id="one", created="2026-01-01", wanted=(), config={"name": "digits"}, environment={})
@@ -49,6 +49,13 @@ def test_a_card_of_a_run_that_recorded_little_has_what_is_known() -> None:
     assert titles == ["## Intended use", "## Inputs and outputs", "## Limits", "## Lineage"]
     assert "| `image` | in | FP32 | batch × 1 × 8 × 8 |" in text
     assert f"| checkpoint | `{'c' * 64}` |" in text
+
+
+def test_accepted_changes_are_on_it() -> None:
+    acceptance = Acceptance(key="k", parts={}, changes="task.py changed", by="ann", at="2026-01-02")
+    train = StepRecord(step="train", status="done", key="k", parts={}, accepted=(acceptance,))
+    text = render_card(Facts(FILE.model_copy(update={"steps": {"train": train}})), SIGNATURE, ANCESTORS)
+    assert text.endswith("Changed, and not run again:\n\n- train: task.py changed, accepted by ann, 2026-01-02\n")
 
 
 def test_verdict_rules_slices_and_calibration_are_on_it() -> None:

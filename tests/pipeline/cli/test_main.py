@@ -40,12 +40,23 @@ def test_an_error_is_json_as_well_where_json_is_expected(pipe: Pipe, words: list
         ("pipe explain train.sch", ["train.schedule"]),
         ("pipe report la", ["latest"]),
         ("pipe acc", ["accept"]),
+        ("pipe logs ", ["export", "service", "train"]),
+        ("pipe logs --run 2025 ", ["prepare", "service"]),
     ],
 )
 def test_commands_steps_settings_and_runs_are_completed(
     starter: Path, monkeypatch: pytest.MonkeyPatch, typed: str, completions: list[str]
 ) -> None:
-    words = typed.split()
+    for log in (
+        "20260101-000000-0000/logs/train",
+        "20260101-000000-0000/logs/export",
+        "20250101-000000-0000/logs/prepare",
+    ):
+        path = starter / "runs" / f"{log}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        (path.parents[1] / "run.json").touch()
+    words = typed.split(" ")
     variables = {"_PIPE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
     done = subprocess.run(
         [sys.executable, "-m", "pipeline"], env={**os.environ, **variables}, cwd=starter, capture_output=True, text=True
