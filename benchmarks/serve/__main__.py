@@ -16,7 +16,7 @@ from benchmarks.serve.contenders import CONTENDERS, Contender
 from benchmarks.serve.workloads import WORKLOADS
 from pipeline.contract.errors import PipelineError, ResourceError
 
-TABLES = ("closed", "open", "overload")
+TABLES = ("closed", "open", "overload", "starts")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,10 +26,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.model:
             return _texts(options)
-        if absent := load.missing():
+        tables = options.table or TABLES
+        if tables != ["starts"] and (absent := load.missing()):
             raise ResourceError(f"{' and '.join(absent)}: not found; install wrk and nghttp2-client")
-        for name in options.table or TABLES:
-            {"closed": _closed, "open": _open, "overload": _overload}[name](options, found, texts)
+        for name in tables:
+            {"closed": _closed, "open": _open, "overload": _overload, "starts": _starts}[name](options, found, texts)
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -83,6 +84,16 @@ def _closed(options: argparse.Namespace, found: dict[str, Any], texts: list[str]
     found["closed"] = [asdict(row) for row in rows]
     found["starts"] = [asdict(one) for one in starts]
     texts += [table.closed_loop(rows), table.starts(starts)]
+
+
+def _starts(options: argparse.Namespace, found: dict[str, Any], texts: list[str]) -> None:
+    """Start the services in turn, without load generators."""
+    names = options.workload or ["digits"]
+    starts = [
+        start for name in names for start in race.race_starts(WORKLOADS[name], _contenders(options), options.rounds)
+    ]
+    found["starts in turn"] = [asdict(start) for start in starts]
+    texts.append(table.starts(starts))
 
 
 def _open(options: argparse.Namespace, found: dict[str, Any], texts: list[str]) -> None:

@@ -60,6 +60,7 @@ class Start:
     workload: str
     contender: str
     seconds: float
+    cpu_seconds: float
     memory_mb: float
 
 
@@ -130,6 +131,28 @@ def race(workload: Workload, contenders: Sequence[Contender], size: Size) -> tup
     return [row(workload.name, *key, group) for key, group in laps.items()], starts
 
 
+def race_starts(workload: Workload, contenders: Sequence[Contender], rounds: int) -> list[Start]:
+    """Start each contender until its first answer, in turn, and end it; return the medians of the rounds."""
+    starts: dict[str, list[Start]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = workload.bundle(Path(folder) / "bundle")
+        for number in range(rounds):
+            for contender in contenders[:: 1 if number % 2 == 0 else -1]:
+                with start_services(workload, [contender], bundle) as services:
+                    for service in services:
+                        starts.setdefault(contender.name, []).append(_start(workload, service))
+    return [
+        Start(
+            workload.name,
+            name,
+            statistics.median(start.seconds for start in group),
+            statistics.median(start.cpu_seconds for start in group),
+            statistics.median(start.memory_mb for start in group),
+        )
+        for name, group in starts.items()
+    ]
+
+
 def row(workload: str, concurrency: int, contender: str, wire: str, laps: Sequence[Lap]) -> Row:
     """Summarise laps; a ratio compares a lap with the bare runtime of the same round."""
     median = statistics.median
@@ -178,5 +201,6 @@ def _start(workload: Workload, service: Started) -> Start:
         workload.name,
         service.contender.name,
         service.running.seconds_to_answer,
+        service.running.cpu_seconds(),
         service.running.memory_bytes() / (1 << 20),
     )
