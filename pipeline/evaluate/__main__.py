@@ -25,11 +25,18 @@ from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.settings.stages import Evaluate
+from pipeline.contract.statistics.scores import (
+    BASELINE,
+    CANDIDATE,
+    Columns,
+    candidate_predictor,
+    join_parts,
+    score_batch,
+)
 from pipeline.contract.task import Classifier, Task, build_model, open_task
 from pipeline.contract.weights import load_weights
 from pipeline.evaluate.baseline import Baseline, find_baseline
 from pipeline.evaluate.gate import Verdict, decide, rejection_message
-from pipeline.evaluate.predictions import BASELINE, CANDIDATE, Columns, candidate_predictor, join_parts, score_batch
 from pipeline.evaluate.results import Results, metrics_body, verdict_body
 from pipeline.evaluate.slices import check_slice_labels, label_columns
 from pipeline.evaluate.worst_samples import worst_body

@@ -21,8 +21,8 @@ from pipeline.contract.errors import BundleError, DataError
 from pipeline.contract.registry import Change, champion_bundle, open_store, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
+from pipeline.contract.statistics.scores import batch_length
 from pipeline.contract.task import HasBaseline, Task
-from pipeline.evaluate.predictions import batch_length
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Outputs, Predictor

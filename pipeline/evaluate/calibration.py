@@ -17,8 +17,8 @@ from pipeline.contract.statistics.bootstrap import (
     aggregate_interval,
     mean_interval,
 )
+from pipeline.contract.statistics.scores import Array
 from pipeline.contract.statistics.significance import Bin, brier_scores, calibration_curve, expected_calibration_error
-from pipeline.evaluate.predictions import Array
 from pipeline.evaluate.rules import GateRule
 
 

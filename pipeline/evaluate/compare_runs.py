@@ -15,9 +15,9 @@ from pipeline.contract.files import digest_file
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED
+from pipeline.contract.statistics.metrics import Metric, compute_metrics
+from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, Columns
 from pipeline.contract.statistics.significance import detectable_difference, holm, mcnemar, permutation_p_value
-from pipeline.evaluate.metrics import Metric, compute_metrics
-from pipeline.evaluate.predictions import ACTUAL, BASELINE, CANDIDATE, Columns
 
 
 def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:

@@ -11,11 +11,20 @@ from typing import Any, Literal
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Interval
+from pipeline.contract.statistics.metrics import Metric, class_metrics, compute_metrics, confusion, metric_values
+from pipeline.contract.statistics.scores import (
+    ACTUAL,
+    BASELINE,
+    CANDIDATE,
+    PREDICTED,
+    PROBABILITIES,
+    SLICE,
+    Array,
+    Columns,
+)
 from pipeline.contract.statistics.significance import McNemar, detectable_difference, mcnemar, permutation_p_value
 from pipeline.evaluate.calibration import Calibration, brier_gain, measure_calibration
 from pipeline.evaluate.gate import Measurements, Verdict
-from pipeline.evaluate.metrics import Metric, class_metrics, compute_metrics, confusion, metric_values
-from pipeline.evaluate.predictions import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, SLICE, Array, Columns
 from pipeline.evaluate.rules import Comparison, samples_needed
 from pipeline.evaluate.slices import Slice, compare_slices, slice_groups
 

@@ -16,9 +16,7 @@ from torch import Tensor
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Floats, Interval, mean_interval
-from pipeline.contract.statistics.significance import bonferroni_confidence, decrease_p_value, holm
-from pipeline.contract.task import Classifier, HasSlices, Ranker, Regressor, Task
-from pipeline.evaluate.predictions import (
+from pipeline.contract.statistics.scores import (
     ACTUAL,
     QUERY,
     SLICE,
@@ -28,6 +26,8 @@ from pipeline.evaluate.predictions import (
     check_classes,
     check_numbers,
 )
+from pipeline.contract.statistics.significance import bonferroni_confidence, decrease_p_value, holm
+from pipeline.contract.task import Classifier, HasSlices, Ranker, Regressor, Task
 from pipeline.evaluate.rules import GateRule
 
 if TYPE_CHECKING:

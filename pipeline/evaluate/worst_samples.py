@@ -20,8 +20,8 @@ import numpy as np
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import DataError
 from pipeline.contract.run import Run
+from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, Array, Columns
 from pipeline.contract.task import FOLDER, HasText, Task
-from pipeline.evaluate.predictions import ACTUAL, BASELINE, CANDIDATE, PREDICTED, Array, Columns
 from pipeline.evaluate.results import Results
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from pipeline.contract.errors import ConfigError, DataError, GateError
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.bootstrap import Floats
+from pipeline.contract.statistics.scores import score_batch
 from pipeline.contract.task import Task
 from pipeline.evaluate.__main__ import evaluate
-from pipeline.evaluate.predictions import score_batch
 from pipeline.evaluate.slices import (
     Group,
     Slice,

@@ -27,7 +27,7 @@ from pipeline.contract.statistics.bootstrap import (
     mean_interval,
     point_estimate,
 )
-from pipeline.evaluate.predictions import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, QUERY, Array
+from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, QUERY, Array
 
 LOWER_IS_BETTER = ("mae", "rmse")
 _MAX_AUC_CLASSES = 20  # for auc, which sorts the test set once per class

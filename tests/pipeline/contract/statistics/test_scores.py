@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.errors import DataError
+from pipeline.contract.statistics.scores import join_parts, score_batch
 from pipeline.contract.task import Task
-from pipeline.evaluate.predictions import join_parts, score_batch
 
 BATCH = {"x": torch.zeros(3, 2)}
 

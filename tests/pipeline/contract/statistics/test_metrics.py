@@ -16,9 +16,9 @@ from sklearn.metrics import (
 
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Evaluate
+from pipeline.contract.statistics.metrics import class_metrics, confusion, query_metrics
+from pipeline.contract.statistics.scores import Columns
 from pipeline.evaluate.gate import decide
-from pipeline.evaluate.metrics import class_metrics, confusion, query_metrics
-from pipeline.evaluate.predictions import Columns
 from pipeline.evaluate.results import Results, metrics_body
 
 
