@@ -10,15 +10,14 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.contract.errors import ConfigError, PipelineError, StageError
+from pipeline.contract.restarts import Event, read_events
 from pipeline.contract.run import Run
+from pipeline.status_line import StatusLine, StepProgress, can_draw, format_duration
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-
+METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
 _RATE_WINDOW_SECONDS = 120.0  # long enough for validations and checkpoints, short enough to notice a change
@@ -37,17 +36,19 @@ class Display:
     """Prints to standard error: standard output is for data."""
 
     def __init__(self, live: bool) -> None:
-        self._progress = _bars() if live else None
-        self._bar: TaskID | None = None
+        self._line = StatusLine() if live and can_draw(sys.stderr) else None
+        self._progress: StepProgress | None = None  # of the running step
         self._run: Run | None = None
-        self._step = ""
+        self._step = self._activity = ""
         self._log_start = self._log_position = 0
         self._hidden = False  # the log goes on with a traceback
+        self._outdated: Mapping[str, Any] | None = None  # the last metrics of an earlier attempt
+        self._old_events = 0
         self._rate = StepRate()
 
     def report(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False)
+        if self._line is not None:
+            self._line.print_above(text)
         else:
             print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
@@ -55,39 +56,49 @@ class Display:
         """Ask a question on the terminal; the answer is yes without a terminal, or without an answer."""
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             return True
-        if self._progress is not None:
-            self._progress.stop()  # it would draw over the question
+        progress = self._line.stop() if self._line is not None else None  # it would draw over the question
         print(question, end="", file=sys.stderr, flush=True)
-        return not sys.stdin.readline().strip().lower().startswith("n")
+        answer = sys.stdin.readline()
+        if self._line is not None and progress is not None:
+            self._line.start(progress)
+        return not answer.strip().lower().startswith("n")
 
-    def start(self, run: Run, step: str, reason: str) -> None:
-        self._run, self._step = run, step
+    def start(self, run: Run, step: str, reason: str, activity: str = "") -> None:
+        """Begin a step; `activity` is shown on a terminal until more is known."""
+        self._run, self._step, self._activity = run, step, activity
         log = run.log(step)
         self._log_start = self._log_position = log.stat().st_size if log.exists() else 0
         self._hidden = False
-        self._rate = StepRate()
+        self._begin_attempt()
         self.report(f"{step}: {reason}")
-        if self._progress is not None:
-            self._progress.start()
-            self._bar = self._progress.add_task(step, total=None, facts="")
+        self._progress = StepProgress(step, (activity,))
+        if self._line is not None:
+            self._line.start(self._progress)
 
     def tick(self) -> None:
         """Show what the step has written since the last call."""
         assert self._run is not None
         for line in self._new_lines(self._run.log(self._step)):
-            self._hidden = (self._hidden or begins_error(line)) and not _RESTART.search(line)
+            restarts = _RESTART.search(line)
+            if restarts:
+                self._begin_attempt()
+            self._hidden = (self._hidden or begins_error(line)) and not restarts
             if not self._hidden and not _LAUNCHER.match(line) and not _PROFILER.match(line):
                 self.report(f"{self._step} | {line}")
-        if self._step == "train":
-            self._move_bar()
+        if self._step == "train" and self._line is not None:
+            self._update_progress()
 
     def end(self, text: str) -> None:
-        self.tick()
-        if self._progress is not None and self._bar is not None:
-            self._progress.remove_task(self._bar)
-            self._progress.stop()
-            self._bar = None
+        try:
+            self.tick()
+        finally:
+            self.clear()
         self.report(f"{self._step}: {text}")
+
+    def clear(self) -> None:
+        """Remove the progress from the terminal, however the step ends."""
+        if self._line is not None:
+            self._line.stop()
 
     def failed(self, error: PipelineError) -> None:
         """Print the end of the log and how to continue; the command itself prints the error, once."""
@@ -108,16 +119,24 @@ class Display:
             hint = " (if code changed: with --accept-changes)" if self._step == "train" else ""
             print(f"to continue after fixing it: pipe run --resume {self._run.id}{hint}", file=sys.stderr)
 
-    def _move_bar(self) -> None:
-        if self._progress is None or self._bar is None or self._run is None:
+    def _begin_attempt(self) -> None:
+        """Show no values of an earlier attempt as if they were new."""
+        assert self._run is not None
+        self._outdated = last_metrics(self._run.partial(self._step) / METRICS_FILE)
+        self._old_events = len(read_events(self._run.path))
+        self._rate = StepRate()
+
+    def _update_progress(self) -> None:
+        assert self._run is not None and self._progress is not None
+        values = last_metrics(self._run.partial("train") / METRICS_FILE)
+        if values is not None:
+            self._progress.completed, self._progress.total = values["step"], values.get("total_steps", 0)
+        if values is None or values == self._outdated:
+            self._progress.facts = (describe_start(read_events(self._run.path)[self._old_events :], self._activity),)
             return
-        values = last_metrics(self._run.partial("train") / "metrics.jsonl")
-        if values is None:
-            return
-        step, total = values["step"], values.get("total_steps")
-        self._rate.add(step, time.monotonic())
-        seconds_left = self._rate.seconds_left(total) if total else None
-        self._progress.update(self._bar, total=total, completed=step, facts=describe_metrics(values, seconds_left))
+        self._rate.add(values["step"], time.monotonic())
+        seconds_left = self._rate.seconds_left(self._progress.total) if self._progress.total else None
+        self._progress.facts = describe_metrics(values, seconds_left)
 
     def _new_lines(self, log: Path) -> list[str]:
         if not log.exists():
@@ -161,28 +180,31 @@ def last_metrics(path: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def describe_metrics(values: Mapping[str, Any], seconds_left: float | None) -> str:
+def describe_start(events: Sequence[Event], activity: str) -> str:
+    """Return what an attempt of training does before its first metrics."""
+    if not events or events[-1].event in ("launch", "end"):
+        return activity
+    processes = max(event.processes for event in events)
+    return f"{count_processes(processes)}, computing the first steps"
+
+
+def count_processes(count: int) -> str:
+    return f"{count} process" if count == 1 else f"{count} processes"
+
+
+def describe_metrics(values: Mapping[str, Any], seconds_left: float | None) -> tuple[str, ...]:
+    """Return the facts of a metrics line, and shorter versions: the bar shows the step, too."""
     of = f"/{values['total_steps']}" if "total_steps" in values else ""
-    parts = [f"epoch {values['epoch'] + 1}", f"step {values['step']}{of}", f"loss {values['loss']:.4f}"]
+    facts = {"epoch": f"epoch {values['epoch'] + 1}", "step": f"step {values['step']}{of}"}
+    facts["loss"] = f"loss {values['loss']:.4f}"
     if "samples_per_second" in values:
-        parts.append(f"{values['samples_per_second']:,.0f} samples/s")
+        facts["speed"] = f"{values['samples_per_second']:,.0f} samples/s"
     if seconds_left is not None:
-        parts.append(f"{format_duration(seconds_left)} left")
-    return ", ".join(parts)
-
-
-def _bars() -> Progress:
-    from rich.console import Console  # only a terminal pays for loading it
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[facts]}"),
-        console=Console(stderr=True, highlight=False, soft_wrap=True),
-        transient=True,
+        facts["left"] = f"{format_duration(seconds_left)} left"
+    left_out = ("", "speed", "epoch", "step", "loss")
+    return tuple(
+        ", ".join(fact for name, fact in facts.items() if name not in left_out[:count])
+        for count in range(1, len(left_out) + 1)
     )
 
 
@@ -205,10 +227,3 @@ class StepRate:
             return None
         (first_time, first_step), (last_time, last_step) = self._steps[0], self._steps[-1]
         return (total - last_step) * (last_time - first_time) / (last_step - first_step)
-
-
-def format_duration(seconds: float) -> str:
-    """Format as 0:07, 12:34 or 1:02:03."""
-    minutes, remainder = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes}:{remainder:02d}"

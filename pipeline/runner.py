@@ -34,7 +34,7 @@ from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
 from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord, own_identity
 from pipeline.data_checks.champion import CHAMPION_PART
-from pipeline.display import Display
+from pipeline.display import Display, count_processes
 from pipeline.history import (
     History,
     Project,
@@ -86,6 +86,14 @@ RESUMABLE_SETTINGS = (
 )  # fmt: skip
 
 
+# What a terminal shows of the steps that have no metrics.
+_ACTIVITIES = {
+    "prepare": "reading and checking the data",
+    "evaluate": "scoring the model and the baseline",
+    "export": "converting to ONNX and comparing with PyTorch",
+    "package": "making the image",
+    "deploy": "starting the service and testing it",
+}
 LONG_TRAINING_SECONDS = 600  # a training that took longer is not replaced without a question
 OnChanges = Literal["stop", "accept", "restart"]
 
@@ -427,7 +435,7 @@ def _run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display)
         checkpoints_key=earlier.checkpoints_key if continues and earlier is not None else "",
     )
     write_record(run, record)
-    display.start(run, step.name, step.reason)
+    display.start(run, step.name, step.reason, describe_activity(step.name, pipeline_run.config))
     if step.name == "train" and needs_other_machines(pipeline_run.config):
         display.report(f"on each other machine, in this folder: pipe join {run.id}")
     started = time.monotonic()
@@ -439,8 +447,22 @@ def _run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display)
         write_record(run, record.model_copy(update={"status": ending, "seconds": time.monotonic() - started}))
         raise
     record = record.model_copy(update={"seconds": time.monotonic() - started})
-    failure = find_failure(run, step.name, status, read_log_end(log, log_start))
-    return _finish_step(pipeline_run, run, record, failure, display)
+    try:
+        failure = find_failure(run, step.name, status, read_log_end(log, log_start))
+        return _finish_step(pipeline_run, run, record, failure, display)
+    finally:
+        display.clear()  # also where the outputs cannot be recorded
+
+
+def describe_activity(step: str, config: Config) -> str:
+    """Return what a terminal shows of a step before the step itself has written anything."""
+    if runs_on_cluster(step, config):
+        return "waiting for its Job on the cluster"
+    if step != "train":
+        return _ACTIVITIES[step]
+    processes = count_processes(processes_per_node(config.train, count_gpus(os.environ)))
+    others = " and waiting for other machines" if needs_other_machines(config) else ""
+    return f"starting {processes}{others}"
 
 
 def _finish_step(

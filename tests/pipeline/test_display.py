@@ -5,13 +5,25 @@ import json
 import os
 import pty
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.contract.errors import ConfigError, GateError, StageError
+from pipeline.contract.restarts import Event
 from pipeline.contract.run import Run
-from pipeline.display import Display, StepRate, begins_error, describe_metrics, format_duration, last_metrics, step_tail
+from pipeline.display import (
+    Display,
+    StepRate,
+    begins_error,
+    describe_metrics,
+    describe_start,
+    last_metrics,
+    step_tail,
+)
+
+from .terminal import Terminal
 
 LINE = {"step": 20, "epoch": 1, "loss": 0.5, "samples_per_second": 12345.6}
 NOISE = "W0102 03:04:05.678 12 torch/distributed/run.py:1] one thing"
@@ -137,38 +149,125 @@ def test_the_newest_whole_training_line_is_found_behind_validation_and_half_line
 
 
 def test_progress_includes_the_remaining_time_where_known() -> None:
-    assert describe_metrics(LINE, None) == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
+    assert describe_metrics(LINE, None)[0] == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
     whole = {**LINE, "total_steps": 500}
-    assert describe_metrics(whole, 65.4) == "epoch 2, step 20/500, loss 0.5000, 12,346 samples/s, 1:05 left"
-    assert describe_metrics({"step": 1, "epoch": 0, "loss": 2.0}, None) == "epoch 1, step 1, loss 2.0000"
+    assert describe_metrics(whole, 65.4)[0] == "epoch 2, step 20/500, loss 0.5000, 12,346 samples/s, 1:05 left"
+    assert describe_metrics({"step": 1, "epoch": 0, "loss": 2.0}, None)[0] == "epoch 1, step 1, loss 2.0000"
 
 
-def test_a_terminal_gets_bars_and_the_same_words(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shorter_versions_leave_out_the_least_important_facts() -> None:
+    assert describe_metrics({**LINE, "total_steps": 500}, 65.4)[1:] == (
+        "epoch 2, step 20/500, loss 0.5000, 1:05 left",
+        "step 20/500, loss 0.5000, 1:05 left",
+        "loss 0.5000, 1:05 left",
+        "1:05 left",
+    )
+
+
+def test_before_the_first_metrics_the_start_of_processes_is_shown() -> None:
+    launch = Event(event="launch", attempt=0, time=0.0)
+    start = Event(event="start", attempt=1, time=1.0, processes=2)
+    step = Event(event="step", attempt=1, time=2.0)
+    assert describe_start([], "starting 2 processes") == "starting 2 processes"
+    assert describe_start([launch], "starting 2 processes") == "starting 2 processes"
+    assert describe_start([launch, start], "starting 2 processes") == "2 processes, computing the first steps"
+    assert describe_start([launch, start, step], "starting") == "2 processes, computing the first steps"
+    assert describe_start([start, Event(event="end", attempt=1, time=3.0)], "starting") == "starting"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = Terminal()
+    yield terminal
+    terminal.close()
+
+
+@pytest.fixture
+def live(run: Run, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Iterator[Display]:
+    """A display on a terminal of 80 columns, whose training has started."""
+    monkeypatch.setattr("sys.stderr", terminal.stream)
     display = Display(live=True)
-    display.start(run, "train", "never run [red]")
-    display.tick()
-    display.end("done in 1.0 s")
-    printed = capsys.readouterr().err
-    assert "train: never run [red]" in printed
-    assert "train: done in 1.0 s" in printed
+    display.start(run, "train", "never run [red]", "starting 2 processes")
+    yield display
+    display.clear()
 
 
-def test_the_bar_of_training_fills_as_its_journal_grows(run: Run) -> None:
+def add_metrics(run: Run, **values: object) -> None:
+    run.partial("train").mkdir(exist_ok=True)
+    with (run.partial("train") / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**LINE, **values}) + "\n")
+
+
+def test_a_terminal_shows_a_moving_line_while_processes_start(live: Display, terminal: Terminal) -> None:
+    turns = {terminal.next_line()[0] for _ in range(12)}  # no tick: the line moves by itself
+    assert len(turns) > 1
+    assert re.fullmatch(r". train \d:\d\d  starting 2 processes", terminal.next_line())
+    live.end("done in 1.0 s")
+    assert "train: never run [red]\n" in terminal.output
+    assert terminal.read_all().endswith("\x1b[?25htrain: done in 1.0 s\n")
+
+
+def test_the_bar_of_training_fills_as_its_metrics_grow(run: Run, live: Display, terminal: Terminal) -> None:
+    for step in (20, 30):
+        add_metrics(run, step=step, total_steps=120)
+        live.tick()
+    line = terminal.line_with("step 30/120")
+    assert len(line) < 80
+    assert re.search(r"━+─+ \d:\d\d  epoch 2, step 30/120, loss 0.5000, \d+:\d\d left$", line)
+    bar = re.findall("[━─]", line)
+    assert bar.count("━") == len(bar) // 4
+
+
+def test_a_log_line_is_printed_above_the_bar(run: Run, live: Display, terminal: Terminal) -> None:
+    run.log("train").write_text(f"{'long ' * 40}\n")
+    live.tick()
+    live.end("done")
+    assert f"\r\x1b[Jtrain | {'long ' * 40}\n" in terminal.read_all()
+
+
+def test_metrics_of_an_earlier_attempt_are_not_shown_as_new(run: Run, live: Display, terminal: Terminal) -> None:
+    add_metrics(run, step=30, total_steps=120)
+    live.tick()
+    run.log("train").write_text("rank 1 was killed; starting again from the checkpoint of step 20\n")
+    live.tick()
+    assert "━" in terminal.line_with("starting 2 processes"), "the bar stays"
+    add_metrics(run, step=21, total_steps=120)
+    live.tick()
+    assert terminal.line_with("step 21/120")
+
+
+def test_no_line_is_drawn_over_a_question(live: Display, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer:
+        def isatty(self) -> bool:
+            return True
+
+        def readline(self) -> str:
+            assert terminal.read_all().endswith("\r\x1b[J\x1b[?25hCancel it? ")
+            return "n\n"
+
+    monkeypatch.setattr("sys.stdin", Answer())
+    monkeypatch.setattr("sys.stderr", terminal.stream)
+    assert not live.ask("Cancel it? ")
+    assert "starting 2 processes" in terminal.next_line(), "and comes back"
+
+
+def test_the_line_is_removed_even_if_the_last_log_lines_cannot_be_read(
+    run: Run, live: Display, terminal: Terminal
+) -> None:
+    run.log("train").mkdir()
+    with pytest.raises(IsADirectoryError):
+        live.end("interrupted")
+    assert terminal.read_all().endswith("\r\x1b[J\x1b[?25h")
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr("sys.stderr", terminal.stream)
     display = Display(live=True)
     display.start(run, "train", "never run")
-    assert display._progress is not None
-    display.tick()
-    assert display._progress.tasks[0].total is None, "nothing is known yet"
-    run.partial("train").mkdir()
-    journal = run.partial("train") / "metrics.jsonl"
-    for step in (20, 30):
-        with journal.open("a") as file:
-            file.write(json.dumps({**LINE, "step": step, "total_steps": 120}) + "\n")
-        display.tick()
-    bar = display._progress.tasks[0]
-    assert (bar.completed, bar.total) == (30, 120)
-    assert re.search(r"step 30/120, .* left$", bar.fields["facts"])
     display.end("done")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d train: never run\n\d\d:\d\d:\d\d train: done\n", terminal.read_all())
 
 
 @pytest.mark.parametrize(("typed", "yes"), [("\n", True), ("y\n", True), ("n\n", False), ("No\n", False)])
@@ -210,8 +309,3 @@ def test_only_the_last_minutes_count() -> None:
     for second in range(0, 1000, 10):  # a step a second, and then ten
         pace.add(second if second < 500 else 500 + 10 * (second - 500), float(second))
     assert pace.seconds_left(5400 + 1000) == pytest.approx(100, rel=0.2)
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (7, "0:07"), (754, "12:34"), (3723, "1:02:03")])
-def test_durations_are_formatted_as_on_a_clock(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text

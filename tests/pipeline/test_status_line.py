@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from pipeline.status_line import StatusLine, StepProgress, Style, choose_style, format_duration, format_line
+
+from .terminal import Terminal
+
+FACTS = (
+    "epoch 15, step 24400/42500, loss 0.0834, 12,346 samples/s, 1:02:03 left",
+    "epoch 15, step 24400/42500, loss 0.0834, 1:02:03 left",
+    "step 24400/42500, loss 0.0834, 1:02:03 left",
+    "loss 0.0834, 1:02:03 left",
+    "1:02:03 left",
+)
+PLAIN = Style(has_colors=False)
+
+
+def training(**values: object) -> StepProgress:
+    started = time.monotonic() - 3723
+    return replace(StepProgress("train", FACTS, completed=1, total=2, started=started), **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", range(1, 200))
+def test_no_line_is_longer_than_the_terminal(width: int) -> None:
+    for progress in (training(), training(facts=()), training(total=0), training(completed=5)):
+        assert len(format_line(progress, "|", width, PLAIN)) < width
+
+
+@pytest.mark.parametrize("width", range(20, 200))
+def test_elapsed_time_is_whole_and_the_bar_shows_the_fraction(width: int) -> None:
+    line = format_line(training(), "|", width, PLAIN)
+    assert " 1:02:0" in line
+    if width >= 30:
+        done, rest = line.count("━"), line.count("─")
+        assert 6 <= done + rest <= 24
+        assert done == (done + rest) // 2
+
+
+@pytest.mark.parametrize(("width", "shown"), [(120, 0), (80, 1), (60, 3), (40, 4), (30, None)])
+def test_a_narrow_terminal_shows_the_most_important_facts(width: int, shown: int | None) -> None:
+    line = format_line(training(), "|", width, PLAIN)
+    assert line.endswith(f"  {FACTS[shown]}" if shown is not None else " 1:02:03")
+
+
+def test_the_facts_of_a_short_training_fit_80_columns() -> None:
+    facts = ("epoch 15, step 244/425, loss 0.0834, 7,612 samples/s, 0:03 left", "epoch 15, step 244/425, loss 0.0834")
+    line = format_line(StepProgress("train", facts, 244, 425), "|", 80, PLAIN)
+    assert line == f"| train {'━' * 13}{'─' * 11} 0:00  {facts[1]}"
+
+
+def test_without_a_total_there_is_no_bar() -> None:
+    line = format_line(StepProgress("export", ("converting",)), "|", 80, PLAIN)
+    assert line == "| export 0:00  converting"
+
+
+def test_the_line_follows_the_width_of_the_window() -> None:
+    terminal = Terminal(width=120)
+    line = StatusLine(terminal.stream)
+    line.start(training())
+    try:
+        assert len(terminal.line_with(FACTS[0])) < 120
+        terminal.resize(60)
+        assert len(terminal.line_with(f"  {FACTS[3]}")) < 60
+    finally:
+        line.stop()
+        terminal.close()
+
+
+def test_colors_follow_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+    assert "\x1b[1mtrain\x1b[0m" in format_line(training(), "|", 80, choose_style(terminal.stream))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in format_line(training(), "|", 80, choose_style(terminal.stream))
+    terminal.close()
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    terminal = Terminal(encoding="latin-1")
+    style = choose_style(terminal.stream)
+    assert format_line(training(), style.spinner[0], 80, style).isascii()
+    terminal.close()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (7, "0:07"), (754, "12:34"), (3723, "1:02:03")])
+def test_durations_are_formatted_as_on_a_clock(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
