@@ -74,6 +74,7 @@ from pipeline.processes import (
     read_log_end,
     step_environment,
 )
+from pipeline.tracking.process import TRACKED_STEPS, Tracking, check_trackers, track_run
 from pipeline.training.launchers import check_launcher
 
 REDEPLOYED = "deployed again"  # reason in the records of `pipe deploy`, whose steps are those of another run
@@ -121,6 +122,7 @@ class PipelineRun:
     history: History  # runs whose outputs may be reused, newest first
     outputs: dict[str, dict[str, str]] = field(default_factory=dict)
     key_config: Config | None = None  # configuration of the steps' keys, where it is not `config`
+    tracking: Tracking | None = None  # while its steps run
     _changed: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # so that each file is hashed only once
 
     def decide(self, step: str) -> Step:
@@ -281,8 +283,9 @@ def override_resumed(run: Run, overrides: Sequence[str]) -> Run:
         key = override.partition("=")[0]
         if not _is_resumable(key):
             raise ConfigError(
-                f"{key} changes what the run computes, and part of it is computed already; a resumed run may change "
-                f"only cluster.* and train.{', '.join(RESUMABLE_SETTINGS)}; `pipe run {override}` starts a new one"
+                f"{key} changes what the run computes, and part of it is computed already; a resumed run may "
+                f"change only track, cluster.* and train.{', '.join(RESUMABLE_SETTINGS)}; "
+                f"`pipe run {override}` starts a new one"
             )
     if not overrides:
         return run
@@ -298,7 +301,7 @@ def _is_resumable(key: str) -> bool:
     section, _, name = key.partition(".")
     return (
         section == "cluster"
-        or key in ("deploy.context", "deploy.namespace")
+        or key in ("track", "deploy.context", "deploy.namespace")
         or (section == "train" and name in RESUMABLE_SETTINGS)
     )
 
@@ -381,12 +384,19 @@ def needs_other_machines(config: Config) -> bool:
 
 
 def _check_training(pipeline_run: PipelineRun) -> None:
-    trains = any(step.name == "train" and step.action == "run" for step in pipeline_run.preview())
-    if trains and not runs_on_cluster("train", pipeline_run.config):
+    steps = {step.name for step in pipeline_run.preview() if step.action == "run"}
+    if steps.intersection(TRACKED_STEPS):
+        check_trackers(pipeline_run.config)
+    if "train" in steps and not runs_on_cluster("train", pipeline_run.config):
         check_launcher(pipeline_run.config.train)
 
 
 def _run_steps(pipeline_run: PipelineRun, run: Run, display: Display) -> None:
+    with track_run(pipeline_run.project.root, run, display.report) as pipeline_run.tracking:
+        _run_each_step(pipeline_run, run, display)
+
+
+def _run_each_step(pipeline_run: PipelineRun, run: Run, display: Display) -> None:
     for name in pipeline_run.request.steps:
         step = pipeline_run.decide(name)
         earlier = run.read().steps.get(name)
@@ -438,9 +448,17 @@ def _run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display)
     display.start(run, step.name, step.reason, describe_activity(step.name, pipeline_run.config))
     if step.name == "train" and needs_other_machines(pipeline_run.config):
         display.report(f"on each other machine, in this folder: pipe join {run.id}")
+    if pipeline_run.tracking is not None:
+        pipeline_run.tracking.begin(step.name)
+
+    def tick() -> None:
+        display.tick()
+        if pipeline_run.tracking is not None:
+            pipeline_run.tracking.tick()
+
     started = time.monotonic()
     try:
-        status = executor.run_step(run, record, display.tick)
+        status = executor.run_step(run, record, tick)
     except BaseException as error:
         ending = "pruned" if isinstance(error, Pruned) else "interrupted"
         display.end(ending)

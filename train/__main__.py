@@ -99,7 +99,7 @@ def _identity(run: Run, samples: int, batch_size: int) -> dict[str, Any]:
 def _fit(trainer: Trainer, run: Run, group: ProcessGroup, store: CheckpointStore, resume_point: ResumePoint) -> None:
     directory = run.partial("train")
     progress = resume(trainer, resume_point, group)
-    log = MetricsLog(directory, progress.step) if group.rank.first else None
+    log = MetricsLog(directory, progress.step, "tensorboard" in run.config.track) if group.rank.first else None
     trainer.attempt = begin_attempt(run, group, progress.step)
     ledger = Ledger(directory, group, trainer.order, progress.step, trainer.attempt.number)
     tune_malloc()

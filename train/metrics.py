@@ -18,24 +18,25 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-
 from torch import Tensor
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from pipeline.contract.facts import curve_values
 from pipeline.contract.files import unwritable, write_atomic
 from train.data import BatchLoader
 from train.optim import Precision
 from train.parallel.base import Strategy
 from train.process_group import ProcessGroup
 
-_NOT_PLOTTED = {"total_steps", "batch_size", "expert_loads"}  # the same in every line, or too many
-
 
 class MetricsLog:
-    """`metrics.jsonl` and TensorBoard; only the first process writes them."""
+    """`metrics.jsonl` and TensorBoard, unless it is switched off; only the first process writes them."""
 
-    def __init__(self, directory: Path, resumed_step: int) -> None:
+    def __init__(self, directory: Path, resumed_step: int, tensorboard: bool = True) -> None:
         path, board = directory / "metrics.jsonl", directory / "tensorboard"
         with _report_unwritable(path):
             _drop_lines_after(path, resumed_step)
+        self._board: SummaryWriter | None = None
         with _report_unwritable(board):
-            self._board = SummaryWriter(str(board), purge_step=resumed_step + 1)
+            if tensorboard:
+                self._board = SummaryWriter(str(board), purge_step=resumed_step + 1)
         with _report_unwritable(path):
             self._file = path.open("a")
 
@@ -43,20 +44,18 @@ class MetricsLog:
         """Write one line after `step` steps. Nested values become grouped TensorBoard scalars."""
         self._file.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
         self._file.flush()
-        self._plot(step, {name: value for name, value in values.items() if name not in _NOT_PLOTTED})
+        if self._board is not None:
+            self._plot(self._board, step, values)
 
     def close(self) -> None:
         self._file.close()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
 
-    def _plot(self, step: int, values: Mapping[str, Any]) -> None:
+    def _plot(self, board: SummaryWriter, step: int, values: Mapping[str, Any]) -> None:
         """Write all curves as one event: TensorBoard's checksums are plain Python and slow."""
-        points = []
-        for name, value in values.items():
-            group = value if isinstance(value, Mapping) else {"": value}
-            tags = {f"{name if inner else 'train'}/{inner or name}": number for inner, number in group.items()}
-            points += [Summary.Value(tag=tag, simple_value=number) for tag, number in tags.items()]
-        writer: Any = self._board.file_writer  # None in its type stub
+        points = [Summary.Value(tag=tag, simple_value=number) for tag, number in curve_values(values).items()]
+        writer: Any = board.file_writer  # None in its type stub
         writer.add_summary(Summary(value=points), step)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from packaging.utils import parse_wheel_filename
 
-from k8s.images.contents import ACCELERATORS, PROJECT, locked_requirements, packages_from_pins
+from k8s.images.contents import ACCELERATORS, PROJECT, locked_requirements, own_requirements, packages_from_pins
 from k8s.images.modelcar import bundle_annotations
 from k8s.images.registry import Reference, parse_reference
 from pipeline.contract.bundle import Bundle, open_bundle
@@ -335,11 +335,14 @@ def training_annotations(name: str, content: ProjectContent) -> dict[str, str]:
     }
 
 
-def write_training_context(name: str, root: Path, content: ProjectContent, recipe: Recipe, directory: Path) -> str:
+def write_training_context(
+    name: str, root: Path, content: ProjectContent, recipe: Recipe, directory: Path, extras: Iterable[str] = ()
+) -> str:
     """Write the training image's context: our whole source, the project, and the packages both import."""
     create_context(directory)
     write_dockerfile(directory, "train", recipe, training_annotations(name, content))
-    pins = {accelerator: locked_requirements(accelerator, "train", content.packages) for accelerator in ACCELERATORS}
+    also = [*content.packages, *(requirement for extra in extras for requirement in own_requirements(extra))]
+    pins = {accelerator: locked_requirements(accelerator, "train", also) for accelerator in ACCELERATORS}
     write_requirements(directory, recipe, pins)
     for package in PACKAGES:
         copy_files(SOURCE_ROOT / package, directory / "app" / package)

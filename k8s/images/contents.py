@@ -236,7 +236,7 @@ ACCELERATORS = tuple(_ACCELERATOR_PINS)
 
 def locked_requirements(accelerator: str, extra: str = "serve", also: Iterable[str] = ()) -> list[str]:
     """Return `name==version` of our requirements with an extra, further requirements, and all dependencies, sorted."""
-    pins = lock_requirements([*_own_requirements(extra), *also])
+    pins = lock_requirements([*own_requirements(extra), *also])
     return [_for_accelerator(pin, _ACCELERATOR_PINS[accelerator]) for pin in pins if not pin.startswith(f"{PROJECT}==")]
 
 
@@ -289,7 +289,7 @@ def _installed_version(name: str, requirement: Requirement) -> tuple[str, list[R
     raise StageError(f"the image needs {name}, which is not installed here; `pip install .[all]`")
 
 
-def _own_requirements(extra: str) -> list[str]:
+def own_requirements(extra: str) -> list[str]:
     """Return our own requirements, in a checkout from pyproject.toml: installed metadata may be outdated."""
     path = SOURCE_ROOT / "pyproject.toml"
     if path.is_file():

@@ -200,6 +200,7 @@ def reduced_config(config: Config, samples: int, kills: int, overrides: list[str
             "train.trace=false",
             "train.balance=equal",
             "train.deterministic=true",
+            "track=[]",
             *overrides,
         ],
     )

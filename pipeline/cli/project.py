@@ -26,7 +26,7 @@ from pipeline.cli.app import (
 )
 from pipeline.cli.run import run
 from pipeline.compare import result_digests
-from pipeline.contract.config import Config, setting_names
+from pipeline.contract.config import Config, override_config, setting_names
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.registry import Entry, read_registry
 from pipeline.contract.run import STEPS, Run
@@ -237,7 +237,8 @@ def repro(context: typer.Context, run: RunName = "latest", output: OutputOption 
     steps = tuple(step for step in STEPS[: STEPS.index("export") + 1] if step in original_run.read().steps)
     request, display = RunRequest(steps, force=frozenset(steps)), Display(sys.stderr.isatty())
     with lock_runs(project.runs):
-        repeated_run = run_pipeline(project, original_run.config, request, display)
+        config = override_config(original_run.config, ["track=[]"])  # the trackers have the original
+        repeated_run = run_pipeline(project, config, request, display)
     before, after = result_digests(original_run), result_digests(repeated_run)
     rows = [
         {"file": name, "equal": before.get(name) == after.get(name), "digest": after.get(name, "absent")[:12]}

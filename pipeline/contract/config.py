@@ -15,7 +15,18 @@ from pipeline.contract.errors import ConfigError, ConflictError
 from pipeline.contract.settings.cluster import Cluster, Rollout
 from pipeline.contract.settings.old_names import REPLACED, upgrade
 from pipeline.contract.settings.section import Section
-from pipeline.contract.settings.stages import Deploy, Evaluate, Export, Model, Package, Prepare, Serve, Train, Tune
+from pipeline.contract.settings.stages import (
+    Deploy,
+    Evaluate,
+    Export,
+    Model,
+    Package,
+    Prepare,
+    Serve,
+    TrackerName,
+    Train,
+    Tune,
+)
 
 
 class Config(Section):
@@ -27,6 +38,11 @@ class Config(Section):
     task: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$", description="`file.py:Class` of the task")
     codec: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_]\w*$", description="`file.py:Class` of the codec")
     registry: str = Field("", description="folder or fsspec URL of the model registry; empty: next to the runs")
+    track: tuple[TrackerName, ...] = Field(
+        ("tensorboard",),
+        description="where a run is recorded besides its folder: `tensorboard`, `mlflow`, `wandb`; changing it runs "
+        "nothing again",
+    )
     prepare: Prepare = Field(default_factory=Prepare, description="checks of the data")
     model: Model = Field(default_factory=Model, description="pretrained weights")
     train: Train = Field(default_factory=Train, description="training")
@@ -38,6 +54,11 @@ class Config(Section):
     cluster: Cluster = Field(default_factory=Cluster, description="the steps as pods on a cluster")
     rollout: Rollout = Field(default_factory=Rollout, description="how a new bundle replaces the one that serves")
     tune: Tune = Field(default_factory=Tune, description="the search for better settings")
+
+    @property
+    def external_trackers(self) -> tuple[TrackerName, ...]:
+        """Return the trackers with a client of their own; training itself writes the files of TensorBoard."""
+        return tuple(dict.fromkeys(name for name in self.track if name != "tensorboard"))
 
 
 def setting_names() -> list[str]:

@@ -145,10 +145,12 @@ EXTRAS = {  # extra: the modules it installs, by the names they are imported by
     "cluster": ("kubernetes", "urllib3"),
     "deepseek": ("peft", "transformers"),
     "examples": ("sklearn",),
+    "mlflow": ("alembic", "mlflow", "sqlalchemy"),
     "registry": ("fsspec", "s3fs"),
     "savedmodel": ("ai_edge_litert", "onnx2tf", "onnx_graphsurgeon", "sng4onnx", "tensorflow", "tf_keras"),
     "sign": ("cryptography",),
     "tune": ("optuna",),
+    "wandb": ("wandb",),
 }
 _EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in modules}
 _IMPORT_FAILED = re.compile(r"^(?:\[rank\d+\]: )?ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,6 +160,38 @@ def read_facts(run: Run) -> Facts:
         ),
         damaged=tuple(reader.damaged),
     )
+
+
+# Values of a line of metrics.jsonl that are no curves: the same in every line, or too many.
+_NO_CURVES = {"step", "epoch", "total_steps", "batch_size", "expert_loads"}
+
+
+def curve_values(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a line of metrics.jsonl by the names of their curves, as in `train/loss`."""
+    curves: dict[str, Any] = {}
+    for name, value in line.items():
+        if name not in _NO_CURVES:
+            group = value if isinstance(value, Mapping) else {"": value}
+            curves |= {f"{name if inner else 'train'}/{inner or name}": number for inner, number in group.items()}
+    return curves
+
+
+class NewLines:
+    """Reads the lines that were added to metrics.jsonl; all again if it was replaced, as a resumed training does."""
+
+    def __init__(self) -> None:
+        self._inode, self._offset = 0, 0
+
+    def read(self, path: Path) -> list[Body]:
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._offset if inode == self._inode else 0)
+            data = file.read()
+            complete = data[: data.rfind(b"\n") + 1]  # an incomplete line is read again later
+            self._inode, self._offset = inode, file.tell() - len(data) + len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
 
 class _Reader:

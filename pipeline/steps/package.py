@@ -246,7 +246,8 @@ def package_training(
     recipe = recipe_of(config.package, project.root, config.train.device == "cuda")
     name = f"{base_name(config)}-train"
     partial = project.runs / _IMAGES_FOLDER / "train.partial"
-    context = write_training_context(config.name, project.root, content, recipe, partial / "context")
+    trackers = config.external_trackers  # pods of a workflow track their own steps
+    context = write_training_context(config.name, project.root, content, recipe, partial / "context", trackers)
     final = partial.with_name(f"train-{context[:12]}")
     earlier = _find_earlier_image(final, push=config.package.push)
     if earlier is not None:

@@ -5,7 +5,6 @@ Validation values are read from the growing `metrics.jsonl` of the training.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from optuna.trial import FrozenTrial
 
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError, DataError, PipelineError, Pruned, ResourceError, StageError
+from pipeline.contract.facts import NewLines
 from pipeline.contract.run import Run
 from pipeline.display import Display
 from pipeline.history import Project, load_history
@@ -116,26 +116,15 @@ class MetricReader:
 
     def __init__(self, metric: str) -> None:
         self._metric = metric
-        self._inode, self._offset = 0, 0
+        self._lines = NewLines()
         self._seen: set[int] = set()
 
     def read(self, path: Path) -> Iterator[tuple[int, float | None]]:
         """Yield new epochs, counted from one, with their values; None if the metric is missing or not finite."""
-        for line in self._new_rows(path):
+        for line in self._lines.read(path):
             if "validation" in line and line["epoch"] not in self._seen:
                 self._seen.add(line["epoch"])
                 yield line["epoch"] + 1, line["validation"].get(self._metric)
-
-    def _new_rows(self, path: Path) -> list[dict[str, Any]]:
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            file.seek(self._offset if inode == self._inode else 0)
-            data = file.read()
-            complete = data[: data.rfind(b"\n") + 1]  # an incomplete line is read again later
-            self._inode, self._offset = inode, file.tell() - len(data) + len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
 
 
 _POLL_SECONDS = 0.5

@@ -48,6 +48,13 @@ def test_every_step_has_its_line_as_soon_as_it_is_done(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_tensorboard_is_switched_off(tmp_path: Path) -> None:
+    journal = MetricsLog(tmp_path, 0, tensorboard=False)
+    journal.record(1, 0, {"loss": 1.0})
+    journal.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 def test_tensorboard_shows_training_and_validation_apart(tmp_path: Path) -> None:
     journal = MetricsLog(tmp_path, 0)
     journal.record(1, 0, {"loss": 2.0})

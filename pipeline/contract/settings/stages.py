@@ -27,6 +27,7 @@ def _conflict(problem: str) -> NoReturn:
 
 
 Severity: TypeAlias = Literal["error", "warn", "off"]
+TrackerName: TypeAlias = Literal["tensorboard", "mlflow", "wandb"]
 
 
 class Prepare(Section):

@@ -10,6 +10,7 @@ from pipeline.contract.sources import SOURCE_ROOT
 
 DISTRIBUTIONS = {  # of modules with another name
     "ai_edge_litert": "ai-edge-litert",
+    "mlflow": "mlflow-skinny",
     "onnx_graphsurgeon": "onnx-graphsurgeon",
     "simdjson": "pysimdjson",
     "sklearn": "scikit-learn",

@@ -1,0 +1,80 @@
+"""The processes of trackers: a client that is missing, unreachable or hangs does not disturb the run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from pipeline.contract.config import Config, override_config
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.run import Run
+from pipeline.history import Project, create_run
+from pipeline.plan import STEP_KINDS, config_parts
+from pipeline.tracking import process
+from pipeline.tracking.process import Tracking, check_trackers
+
+
+@pytest.fixture
+def run(project: Project, config: Config) -> Run:
+    return create_run(project.runs, override_config(config, ["track=[mlflow]"]), ("prepare", "train"), parent="")
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """The address of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["absent", "a folder without code"])
+def test_missing_client_is_named_with_its_install_command(
+    spec: ModuleSpec | None, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "find_spec", lambda _: spec)
+    check_trackers(config)
+    with pytest.raises(ConfigError, match=r"pip install 'pipe-road\[wandb\]'"):
+        check_trackers(override_config(config, ["track=[tensorboard, wandb]"]))
+
+
+def test_setting_is_in_no_key(config: Config) -> None:
+    other = override_config(config, ["track=[mlflow, mlflow]"])
+    assert other.external_trackers == ("mlflow",)
+    assert all(config_parts(step, other) == config_parts(step, config) for step in STEP_KINDS)
+
+
+def test_unreachable_tracker_is_reported(run: Run, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    reports: list[str] = []
+    tracking = Tracking(project.root, run, reports.append)
+    tracking.begin("train")
+    tracking.end(300)
+    assert [line for line in reports if "warning: mlflow: MlflowException: " in line]
+    assert reports[-1].startswith(
+        "warning: mlflow: does not have all of this run; `python -m pipeline.tracking mlflow "
+    )
+
+
+def test_hanging_tracker_is_left_behind(
+    run: Run, project: Project, silent_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server)
+    reports: list[str] = []
+    tracking = Tracking(project.root, run, reports.append)
+    tracking.begin("train")
+    tracking.end(0)
+    assert "warning: mlflow: did not receive everything in time" in reports[-1]
+    assert "Traceback" not in run.log("mlflow").read_text()
+
+
+def test_nothing_is_started_for_a_run_that_trains_nothing(run: Run, project: Project) -> None:
+    tracking = Tracking(project.root, run, print)
+    for step in ("prepare", "package", "deploy"):
+        tracking.begin(step)
+    tracking.end(0)
+    assert not run.log("mlflow").exists()
