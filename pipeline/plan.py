@@ -59,7 +59,7 @@ class StepKind:
     inputs: tuple[str, ...] = ()  # files of earlier steps
     packages: tuple[str, ...] = ()  # distributions whose release matters
     user_code: bool = True
-    unused: frozenset[str] = frozenset()  # methods of task and codec that the step never calls
+    unused: frozenset[str] = frozenset()  # members of task and codec that the step never uses
     cached: bool = True
 
     @property
@@ -88,7 +88,7 @@ STEP_KINDS = {
             settings=("task", "train", "model.allow_mismatch"),
             inputs=("prepare/data.json",),
             packages=("torch", "numpy"),
-            unused=_REPORTED | _PREDICTED,
+            unused=_REPORTED | _PREDICTED | {"directions"},
         ),
         StepKind(
             "evaluate",
@@ -112,7 +112,7 @@ STEP_KINDS = {
                 *_VARIANT_SETTINGS,
             ),
             inputs=("prepare/data.json", "train/model.safetensors", "evaluate/verdict.json"),
-            packages=("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy"),
+            packages=("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy"),
             unused=frozenset({"text", "slices", "baseline", "parallelize"}),
         ),
         StepKind(
@@ -121,7 +121,7 @@ STEP_KINDS = {
             version=1,
             settings=("name", "package", "deploy.on_cluster", "deploy.gpus"),
             inputs=("export/bundle/manifest.json",),
-            packages=("onnxruntime-gpu", "onnxruntime", "numpy", "pydantic"),
+            packages=("onnxruntime", "onnxruntime-gpu", "numpy", "pydantic"),
             user_code=False,
         ),
         StepKind(
@@ -333,6 +333,8 @@ def _imported_distributions(project: Project, config: Config) -> tuple[str, ...]
 def _releases(distributions: Sequence[str]) -> dict[str, str]:
     """Return the major and minor version of each installed distribution: what a patch release repairs runs nothing."""
     versions = {name: Version(text) for name, text in installed_versions(tuple(distributions)).items()}
+    if "onnxruntime-gpu" in versions:  # the same releases as those of onnxruntime, so either is the same part of a key
+        versions["onnxruntime"] = versions.pop("onnxruntime-gpu")
     return {f"version:{name}": f"{version.major}.{version.minor}" for name, version in versions.items()}
 
 

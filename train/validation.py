@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import TOKENIZER_FILE, tokenizer_ids
+from pipeline.contract.statistics.metrics import builtin_metrics, check_directions
 from pipeline.contract.task import Task
 from train.optim import Precision
 from train.parallel.base import Strategy
@@ -104,11 +105,16 @@ def check_metrics(
     outputs = strategy.predict(batch)
     strategy.model.train()
     metrics = task.metrics(outputs, batch) if outputs is not None else None
-    if metrics is not None and (unknown := sorted(set(required) - set(metrics))):
+    if metrics is None:
+        return
+    names = [*metrics, *(name for name in builtin_metrics(task) if name not in metrics)]
+    if unknown := sorted(set(required) - set(names)):
         raise ConfigError(
-            f"the gate needs the metric {unknown[0]}, but metrics() returns {', '.join(metrics)}; "
-            "to fix it, set evaluate.metric and evaluate.require to names from metrics()"
+            f"the gate needs the metric {unknown[0]}, but the task has {', '.join(names)}; to fix it, set "
+            "evaluate.metric and evaluate.require to these, or give the task the methods that other metrics need"
         )
+    if group.rank.first and (warning := check_directions(task, list(metrics))):
+        print(f"warning: {warning}", flush=True)
 
 
 IDS, POSITIONS = "input_ids", "position_ids"  # columns, as transformers name them

@@ -103,12 +103,12 @@ class VariantEvaluation:
         return rounding_tolerance(self.task, self.test, entry.path, max(self.config.export.batch_sizes))
 
     def _reference(self) -> Reference:
-        metric, sizes = self.config.evaluate.metric, self.config.export.batch_sizes
-        reference = compute_reference(self.task, self.model, self.test, max(sizes))
-        if metric not in reference.metrics:
+        reference = compute_reference(self.task, self.model, self.test, max(self.config.export.batch_sizes))
+        metric, names = self.config.evaluate.metric, reference.metric_names(self.task)
+        if metric not in names:
             raise ConfigError(
-                f"evaluate.metric: the task has no metric {metric} (it has {', '.join(reference.metrics)}), so that "
-                "its exported file cannot be compared"
+                f"evaluate.metric: the task has no metric {metric} (it has {', '.join(names)}), so that its exported "
+                "file cannot be compared"
             )
         return reference
 
@@ -154,8 +154,8 @@ class VariantEvaluation:
         shapes = (
             untraced_deviations(self.task, self.model, self.test, entry.path, reference) if entry.name != FP32 else []
         )
-        result = evaluate_variant(self.config.evaluate, reference, answers)
-        message = find_faults(entry.name, self.config.export, self.config.evaluate, result, reference, answers, shapes)
+        result = evaluate_variant(self.config.evaluate, answers)
+        message = find_faults(entry.name, self.config.export, self.config.evaluate, result, answers, shapes)
         worst = Deviation.worst(*(answer.deviation for answer in answers), *shapes)
         return replace(entry, deviation=worst, outcome=result, faults=tuple(message))
 

@@ -22,8 +22,20 @@ from export.variants.timing import Timing
 from pipeline.contract.data import Samples, as_task_outputs, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
-from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Interval, mean_interval
-from pipeline.contract.task import HasAxes, Task
+from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Interval
+from pipeline.contract.statistics.metrics import Metric, builtin_metrics, compute_metrics, lower_is_better
+from pipeline.contract.statistics.scores import (
+    ACTUAL,
+    BASELINE,
+    CANDIDATE,
+    PREDICTED,
+    PROBABILITIES,
+    QUERY,
+    Columns,
+    actual_columns,
+    score_batch,
+)
+from pipeline.contract.task import Batch, Classifier, HasAxes, Task
 
 Array = np.ndarray[Any, Any]
 _ALL_WRONG = float(np.finfo(np.float64).max)  # stands for infinity, which JSON does not have
@@ -52,7 +64,11 @@ class Reference:
 
     outputs: Arrays
     scale: Mapping[str, float]  # the standard deviation of each float output
-    metrics: Mapping[str, Array]  # a value for each sample
+    columns: Columns  # scores of torch's outputs, and the labels
+
+    def metric_names(self, task: Task) -> list[str]:
+        own = [name for name in self.columns if name not in (PREDICTED, PROBABILITIES, ACTUAL, QUERY)]
+        return [*own, *(name for name in builtin_metrics(task) if name not in own)]
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,7 @@ class BatchSizeResult:
 
     size: int
     deviation: Deviation
-    metrics: Mapping[str, Array]
+    metrics: Mapping[str, Metric]  # of the file, with torch as the baseline
 
 
 @torch.no_grad()
@@ -70,14 +86,31 @@ def compute_reference(task: Task, model: nn.Module, test: Samples, size: int) ->
     parts = [named_arrays(task, forward(model, task, batch)) for batch in batches]
     outputs = {name: np.concatenate([part[name] for part in parts]) for name in task.outputs}
     spread = {name: output_scale(array) for name, array in outputs.items() if array.dtype.kind == "f"}
-    return Reference(outputs, spread, compute_metrics(task, test, outputs))
+    everything = test.batch(range(len(test)))
+    return Reference(outputs, spread, _score(task, everything, outputs) | actual_columns(task, everything, len(test)))
 
 
 def evaluate_batch_size(task: Task, test: Samples, path: Path, reference: Reference, size: int) -> BatchSizeResult:
     outputs = onnx_outputs(task, open_session(path), test, size)
-    return BatchSizeResult(
-        size, measure_deviation(reference.outputs, outputs, reference.scale), compute_metrics(task, test, outputs)
-    )
+    deviation = measure_deviation(reference.outputs, outputs, reference.scale)
+    return BatchSizeResult(size, deviation, _compare_metrics(task, test, reference, outputs))
+
+
+def _compare_metrics(task: Task, test: Samples, reference: Reference, outputs: Arrays) -> dict[str, Metric]:
+    """Return the gate's metrics of a file, with torch's outputs as the baseline."""
+    scores = _score(task, test.batch(range(len(test))), outputs)
+    columns = {
+        **{CANDIDATE + name: values for name, values in scores.items()},
+        **{BASELINE + name: reference.columns[name] for name in scores},
+        **{name: reference.columns[name] for name in (ACTUAL, QUERY) if name in reference.columns},
+    }
+    classes = task.classes if isinstance(task, Classifier) else None
+    return compute_metrics(columns, classes, compared=True, lower=lower_is_better(task))
+
+
+def _score(task: Task, batch: Batch, outputs: Arrays) -> Columns:
+    tensors = as_task_outputs(task, {name: torch.from_numpy(array) for name, array in outputs.items()})
+    return score_batch(task, lambda _: tensors, batch)
 
 
 def rounding_tolerance(task: Task, test: Samples, path: Path, size: int) -> float:
@@ -155,13 +188,6 @@ def output_scale(array: Array) -> float:
     return deviation or float(np.abs(finite).max(initial=0.0)) or 1.0
 
 
-@torch.no_grad()
-def compute_metrics(task: Task, test: Samples, outputs: Arrays) -> dict[str, Array]:
-    tensors = {name: torch.from_numpy(array) for name, array in outputs.items()}
-    values = task.metrics(as_task_outputs(task, tensors), test.batch(range(len(test))))
-    return {name: value.detach().cpu().double().numpy() for name, value in values.items()}
-
-
 MIN_SAMPLES = 2  # for an interval
 
 
@@ -173,25 +199,21 @@ class MetricResult:
     samples: int
     value: float
     reference: float
-    difference: Interval | None  # None where a value is not finite
+    difference: Interval | None  # positive is better; None where a value is undefined or not finite
 
 
-def evaluate_variant(config: Evaluate, reference: Reference, answers: Sequence[BatchSizeResult]) -> MetricResult:
-    """Return the paired interval of the task's metric: the file compared with torch on the same samples.
+def evaluate_variant(config: Evaluate, answers: Sequence[BatchSizeResult]) -> MetricResult:
+    """Return the paired interval of the gate's metric: the file compared with torch on the same samples.
 
     The file must pass at every batch size, so the worst decides. That needs no correction for several comparisons.
     """
-    return min((_metric_result(config, reference, answers_of_size) for answers_of_size in answers), key=_lower_bound)
+    return min((_metric_result(config, answers_of_size) for answers_of_size in answers), key=_lower_bound)
 
 
-def _metric_result(config: Evaluate, reference: Reference, answers: BatchSizeResult) -> MetricResult:
-    candidate, reference_values = answers.metrics[config.metric], reference.metrics[config.metric]
-    differences = candidate - reference_values
-    finite = bool(np.isfinite(differences).all())
-    difference = mean_interval(differences, config.confidence, config.resamples, BOOTSTRAP_SEED) if finite else None
-    return MetricResult(
-        answers.size, len(candidate), float(candidate.mean()), float(reference_values.mean()), difference
-    )
+def _metric_result(config: Evaluate, answers: BatchSizeResult) -> MetricResult:
+    metric = answers.metrics[config.metric]
+    difference = metric.difference(config.confidence, config.resamples, BOOTSTRAP_SEED)
+    return MetricResult(answers.size, metric.units, metric.value("candidate"), metric.value("baseline"), difference)
 
 
 def _lower_bound(result: MetricResult) -> float:
@@ -211,7 +233,6 @@ def find_faults(
     export: Export,
     evaluate: Evaluate,
     result: MetricResult,
-    reference: Reference,
     answers: Sequence[BatchSizeResult],
     shapes: Sequence[Deviation],
 ) -> Iterator[str]:
@@ -222,7 +243,7 @@ def find_faults(
     yield from _not_finite(answers)
     if name != "fp32":
         yield from _metric_faults(evaluate, variant_margin(export, evaluate), result)
-    yield from _limit_faults(evaluate, reference, answers)
+    yield from _limit_faults(evaluate, answers)
     yield from _deviation_faults(name, Deviation.worst(*(answer.deviation for answer in answers)), "the test set")
     if shapes:
         yield from _deviation_faults(name, Deviation.worst(*shapes), "shapes that were never traced")
@@ -249,8 +270,8 @@ def budget_faults(budget: Mapping[Cost, float], size_bytes: int, timing: Timing 
 
 
 def _not_finite(answers: Sequence[BatchSizeResult]) -> Iterator[str]:
-    names = {name for answer in answers for name, values in answer.metrics.items() if not np.isfinite(values).all()}
-    if names:
+    metrics = [metric for answer in answers for metric in answer.metrics.values() if metric.candidate is not None]
+    if names := {metric.name for metric in metrics if not math.isfinite(metric.value("candidate"))}:
         yield f"{', '.join(sorted(names))} is not finite on every test sample"
 
 
@@ -267,14 +288,16 @@ def _metric_faults(config: Evaluate, margin: float, result: MetricResult) -> Ite
         )
 
 
-def _limit_faults(config: Evaluate, reference: Reference, answers: Sequence[BatchSizeResult]) -> Iterator[str]:
+def _limit_faults(config: Evaluate, answers: Sequence[BatchSizeResult]) -> Iterator[str]:
     """Yield required metrics that only torch reaches; one that torch misses, too, was overridden by a person."""
-    for name, floor in sorted(config.metric_limits.items()):
-        if name not in reference.metrics or float(reference.metrics[name].mean()) < floor:
+    for name, limit in sorted(config.metric_limits.items()):
+        metrics = [answer.metrics[name] for answer in answers if name in answer.metrics]
+        if not metrics or metrics[0].better * (metrics[0].value("baseline") - limit) < 0:
             continue
-        lowest = min(float(answer.metrics[name].mean()) for answer in answers)
-        if lowest < floor:
-            yield f"{name} {lowest:.4f} is below the required {floor:g}, which torch's answers reach"
+        worst = min(metric.better * metric.value("candidate") for metric in metrics) * metrics[0].better
+        if metrics[0].better * (worst - limit) < 0:
+            direction = "above" if metrics[0].lower else "below"
+            yield f"{name} {worst:.4f} is {direction} the required {limit:g}, which torch's answers reach"
 
 
 def _deviation_faults(name: str, deviation: Deviation, location: str) -> Iterator[str]:

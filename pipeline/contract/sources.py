@@ -48,7 +48,7 @@ def project_files(root: Path, references: Iterable[str]) -> list[Path]:
             raise ConfigError(f"{reference}: no file {file} in {root}")
         if not path.is_relative_to(root.resolve()):
             raise ConfigError(f"{reference}: {file} lies outside the project {root}; move it there")
-        if name not in _top_level_names(path):
+        if name not in _top_level_names(path.read_bytes(), path.name):
             raise ConfigError(f"{reference}: {file} has no class {name}")
         entry.append(path)
     base = root.resolve()
@@ -167,9 +167,10 @@ def _installed_file(name: str) -> str | None:
     return origin if origin and Path(origin).is_relative_to(sys.prefix) else None
 
 
-def _top_level_names(path: Path) -> set[str]:
+@functools.cache  # by content
+def _top_level_names(source: bytes, file: str) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(parse_source(path.read_bytes(), path.name)):
+    for node in ast.walk(parse_source(source, file)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -210,9 +211,16 @@ def project_code(root: Path, references: Sequence[str], unused: Set[str] = froze
     """Return a digest of each of the user's files; `unused` are methods that the step never calls."""
     base = root.resolve()
     sources = {path.relative_to(base).as_posix(): path.read_bytes() for path in project_files(root, references)}
-    trees = {name: parse_source(source, name) for name, source in sources.items()}
-    if any(_reads_source(tree) for tree in trees.values()):
-        return {name: digest_bytes(source) for name, source in sources.items()}
+    return dict(_code_digests(tuple(sources.items()), tuple(references), frozenset(unused)))
+
+
+@functools.cache  # by content: `pipe run` decides every step three times
+def _code_digests(
+    sources: tuple[tuple[str, bytes], ...], references: tuple[str, ...], unused: frozenset[str]
+) -> dict[str, str]:
+    if any(_reads_source(source, name) for name, source in sources):
+        return {name: digest_bytes(source) for name, source in sources}
+    trees = {name: parse_source(source, name) for name, source in sources}
     for reference in references:
         file, _, name = reference.partition(":")
         _remove_unused_methods(trees[Path(file).as_posix()], name, unused, trees.values())
@@ -233,7 +241,9 @@ def _digest(tree: ast.Module) -> str:
     return digest_bytes(ast.dump(tree).encode())
 
 
-def _reads_source(tree: ast.Module) -> bool:
+@functools.cache  # by content
+def _reads_source(source: bytes, file: str) -> bool:
+    tree = parse_source(source, file)
     if any(name in _SOURCE_READERS for node in ast.walk(tree) for name in _names(node)):
         return True
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and _names(node.func) & _FILE_READERS)
@@ -241,22 +251,41 @@ def _reads_source(tree: ast.Module) -> bool:
 
 
 def _remove_unused_methods(tree: ast.Module, name: str, unused: Set[str], trees: Collection[ast.Module]) -> None:
-    """Remove methods from a class where nothing else in the user's code can call them."""
+    """Remove methods and literal attributes from a class where nothing else in the user's code can use them."""
     definitions = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     if len(definitions) != 1 or not _is_plain_class(definitions[0], tree):
         return
     (kind,) = definitions
-    methods = [node for node in kind.body if isinstance(node, ast.FunctionDef)]
-    removed = [node for node in methods if node.name in unused and _is_plain_method(node)]
+    removed = [node for node in kind.body if _member(node) in unused]
     while removed:
         mentioned = {name for tree in trees for node in _walk_without(tree, removed) for name in _names(node)}
         if mentioned & _REFLECTION:
             return
-        callable_ones = [method for method in removed if method.name in mentioned]
-        if not callable_ones:
+        used = [node for node in removed if _member(node) in mentioned]
+        if not used:
             break
-        removed = [method for method in removed if method not in callable_ones]
+        removed = [node for node in removed if node not in used]
     kind.body = [node for node in kind.body if node not in removed]
+
+
+def _member(node: ast.stmt) -> str:
+    """Return the name of a method or attribute whose definition runs no other code; empty for anything else."""
+    match node:
+        case ast.FunctionDef(name=name) if _is_plain_method(node):
+            return name
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(target=ast.Name(id=name), value=value)
+        ):
+            return name if value is not None and _is_literal(value) else ""
+    return ""
+
+
+def _is_literal(value: ast.expr) -> bool:
+    try:
+        ast.literal_eval(value)
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def _walk_without(tree: ast.AST, removed: Sequence[ast.AST]) -> Iterator[ast.AST]:

@@ -12,7 +12,7 @@ import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import digest_bytes, digest_tree
@@ -51,7 +51,7 @@ class Task(Protocol):
         """Return the mean over the samples of the batch."""
 
     def metrics(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
-        """Return one value per sample for each metric, higher is better; their mean is the metric."""
+        """Return one value per sample for each metric; higher is better, unless `directions` declares otherwise."""
 
 
 @runtime_checkable
@@ -170,6 +170,14 @@ class HasProbabilities(Protocol):
 
 
 @runtime_checkable
+class HasDirections(Protocol):
+    """A task with metrics where lower is better."""
+
+    # Metric of metrics() → which values are better: `{"word_error_rate": "lower"}`; higher for those not named.
+    directions: Mapping[str, Literal["higher", "lower"]]
+
+
+@runtime_checkable
 class HasSlices(Protocol):
     def slices(self, batch: Batch) -> Mapping[str, Sequence[str]]:
         """Return groups that are evaluated separately: per name a label for each sample, "" for none."""
@@ -188,6 +196,7 @@ def load_task(reference: str, root: Path) -> Task:
     for attribute in ("inputs", "outputs"):
         if not _are_names(getattr(task, attribute, None)):
             raise ConfigError(f'{reference}: set `{attribute} = ("name", ...)`, the names of the model\'s {attribute}')
+    _check_directions(reference, getattr(task, "directions", {}))
     methods = [name for name in ("make_files", "use_files") if callable(getattr(task, name, None))]
     if len(methods) == 1:
         other = "use_files" if methods == ["make_files"] else "make_files"
@@ -195,6 +204,13 @@ def load_task(reference: str, root: Path) -> Task:
             f"{reference}: has {methods[0]}(folder) without {other}(folder); a task needs both or neither"
         )
     return task
+
+
+def _check_directions(reference: str, directions: object) -> None:
+    if not isinstance(directions, Mapping) or not set(directions.values()) <= {"higher", "lower"}:
+        raise ConfigError(
+            f'{reference}: write `directions` as {{"metric": "lower"}}, with "higher" or "lower" for each'
+        )
 
 
 def _are_names(value: object) -> bool:

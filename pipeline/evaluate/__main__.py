@@ -25,6 +25,7 @@ from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.settings.stages import Evaluate
+from pipeline.contract.statistics.metrics import lower_is_better
 from pipeline.contract.statistics.scores import (
     BASELINE,
     CANDIDATE,
@@ -113,9 +114,8 @@ def _verify_fingerprint(run: Run, samples: Samples) -> str:
 
 def _results(task: Task, columns: Columns, baseline: Baseline | None) -> Results:
     classes = task.classes if isinstance(task, Classifier) else None
-    if baseline is None:
-        return Results(columns, None, None, classes)
-    return Results(columns, baseline.kind, baseline.bundle, classes)
+    kind, bundle = (None, None) if baseline is None else (baseline.kind, baseline.bundle)
+    return Results(columns, kind, bundle, classes, lower_is_better(task))
 
 
 def _decide_and_write(run: Run, results: Results, test_fingerprint: str, checkpoint: str) -> Verdict:

@@ -32,7 +32,7 @@ def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
         )
     classes = _read_metrics(first).get("classes")
     columns = _pair_columns(first_columns, second_columns, classes == _read_metrics(second).get("classes"))
-    metrics = compute_metrics(columns, classes, compared=True)
+    metrics = compute_metrics(columns, classes, compared=True, lower=_lower_is_better(first, second))
     rows = [_row(metric, config) for metric in metrics.values() if metric.candidate and metric.baseline]
     for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
         row["adjusted_p"] = adjusted
@@ -106,6 +106,15 @@ def _pair_columns(first: Columns, second: Columns, same_classes: bool) -> Column
             columns[BASELINE + name.removeprefix(CANDIDATE)] = second[name]
     ordered = [name for name in first if name in columns]
     return {name: columns[name] for name in [*ordered, *sorted(columns.keys() - set(ordered))]}
+
+
+def _lower_is_better(first: Run, second: Run) -> frozenset[str]:
+    names = [frozenset(_read_metrics(run).get("lower_is_better") or ()) for run in (first, second)]
+    candidates = [_read_metrics(run).get("candidate") or {} for run in (first, second)]
+    shared = candidates[0].keys() & candidates[1].keys()
+    if differing := sorted((names[0] ^ names[1]) & shared):
+        raise DataError(f"{differing[0]} is better lower in one run and higher in the other: the task changed")
+    return names[0]
 
 
 def _row(metric: Metric, config: Evaluate) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Results:
     kind: Literal["champion", "task"] | None  # of baseline, if there is one
     bundle: str | None  # digest of the champion's bundle
     classes: Sequence[str] | None
+    lower: frozenset[str] = frozenset()  # metrics of the task where lower is better
 
     @cached_property
     def candidate(self) -> Columns:
@@ -49,7 +50,7 @@ class Results:
 
     @cached_property
     def metrics(self) -> dict[str, Metric]:
-        return compute_metrics(self.columns, self.classes, self.kind is not None)
+        return compute_metrics(self.columns, self.classes, self.kind is not None, self.lower)
 
     @property
     def samples(self) -> int:
@@ -59,6 +60,8 @@ class Results:
         """Check that the compared metric exists and that candidate and baseline have the same metrics."""
         if self.baseline is not None and (differing := sorted(self.candidate.keys() ^ self.baseline.keys())):
             raise DataError(f"metrics(): {', '.join(differing)} is returned for only one of candidate and baseline")
+        if unknown := sorted(self.lower - self.candidate.keys()):
+            raise ConfigError(f"directions of the task: metrics() returns no {unknown[0]}")
         if config.metric not in self.metrics:
             names = ", ".join(self.metrics)
             raise ConfigError(f"evaluate.metric: the task has no metric {config.metric} (it has {names})")

@@ -11,23 +11,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Floats, Interval, mean_interval
 from pipeline.contract.statistics.scores import (
-    ACTUAL,
-    QUERY,
     SLICE,
     Array,
     Columns,
+    actual_columns,
     batch_length,
-    check_classes,
-    check_numbers,
 )
 from pipeline.contract.statistics.significance import bonferroni_confidence, decrease_p_value, holm
-from pipeline.contract.task import Classifier, HasSlices, Ranker, Regressor, Task
+from pipeline.contract.task import HasSlices, Task
 from pipeline.evaluate.rules import GateRule
 
 if TYPE_CHECKING:
@@ -173,7 +169,7 @@ _MAX_LABELS = 1000
 def label_columns(task: Task, batch: Batch, columns: Sequence[str]) -> Columns:
     """Return the columns that describe the samples; `columns` are columns of the data to slice by."""
     count = batch_length(batch)
-    return _actual_columns(task, batch, count) | _column_slices(batch, columns) | _task_slices(task, batch, count)
+    return actual_columns(task, batch, count) | _column_slices(batch, columns) | _task_slices(task, batch, count)
 
 
 def check_slice_labels(columns: Columns) -> None:
@@ -184,27 +180,6 @@ def check_slice_labels(columns: Columns) -> None:
                 f"slices: `{name.removeprefix(SLICE)}` has {count} labels, at most {_MAX_LABELS} are allowed; "
                 "to fix it: group them"
             )
-
-
-def _actual_columns(task: Task, batch: Batch, count: int) -> Columns:
-    if isinstance(task, Classifier):
-        return {ACTUAL: check_classes(task, "actual", task.actual(batch), count)}
-    if not isinstance(task, Regressor):
-        return {}
-    actual = check_numbers("actual", task.actual(batch), count)
-    if not np.isfinite(actual).all():
-        raise DataError("actual(): a label of the test data is not a finite number")
-    if not isinstance(task, Ranker):
-        return {ACTUAL: actual}
-    if (actual < 0).any():
-        raise DataError("actual(): the relevance of an item must be 0 or more")
-    return {ACTUAL: actual, QUERY: _queries(task.queries(batch), count)}
-
-
-def _queries(value: object, count: int) -> Array:
-    if not isinstance(value, Tensor) or tuple(value.shape) != (count,) or value.is_floating_point():
-        raise DataError(f"queries(): must be one integer per sample, shape ({count},)")
-    return value.detach().cpu().numpy().astype(np.int64)
 
 
 def _column_slices(batch: Batch, names: Sequence[str]) -> Columns:

@@ -108,6 +108,9 @@ HARMLESS: dict[str, Edit] = {
     "example() edited": task("[1.0, 2.0]]", "[1.0, 2.5]]"),
     "slices() edited": task('"high" if y > 5', '"high" if y > 6'),
     "slices() removed": task(TASK[TASK.index("    def slices") : TASK.index("    def example")], ""),
+    "directions of metrics declared": task(
+        'classes = ("left", "right")\n', 'classes = ("left", "right")\n    directions = {"accuracy": "higher"}\n'
+    ),
     "text() edited": task('f"point {x}"', 'f"{x}"'),
     "actual() edited": task('return batch["side"]\n\n    def slices', 'return batch["side"].clone()\n\n    def slices'),
     "encode() edited": codec('{"side": int', '{"class": int'),
@@ -135,6 +138,12 @@ HARMFUL: dict[str, Edit] = {
     "a decorator": task("def scaled(x):", "@torch.no_grad()\ndef scaled(x):"),
     "example() with a default that is called at once": task("def example(self):", "def example(self, x=print()):"),
     "example() decorated": task("    def example", "    @torch.no_grad()\n    def example"),
+    "directions that data() reads": task(
+        'inputs = ("point",)\n', 'inputs = ("point",)\n    directions = {}\n    data_order = "directions"\n'
+    ),
+    "directions that a call computes": task(
+        'inputs = ("point",)\n', 'inputs = ("point",)\n    directions = dict(x=1)\n'
+    ),
     "example(), which data() calls": lambda task, codec: (
         task.replace("        points = torch.rand", "        self.example()\n        points = torch.rand").replace(
             "[1.0, 2.0]]", "[1.0, 3.0]]"

@@ -6,7 +6,8 @@ Ranking metrics (ndcg, mrr, auc) are computed per query, vectorized over all que
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,8 +29,16 @@ from pipeline.contract.statistics.bootstrap import (
     point_estimate,
 )
 from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, QUERY, Array
+from pipeline.contract.task import Classifier, HasDirections, HasProbabilities, Ranker, Regressor, Task
 
-LOWER_IS_BETTER = ("mae", "rmse")
+_REGRESSION, _RANKING = ("mae", "rmse", "r2", "spearman"), ("ndcg", "mrr", "auc")
+_LOWER_IS_BETTER = ("mae", "rmse")
+# Words in the names of metrics where lower usually is better.
+_ERROR_WORDS = (
+    *("loss", "error", "err", "mae", "mse", "rmse", "mape", "rmsle", "nll", "wer", "cer", "perplexity"),
+    *("brier", "distance", "deviation", "regret"),
+)
+_NEGATED = ("neg", "negative", "minus")
 _MAX_AUC_CLASSES = 20  # for auc, which sorts the test set once per class
 
 
@@ -41,15 +50,12 @@ class Metric:
     unit: Literal["samples", "queries"] = "samples"
     why: str = ""  # the metric is undefined
     note: str = ""  # on samples that it leaves out
-    slices: tuple[Floats, Floats | None] | None = None  # values per sample, for slices
+    slices: tuple[Floats, Floats | None] | None = None  # values per sample where higher is better, for slices
+    lower: bool = False  # lower is better
 
     @property
     def better(self) -> Literal[1, -1]:
         return -1 if self.lower else 1
-
-    @property
-    def lower(self) -> bool:
-        return self.name in LOWER_IS_BETTER and not isinstance(self.candidate, _TaskMean)
 
     @property
     def units(self) -> int:
@@ -74,10 +80,6 @@ class Metric:
         return contributions(self.candidate, self.baseline, self.better)
 
 
-class _TaskMean(Mean):
-    """A metric from the task's metrics(): higher is better, whatever its name is."""
-
-
 def _interval(
     first: Statistic, second: Statistic | None, better: int, confidence: float, resamples: int, seed: int
 ) -> Interval | None:
@@ -87,26 +89,56 @@ def _interval(
     return aggregate_interval(first, second, confidence, resamples, seed, better)
 
 
-def compute_metrics(columns: Mapping[str, Array], classes: Sequence[str] | None, compared: bool) -> dict[str, Metric]:
-    """Return the metrics of the task, then the built-in ones; a task's metric replaces a built-in one of that name."""
-    metrics = {metric.name: metric for metric in _task_metrics(columns, compared)}
+def builtin_metrics(task: Task) -> tuple[str, ...]:
+    """Return the names of the metrics that follow from the methods of a task, beside those of its metrics()."""
+    if isinstance(task, Classifier):
+        return ("auc",) if isinstance(task, HasProbabilities) and len(task.classes) <= _MAX_AUC_CLASSES else ()
+    if isinstance(task, Ranker):
+        return _RANKING
+    return _REGRESSION if isinstance(task, Regressor) else ()
+
+
+def lower_is_better(task: Task) -> frozenset[str]:
+    """Return the task's own metrics for which it declares that lower is better."""
+    directions = task.directions if isinstance(task, HasDirections) else {}
+    return frozenset(name for name, direction in directions.items() if direction == "lower")
+
+
+def check_directions(task: Task, names: Collection[str]) -> str:
+    """Return a warning if a metric counts as higher is better although its name reads like that of an error."""
+    directions = task.directions if isinstance(task, HasDirections) else {}
+    for name in (name for name in names if name not in directions):
+        words = set(re.split(r"[^a-z]+", name.lower()))
+        if words.intersection(_ERROR_WORDS) and not words.intersection(_NEGATED):
+            return (
+                f"metrics() returns `{name}`, where higher is better; to fix it: set directions = "
+                f'{{"{name}": "lower"}} in the task, or "higher" if that is meant'
+            )
+    return ""
+
+
+def compute_metrics(
+    columns: Mapping[str, Array], classes: Sequence[str] | None, compared: bool, lower: Collection[str] = ()
+) -> dict[str, Metric]:
+    """Return the metrics of the task, then the built-in ones; a task's metric replaces a built-in one of that name.
+
+    `lower`: metrics of the task where lower is better.
+    """
+    metrics = {metric.name: metric for metric in _task_metrics(columns, compared, lower)}
     for metric in _builtin_metrics(columns, classes, compared):
         metrics.setdefault(metric.name, metric)
     return metrics
 
 
-def _task_metrics(columns: Mapping[str, Array], compared: bool) -> Iterator[Metric]:
+def _task_metrics(columns: Mapping[str, Array], compared: bool, lower: Collection[str]) -> Iterator[Metric]:
     for name in columns:
         metric = name.removeprefix(CANDIDATE)
         if metric == name or metric in (PREDICTED, PROBABILITIES):
             continue
-        candidate, baseline = columns[name], columns[BASELINE + metric] if compared else None
-        yield Metric(
-            metric,
-            _TaskMean(candidate),
-            None if baseline is None else _TaskMean(baseline),
-            slices=(candidate, baseline),
-        )
+        values = [columns[owner + metric] for owner in ((CANDIDATE, BASELINE) if compared else (CANDIDATE,))]
+        is_lower = metric in lower
+        slices = _slices([-column if is_lower else column for column in values])
+        yield Metric(metric, *_pair([Mean(column) for column in values]), slices=slices, lower=is_lower)
 
 
 def _builtin_metrics(columns: Mapping[str, Array], classes: Sequence[str] | None, compared: bool) -> Iterator[Metric]:
@@ -121,9 +153,9 @@ def _builtin_metrics(columns: Mapping[str, Array], classes: Sequence[str] | None
         return
     predicted = [columns[owner + PREDICTED] for owner in owners]
     if not all(np.isfinite(values).all() for values in predicted):
-        names = ("ndcg", "mrr", "auc") if QUERY in columns else ("mae", "rmse", "r2", "spearman")
+        names = _RANKING if QUERY in columns else _REGRESSION
         broken = [Mean(np.where(np.isfinite(values), 0.0, math.nan)) for values in predicted]
-        yield from (Metric(name, *_pair(broken)) for name in names)
+        yield from (Metric(name, *_pair(broken), lower=name in _LOWER_IS_BETTER) for name in names)
     elif QUERY in columns:
         yield from _ranking_metrics(columns[QUERY], predicted, columns[ACTUAL])
     else:
@@ -134,8 +166,8 @@ def _regression_metrics(predicted: list[Array], actual: Array) -> Iterator[Metri
     absolute = [np.abs(values - actual) for values in predicted]
     squares = [error**2 for error in absolute]
     by_absolute, by_square = _slices([-error for error in absolute]), _slices([-error for error in squares])
-    yield Metric("mae", *_pair([Mean(error) for error in absolute]), slices=by_absolute)
-    yield Metric("rmse", *_pair([RootMean(error) for error in squares]), slices=by_square)
+    yield Metric("mae", *_pair([Mean(error) for error in absolute]), slices=by_absolute, lower=True)
+    yield Metric("rmse", *_pair([RootMean(error) for error in squares]), slices=by_square, lower=True)
     if _constant(actual):
         reason = "all true values are equal"
         yield Metric("r2", None, None, why=reason)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.contract.data import forward
 from pipeline.contract.errors import DataError
-from pipeline.contract.task import Classifier, HasProbabilities, Regressor, Task
+from pipeline.contract.task import Classifier, HasProbabilities, Ranker, Regressor, Task
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Outputs, Predictor
@@ -97,6 +97,28 @@ def check_classes(task: Classifier, method: str, value: Tensor, count: int) -> A
     if ((classes < 0) | (classes >= len(task.classes))).any():
         raise DataError(f"{method}(): a class index is outside the {len(task.classes)} classes of the task")
     return classes
+
+
+def actual_columns(task: Task, batch: Batch, count: int) -> Columns:
+    """Return the true classes, numbers or relevances of the samples, and their queries, where the task has them."""
+    if isinstance(task, Classifier):
+        return {ACTUAL: check_classes(task, "actual", task.actual(batch), count)}
+    if not isinstance(task, Regressor):
+        return {}
+    actual = check_numbers("actual", task.actual(batch), count)
+    if not np.isfinite(actual).all():
+        raise DataError("actual(): a label of the test data is not a finite number")
+    if not isinstance(task, Ranker):
+        return {ACTUAL: actual}
+    if (actual < 0).any():
+        raise DataError("actual(): the relevance of an item must be 0 or more")
+    return {ACTUAL: actual, QUERY: _queries(task.queries(batch), count)}
+
+
+def _queries(value: object, count: int) -> Array:
+    if not isinstance(value, Tensor) or tuple(value.shape) != (count,) or value.is_floating_point():
+        raise DataError(f"queries(): must be one integer per sample, shape ({count},)")
+    return value.detach().cpu().numpy().astype(np.int64)
 
 
 def batch_length(batch: Batch) -> int:

@@ -11,7 +11,6 @@ from export.variants.judge import (
     Array,
     BatchSizeResult,
     Deviation,
-    Reference,
     budget_faults,
     evaluate_variant,
     find_faults,
@@ -21,7 +20,8 @@ from export.variants.judge import (
 from export.variants.timing import Timing
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Evaluate, Export
-from pipeline.contract.statistics.bootstrap import Interval
+from pipeline.contract.statistics.bootstrap import Interval, Mean
+from pipeline.contract.statistics.metrics import Metric
 
 NEAR = Deviation(0.0, 0.0, 0.0)
 RIGHT = np.ones(100)
@@ -35,13 +35,16 @@ def few_wrong(count: int) -> Array:
 def message(
     name: str, *answers: BatchSizeResult, evaluate: Evaluate = EVALUATE, export: Export | None = None
 ) -> list[str]:
-    reference = Reference({}, {"y": 1.0}, {"accuracy": RIGHT})
-    found = evaluate_variant(evaluate, reference, answers)
-    return list(find_faults(name, export or Export(), evaluate, found, reference, answers, []))
+    result = evaluate_variant(evaluate, answers)
+    return list(find_faults(name, export or Export(), evaluate, result, answers, []))
 
 
 def of(values: Array, size: int = 1, found: Deviation = NEAR) -> BatchSizeResult:
-    return BatchSizeResult(size, found, {"accuracy": values})
+    return BatchSizeResult(size, found, {"accuracy": Metric("accuracy", Mean(values), Mean(RIGHT))})
+
+
+def error(values: Array) -> BatchSizeResult:
+    return BatchSizeResult(1, NEAR, {"mae": Metric("mae", Mean(values), Mean(RIGHT), lower=True)})
 
 
 def test_the_batch_size_at_which_the_metric_may_be_worst_decides() -> None:
@@ -49,6 +52,14 @@ def test_the_batch_size_at_which_the_metric_may_be_worst_decides() -> None:
     (fault,) = message("int8-dynamic", of(RIGHT), of(few_wrong(9), 7), of(few_wrong(1), 256))
     assert fault.startswith("accuracy is 0.9100 at batch size 7, in torch 1.0000: the lower bound -0.1")
     assert fault.endswith("of the difference misses the margin of -0.08")
+
+
+def test_a_larger_error_fails_and_a_smaller_one_passes() -> None:
+    evaluate = Evaluate(metric="mae", margin=0.08, require={"mae": 1.05})
+    assert message("int8-dynamic", error(RIGHT - 0.5), evaluate=evaluate) == []
+    margin, limit = message("int8-dynamic", error(RIGHT + 0.1), evaluate=evaluate)
+    assert margin.startswith("mae is 1.1000 at batch size 1, in torch 1.0000: the lower bound -0.1")
+    assert limit == "mae 1.1000 is above the required 1.05, which torch's answers reach"
 
 
 def test_a_margin_own_is_what_a_variant_may_cost() -> None:

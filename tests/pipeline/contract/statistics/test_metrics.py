@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from sklearn.metrics import (
 
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.metrics import class_metrics, confusion, query_metrics
+from pipeline.contract.statistics.metrics import check_directions, class_metrics, confusion, query_metrics
 from pipeline.contract.statistics.scores import Columns
 from pipeline.evaluate.gate import decide
 from pipeline.evaluate.results import Results, metrics_body
@@ -58,6 +58,36 @@ def numbers(samples: int = 120, changed: Columns | None = None) -> Columns:
 
 def results(columns: Columns, classes: tuple[str, ...] | None = None) -> Results:
     return Results(columns, "task", None, classes)
+
+
+def test_a_metric_of_the_task_may_be_lower_is_better() -> None:
+    columns = numbers(changed={"candidate.own": np.full(120, 0.2), "baseline.own": np.full(120, 0.5)})
+    config = Evaluate(metric="own", require={"own": 0.3}, **FAST)
+    body = metrics_body(config, Results(columns, "task", None, None, frozenset({"own"})), "f")
+    assert body["lower_is_better"] == ["own", "mae", "rmse"]
+    assert body["intervals"]["difference"]["own"]["low"] == pytest.approx(0.3)
+    for lower, verdict in ((frozenset({"own"}), "pass"), (frozenset[str](), "fail")):
+        measured = Results(columns, "task", None, None, lower)
+        assert decide(config, measured.measurements(config)).verdict == verdict
+    with pytest.raises(ConfigError, match="directions of the task: metrics.. returns no wer"):
+        Results(columns, "task", None, None, frozenset({"wer"})).check(config)
+
+
+class Errors:
+    """A task, as far as its metrics matter."""
+
+    directions: ClassVar[dict[str, str]] = {"loss": "lower", "abs_error": "higher"}
+
+
+@pytest.mark.parametrize("name", ["mae", "val_loss", "Error", "word-error-rate", "rmse"])
+def test_a_metric_named_like_an_error_is_questioned(name: str) -> None:
+    warning = check_directions(Errors(), ["accuracy", name])  # type: ignore[arg-type]
+    assert f'metrics() returns `{name}`, where higher is better; to fix it: set directions = {{"{name}": ' in warning
+
+
+def test_a_declared_or_negated_metric_is_not_questioned() -> None:
+    names = ["accuracy", "loss", "abs_error", "negative_squared_error", "neg_mae", "lossless", "terror"]
+    assert check_directions(Errors(), names) == ""  # type: ignore[arg-type]
 
 
 def test_regression_metrics_agree_with_scikit_learn_and_scipy() -> None:
