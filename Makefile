@@ -6,6 +6,13 @@ endif
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# On Linux without an NVIDIA GPU, torch comes without CUDA if its own index can be reached, otherwise from PyPI.
+ifneq ($(wildcard /dev/nvidia[0-9]*),)
+GPU := -gpu
+else ifeq ($(shell uname -s),Linux)
+CPU_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
+endif
+INSTALL_TORCH = $(PIP) --no-deps --retries 1 $(CPU_INDEX) torch
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-long lint types unit docs format clean
@@ -13,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(VENV)/.all  ## install everything, then run the example in digits/: pipe demo
+run: $(VENV)/.run  ## install what the example in digits/ needs, then run it: pipe demo
 	$(BIN)/pipe demo
 
 test: lint  ## every check and test that CI runs
@@ -53,10 +60,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The project is installed editable: examples and manifests are read from the checkout.
-$(VENV)/.all: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[all]'
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(INSTALL_TORCH)
+	$(PIP) -e '.[train$(GPU),examples]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e '.[dev]'
-	touch $@ $(VENV)/.all
+	$(INSTALL_TORCH)
+	$(PIP) -e '.[all$(GPU),dev]'
+	touch $@ $(VENV)/.run

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.contract.errors import install_command
+from pipeline.history import installed_versions
+
 _TIMEOUT_SECONDS = 60
 _GIB = 1 << 30
 
@@ -32,6 +35,7 @@ _RUNTIME_PROGRAM = """
 import json, onnxruntime
 print(json.dumps({"version": onnxruntime.__version__, "providers": onnxruntime.get_available_providers()}))
 """
+_RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # they install the same module, so only one of them may be installed
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,12 @@ def _python() -> list[Finding]:
 def _torch() -> list[Finding]:
     facts = _run_program(_TORCH_PROGRAM)
     if facts is None:
-        return [Finding("torch", "fail", "does not import", "pip install 'pipe-road[train]'")]
-    return check_torch(facts, gpu_present=bool(list(Path("/dev").glob("nvidia[0-9]*"))))
+        return [Finding("torch", "fail", "does not import", install_command("train"))]
+    return check_torch(facts, _has_gpu())
+
+
+def _has_gpu() -> bool:
+    return bool(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def check_torch(facts: Mapping[str, Any], gpu_present: bool) -> list[Finding]:
@@ -90,11 +98,25 @@ def launchers() -> list[Finding]:
 
 
 def _runtime() -> list[Finding]:
-    facts = _run_program(_RUNTIME_PROGRAM)
+    installed = [name for name in _RUNTIMES if installed_versions((name,))]
+    return [check_runtime(_run_program(_RUNTIME_PROGRAM), installed, _has_gpu())]
+
+
+def check_runtime(facts: Mapping[str, Any] | None, installed: Sequence[str], gpu_present: bool) -> Finding:
+    """Check which package of ONNX Runtime is installed, and whether it fits this machine."""
+    install = f"pip install 'pipe-road[serve{'-gpu' if gpu_present else ''}]'"
+    replace = f"pip uninstall -y {' '.join(installed)}; {install}"
+    if len(installed) > 1:
+        detail = f"{' and '.join(installed)} are installed, and have overwritten each other's files"
+        return Finding("onnxruntime", "fail", detail, replace)
     if facts is None:
-        return [Finding("onnxruntime", "fail", "does not import", "pip install 'pipe-road[serve]'")]
-    detail = f"{facts['version']}: {', '.join(facts['providers'])}"
-    return [Finding("onnxruntime", "ok", detail)]
+        return Finding("onnxruntime", "fail", "does not import", replace if installed else install)
+    detail = f"{' '.join(installed)} {facts['version']}: {', '.join(facts['providers'])}".lstrip()
+    if gpu_present and "onnxruntime" in installed:
+        return Finding("onnxruntime", "warn", f"{detail}; it cannot use the GPU of this machine", replace)
+    if not gpu_present and "onnxruntime-gpu" in installed:
+        return Finding("onnxruntime", "ok", f"{detail}; works, but onnxruntime is smaller and enough without a GPU")
+    return Finding("onnxruntime", "ok", detail)
 
 
 def _builders() -> list[Finding]:

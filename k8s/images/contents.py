@@ -26,7 +26,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import StageError
+from pipeline.contract.errors import StageError, install_command
 from pipeline.contract.files import digest_mapping
 from pipeline.contract.sources import SOURCE_ROOT
 
@@ -219,7 +219,7 @@ _IMAGE_PLATFORM = {
     "platform_system": "Linux",
     "platform_machine": "x86_64",
 }
-# Released together with the same version; which of them is installed depends on the machine.
+# Released together with the same version; which of them is installed depends on the extra.
 _SAME_RELEASE = {"onnxruntime-gpu": "onnxruntime", "onnxruntime": "onnxruntime-gpu"}
 # Requirements that differ with the accelerator. The CUDA libraries are not locked: few of the machines that build
 # images have them installed, so pip chooses the versions that these packages require.
@@ -283,10 +283,11 @@ def _installed_version(name: str, requirement: Requirement) -> tuple[str, list[R
         version = Version(installed.version)
         if not requirement.specifier.contains(version, prereleases=True):
             raise StageError(
-                f"the image needs {requirement}, but {installed.version} is installed; `pip install .[all]`"
+                f"the image needs {requirement}, but {installed.version} is installed; "
+                f"to fix it: {install_command('all')}"
             )
         return version.public, [Requirement(text) for text in installed.requires or []]
-    raise StageError(f"the image needs {name}, which is not installed here; `pip install .[all]`")
+    raise StageError(f"the image needs {name}, which is not installed here; to fix it: {install_command('all')}")
 
 
 def own_requirements(extra: str) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -152,6 +153,8 @@ EXTRAS = {  # extra: the modules it installs, by the names they are imported by
     "tune": ("optuna",),
     "wandb": ("wandb",),
 }
+# Also with `-gpu`. ONNX Runtime for CPUs must not be installed over the one for GPUs: both are the same module.
+_EXTRAS_WITH_RUNTIME = ("serve", "train", "all")
 _EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in modules}
 _IMPORT_FAILED = re.compile(r"^(?:\[rank\d+\]: )?ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
 
@@ -177,4 +180,18 @@ def _missing_module(name: str) -> ConfigError | None:
     extra = _EXTRA_OF.get(module)
     if extra is None:
         return None
-    return ConfigError(f"the module `{module}` is not installed; to fix it: pip install 'pipe-road[{extra}]'")
+    return ConfigError(f"the module `{module}` is not installed; to fix it: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra and keeps the ONNX Runtime that is installed."""
+    gpu = "-gpu" if extra in _EXTRAS_WITH_RUNTIME and _is_installed("onnxruntime-gpu") else ""
+    return f"pip install 'pipe-road[{extra}{gpu}]'"
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import BundleError, InvalidPayload, ResourceError
+from pipeline.contract.errors import BundleError, InvalidPayload, ResourceError, install_command
 from pipeline.contract.signature import Generation
 
 try:
@@ -20,7 +20,7 @@ try:
 
 except ModuleNotFoundError as missing:
     raise ResourceError(
-        f"serving a language model needs the package {missing.name}; to install it: pip install 'pipe-road[serve]'"
+        f"serving a language model needs the package {missing.name}; to install it: {install_command('serve')}"
     ) from missing
 
 

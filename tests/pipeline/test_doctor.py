@@ -12,7 +12,7 @@ import pytest
 
 from pipeline import doctor
 from pipeline.contract.sources import SOURCE_ROOT
-from pipeline.doctor import check_torch, disk, shared_memory
+from pipeline.doctor import check_runtime, check_torch, disk, shared_memory
 
 CPU_TORCH: Mapping[str, Any] = {
     "version": "2.13.0", "built_for": None, "cuda": False, "gpus": [], "cudnn": None, "nccl": None, "gloo": True,
@@ -42,6 +42,51 @@ def test_a_gpu_is_reported_with_its_libraries() -> None:
 
 def test_processes_cannot_meet_on_a_cpu_without_gloo() -> None:
     assert states({**CPU_TORCH, "gloo": False}, gpu_present=False)["gloo"] == "fail"
+
+
+CPU_RUNTIME = {"version": "1.31.1", "providers": ["CPUExecutionProvider"]}
+GPU_RUNTIME = {"version": "1.31.1", "providers": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+
+
+@pytest.mark.parametrize(
+    ("facts", "package", "gpu_present"),
+    [(CPU_RUNTIME, "onnxruntime", False), (GPU_RUNTIME, "onnxruntime-gpu", True)],
+)
+def test_the_runtime_that_fits_is_reported_by_name(facts: Mapping[str, Any], package: str, gpu_present: bool) -> None:
+    finding = check_runtime(facts, [package], gpu_present)
+    assert (finding.state, finding.fix) == ("ok", "")
+    assert finding.detail == f"{package} 1.31.1: {', '.join(facts['providers'])}"
+
+
+def test_the_runtime_for_cpus_on_a_machine_with_a_gpu_is_a_warning() -> None:
+    finding = check_runtime(CPU_RUNTIME, ["onnxruntime"], gpu_present=True)
+    assert (finding.state, "cannot use the GPU" in finding.detail) == ("warn", True)
+    assert finding.fix == "pip uninstall -y onnxruntime; pip install 'pipe-road[serve-gpu]'"
+
+
+def test_the_runtime_for_gpus_on_a_machine_without_one_works() -> None:
+    finding = check_runtime(GPU_RUNTIME, ["onnxruntime-gpu"], gpu_present=False)
+    assert (finding.state, finding.fix) == ("ok", "")
+    assert "works, but onnxruntime is smaller" in finding.detail
+
+
+@pytest.mark.parametrize(("gpu_present", "extra"), [(False, "serve"), (True, "serve-gpu")])
+def test_both_runtimes_are_a_failure_that_only_a_new_installation_fixes(gpu_present: bool, extra: str) -> None:
+    finding = check_runtime(GPU_RUNTIME, ["onnxruntime", "onnxruntime-gpu"], gpu_present)
+    assert (finding.state, "overwritten" in finding.detail) == ("fail", True)
+    assert finding.fix == f"pip uninstall -y onnxruntime onnxruntime-gpu; pip install 'pipe-road[{extra}]'"
+
+
+@pytest.mark.parametrize(
+    ("installed", "fix"),
+    [
+        ([], "pip install 'pipe-road[serve]'"),
+        (["onnxruntime"], "pip uninstall -y onnxruntime; pip install 'pipe-road[serve]'"),  # some files are missing
+    ],
+)
+def test_a_runtime_that_does_not_import_is_a_failure(installed: list[str], fix: str) -> None:
+    finding = check_runtime(None, installed, gpu_present=False)
+    assert (finding.state, finding.detail, finding.fix) == ("fail", "does not import", fix)
 
 
 @pytest.mark.parametrize(("free_gib", "state"), [(0.5, "warn"), (20, "ok")])

@@ -67,6 +67,24 @@ def test_a_new_version_of_a_package_counts_where_it_matters(
     assert changed(before, all_parts(config, project)) == {"export": {"version:onnxscript"}}
 
 
+@pytest.mark.parametrize("package", ["onnxruntime", "onnxruntime-gpu"])
+def test_either_package_of_onnx_runtime_gives_the_same_key(
+    package: str, config: Config, project: Project, before: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pretend(name: str) -> str:
+        if not name.startswith("onnxruntime"):
+            return real(name)
+        if name != package:
+            raise metadata.PackageNotFoundError(name)
+        return "1.99.0"
+
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", pretend)
+    after = all_parts(config, project)
+    assert changed(before, after) == {step: {"version:onnxruntime"} for step in ("export", "package")}
+    assert after["export"]["version:onnxruntime"] == "1.99"
+
+
 def test_version_of_an_imported_package_counts_in_every_step_that_runs_it(
     config: Config, project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

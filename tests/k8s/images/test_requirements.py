@@ -1,10 +1,13 @@
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
+from k8s.images import contents
 from k8s.images.contents import applies_to_image, lock_requirements, locked_requirements
 from pipeline.contract.errors import StageError
 
@@ -54,6 +57,26 @@ def test_an_image_for_gpus_has_the_runtime_with_cuda() -> None:
     names = names_of("gpu", "serve")
     assert "onnxruntime-gpu[cuda,cudnn]" in names
     assert "onnxruntime" not in names
+
+
+@pytest.mark.parametrize("installed", ["onnxruntime", "onnxruntime-gpu"])
+def test_either_installed_runtime_gives_the_version_of_both_images(
+    installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pretend(name: str) -> Any:
+        if not name.startswith("onnxruntime"):
+            return distribution(name)
+        if name != installed:
+            raise PackageNotFoundError(name)
+        return SimpleNamespace(version="1.99.0", requires=[])
+
+    monkeypatch.setattr(contents, "distribution", pretend)
+    contents._dependency_closure.cache_clear()
+    try:
+        assert names_of("cpu", "serve")["onnxruntime"] == "1.99.0"
+        assert names_of("gpu", "serve")["onnxruntime-gpu[cuda,cudnn]"] == "1.99.0"
+    finally:
+        contents._dependency_closure.cache_clear()
 
 
 def test_extras_that_name_other_extras_are_expanded() -> None:

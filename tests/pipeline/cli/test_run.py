@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.config import load_config
-from pipeline.contract.errors import ConfigError
+from pipeline.contract.errors import ConfigError, install_command
 from pipeline.contract.run import StepRecord
 from pipeline.display import Display
 from pipeline.history import create_run, find_project, write_record
@@ -204,7 +204,7 @@ def test_missing_extra_is_named_with_its_install_command(
 ) -> None:
     without(module)
     error = pipe_process(*command.split(), expect=2).stderr
-    expected = f"the module `{module}` is not installed; to fix it: pip install 'pipe-road[{extra}]'"
+    expected = f"the module `{module}` is not installed; to fix it: {install_command(extra)}"
     assert expected in error.splitlines()[-1]
     assert "Traceback" not in error
 
