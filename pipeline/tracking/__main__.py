@@ -41,7 +41,7 @@ from pipeline.tracking.trackers import TRACKERS, Tracker
 
 _POLL_SECONDS = 2.0
 _RETRY_SECONDS = 60.0
-_MAX_PROBLEM = 300  # characters
+_MAX_PROBLEM = 500  # characters
 _NICE = 10  # training comes first
 
 Value = TypeVar("Value")
@@ -99,7 +99,9 @@ class Sender:
             self._tracker.close(read_ending(self._run.read()))
 
     def _open(self) -> None:
-        self._sent.run = self._tracker.open(self._sent.run)
+        run = self._tracker.open(self._sent.run)
+        if run != self._sent.run:
+            self._forget(run)
         self._record()
         self._tracker.set_params(read_params(self._run))
         self._is_open = True
@@ -112,8 +114,13 @@ class Sender:
                 self._tracker.open(self._sent.run)
             self._tracker.tag({"replaced": "training began again in another run of the tracker"})
             self._tracker.close("killed")
-            self._sent, self._is_open, self._seen = Sent(), False, ""
+            self._forget("")
+            self._is_open = False
         self._sent.training = training or self._sent.training
+
+    def _forget(self, run: str) -> None:
+        """Send everything to this run of the tracker; empty: to a new one."""
+        self._sent, self._lines, self._seen = Sent(run, self._sent.training), NewLines(), ""
 
     def _send_results(self) -> None:
         facts = read_facts(self._run)

@@ -21,7 +21,7 @@ _MAX_TEXT = 5000  # characters of a param or a tag
 
 class Tracker(Protocol):
     def open(self, run_id: str) -> str:
-        """Begin a run, or continue the one with this id; return its id."""
+        """Continue the run with this id, or begin one where there is none; return its id."""
 
     def set_params(self, params: Mapping[str, str]) -> None: ...
 
@@ -56,7 +56,7 @@ class MLflow:
         with exclusive_lock(self._run.runs / ".mlflow.lock"):  # of several trials, one creates the database
             self._client = MlflowClient(f"sqlite:///{self._run.runs / 'mlflow.db'}" if self._local else None)
             self._experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._find_experiment()
-        if run_id:
+        if run_id and self._has_run(run_id):
             self._client.update_run(run_id, status="RUNNING")
         else:
             run_id = self._client.create_run(self._experiment, run_name=self._run.id).info.run_id
@@ -104,6 +104,18 @@ class MLflow:
     def close(self, ending: Ending) -> None:
         if ending != "unfinished":
             self._client.set_terminated(self._id, status=ending.upper())
+
+    def _has_run(self, run_id: str) -> bool:
+        """Return False for a run of another server, or one that was removed."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+        return True
 
     def _find_experiment(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self._run.config.name

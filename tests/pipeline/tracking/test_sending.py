@@ -13,7 +13,7 @@ from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, RunFile, StepRecord
 from pipeline.history import Project, write_record, write_run
 from pipeline.tracking import __main__ as sending
-from pipeline.tracking import contents, trackers
+from pipeline.tracking import contents
 from pipeline.tracking.__main__ import Sender, follow
 from pipeline.tracking.contents import Ending, Point, read_ending
 from pipeline.tracking.process import state_file
@@ -207,7 +207,7 @@ def test_large_model_is_linked(
     send()
     assert recorder.tags["run-1"]["model.path"] == str(bundle / "model.onnx")
     assert "report.html" in recorder.files
-    assert not trackers.is_uploaded(recorder.files["export/bundle/model.onnx"])
+    assert not contents.is_uploaded(recorder.files["export/bundle/model.onnx"])
 
 
 ENDINGS: list[tuple[dict[str, str], Ending]] = [
