@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     return CheckedData(summaries, profile, results, near_duplicates, champion if champion_scan else None, notes)
 
 
-def write_checks(data: CheckedData, directory: Path) -> None:
+def write_checks(data: CheckedData, directory: Path, lower: Collection[str] = ()) -> None:
     """Write files apart from data.json, whose digest identifies the data and must not depend on limits or champions."""
     write_profile(directory / "profile.json", data.profile)
     pairs = [pair.row(column) for column, pairs in data.near_duplicates.items() for pair in pairs]
@@ -81,6 +81,7 @@ def write_checks(data: CheckedData, directory: Path) -> None:
         "near_duplicates": pairs[:_MAX_PAIRS],
         "champion": champion,
         "notes": list(data.notes),
+        "lower_is_better": sorted(lower),  # metrics of the task, for `pipe tune`
     }
     write_json(directory / "checks.json", body)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +21,7 @@ from pipeline.contract.pretrained import (
     Pretrained,
 )
 from pipeline.contract.run import Run, run_step
+from pipeline.contract.statistics.metrics import check_directions, lower_is_better
 from pipeline.contract.task import (
     FOLDER,
     KEY,
@@ -62,7 +66,9 @@ def prepare(run: Run, root: Path) -> None:
         "duplicates": pairs[:_MAX_LISTED],
     }
     write_json(run.partial("prepare") / "data.json", report)
-    write_checks(checked, run.partial("prepare"))
+    write_checks(checked, run.partial("prepare"), lower_is_better(task))
+    if warning := check_directions(task, _metric_names(task)):
+        print(f"warning: {warning}", file=sys.stderr)
     if report[KEY]:
         print(f"files that model, data and codec share: {', '.join(report[KEY])}")
     for name, facts in report["splits"].items():
@@ -70,6 +76,21 @@ def prepare(run: Run, root: Path) -> None:
     if pairs:
         _report_duplicates(pairs, config.prepare.leaks, run.partial("prepare") / "data.json")
     report_results(checked)
+
+
+def _metric_names(task: Task) -> list[str]:
+    """Return the texts that are keys in metrics(); the model is not run here."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(type(task).metrics)))
+    except (OSError, TypeError, SyntaxError):  # no source
+        return []
+    keys: list[ast.expr | None] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            keys += node.keys
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            keys.append(node.slice)
+    return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 
 
 def _check_pretrained(pretrained: Pretrained, task: Task, run: Run) -> tuple[str, Callable[[Iterable[Samples]], None]]:

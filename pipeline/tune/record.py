@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import PipelineError
@@ -16,6 +16,7 @@ from pipeline.data_checks.champion import CHAMPION_PART
 from pipeline.history import History, Project, now
 from pipeline.plan import key_parts
 
+Direction: TypeAlias = Literal["maximize", "minimize"]
 _SOURCE_SETTINGS = ("task", "codec")  # each choice in the search space may be another file
 
 
@@ -25,7 +26,7 @@ class StudyFile(Frozen):
     name: str
     created: str
     metric: str
-    direction: Literal["maximize", "minimize"]
+    direction: Direction
     space: tuple[str, ...]  # the searched settings
     parts: Mapping[str, str]  # key parts that all its trials have in common
 
@@ -57,20 +58,21 @@ def study_parts(config: Config, project: Project) -> dict[str, str]:
         if name.removeprefix("config:") not in space and name != CHAMPION_PART
     }
     parts |= {f"config:tune.space.{key}": _json(axis.model_dump(exclude_defaults=True)) for key, axis in space.items()}
-    return parts | {f"config:tune.{name}": str(getattr(config.tune, name)) for name in ("metric", "direction")}
+    return parts | {"config:tune.metric": config.tune.metric}
 
 
 def study_name(parts: Mapping[str, str]) -> str:
     return digest_mapping(parts)[:8]
 
 
-def write_study(folder: Path, config: Config, parts: Mapping[str, str]) -> None:
+def write_study(folder: Path, config: Config, parts: Mapping[str, str], lower: Collection[str] = ()) -> None:
+    """Record a new study; `lower`: the task's metrics where lower is better, beside the loss."""
     tune = config.tune
     body = StudyFile(
         name=folder.name,
         created=now(),
         metric=tune.metric,
-        direction=tune.direction,
+        direction="minimize" if tune.metric in ("loss", *lower) else "maximize",
         space=tuple(tune.space),
         parts=parts,
     )

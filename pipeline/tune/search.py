@@ -25,6 +25,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import BasePruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from pipeline.contract.config import Config, override_config
@@ -36,7 +37,16 @@ from pipeline.history import FileLock, Project, exclusive_lock, load_history, lo
 from pipeline.plan import STEP_KINDS, describe_changes, with_upstream
 from pipeline.processes import child_process, count_gpus
 from pipeline.runner import PipelineRun, RunRequest, run_pipeline
-from pipeline.tune.record import StudyFile, all_studies, study_folder, study_name, study_parts, write_study
+from pipeline.tune.record import (
+    Direction,
+    StudyFile,
+    all_studies,
+    read_study,
+    study_folder,
+    study_name,
+    study_parts,
+    write_study,
+)
 
 _POLL_SECONDS = 0.1
 
@@ -52,11 +62,10 @@ class SearchRequest:
     config: Config
 
     def study(self) -> Study:
-        """Open the study of these settings and sources."""
-        space = search_space(self.config)
-        folder = study_folder(self.project.runs, study_name(study_parts(self.config, self.project)))
-        folder.mkdir(parents=True, exist_ok=True)
-        return Study(folder, self.config.tune, space)
+        """Open the recorded study of these settings and sources."""
+        runs, name = self.project.runs, study_name(study_parts(self.config, self.project))
+        direction = read_study(runs, name).direction
+        return Study(study_folder(runs, name), self.config.tune, search_space(self.config), direction)
 
     def existing_study(self, display: Display) -> StudyFile:
         """Return the study of these settings and sources for reading; if there is none, the newest."""
@@ -74,10 +83,12 @@ def run_search(request: SearchRequest, display: Display) -> Study:
     """Run all trials, together with any other `pipe tune` on the same runs."""
     search_space(request.config)  # fail before anything is written
     with lock_runs(request.project.runs, shared=True):
+        _record_study(request, display)
         study = request.study()
-        with exclusive_lock(study_folder(request.project.runs, study.name) / "claim.lock"):
-            _record_study(request, study, display)
-            _prepare_data(request, study, display)
+        total = request.config.tune.trials
+        display.report(
+            f"study {study.name}: {len(study.trials)} of {total} trials started, {request.workers} worker(s)"
+        )
         if not study.finished:
             _run_workers(request, study)
     return study
@@ -111,26 +122,32 @@ def assign_gpus(worker: int, workers: int, env: Mapping[str, str]) -> dict[str, 
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[worker * count : (worker + 1) * count])}
 
 
-def _record_study(request: SearchRequest, study: Study, display: Display) -> None:
-    """Record a new study, and print why it does not continue an earlier one."""
+def _record_study(request: SearchRequest, display: Display) -> None:
+    """Prepare the data and record a new study; print why it does not continue an earlier one."""
     parts = study_parts(request.config, request.project)
-    studies = all_studies(request.project.runs)
-    if study.name not in {body.name for body in studies}:
+    name, studies = study_name(parts), all_studies(request.project.runs)
+    folder = study_folder(request.project.runs, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    with exclusive_lock(folder / "claim.lock"):
+        prepared_run = _prepare_data(request, name, display)
+        if name in {body.name for body in studies}:
+            return
         if studies:
             display.report(
                 f"a new study, because {describe_changes(studies[0].parts, parts)}; study {studies[0].name} is kept"
             )
-        write_study(study_folder(request.project.runs, study.name), request.config, parts)
-    total = request.config.tune.trials
-    display.report(f"study {study.name}: {len(study.trials)} of {total} trials started, {request.workers} worker(s)")
+        checks = json.loads((prepared_run.output("prepare") / "checks.json").read_text())
+        write_study(folder, request.config, parts, checks.get("lower_is_better", ()))
 
 
-def _prepare_data(request: SearchRequest, study: Study, display: Display) -> None:
-    """Run prepare once for all trials, so that a broken task is reported once."""
+def _prepare_data(request: SearchRequest, study: str, display: Display) -> Run:
+    """Run prepare once for all trials, so that a broken task is reported once; return the run that has it."""
     steps = ("prepare",)
     pipeline_run = PipelineRun(request.project, request.config, RunRequest(steps), load_history(request.project.runs))
-    if pipeline_run.preview()[0].action == "run":
-        run_pipeline(request.project, request.config, RunRequest(steps, study=study.name), display)
+    (step,) = pipeline_run.preview()
+    if step.action == "run":
+        return run_pipeline(request.project, request.config, RunRequest(steps, study=study), display)
+    return pipeline_run.reused_record(step)[0]
 
 
 def _run_workers(request: SearchRequest, study: Study) -> None:
@@ -263,14 +280,18 @@ class Claim:
 
 
 class Study:
-    def __init__(self, folder: Path, tune: Tune, space: Mapping[str, BaseDistribution]) -> None:
+    """A study; the direction counts for a new one."""
+
+    def __init__(
+        self, folder: Path, tune: Tune, space: Mapping[str, BaseDistribution], direction: Direction = "maximize"
+    ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._folder, self._tune, self._space = folder, tune, space
         self._storage = open_journal(folder / "journal.log")
         self._study = optuna.create_study(
             storage=self._storage,
             study_name=folder.name,
-            direction=tune.direction,
+            direction=direction,
             pruner=make_pruner(tune),
             load_if_exists=True,
         )
@@ -324,7 +345,7 @@ class Study:
 
     def ranked_trials(self) -> list[FrozenTrial]:
         """Return complete trials by value, best first, then the others in order."""
-        sign = -1 if self._tune.direction == "maximize" else 1
+        sign = -1 if self._study.direction == StudyDirection.MAXIMIZE else 1
         complete = [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
         incomplete = [trial for trial in self.trials if trial.state != TrialState.COMPLETE]
         return [*sorted(complete, key=lambda trial: sign * (trial.value or 0.0)), *incomplete]

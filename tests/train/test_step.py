@@ -63,7 +63,7 @@ def test_a_missing_gate_metric_stops_before_training(project: Project) -> None:
     project.replace('"closeness"', '"farness"')
     done = project.train(run)
     assert done.returncode == 2
-    assert "the gate needs the metric closeness, but metrics() returns farness" in str(failure(run))
+    assert "the gate needs the metric closeness, but the task has farness" in str(failure(run))
     assert not (run.partial("train") / "checkpoints").exists()
 
 

@@ -102,7 +102,7 @@ REPLACED = {old: f"write `{new}`" for old, new in _RENAMED.items()} | {
     "jobs.steps": "it was removed; prepare, train, evaluate and export run on the cluster",
     "jobs.project": "it was removed; the project is in /project",
     "jobs.timeout_seconds": "it was removed; a pod that cannot start is awaited for 300 s",
-    "tune.direction": "it was removed; the loss is minimized, every other metric maximized",
+    "tune.direction": "it was removed; the loss and metrics whose `directions` in the task are `lower` are minimized",
     "tune.startup_trials": "it was removed; 5 trials finish before one is pruned",
     "tune.warmup_epochs": "it was removed; a trial trains 1 epoch before it may be pruned",
     "tune.seed": "it was removed; the search always uses the same seed",

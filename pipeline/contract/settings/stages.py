@@ -480,8 +480,3 @@ class Tune(Section):
     pruner: Literal["median", "halving", "none"] = Field(
         "median", description="how unpromising trials are stopped early: `median`, successive `halving` or `none`"
     )
-
-    @property
-    def direction(self) -> Literal["maximize", "minimize"]:
-        """`metrics()` returns values where higher is better; the loss is the exception."""
-        return "minimize" if self.metric == "loss" else "maximize"

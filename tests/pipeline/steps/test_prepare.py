@@ -189,3 +189,21 @@ def test_a_link_among_the_shared_files_is_refused(root: Path) -> None:
     (root / "prepared_task.py").write_text(TASK + link + "    def use_files(self, folder): ...\n")
     with pytest.raises(DataError, match="left words, which is not a plain file"):
         prepare(new_run(root), root)
+
+
+def test_a_metric_that_reads_like_an_error_is_questioned(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(root, "batch): ...\n    def predicted", 'batch): return {"mae": outputs}\n    def predicted')
+    run = new_run(root)
+    prepare(run, root)
+    assert 'metrics() returns `mae`, where higher is better; to fix it: set directions = {"mae": "lower"}' in (
+        capsys.readouterr().err
+    )
+
+
+def test_declared_directions_are_recorded_and_not_questioned(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(root, "batch): ...\n    def predicted", 'batch): return {"mae": outputs}\n    def predicted')
+    edit(root, "    inputs =", '    directions = {"mae": "lower"}\n    inputs =')
+    run = new_run(root)
+    prepare(run, root)
+    assert "metrics()" not in capsys.readouterr().err
+    assert json.loads((run.partial("prepare") / "checks.json").read_text())["lower_is_better"] == ["mae"]

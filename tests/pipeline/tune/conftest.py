@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.contract.config import Config, parse_config
 from pipeline.history import Project
+from pipeline.tune.record import Direction
 from pipeline.tune.search import Study, search_space
 
 TINY = Path(__file__).resolve().parents[2] / "project"
@@ -42,6 +43,6 @@ def study(tmp_path: Path, make_config: MakeConfig) -> Study:
     return open_study(tmp_path / "abc", make_config(trials=3))
 
 
-def open_study(folder: Path, config: Config) -> Study:
+def open_study(folder: Path, config: Config, direction: Direction = "maximize") -> Study:
     folder.mkdir(exist_ok=True)
-    return Study(folder, config.tune, search_space(config))
+    return Study(folder, config.tune, search_space(config), direction)

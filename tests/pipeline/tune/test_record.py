@@ -127,6 +127,17 @@ def test_newest_study_comes_first(project: Project, make_config: MakeConfig) -> 
     assert [body.name for body in all_studies(project.runs)] == names
 
 
+@pytest.mark.parametrize(
+    ("metric", "direction"), [("accuracy", "maximize"), ("loss", "minimize"), ("word_errors", "minimize")]
+)
+def test_direction_is_the_one_that_the_task_declares(
+    tmp_path: Path, make_config: MakeConfig, metric: str, direction: str
+) -> None:
+    study_folder(tmp_path, "abc").mkdir(parents=True)
+    write_study(study_folder(tmp_path, "abc"), make_config(metric=metric), {}, lower=["word_errors"])
+    assert read_study(tmp_path, "abc").direction == direction
+
+
 def test_damaged_record_is_named(project: Project, make_config: MakeConfig) -> None:
     name = begun(project, make_config())
     (study_folder(project.runs, name) / "study.json").write_text("{")

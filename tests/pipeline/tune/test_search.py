@@ -11,8 +11,10 @@ from pipeline.contract.run import StepRecord, all_runs
 from pipeline.display import Display
 from pipeline.history import Project, create_run, write_record
 from pipeline.runner import PipelineRun, RunRequest
+from pipeline.tune.record import study_folder, study_name, study_parts, write_study
 from pipeline.tune.search import (
     SearchRequest,
+    Study,
     TrialResult,
     as_overrides,
     assign_gpus,
@@ -48,8 +50,16 @@ def test_workers_get_separate_gpus_if_there_are_enough(visible: str, workers: in
     assert found == shares
 
 
+def recorded_study(request: SearchRequest) -> Study:
+    parts = study_parts(request.config, request.project)
+    folder = study_folder(request.project.runs, study_name(parts))
+    folder.mkdir(parents=True)
+    write_study(folder, request.config, parts)
+    return request.study()
+
+
 def test_no_best_run_without_a_finished_trial(request_: SearchRequest) -> None:
-    study = request_.study()
+    study = recorded_study(request_)
     for reason in ("diverged", "no memory"):
         claim = study.claim()
         assert claim is not None
@@ -60,7 +70,7 @@ def test_no_best_run_without_a_finished_trial(request_: SearchRequest) -> None:
 
 def test_best_trial_is_run_once(request_: SearchRequest, project: Project) -> None:
     """As if the other machine, or an earlier command, had made its run."""
-    study = request_.study()
+    study = recorded_study(request_)
     claim = study.claim()
     assert claim is not None
     study.record_result(claim, TrialResult("done", 0.5))

@@ -12,6 +12,7 @@ from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.trial import TrialState
 
 from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.tune.record import Direction
 from pipeline.tune.search import (
     Claim,
     KernelLock,
@@ -190,11 +191,12 @@ def test_results_are_reported_to_the_sampler(tmp_path: Path, make_config: MakeCo
     assert list((tmp_path / "abc").glob("trial-*")) == []
 
 
-@pytest.mark.parametrize(("metric", "order"), [("accuracy", [1, 0, 2]), ("loss", [0, 1, 2])])
+@pytest.mark.parametrize(("direction", "order"), [("maximize", [1, 0, 2]), ("minimize", [0, 1, 2])])
 def test_best_trial_comes_first_and_those_without_value_last(
-    tmp_path: Path, make_config: MakeConfig, metric: str, order: list[int]
+    tmp_path: Path, make_config: MakeConfig, direction: Direction, order: list[int]
 ) -> None:
-    study = open_study(tmp_path / "abc", make_config(trials=3, metric=metric))
+    open_study(tmp_path / "abc", make_config(trials=3), direction)
+    study = open_study(tmp_path / "abc", make_config(trials=3))  # as a worker opens it
     assert study.best() is None
     for ending in (TrialResult("done", 0.0), TrialResult("done", 2.0), TrialResult("pruned")):
         study.record_result(claimed(study), ending)
