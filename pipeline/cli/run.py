@@ -210,10 +210,11 @@ def _detach(project: Project, overrides: list[str], request: RunRequest | None, 
 def _ask_before_training(project: Project, overrides: list[str], request: RunRequest) -> None:
     """Ask before a model that took long to train is replaced; the plan's line names the duration without a terminal."""
     pipeline_run = PipelineRun(project, project.config(overrides), request, load_history(project.runs))
-    last = last_training_seconds(pipeline_run.history)
+    if last_training_seconds(pipeline_run.history) < LONG_TRAINING_SECONDS:
+        return
     steps = {step.name: step for step in pipeline_run.preview()}
     training = steps.get("train")
-    if training is None or training.action == "reuse" or training.reason == "forced" or last < LONG_TRAINING_SECONDS:
+    if training is None or training.action == "reuse" or training.reason == "forced":
         return
     display = Display(live=False)
     display.report(f"train: {training.reason}")

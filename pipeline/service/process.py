@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 from pipeline.contract.files import write_json
 from pipeline.contract.processes import PARENT_WATCH_VARIABLE
@@ -24,6 +22,8 @@ from pipeline.contract.settings.access import OPEN_ACCESS, Access
 from pipeline.contract.settings.section import Frozen
 
 if TYPE_CHECKING:
+    import psutil
+
     from pipeline.contract.bundle import Bundle
 
 _DRAIN_TIMEOUT_SECONDS = 30.0
@@ -102,11 +102,15 @@ def spawn(argv: list[str], log: Path, env: Mapping[str, str]) -> subprocess.Pope
 
 
 def process_started(pid: int) -> float:
+    import psutil  # slow to load
+
     return float(psutil.Process(pid).create_time())
 
 
 def stop_process(pid: int, started: float, grace_seconds: float = _DRAIN_TIMEOUT_SECONDS) -> bool:
     """Let a service finish its accepted requests, then end it; return False if it had ended already."""
+    import psutil  # slow to load
+
     process = _process(pid, started)
     if process is None:
         return False
@@ -184,6 +188,8 @@ def service_environment() -> dict[str, str]:
 
 
 def _process(pid: int, started: float) -> psutil.Process | None:
+    import psutil  # slow to load
+
     try:
         process = psutil.Process(pid)
         is_same = abs(process.create_time() - started) < 1 and process.status() != psutil.STATUS_ZOMBIE

@@ -72,6 +72,21 @@ def test_a_setting_is_explained_with_what_it_runs_again(pipe: Pipe) -> None:
     assert "did you mean train.lr?" in pipe("explain", "train.lrr", expect=2).stderr
 
 
+SLOW_MODULES = {"jinja2", "kubernetes", "numpy", "onnx", "onnxruntime", "optuna", "psutil", "rich", "torch"}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan"]])
+def test_help_and_plan_load_no_slow_modules(starter: Path, words: list[str]) -> None:
+    code = (
+        "import sys\nfrom pipeline.cli import main\n"
+        "try:\n    main()\nfinally:\n    print(*sys.modules, file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=starter, capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert "typer" in loaded
+    assert not loaded & SLOW_MODULES
+
+
 def test_version_is_that_of_the_distribution(pipe: Pipe) -> None:
     assert pipe("--version").stdout == f"pipe {metadata.version('pipe-road')}\n"
 
